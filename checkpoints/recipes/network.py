@@ -1,0 +1,227 @@
+"""The training form of Gemma 2: dense causal attention, float32 residual, bf16 matmuls.
+
+The serving form (paged KV, `jaxspec.models.gemma2`) is tested against HuggingFace; this
+one exports to the same HuggingFace names, so a mistake here shows as a loss there.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Params = dict[str, jax.Array]
+
+
+def draft_config(target: dict[str, Any]) -> dict[str, Any]:
+    """The draft's config.json: the target's family, shallow and narrow."""
+    return target | dict(
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+    )
+
+
+def target_config(vocab_size: int) -> dict[str, Any]:
+    """The target's config.json, in HuggingFace's fields."""
+    return dict(
+        architectures=["Gemma2ForCausalLM"],
+        model_type="gemma2",
+        vocab_size=vocab_size,
+        hidden_size=384,
+        intermediate_size=1536,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+        attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0,
+        sliding_window=128,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        hidden_act="gelu_pytorch_tanh",
+        hidden_activation="gelu_pytorch_tanh",
+        attention_bias=False,
+        attention_dropout=0.0,
+        initializer_range=0.02,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=1,
+        tie_word_embeddings=True,
+        use_cache=True,
+        torch_dtype="bfloat16",
+    )
+
+
+def init_params(config: dict[str, Any], seed: int) -> Params:
+    """Random float32 weights under HuggingFace's names; matrices are (out, in)."""
+    random = np.random.default_rng(seed)
+    model, hidden = config["hidden_size"], config["intermediate_size"]
+    head_dim = config["head_dim"]
+    queries = config["num_attention_heads"] * head_dim
+    keys = config["num_key_value_heads"] * head_dim
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> jax.Array:
+        values = random.standard_normal((rows, columns)) * scale / np.sqrt(columns)
+        return jnp.asarray(values, jnp.float32)
+
+    params: Params = {}
+    embedding = random.standard_normal((config["vocab_size"], model)) * 0.02
+    params["model.embed_tokens.weight"] = jnp.asarray(embedding, jnp.float32)
+    params["model.norm.weight"] = jnp.zeros(model)
+    # The output projections start small, so that a layer starts near the identity;
+    # the post-norms would undo it, hence their (1 + weight) starts below one.
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}."
+        params[name + "self_attn.q_proj.weight"] = matrix(queries, model)
+        params[name + "self_attn.k_proj.weight"] = matrix(keys, model)
+        params[name + "self_attn.v_proj.weight"] = matrix(keys, model)
+        params[name + "self_attn.o_proj.weight"] = matrix(model, queries)
+        params[name + "mlp.gate_proj.weight"] = matrix(hidden, model)
+        params[name + "mlp.up_proj.weight"] = matrix(hidden, model)
+        params[name + "mlp.down_proj.weight"] = matrix(model, hidden)
+        for norm in ("input", "pre_feedforward"):
+            params[name + f"{norm}_layernorm.weight"] = jnp.zeros(model)
+        for norm in ("post_attention", "post_feedforward"):
+            params[name + f"{norm}_layernorm.weight"] = jnp.full(model, -0.7)
+    return params
+
+
+def _matmul(left: jax.Array, right: jax.Array, left_axis: int, right_axis: int):
+    return jax.lax.dot_general(
+        left,
+        right.astype(jnp.bfloat16),
+        (((left_axis,), (right_axis,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _to_bf16(values: jax.Array) -> jax.Array:
+    # XLA:CPU would fuse what computes `values` into every matmul that reads them and
+    # leave its fast bf16 kernel: 0.34 s instead of 0.24 s for one MLP's gradient.
+    return jax.lax.optimization_barrier(values.astype(jnp.bfloat16))
+
+
+@jax.custom_vjp
+def linear(inputs: jax.Array, weight: jax.Array) -> jax.Array:
+    """`inputs @ weight.T` in bf16 with a float32 result; inputs [token, in]."""
+    return _matmul(_to_bf16(inputs), weight, 1, 1)
+
+
+def _linear_forward(inputs: jax.Array, weight: jax.Array):
+    narrow = _to_bf16(inputs)
+    return jax.lax.optimization_barrier(_matmul(narrow, weight, 1, 1)), (narrow, weight)
+
+
+def _linear_backward(saved: tuple[jax.Array, jax.Array], grad: jax.Array):
+    inputs, weight = saved
+    narrow = _to_bf16(grad)
+    return _matmul(narrow, weight, 1, 0), _matmul(narrow, inputs, 0, 0)
+
+
+linear.defvjp(_linear_forward, _linear_backward)
+
+
+def rms_norm(inputs: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    variance = jnp.mean(jnp.square(inputs), axis=-1, keepdims=True)
+    return inputs * jax.lax.rsqrt(variance + epsilon) * (1.0 + weight)
+
+
+def rotate(inputs: jax.Array, theta: float) -> jax.Array:
+    """Rotary embedding, HuggingFace's half-split form; inputs [row, token, head, d]."""
+    half = inputs.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = jnp.arange(inputs.shape[1], dtype=jnp.float32)[:, None] * frequency
+    cos, sin = jnp.cos(angle)[None, :, None], jnp.sin(angle)[None, :, None]
+    first, second = inputs[..., :half], inputs[..., half:]
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    )
+
+
+def attention(
+    query: jax.Array,  # [row, token, kv_head, group, head_dim], scaled
+    key: jax.Array,  # [row, token, kv_head, head_dim]
+    value: jax.Array,  # [row, token, kv_head, head_dim]
+    segments: jax.Array,  # [row, token]
+    window: int,
+    cap: float,
+    block: int = 128,
+) -> jax.Array:
+    """Causal attention over blocks of queries; keys out of reach are never touched."""
+    rows, length = segments.shape
+    mixed = []
+    for start in range(0, length, block):
+        stop = min(start + block, length)
+        first = max(0, (start - window + 1) // block * block)
+        here = jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)[None]
+        same = segments[:, start:stop, None] == segments[:, None, first:stop]
+        mask = same & (here >= 0) & (here < window)
+        # r row, t query, s key, k kv head, g group, d head_dim
+        scores = jnp.einsum(
+            "rtkgd,rskd->rkgts", query[:, start:stop], key[:, first:stop]
+        )
+        scores = jnp.where(mask[:, None, None], jnp.tanh(scores / cap) * cap, -1e30)
+        weights = jax.nn.softmax(scores, axis=-1)
+        mixed.append(jnp.einsum("rkgts,rskd->rtkgd", weights, value[:, first:stop]))
+    return jnp.concatenate(mixed, axis=1)
+
+
+def forward(
+    params: Params, config: dict[str, Any], tokens: jax.Array, segments: jax.Array
+) -> jax.Array:
+    """Return soft-capped float32 logits `[row * token, vocab]`."""
+    rows, length = tokens.shape
+    model, head_dim = config["hidden_size"], config["head_dim"]
+    kv_heads = config["num_key_value_heads"]
+    groups = config["num_attention_heads"] // kv_heads
+    epsilon = config["rms_norm_eps"]
+    local = config["sliding_window"]
+    def layer_forward(stream: jax.Array, layer: Params, window: int) -> jax.Array:
+        normed = rms_norm(stream, layer["input_layernorm.weight"], epsilon)
+        project: Callable[[str], jax.Array] = lambda part: linear(
+            normed, layer[f"self_attn.{part}_proj.weight"]
+        ).reshape(rows, length, -1, head_dim)
+        query = rotate(project("q"), config["rope_theta"])
+        key = rotate(project("k"), config["rope_theta"])
+        value = project("v")
+        query = query * config["query_pre_attn_scalar"] ** -0.5
+        query = query.reshape(rows, length, kv_heads, groups, head_dim)
+        mixed = attention(
+            query, key, value, segments, window, config["attn_logit_softcapping"]
+        )
+        mixed = linear(
+            mixed.reshape(rows * length, -1), layer["self_attn.o_proj.weight"]
+        )
+        stream = stream + rms_norm(
+            mixed, layer["post_attention_layernorm.weight"], epsilon
+        )
+        normed = rms_norm(stream, layer["pre_feedforward_layernorm.weight"], epsilon)
+        gate = jax.nn.gelu(
+            linear(normed, layer["mlp.gate_proj.weight"]), approximate=True
+        )
+        inner = gate * linear(normed, layer["mlp.up_proj.weight"])
+        outer = linear(inner, layer["mlp.down_proj.weight"])
+        return stream + rms_norm(
+            outer, layer["post_feedforward_layernorm.weight"], epsilon
+        )
+
+    embedding = params["model.embed_tokens.weight"]
+    stream = embedding[tokens.reshape(-1)] * jnp.sqrt(jnp.float32(model))
+    for number in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{number}."
+        layer = {
+            name.removeprefix(prefix): value
+            for name, value in params.items()
+            if name.startswith(prefix)
+        }
+        # Layer 0 is local in Gemma 2, then they alternate.
+        stream = layer_forward(stream, layer, local if number % 2 == 0 else length)
+    stream = rms_norm(stream, params["model.norm.weight"], epsilon)
+    cap = config["final_logit_softcapping"]
+    return jnp.tanh(linear(stream, embedding) / cap) * cap
