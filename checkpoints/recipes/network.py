@@ -4,7 +4,6 @@ The serving form (paged KV, `jaxspec.models.gemma2`) is tested against HuggingFa
 one exports to the same HuggingFace names, so a mistake here shows as a loss there.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -92,7 +91,9 @@ def init_params(config: dict[str, Any], seed: int) -> Params:
     return params
 
 
-def _matmul(left: jax.Array, right: jax.Array, left_axis: int, right_axis: int):
+def _matmul(
+    left: jax.Array, right: jax.Array, left_axis: int, right_axis: int
+) -> jax.Array:
     return jax.lax.dot_general(
         left,
         right.astype(jnp.bfloat16),
@@ -149,6 +150,7 @@ def attention(
     key: jax.Array,  # [row, token, kv_head, head_dim]
     value: jax.Array,  # [row, token, kv_head, head_dim]
     segments: jax.Array,  # [row, token]
+    *,
     window: int,
     cap: float,
     block: int = 128,
@@ -172,56 +174,88 @@ def attention(
     return jnp.concatenate(mixed, axis=1)
 
 
+def layers_of(params: Params, config: dict[str, Any]) -> list[Params]:
+    """Return one dict a layer; names lose their `model.layers.N.` prefix."""
+    layers = []
+    for number in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{number}."
+        layers.append(
+            {
+                name.removeprefix(prefix): value
+                for name, value in params.items()
+                if name.startswith(prefix)
+            }
+        )
+    return layers
+
+
+def window_of(number: int, config: dict[str, Any], length: int) -> int:
+    """How many positions layer `number` sees: layer 0 is local, then they alternate."""
+    return config["sliding_window"] if number % 2 == 0 else length
+
+
+def embed(params: Params, config: dict[str, Any], tokens: jax.Array) -> jax.Array:
+    embedding = params["model.embed_tokens.weight"]
+    scale = jnp.sqrt(jnp.float32(config["hidden_size"]))
+    return embedding[tokens].astype(jnp.float32) * scale
+
+
+def project(
+    stream: jax.Array, layer: Params, config: dict[str, Any]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return query, key and value, each [token, head, head_dim], not yet rotated."""
+    normed = rms_norm(stream, layer["input_layernorm.weight"], config["rms_norm_eps"])
+    query, key, value = (
+        linear(normed, layer[f"self_attn.{part}_proj.weight"]).reshape(
+            len(stream), -1, config["head_dim"]
+        )
+        for part in "qkv"
+    )
+    return query, key, value
+
+
+def finish_layer(
+    stream: jax.Array, mixed: jax.Array, layer: Params, config: dict[str, Any]
+) -> jax.Array:
+    """Add attention's output and the feed-forward part; `mixed` [token, q_head * d]."""
+    epsilon = config["rms_norm_eps"]
+    mixed = linear(mixed, layer["self_attn.o_proj.weight"])
+    stream = stream + rms_norm(mixed, layer["post_attention_layernorm.weight"], epsilon)
+    normed = rms_norm(stream, layer["pre_feedforward_layernorm.weight"], epsilon)
+    gate = jax.nn.gelu(linear(normed, layer["mlp.gate_proj.weight"]), approximate=True)
+    inner = gate * linear(normed, layer["mlp.up_proj.weight"])
+    outer = linear(inner, layer["mlp.down_proj.weight"])
+    return stream + rms_norm(outer, layer["post_feedforward_layernorm.weight"], epsilon)
+
+
+def logits_of(params: Params, config: dict[str, Any], stream: jax.Array) -> jax.Array:
+    """Return soft-capped float32 logits [token, vocab]."""
+    stream = rms_norm(stream, params["model.norm.weight"], config["rms_norm_eps"])
+    cap = config["final_logit_softcapping"]
+    return jnp.tanh(linear(stream, params["model.embed_tokens.weight"]) / cap) * cap
+
+
 def forward(
     params: Params, config: dict[str, Any], tokens: jax.Array, segments: jax.Array
 ) -> jax.Array:
     """Return soft-capped float32 logits `[row * token, vocab]`."""
     rows, length = tokens.shape
-    model, head_dim = config["hidden_size"], config["head_dim"]
-    kv_heads = config["num_key_value_heads"]
-    groups = config["num_attention_heads"] // kv_heads
-    epsilon = config["rms_norm_eps"]
-    local = config["sliding_window"]
-    def layer_forward(stream: jax.Array, layer: Params, window: int) -> jax.Array:
-        normed = rms_norm(stream, layer["input_layernorm.weight"], epsilon)
-        project: Callable[[str], jax.Array] = lambda part: linear(
-            normed, layer[f"self_attn.{part}_proj.weight"]
-        ).reshape(rows, length, -1, head_dim)
-        query = rotate(project("q"), config["rope_theta"])
-        key = rotate(project("k"), config["rope_theta"])
-        value = project("v")
+    kv_heads, head_dim = config["num_key_value_heads"], config["head_dim"]
+    stream = embed(params, config, tokens.reshape(-1))
+    for number, layer in enumerate(layers_of(params, config)):
+        query, key, value = (
+            part.reshape(rows, length, -1, head_dim)
+            for part in project(stream, layer, config)
+        )
+        query = rotate(query, config["rope_theta"])
         query = query * config["query_pre_attn_scalar"] ** -0.5
-        query = query.reshape(rows, length, kv_heads, groups, head_dim)
         mixed = attention(
-            query, key, value, segments, window, config["attn_logit_softcapping"]
+            query.reshape(rows, length, kv_heads, -1, head_dim),
+            rotate(key, config["rope_theta"]),
+            value,
+            segments,
+            window=window_of(number, config, length),
+            cap=config["attn_logit_softcapping"],
         )
-        mixed = linear(
-            mixed.reshape(rows * length, -1), layer["self_attn.o_proj.weight"]
-        )
-        stream = stream + rms_norm(
-            mixed, layer["post_attention_layernorm.weight"], epsilon
-        )
-        normed = rms_norm(stream, layer["pre_feedforward_layernorm.weight"], epsilon)
-        gate = jax.nn.gelu(
-            linear(normed, layer["mlp.gate_proj.weight"]), approximate=True
-        )
-        inner = gate * linear(normed, layer["mlp.up_proj.weight"])
-        outer = linear(inner, layer["mlp.down_proj.weight"])
-        return stream + rms_norm(
-            outer, layer["post_feedforward_layernorm.weight"], epsilon
-        )
-
-    embedding = params["model.embed_tokens.weight"]
-    stream = embedding[tokens.reshape(-1)] * jnp.sqrt(jnp.float32(model))
-    for number in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{number}."
-        layer = {
-            name.removeprefix(prefix): value
-            for name, value in params.items()
-            if name.startswith(prefix)
-        }
-        # Layer 0 is local in Gemma 2, then they alternate.
-        stream = layer_forward(stream, layer, local if number % 2 == 0 else length)
-    stream = rms_norm(stream, params["model.norm.weight"], epsilon)
-    cap = config["final_logit_softcapping"]
-    return jnp.tanh(linear(stream, embedding) / cap) * cap
+        stream = finish_layer(stream, mixed.reshape(rows * length, -1), layer, config)
+    return logits_of(params, config, stream)

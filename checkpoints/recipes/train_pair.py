@@ -1,139 +1,42 @@
 """Train the bundled pair: tokenizer, target, the target's own text, draft, export.
 
-    python checkpoints/recipes/train_pair.py tokenizer --corpus CORPUS --work WORK
-    python checkpoints/recipes/train_pair.py target    --corpus CORPUS --work WORK
-    python checkpoints/recipes/train_pair.py sample    --corpus CORPUS --work WORK
-    python checkpoints/recipes/train_pair.py draft     --corpus CORPUS --work WORK
-    python checkpoints/recipes/train_pair.py export    --corpus CORPUS --work WORK
+    python checkpoints/recipes/train_pair.py STAGE --corpus CORPUS --work WORK
+
+with the stages `tokenizer`, `target`, `sample`, `draft`, and, with `--out OUT` as well,
+`export` and `evaluate`, in this order; README.md has the sizes and the times.
 
 Every stage resumes from what it finds under WORK. `target` and `draft` hold the rate
 constant until `--steps`, and bring it to zero over the last `--cooldown` of them.
 """
 
 import argparse
+import functools
 import json
-import time
 from pathlib import Path
 from typing import Any
 
+import card
 import corpus
-import jax
-import jax.numpy as jnp
+import decode
+import distill
+import evaluate
+import export
 import network
 import numpy as np
-import optimizer
+import sample
 import sentencepiece
-from safetensors.numpy import load_file, save_file
-from tqdm import tqdm
+import training
 
 VOCAB_SIZE = 8192
 LENGTH = 512
-WARMUP = 30
 
 
-def save_state(
-    path: Path, params: network.Params, moments: dict[str, Any], step: int
-) -> None:
-    """Write parameters, moments and the step count to one safetensors file."""
-    arrays = {f"params/{name}": np.asarray(value) for name, value in params.items()}
-    for moment, values in moments.items():
-        for name, value in values.items():
-            arrays[f"{moment}/{name}"] = np.asarray(value)
-    arrays["step"] = np.array(step)
-    partial = path.with_suffix(".partial")
-    save_file(arrays, partial)
-    partial.replace(path)
-
-
-def load_state(path: Path) -> tuple[network.Params, dict[str, Any], int]:
-    arrays = load_file(path)
-    groups: dict[str, Any] = {"params": {}, "first": {}, "second": {}}
-    for name, value in arrays.items():
-        if "/" in name:
-            group, parameter = name.split("/", 1)
-            groups[group][parameter] = jnp.asarray(value)
-    moments = {"first": groups["first"], "second": groups["second"]}
-    return groups["params"], moments, int(arrays["step"])
-
-
-def schedule(step: int, *, steps: int, cooldown: int, peak: float) -> float:
-    """Warm up, stay at `peak`, fall to zero over the last `cooldown` steps."""
-    return peak * min(1.0, (step + 1) / WARMUP, (steps - step) / max(cooldown, 1))
-
-
-def next_token_mask(segments: jax.Array) -> jax.Array:
-    """Which positions have their next token in the same document: `[row * token]`."""
-    inside = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
-    return inside.reshape(-1).astype(jnp.float32)
-
-
-def text_loss(
-    params: network.Params, config: dict[str, Any], tokens: jax.Array, segs: jax.Array
-) -> jax.Array:
-    """Mean cross-entropy, nats per token."""
-    logits = network.forward(params, config, tokens[:, :-1], segs[:, :-1])
-    mask = next_token_mask(segs)
-    log_sum = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, tokens[:, 1:].reshape(-1, 1), axis=-1)[:, 0]
-    return jnp.sum((log_sum - chosen) * mask) / jnp.sum(mask)
-
-
-def train(
-    loss_fn: Any, state: Path, config: dict[str, Any], rows: Any, *, args: Any
-) -> None:
-    """Minimise `loss_fn(params, tokens, segments)`; save every `args.save_every`."""
-    if state.exists():
-        params, moments, start = load_state(state)
-    else:
-        params = network.init_params(config, seed=0)
-        moments, start = optimizer.init_moments(params), 0
-
-    def update(params, moments, tokens, segments, rate, step):
-        # Gradients of a few rows at a time: the logits stay in cache.
-        grads, loss = jax.tree.map(jnp.zeros_like, params), 0.0
-        parts = args.rows // args.micro_rows
-        for part in range(parts):
-            here = slice(part * args.micro_rows, (part + 1) * args.micro_rows)
-            value, grad = jax.value_and_grad(loss_fn)(
-                params, tokens[here], segments[here]
-            )
-            grads = jax.tree.map(jnp.add, grads, grad)
-            loss = loss + value / parts
-        grads = jax.tree.map(lambda grad: grad / parts, grads)
-        params, moments = optimizer.update(
-            params, moments, grads, rate=rate, step=step
-        )
-        return params, moments, loss
-
-    step_fn = jax.jit(update, donate_argnums=(0, 1))
-    log = state.with_suffix(".log.jsonl").open("a")
-    smooth = None
-    progress = tqdm(range(start, args.steps), initial=start, total=args.steps)
-    for step in progress:
-        tokens, segments = rows.batch(args.rows)
-        rate = schedule(
-            step, steps=args.steps, cooldown=args.cooldown, peak=args.rate
-        )
-        params, moments, loss = step_fn(
-            params, moments, tokens, segments, jnp.float32(rate), jnp.float32(step + 1)
-        )
-        loss = float(loss)
-        smooth = loss if smooth is None else 0.95 * smooth + 0.05 * loss
-        progress.set_postfix(loss=f"{smooth:.3f}", rate=f"{rate:.4f}")
-        entry = dict(step=step, loss=loss, rate=rate, time=time.time())
-        log.write(json.dumps(entry) + "\n")
-        log.flush()
-        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
-            save_state(state, params, moments, step + 1)
-
-
-def load_rows(args: Any, *, seed: int) -> corpus.PackedRows:
+def tokenized(args: Any, file: str = "train.jsonl.xz") -> dict[str, list[np.ndarray]]:
     processor = sentencepiece.SentencePieceProcessor(
         model_file=str(args.work / "tokenizer.model")
     )
-    documents = list(corpus.read_documents(args.corpus / "train.jsonl.xz"))
-    by_domain = corpus.tokenize(documents, processor)
-    return corpus.PackedRows(by_domain, length=LENGTH, seed=seed)
+    documents = list(corpus.read_documents(args.corpus / file))
+    return corpus.tokenize(documents, processor)
 
 
 def stage_tokenizer(args: Any) -> None:
@@ -144,31 +47,132 @@ def stage_tokenizer(args: Any) -> None:
 
 def stage_target(args: Any) -> None:
     config = network.target_config(VOCAB_SIZE)
-    state = args.work / "target.safetensors"
-    rows = load_rows(args, seed=args.seed)
-    train(
-        lambda params, tokens, segments: text_loss(params, config, tokens, segments),
-        state,
-        config,
-        rows,
+    training.train(
+        lambda params, tokens, segments: training.text_loss(
+            params, config, tokens, segments
+        ),
+        args.work / "target.safetensors",
+        functools.partial(network.init_params, config, seed=0),
+        corpus.PackedRows(tokenized(args), length=LENGTH, seed=args.seed),
         args=args,
     )
 
 
+def load_target(args: Any) -> network.Params:
+    """Return the target as it is exported: rounded to bf16."""
+    params, _, _ = training.load_state(args.work / "target.safetensors")
+    return decode.narrow(params)
+
+
+def stage_sample(args: Any) -> None:
+    config, params = network.target_config(VOCAB_SIZE), load_target(args)
+    by_domain, folder = tokenized(args), args.work / "rows"
+    folder.mkdir(exist_ok=True)
+    sample.write_shards(params, config, by_domain, folder, tokens=args.written_tokens)
+    rows = corpus.PackedRows(by_domain, length=LENGTH, seed=args.seed + 1)
+    sample.label_shards(params, config, rows, folder, tokens=args.corpus_tokens)
+    share = sample.greedy_agreement(params, config, folder / "written-0000.npz")
+    print(f"greedy tokens that a full forward pass chooses as well: {share:.4f}")
+
+
+def stage_draft(args: Any) -> None:
+    config = network.draft_config(network.target_config(VOCAB_SIZE))
+    training.train(
+        lambda params, *batch: distill.label_loss(params, config, *batch),
+        args.work / "draft.safetensors",
+        lambda: distill.init_draft(config, load_target(args), seed=0),
+        distill.ShardRows(args.work / "rows", seed=args.seed),
+        args=args,
+    )
+
+
+def stage_export(args: Any) -> None:
+    target_config = network.target_config(VOCAB_SIZE)
+    configs = {"target": target_config, "draft": network.draft_config(target_config)}
+    for name, config in configs.items():
+        params, _, step = training.load_state(args.work / f"{name}.safetensors")
+        export.write_model(
+            args.out / name, params, config, args.work / "tokenizer.model"
+        )
+        print(f"{name}: step {step}, {args.out / name}")
+    export.write_credits(
+        args.corpus / "kids_stories.ATTRIBUTION.tsv", args.out / "CREDITS.tsv"
+    )
+
+
+def stage_evaluate(args: Any) -> None:
+    models = {name: export.read_model(args.out / name) for name in ("target", "draft")}
+    processor = sentencepiece.SentencePieceProcessor(
+        model_file=str(args.out / "target" / "tokenizer.model")
+    )
+    documents = list(corpus.read_documents(args.corpus / "valid.jsonl.xz"))
+    losses = {
+        name: evaluate.text_losses(model, documents, processor)
+        for name, model in models.items()
+    }
+    print(json.dumps(losses, indent=2), flush=True)
+    rows = evaluate.write_text(
+        models["target"], corpus.tokenize(documents, processor), seed=args.seed
+    )
+    acceptance = evaluate.acceptance(models["target"], models["draft"], rows)
+    print(json.dumps(acceptance, indent=2), flush=True)
+    results = {
+        "num_params": {
+            name: sum(value.size for value in params.values())
+            for name, (params, _) in models.items()
+        },
+        "vocab_size": VOCAB_SIZE,
+        "training": training_facts(args),
+        "losses": losses,
+        "acceptance": acceptance,
+    }
+    export.write_json(args.out / "evaluation.json", results)
+    text = card.render(results, export.hashes(args.out))
+    (args.out / "MODEL_CARD.md").write_text(text, encoding="utf-8")
+
+
+def training_facts(args: Any) -> dict[str, Any]:
+    """Return how the pair was made, as the training logs tell it."""
+    facts: dict[str, Any] = {"rows": args.rows, "weights": corpus.DOMAIN_WEIGHTS}
+    for name in ("target", "draft"):
+        lines = (args.work / f"{name}.log.jsonl").read_text().splitlines()
+        entries = [json.loads(line) for line in lines]
+        peak, last = max(entry["rate"] for entry in entries), entries[-1]
+        facts[f"{name}_steps"] = last["step"] + 1
+        # The last rate is peak / cooldown, see `training.schedule`.
+        facts[f"{name}_cooldown"] = round(peak / last["rate"])
+        facts[f"{name}_rate"] = peak
+    return facts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    stages = {"tokenizer": stage_tokenizer, "target": stage_target}
+    stages = {
+        "tokenizer": stage_tokenizer,
+        "target": stage_target,
+        "sample": stage_sample,
+        "draft": stage_draft,
+        "export": stage_export,
+        "evaluate": stage_evaluate,
+    }
     parser.add_argument("stage", choices=stages)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="where `export` writes the pair")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--cooldown", type=int, default=200)
-    parser.add_argument("--rows", type=int, default=16, help="rows of 512 tokens a step")
+    parser.add_argument(
+        "--rows", type=int, default=16, help="rows of 512 tokens a step"
+    )
     parser.add_argument("--micro-rows", type=int, default=4)
     parser.add_argument("--rate", type=float, default=0.02)
     parser.add_argument("--save-every", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--written-tokens", type=int, default=1_200_000)
+    parser.add_argument("--corpus-tokens", type=int, default=500_000)
     args = parser.parse_args()
+    if args.stage in ("export", "evaluate") and args.out is None:
+        parser.error(f"{args.stage} needs --out OUT, the folder of the exported pair")
     args.work.mkdir(parents=True, exist_ok=True)
     stages[args.stage](args)
 

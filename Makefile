@@ -1,0 +1,82 @@
+# `make demo` and `make test` work from a clean clone: python3 >= 3.11 and make.
+# Variables: PYTHON (the interpreter that makes the environment), VENV, PYTEST_ARGS.
+
+SHELL := bash
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+
+bin := $(VENV)/bin
+installed := $(VENV)/.installed
+installed_test := $(VENV)/.installed-test
+
+# What a change must pass: `.ci/run` runs all of it, pre-commit the same targets. The
+# tests come last, so that their closing line is the last line.
+checks := ruff-check ruff-format pyright lint-imports test
+
+.PHONY: help demo bench check test-fast format clean $(checks)
+.NOTPARALLEL:
+
+help:
+	@echo "make demo        install into $(VENV) and let the bundled pair tell a story"
+	@echo "make test        install the test tools and run all tests"
+	@echo "make test-fast   the same without the tests marked slow"
+	@echo "make check       everything CI checks: $(checks)"
+	@echo "make bench       measure the bundled pair with and without speculation"
+	@echo "make format      let ruff rewrite the code"
+	@echo "make clean       remove $(VENV) and every cache"
+
+demo: $(installed)
+	@$(bin)/python -m jaxspec generate "Tell me a short story about a dragon."
+
+bench: $(installed)
+	@$(bin)/python benchmarks/cpu_pair.py
+
+check: $(checks)
+
+ruff-check: $(installed_test)
+	@$(bin)/ruff check .
+
+ruff-format: $(installed_test)
+	@$(bin)/ruff format --check .
+
+pyright: $(installed_test)
+	@$(bin)/pyright --pythonpath $(bin)/python
+
+lint-imports: $(installed_test)
+	@$(bin)/lint-imports
+
+test: $(installed_test)
+	@$(bin)/python -m pytest -q $(PYTEST_ARGS)
+
+test-fast: $(installed_test)
+	@$(bin)/python -m pytest -q -m "not slow" $(PYTEST_ARGS)
+
+format: $(installed_test)
+	@$(bin)/ruff check --fix .
+	@$(bin)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
+
+$(bin)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "jaxspec needs Python 3.11 or newer; PYTHON=$(PYTHON) is" \
+	    "$$($(PYTHON) --version 2>&1 || true)." \
+	    "Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "Making the environment $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }  # no half environment
+
+# One line per package; pip's errors go to stderr and are not filtered.
+pip_install = set -o pipefail; $(bin)/python -m pip install -e "$(1)" \
+  | awk '/^(Collecting|Processing)/ {print "  " $$2; fflush()}'
+
+$(installed): pyproject.toml | $(bin)/python
+	@echo "Installing jaxspec into $(VENV) (once; a few minutes)"
+	@$(call pip_install,.)
+	@touch $@
+
+$(installed_test): pyproject.toml | $(bin)/python
+	@echo "Installing jaxspec and its test tools into $(VENV) (once; a few minutes)"
+	@$(call pip_install,.[test])
+	@touch $(installed) $@

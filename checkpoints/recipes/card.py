@@ -1,0 +1,84 @@
+"""Write the model card from measured figures; its prose is in `model_card.md`.
+
+Knows the form of the card and measures nothing.
+"""
+
+import string
+from pathlib import Path
+from typing import Any
+
+TEMPLATE = Path(__file__).with_name("model_card.md")
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table; the first column is text, the others are numbers."""
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def loss_table(losses: dict[str, dict[str, dict[str, float]]]) -> str:
+    rows = [
+        [
+            domain,
+            f"{figures['tokens']:,}",
+            f"{figures['nats_per_token']:.3f}",
+            f"{figures['bits_per_byte']:.3f}",
+            f"{losses['draft'][domain]['nats_per_token']:.3f}",
+            f"{losses['draft'][domain]['bits_per_byte']:.3f}",
+        ]
+        for domain, figures in losses["target"].items()
+    ]
+    head = ["domain", "tokens"]
+    for model in ("target", "draft"):
+        head += [f"{model}, nats/token", f"{model}, bits/byte"]
+    return table(head, rows)
+
+
+def acceptance_table(acceptance: dict[str, dict[str, float]]) -> str:
+    rows = [
+        [domain, f"{figures['sampled']:.3f}", f"{figures['greedy']:.3f}"]
+        for domain, figures in acceptance.items()
+    ]
+    return table(["domain", "sampled", "greedy"], rows)
+
+
+def commands(training: dict[str, Any]) -> str:
+    """Return the command lines, in order, that make such a pair."""
+    options = {
+        name: f" --steps {training[name + '_steps']}"
+        f" --cooldown {training[name + '_cooldown']}"
+        f" --rate {training[name + '_rate']}"
+        for name in ("target", "draft")
+    }
+    stages = ("tokenizer", "target", "sample", "draft", "export", "evaluate")
+    return "\n".join(
+        f"python checkpoints/recipes/train_pair.py {stage} --corpus CORPUS --work WORK"
+        + (" --out OUT" if stage in ("export", "evaluate") else options.get(stage, ""))
+        for stage in stages
+    )
+
+
+def render(results: dict[str, Any], hashes: dict[str, str]) -> str:
+    """Return the card; `results` is what the evaluation measured and read."""
+    training = results["training"]
+    per_step = training["rows"] * 512
+    return string.Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+        target_params=f"{results['num_params']['target']:,}",
+        draft_params=f"{results['num_params']['draft']:,}",
+        vocab_size=f"{results['vocab_size']:,}",
+        target_steps=training["target_steps"],
+        draft_steps=training["draft_steps"],
+        rows=training["rows"],
+        target_tokens=f"{training['target_steps'] * per_step:,}",
+        draft_tokens=f"{training['draft_steps'] * per_step:,}",
+        commands=commands(training),
+        weights=", ".join(
+            f"{domain} {weight:.2f}" for domain, weight in training["weights"].items()
+        ),
+        losses=loss_table(results["losses"]),
+        acceptance=acceptance_table(results["acceptance"]),
+        hashes=table(
+            ["file", "SHA-256"],
+            [[f"`{path}`", f"`{digest}`"] for path, digest in hashes.items()],
+        ),
+    )

@@ -1,0 +1,104 @@
+"""Train the draft towards the target's labelled distribution.
+
+Knows shards (see `sample.py`) and the draft; the target itself is needed only once, for
+the draft's first embedding.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import network
+import numpy as np
+
+# Share of rows drawn from the target's own text; the rest is corpus text.
+WRITTEN_SHARE = 0.6
+SHARD_ARRAYS = ("tokens", "segments", "ids", "log_probs")
+
+# Ids and log-probabilities of the target's likely next tokens, [row, token, label].
+Labels = tuple[jax.Array, jax.Array]
+
+
+class ShardRows:
+    """Endless batches of labelled rows, written and corpus text mixed by share."""
+
+    def __init__(self, folder: Path, *, seed: int):
+        self.random = np.random.default_rng(seed)
+        self.arrays: dict[str, list[np.ndarray]] = {}
+        self.order: dict[str, list[int]] = {}
+        for kind in ("written", "corpus"):
+            shards = [np.load(path) for path in sorted(folder.glob(f"{kind}-*.npz"))]
+            if not shards:
+                raise FileNotFoundError(
+                    f"{folder} holds no {kind}-*.npz: run the `sample` stage first"
+                )
+            self.arrays[kind] = [
+                np.concatenate([shard[name] for shard in shards])
+                for name in SHARD_ARRAYS
+            ]
+            self.order[kind] = []
+
+    def _next(self, kind: str) -> int:
+        if not self.order[kind]:
+            count = len(self.arrays[kind][0])
+            self.order[kind] = self.random.permutation(count).tolist()
+        return self.order[kind].pop()
+
+    def batch(self, rows: int) -> tuple[np.ndarray, np.ndarray, Any]:
+        """Return tokens, segment ids and labels."""
+        is_written = self.random.random(rows) < WRITTEN_SHARE
+        kinds = ["written" if written else "corpus" for written in is_written]
+        picks = [(kind, self._next(kind)) for kind in kinds]
+        tokens, segments, ids, log_probs = (
+            np.stack([self.arrays[kind][part][row] for kind, row in picks])
+            for part in range(len(SHARD_ARRAYS))
+        )
+        return (
+            tokens.astype(np.int32),
+            segments.astype(np.int32),
+            (ids.astype(np.int32), log_probs.astype(np.float32)),
+        )
+
+
+def label_loss(
+    params: network.Params,
+    config: dict[str, Any],
+    tokens: jax.Array,
+    segments: jax.Array,
+    labels: Labels,
+) -> jax.Array:
+    """Mean KL(target || draft) over the labelled tokens and one class for the others.
+
+    Merging the other tokens into one class makes this a lower bound of the full KL.
+    """
+    logits = network.forward(params, config, tokens, segments)
+    ids, likely = (part.reshape(len(logits), -1) for part in labels)
+    chosen = jnp.take_along_axis(logits, ids, axis=-1)
+    draft = chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    target = jnp.exp(likely)
+    # Labels are float16: their sum may round past 1. The floor also keeps the gradient
+    # of the other tokens' class finite where either side gives it nothing.
+    rest = jnp.maximum(1.0 - jnp.sum(target, axis=-1), 1e-4)
+    draft_rest = jnp.maximum(1.0 - jnp.sum(jnp.exp(draft), axis=-1), 1e-4)
+    divergence = jnp.sum(target * (likely - draft), axis=-1)
+    divergence += rest * (jnp.log(rest) - jnp.log(draft_rest))
+    mask = (segments.reshape(-1) > 0).astype(jnp.float32)
+    return jnp.sum(divergence * mask) / jnp.sum(mask)
+
+
+def init_draft(
+    config: dict[str, Any], target: network.Params, seed: int
+) -> network.Params:
+    """Random weights, with the target's embedding projected onto its main directions.
+
+    The projection keeps the inner products of the embedding best, and the output layer
+    is made of those. It is scaled to the size of a random embedding.
+    """
+    params = network.init_params(config, seed)
+    name = "model.embed_tokens.weight"
+    embedding = np.asarray(target[name], np.float32)
+    _, directions = np.linalg.eigh(embedding.T @ embedding)  # eigenvalues rise
+    projected = embedding @ directions[:, -config["hidden_size"] :]
+    projected *= np.std(np.asarray(params[name])) / np.std(projected)
+    return params | {name: jnp.asarray(projected)}

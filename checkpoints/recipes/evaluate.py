@@ -1,0 +1,154 @@
+"""Measure the exported pair: validation loss, and how much of the draft is accepted.
+
+Reads only what was exported, so the figures are those of the shipped bf16 weights.
+"""
+
+import math
+from typing import Any
+
+import corpus
+import decode
+import jax
+import jax.numpy as jnp
+import network
+import numpy as np
+import sample
+import sentencepiece
+import training
+
+LENGTH = 512
+MICRO_ROWS = 4
+# Rows of the target's own text per domain and way; a row is LENGTH tokens.
+WRITTEN_ROWS = 12
+
+Model = tuple[network.Params, dict[str, Any]]
+
+
+def pack(documents: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and segments [row, LENGTH + 1] that hold every document once.
+
+    A long document is cut; the pieces share one token, so that each is predicted once.
+    """
+    rows: list[list[np.ndarray]] = []
+    room = 0
+    for document in documents:
+        for start in range(0, len(document) - 1, LENGTH):
+            piece = document[start : start + LENGTH + 1]
+            if len(piece) > room:
+                rows.append([])
+                room = LENGTH + 1
+            rows[-1].append(piece)
+            room -= len(piece)
+    count = -(-len(rows) // MICRO_ROWS) * MICRO_ROWS
+    tokens = np.zeros((count, LENGTH + 1), np.int32)
+    segments = np.zeros_like(tokens)
+    for row, pieces in enumerate(rows):
+        joined = np.concatenate(pieces)
+        tokens[row, : len(joined)] = joined
+        segments[row, : len(joined)] = np.repeat(
+            np.arange(1, len(pieces) + 1), [len(piece) for piece in pieces]
+        )
+    return tokens, segments
+
+
+def text_losses(
+    model: Model,
+    documents: list[dict[str, str]],
+    processor: sentencepiece.SentencePieceProcessor,
+) -> dict[str, dict[str, float]]:
+    """Return nats per token and bits per byte by domain.
+
+    `<eos>` is predicted and counted, `<bos>` is not; bytes are those of the text.
+    """
+    params, config = model
+
+    @jax.jit
+    def losses(params: network.Params, tokens: jax.Array, segments: jax.Array):
+        each = training.next_token_losses(params, config, tokens, segments)
+        mask = training.next_token_mask(segments)
+        return jnp.sum(each * mask), jnp.sum(mask)
+
+    results = {}
+    for domain, tokenized in sorted(corpus.tokenize(documents, processor).items()):
+        tokens, segments = pack(tokenized)
+        parts = [
+            losses(
+                params, tokens[row : row + MICRO_ROWS], segments[row : row + MICRO_ROWS]
+            )
+            for row in range(0, len(tokens), MICRO_ROWS)
+        ]
+        nats, count = (sum(float(part[index]) for part in parts) for index in (0, 1))
+        num_bytes = sum(
+            len(document["text"].rstrip("\n").encode())
+            for document in documents
+            if document["domain"] == domain
+        )
+        results[domain] = {
+            "tokens": int(count),
+            "nats_per_token": nats / count,
+            "bits_per_byte": nats / math.log(2) / num_bytes,
+        }
+    return results
+
+
+def write_text(
+    target: Model, by_domain: dict[str, list[np.ndarray]], seed: int
+) -> dict[str, np.ndarray]:
+    """Let the target continue validation prompts; one half greedy, one half sampled."""
+    params, config = target
+    domains = [domain for domain in sorted(by_domain) for _ in range(WRITTEN_ROWS)] * 2
+    mix = decode.Mix(greedy=len(domains) // 2, nucleus=0, full=len(domains) // 2)
+    random = np.random.default_rng(seed)
+    prompts = sample.queue(by_domain, domains, length=LENGTH, random=random)
+    rows = sample.writer(config, mix=mix)(params, prompts, jax.random.key(seed))
+    arrays = {
+        name: np.asarray(rows[name]) for name in ("tokens", "segments", "is_written")
+    }
+    return arrays | dict(domains=np.array(domains), ways=np.array(mix.names()))
+
+
+def acceptance(
+    target: Model, draft: Model, rows: dict[str, np.ndarray]
+) -> dict[str, dict[str, float]]:
+    """Return by domain what a speculative step would keep of one draft token.
+
+    `sampled` is the chance at temperature 1, the mean of sum(min(target, draft)) over
+    text sampled at temperature 1; `greedy` is how often both choose the same token,
+    over greedy text. Only tokens that the target wrote count.
+    """
+    target_config, draft_config = target[1], draft[1]
+
+    @jax.jit
+    def compare(target, draft, tokens, segments):
+        logits = network.forward(target, target_config, tokens, segments)
+        guess = network.forward(draft, draft_config, tokens, segments)
+        kept = jnp.minimum(jax.nn.softmax(logits, -1), jax.nn.softmax(guess, -1))
+        agrees = jnp.argmax(logits, -1) == jnp.argmax(guess, -1)
+        return jnp.sum(kept, -1).reshape(tokens.shape), agrees.reshape(tokens.shape)
+
+    tokens, segments = (rows[name].astype(np.int32) for name in ("tokens", "segments"))
+    parts = [
+        compare(
+            target[0],
+            draft[0],
+            tokens[row : row + MICRO_ROWS],
+            segments[row : row + MICRO_ROWS],
+        )
+        for row in range(0, len(tokens), MICRO_ROWS)
+    ]
+    kept, agrees = (
+        np.concatenate([np.asarray(part[index]) for part in parts])[:, :-1]
+        for index in (0, 1)
+    )
+    is_next = rows["is_written"][:, 1:] & (segments[:, 1:] == segments[:, :-1])
+    results = {}
+    names = sorted(set(rows["domains"].tolist()))
+    for domain in [*names, "mean"]:
+        is_here = (rows["domains"] == domain) | (domain == "mean")
+        is_sampled = is_next & (is_here & (rows["ways"] == "full"))[:, None]
+        is_greedy = is_next & (is_here & (rows["ways"] == "greedy"))[:, None]
+        results[domain] = {
+            "sampled": float(kept[is_sampled].mean()),
+            "greedy": float(agrees[is_greedy].mean()),
+        }
+    return results

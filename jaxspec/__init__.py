@@ -1,0 +1,50 @@
+"""Speculative decoding for Gemma 2 in JAX, with vLLM's API.
+
+Reading order, from a user's call down to the device:
+
+1. `jaxspec.llm`: text in, text out.
+2. `jaxspec.sampling_params`, `jaxspec.inputs`, `jaxspec.outputs`: what goes in and out.
+3. `jaxspec.engine.arg_utils` and `jaxspec.config`: arguments become one configuration.
+4. `jaxspec.engine.llm_engine`: add a request, step, collect outputs.
+5. `jaxspec.engine.scheduler` and `jaxspec.engine.pages`: what the next step does.
+6. `jaxspec.engine.runner`: the door between the host and the device.
+7. `jaxspec.program.step`: the program; then `propose`, `verify` and `sampling`.
+8. `jaxspec.models.gemma2`: the network.
+"""
+
+import importlib
+from typing import Any
+
+from jaxspec.inputs import PromptType, TextPrompt, TokensPrompt
+from jaxspec.outputs import CompletionOutput, RequestOutput
+from jaxspec.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CompletionOutput",
+    "PromptType",
+    "RequestOutput",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
+
+# Public as well, but imported on first use: these reach jax, which takes seconds.
+_LAZY = {
+    "AsyncEngineArgs": "jaxspec.engine.arg_utils",
+    "EngineArgs": "jaxspec.engine.arg_utils",
+    "LLM": "jaxspec.llm",
+    "LLMEngine": "jaxspec.engine.llm_engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'jaxspec' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

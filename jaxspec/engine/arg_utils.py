@@ -1,0 +1,365 @@
+"""Owns `EngineArgs`: what users pass, in vLLM's names, turned into one `EngineConfig`.
+
+Knows nothing about devices: no default depends on one.
+"""
+
+import difflib
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, no_type_check
+
+import jaxspec_checkpoints
+from jaxspec.config import (
+    DEFAULT_DRAFT_TOKENS,
+    MAX_DTYPE_BYTES,
+    EngineConfig,
+    ModelConfig,
+    SpeculativeConfig,
+    read_generation_config,
+)
+from jaxspec.engine.speculative_args import merge_speculative_arguments
+from jaxspec.errors import (
+    ConfigError,
+    UnsupportedError,
+    check_choice,
+    check_flag,
+    check_integer,
+    wrong_argument,
+)
+
+DEFAULT_MAX_NUM_SEQS = 8
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
+DEFAULT_PAGE_SIZE = 16
+DEFAULT_MAX_MODEL_LEN = 8192
+# Without num_gpu_blocks_override the pages of both models take at most this much.
+MAX_DEFAULT_KV_BYTES = 512 * 2**20
+
+_BUNDLED: dict[str, Callable[[], Path]] = {
+    "jaxspec/tiny-gemma2": jaxspec_checkpoints.bundled_target,
+    "jaxspec/tiny-gemma2-draft": jaxspec_checkpoints.bundled_draft,
+}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_DTYPES = {
+    "auto": "auto",
+    "float32": "float32",
+    "float": "float32",
+    "bfloat16": "bfloat16",
+    "half": "bfloat16",
+    "float16": "bfloat16",
+}
+# Arguments that ask for something this engine does not do, and what may be passed.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "quantization": (None,),
+    "speculative_model_quantization": (None,),
+    "kv_cache_dtype": ("auto",),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "cpu_offload_gb": (0,),
+    "scheduling_policy": ("fcfs",),
+    "skip_tokenizer_init": (False,),
+    "enable_lora": (False,),
+    "hf_overrides": (None, {}),
+    "logits_processors": (None, []),
+    "runner": ("auto", "generate"),
+    "convert": ("auto", "none"),
+    "chat_template": (None,),
+    "load_format": ("auto", "safetensors", "orbax"),
+    "spec_decoding_acceptance_method": (None, "rejection_sampler"),
+}
+_GENERATION_NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+# No checks by jaxtyping in the tests: the class has its own, with better errors.
+@no_type_check
+@dataclass(kw_only=True)
+class EngineArgs:
+    """Arguments of the engine, with vLLM's names.
+
+    Attributes:
+        model: Folder of the target, or the name of a bundled model.
+        tokenizer: Folder with a tokenizer.model; the target's by default.
+        dtype: "auto" is bfloat16 where the device has it. "half" becomes bfloat16.
+        max_model_len: Default: what the model was trained for, at most 8192.
+        max_num_batched_tokens: Most prompt tokens prefilled in one step.
+        block_size: Tokens per page of the KV memory.
+        num_gpu_blocks_override: Pages of the KV memory. Default: enough for
+            `max_num_seqs` full sequences, at most 512 MiB, never less than one.
+        generation_config: "auto" reads the model's recommended sampling parameters,
+            "vllm" reads none, anything else is the folder to read them from.
+        compilation_cache_dir: Keeps compiled programs between runs.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    served_model_name: str | list[str] | None = None
+    dtype: str = "auto"
+    seed: int | None = 0
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    num_gpu_blocks_override: int | None = None
+    tensor_parallel_size: int = 1
+    load_format: str = "auto"
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] | None = None
+    disable_log_stats: bool = False
+    compilation_cache_dir: str | None = None
+
+    # Speculation, three generations of it; see `jaxspec.engine.speculative_args`.
+    speculative_config: dict[str, Any] | None = None
+    spec_method: str | None = None
+    spec_model: str | None = None
+    spec_tokens: int | None = None
+    speculative_model: str | None = None
+    num_speculative_tokens: int | None = None
+    speculative_draft_tensor_parallel_size: int | None = None
+    speculative_max_model_len: int | None = None
+    speculative_disable_by_batch_size: int | None = None
+    spec_decoding_acceptance_method: str | None = None
+    ngram_prompt_lookup_max: int | None = None
+    ngram_prompt_lookup_min: int | None = None
+
+    # Only the values of `_ONLY`; anything else is an error.
+    quantization: str | None = None
+    speculative_model_quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    cpu_offload_gb: float = 0
+    scheduling_policy: str = "fcfs"
+    skip_tokenizer_init: bool = False
+    enable_lora: bool = False
+    hf_overrides: Any = None
+    logits_processors: Any = None
+    runner: str = "auto"
+    convert: str = "auto"
+    chat_template: str | None = None
+
+    # Accepted and without effect: they steer parts of vLLM that have no counterpart.
+    trust_remote_code: bool = False
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    tokenizer_mode: str = "auto"
+    download_dir: str | None = None
+    hf_token: Any = None
+    enforce_eager: bool = False
+    gpu_memory_utilization: float = 0.92
+    kv_cache_memory_bytes: int | None = None
+    swap_space: float = 4
+    enable_prefix_caching: bool | None = None
+    enable_chunked_prefill: bool | None = None
+    async_scheduling: bool | None = None
+    disable_custom_all_reduce: bool = False
+    disable_hybrid_kv_cache_manager: bool | None = None
+    distributed_executor_backend: Any = None
+    max_logprobs: int = 20
+    max_seq_len_to_capture: int = 8192
+    compilation_config: Any = None
+    use_v2_block_manager: bool = True
+    num_lookahead_slots: int = 0
+    num_scheduler_steps: int = 1
+    disable_logprobs_during_spec_decoding: bool | None = None
+    speculative_disable_mqa_scorer: bool = False
+    typical_acceptance_sampler_posterior_threshold: float | None = None
+    typical_acceptance_sampler_posterior_alpha: float | None = None
+
+    def __new__(cls, **given: object):
+        """Refuse an unknown name with the nearest known one."""
+        known = [item.name for item in fields(cls)]
+        for name in sorted(given.keys() - set(known)):
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"see {cls.__name__}."
+            raise ConfigError(
+                f"There is no engine argument {name} (given {given[name]!r}): {hint}",
+                parameter=name,
+                value=given[name],
+            )
+        return super().__new__(cls)
+
+    def __post_init__(self):
+        for name, allowed in _ONLY.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                choices = " or ".join(repr(choice) for choice in allowed)
+                hint = "Anything else is not supported yet."
+                raise wrong_argument(UnsupportedError, name, choices, value, hint)
+        check_flag(ConfigError, "disable_log_stats", self.disable_log_stats)
+        check_choice(ConfigError, "dtype", self.dtype, tuple(_DTYPES))
+
+    def create_engine_config(self) -> EngineConfig:
+        """Read the model folders, fill in the defaults and check the whole.
+
+        Raises:
+            ConfigError: Names the argument, its value and the allowed ones.
+            NotImplementedError: The engine does not do this.
+        """
+        self.__post_init__()
+        folder = model_folder(self.model, "model")
+        tokenizer = folder
+        if self.tokenizer is not None:
+            tokenizer = model_folder(self.tokenizer, "tokenizer")
+        model = ModelConfig.from_folder(folder)
+        max_model_len = self.max_model_len
+        if max_model_len is None:
+            max_model_len = min(model.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
+        sizes = {
+            "max_model_len": max_model_len,
+            "max_num_seqs": _or(self.max_num_seqs, DEFAULT_MAX_NUM_SEQS),
+            "block_size": _or(self.block_size, DEFAULT_PAGE_SIZE),
+            "tensor_parallel_size": self.tensor_parallel_size,
+        }
+        for name, value in sizes.items():
+            check_integer(ConfigError, name, value, low=1)
+        speculative, draft = _speculative(self, max_model_len)
+        num_pages = self.num_gpu_blocks_override
+        if num_pages is None:
+            dtype_bytes = MAX_DTYPE_BYTES[_DTYPES[self.dtype]]
+            num_bytes = model.kv_bytes_per_token(dtype_bytes)
+            if draft is not None:
+                num_bytes += draft.kv_bytes_per_token(dtype_bytes)
+            num_pages = _default_num_pages(sizes, num_bytes)
+        return EngineConfig(
+            model=str(folder),
+            tokenizer=str(tokenizer),
+            served_model_name=_served_name(self),
+            dtype=_checked_dtype(self.dtype),
+            max_model_len=max_model_len,
+            max_num_seqs=sizes["max_num_seqs"],
+            max_num_batched_tokens=_or(
+                self.max_num_batched_tokens, DEFAULT_MAX_NUM_BATCHED_TOKENS
+            ),
+            page_size=sizes["block_size"],
+            num_pages=num_pages,
+            seed=_or(self.seed, 0),
+            tensor_parallel_size=self.tensor_parallel_size,
+            model_config=model,
+            speculative=speculative,
+            draft_model_config=draft,
+            load_format=self.load_format,
+            generation_defaults=_generation_defaults(self, folder),
+            disable_log_stats=self.disable_log_stats,
+            compilation_cache_dir=self.compilation_cache_dir,
+        )
+
+
+@no_type_check
+@dataclass(kw_only=True)
+class AsyncEngineArgs(EngineArgs):
+    """Arguments of the asynchronous engine; what it adds has no effect here."""
+
+    enable_log_requests: bool = False
+    disable_log_requests: bool = True
+    engine_use_ray: bool = False
+    max_log_len: int | None = None
+
+
+def model_folder(name: object, argument: str) -> Path:
+    """Find the folder that `name` stands for.
+
+    Raises:
+        ConfigError: There is none; names `argument` and what was found instead.
+    """
+    if isinstance(name, str) and name in _BUNDLED:
+        return _BUNDLED[name]()
+    allowed = "an existing folder or one of " + ", ".join(map(repr, _BUNDLED))
+    if not isinstance(name, str) or not name:
+        raise wrong_argument(ConfigError, argument, allowed, name)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    hint = "No such folder exists."
+    if folder.exists():
+        hint = "This is a file: give the folder it is in."
+    elif _HUB_ID.fullmatch(name):
+        hint = (
+            "Downloads from a model hub are not supported yet: download the model and "
+            "pass its folder."
+        )
+    raise wrong_argument(ConfigError, argument, allowed, name, hint)
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _speculative(
+    args: EngineArgs, max_model_len: int
+) -> tuple[SpeculativeConfig | None, ModelConfig | None]:
+    merged = merge_speculative_arguments(vars(args))
+    if merged is None:
+        return None, None
+    folder = model_folder(merged["model"], "speculative_model")
+    draft = ModelConfig.from_folder(folder)
+    if "num_speculative_tokens" not in merged:
+        merged["num_speculative_tokens"] = DEFAULT_DRAFT_TOKENS
+        warnings.warn(
+            f"num_speculative_tokens is not given: {DEFAULT_DRAFT_TOKENS} tokens are "
+            "drafted per step.",
+            UserWarning,
+            stacklevel=4,
+        )
+    longest = check_integer(
+        ConfigError,
+        "speculative_max_model_len",
+        merged.get("max_model_len", draft.max_position_embeddings),
+        low=1,
+        high=draft.max_position_embeddings,
+        hint="The upper end is the draft's max_position_embeddings.",
+    )
+    merged["max_model_len"] = min(longest, max_model_len)
+    merged.setdefault("draft_tensor_parallel_size", args.tensor_parallel_size)
+    merged["model"] = str(folder)
+    return SpeculativeConfig(**merged), draft
+
+
+def _default_num_pages(sizes: Mapping[str, int], bytes_per_token: int) -> int:
+    """Fill the batch with full sequences, within the memory cap, one at the least."""
+    one_sequence = math.ceil(sizes["max_model_len"] / sizes["block_size"])
+    cap = MAX_DEFAULT_KV_BYTES // (bytes_per_token * sizes["block_size"])
+    return max(one_sequence, min(sizes["max_num_seqs"] * one_sequence, cap))
+
+
+def _checked_dtype(dtype: str) -> str:
+    if dtype in ("half", "float16"):
+        warnings.warn(
+            f"dtype={dtype!r} is taken as 'bfloat16': activations of Gemma 2 leave the "
+            "range of float16.",
+            UserWarning,
+            stacklevel=3,
+        )
+    return _DTYPES[dtype]
+
+
+def _served_name(args: EngineArgs) -> str:
+    name = args.served_model_name
+    if isinstance(name, list):
+        name = name[0] if name else None
+    return name or args.model
+
+
+def _generation_defaults(args: EngineArgs, folder: Path) -> dict[str, Any]:
+    """Translate the model's recommended sampling to the names of SamplingParams."""
+    stored: dict[str, Any] = {}
+    if args.generation_config == "auto":
+        stored = read_generation_config(folder)
+    elif args.generation_config != "vllm":
+        source = model_folder(args.generation_config, "generation_config")
+        stored = read_generation_config(source)
+    stored |= args.override_generation_config or {}
+    return {
+        ours: stored[theirs]
+        for theirs, ours in _GENERATION_NAMES.items()
+        if stored.get(theirs) is not None
+    }

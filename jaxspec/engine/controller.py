@@ -1,0 +1,29 @@
+"""How many drafts the next launch makes."""
+
+from jaxspec.config import SpeculativeConfig
+
+# Rungs for which executables may be built; K in between rounds up.
+DRAFT_LADDER = (0, 1, 2, 3, 5, 8)
+
+
+class Controller:
+    """Picks K by the number of running requests and what they ask for."""
+
+    def __init__(self, speculative: SpeculativeConfig | None):
+        self.speculative = speculative
+        configured = speculative.num_speculative_tokens if speculative else 0
+        rungs = {rung for rung in DRAFT_LADDER if rung <= configured} | {configured}
+        self.ladder = tuple(sorted(rungs))
+
+    def limit(self, num_running: int) -> int:
+        """Most drafts per sequence with this many requests running; 0 is off."""
+        if self.speculative is None:
+            return 0
+        threshold = self.speculative.disable_by_batch_size
+        if threshold is not None and num_running > threshold:
+            return 0
+        return self.speculative.num_speculative_tokens
+
+    def rung(self, wanted: int) -> int:
+        """The smallest K of the ladder that serves `wanted` drafts."""
+        return next(rung for rung in self.ladder if rung >= wanted)

@@ -1,0 +1,330 @@
+"""The engine: requests in, outputs out, one launch ahead of what has been read."""
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from jaxspec_checkpoints import read_tensors
+
+from jaxspec.config import EngineConfig, ModelConfig
+from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.controller import Controller
+from jaxspec.engine.output import TextStream
+from jaxspec.engine.request import Request
+from jaxspec.engine.runner import (
+    Runner,
+    build_mesh,
+    choose_dtype,
+    use_compilation_cache,
+)
+from jaxspec.engine.scheduler import Launch, Progress, Scheduler
+from jaxspec.engine.stats import EngineStats
+from jaxspec.errors import RequestError
+from jaxspec.inputs import parse_prompt
+from jaxspec.models.weights import load_params
+from jaxspec.outputs import (
+    CompletionOutput,
+    RequestOutput,
+    RequestSpecDecodeMetrics,
+    RequestStateStats,
+)
+from jaxspec.program.plan import RULES
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams, check_supported
+from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
+from jaxspec.tokenizer import Tokenizer
+
+
+class LLMEngine:
+    """vLLM's engine interface: `add_request`, `step`, `abort_request`.
+
+    Attributes:
+        runner: The device side, with counts of launches and compiles.
+        stats: Totals over all requests.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        runner: Runner | None = None,
+        tokenizer: Tokenizer | None = None,
+    ):
+        self.config = config
+        self.tokenizer = tokenizer or Tokenizer.from_folder(config.tokenizer)
+        self.runner = runner or make_runner(config)
+        self.controller = Controller(config.speculative)
+        self.scheduler = Scheduler(config, self.controller)
+        self.stats = EngineStats()
+        self._requests: dict[str, Request] = {}
+        self._streams: dict[str, TextStream] = {}
+        self._sent: dict[str, tuple[int, int]] = {}  # characters, tokens
+        self._launched: deque[tuple[Launch, Any]] = deque()
+        # Seeds of requests that name none; a seeded engine repeats itself.
+        self._random = np.random.default_rng(config.seed)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
+        """Build an engine from vLLM's arguments."""
+        return cls(engine_args.create_engine_config())
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+    ) -> str:
+        """Validate and queue one request; nothing has run on the device yet.
+
+        Raises:
+            RequestError: The prompt or a sampling value is not acceptable, or the id
+                is in use.
+            NotImplementedError: A sampling value that is not supported yet.
+        """
+        if not isinstance(request_id, str):
+            raise RequestError(
+                f"request_id must be a string, got {type(request_id).__name__}",
+                parameter="request_id",
+                value=request_id,
+            )
+        if request_id in self._requests:
+            raise RequestError(
+                f"request_id {request_id!r} is running already: choose another",
+                parameter="request_id",
+                value=request_id,
+            )
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"params must be SamplingParams, got {type(params).__name__}",
+                parameter="params",
+                value=params,
+            )
+        model = self.config.model_config
+        params = params.clone()
+        params.validate_for(model.vocab_size)
+        check_supported(params)
+        parsed = parse_prompt(
+            prompt, self.tokenizer, model.vocab_size, self.config.max_model_len
+        )
+        request = self._make_request(request_id, parsed, params, arrival_time)
+        self._requests[request_id] = request
+        self._streams[request_id] = TextStream(self.tokenizer, params)
+        self._sent[request_id] = (0, 0)
+        self.scheduler.add(request)
+        return request_id
+
+    def _make_request(
+        self,
+        request_id: str,
+        parsed: Any,
+        params: SamplingParams,
+        arrival_time: float | None,
+    ) -> Request:
+        config = self.config
+        model, speculative = config.model_config, config.speculative
+        num_prompt = len(parsed.token_ids)
+        limit = config.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, num_prompt + params.max_tokens)
+        num_draft = config.num_draft_tokens
+        wanted = (params.extra_args or {}).get("num_speculative_tokens")
+        if wanted is not None:
+            num_draft = min(num_draft, wanted)
+        drawn = self._random.integers(0, 2**32, size=2, dtype=np.uint32)
+        seed, rule = (int(drawn[0]), int(drawn[1])), "standard"
+        if speculative is not None:
+            rule = speculative.rejection_sample_method
+        if params.seed is not None:
+            # The same text with any K, drafter or batch: see DESIGN, acceptance rules.
+            seed = (params.seed >> 32 & 0xFFFFFFFF, params.seed & 0xFFFFFFFF)
+            rule = "coupled"
+        stop_ids = tuple(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stop_ids = tuple(dict.fromkeys((*model.eos_token_ids, *stop_ids)))
+        metrics = None
+        if num_draft:
+            metrics = RequestSpecDecodeMetrics.empty(config.num_draft_tokens)
+        return Request(
+            request_id=request_id,
+            prompt=parsed.text,
+            prompt_token_ids=parsed.token_ids,
+            params=params,
+            max_total=limit,
+            num_draft_tokens=num_draft,
+            seed=seed,
+            rule=RULES[rule],
+            stop_ids=stop_ids,
+            stats=RequestStateStats(
+                arrival_time=time.time() if arrival_time is None else arrival_time,
+                queued_ts=time.monotonic(),
+            ),
+            spec_metrics=metrics,
+        )
+
+    def step(self) -> list[RequestOutput]:
+        """Launch the next round, read the one before it, return what is new.
+
+        Returns an empty list when the launch could not be read yet or no request has
+        anything to show (`output_kind`).
+        """
+        start = time.monotonic()
+        launch = self.scheduler.plan()
+        if launch is not None:
+            result = self.runner.launch(launch.plan, launch.shape)
+            self._launched.append((launch, result))
+        waited = 0.0
+        outputs: list[RequestOutput] = []
+        if self._launched and (launch is None or len(self._launched) > 1):
+            oldest, result = self._launched.popleft()
+            before = time.monotonic()
+            fetched = self.runner.fetch(result, oldest.shape)
+            waited = time.monotonic() - before
+            progress = self.scheduler.commit(oldest, fetched)
+            self.stats.num_rounds += 1
+            for part in progress:
+                outputs += self._advance(part)
+        self.stats.wait_s += waited
+        self.stats.host_s += time.monotonic() - start - waited
+        return outputs
+
+    def _advance(self, part: Progress) -> list[RequestOutput]:
+        """Turn new tokens into text, and end the request where they end it."""
+        request, stream = part.request, self._streams[part.request.request_id]
+        self.stats.record(part.num_draft_tokens, part.num_accepted, len(part.token_ids))
+        if part.token_ids:
+            now = time.monotonic()
+            stats = request.stats
+            if not stats.num_generation_tokens:
+                stats.first_token_ts = now
+                stats.first_token_latency = now - stats.queued_ts
+            stats.last_token_ts = now
+            stats.num_generation_tokens += len(part.token_ids)
+        ended_by_id = part.is_done and _is_stop(request)
+        shown = part.token_ids
+        if ended_by_id and not self._shows_stop_token(request):
+            shown = part.token_ids[:-1]
+        matched = stream.push(shown)
+        if matched is None and part.is_done:
+            text = stream.finish()
+            matched = None if text is None else (text, len(part.token_ids))
+        if matched is not None:
+            stop, count = matched
+            surplus = len(part.token_ids) - count
+            if surplus:
+                del request.output_token_ids[-surplus:]
+            self.scheduler.finish(request, "stop", stop)
+        elif part.is_done:
+            last = request.output_token_ids[-1]
+            is_eos = last in self.config.model_config.eos_token_ids
+            stop_id = None if is_eos and not request.params.ignore_eos else last
+            if ended_by_id:
+                self.scheduler.finish(request, "stop", stop_id)
+            else:
+                self.scheduler.finish(request, "length", None)
+        return self._emit(request)
+
+    def _shows_stop_token(self, request: Request) -> bool:
+        return request.params.include_stop_str_in_output
+
+    def _emit(self, request: Request) -> list[RequestOutput]:
+        """The output that the request's `output_kind` asks for now, if any."""
+        kind = request.params.output_kind
+        is_finished = request.finish_reason is not None
+        if kind is RequestOutputKind.FINAL_ONLY and not is_finished:
+            return []
+        text, tokens = self._streams[request.request_id].text, request.output_token_ids
+        characters, count = self._sent[request.request_id]
+        if kind is RequestOutputKind.DELTA:
+            if not is_finished and len(tokens) == count:
+                return []
+            self._sent[request.request_id] = (len(text), len(tokens))
+            text, tokens = text[characters:], tokens[count:]
+        if is_finished:
+            self._forget(request)
+        completion = CompletionOutput(
+            index=0,
+            text=text,
+            token_ids=list(tokens),
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            spec_decode_metrics=request.spec_metrics,
+        )
+        return [
+            RequestOutput(
+                request_id=request.request_id,
+                prompt=request.prompt,
+                prompt_token_ids=request.prompt_token_ids,
+                outputs=[completion],
+                finished=is_finished,
+                metrics=request.stats,
+                num_cached_tokens=0,
+            )
+        ]
+
+    def _forget(self, request: Request) -> None:
+        del self._requests[request.request_id]
+        del self._streams[request.request_id]
+        del self._sent[request.request_id]
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything left to do."""
+        return self.scheduler.has_unfinished() or bool(self._launched)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests that wait or run."""
+        return len(self._requests)
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """End requests at once, without an output; unknown ids are ignored."""
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        for one in ids:
+            request = self._requests.get(one)
+            if request is not None:
+                self.scheduler.finish(request, "abort", None)
+                self._forget(request)
+
+    def warm_up(self, prompt_tokens: int | None = None) -> None:
+        """Compile every executable that requests can need.
+
+        Args:
+            prompt_tokens: Longest prompt to expect; None for the whole budget.
+        """
+        for shape in self.scheduler.shapes(prompt_tokens):
+            self.runner.executable(shape)
+
+    def shutdown(self) -> None:
+        """End all requests and wait for the device."""
+        self.abort_request(list(self._requests))
+        while self._launched:
+            launch, result = self._launched.popleft()
+            self.runner.fetch(result, launch.shape)
+
+
+def _is_stop(request: Request) -> bool:
+    """Whether the newest token ended the request, rather than its length."""
+    last = request.num_tokens - 1
+    first_allowed = request.num_prompt_tokens + request.params.min_tokens
+    return last >= first_allowed and request.output_token_ids[-1] in request.stop_ids
+
+
+def make_runner(config: EngineConfig) -> Runner:
+    """Load both models onto the mesh that the configuration asks for."""
+    use_compilation_cache(config.compilation_cache_dir)
+    mesh = build_mesh(config)
+    dtype = choose_dtype(config.dtype, mesh)
+
+    def load(folder: str, model: ModelConfig, axes: tuple[str, ...]) -> Any:
+        return load_params(
+            model, read_tensors(folder), dtype=dtype, mesh=mesh, mesh_axes=axes
+        )
+
+    target = load(config.model, config.model_config, TARGET_MESH_AXES)
+    draft = None
+    if config.speculative is not None and config.draft_model_config is not None:
+        draft = load(
+            config.speculative.model, config.draft_model_config, DRAFT_MESH_AXES
+        )
+    return Runner(config, mesh, target, draft)

@@ -1,0 +1,86 @@
+"""From token ids to text, as they come: incremental decoding and stop strings."""
+
+from typing import Protocol, runtime_checkable
+
+from jaxspec.sampling_params import SamplingParams
+
+_BROKEN = "\ufffd"  # what decoding shows for a character whose bytes are incomplete
+# Tokens decoded again with the new ones. SentencePiece joins no further than the bytes
+# of one character, four at most.
+_CONTEXT = 6
+
+
+@runtime_checkable
+class Decoder(Protocol):
+    """The part of a tokenizer that is needed here."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
+
+
+class TextStream:
+    """The text of one growing list of token ids.
+
+    Text is held back while its last character is incomplete (several byte tokens make
+    one character) and released with the token that completes it, or at the end.
+    """
+
+    def __init__(self, tokenizer: Decoder, params: SamplingParams):
+        self._tokenizer = tokenizer
+        self._params = params
+        self._stops = list(params.stop or [])
+        self._longest_stop = max((len(stop) for stop in self._stops), default=0)
+        self.text = ""
+        self._ids: list[int] = []
+        self._read = 0  # ids whose text is in `text`
+
+    def push(self, token_ids: list[int]) -> tuple[str, int] | None:
+        """Add tokens; returns the stop string that matched and the ids it needed.
+
+        Tokens are looked at one by one, so that the ids after a match are left out
+        even when a round brings several.
+        """
+        for count, token in enumerate(token_ids, 1):
+            self._ids.append(token)
+            before = len(self.text)
+            if self._params.detokenize:
+                self._advance(is_end=False)
+            matched = self._match(before)
+            if matched is not None:
+                return matched, count
+        return None
+
+    def finish(self) -> str | None:
+        """Release what was held back; returns a stop string that this completed."""
+        before = len(self.text)
+        if self._params.detokenize:
+            self._advance(is_end=True)
+        return self._match(before)
+
+    def _advance(self, *, is_end: bool) -> None:
+        start = max(0, self._read - _CONTEXT)
+        skip = self._params.skip_special_tokens
+        whole = self._tokenizer.decode(self._ids[start:], skip_special_tokens=skip)
+        if whole.endswith(_BROKEN) and not is_end:
+            return
+        known = self._tokenizer.decode(
+            self._ids[start : self._read], skip_special_tokens=skip
+        )
+        self.text += whole[len(known) :]
+        self._read = len(self._ids)
+
+    def _match(self, before: int) -> str | None:
+        """Cut the text at the first stop string that the new part completes."""
+        if not self._stops or len(self.text) == before:
+            return None
+        start = max(0, before - self._longest_stop + 1)
+        found = [
+            (position, stop)
+            for stop in self._stops
+            if (position := self.text.find(stop, start)) >= 0
+        ]
+        if not found:
+            return None
+        position, stop = min(found)
+        include = self._params.include_stop_str_in_output
+        self.text = self.text[: position + len(stop) if include else position]
+        return stop

@@ -1,0 +1,1 @@
+"""Thin aliases, so that vLLM's import paths work with the package name replaced."""

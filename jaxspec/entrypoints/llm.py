@@ -1,0 +1,5 @@
+"""Alias of `jaxspec.llm`, where vLLM has its `LLM`."""
+
+from jaxspec.llm import LLM
+
+__all__ = ["LLM"]

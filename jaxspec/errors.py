@@ -1,0 +1,115 @@
+"""Owns the errors a caller can cause, and the argument checks that raise them.
+
+Every message says what was given, what is allowed and, where there is one, the way out.
+Knows nothing about which arguments exist.
+"""
+
+import math
+import numbers
+
+
+class ArgumentError(Exception):
+    """Base of the errors below; carries the argument at fault.
+
+    Attributes:
+        parameter: Name of the argument as the caller spelled it, if one is at fault.
+        value: What was given for it.
+    """
+
+    def __init__(
+        self, message: str, *, parameter: str | None = None, value: object = None
+    ):
+        super().__init__(message)
+        self.parameter = parameter
+        self.value = value
+
+
+class ConfigError(ArgumentError, ValueError):
+    """An engine argument, a model folder or a combination of them cannot work."""
+
+
+class RequestError(ArgumentError, ValueError):
+    """A prompt or a sampling parameter of one request cannot work."""
+
+
+class UnsupportedError(ArgumentError, NotImplementedError):
+    """The request makes sense, but this engine does not do it."""
+
+
+def wrong_argument(
+    error: type[ArgumentError], name: str, allowed: str, value: object, hint: str = ""
+) -> ArgumentError:
+    """Make the error that says `name` must be `allowed`, and what it is instead."""
+    # A long value (a whole prompt) would hide what is wrong with it.
+    given = repr(value) if len(repr(value)) <= 200 else f"{repr(value)[:200]}..."
+    message = f"{name} must be {allowed}, got {given}. {hint}".rstrip()
+    return error(message, parameter=name, value=value)
+
+
+def check_integer(
+    error: type[ArgumentError],
+    name: str,
+    value: object,
+    *,
+    low: int,
+    high: int | None = None,
+    hint: str = "",
+) -> int:
+    """Return `value` as an int if it is an integer in `[low, high]`; a bool is none."""
+    allowed = f"an integer from {low} to {high}"
+    if high is None:
+        allowed = f"an integer of at least {low}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise wrong_argument(error, name, allowed, value, hint)
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        raise wrong_argument(error, name, allowed, value, hint)
+    return number
+
+
+def check_number(
+    error: type[ArgumentError],
+    name: str,
+    value: object,
+    *,
+    low: float | int,
+    high: float | int | None = None,
+    open_low: bool = False,
+    hint: str = "",
+) -> float:
+    """Return `value` as a float if it is a finite number in `[low, high]`.
+
+    With `open_low` the lower end itself is not allowed.
+    """
+    if high is None:
+        allowed = f"a finite number {'above' if open_low else 'of at least'} {low:g}"
+    else:
+        allowed = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise wrong_argument(error, name, allowed, value, hint)
+    number = float(value)
+    too_low = number < low or (open_low and number == low)
+    if not math.isfinite(number) or too_low or (high is not None and number > high):
+        raise wrong_argument(error, name, allowed, value, hint)
+    return number
+
+
+def check_flag(error: type[ArgumentError], name: str, value: object) -> bool:
+    """Return `value` if it is True or False; 0, 1 and strings are refused."""
+    if not isinstance(value, bool):
+        raise wrong_argument(error, name, "True or False", value)
+    return value
+
+
+def check_choice(
+    error: type[ArgumentError],
+    name: str,
+    value: object,
+    choices: tuple[str, ...],
+    hint: str = "",
+) -> str:
+    """Return `value` if it is one of `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        allowed = "one of " + ", ".join(repr(choice) for choice in choices)
+        raise wrong_argument(error, name, allowed, value, hint)
+    return value

@@ -1,0 +1,168 @@
+"""Owns the forms a prompt may have, and what makes one unusable.
+
+Everything wrong with a prompt is found here, on the host, before a request exists.
+Knows tokenizers only as something that encodes text.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NotRequired, Protocol, TypedDict, runtime_checkable
+
+import numpy as np
+
+from jaxspec.errors import (
+    RequestError,
+    UnsupportedError,
+    check_integer,
+    wrong_argument,
+)
+
+_FORMS = "a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
+_UNSUPPORTED_KEYS = {
+    "multi_modal_data": "Gemma 2 reads text only",
+    "mm_processor_kwargs": "Gemma 2 reads text only",
+    "prompt_embeds": "prompts are given as text or token ids",
+    "encoder_prompt": "Gemma 2 has no encoder",
+    "decoder_prompt": "Gemma 2 has no encoder",
+}
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text. `cache_salt` has no effect."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids; `prompt` is only carried along to the output."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+PromptType = str | list[int] | TextPrompt | TokensPrompt
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """What turns text into token ids."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParsedPrompt:
+    """A checked prompt; `text` is None when only token ids were given."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+def split_prompts(prompts: Any) -> list[Any]:
+    """Return the prompts of a call that may hold one prompt or a list of them."""
+    if isinstance(prompts, (str, Mapping, np.ndarray)):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        allowed = f"{_FORMS}; or a list of these"
+        raise wrong_argument(RequestError, "prompts", allowed, prompts)
+    if prompts and _are_token_ids(prompts):
+        return [list(prompts)]
+    return list(prompts)
+
+
+def parse_prompt(
+    prompt: object, tokenizer: Encoder, vocab_size: int, max_model_len: int
+) -> ParsedPrompt:
+    """Check one prompt and encode it.
+
+    An empty string is a prompt: the text then starts from the beginning token alone.
+
+    Args:
+        prompt: What the caller gave, not trusted to be a `PromptType`.
+        tokenizer: Encodes text; adds the beginning token.
+        vocab_size: Token ids must be below this.
+        max_model_len: Longest sequence; a prompt must leave room for one more token.
+
+    Raises:
+        RequestError: Names what is wrong and what is allowed.
+        NotImplementedError: The prompt holds more than text.
+    """
+    text, given_ids = _text_and_ids(prompt)
+    if given_ids is None:
+        assert text is not None
+        token_ids = _encode(text, tokenizer)
+    else:
+        token_ids = _check_ids(given_ids, vocab_size)
+    if len(token_ids) >= max_model_len:
+        raise RequestError(
+            f"The prompt has {len(token_ids)} tokens; allowed are 1 to "
+            f"{max_model_len - 1}, one below max_model_len={max_model_len}, so that at "
+            "least one token can follow. Shorten it or raise max_model_len.",
+            parameter="prompt",
+            value=len(token_ids),
+        )
+    return ParsedPrompt(text=text, token_ids=token_ids)
+
+
+def _text_and_ids(prompt: object) -> tuple[str | None, Any]:
+    """Take the prompt apart: its text, its token ids, or both."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if isinstance(prompt, (list, tuple, np.ndarray)):
+        return None, prompt
+    if not isinstance(prompt, Mapping):
+        raise wrong_argument(RequestError, "prompt", _FORMS, prompt)
+    for key, value in prompt.items():
+        if key in _UNSUPPORTED_KEYS and value is not None:
+            raise UnsupportedError(
+                f"prompt[{key!r}]={value!r} is not supported: "
+                f"{_UNSUPPORTED_KEYS[key]}.",
+                parameter=key,
+                value=value,
+            )
+        if key not in {"prompt", "prompt_token_ids", "cache_salt", *_UNSUPPORTED_KEYS}:
+            raise wrong_argument(RequestError, "prompt", _FORMS, prompt)
+    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if token_ids is None and text is None:
+        raise wrong_argument(RequestError, "prompt", _FORMS, prompt)
+    if text is not None and not isinstance(text, str):
+        raise wrong_argument(RequestError, "prompt['prompt']", "a string", text)
+    return text, token_ids
+
+
+def _encode(text: str, tokenizer: Encoder) -> list[int]:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        name, allowed = "prompt", "text that UTF-8 can encode"
+        raise wrong_argument(RequestError, name, allowed, text, str(error)) from error
+    token_ids = tokenizer.encode(text)
+    if not token_ids:
+        raise wrong_argument(RequestError, "prompt", "at least one token", text)
+    return token_ids
+
+
+def _check_ids(given: Any, vocab_size: int) -> list[int]:
+    if isinstance(given, np.ndarray):
+        given = given.tolist()
+    if not isinstance(given, (list, tuple)) or not given:
+        allowed = "a list of at least one token id"
+        raise wrong_argument(RequestError, "prompt_token_ids", allowed, given)
+    return [
+        check_integer(
+            RequestError,
+            f"prompt_token_ids[{position}]",
+            token,
+            low=0,
+            high=vocab_size - 1,
+            hint=f"The vocabulary has {vocab_size} tokens.",
+        )
+        for position, token in enumerate(given)
+    ]
+
+
+def _are_token_ids(prompts: list[Any] | tuple[Any, ...]) -> bool:
+    # One number makes the list a prompt; `parse_prompt` says what else is in it.
+    return any(isinstance(item, (int, float, np.number)) for item in prompts)

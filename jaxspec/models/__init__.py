@@ -1,0 +1,1 @@
+"""The models: `batch` (what a forward pass is given), `gemma2`, `weights`."""

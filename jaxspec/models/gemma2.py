@@ -1,0 +1,271 @@
+"""Gemma 2 over paged KV memory.
+
+Owns the network and its parameters; knows nothing of sampling, scheduling or files.
+Constants and order of operations follow Gemma Team 2024, arXiv:2408.00118, and where
+the report is silent, HuggingFace's `Gemma2ForCausalLM` with eager attention.
+
+Parameters have one type (float32 or bfloat16) and are matmul operands in it; the
+residual stream, norms, attention statistics and logits are float32.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxspec_kernels import paged_attention, write_kv_pages
+from jaxtyping import Array, Float, Int, Num
+
+from jaxspec.config import ModelConfig
+from jaxspec.models.batch import TokenBatch
+
+# XLA:CPU's bf16 kernel wants two rows, and from four rows on a row's result no longer
+# depends on how many there are: plain decoding then equals verification bit for bit.
+MIN_ROWS = 4
+
+Axes = tuple[str | None, ...]
+
+
+def _parameter(
+    shape: tuple[int, ...],
+    axes: Axes,
+    dtype: jnp.dtype,
+    rngs: nnx.Rngs | None,
+    *,
+    unit: int = 1,
+) -> nnx.Param:
+    """Declare a parameter once: shape, logical axes, init.
+
+    `unit` elements of the split axis stay on one device (a head's).
+
+    Matrices are stored (out, in), HuggingFace's order, and start at a standard
+    deviation of 1/sqrt(in); vectors (norm weights) start at zero. Without `rngs` only
+    the shape is declared.
+    """
+    if rngs is None or len(shape) == 1:
+        return nnx.Param(jnp.zeros(shape, dtype), axes=axes, unit=unit)
+    scale = jnp.asarray(shape[-1] ** -0.5, jnp.float32)
+    values = jax.random.normal(rngs.params(), shape, jnp.float32) * scale
+    return nnx.Param(values.astype(dtype), axes=axes, unit=unit)
+
+
+def project(
+    inputs: Float[Array, "token features"], weight: Float[Array, "out features"]
+) -> Float[Array, "token out"]:
+    """Multiply rows by an (out, in) weight in the weight's type; float32 result.
+
+    Contracting both second axes is the form for which XLA:CPU has a bf16 kernel whose
+    cost does not grow between 2 and 16 rows, which is what verification needs.
+    """
+    return jax.lax.dot_general(
+        inputs.astype(weight.dtype),
+        weight,
+        (((1,), (1,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def rms_norm(
+    inputs: Float[Array, "... model"], weight: Float[Array, " model"], epsilon: float
+) -> Float[Array, "... model"]:
+    """Normalise in float32 and scale by 1 + weight, Gemma's form."""
+    variance = jnp.mean(jnp.square(inputs), axis=-1, keepdims=True)
+    scale = jnp.expand_dims(1.0 + weight.astype(jnp.float32), range(inputs.ndim - 1))
+    return inputs * jax.lax.rsqrt(variance + epsilon) * scale
+
+
+def rope_tables(
+    positions: Int[Array, " token"], head_dim: int, theta: float
+) -> tuple[Float[Array, "token 1 half"], Float[Array, "token 1 half"]]:
+    """Cosine and sine of every position's angles, in float32.
+
+    bf16 would round position 257 to 256, and sin(257) is not sin(256).
+    """
+    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    frequency = 1.0 / (theta**exponent)
+    angle = positions.astype(jnp.float32)[:, None] * frequency[None, :]
+    return jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
+
+
+def rotate(
+    inputs: Float[Array, "token head head_dim"],
+    tables: tuple[Float[Array, "token 1 half"], Float[Array, "token 1 half"]],
+) -> Float[Array, "token head head_dim"]:
+    """Apply rotary embedding, pairing element i with i + head_dim / 2.
+
+    References: Su et al. 2021, arXiv:2104.09864.
+    """
+    cos, sin = tables
+    first, second = jnp.split(inputs, 2, axis=-1)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    )
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with soft-capped scores over paged keys and values."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs | None
+    ):
+        self.config, self.window = config, config.window(layer)
+        model = config.hidden_size
+        queries = config.num_q_heads * config.head_dim
+        keys = config.num_kv_heads * config.head_dim
+        unit = config.head_dim
+        self.q_proj = _parameter(
+            (queries, model), ("q_head", "model"), dtype, rngs, unit=unit
+        )
+        # A head's key rows, then its value rows: the order of the pages.
+        self.kv_proj = _parameter(
+            (2 * keys, model), ("kv_head", "model"), dtype, rngs, unit=2 * unit
+        )
+        self.o_proj = _parameter(
+            (model, queries), ("model", "q_head"), dtype, rngs, unit=unit
+        )
+
+    def __call__(
+        self,
+        inputs: Float[Array, "row model"],
+        batch: TokenBatch,
+        tables: tuple[Array, Array],
+        kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    ) -> tuple[Float[Array, "row model"], Array]:
+        """Write the new keys and values, then attend; returns (output, kv_pages)."""
+        config, tokens = self.config, batch.tokens.shape[0]
+        heads = (tokens, -1, config.head_dim)
+        query = project(inputs, self.q_proj[...])[:tokens].reshape(heads)
+        key_value = project(inputs, self.kv_proj[...])[:tokens]
+        key_value = key_value.reshape(tokens, -1, 2, config.head_dim)
+        query = rotate(query, tables)
+        key, value = rotate(key_value[:, :, 0], tables), key_value[:, :, 1]
+        kv_pages = write_kv_pages(kv_pages, key, value, batch.slot_mapping)
+
+        mixed, start = [], 0
+        for region in batch.regions:
+            here = query[start : start + region.num_rows]
+            start += region.num_rows
+            attended = paged_attention(
+                here.reshape(-1, region.num_queries, *here.shape[1:]),
+                kv_pages,
+                region.page_table,
+                region.kv_len,
+                scale=config.query_pre_attn_scalar**-0.5,
+                soft_cap=config.attn_logit_softcapping,
+                window=self.window,
+            )
+            mixed.append(attended.reshape(region.num_rows, -1))
+        rows = jnp.concatenate(mixed) if len(mixed) > 1 else mixed[0]
+        rows = jnp.pad(rows, ((0, inputs.shape[0] - tokens), (0, 0)))
+        return project(rows, self.o_proj[...]), kv_pages
+
+
+def gate_block(hidden: int) -> int:
+    """Rows of gate (and of up) that lie together in the fused projection."""
+    return math.gcd(hidden, 128)
+
+
+class FeedForward(nnx.Module):
+    """Gated GELU (tanh form)."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+        model, hidden = config.hidden_size, config.intermediate_size
+        # Gate and up rows alternate in blocks, so that both split alike on a mesh and
+        # one matmul serves both.
+        self.block = gate_block(hidden)
+        self.gate_up_proj = _parameter(
+            (2 * hidden, model), ("hidden", "model"), dtype, rngs, unit=2 * self.block
+        )
+        self.down_proj = _parameter((model, hidden), ("model", "hidden"), dtype, rngs)
+
+    def __call__(self, inputs: Float[Array, "row model"]) -> Float[Array, "row model"]:
+        gate_up = project(inputs, self.gate_up_proj[...])
+        gate_up = gate_up.reshape(inputs.shape[0], -1, 2, self.block)
+        inner = jax.nn.gelu(gate_up[:, :, 0], approximate=True) * gate_up[:, :, 1]
+        return project(inner.reshape(inputs.shape[0], -1), self.down_proj[...])
+
+
+class Layer(nnx.Module):
+    """Attention and feed-forward, each normalised before and after."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs | None
+    ):
+        self.epsilon = config.rms_norm_eps
+        self.attention = Attention(config, layer, dtype, rngs)
+        self.feed_forward = FeedForward(config, dtype, rngs)
+        model: Callable[[], nnx.Param] = lambda: _parameter(
+            (config.hidden_size,), ("model",), dtype, rngs
+        )
+        self.input_norm, self.post_attention_norm = model(), model()
+        self.pre_feed_forward_norm, self.post_feed_forward_norm = model(), model()
+
+    def __call__(
+        self,
+        stream: Float[Array, "row model"],
+        batch: TokenBatch,
+        tables: tuple[Array, Array],
+        kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    ) -> tuple[Float[Array, "row model"], Array]:
+        normed = rms_norm(stream, self.input_norm[...], self.epsilon)
+        mixed, kv_pages = self.attention(normed, batch, tables, kv_pages)
+        stream += rms_norm(mixed, self.post_attention_norm[...], self.epsilon)
+        normed = rms_norm(stream, self.pre_feed_forward_norm[...], self.epsilon)
+        outer = self.feed_forward(normed)
+        stream += rms_norm(outer, self.post_feed_forward_norm[...], self.epsilon)
+        return stream, kv_pages
+
+
+class Gemma2(nnx.Module):
+    """The whole network. `rngs=None` declares shapes without random values."""
+
+    def __init__(
+        self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs | None = None
+    ):
+        self.config = config
+        self.embedding = _parameter(
+            (config.vocab_size, config.hidden_size), ("vocab", "model"), dtype, rngs
+        )
+        self.layers = nnx.List(
+            Layer(config, layer, dtype, rngs) for layer in range(config.num_layers)
+        )
+        self.final_norm = _parameter((config.hidden_size,), ("model",), dtype, rngs)
+
+    def hidden(
+        self, batch: TokenBatch, kv_pages: tuple[Array, ...]
+    ) -> tuple[Float[Array, "token model"], tuple[Array, ...]]:
+        """Run all layers; returns normalised rows and the updated pages per layer."""
+        config = self.config
+        table = self.embedding[...]
+        rows = table.at[batch.tokens].get(mode="clip").astype(jnp.float32)
+        # HuggingFace rounds the scale to the weights' type: 59.75 in bf16 for the 9B.
+        scale = jnp.sqrt(jnp.float32(config.hidden_size)).astype(table.dtype)
+        rows = rows * scale.astype(jnp.float32)
+        stream = jnp.pad(rows, ((0, max(0, MIN_ROWS - rows.shape[0])), (0, 0)))
+        tables = rope_tables(batch.positions, config.head_dim, config.rope_theta)
+        updated = []
+        for layer, pages in zip(self.layers, kv_pages, strict=True):
+            stream, pages = layer(stream, batch, tables, pages)
+            updated.append(pages)
+        normed = rms_norm(stream, self.final_norm[...], config.rms_norm_eps)
+        return normed[: batch.tokens.shape[0]], tuple(updated)
+
+    def logits(
+        self, hidden: Float[Array, "row model"]
+    ) -> Float[Array, "row vocab"]:
+        """Soft-capped float32 logits of normalised rows, through the tied embedding."""
+        rows = hidden.shape[0]
+        padded = jnp.pad(hidden, ((0, max(0, MIN_ROWS - rows)), (0, 0)))
+        logits = project(padded, self.embedding[...])[:rows]
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else jnp.tanh(logits / cap) * cap
+
+
+def init_kv_pages(
+    config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype
+) -> tuple[Num[Array, "page page_size two_kv_head head_dim"], ...]:
+    """Zeroed pages, one array per layer."""
+    shape = (num_pages, page_size, 2 * config.num_kv_heads, config.head_dim)
+    return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))

@@ -1,0 +1,205 @@
+"""Owns what a caller gets back: texts, timings, and what speculation did for them.
+
+Names are vLLM's, of today and of the older `RequestMetrics`. Knows nothing about how
+the values come about.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxspec.logprobs import TokenLogprobs
+
+
+@dataclass(kw_only=True)
+class RequestSpecDecodeMetrics:
+    """Counts of the speculative steps of one request.
+
+    Attributes:
+        histogram: Entry i counts the steps that kept exactly i draft tokens.
+        num_draft_tokens: Draft tokens proposed in all steps together.
+    """
+
+    histogram: list[int]
+    num_draft_tokens: int = 0
+
+    @classmethod
+    def empty(cls, max_draft_tokens: int) -> "RequestSpecDecodeMetrics":
+        """Make the counts before the first step."""
+        return cls(histogram=[0] * (max_draft_tokens + 1))
+
+    def record_step(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """Count one step that proposed draft tokens."""
+        assert 0 <= num_accepted <= num_draft_tokens < len(self.histogram)
+        self.histogram[num_accepted] += 1
+        self.num_draft_tokens += num_draft_tokens
+
+    @property
+    def num_spec_steps(self) -> int:
+        """Steps that proposed draft tokens."""
+        return sum(self.histogram)
+
+    @property
+    def num_accepted_draft_tokens(self) -> int:
+        """Draft tokens kept; the target's own token of each step is not among them."""
+        return sum(kept * steps for kept, steps in enumerate(self.histogram))
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted by proposed draft tokens; 0 before the first step."""
+        return _ratio(self.num_accepted_draft_tokens, self.num_draft_tokens)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per speculative step, the target's own included."""
+        return 1 + _ratio(self.num_accepted_draft_tokens, self.num_spec_steps)
+
+    @property
+    def acceptance_rate_per_position(self) -> list[float]:
+        """Entry i: share of all steps that kept draft token i (counted from 0)."""
+        kept = [sum(self.histogram[i + 1 :]) for i in range(len(self.histogram) - 1)]
+        return [_ratio(count, self.num_spec_steps) for count in kept]
+
+
+@dataclass(kw_only=True)
+class RequestStateStats:
+    """Timings of one request.
+
+    `arrival_time` is wall-clock time, as of `time.time()`. The fields ending in `_ts`
+    are in seconds of one monotonic clock, 0.0 until the event has happened. The
+    properties carry the names of vLLM's older `RequestMetrics`: wall-clock times.
+
+    Attributes:
+        queued_ts: The engine took the request; it arrived then.
+        first_token_latency: Seconds from arrival to the first token.
+    """
+
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0
+
+    @property
+    def first_scheduled_time(self) -> float | None:
+        return self._wall_clock(self.scheduled_ts)
+
+    @property
+    def first_token_time(self) -> float | None:
+        return self._wall_clock(self.first_token_ts)
+
+    @property
+    def last_token_time(self) -> float | None:
+        return self._wall_clock(self.last_token_ts)
+
+    @property
+    def finished_time(self) -> float | None:
+        return self.last_token_time
+
+    @property
+    def time_in_queue(self) -> float | None:
+        return self.scheduled_ts - self.queued_ts if self.scheduled_ts else None
+
+    @property
+    def scheduler_time(self) -> None:
+        """Not measured per request: requests share the steps."""
+
+    @property
+    def model_forward_time(self) -> None:
+        """Not measured per request: requests share the steps."""
+
+    @property
+    def model_execute_time(self) -> None:
+        """Not measured per request: requests share the steps."""
+
+    def _wall_clock(self, timestamp: float) -> float | None:
+        if not timestamp:
+            return None
+        return self.arrival_time + (timestamp - self.queued_ts)
+
+
+@dataclass(kw_only=True)
+class CompletionOutput:
+    """One generated text.
+
+    Attributes:
+        index: Which of the request's `n` texts this is.
+        cumulative_logprob: Sum over the tokens; None unless logprobs were asked for.
+        logprobs: By position.
+        finish_reason: "stop", "length", "abort" or "error"; None while it runs.
+        stop_reason: The stop string or stop token id that ended it; None for others.
+    """
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    lora_request: Any = None
+    spec_decode_metrics: RequestSpecDecodeMetrics | None = None
+
+    def finished(self) -> bool:
+        """Return whether nothing more will be added."""
+        return self.finish_reason is not None
+
+    def extend(self, following: "CompletionOutput") -> None:
+        """Append what was generated after this output."""
+        self.text += following.text
+        self.token_ids = [*self.token_ids, *following.token_ids]
+        if following.logprobs:
+            self.logprobs = (self.logprobs or []) + following.logprobs
+        self.cumulative_logprob = following.cumulative_logprob
+        self.finish_reason = following.finish_reason
+        self.stop_reason = following.stop_reason
+        self.spec_decode_metrics = following.spec_decode_metrics
+
+
+@dataclass(kw_only=True)
+class RequestOutput:
+    """A request and what was generated for it.
+
+    Attributes:
+        prompt: None when the prompt was given as token ids.
+        outputs: One per text asked for.
+        finished: All of them have ended.
+        num_cached_tokens: Prompt tokens whose keys and values were already in pages.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    metrics: RequestStateStats | None = None
+    lora_request: Any = None
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
+    num_cached_tokens: int | None = None
+
+    def add(self, next_output: "RequestOutput", aggregate: bool) -> None:
+        """Merge a later output of the same request into this one.
+
+        Args:
+            next_output: Made after this one.
+            aggregate: Its texts continue this one's; otherwise they replace them.
+        """
+        assert next_output.request_id == self.request_id
+        self.finished |= next_output.finished
+        self.metrics = next_output.metrics or self.metrics
+        ours = {output.index: output for output in self.outputs}
+        for theirs in next_output.outputs:
+            if aggregate and theirs.index in ours:
+                ours[theirs.index].extend(theirs)
+            else:
+                ours[theirs.index] = theirs
+        self.outputs = [ours[index] for index in sorted(ours)]
+
+
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,63 @@
+"""One token per row from its logits, by the row's own rule."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.program import randomness, sampling
+from jaxspec.program.active import Active
+
+
+def forbid_early_stop(
+    logits: Float[Array, "token vocab"],
+    position: Int[Array, " token"],
+    active: Active,
+) -> Float[Array, "token vocab"]:
+    """Mask stop ids at positions below the request's `min_tokens`."""
+    is_early = active.is_active & (position < active.min_total)
+    return sampling.mask_tokens(logits, active.stop_ids, is_early)
+
+
+def choose_token(
+    logits: Float[Array, "token vocab"],
+    position: Int[Array, " token"],
+    active: Active,
+    *,
+    role: int,
+) -> tuple[Int[Array, " token"], Float[Array, "token vocab"]]:
+    """Draw the token at `position`; returns it and the probabilities it came from.
+
+    Args:
+        position: Absolute position of the token drawn; keys its random numbers.
+        active: One entry per row of `logits`.
+        role: Which uniform an uncoupled row uses. Coupled rows always race with the
+            `SAMPLE` noise, whoever draws.
+    Returns:
+        Probabilities are zeros in a batch without sampled rows.
+    """
+    greedy = sampling.argmax(logits)
+
+    def draw() -> tuple[Array, Array]:
+        probs = sampling.distribution(logits, active.controls)
+        uniform = randomness.uniform(active.seed, position, role)
+        drawn = sampling.draw(probs, uniform)
+        drawn = jax.lax.cond(
+            active.is_coupled.any(),
+            lambda: jnp.where(active.is_coupled, race(probs, position, active), drawn),
+            lambda: drawn,
+        )
+        return jnp.where(active.is_sampled, drawn, greedy), probs
+
+    return jax.lax.cond(
+        active.is_sampled.any(), draw, lambda: (greedy, jnp.zeros_like(logits))
+    )
+
+
+def race(
+    probs: Float[Array, "token vocab"], position: Int[Array, " token"], active: Active
+) -> Int[Array, " token"]:
+    """The coupled sample: a function of seed, position and probabilities alone."""
+    noise = randomness.exponential(
+        active.seed, position, randomness.SAMPLE, probs.shape[1]
+    )
+    return sampling.race(probs, noise)

@@ -1,0 +1,250 @@
+"""What the host asks of one launch, and how it travels: one int32 vector.
+
+Owns the layout of that vector, so that a launch costs one host-to-device copy. Plain
+numpy: the engine imports this without importing jax.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+# Prompt tokens are fed in tiles of one sequence each, right-aligned.
+TILE = 32
+# End-of-text ids plus a request's own stop_token_ids.
+MAX_STOP_IDS = 40
+NO_TOKEN = -1  # pads lists of stop ids; never a legal token
+
+STANDARD, BLOCK, COUPLED = 0, 1, 2
+RULES = {"standard": STANDARD, "block": BLOCK, "coupled": COUPLED}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """The static sizes of one executable.
+
+    Attributes:
+        num_seqs: Rows of the decode region.
+        num_draft_tokens: K; 0 leaves the draft model out of the program.
+        chunk: Prompt tokens fed, a multiple of `TILE` (or 0).
+    """
+
+    num_seqs: int
+    num_draft_tokens: int
+    chunk: int
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of the prefill region."""
+        return self.chunk // TILE
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolShape:
+    """The static sizes of the engine's state.
+
+    Attributes:
+        num_rows: Requests admitted at once; row `num_rows` is the pad.
+        num_pages: Pages of the pool; page `num_pages` is the pad.
+        page_size: Tokens per page.
+        max_model_len: Tokens per sequence.
+    """
+
+    num_rows: int
+    num_pages: int
+    page_size: int
+    max_model_len: int
+
+    @property
+    def table_len(self) -> int:
+        """Pages that the longest sequence needs."""
+        return -(-self.max_model_len // self.page_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """A request's values that the device keeps in the request's row.
+
+    Attributes:
+        min_total: No stop id before the sequence has this many tokens.
+        max_total: The sequence ends at this many tokens.
+        rule: An index of `RULES`.
+    """
+
+    row: int
+    min_total: int
+    max_total: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: tuple[int, int]
+    rule: int
+    stop_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """Up to `TILE` consecutive known tokens of one sequence.
+
+    Attributes:
+        start: Position of the first token.
+        is_last: The prompt ends here: sample the next token.
+        is_draft_only: The target has these tokens already; only the draft lacks them.
+    """
+
+    row: int
+    start: int
+    tokens: np.ndarray
+    is_last: bool
+    is_draft_only: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """One launch: who decodes with how many drafts, what is fed, which pages are new.
+
+    Attributes:
+        decode: (row, draft tokens) of every decoding sequence.
+        pages: (row, index in the row's page table, page id).
+    """
+
+    decode: list[tuple[int, int]] = field(default_factory=list)
+    tiles: list[Tile] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+    pages: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+class PlanLayout:
+    """Where each part of a plan lies in the vector, for one pair of shapes."""
+
+    def __init__(self, shape: StepShape, pool: PoolShape):
+        self.shape, self.pool = shape, pool
+
+    @cached_property
+    def max_page_updates(self) -> int:
+        """New pages one launch can need: every sequence's lookahead, and the chunk's.
+
+        Two launches may be planned before the first is read, so a sequence's bound
+        can move by twice the lookahead.
+        """
+        size = self.pool.page_size
+        lookahead = 2 * (self.shape.num_draft_tokens + 1)
+        per_seq = -(-lookahead // size) + 1
+        tiles = self.shape.num_tiles
+        return self.shape.num_seqs * per_seq + tiles * (-(-TILE // size) + 1 + per_seq)
+
+    @cached_property
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every field, in order."""
+        tiles, seqs = self.shape.num_tiles, self.shape.num_seqs
+        return {
+            "decode_row": (seqs,),
+            "decode_draft": (seqs,),
+            "page_update": (3, self.max_page_updates),
+            "tile_tokens": (tiles, TILE),
+            "tile_row": (tiles,),
+            "tile_start": (tiles,),
+            "tile_len": (tiles,),
+            "tile_is_last": (tiles,),
+            "tile_is_draft_only": (tiles,),
+            "admit_row": (tiles,),
+            "admit_min_total": (tiles,),
+            "admit_max_total": (tiles,),
+            "admit_temperature": (tiles,),  # the bits of a float32, as the next two
+            "admit_top_p": (tiles,),
+            "admit_min_p": (tiles,),
+            "admit_top_k": (tiles,),
+            "admit_seed": (tiles, 2),
+            "admit_rule": (tiles,),
+            "admit_stop_ids": (tiles, MAX_STOP_IDS),
+        }
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Start of every field in the vector."""
+        ends = np.cumsum([0, *(int(np.prod(s)) for s in self.fields.values())])
+        return dict(zip(self.fields, (int(end) for end in ends), strict=False))
+
+    @cached_property
+    def size(self) -> int:
+        """Length of the vector."""
+        return sum(int(np.prod(shape)) for shape in self.fields.values())
+
+    def pack(self, plan: StepPlan) -> np.ndarray:
+        """Write a plan into a fresh vector; absent entries are pads."""
+        vector = np.zeros(self.size, np.int32)
+        view = {
+            name: vector[start : start + int(np.prod(shape))].reshape(shape)
+            for (name, shape), start in zip(
+                self.fields.items(), self.offsets.values(), strict=True
+            )
+        }
+        pad_row = self.pool.num_rows
+        for name in ("decode_row", "tile_row", "admit_row"):
+            view[name].fill(pad_row)
+        view["page_update"].fill(pad_row)
+        for index, (row, draft) in enumerate(plan.decode):
+            view["decode_row"][index] = row
+            view["decode_draft"][index] = draft
+        if plan.pages:
+            view["page_update"][:, : len(plan.pages)] = np.array(plan.pages).T
+        for index, tile in enumerate(plan.tiles):
+            count = len(tile.tokens)
+            view["tile_tokens"][index, TILE - count :] = tile.tokens
+            view["tile_row"][index] = tile.row
+            view["tile_start"][index] = tile.start
+            view["tile_len"][index] = count
+            view["tile_is_last"][index] = tile.is_last
+            view["tile_is_draft_only"][index] = tile.is_draft_only
+        for index, admission in enumerate(plan.admissions):
+            _write_admission(view, index, admission)
+        return vector
+
+
+def _write_admission(
+    view: dict[str, np.ndarray], index: int, admission: Admission
+) -> None:
+    for name in ("row", "min_total", "max_total", "top_k", "rule"):
+        view[f"admit_{name}"][index] = getattr(admission, name)
+    for name in ("temperature", "top_p", "min_p"):
+        bits = np.float32(getattr(admission, name)).view(np.int32)
+        view[f"admit_{name}"][index] = bits
+    view["admit_seed"][index] = np.array(admission.seed, np.uint32).view(np.int32)
+    view["admit_stop_ids"][index] = NO_TOKEN
+    view["admit_stop_ids"][index, : len(admission.stop_ids)] = admission.stop_ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one launch did, read back as one int32 vector.
+
+    Attributes:
+        tokens: `[seq, K + 1]`, the first `num_emitted[s]` of row s count.
+        num_accepted: Draft tokens among them.
+        is_done: The sequence ended on the device.
+        tile_token: `[tile]`, sampled where the tile was the prompt's last.
+        tile_is_done: As `is_done`, for those.
+    """
+
+    tokens: np.ndarray
+    num_emitted: np.ndarray
+    num_accepted: np.ndarray
+    is_done: np.ndarray
+    tile_token: np.ndarray
+    tile_is_done: np.ndarray
+
+    @classmethod
+    def unpack(cls, vector: np.ndarray, shape: StepShape) -> "StepResult":
+        """Read the vector that `step.speculative_step` returns."""
+        width = shape.num_draft_tokens + 4
+        decode = vector[: shape.num_seqs * width].reshape(shape.num_seqs, width)
+        tiles = vector[shape.num_seqs * width :].reshape(shape.num_tiles, 2)
+        return cls(
+            tokens=decode[:, : shape.num_draft_tokens + 1],
+            num_emitted=decode[:, -3],
+            num_accepted=decode[:, -2],
+            is_done=decode[:, -1].astype(bool),
+            tile_token=tiles[:, 0],
+            tile_is_done=tiles[:, 1].astype(bool),
+        )

@@ -1,0 +1,79 @@
+"""The draft model proposes a chain: a first pass of two tokens, then one at a time."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxspec.models.batch import TokenBatch
+from jaxspec.models.gemma2 import Gemma2
+from jaxspec.program import randomness, sampling
+from jaxspec.program.active import Active
+from jaxspec.program.choose import choose_token, forbid_early_stop
+from jaxspec.program.plan import PoolShape
+from jaxspec.program.propose.proposal import Proposal
+from jaxspec.program.region import join, make_region
+
+Pages = tuple[Array, ...]
+
+
+def feed_prompt(model: Gemma2, pages: Pages, tiles: TokenBatch) -> Pages:
+    """Bring the draft's pages up to date with prompt tiles; nothing is proposed."""
+    _, pages = model.hidden(tiles, pages)
+    return pages
+
+
+def propose(
+    model: Gemma2,
+    pages: Pages,
+    active: Active,
+    tiles: TokenBatch | None,
+    *,
+    num_draft_tokens: int,
+    pool: PoolShape,
+    is_greedy: bool = False,
+) -> tuple[Proposal, Pages]:
+    """Draw `num_draft_tokens` tokens per sequence from the draft model.
+
+    The first pass takes the two newest tokens: after a fully accepted round the draft
+    has no keys and values for the last draft token. Where it has them, the same values
+    are written again. Prompt tiles ride along in that pass.
+
+    Args:
+        is_greedy: Propose the argmax, a point mass, also where the request samples.
+    """
+
+    def draw(hidden: Array, position: Array) -> tuple[Array, Array]:
+        logits = forbid_early_stop(model.logits(hidden), position, active)
+        if is_greedy:
+            token = sampling.argmax(logits)
+            return token, jax.nn.one_hot(token, logits.shape[1], dtype=logits.dtype)
+        return choose_token(logits, position, active, role=randomness.DRAFT)
+
+    seqs = active.row.shape[0]
+    is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, 2))
+    first = make_region(
+        active.last_tokens, active.num_tokens, active.page_table, is_written, pool
+    )
+    batch = first if tiles is None else join([first, tiles])
+    hidden, pages = model.hidden(batch, pages)
+    newest = hidden[: 2 * seqs].reshape(seqs, 2, -1)[:, 1]
+    token, probs = draw(newest, active.num_tokens)
+
+    def extend(carry: tuple[Array, Pages], step: Array):
+        token, pages = carry
+        kv_len = active.num_tokens + step
+        batch = make_region(
+            token[:, None], kv_len, active.page_table, active.is_active[:, None], pool
+        )
+        hidden, pages = model.hidden(batch, pages)
+        token, probs = draw(hidden, kv_len)
+        return (token, pages), (token, probs)
+
+    steps = jnp.arange(1, num_draft_tokens, dtype=jnp.int32)
+    (_, pages), (tokens, rest) = jax.lax.scan(extend, (token, pages), steps)
+    tokens = jnp.concatenate([token[None], tokens]).T
+    probs = jnp.concatenate([probs[None], rest]).transpose(1, 0, 2)
+    parent = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None] - 1
+    parent = jnp.broadcast_to(parent, tokens.shape)
+    return Proposal(tokens, parent, probs), pages
+

@@ -1,0 +1,18 @@
+"""What a proposer hands to verification."""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Float, Int
+
+
+class Proposal(NamedTuple):
+    """Draft tokens of one round.
+
+    `parent[s, i]` is the draft that token i continues, -1 for the last known token; a
+    chain has parent i - 1. `probs` are what the tokens were drawn from, after all
+    sampling controls; None where no sequence of the batch samples.
+    """
+
+    tokens: Int[Array, "seq draft"]
+    parent: Int[Array, "seq draft"]
+    probs: Float[Array, "seq draft vocab"]

@@ -1,0 +1,50 @@
+"""From rows of the state to regions of a flat batch."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jaxspec.models.batch import Region, TokenBatch
+from jaxspec.program.plan import PoolShape
+
+
+def make_region(
+    tokens: Int[Array, "seq query"],
+    kv_len: Int[Array, " seq"],
+    page_table: Int[Array, "seq table"],
+    is_written: Bool[Array, "seq query"],
+    pool: PoolShape,
+) -> TokenBatch:
+    """A batch of one region; queries are right-aligned at `kv_len`.
+
+    Args:
+        is_written: Whose keys and values are kept. A position without a reserved page
+            (its table entry is the pad page) is not written either.
+    """
+    count = tokens.shape[1]
+    offset = jnp.arange(count, dtype=jnp.int32)[None] - count
+    positions = kv_len[:, None] + offset
+    index = jnp.clip(positions // pool.page_size, 0, page_table.shape[1] - 1)
+    pages = jnp.take_along_axis(page_table, index, axis=1)
+    num_slots = pool.num_pages * pool.page_size
+    slots = pages * pool.page_size + positions % pool.page_size
+    inside = is_written & (positions >= 0) & (positions < pool.max_model_len)
+    slots = jnp.where(inside, slots, num_slots)
+    region = Region(page_table=page_table, kv_len=kv_len, num_queries=count)
+    return TokenBatch(
+        tokens=tokens.reshape(-1),
+        positions=positions.reshape(-1),
+        slot_mapping=slots.reshape(-1),
+        regions=(region,),
+    )
+
+
+def join(batches: list[TokenBatch]) -> TokenBatch:
+    """One flat batch of several, in order."""
+    if len(batches) == 1:
+        return batches[0]
+    return TokenBatch(
+        tokens=jnp.concatenate([batch.tokens for batch in batches]),
+        positions=jnp.concatenate([batch.positions for batch in batches]),
+        slot_mapping=jnp.concatenate([batch.slot_mapping for batch in batches]),
+        regions=tuple(region for batch in batches for region in batch.regions),
+    )

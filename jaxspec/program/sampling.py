@@ -1,0 +1,183 @@
+"""From logits to a distribution to a token: the same functions for target and draft."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+# Candidates among which the top-p and top-k thresholds are looked for first.
+NUM_CANDIDATES = 128
+
+
+class Controls(NamedTuple):
+    """Sampling values per row; greedy rows have temperature 0."""
+
+    temperature: Float[Array, " row"]
+    top_k: Int[Array, " row"]  # 0 keeps everything
+    top_p: Float[Array, " row"]
+    min_p: Float[Array, " row"]
+
+
+def argmax(values: Float[Array, "row vocab"]) -> Int[Array, " row"]:
+    """Index of the largest value, the lowest index on ties; NaN never wins.
+
+    In two stages (block maxima, then one block): XLA:CPU's plain argmax over a
+    vocabulary costs twenty times as much.
+    """
+    rows, vocab = values.shape
+    block = max(size for size in (256, 128, 64, 32, 1) if vocab % size == 0)
+    values = jnp.where(jnp.isnan(values), -jnp.inf, values)
+    blocks = values.reshape(rows, vocab // block, block)
+    best = jnp.argmax(blocks.max(axis=-1), axis=-1)
+    inside = jnp.take_along_axis(blocks, best[:, None, None], axis=1)[:, 0]
+    index = best * block + jnp.argmax(inside, axis=-1)
+    return index.astype(jnp.int32)
+
+
+def distribution(
+    logits: Float[Array, "row vocab"], controls: Controls
+) -> Float[Array, "row vocab"]:
+    """Probabilities after temperature, top-k, top-p and min-p, in that order.
+
+    A filter keeps what is at or above a threshold: all of several equal logits at the
+    border stay. Rows of greedy requests get the plain softmax.
+    """
+    temperature = controls.temperature[:, None]
+    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
+    scaled = scaled - scaled.max(axis=-1, keepdims=True)
+    weights = jnp.exp(scaled)
+    vocab = logits.shape[1]
+    top_k = jnp.where(controls.top_k > 0, controls.top_k, vocab)
+    filtered = (top_k < vocab) | (controls.top_p < 1) | (controls.min_p > 0)
+    weights = jax.lax.cond(
+        filtered.any(),
+        lambda: _filter(weights, top_k, controls.top_p, controls.min_p),
+        lambda: weights,
+    )
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def _filter(
+    weights: Float[Array, "row vocab"],
+    top_k: Int[Array, " row"],
+    top_p: Float[Array, " row"],
+    min_p: Float[Array, " row"],
+) -> Float[Array, "row vocab"]:
+    """Zero what the filters drop. `weights` are exp(logit - max): 1 at the top."""
+    count = min(NUM_CANDIDATES, weights.shape[1])
+    ranked = jax.lax.top_k(weights, count)[0]
+    is_k_row, is_p_row = top_k < weights.shape[1], top_p < 1
+    kth = jnp.take_along_axis(
+        ranked, jnp.clip(top_k - 1, 0, count - 1)[:, None], axis=-1
+    )[:, 0]
+
+    def threshold_k() -> Array:
+        searched = _search(
+            weights, lambda kept, _: kept >= top_k.astype(jnp.float32), counts=True
+        )
+        return jnp.where(top_k <= count, kth, searched)
+
+    above_k = jax.lax.cond(
+        (is_k_row & (top_k > count)).any(), threshold_k, lambda: kth
+    )
+    above_k = jnp.where(is_k_row, above_k, 0.0)
+    kept = jnp.where(weights >= above_k[:, None], weights, 0.0)
+    wanted = top_p * kept.sum(axis=-1)
+
+    # The smallest set of most probable tokens that reaches top_p.
+    mass = jnp.cumsum(jnp.where(ranked >= above_k[:, None], ranked, 0.0), axis=-1)
+    reached = mass >= wanted[:, None]
+    is_covered = reached[:, -1]
+    first = jnp.argmax(reached, axis=-1)
+    among = jnp.take_along_axis(ranked, first[:, None], axis=-1)[:, 0]
+
+    def threshold_p() -> Array:
+        searched = _search(kept, lambda mass, _: mass >= wanted, counts=False)
+        return jnp.where(is_covered, among, searched)
+
+    above_p = jax.lax.cond(
+        (is_p_row & ~is_covered).any(), threshold_p, lambda: among
+    )
+    above = jnp.maximum(above_k, jnp.where(is_p_row, above_p, 0.0))
+    kept = jnp.where(kept >= above[:, None], kept, 0.0)
+    return jnp.where(kept >= min_p[:, None], kept, 0.0)
+
+
+def _search(weights: Float[Array, "row vocab"], enough, *, counts: bool) -> Array:
+    """Largest threshold t for which what is at or above t is still enough.
+
+    Bisection over the bits of non-negative floats, which are ordered as integers: 31
+    halvings find the exact value, without sorting the vocabulary.
+    """
+    bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
+    rows = weights.shape[0]
+
+    def halve(_, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = low + (high - low + 1) // 2
+        inside = bits >= middle[:, None]
+        amount = jnp.where(inside, 1.0 if counts else weights, 0.0).sum(axis=-1)
+        is_enough = enough(amount, middle)
+        return jnp.where(is_enough, middle, low), jnp.where(is_enough, high, middle - 1)
+
+    start = jnp.zeros(rows, jnp.int32), bits.max(axis=-1)
+    low, _ = jax.lax.fori_loop(0, 31, halve, start)
+    return jax.lax.bitcast_convert_type(low, jnp.float32)
+
+
+def draw(
+    weights: Float[Array, "row vocab"], uniform: Float[Array, " row"]
+) -> Int[Array, " row"]:
+    """Sample by inverting the cumulative sum at `uniform`; weights need no norm.
+
+    Two levels (block sums, then one block) instead of one long cumulative sum. A token
+    of weight zero is never drawn: the sums must exceed the target strictly, and
+    rounding at the end falls back to the last token that has weight.
+    """
+    rows, vocab = weights.shape
+    block = max(size for size in (256, 128, 64, 32, 1) if vocab % size == 0)
+    blocks = weights.reshape(rows, vocab // block, block)
+    sums = jnp.cumsum(blocks.sum(axis=-1), axis=-1)
+    target = uniform[:, None] * sums[:, -1:]
+    chosen = jnp.minimum((sums <= target).sum(axis=-1), _last_positive(sums))
+    before = jnp.where(
+        chosen > 0, jnp.take_along_axis(sums, chosen[:, None] - 1, axis=-1)[:, 0], 0.0
+    )
+    inside = jnp.take_along_axis(blocks, chosen[:, None, None], axis=1)[:, 0]
+    inner = jnp.cumsum(inside, axis=-1)
+    index = (inner <= target - before[:, None]).sum(axis=-1)
+    index = jnp.minimum(index, _last_positive(inner))
+    return (chosen * block + index).astype(jnp.int32)
+
+
+def _last_positive(sums: Float[Array, "row n"]) -> Int[Array, " row"]:
+    """Index at which a cumulative sum reaches its final value."""
+    return (sums < sums[:, -1:]).sum(axis=-1)
+
+
+def race(
+    weights: Float[Array, "row vocab"], noise: Float[Array, "row vocab"]
+) -> Int[Array, " row"]:
+    """Sample by the exponential race: argmax of weight / noise.
+
+    Two models that race with the same noise agree often and, when their weights are
+    equal, always. The Gumbel-max trick in another form.
+    """
+    return argmax(weights / noise)
+
+
+def mask_tokens(
+    logits: Float[Array, "row vocab"],
+    tokens: Int[Array, "row stop"],
+    is_masked: Bool[Array, " row"],
+) -> Float[Array, "row vocab"]:
+    """Forbid `tokens` in the rows that `is_masked` marks; out-of-range ids are pads."""
+
+    def forbid() -> Array:
+        vocab = logits.shape[1]
+        index = jnp.where(is_masked[:, None] & (tokens >= 0), tokens, vocab)
+        row = jnp.arange(logits.shape[0])[:, None]
+        return logits.at[row, index].set(-jnp.inf, mode="drop")
+
+    return jax.lax.cond(is_masked.any(), forbid, lambda: logits)

@@ -1,0 +1,69 @@
+"""What lives on the device between launches, and the only way to make it."""
+
+from dataclasses import dataclass
+from typing import no_type_check
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Num, UInt32
+
+from jaxspec.program.plan import MAX_STOP_IDS, NO_TOKEN, PoolShape
+
+
+@no_type_check
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """One entry per admitted request."""
+
+    history: Int[Array, "row max_len"]  # known tokens, prompt and output
+    num_tokens: Int[Array, " row"]  # 0 until the prompt's last tile is in
+    is_done: Bool[Array, " row"]
+    page_table: Int[Array, "row table"]  # pads hold the number of pages
+    min_total: Int[Array, " row"]
+    max_total: Int[Array, " row"]
+    temperature: Float[Array, " row"]
+    top_k: Int[Array, " row"]
+    top_p: Float[Array, " row"]
+    min_p: Float[Array, " row"]
+    seed: UInt32[Array, "row 2"]
+    rule: Int[Array, " row"]
+    stop_ids: Int[Array, "row stop"]
+
+
+@no_type_check
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class EngineState:
+    """Pages of both models and the rows; donated to every launch."""
+
+    rows: Rows
+    target_pages: tuple[Num[Array, "page page_size two_kv_head head_dim"], ...]
+    draft_pages: tuple[Num[Array, "page page_size two_kv_head head_dim"], ...]
+
+
+def init_rows(pool: PoolShape) -> Rows:
+    """Rows without requests. Every leaf is an array of its own: donation wants it."""
+    rows = pool.num_rows
+
+    def integers(*shape: int, fill: int = 0) -> Array:
+        return jnp.full((rows, *shape), fill, jnp.int32)
+
+    def floats(fill: float) -> Array:
+        return jnp.full((rows,), fill, jnp.float32)
+
+    return Rows(
+        history=integers(pool.max_model_len),
+        num_tokens=integers(),
+        is_done=jnp.ones((rows,), bool),
+        page_table=integers(pool.table_len, fill=pool.num_pages),
+        min_total=integers(),
+        max_total=integers(),
+        temperature=floats(0.0),
+        top_k=integers(),
+        top_p=floats(1.0),
+        min_p=floats(0.0),
+        seed=jnp.zeros((rows, 2), jnp.uint32),
+        rule=integers(),
+        stop_ids=integers(MAX_STOP_IDS, fill=NO_TOKEN),
+    )

@@ -1,0 +1,242 @@
+"""THE program: propose, target forward, verify and commit, as one executable.
+
+The only `jax.jit` of the package. Static: the shapes and model configs. Donated: the
+engine's state. The host passes one plan vector and reads one result vector.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from jaxspec.config import ModelConfig
+from jaxspec.models.batch import TokenBatch
+from jaxspec.models.gemma2 import Gemma2
+from jaxspec.models.weights import Params, bind
+from jaxspec.program import randomness
+from jaxspec.program.accept import accept
+from jaxspec.program.active import Active, gather
+from jaxspec.program.apply import Tiles, apply_plan, read_tiles, unpack
+from jaxspec.program.choose import choose_token, forbid_early_stop
+from jaxspec.program.commit import Emitted, append, truncate
+from jaxspec.program.plan import TILE, PlanLayout, PoolShape, StepShape
+from jaxspec.program.propose import Proposal, draft_model
+from jaxspec.program.region import join, make_region
+from jaxspec.program.state import EngineState, Rows
+from jaxspec.program.verify import Verdict
+from jaxspec.sharding import replicated
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramConfig:
+    """What all executables of an engine share; `draft` None is plain decoding.
+
+    Attributes:
+        has_greedy_draft: Drafts are the argmax whatever the request samples.
+    """
+
+    target: ModelConfig
+    draft: ModelConfig | None
+    pool: PoolShape
+    has_greedy_draft: bool = False
+
+
+def speculative_step(
+    target_params: Params,
+    draft_params: Params | None,
+    state: EngineState,
+    plan: Int[Array, " plan"],
+    *,
+    config: ProgramConfig,
+    shape: StepShape,
+) -> tuple[EngineState, Int[Array, " result"]]:
+    """Run one round.
+
+    Decoding sequences get K drafts, one target pass over K + 1 positions, a verdict
+    and up to K + 1 tokens; prompt tiles ride in the same passes and, where a prompt
+    ends, sample its first token. Rejected keys and values stay in their slots and are
+    overwritten: only lengths say what is visible.
+
+    Args:
+        plan: `PlanLayout.pack` of this shape.
+    Returns:
+        The new state, and what `StepResult.unpack` reads.
+    """
+    pool = config.pool
+    layout = PlanLayout(shape, pool)
+    fields = unpack(plan, layout)
+    tiles = read_tiles(fields)
+    rows = apply_plan(state.rows, fields, tiles, pool)
+    active = gather(rows, fields["decode_row"])
+    num_draft = fields["decode_draft"]
+
+    proposal, draft_pages = _propose(
+        draft_params, state.draft_pages, active, rows, tiles, config, shape
+    )
+    target = bind(config.target, target_params)
+    known = active.last_tokens[:, 1:]
+    round_tokens = known if proposal is None else _beside(known, proposal.tokens)
+    seqs, width = round_tokens.shape
+    is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
+    batch = make_region(
+        round_tokens,
+        active.num_tokens + width - 1,
+        active.page_table,
+        is_written,
+        pool,
+    )
+    batches = [batch]
+    if shape.chunk:
+        batches.append(_tile_batch(rows, tiles, pool, is_draft=False))
+    hidden, target_pages = target.hidden(join(batches), state.target_pages)
+    logits, tile_logits = _logits(target, hidden, seqs * width)
+
+    verdict = _verdict(proposal, logits, num_draft, active)
+    drafts = known[:, :0] if proposal is None else proposal.tokens
+    tokens = _place_next(drafts, verdict)
+    emitted = truncate(tokens, verdict.num_accepted + 1, active)
+    rows = append(rows, active, emitted)
+    result = [_pack_result(emitted, verdict)]
+    if shape.chunk:
+        rows, first = _finish_prompts(rows, tiles, tile_logits)
+        result.append(jnp.stack([first.tokens[:, 0], first.is_done], axis=1))
+    state = EngineState(rows=rows, target_pages=target_pages, draft_pages=draft_pages)
+    return state, jnp.concatenate([part.reshape(-1) for part in result])
+
+
+def _propose(
+    params: Params | None,
+    pages: tuple[Array, ...],
+    active: Active,
+    rows: Rows,
+    tiles: Tiles,
+    config: ProgramConfig,
+    shape: StepShape,
+) -> tuple[Proposal | None, tuple[Array, ...]]:
+    if config.draft is None or (not shape.num_draft_tokens and not shape.chunk):
+        return None, pages
+    assert params is not None, "a draft config came without parameters"
+    model = bind(config.draft, params)
+    batch = None
+    if shape.chunk:
+        batch = _tile_batch(rows, tiles, config.pool, is_draft=True)
+    if not shape.num_draft_tokens:
+        assert batch is not None
+        return None, draft_model.feed_prompt(model, pages, batch)
+    return draft_model.propose(
+        model,
+        pages,
+        active,
+        batch,
+        num_draft_tokens=shape.num_draft_tokens,
+        pool=config.pool,
+        is_greedy=config.has_greedy_draft,
+    )
+
+
+def _tile_batch(
+    rows: Rows, tiles: Tiles, pool: PoolShape, *, is_draft: bool
+) -> TokenBatch:
+    page_table = rows.page_table.at[tiles.row].get(mode="clip")
+    is_row = tiles.row < pool.num_rows
+    is_written = tiles.is_token & is_row[:, None]
+    if not is_draft:
+        is_written &= ~tiles.is_draft_only[:, None]
+    kv_len = jnp.where(is_row, tiles.start + tiles.length, 0)
+    return make_region(tiles.tokens, kv_len, page_table, is_written, pool)
+
+
+def _logits(
+    model: Gemma2, hidden: Float[Array, "token model"], num_decode: int
+) -> tuple[Float[Array, "decode vocab"], Float[Array, "tile vocab"]]:
+    """Logits of all decode rows and of the last row of every tile."""
+    last = hidden[num_decode:].reshape(-1, TILE, hidden.shape[1])[:, -1]
+    logits = model.logits(jnp.concatenate([hidden[:num_decode], last]))
+    return logits[:num_decode], logits[num_decode:]
+
+
+def _verdict(
+    proposal: Proposal | None,
+    logits: Float[Array, "token vocab"],
+    num_draft: Int[Array, " seq"],
+    active: Active,
+) -> Verdict:
+    if proposal is not None:
+        return accept(proposal, logits, num_draft, active)
+    logits = forbid_early_stop(logits, active.num_tokens, active)
+    token, _ = choose_token(
+        logits, active.num_tokens, active, role=randomness.SAMPLE
+    )
+    return Verdict(jnp.zeros_like(token), token)
+
+
+def _beside(known: Array, drafts: Array) -> Int[Array, "seq width"]:
+    return jnp.concatenate([known, drafts], axis=1)
+
+
+def _place_next(drafts: Array, verdict: Verdict) -> Int[Array, "seq width"]:
+    """Accepted drafts, then the target's token: `[seq, K + 1]`."""
+    seqs = drafts.shape[0]
+    padded = jnp.pad(drafts, ((0, 0), (0, 1)))
+    row = jnp.arange(seqs, dtype=jnp.int32)
+    return padded.at[row, verdict.num_accepted].set(verdict.next_token)
+
+
+def _pack_result(emitted: Emitted, verdict: Verdict) -> Int[Array, "seq field"]:
+    # A sequence that ends inside an accepted run keeps only the drafts before the end.
+    accepted = jnp.minimum(verdict.num_accepted, emitted.count)
+    columns = jnp.stack([emitted.count, accepted, emitted.is_done], axis=1)
+    return jnp.concatenate([emitted.tokens, columns], axis=1)
+
+
+def _finish_prompts(
+    rows: Rows, tiles: Tiles, logits: Float[Array, "tile vocab"]
+) -> tuple[Rows, Emitted]:
+    """Sample the first token of every prompt whose last tile has come in."""
+    num_rows = rows.num_tokens.shape[0]
+    row = jnp.where(tiles.is_last, tiles.row, num_rows)
+    active = gather(rows, row, num_tokens=tiles.start + tiles.length)
+    logits = forbid_early_stop(logits, active.num_tokens, active)
+    token, _ = choose_token(
+        logits, active.num_tokens, active, role=randomness.SAMPLE
+    )
+    emitted = truncate(token[:, None], jnp.ones_like(token), active)
+    return append(rows, active, emitted), emitted
+
+
+def compile_step(
+    config: ProgramConfig,
+    shape: StepShape,
+    mesh: Mesh,
+    arguments: tuple[Params, Params | None, EngineState],
+) -> Callable[..., tuple[EngineState, Array]]:
+    """Compile one executable ahead of time.
+
+    Args:
+        arguments: The parameters and the state (or their abstract forms), whose
+            placement the executable keeps.
+    """
+    size = PlanLayout(shape, config.pool).size
+    plan = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=replicated(mesh))
+
+    def run(target_params, draft_params, state, plan):
+        return speculative_step(
+            target_params, draft_params, state, plan, config=config, shape=shape
+        )
+
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=leaf.sharding
+        ),
+        arguments,
+    )
+    placement = jax.tree.map(lambda leaf: leaf.sharding, abstract[2])
+    step = jax.jit(
+        run, donate_argnums=(2,), out_shardings=(placement, replicated(mesh))
+    )
+    return step.lower(*abstract, plan).compile()
+
+

@@ -1,0 +1,166 @@
+"""Decide how many draft tokens stay, and which token follows them.
+
+Randomness comes in as uniforms, so that a test can enumerate every outcome. Everything
+is float32 and per sequence; sequences with different rules share one batch.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.program import sampling
+
+
+class Verdict(NamedTuple):
+    """Outcome of one round, per sequence."""
+
+    num_accepted: Int[Array, " seq"]
+    next_token: Int[Array, " seq"]
+
+
+def verify_choices(
+    draft_tokens: Int[Array, "seq draft"],
+    target_choices: Int[Array, "seq draft+1"],
+    num_draft: Int[Array, " seq"],
+) -> Verdict:
+    """Accept drafts while they equal what the target itself would have emitted.
+
+    This is the rule of greedy decoding (a choice is the argmax) and of coupled
+    sampling (a choice is the target's own sample under noise that the draft shared):
+    the text is what plain decoding would give, token for token.
+
+    Args:
+        num_draft: Drafts that count; the later ones are ignored.
+    References: coupling: Daliri et al. 2024, arXiv:2408.07978.
+    """
+    is_equal = draft_tokens == target_choices[:, :-1]
+    num_accepted = _prefix_length(is_equal, num_draft)
+    return Verdict(num_accepted, _pick(target_choices, num_accepted))
+
+
+def verify_standard(
+    draft_tokens: Int[Array, "seq draft"],
+    draft_probs: Float[Array, "seq draft vocab"],
+    target_probs: Float[Array, "seq draft+1 vocab"],
+    num_draft: Int[Array, " seq"],
+    accept_uniform: Float[Array, "seq draft"],
+    sample_uniform: Float[Array, " seq"],
+) -> Verdict:
+    """Accept a prefix of `draft_tokens`, then draw one token from the target.
+
+    Token i is accepted when u * draft(i) < target(i), strictly: u can be 0, and a
+    token that the target excludes must not pass. The first rejected position draws
+    from max(target - draft, 0); if none is rejected the bonus token is drawn from the
+    row after the last draft. Emitted tokens follow the target exactly.
+
+    Args:
+        draft_probs: What `draft_tokens` were drawn from, after all sampling controls.
+        num_draft: Drafts that count; the later ones are ignored.
+    References: Leviathan et al. 2023, arXiv:2211.17192, Alg. 1.
+        Chen et al. 2023, arXiv:2302.01318, Alg. 2.
+    """
+    draft_chance = _chosen(draft_probs, draft_tokens)
+    target_chance = _chosen(target_probs[:, :-1], draft_tokens)
+    is_accepted = accept_uniform * draft_chance < target_chance
+    num_accepted = _prefix_length(is_accepted, num_draft)
+    scale = jnp.ones_like(sample_uniform)
+    residual = residual_weights(
+        draft_probs, target_probs, num_draft, num_accepted, scale
+    )
+    return Verdict(num_accepted, sampling.draw(residual, sample_uniform))
+
+
+def verify_block(
+    draft_tokens: Int[Array, "seq draft"],
+    draft_probs: Float[Array, "seq draft vocab"],
+    target_probs: Float[Array, "seq draft+1 vocab"],
+    num_draft: Int[Array, " seq"],
+    accept_uniform: Float[Array, "seq draft"],
+    sample_uniform: Float[Array, " seq"],
+) -> Verdict:
+    """Accept the longest prefix that passes its own test, then draw one token.
+
+    Block verification: a draft that fails alone may be carried by what follows, so
+    that no rule accepts more on average. Emitted tokens follow the target exactly.
+
+    Args:
+        draft_probs: What `draft_tokens` were drawn from, after all sampling controls.
+        num_draft: Drafts that count; the later ones are ignored.
+    References: Sun et al. 2024, arXiv:2403.10444, Alg. 2.
+    """
+    draft_chance = _chosen(draft_probs, draft_tokens)
+    target_chance = _chosen(target_probs[:, :-1], draft_tokens)
+    # A drawn token has draft_chance > 0; a garbage one past num_draft may not.
+    ratio = target_chance / jnp.where(draft_chance > 0, draft_chance, 1.0)
+    num_tokens = draft_tokens.shape[1]
+    joint = [jnp.ones_like(sample_uniform)]
+    passes = []
+    for index in range(num_tokens):
+        joint.append(jnp.minimum(1.0, joint[-1] * ratio[:, index]))
+        here = joint[-1]
+        if index + 1 < num_tokens:
+            # Draft `index + 1` is judged by the row that follows it.
+            excess = here[:, None] * target_probs[:, index + 1]
+            excess = jnp.maximum(excess - draft_probs[:, index + 1], 0.0).sum(axis=-1)
+            room = excess + 1.0 - here
+            inner = jnp.where(room > 0, excess / jnp.where(room > 0, room, 1.0), 1.0)
+        else:
+            inner = here
+        chance = jnp.where(num_draft == index + 1, here, inner)
+        passes.append(accept_uniform[:, index] < chance)
+    is_passed = jnp.stack(passes, axis=1)
+    index = jnp.arange(1, num_tokens + 1, dtype=jnp.int32)[None]
+    is_passed &= index <= num_draft[:, None]
+    num_accepted = jnp.where(is_passed, index, 0).max(axis=1)
+    scale = _pick(jnp.stack(joint, axis=1), num_accepted)
+    residual = residual_weights(
+        draft_probs, target_probs, num_draft, num_accepted, scale
+    )
+    return Verdict(num_accepted, sampling.draw(residual, sample_uniform))
+
+
+def residual_weights(
+    draft_probs: Float[Array, "seq draft vocab"],
+    target_probs: Float[Array, "seq draft+1 vocab"],
+    num_draft: Int[Array, " seq"],
+    num_accepted: Int[Array, " seq"],
+    scale: Float[Array, " seq"],
+) -> Float[Array, "seq vocab"]:
+    """Weights of the token after the accepted prefix (they do not sum to 1).
+
+    max(scale * target - draft, 0) at a rejection, the target itself after the last
+    draft. Where rounding leaves nothing (target equals draft, yet rejected), the target.
+    """
+    target = _pick_row(target_probs, num_accepted)
+    last = draft_probs.shape[1] - 1
+    draft = _pick_row(draft_probs, jnp.minimum(num_accepted, last))
+    is_rejected = (num_accepted < num_draft)[:, None]
+    residual = jnp.maximum(scale[:, None] * target - draft, 0.0)
+    has_residual = residual.sum(axis=-1, keepdims=True) > 0
+    return jnp.where(is_rejected & has_residual, residual, target)
+
+
+def _prefix_length(
+    is_accepted: Bool[Array, "seq draft"], num_draft: Int[Array, " seq"]
+) -> Int[Array, " seq"]:
+    index = jnp.arange(is_accepted.shape[1], dtype=jnp.int32)[None]
+    is_accepted &= index < num_draft[:, None]
+    # in [1,1,0,1] -> [1,1,0,0] -> 2
+    return jnp.cumprod(is_accepted.astype(jnp.int32), axis=1).sum(axis=1)
+
+
+def _chosen(
+    probs: Float[Array, "seq draft vocab"], tokens: Int[Array, "seq draft"]
+) -> Float[Array, "seq draft"]:
+    return jnp.take_along_axis(probs, tokens[:, :, None], axis=2)[:, :, 0]
+
+
+def _pick(values: Array, index: Int[Array, " seq"]) -> Array:
+    return jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
+
+
+def _pick_row(
+    values: Float[Array, "seq rows vocab"], index: Int[Array, " seq"]
+) -> Float[Array, "seq vocab"]:
+    return jnp.take_along_axis(values, index[:, None, None], axis=1)[:, 0]

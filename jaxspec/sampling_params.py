@@ -1,0 +1,395 @@
+"""Owns what a caller may ask of one request: vLLM's names and defaults.
+
+Values are normalised and checked on the host before anything else happens. Knows
+nothing about models or the engine, except in `check_supported`: what is not built yet.
+"""
+
+import copy
+import dataclasses
+import difflib
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, no_type_check
+
+from jaxspec.errors import (
+    RequestError,
+    UnsupportedError,
+    check_flag,
+    check_integer,
+    check_number,
+    wrong_argument,
+)
+
+# Below this a temperature counts as zero: the most likely token is taken.
+GREEDY_TEMPERATURE = 1e-5
+# Logits divided by less than this overflow the exponent of float32 probabilities.
+MIN_TEMPERATURE = 0.01
+# The step program compares each token with a fixed number of stop ids.
+MAX_STOP_TOKEN_IDS = 32
+MAX_LOGPROBS = 20
+
+_REPLACED = {
+    "best_of": "use n and choose among outputs yourself",
+    "use_beam_search": "beam search has no successor here; sample with n",
+    "length_penalty": "it belonged to beam search, which is not available",
+    "early_stopping": "it belonged to beam search, which is not available",
+    "guided_decoding": "use structured_outputs",
+    "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
+    "truncate_prompt_tokens": "cut the list of prompt token ids before the call",
+}
+_FLAGS = (
+    "ignore_eos",
+    "flat_logprobs",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
+
+
+class RequestOutputKind(Enum):
+    """What each `RequestOutput` of a request carries.
+
+    CUMULATIVE: everything generated so far. DELTA: what is new since the last one.
+    FINAL_ONLY: nothing until the request has ended.
+    """
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+# No checks by jaxtyping in the tests: the class has its own, with better errors.
+@no_type_check
+@dataclass(kw_only=True)
+class SamplingParams:
+    """How to sample one request and when to stop.
+
+    Fields may be assigned later: the engine checks them again when it takes the request
+    (`validate_for`) and keeps a copy.
+
+    Attributes:
+        temperature: Logits are divided by it; 0 takes the most likely token.
+        top_k: Keep this many most likely tokens; 0 or -1 keeps all.
+        top_p: Keep the most likely tokens up to this much probability.
+        min_p: Drop tokens less likely than this times the most likely one.
+        seed: Same seed, same text, whatever else runs; None draws from the engine's.
+        stop: Strings that end the text; they are cut off unless
+            `include_stop_str_in_output`.
+        max_tokens: Most tokens to generate; None for as many as the context holds.
+        min_tokens: No end of text before this many tokens.
+        extra_args: `{"num_speculative_tokens": k}` drafts at most k tokens a step.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    watermarking: Any = None
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_logprob_token_ids: list[int] | None = None
+    prompt_logprob_start: int | None = None
+    logprob_token_ids: list[int] | None = None
+    flat_logprobs: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None
+    skip_clone: bool = False
+    structured_outputs: Any = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    extra_args: dict[str, Any] | None = None
+    bad_words: list[str] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
+    routed_experts_prompt_start: int = 0
+    trace_decode_token_ids: list[int] | None = None
+
+    def __new__(cls, **given: object):
+        """Refuse unknown names with the reason, before the fields are set."""
+        known = [item.name for item in dataclasses.fields(cls)]
+        for name in given.keys() - set(known):
+            hint = _REPLACED.get(name)
+            if hint is None:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]}?" if close else "see SamplingParams."
+            raise RequestError(
+                f"SamplingParams has no {name} (given {given[name]!r}): {hint}",
+                parameter=name,
+                value=given[name],
+            )
+        return super().__new__(cls)
+
+    def __post_init__(self):
+        self._check_numbers()
+        self._check_stopping()
+        self._check_logprobs()
+        self._check_token_choices()
+        self._check_greedy()
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> "SamplingParams":
+        """Make parameters from keywords where None means the default.
+
+        `max_tokens=None` keeps its own meaning: up to the end of the context.
+        """
+        kept: dict[str, Any] = {
+            name: value
+            for name, value in given.items()
+            if value is not None or name == "max_tokens"
+        }
+        return cls(**kept)
+
+    def clone(self) -> "SamplingParams":
+        """Return an independent copy."""
+        return copy.deepcopy(self)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken instead of drawing one."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def num_speculative_tokens(self) -> int | None:
+        """Most draft tokens a step for this request; None for the engine's number."""
+        return (self.extra_args or {}).get("num_speculative_tokens")
+
+    def validate_for(
+        self, vocab_size: int, *, num_draft_tokens: int | None = None
+    ) -> None:
+        """Check everything again, and against the model that will run the request.
+
+        Args:
+            vocab_size: Token ids must be below this.
+            num_draft_tokens: The engine's draft tokens per step; None skips the check.
+
+        Raises:
+            RequestError: Names the field, its value and the allowed range.
+        """
+        self.__post_init__()
+        named = {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": self.logit_bias,
+            "allowed_token_ids": self.allowed_token_ids,
+            "logprob_token_ids": self.logprob_token_ids,
+        }
+        for name, tokens in named.items():
+            for token in tokens or ():
+                check_integer(
+                    RequestError,
+                    f"Every id of {name}",
+                    token,
+                    low=0,
+                    high=vocab_size - 1,
+                    hint=f"The vocabulary has {vocab_size} tokens.",
+                )
+        wanted = self.num_speculative_tokens
+        if wanted is not None and num_draft_tokens is not None:
+            check_integer(
+                RequestError,
+                "num_speculative_tokens",
+                wanted,
+                low=0,
+                high=num_draft_tokens,
+                hint="The upper end is the engine's num_speculative_tokens.",
+            )
+
+    def _number(self, name: str, **limits: Any) -> None:
+        setattr(
+            self, name, check_number(RequestError, name, getattr(self, name), **limits)
+        )
+
+    def _integer(self, name: str, **limits: Any) -> None:
+        setattr(
+            self, name, check_integer(RequestError, name, getattr(self, name), **limits)
+        )
+
+    def _check_numbers(self) -> None:
+        self._integer("n", low=1)
+        self._number("presence_penalty", low=-2, high=2)
+        self._number("frequency_penalty", low=-2, high=2)
+        self._number("repetition_penalty", low=0, open_low=True)
+        self._number("temperature", low=0, high=2)
+        self._number("top_p", low=0, high=1, open_low=True)
+        self._number("min_p", low=0, high=1)
+        if self.top_k == -1 and not isinstance(self.top_k, bool):
+            self.top_k = 0
+        self._integer("top_k", low=0, hint="0 or -1 keeps every token.")
+        if self.seed == -1 and not isinstance(self.seed, bool):
+            self.seed = None
+        if self.seed is not None:
+            self._integer("seed", low=-(2**63), high=2**63 - 1)
+        for name in _FLAGS:
+            check_flag(RequestError, name, getattr(self, name))
+        if not isinstance(self.output_kind, RequestOutputKind):
+            allowed = "a RequestOutputKind (CUMULATIVE, DELTA or FINAL_ONLY)"
+            raise wrong_argument(RequestError, "output_kind", allowed, self.output_kind)
+
+    def _check_stopping(self) -> None:
+        if self.max_tokens is not None:
+            hint = "None generates up to the end of the context."
+            self._integer("max_tokens", low=1, hint=hint)
+        hint = "It may not exceed max_tokens."
+        self._integer("min_tokens", low=0, high=self.max_tokens, hint=hint)
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        self.stop = _strings("stop", stop)
+        if self.stop and not self.detokenize:
+            raise RequestError(
+                f"stop={self.stop!r} needs detokenize=True: stop strings are looked "
+                "for in the text. Use stop_token_ids to stop without text.",
+                parameter="stop",
+                value=self.stop,
+            )
+        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids)
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(
+                f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids, got "
+                f"{len(self.stop_token_ids)}: {self.stop_token_ids!r}.",
+                parameter="stop_token_ids",
+                value=self.stop_token_ids,
+            )
+
+    def _check_logprobs(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                hint = "-1 asks for the whole vocabulary."
+                self._integer(name, low=-1, high=MAX_LOGPROBS, hint=hint)
+
+    def _check_token_choices(self) -> None:
+        if self.allowed_token_ids is not None:
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise wrong_argument(
+                    RequestError,
+                    "allowed_token_ids",
+                    "a list of at least one id",
+                    allowed,
+                    "None allows every token.",
+                )
+            self.allowed_token_ids = allowed
+        self.bad_words = _strings("bad_words", self.bad_words)
+        if self.logit_bias is not None:
+            self.logit_bias = _logit_bias(self.logit_bias)
+        if self.extra_args is not None:
+            self.extra_args = _extra_args(self.extra_args)
+
+    def _check_greedy(self) -> None:
+        if self.is_greedy:
+            # Nothing is drawn, so nothing is left to filter.
+            self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
+            if self.n > 1:
+                hint = "Every text would be the same."
+                allowed = "1 at temperature 0"
+                raise wrong_argument(RequestError, "n", allowed, self.n, hint)
+        elif self.temperature < MIN_TEMPERATURE:
+            warnings.warn(
+                f"temperature={self.temperature:g} is raised to {MIN_TEMPERATURE}; "
+                "pass 0 for the most likely token.",
+                UserWarning,
+                stacklevel=4,
+            )
+            self.temperature = MIN_TEMPERATURE
+
+
+def check_supported(params: SamplingParams) -> None:
+    """Refuse what the engine does not do yet, instead of ignoring it.
+
+    Raises:
+        NotImplementedError: A field below is not at its default.
+    """
+    later = {
+        "n": 1,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "watermarking": None,
+        "logprobs": None,
+        "prompt_logprobs": None,
+        "prompt_logprob_token_ids": None,
+        "prompt_logprob_start": None,
+        "logprob_token_ids": None,
+        "flat_logprobs": False,
+        "stream_interval": None,
+        "structured_outputs": None,
+        "logit_bias": None,
+        "allowed_token_ids": None,
+        "bad_words": [],
+        "thinking_token_budget": None,
+        "repetition_detection": None,
+        "routed_experts_prompt_start": 0,
+        "trace_decode_token_ids": None,
+    }
+    for name, default in later.items():
+        value = getattr(params, name)
+        if value != default:
+            raise UnsupportedError(
+                f"{name}={value!r} is not supported yet; leave it at {default!r}.",
+                parameter=name,
+                value=value,
+            )
+
+
+def _strings(name: str, given: object) -> list[str]:
+    allowed = "a list of non-empty strings"
+    if given is None:
+        return []
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
+        raise wrong_argument(RequestError, name, allowed, given)
+    texts = [text for text in given if isinstance(text, str) and text]
+    if len(texts) < len(given):
+        raise wrong_argument(RequestError, name, allowed, given)
+    return texts
+
+
+def _token_ids(name: str, given: object) -> list[int]:
+    if given is None:
+        return []
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+        raise wrong_argument(RequestError, name, "a list of token ids", given)
+    label = f"Every id of {name}"
+    return [check_integer(RequestError, label, token, low=0) for token in given]
+
+
+def _logit_bias(given: object) -> dict[int, float]:
+    if not isinstance(given, Mapping):
+        allowed = "a dict from token id to bias"
+        raise wrong_argument(RequestError, "logit_bias", allowed, given)
+    bias = {}
+    for key, value in given.items():
+        # JSON has no integer keys: "42" is the id 42.
+        token = int(key) if isinstance(key, str) and key.isdecimal() else key
+        token = check_integer(RequestError, "Every id of logit_bias", token, low=0)
+        name = f"logit_bias[{token}]"
+        bias[token] = check_number(RequestError, name, value, low=-100, high=100)
+    return bias
+
+
+def _extra_args(given: object) -> dict[str, Any]:
+    if not isinstance(given, Mapping) or given.keys() - {"num_speculative_tokens"}:
+        allowed = "a dict with the one key 'num_speculative_tokens'"
+        raise wrong_argument(RequestError, "extra_args", allowed, given)
+    extra = dict(given)
+    if extra.get("num_speculative_tokens") is not None:
+        wanted = extra["num_speculative_tokens"]
+        name = "extra_args['num_speculative_tokens']"
+        extra["num_speculative_tokens"] = check_integer(
+            RequestError, name, wanted, low=0
+        )
+    return extra

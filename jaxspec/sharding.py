@@ -1,0 +1,69 @@
+"""The mesh, and which logical axis goes to which mesh axis: one table.
+
+The target's tensor parallelism spans `replica x model`, the draft's only `model`, so
+that a draft can have fewer shards than the target on the same devices.
+"""
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxspec.errors import ConfigError
+
+MESH_AXES = ("data", "replica", "model")
+
+# Every logical axis that is split; the others ("model") are whole on every device.
+SPLIT_AXES = ("vocab", "q_head", "kv_head", "hidden")
+TARGET_MESH_AXES = ("replica", "model")
+DRAFT_MESH_AXES = ("model",)
+
+
+def make_mesh(
+    tensor_parallel_size: int,
+    draft_tensor_parallel_size: int | None = None,
+    devices: list[jax.Device] | None = None,
+) -> Mesh:
+    """A mesh of `tensor_parallel_size` devices, factored for the draft's shards.
+
+    Raises:
+        ConfigError: there are fewer devices than that.
+    """
+    devices = jax.devices() if devices is None else devices
+    if tensor_parallel_size > len(devices):
+        raise ConfigError(
+            f"tensor_parallel_size={tensor_parallel_size}, but {len(devices)} "
+            f"{devices[0].platform} device(s) are present: lower it to at most "
+            f"{len(devices)}"
+        )
+    chosen = np.array(devices[:tensor_parallel_size])
+    draft = draft_tensor_parallel_size or tensor_parallel_size
+    return Mesh(chosen.reshape(1, tensor_parallel_size // draft, draft), MESH_AXES)
+
+
+def named_sharding(
+    mesh: Mesh,
+    axes: tuple[str | None, ...],
+    shape: tuple[int, ...],
+    *,
+    unit: int = 1,
+    mesh_axes: tuple[str, ...] = TARGET_MESH_AXES,
+) -> NamedSharding:
+    """Placement of an array with these logical axes.
+
+    An axis that the mesh does not divide is replicated: KV heads where there are
+    fewer of them than shards.
+
+    Args:
+        unit: Elements of the split axis that stay together: head_dim for heads.
+    """
+    parts = int(np.prod([mesh.shape[name] for name in mesh_axes], dtype=np.int64))
+    spec = [
+        mesh_axes if axis in SPLIT_AXES and size % (parts * unit) == 0 else None
+        for axis, size in zip(axes, shape, strict=True)
+    ]
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The same copy on every device."""
+    return NamedSharding(mesh, PartitionSpec())

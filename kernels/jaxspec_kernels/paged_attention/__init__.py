@@ -1,0 +1,70 @@
+"""Attention of a few queries per sequence over paged keys and values."""
+
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from jaxspec_kernels import dispatch
+from jaxspec_kernels.paged_attention import reference
+
+__all__ = ["paged_attention"]
+
+
+def paged_attention(
+    query: Float[Array, "seq token q_head head_dim"],
+    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    page_table: Int[Array, "seq table"],
+    kv_len: Int[Array, " seq"],
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    ancestor_mask: Bool[Array, "seq token token"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "seq token q_head head_dim"]:
+    """Attend from the last `token` positions of every sequence to its pages.
+
+    Queries are right-aligned: query t of sequence s sits at position
+    `kv_len[s] - token + t`, whose own key and value are already in the pages. It sees
+    the positions up to its own, the nearest `window` of them where that is given. A
+    query at a negative position (a pad) sees nothing and returns zeros.
+
+    Draft decoding (1-2 queries), verification (K + 1), tree verification
+    (`ancestor_mask`) and prefill tiles are all this call. Slots outside the visible
+    range are never used: they may hold NaN.
+
+    Args:
+        query: Any float type; scores and statistics are float32.
+        kv_pages: Keys in even rows of the third axis, values in odd ones. uint16 holds
+            the bits of bfloat16 (see `jaxspec_kernels.bits`).
+        page_table: Page ids in order of position; entries past the end of a sequence
+            may hold anything.
+        kv_len: Visible tokens, the queries' own included.
+        scale: Multiplies the scores, before the cap.
+        soft_cap: Scores become `cap * tanh(score / cap)`, before the mask.
+        window: Sliding window, in tokens, the query's own included.
+        ancestor_mask: Which of the last `token` positions each query sees, itself
+            included; None is the causal chain. Depth, and so the window, counts
+            ancestors.
+        implementation: A name to force; None takes the best for the platform.
+    Returns:
+        In the query's type.
+    References: Kwon et al. 2023, arXiv:2309.06180 (pages); Gemma Team 2024,
+        arXiv:2408.00118 (soft-capping, alternating windows).
+    """
+    if query.shape[2] * 2 % kv_pages.shape[2]:
+        raise ValueError(
+            f"{query.shape[2]} query heads cannot share {kv_pages.shape[2] // 2} KV "
+            "heads: the first must be a multiple of the second"
+        )
+    run = dispatch.choose(
+        "paged_attention", {"reference": reference.paged_attention}, implementation
+    )
+    return run(
+        query,
+        kv_pages,
+        page_table,
+        kv_len,
+        scale=scale,
+        soft_cap=soft_cap,
+        window=window,
+        ancestor_mask=ancestor_mask,
+    )

@@ -1,0 +1,32 @@
+"""Writing new keys and values into their pages."""
+
+from jaxtyping import Array, Float, Int, Num
+
+from jaxspec_kernels import dispatch
+from jaxspec_kernels.write_kv_pages import reference
+
+__all__ = ["write_kv_pages"]
+
+
+def write_kv_pages(
+    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    key: Float[Array, "token kv_head head_dim"],
+    value: Float[Array, "token kv_head head_dim"],
+    slot_mapping: Int[Array, " token"],
+    *,
+    implementation: str | None = None,
+) -> Num[Array, "page page_size two_kv_head head_dim"]:
+    """Return `kv_pages` with row t of `key` and `value` at `slot_mapping[t]`.
+
+    In place when the caller donates `kv_pages`. Slots at or past the number of slots
+    are pads and are not written; two equal slots must hold equal rows.
+
+    Args:
+        key: Cast to the pages' type.
+        slot_mapping: page * page_size + offset.
+        implementation: A name to force; None takes the best for the platform.
+    """
+    run = dispatch.choose(
+        "write_kv_pages", {"reference": reference.write_kv_pages}, implementation
+    )
+    return run(kv_pages, key, value, slot_mapping)

@@ -1,0 +1,372 @@
+"""The recipes of the bundled pair, on a network of a few thousand parameters."""
+
+import argparse
+import importlib
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+# The recipes are scripts, not a package: they import each other by bare names.
+sys.path.insert(0, str(Path(__file__).parents[2] / "checkpoints" / "recipes"))
+card, corpus, decode, distill, evaluate, export, network, sample, training = map(
+    importlib.import_module,
+    "card corpus decode distill evaluate export network sample training".split(),
+)
+
+VOCAB = 128
+CHAT = (
+    "<start_of_turn>user\nAdd 1  and 2.<end_of_turn>\n<start_of_turn>model\n3!\n\n  ok"
+)
+
+
+@pytest.fixture(autouse=True)
+def relaxed_promotion() -> Iterator[None]:
+    # The recipes train with plain jnp; the engine's stricter settings are not theirs.
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def micro_config(**changes: Any) -> dict[str, Any]:
+    sizes = dict(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=8,
+    )
+    return network.target_config(VOCAB) | sizes | changes
+
+
+def lively_params(config: dict[str, Any], seed: int = 0) -> dict[str, jax.Array]:
+    """Random weights whose logits differ by whole units, not by hundredths."""
+    params = network.init_params(config, seed)
+    name = "model.embed_tokens.weight"
+    norms = {key: value + 0.6 for key, value in params.items() if value.ndim == 1}
+    return params | norms | {name: params[name] * 50}
+
+
+@pytest.fixture
+def float32_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute in float32: a tie between bf16 logits must not decide a test."""
+
+    def linear(inputs: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.dot(inputs, weight.T.astype(jnp.float32), precision="highest")
+
+    monkeypatch.setattr(network, "linear", linear)
+
+
+def random_documents(sizes: list[int], seed: int = 0) -> list[np.ndarray]:
+    random = np.random.default_rng(seed)
+    return [random.integers(8, VOCAB, size).astype(np.int32) for size in sizes]
+
+
+def test_tokenizer_has_the_special_ids_of_gemma_and_keeps_white_space() -> None:
+    words = "one two three four five six seven eight nine ten".split()
+    texts = [" ".join(words[i % 10 :] + words[: i % 7]) + "\n" for i in range(40)]
+    documents = [dict(domain="math", text=text) for text in [*texts, CHAT]]
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = corpus.train_tokenizer(documents, 440)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    pieces = [processor.id_to_piece(i) for i in (0, 1, 2, 3, 106, 107)]
+    turns = ["<start_of_turn>", "<end_of_turn>"]
+    assert pieces == ["<pad>", "<eos>", "<bos>", "<unk>", *turns]
+    ids = processor.encode(CHAT)
+    assert processor.decode(ids) == CHAT
+    assert [ids.count(106), ids.count(107)] == [2, 1]
+    (tokens,) = corpus.tokenize([documents[-1]], processor)["math"]
+    assert tokens.tolist() == [2, *ids, 1]
+
+
+def pairs_of(tokens: np.ndarray, segments: np.ndarray) -> Counter[tuple[int, int]]:
+    """Count each (token, next token) inside a document."""
+    is_inside = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+    before, after = tokens[:, :-1][is_inside], tokens[:, 1:][is_inside]
+    return Counter(zip(before.tolist(), after.tolist(), strict=True))
+
+
+def numbered_documents() -> tuple[list[np.ndarray], set[tuple[int, int]]]:
+    """Return documents in which no number occurs twice, and their neighbours."""
+    ends = np.cumsum([3, 40, 5, 17, 2, 64, 9]).tolist()
+    starts = [0, *ends[:-1]]
+    documents = [np.arange(*ends_) for ends_ in zip(starts, ends, strict=True)]
+    pairs = {(i, i + 1) for i in range(ends[-1] - 1) if i + 1 not in ends}
+    return documents, pairs
+
+
+def test_packing_keeps_every_token_and_joins_no_documents() -> None:
+    documents, pairs = numbered_documents()
+    rows = corpus.PackedRows({"math": documents}, length=16, seed=3)
+    counts = pairs_of(*rows.batch(40))
+    assert set(counts) == pairs
+    # Every document once before any comes again, so no pair is ahead by more than one.
+    assert max(counts.values()) - min(counts.values()) == 1
+
+
+def test_evaluation_predicts_every_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "LENGTH", 16)
+    documents, pairs = numbered_documents()
+    assert pairs_of(*evaluate.pack(documents)) == Counter(dict.fromkeys(pairs, 1))
+
+
+@pytest.mark.usefixtures("float32_linear")
+def test_packed_documents_do_not_see_each_other() -> None:
+    config = micro_config()
+    params = lively_params(config)
+    documents = random_documents([150, 1, 30, 75])
+    tokens = np.concatenate(documents)[None]
+    segments = np.repeat(np.arange(1, 5), [len(each) for each in documents])[None]
+    packed = network.forward(params, config, tokens, segments)
+    alone = [
+        network.forward(params, config, each[None], np.ones_like(each)[None])
+        for each in documents
+    ]
+    # Rotary angles differ with the position in the row, hence not to the last bit.
+    np.testing.assert_allclose(packed, np.concatenate(alone), atol=2e-3)
+
+
+def training_arguments(**changes: Any) -> argparse.Namespace:
+    settings = dict(steps=15, cooldown=5, rows=4, micro_rows=2, rate=0.02, save_every=3)
+    return argparse.Namespace(**(settings | changes))
+
+
+class CountingRows:
+    """Rows that count up by one from a random start; may break off."""
+
+    def __init__(self, last: int = 1000):
+        self.random = np.random.default_rng(0)
+        self.left = last
+
+    def batch(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        self.left -= 1
+        if self.left < 0:
+            raise InterruptedError
+        tokens = self.random.integers(8, 40, (rows, 1)) + np.arange(33)
+        return tokens.astype(np.int32), np.ones_like(tokens, dtype=np.int32)
+
+
+def train_micro(state: Path, rows: CountingRows, **changes: Any) -> None:
+    config = micro_config()
+    training.train(
+        lambda params, *batch: training.text_loss(params, config, *batch),
+        state,
+        lambda: network.init_params(config, seed=0),
+        rows,
+        args=training_arguments(**changes),
+    )
+
+
+def test_loss_falls(tmp_path: Path) -> None:
+    config = micro_config()
+    train_micro(tmp_path / "micro.safetensors", CountingRows())
+    params, _, step = training.load_state(tmp_path / "micro.safetensors")
+    assert step == 15
+    batch = CountingRows().batch(4)
+    before = training.text_loss(network.init_params(config, seed=0), config, *batch)
+    after = training.text_loss(params, config, *batch)
+    assert float(before) == pytest.approx(np.log(VOCAB), abs=0.3)
+    assert float(after) < float(before) - 0.5
+
+
+def test_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole.safetensors", tmp_path / "broken.safetensors"
+    train_micro(whole, CountingRows(), steps=7)
+    with pytest.raises(InterruptedError):
+        train_micro(broken, CountingRows(last=5), steps=7)
+    assert training.load_state(broken)[2] == 3
+    train_micro(broken, CountingRows(), steps=7)
+    expected, found = training.load_state(whole), training.load_state(broken)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_schedule_warms_up_and_ends_at_zero() -> None:
+    rates = [training.schedule(i, steps=100, cooldown=20, peak=2.0) for i in range(101)]
+    assert rates[0] == pytest.approx(2.0 / 30)
+    assert rates[29:81] == [2.0] * 52
+    assert rates[90] == pytest.approx(1.0)
+    assert rates[100] == 0.0
+
+
+def micro_prompts(rows: int, count: int) -> Any:
+    random = np.random.default_rng(1)
+    sizes = random.integers(5, 20, (rows, count)).astype(np.int32)
+    tokens = random.integers(8, VOCAB, (rows, count, 20)).astype(np.int32)
+    return decode.Prompts(jnp.asarray(tokens), jnp.asarray(sizes))
+
+
+@pytest.mark.usefixtures("float32_linear")
+@pytest.mark.parametrize("window", [8, 129, 140])
+def test_greedy_text_is_what_a_full_forward_pass_chooses(window: int) -> None:
+    config = micro_config(sliding_window=window)
+    params, prompts = lively_params(config), micro_prompts(4, 12)
+    write = sample.writer(config, mix=decode.Mix(4, 0, 0), length=384)
+    rows = jax.tree.map(np.asarray, write(params, prompts, jax.random.key(0)))
+    tokens, segments = (rows[name].astype(np.int32) for name in ("tokens", "segments"))
+    logits = network.forward(params, config, tokens, segments).reshape(4, 384, VOCAB)
+    best = np.argmax(logits, axis=-1)[:, :-1]
+    is_next = rows["is_written"][:, 1:]
+    assert is_next.sum() > 1000
+    np.testing.assert_array_equal(tokens[:, 1:][is_next], best[is_next])
+    # Its labels are the whole distribution's largest entries.
+    expected = np.sort(jax.nn.log_softmax(logits), axis=-1)[..., ::-1]
+    expected = expected[..., : decode.NUM_LABELS]
+    np.testing.assert_allclose(rows["log_probs"], expected, atol=2e-2)  # float16
+
+
+@pytest.mark.usefixtures("float32_linear")
+def test_rows_hold_the_prompts_and_end_documents_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sample, "MAX_NEW", 9)
+    # The model loves one token after another; here that token ends a document.
+    config, prompts = micro_config(), micro_prompts(4, 40)
+    write = sample.writer(config, mix=decode.Mix(2, 1, 1), length=256)
+    rows = write(lively_params(config), prompts, jax.random.key(0))
+    rows = jax.tree.map(np.asarray, rows)
+    for row in range(4):
+        for segment in range(1, int(rows["segments"][row, -1])):  # the last may be cut
+            here = rows["segments"][row] == segment
+            size = int(prompts.sizes[row, segment - 1])
+            document = rows["tokens"][row][here].tolist()
+            prompt = np.asarray(prompts.tokens[row, segment - 1, :size]).tolist()
+            assert document[:size] == prompt
+            assert rows["is_written"][row][here].tolist() == [
+                index >= size for index in range(len(document))
+            ]
+            stops = [token in (1, 107) for token in document[size:]]
+            assert True not in stops[:-1]
+            assert len(stops) == 9 or stops[-1]
+
+
+def test_nucleus_keeps_the_smallest_set_that_is_heavy_enough() -> None:
+    logits = np.random.default_rng(0).normal(0, 3, (20, VOCAB))
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True)).astype(np.float32)
+    kept = np.asarray(decode._nucleus(jnp.asarray(weights), 0.95)) > 0
+    ordered = np.sort(weights, axis=-1)[:, ::-1]
+    share = np.cumsum(ordered, axis=-1) / ordered.sum(axis=-1, keepdims=True)
+    sizes = (share < 0.95).sum(axis=-1) + 1
+    # The cut is found to 1/512 of a unit of logit: now and then one more fits in.
+    assert np.mean(kept.sum(axis=-1) == sizes) >= 0.8
+    for row, size in enumerate(sizes):
+        assert kept[row, np.argsort(-weights[row])[:size]].all()
+        assert kept[row].sum() <= size + 1
+
+
+def test_draw_inverts_the_distribution_function() -> None:
+    weights = np.random.default_rng(0).exponential(size=VOCAB).astype(np.float32)
+    weights[::3] = 0
+    uniform = (np.arange(4000) + 0.5) / 4000
+    rows = jnp.tile(jnp.asarray(weights), (4000, 1))
+    drawn = np.asarray(decode._draw(rows, jnp.asarray(uniform, jnp.float32)))
+    counts = np.bincount(drawn, minlength=VOCAB)
+    np.testing.assert_allclose(counts, weights / weights.sum() * 4000, atol=1.5)
+    assert not counts[::3].any()
+
+
+@pytest.mark.parametrize("num_labels", [VOCAB, 10])
+@pytest.mark.usefixtures("float32_linear")
+def test_label_loss_is_the_divergence_with_the_others_merged(num_labels: int) -> None:
+    config = micro_config()
+    draft, target = lively_params(config, seed=1), lively_params(config)
+    tokens, segments = CountingRows().batch(2)
+    segments[1, 20:] = 0
+    goal, guess = (
+        np.asarray(jax.nn.softmax(network.forward(params, config, tokens, segments)))
+        for params in (target, draft)
+    )
+    ids = np.argsort(-goal, axis=-1)[:, :num_labels]
+    labels = np.take_along_axis(goal, ids, axis=-1)
+    others = np.take_along_axis(guess, ids, axis=-1)
+    expected = (labels * np.log(labels / others)).sum(axis=-1)
+    if num_labels < VOCAB:
+        rest, other = 1 - labels.sum(axis=-1), 1 - others.sum(axis=-1)
+        expected += rest * np.log(rest / other)
+    expected = expected[segments.reshape(-1) > 0].mean()
+    pair = (ids.reshape(2, 33, -1), np.log(labels).reshape(2, 33, -1))
+    found = distill.label_loss(draft, config, tokens, segments, pair)
+    assert float(found) == pytest.approx(expected, rel=1e-3)
+    assert expected > 0.5
+
+
+def test_shard_rows_mix_both_sources(tmp_path: Path) -> None:
+    for kind, token in (("written", 10), ("corpus", 20)):
+        shape = (5, 8)
+        arrays = dict(
+            tokens=np.full(shape, token, np.uint16),
+            segments=np.ones(shape, np.uint8),
+            ids=np.zeros((*shape, 3), np.uint16),
+            log_probs=np.zeros((*shape, 3), np.float16),
+        )
+        sample.save_shard(tmp_path / f"{kind}-0000.npz", arrays)
+    tokens, _, _ = distill.ShardRows(tmp_path, seed=0).batch(1000)
+    # 600 are expected; the standard deviation is 15.
+    assert abs((tokens[:, 0] == 10).sum() - 600) < 60
+    with pytest.raises(FileNotFoundError, match="sample"):
+        distill.ShardRows(tmp_path / "nowhere", seed=0)
+
+
+def test_a_draft_that_is_the_target_is_always_accepted() -> None:
+    config = micro_config()
+    model = (lively_params(config), config)
+    other = (lively_params(config, seed=1), config)
+    (tokens,) = [np.stack(random_documents([64] * 8))]
+    rows = dict(
+        tokens=tokens,
+        segments=np.ones_like(tokens),
+        is_written=tokens > 40,
+        domains=np.array(["code", "math"] * 4),
+        ways=np.array(["full"] * 4 + ["greedy"] * 4),
+    )
+    same = evaluate.acceptance(model, model, rows)
+    assert set(same) == {"code", "math", "mean"}
+    for figures in same.values():
+        assert figures == pytest.approx({"sampled": 1.0, "greedy": 1.0}, abs=1e-5)
+    different = evaluate.acceptance(model, other, rows)["mean"]
+    assert 0 < different["sampled"] < 0.5 and different["greedy"] < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("float32_linear")
+def test_exported_folder_gives_the_same_logits_in_transformers(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    tokenizer = tmp_path / "tokenizer.model"
+    tokenizer.write_bytes(b"")
+    config = micro_config()
+    export.write_model(tmp_path / "pair", lively_params(config), config, tokenizer)
+    params, config = export.read_model(tmp_path / "pair")
+    (tokens,) = [np.stack(random_documents([40, 40]))]
+    ours = network.forward(params, config, tokens, np.ones_like(tokens))
+    model = transformers.Gemma2ForCausalLM.from_pretrained(
+        tmp_path / "pair", attn_implementation="eager", dtype=torch.float32
+    )
+    with torch.no_grad():
+        theirs = model(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+    np.testing.assert_allclose(ours, theirs.reshape(ours.shape), atol=2e-3)
+
+
+def test_card_has_no_gap() -> None:
+    loss = dict(tokens=1000, nats_per_token=2.5, bits_per_byte=1.25)
+    made = {"steps": 7, "cooldown": 2, "rate": 0.02}
+    facts = {f"{name}_{key}": made[key] for name in ("target", "draft") for key in made}
+    results = dict(
+        num_params=dict(target=16, draft=2),
+        vocab_size=8192,
+        training=dict(facts, rows=16, weights={"math": 1.0}),
+        losses=dict(target={"math": loss}, draft={"math": loss}),
+        acceptance={"math": {"sampled": 0.61, "greedy": 0.72}},
+    )
+    text = card.render(results, {"target/config.json": "abc"})
+    assert "$" not in text
+    assert "| math | 0.610 | 0.720 |" in text
+    assert "train_pair.py target --corpus CORPUS --work WORK --steps 7" in text

@@ -1,0 +1,42 @@
+"""Owns the process-wide settings of a test run; knows nothing about jaxspec.
+
+It must not import jaxspec: tests import it, after the settings are made.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Read once, when jax starts, so they are set before its import. Eight devices let
+# sharded programs run on a CPU; a run on an accelerator names its own platform.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+DEVICE_FLAG = "--xla_force_host_platform_device_count"
+if DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_FLAG}=8"
+
+import jax  # noqa: E402 the environment above must be set first
+
+MARKED_PLATFORMS = ("tpu", "gpu")
+
+# A reused key passes every chi-square test, a silent broadcast or promotion most
+# comparisons: here each is an error.
+jax.config.update("jax_debug_key_reuse", True)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Share compiled programs between tests, and with the next run in this checkout."""
+    cache: Path = config.rootpath / ".pytest_cache" / "jax"
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked for a device that this machine does not have."""
+    for platform in MARKED_PLATFORMS:
+        marked = [item for item in items if item.get_closest_marker(platform)]
+        if marked and jax.default_backend() != platform:
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=f"no {platform} here"))

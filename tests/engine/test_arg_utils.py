@@ -1,0 +1,400 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxspec_checkpoints
+from jaxspec.config import EngineConfig
+from jaxspec.engine.arg_utils import (
+    MAX_DEFAULT_KV_BYTES,
+    AsyncEngineArgs,
+    EngineArgs,
+    model_folder,
+)
+from jaxspec.errors import ConfigError
+
+TINY: dict[str, Any] = {
+    "model_type": "gemma2",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write_model(folder: Path, **changes: Any) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY | changes))
+    return str(folder)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    return write_model(tmp_path / "target")
+
+
+@pytest.fixture
+def draft(tmp_path: Path) -> str:
+    return write_model(tmp_path / "draft", num_hidden_layers=2)
+
+
+def configure(model: str, **arguments: Any) -> EngineConfig:
+    return EngineArgs(model=model, **arguments).create_engine_config()
+
+
+def test_defaults(target: str):
+    config = configure(target)
+    assert config.model == config.tokenizer == config.served_model_name == target
+    assert config.dtype == "auto"
+    assert config.max_model_len == 1024
+    assert config.max_num_seqs == 8
+    assert config.max_num_batched_tokens == 512
+    assert config.page_size == 16
+    assert config.num_pages == 8 * 1024 // 16
+    assert config.seed == 0
+    assert config.tensor_parallel_size == 1
+    assert config.speculative is None
+    assert config.draft_model_config is None
+
+
+def test_a_long_context_defaults_to_8192(tmp_path: Path):
+    model = write_model(tmp_path / "long", max_position_embeddings=32768)
+    assert configure(model).max_model_len == 8192
+    assert configure(model, max_model_len=10_000).max_model_len == 10_000
+
+
+def test_given_sizes_are_kept(target: str):
+    config = configure(
+        target,
+        max_model_len=100,
+        max_num_seqs=3,
+        max_num_batched_tokens=64,
+        block_size=8,
+        num_gpu_blocks_override=50,
+        seed=None,
+        served_model_name=["name", "other"],
+        disable_log_stats=True,
+        compilation_cache_dir="cache",
+    )
+    assert config.max_model_len == 100
+    assert config.max_num_seqs == 3
+    assert config.max_num_batched_tokens == 64
+    assert (config.page_size, config.num_pages) == (8, 50)
+    assert config.seed == 0
+    assert config.served_model_name == "name"
+    assert config.disable_log_stats
+    assert config.compilation_cache_dir == "cache"
+
+
+def test_default_pages_hold_part_of_a_page(target: str):
+    # 100 tokens fill six pages and begin a seventh.
+    assert configure(target, max_model_len=100, max_num_seqs=3).num_pages == 21
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_bytes"), [("bfloat16", 2), ("float32", 4), ("auto", 4)]
+)
+def test_default_pages_of_both_models_stay_below_the_cap(
+    tmp_path: Path, dtype: str, num_bytes: int
+):
+    large = {"num_hidden_layers": 26, "num_key_value_heads": 4, "head_dim": 256}
+    target = write_model(tmp_path / "target", **large)
+    draft = write_model(tmp_path / "draft", **large | {"num_hidden_layers": 13})
+    config = configure(
+        target,
+        speculative_model=draft,
+        num_speculative_tokens=3,
+        dtype=dtype,
+        max_num_seqs=64,
+    )
+    page_bytes = 16 * 2 * (26 + 13) * 4 * 256 * num_bytes
+    assert config.num_pages == MAX_DEFAULT_KV_BYTES // page_bytes
+    assert config.num_pages < 64 * config.pages_per_seq
+
+
+def test_default_pages_hold_one_sequence_whatever_the_cap(tmp_path: Path):
+    huge = {"num_hidden_layers": 46, "num_key_value_heads": 16, "head_dim": 128}
+    model = write_model(
+        tmp_path / "huge",
+        num_attention_heads=32,
+        max_position_embeddings=8192,
+        **huge,
+    )
+    assert configure(model).num_pages == 512
+
+
+def test_speculation_by_every_generation_is_one_config(target: str, draft: str):
+    configs = [
+        configure(target, speculative_model=draft, num_speculative_tokens=3),
+        configure(
+            target, speculative_config={"model": draft, "num-speculative-tokens": 3}
+        ),
+        configure(target, spec_model=draft, spec_tokens=3, spec_method="draft_model"),
+    ]
+    assert configs[0] == configs[1] == configs[2]
+    speculative = configs[0].speculative
+    assert speculative is not None
+    assert speculative.method == "draft_model"
+    assert speculative.model == draft
+    assert speculative.num_speculative_tokens == 3
+    assert speculative.rejection_sample_method == "standard"
+    assert speculative.draft_sample_method == "probabilistic"
+    assert speculative.disable_by_batch_size is None
+    assert speculative.draft_tensor_parallel_size == 1
+    assert configs[0].draft_model_config is not None
+    assert configs[0].draft_model_config.num_layers == 2
+
+
+def test_keys_of_the_dict_arrive(target: str, draft: str):
+    config = configure(
+        target,
+        tensor_parallel_size=4,
+        speculative_config={
+            "model": draft,
+            "num_speculative_tokens": 8,
+            "rejection_sample_method": "block",
+            "draft_sample_method": "greedy",
+            "disable_by_batch_size": 6,
+            "draft_tensor_parallel_size": 2,
+        },
+    )
+    speculative = config.speculative
+    assert speculative is not None
+    assert speculative.rejection_sample_method == "block"
+    assert speculative.draft_sample_method == "greedy"
+    assert speculative.disable_by_batch_size == 6
+    assert speculative.draft_tensor_parallel_size == 2
+
+
+def test_the_draft_is_spread_like_the_target_by_default(target: str, draft: str):
+    config = configure(target, tensor_parallel_size=2, spec_model=draft, spec_tokens=2)
+    assert config.speculative is not None
+    assert config.speculative.draft_tensor_parallel_size == 2
+
+
+def test_missing_num_speculative_tokens_is_five_with_a_warning(target: str, draft: str):
+    with pytest.warns(UserWarning, match="num_speculative_tokens is not given: 5"):
+        config = configure(target, speculative_model=draft)
+    assert config.num_draft_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("draft_positions", "given", "target_len", "expected"),
+    [
+        (1024, None, None, 1024),
+        (256, None, None, 256),
+        (4096, None, None, 1024),
+        (1024, 200, None, 200),
+        (1024, 512, 100, 100),
+    ],
+)
+def test_the_draft_stops_at_the_shortest_limit(
+    tmp_path: Path,
+    target: str,
+    draft_positions: int,
+    given: int | None,
+    target_len: int | None,
+    expected: int,
+):
+    short = write_model(tmp_path / "short", max_position_embeddings=draft_positions)
+    config = configure(
+        target,
+        speculative_model=short,
+        num_speculative_tokens=2,
+        speculative_max_model_len=given,
+        max_model_len=target_len,
+    )
+    assert config.speculative is not None
+    assert config.speculative.max_model_len == expected
+
+
+def test_half_becomes_bfloat16_with_a_warning(target: str):
+    for dtype in ("half", "float16"):
+        with pytest.warns(UserWarning, match=f"'{dtype}' is taken as 'bfloat16'"):
+            assert configure(target, dtype=dtype).dtype == "bfloat16"
+    assert configure(target, dtype="float").dtype == "float32"
+    assert configure(target, dtype="bfloat16").dtype == "bfloat16"
+
+
+def test_arguments_of_older_scripts_are_accepted(target: str, draft: str):
+    with pytest.warns(UserWarning, match="not given: 5"):
+        config = AsyncEngineArgs(
+            model=target,
+            speculative_model=draft,
+            trust_remote_code=True,
+            max_num_seqs=8,
+            dtype="bfloat16",
+            use_v2_block_manager=True,
+            enforce_eager=True,
+            gpu_memory_utilization=0.9,
+            swap_space=4,
+            disable_log_requests=True,
+        ).create_engine_config()
+    assert config.num_draft_tokens == 5
+
+
+def test_recommended_sampling_is_read_and_overridden(tmp_path: Path, target: str):
+    recommended = {"temperature": 0.6, "top_k": 64, "max_new_tokens": 99, "bos": 2}
+    Path(target, "generation_config.json").write_text(json.dumps(recommended))
+    assert configure(target).generation_defaults == {
+        "temperature": 0.6,
+        "top_k": 64,
+        "max_tokens": 99,
+    }
+    assert configure(target, generation_config="vllm").generation_defaults == {}
+    changed = configure(target, override_generation_config={"top_k": 5})
+    assert changed.generation_defaults["top_k"] == 5
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "generation_config.json").write_text('{"top_p": 0.5}')
+    elsewhere = configure(target, generation_config=str(other))
+    assert elsewhere.generation_defaults == {"top_p": 0.5}
+
+
+def test_bundled_names_stand_for_folders():
+    assert model_folder("jaxspec/tiny-gemma2", "model") == (
+        jaxspec_checkpoints.bundled_target()
+    )
+    assert model_folder("jaxspec/tiny-gemma2-draft", "model") == (
+        jaxspec_checkpoints.bundled_draft()
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "allowed"),
+    [
+        ("google/gemma-2-9b-it", "'google/gemma-2-9b-it'", "pass its folder"),
+        ("./no/such/folder", "'./no/such/folder'", "No such folder"),
+        ("none", "'none'", "'jaxspec/tiny-gemma2'"),
+        ("", "''", "an existing folder"),
+        (None, "None", "an existing folder"),
+        (__file__, "test_arg_utils.py", "the folder it is in"),
+    ],
+)
+def test_a_name_that_is_no_folder(name: Any, given: str, allowed: str):
+    with pytest.raises(ConfigError) as caught:
+        configure(name)
+    assert given in str(caught.value)
+    assert allowed in str(caught.value)
+    assert caught.value.parameter == "model"
+
+
+def test_a_draft_and_a_tokenizer_that_are_no_folders(target: str):
+    with pytest.raises(ConfigError, match="speculative_model must be.*'google/x'"):
+        configure(target, speculative_model="google/x", num_speculative_tokens=2)
+    with pytest.raises(ConfigError, match="tokenizer must be.*'google/x'"):
+        configure(target, tokenizer="google/x")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "allowed"),
+    [
+        ({"dtype": "int8"}, "'int8'", "'float32'"),
+        ({"max_model_len": 1025}, "got 1025", "from 1 to 1024"),
+        ({"max_model_len": 0}, "got 0", "at least 1"),
+        ({"max_model_len": "8k"}, "'8k'", "an integer"),
+        ({"max_num_seqs": 0}, "got 0", "at least 1"),
+        ({"max_num_seqs": True}, "True", "an integer"),
+        ({"max_num_batched_tokens": 0}, "got 0", "at least 1"),
+        ({"block_size": 0}, "got 0", "at least 1"),
+        ({"block_size": 12}, "12", "a power of two"),
+        ({"num_gpu_blocks_override": 63}, "got 63", "at least 64"),
+        ({"seed": -3}, "-3", "from 0"),
+        ({"seed": "x"}, "'x'", "an integer"),
+        ({"tensor_parallel_size": 0}, "got 0", "at least 1"),
+        ({"disable_log_stats": "yes"}, "'yes'", "True or False"),
+        ({"num_speculative_tokens": 5}, "num_speculative_tokens=5", "draft model"),
+        ({"speculative_config": {}}, "{}", "'model'"),
+    ],
+)
+def test_a_bad_argument(
+    target: str, arguments: dict[str, Any], given: str, allowed: str
+):
+    with pytest.raises(ConfigError) as caught:
+        configure(target, **arguments)
+    assert given in str(caught.value)
+    assert allowed in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "allowed"),
+    [
+        ({"num_speculative_tokens": 9}, "got 9", "from 1 to 8"),
+        ({"num_speculative_tokens": 0}, "got 0", "from 1 to 8"),
+        ({"num_speculative_tokens": "5"}, "'5'", "an integer"),
+        ({"speculative_max_model_len": 2000}, "got 2000", "from 1 to 1024"),
+        ({"speculative_disable_by_batch_size": 1}, "got 1", "at least 2"),
+        ({"speculative_draft_tensor_parallel_size": 2}, "got 2", "a divisor"),
+        ({"spec_model": "other"}, "'other'", "contradicts"),
+    ],
+)
+def test_a_bad_argument_beside_a_draft(
+    target: str, draft: str, arguments: dict[str, Any], given: str, allowed: str
+):
+    arguments = {"num_speculative_tokens": 5} | arguments
+    with pytest.raises(ConfigError) as caught:
+        configure(target, speculative_model=draft, **arguments)
+    assert given in str(caught.value)
+    assert allowed in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ({"quantization": "awq"}, "'awq'"),
+        ({"kv_cache_dtype": "fp8"}, "'fp8'"),
+        ({"pipeline_parallel_size": 2}, "got 2"),
+        ({"data_parallel_size": 2}, "got 2"),
+        ({"cpu_offload_gb": 4}, "got 4"),
+        ({"scheduling_policy": "priority"}, "'priority'"),
+        ({"load_format": "gguf"}, "'gguf'"),
+        ({"hf_overrides": {"head_dim": 8}}, "'head_dim'"),
+        ({"chat_template": "x"}, "'x'"),
+        ({"spec_decoding_acceptance_method": "typical_acceptance_sampler"}, "typical"),
+    ],
+)
+def test_what_the_engine_does_not_do(
+    target: str, arguments: dict[str, Any], given: str
+):
+    with pytest.raises(NotImplementedError) as caught:
+        EngineArgs(model=target, **arguments)
+    assert given in str(caught.value)
+    assert next(iter(arguments)) in str(caught.value)
+    assert "must be" in str(caught.value)
+
+
+def test_an_unknown_argument_names_the_nearest(target: str):
+    unknown: dict[str, Any] = {"max_model_length": 17}
+    with pytest.raises(
+        ConfigError, match=r"max_model_length \(given 17\).*max_model_len"
+    ):
+        EngineArgs(model=target, **unknown)
+
+
+def test_an_argument_changed_later_is_checked_again(target: str):
+    args = EngineArgs(model=target)
+    args.quantization = "awq"
+    with pytest.raises(NotImplementedError, match="awq"):
+        args.create_engine_config()
+
+
+def test_two_vocabularies(tmp_path: Path, target: str):
+    other = write_model(tmp_path / "other", vocab_size=600)
+    with pytest.raises(ConfigError, match="the target has 512 tokens, the draft 600"):
+        configure(target, speculative_model=other, num_speculative_tokens=2)
+
+
+def test_a_folder_of_another_kind(tmp_path: Path):
+    other = write_model(tmp_path / "other", model_type="llama")
+    with pytest.raises(ConfigError, match="'gemma2'.*got 'llama'"):
+        configure(other)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="Found: an empty folder"):
+        configure(str(tmp_path / "empty"))

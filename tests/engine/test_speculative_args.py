@@ -1,0 +1,130 @@
+from typing import Any
+
+import pytest
+
+from jaxspec.engine.speculative_args import merge_speculative_arguments as merge
+from jaxspec.errors import ConfigError
+
+SAME = {"model": "draft", "num_speculative_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, None),
+        ({"speculative_config": None}, None),
+        ({"speculative_model": "draft", "num_speculative_tokens": 5}, SAME),
+        ({"speculative_config": SAME}, SAME),
+        ({"spec_model": "draft", "spec_tokens": 5}, SAME),
+        # Mixed, and the same thing said twice.
+        ({"speculative_config": {"model": "draft"}, "num_speculative_tokens": 5}, SAME),
+        ({"speculative_config": SAME, "spec_model": "draft"}, SAME),
+        ({"speculative_config": {"model": "draft", "num-speculative-tokens": 5}}, SAME),
+        # Keys without effect, and switches that are off.
+        ({"speculative_config": SAME | {"enforce_eager": True}}, SAME),
+        ({"speculative_config": SAME | {"parallel_drafting": False}}, SAME),
+        ({"speculative_config": SAME | {"quantization": None}}, SAME),
+        # The older default acceptance rule, alone and with a draft.
+        ({"spec_decoding_acceptance_method": "rejection_sampler"}, None),
+        (
+            {
+                "speculative_model": "draft",
+                "speculative_draft_tensor_parallel_size": 1,
+                "speculative_max_model_len": 99,
+                "speculative_disable_by_batch_size": 4,
+                "spec_decoding_acceptance_method": "rejection_sampler",
+                "spec_method": "draft_model",
+            },
+            {
+                "model": "draft",
+                "draft_tensor_parallel_size": 1,
+                "max_model_len": 99,
+                "disable_by_batch_size": 4,
+                "rejection_sample_method": "standard",
+                "method": "draft_model",
+            },
+        ),
+    ],
+)
+def test_three_generations_mean_the_same(
+    arguments: dict[str, Any], expected: dict[str, Any] | None
+):
+    assert merge(arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        (
+            {"speculative_model": "a", "spec_model": "b"},
+            ["speculative_model='a'", "spec_model='b'"],
+        ),
+        (
+            {"speculative_config": SAME, "num_speculative_tokens": 3},
+            ["num_speculative_tokens=3", "['num_speculative_tokens']=5"],
+        ),
+        (
+            {
+                "speculative_config": SAME | {"rejection_sample_method": "block"},
+                "spec_decoding_acceptance_method": "rejection_sampler",
+            },
+            ["'standard'", "'block'"],
+        ),
+    ],
+)
+def test_a_contradiction_names_both(arguments: dict[str, Any], texts: list[str]):
+    with pytest.raises(ConfigError, match="contradicts") as caught:
+        merge(arguments)
+    assert all(text in str(caught.value) for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ({"num_speculative_tokens": 5}, "num_speculative_tokens=5"),
+        ({"spec_tokens": 5}, "spec_tokens=5"),
+        (
+            {"speculative_config": {"num_speculative_tokens": 5}},
+            "speculative_config['num_speculative_tokens']=5",
+        ),
+        ({"speculative_disable_by_batch_size": 4}, "by_batch_size=4"),
+        ({"spec_method": "draft_model"}, "spec_method='draft_model'"),
+    ],
+)
+def test_arguments_without_a_draft_model(arguments: dict[str, Any], given: str):
+    with pytest.raises(ConfigError) as caught:
+        merge(arguments)
+    assert given in str(caught.value)
+    assert "without a draft model" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "texts"),
+    [
+        ({}, ["{}", "'model'"]),
+        ("draft", ["'draft'", "a dict"]),
+        (SAME | {"tensor_parallel_size": 2}, ["2", "draft_tensor_parallel_size"]),
+        (SAME | {"num_spec_tokens": 3}, ["3", "did you mean num_speculative_tokens?"]),
+        (SAME | {"prompt_lookup_max": 4}, ["prompt_lookup_max=4", "n-gram"]),
+    ],
+)
+def test_a_bad_dict(config: Any, texts: list[str]):
+    with pytest.raises(ConfigError) as caught:
+        merge({"speculative_config": config})
+    assert all(text in str(caught.value) for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ({"speculative_model": "[ngram]", "ngram_prompt_lookup_max": 4}, "'ngram'"),
+        ({"speculative_config": {"method": "ngram"}}, "'ngram'"),
+        ({"spec_method": "eagle", "spec_model": "x"}, "'eagle'"),
+        ({"speculative_config": SAME | {"quantization": "fp8"}}, "'fp8'"),
+        ({"speculative_config": SAME | {"use-heterogeneous-vocab": True}}, "True"),
+    ],
+)
+def test_what_does_not_exist_yet(arguments: dict[str, Any], given: str):
+    with pytest.raises(NotImplementedError) as caught:
+        merge(arguments)
+    assert given in str(caught.value)

@@ -1,0 +1,130 @@
+"""What the tests compare with: HuggingFace models, and our model driven by hand."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jaxspec.config import ModelConfig
+from jaxspec.models.batch import Region, TokenBatch
+from jaxspec.models.gemma2 import init_kv_pages
+from jaxspec.models.weights import Params, bind, load_params
+from jaxspec.sharding import make_mesh
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+TINY = dict(
+    vocab_size=96,
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    query_pre_attn_scalar=20,
+    attn_logit_softcapping=5.0,
+    final_logit_softcapping=3.0,
+    sliding_window=8,
+    max_position_embeddings=512,
+    rms_norm_eps=1e-6,
+    pad_token_id=0,
+    eos_token_id=1,
+    bos_token_id=2,
+)
+
+
+def make_hf_model(seed: int = 0, sharpness: float = 3.0, **changes: Any) -> Any:
+    """A random Gemma 2 in float32 whose caps and windows bind.
+
+    Args:
+        sharpness: Multiplies the matrices. HuggingFace's 0.02 leaves scores near
+            zero, where neither a soft-cap nor a window changes anything.
+    """
+    config = Gemma2Config(**(TINY | changes), attn_implementation="eager")
+    torch.manual_seed(seed)
+    model = Gemma2ForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if value.ndim == 2:
+                scale = sharpness / value.shape[1] ** 0.5
+                value.copy_(torch.randn_like(value) * scale)
+            else:
+                value.copy_(torch.randn_like(value) * 0.3)
+            if name.endswith("embed_tokens.weight"):
+                value.copy_(value / sharpness)
+    return model
+
+
+def hf_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """Logits of every position of one sequence, `[token, vocab]`."""
+    with torch.no_grad():
+        return model(torch.tensor(tokens)[None].long()).logits[0].numpy()
+
+
+def hf_tensors(model: Any) -> list[tuple[str, np.ndarray]]:
+    """The model's weights under canonical names."""
+    return [(name, value.detach().numpy()) for name, value in model.named_parameters()]
+
+
+def model_config(model: Any) -> ModelConfig:
+    """Our config of a HuggingFace model."""
+    return ModelConfig.from_hf(
+        model.config.to_dict() | {"architectures": ["Gemma2ForCausalLM"]}
+    )
+
+
+@dataclass
+class PagedModel:
+    """Our model over a pool of pages, fed by hand; unused slots hold NaN."""
+
+    config: ModelConfig
+    params: Params
+    page_size: int = 4
+    num_pages: int = 64
+
+    def __post_init__(self):
+        dtype = self.params["embedding"].dtype
+        pages = init_kv_pages(self.config, self.num_pages, self.page_size, dtype)
+        self.kv_pages = tuple(jnp.full_like(layer, jnp.nan) for layer in pages)
+        order = np.random.default_rng(0).permutation(self.num_pages)
+        self.page_table = order[None].astype(np.int32)
+        self.length = 0
+        self.forward = jax.jit(self._forward)
+
+    def _forward(self, params, batch, kv_pages):
+        model = bind(self.config, params)
+        hidden, kv_pages = model.hidden(batch, kv_pages)
+        return model.logits(hidden), kv_pages
+
+    def feed(self, tokens: np.ndarray, pads: int = 0) -> np.ndarray:
+        """Append tokens (with `pads` rows before them); their logits."""
+        count = len(tokens)
+        positions = np.arange(self.length - pads, self.length + count)
+        slots = self.page_table[0][np.maximum(positions, 0) // self.page_size]
+        slots = slots * self.page_size + positions % self.page_size
+        slots[:pads] = self.num_pages * self.page_size
+        self.length += count
+        region = Region(
+            page_table=jnp.asarray(self.page_table),
+            kv_len=jnp.array([self.length], jnp.int32),
+            num_queries=pads + count,
+        )
+        batch = TokenBatch(
+            tokens=jnp.asarray(np.r_[np.zeros(pads, np.int32), tokens], jnp.int32),
+            positions=jnp.asarray(positions, jnp.int32),
+            slot_mapping=jnp.asarray(slots, jnp.int32),
+            regions=(region,),
+        )
+        logits, self.kv_pages = self.forward(self.params, batch, self.kv_pages)
+        return np.asarray(logits)[pads:]
+
+
+def load_ours(model: Any, *, shards: int = 1, dtype: Any = jnp.float32) -> Params:
+    """The HuggingFace model's weights as our parameters on a mesh of `shards`."""
+    return load_params(
+        model_config(model),
+        hf_tensors(model),
+        dtype=jnp.dtype(dtype),
+        mesh=make_mesh(shards),
+    )

@@ -1,0 +1,91 @@
+"""Imports stand at the top, are absolute, work, and are declared dependencies.
+
+Their direction is checked by import-linter, with the contracts in pyproject.toml.
+"""
+
+import ast
+import importlib
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {
+    "jaxspec": ROOT,
+    "jaxspec_kernels": ROOT / "kernels",
+    "jaxspec_checkpoints": ROOT / "checkpoints",
+}
+# (folder on the path, module file), with paths relative to that folder.
+MODULES = [
+    (folder, path.relative_to(folder))
+    for package, folder in PACKAGES.items()
+    for path in sorted((folder / package).rglob("*.py"))
+]
+
+Import = ast.Import | ast.ImportFrom
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def names_of(node: Import) -> list[str]:
+    """The modules an import statement names; a relative one starts with a dot."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return ["." * node.level + (node.module or "")]
+
+
+def imports_of(tree: ast.AST) -> list[Import]:
+    return [node for node in ast.walk(tree) if isinstance(node, Import)]
+
+
+def declared_distributions() -> set[str]:
+    """What `pip install` brings without an extra, in normalised spelling."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    requirements = tomllib.loads(text)["project"]["dependencies"]
+    names = [re.split(r"[\[<>=!~; ]", line, maxsplit=1)[0] for line in requirements]
+    return {name.lower().replace("_", "-") for name in names}
+
+
+@pytest.mark.parametrize(
+    ("folder", "path"), MODULES, ids=[str(path) for _, path in MODULES]
+)
+def test_imports_stand_at_the_top_and_are_absolute(folder: Path, path: Path) -> None:
+    tree = ast.parse((folder / path).read_text(encoding="utf-8"))
+    for node in imports_of(tree):
+        where = f"{path}:{node.lineno}"
+        # Also rejects `if TYPE_CHECKING:` and `try:` around an import.
+        assert node in tree.body, f"{where}: move the import to the top of the module"
+        for name in names_of(node):
+            assert not name.startswith("."), f"{where}: write the full module path"
+            assert name != "__future__", f"{where}: jaxtyping needs real annotations"
+
+
+def test_third_party_imports_are_declared() -> None:
+    # `make demo` installs no extra: an import that only an extra brings breaks it.
+    declared = declared_distributions()
+    distributions = packages_distributions()
+    undeclared = [
+        f"{path}: {name}"
+        for folder, path in MODULES
+        for node in imports_of(ast.parse((folder / path).read_text(encoding="utf-8")))
+        for name in names_of(node)
+        if (top := name.split(".")[0]) not in sys.stdlib_module_names
+        and top not in PACKAGES
+        and not declared
+        & {found.lower().replace("_", "-") for found in distributions.get(top, ())}
+    ]
+    assert not undeclared
+
+
+@pytest.mark.parametrize(
+    "name",
+    [module_name(path) for _, path in MODULES if path.name != "__main__.py"],
+)
+def test_module_imports(name: str) -> None:
+    importlib.import_module(name)

@@ -1,0 +1,136 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxspec.errors import RequestError
+from jaxspec.inputs import ParsedPrompt, parse_prompt, split_prompts
+
+VOCAB_SIZE = 300
+MAX_MODEL_LEN = 12
+
+
+class Bytes:
+    """Encodes a text as 2 and then its bytes plus 3."""
+
+    def encode(self, text: str) -> list[int]:
+        return [2, *(byte + 3 for byte in text.encode())]
+
+
+class Nothing:
+    """A tokenizer that adds no beginning token."""
+
+    def encode(self, text: str) -> list[int]:
+        del text
+        return []
+
+
+def parse(prompt: object) -> ParsedPrompt:
+    return parse_prompt(prompt, Bytes(), VOCAB_SIZE, MAX_MODEL_LEN)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "token_ids"),
+    [
+        ("ab", "ab", [2, 100, 101]),
+        ("", "", [2]),
+        ({"prompt": "ab"}, "ab", [2, 100, 101]),
+        ({"prompt": "ab", "cache_salt": "x"}, "ab", [2, 100, 101]),
+        ({"prompt": "ab", "prompt_token_ids": None}, "ab", [2, 100, 101]),
+        ({"prompt": "ab", "multi_modal_data": None}, "ab", [2, 100, 101]),
+        ([2, 7], None, [2, 7]),
+        ((0, VOCAB_SIZE - 1), None, [0, VOCAB_SIZE - 1]),
+        (np.array([2, 7], np.int32), None, [2, 7]),
+        ({"prompt_token_ids": [2, 7]}, None, [2, 7]),
+        ({"prompt_token_ids": [2, 7], "prompt": "shown"}, "shown", [2, 7]),
+        ([2] * (MAX_MODEL_LEN - 1), None, [2] * (MAX_MODEL_LEN - 1)),
+    ],
+)
+def test_every_form_of_a_prompt(prompt: object, text: str, token_ids: list[int]):
+    parsed = parse(prompt)
+    assert (parsed.text, parsed.token_ids) == (text, token_ids)
+    assert all(type(token) is int for token in parsed.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "given", "allowed"),
+    [
+        (None, "None", "a string, a list of token ids"),
+        (3, "got 3", "a string, a list of token ids"),
+        (b"ab", "b'ab'", "a string"),
+        ([], "got []", "at least one token id"),
+        ({}, "got {}", "'prompt' or 'prompt_token_ids'"),
+        ({"text": "ab"}, "{'text': 'ab'}", "'prompt' or 'prompt_token_ids'"),
+        ({"prompt": 3}, "got 3", "a string"),
+        ({"prompt_token_ids": []}, "got []", "at least one token id"),
+        ({"prompt_token_ids": "ab"}, "got 'ab'", "a list of at least one"),
+        ([2, VOCAB_SIZE], f"got {VOCAB_SIZE}", f"from 0 to {VOCAB_SIZE - 1}"),
+        ([2, -1], "prompt_token_ids[1]", f"from 0 to {VOCAB_SIZE - 1}"),
+        ([2, True], "got True", "an integer"),
+        ([2, 3.0], "got 3.0", "an integer"),
+        ([2, "a"], "got 'a'", "an integer"),
+        ([2, None], "got None", "an integer"),
+        ([[2, 3]], "got [2, 3]", "an integer"),
+        (np.array([0.5]), "got 0.5", "an integer"),
+        (np.array([[2]]), "got [2]", "an integer"),
+        ([2] * MAX_MODEL_LEN, "12 tokens", "1 to 11"),
+        ("a" * 50, "51 tokens", "1 to 11"),
+        ("\ud800", "'\\ud800'", "UTF-8"),
+    ],
+)
+def test_a_bad_prompt_says_what_was_given_and_what_is_allowed(
+    prompt: object, given: str, allowed: str
+):
+    with pytest.raises(RequestError) as caught:
+        parse(prompt)
+    assert given in str(caught.value)
+    assert allowed in str(caught.value)
+    assert caught.value.parameter is not None
+
+
+def test_the_context_limit_is_named():
+    with pytest.raises(RequestError, match=r"max_model_len=12"):
+        parse("a" * 12)
+
+
+def test_text_without_tokens_is_no_prompt():
+    with pytest.raises(RequestError, match=r"at least one token, got ''"):
+        parse_prompt("", Nothing(), VOCAB_SIZE, MAX_MODEL_LEN)
+
+
+@pytest.mark.parametrize(
+    "key", ["multi_modal_data", "mm_processor_kwargs", "prompt_embeds"]
+)
+def test_more_than_text_is_not_supported(key: str):
+    with pytest.raises(NotImplementedError, match=rf"{key}.*17"):
+        parse({"prompt": "ab", key: 17})
+
+
+def test_a_long_bad_prompt_is_shortened_in_the_message():
+    with pytest.raises(RequestError) as caught:
+        parse({"prompt_token_ids": "x" * 10_000})
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ("ab", ["ab"]),
+        (["ab", "cd"], ["ab", "cd"]),
+        ([2, 3], [[2, 3]]),
+        ((2, 3), [[2, 3]]),
+        ([[2, 3], [4]], [[2, 3], [4]]),
+        ({"prompt": "ab"}, [{"prompt": "ab"}]),
+        ([{"prompt": "ab"}, "cd", [2]], [{"prompt": "ab"}, "cd", [2]]),
+        ([], []),
+        ([2, "a"], [[2, "a"]]),
+    ],
+)
+def test_one_prompt_and_many_are_told_apart(prompts: Any, expected: list[Any]):
+    assert split_prompts(prompts) == expected
+
+
+@pytest.mark.parametrize("prompts", [None, 3, {"a", "b"}])
+def test_what_holds_no_prompts_is_refused(prompts: Any):
+    with pytest.raises(RequestError, match=r"a list of these, got"):
+        split_prompts(prompts)

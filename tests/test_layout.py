@@ -1,0 +1,171 @@
+"""The rules that a script can check: sizes, names, mirrored tests, one list."""
+
+import ast
+import re
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("jaxspec", "kernels", "checkpoints", "benchmarks", "tests")
+FILES = sorted(
+    path.relative_to(ROOT) for name in FOLDERS for path in (ROOT / name).rglob("*.py")
+)
+
+MAX_MODULE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_KERNEL_LINES = 150
+MAX_POSITIONAL = 5
+
+VAGUE_WORDS = {
+    "common",
+    "helper",
+    "helpers",
+    "manager",
+    "misc",
+    "util",
+    "utils",
+}
+# vLLM's import path, which users' scripts contain.
+ALLOWED_NAMES = {"arg_utils"}
+
+# Modules with no test file of their own: the file that tests them, and why.
+TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
+    "jaxspec/__init__.py": (
+        "tests/test_public_names.py",
+        "what it owns is the list of public names",
+    ),
+}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions_of(path: Path) -> list[Function]:
+    """Every function and method in a file, nested ones included."""
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, Function)]
+
+
+def num_lines_of(function: Function) -> int:
+    assert function.end_lineno is not None
+    return function.end_lineno - function.lineno + 1
+
+
+def max_lines_of(path: Path, function: Function) -> int:
+    """The limit for one function: a Pallas kernel body cannot call out of itself."""
+    is_kernel = path.stem in ("tpu", "gpu") and function.name.endswith("_kernel")
+    return MAX_KERNEL_LINES if is_kernel else MAX_FUNCTION_LINES
+
+
+def num_positional_of(function: Function) -> int:
+    """Arguments that a call may give by position, without `self` or `cls`."""
+    names = [arg.arg for arg in function.args.posonlyargs + function.args.args]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def defines_something(path: Path) -> bool:
+    """Whether a module holds code of its own; an alias or a reading order does not."""
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    return any(isinstance(node, Function | ast.ClassDef) for node in tree.body)
+
+
+def mirrors_of(path: Path, stems: Counter[str]) -> list[Path]:
+    """Where a module's tests may stand: mirrored, or flat if its name is unique."""
+    if path.parts[0] == "kernels":
+        # An operation is a folder of modules with one test file for all of them.
+        unit = path.parts[2].removesuffix(".py").strip("_")
+        return [Path("tests/kernels", f"test_{unit}.py")]
+    if path.stem == "__init__":
+        return [Path("tests", *path.parts[1:-2], f"test_{path.parts[-2]}.py")]
+    stem = path.stem.strip("_")
+    mirrors = [Path("tests", *path.parts[1:-1], f"test_{stem}.py")]
+    if stems[path.stem] == 1:
+        mirrors.append(Path("tests", f"test_{stem}.py"))
+    return mirrors
+
+
+def source_modules() -> list[Path]:
+    """Modules that need tests: whatever in jaxspec and jaxspec_kernels holds code."""
+    return [
+        path
+        for path in FILES
+        if path.parts[0] in ("jaxspec", "kernels") and defines_something(path)
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_sizes_are_within_limits(path: Path) -> None:
+    num_lines = len((ROOT / path).read_text(encoding="utf-8").splitlines())
+    assert num_lines <= MAX_MODULE_LINES, f"{path}: {num_lines} lines: find a seam"
+    for function in functions_of(path):
+        where = f"{path}:{function.lineno} {function.name}"
+        assert num_lines_of(function) <= max_lines_of(path, function), where
+        assert num_positional_of(function) <= MAX_POSITIONAL, f"{where}: use `*`"
+
+
+def test_names_say_what_a_file_owns() -> None:
+    vague = [
+        str(path)
+        for path in FILES
+        for part in (*path.parts[:-1], path.stem)
+        if part not in ALLOWED_NAMES and VAGUE_WORDS & set(part.lower().split("_"))
+    ]
+    assert not vague, f"{vague}: name what it owns, with a word of the glossary"
+
+
+def test_every_module_has_tests() -> None:
+    modules = source_modules()
+    stems = Counter(path.stem for path in modules)
+    untested = [
+        f"{path}: write {mirrors_of(path, stems)[0]}"
+        for path in modules
+        if str(path) not in TESTED_ELSEWHERE
+        and not any((ROOT / mirror).exists() for mirror in mirrors_of(path, stems))
+    ]
+    assert not untested, "\n".join(untested)
+
+
+def test_list_of_modules_tested_elsewhere_is_true() -> None:
+    modules = {str(path) for path in source_modules()}
+    for module, (test, reason) in TESTED_ELSEWHERE.items():
+        assert module in modules, f"{module} is gone"
+        assert (ROOT / test).exists(), f"{module}: {test} is gone"
+        name = module.removesuffix(".py").removesuffix("/__init__").rsplit("/", 1)[-1]
+        assert name in (ROOT / test).read_text(encoding="utf-8"), f"{test}: no {name}"
+        assert reason, module
+
+
+@pytest.mark.parametrize("folder", ["kernels", "checkpoints"])
+def test_folders_are_not_packages(folder: str) -> None:
+    # A bare `kernels` package would shadow the PyPI package of that name.
+    assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_ci_and_pre_commit_run_one_list() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (checks,) = re.findall(r"^checks := (.+)$", makefile, re.MULTILINE)
+    assert re.findall(r"^check: (.+)$", makefile, re.MULTILINE) == ["$(checks)"]
+
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    entries = re.findall(r"^ +entry: (.+)$", hooks, re.MULTILINE)
+    expected = [f"make --no-print-directory {check}" for check in checks.split()]
+    assert entries == expected
+
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert script[-1].removeprefix("exec ") == "make --no-print-directory check"
+    assert checks.split()[-1] == "test", "pytest's closing line is the last line of CI"
+
+
+def test_wheel_holds_the_three_packages() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    found = sorted(
+        str(path.parent)
+        for path in FILES
+        if path.name == "__init__.py"
+        and not (ROOT / path.parent.parent / "__init__.py").exists()
+        and path.parts[0] in ("jaxspec", "kernels", "checkpoints")
+    )
+    assert found == sorted(packages)

@@ -1,0 +1,234 @@
+"""`LLM` over a stand-in engine; the real one is tested under tests/e2e."""
+
+from typing import Any
+
+import jaxtyping
+import pytest
+
+import jaxspec.llm
+from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.errors import ConfigError, RequestError
+from jaxspec.llm import LLM
+from jaxspec.outputs import CompletionOutput, RequestOutput
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.tokenizer import Tokenizer
+
+
+class Config:
+    generation_defaults = {"temperature": 0.6, "max_tokens": 3}
+
+
+class Letters(Tokenizer):
+    """One token per letter."""
+
+    def __init__(self):
+        pass
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [2] * add_special_tokens + [ord(letter) for letter in text]
+
+    def apply_chat_template(
+        self,
+        messages: Any,
+        add_generation_prompt: bool = True,
+        tokenize: bool = True,
+        *,
+        continue_final_message: bool = False,
+    ) -> str:
+        assert add_generation_prompt
+        assert not tokenize
+        assert not continue_final_message
+        return "".join(f"[{message['content']}]" for message in messages)
+
+
+class Echo:
+    """Finishes the newest request first, with the letters of its prompt in reverse."""
+
+    def __init__(self, args: EngineArgs):
+        self.args = args
+        self.config = Config()
+        self.tokenizer = Letters()
+        self.params: dict[str, SamplingParams] = {}
+        self.waiting: dict[str, Any] = {}
+        self.num_steps = 0
+        self.is_shut_down = False
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> "Echo":
+        return cls(args)
+
+    def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> str:
+        if prompt == "bad":
+            raise RequestError("bad prompt")
+        self.waiting[request_id] = prompt
+        self.params[request_id] = params
+        return request_id
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting)
+
+    def abort_request(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self.waiting.pop(request_id, None)
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+    def step(self) -> list[RequestOutput]:
+        self.num_steps += 1
+        request_id, prompt = self.waiting.popitem()
+        if prompt == "interrupt":
+            raise KeyboardInterrupt
+        if isinstance(prompt, dict):
+            prompt = prompt.get("prompt") or prompt["prompt_token_ids"]
+        text = prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
+        completion = CompletionOutput(
+            index=0,
+            text=text[::-1],
+            token_ids=[ord(letter) for letter in text],
+            finish_reason="length",
+        )
+        return [
+            RequestOutput(
+                request_id=request_id,
+                prompt=text,
+                prompt_token_ids=[2],
+                outputs=[completion],
+                finished=True,
+            )
+        ]
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> LLM:
+    monkeypatch.setattr(jaxspec.llm, "LLMEngine", Echo)
+    return LLM(model="folder")
+
+
+def engine_of(llm: LLM) -> Echo:
+    engine: Any = llm.llm_engine
+    return engine
+
+
+def texts(outputs: list[RequestOutput]) -> list[str]:
+    return [output.outputs[0].text for output in outputs]
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm: LLM):
+    outputs = llm.generate(["ab", "cd", "ef"], use_tqdm=False)
+    assert texts(outputs) == ["ba", "dc", "fe"]
+    # A second call goes on counting its requests.
+    assert texts(llm.generate("gh", use_tqdm=False)) == ["hg"]
+    assert [int(name) for name in engine_of(llm).params] == [0, 1, 2, 3]
+
+
+def test_no_prompts_no_outputs(llm: LLM):
+    assert llm.generate([], use_tqdm=False) == []
+
+
+def test_one_or_several_parameters(llm: LLM):
+    given = [SamplingParams(max_tokens=5), SamplingParams(max_tokens=6)]
+    llm.generate(["a", "b"], given, use_tqdm=False)
+    llm.generate(["a", "b"], given[0], use_tqdm=False)
+    llm.generate("a", use_tqdm=False)
+    used = list(engine_of(llm).params.values())
+    assert [params.max_tokens for params in used] == [5, 6, 5, 5, 3]
+    assert used[-1].temperature == 0.6
+    assert {params.output_kind for params in used} == {RequestOutputKind.FINAL_ONLY}
+    # The caller's own objects stay as they were.
+    assert given[0].output_kind is RequestOutputKind.CUMULATIVE
+
+
+@pytest.mark.parametrize(
+    ("params", "allowed"),
+    [
+        ([SamplingParams()], "got 1 for 2 prompts"),
+        ([SamplingParams(), 3], r"sampling_params\[1\] must be SamplingParams, got 3"),
+    ],
+)
+def test_bad_parameters(
+    llm: LLM, params: Any, allowed: str, monkeypatch: pytest.MonkeyPatch
+):
+    # As users run it: jaxtyping would find the wrong type first.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(RequestError, match=allowed):
+        llm.generate(["a", "b"], params, use_tqdm=False)
+    assert not engine_of(llm).waiting
+
+
+def test_a_bad_prompt_leaves_nothing_running(llm: LLM):
+    with pytest.raises(RequestError, match="bad prompt"):
+        llm.generate(["a", "bad", "b"], use_tqdm=False)
+    assert not engine_of(llm).waiting
+    assert engine_of(llm).num_steps == 0
+
+
+def test_an_interrupted_call_leaves_nothing_running(llm: LLM):
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "interrupt"], use_tqdm=False)
+    assert not engine_of(llm).waiting
+
+
+def test_token_ids_the_older_way(llm: LLM):
+    with pytest.warns(DeprecationWarning, match="prompt_token_ids="):
+        outputs = llm.generate(prompt_token_ids=[[97, 98], [99]], use_tqdm=False)
+    assert texts(outputs) == ["ba", "c"]
+    with pytest.warns(DeprecationWarning), pytest.raises(RequestError, match="2 and 1"):
+        llm.generate(["a", "b"], prompt_token_ids=[97], use_tqdm=False)
+    with pytest.raises(RequestError, match="prompts must be"):
+        llm.generate(use_tqdm=False)
+
+
+def test_the_progress_bar_shows_speeds(llm: LLM, capsys: pytest.CaptureFixture[str]):
+    llm.generate(["ab", "cd"])
+    shown = capsys.readouterr().err
+    assert "Processed prompts: 100%" in shown
+    assert "est. speed input: " in shown
+    assert " toks/s, output: " in shown
+    llm.generate(["ab"], use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_conversation_or_several(llm: LLM):
+    turn = {"role": "user", "content": "hi"}
+    assert texts(llm.chat([turn], use_tqdm=False)) == ["]ih["]
+    assert texts(llm.chat([[turn], [turn, turn]], use_tqdm=False)) == [
+        "]ih[",
+        "]ih[]ih[",
+    ]
+
+
+def test_arguments_reach_the_engine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jaxspec.llm, "LLMEngine", Echo)
+    llm = LLM("folder", seed=3, max_model_len=64, speculative_model="draft")
+    args = engine_of(llm).args
+    assert (args.model, args.seed, args.max_model_len) == ("folder", 3, 64)
+    assert args.speculative_model == "draft"
+    assert args.disable_log_stats
+    again = LLM.from_engine_args(EngineArgs(model="folder", max_num_seqs=2))
+    assert engine_of(again).args == EngineArgs(model="folder", max_num_seqs=2)
+
+
+def test_an_unknown_argument_names_the_nearest(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jaxspec.llm, "LLMEngine", Echo)
+    with pytest.raises(ConfigError, match=r"max_seqs \(given 3\).*max_num_seqs"):
+        LLM("folder", max_seqs=3)
+
+
+def test_leaving_the_context_shuts_down(llm: LLM):
+    with llm as entered:
+        assert entered is llm
+        assert not engine_of(llm).is_shut_down
+    assert engine_of(llm).is_shut_down
+
+
+@pytest.mark.parametrize("name", ["beam_search", "encode", "embed"])
+def test_what_other_models_do(llm: LLM, name: str):
+    with pytest.raises(NotImplementedError, match="support|pooling"):
+        getattr(llm, name)(["a"])
+
+
+@pytest.mark.parametrize("option", [{"lora_request": "x"}, {"priority": [1]}])
+def test_options_that_are_not_supported(llm: LLM, option: dict[str, Any]):
+    with pytest.raises(NotImplementedError, match=next(iter(option))):
+        llm.generate("a", **option)

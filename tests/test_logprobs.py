@@ -1,0 +1,16 @@
+import dataclasses
+
+import pytest
+
+from jaxspec.logprobs import Logprob
+
+
+def test_fields_are_those_of_vllm():
+    entry = Logprob(-0.5)
+    assert dataclasses.astuple(entry) == (-0.5, None, None)
+    assert Logprob(-0.5, 1, "a") == Logprob(logprob=-0.5, rank=1, decoded_token="a")
+
+
+def test_it_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Logprob(-0.5).rank = 2  # pyright: ignore[reportAttributeAccessIssue]

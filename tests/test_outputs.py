@@ -1,0 +1,123 @@
+import pytest
+
+from jaxspec.logprobs import Logprob
+from jaxspec.outputs import (
+    CompletionOutput,
+    RequestOutput,
+    RequestSpecDecodeMetrics,
+    RequestStateStats,
+)
+
+
+def output(
+    text: str,
+    token_ids: list[int],
+    *,
+    reason: str | None = None,
+    index: int = 0,
+    logprobs: list[dict[int, Logprob]] | None = None,
+) -> RequestOutput:
+    completion = CompletionOutput(
+        index=index,
+        text=text,
+        token_ids=token_ids,
+        finish_reason=reason,
+        logprobs=logprobs,
+    )
+    return RequestOutput(
+        request_id="7",
+        prompt="p",
+        prompt_token_ids=[2, 5],
+        outputs=[completion],
+        finished=reason is not None,
+    )
+
+
+def test_metrics_agree_with_counting_by_hand():
+    metrics = RequestSpecDecodeMetrics.empty(3)
+    # (proposed, accepted): the third step had room for two drafts only.
+    for proposed, accepted in [(3, 0), (3, 3), (2, 2), (3, 1), (3, 3)]:
+        metrics.record_step(proposed, accepted)
+    assert metrics.histogram == [1, 1, 1, 2]
+    assert metrics.num_spec_steps == 5
+    assert metrics.num_draft_tokens == 14
+    assert metrics.num_accepted_draft_tokens == 9
+    assert metrics.acceptance_rate == 9 / 14
+    assert metrics.mean_acceptance_length == 1 + 9 / 5
+    assert metrics.acceptance_rate_per_position == [4 / 5, 3 / 5, 2 / 5]
+
+
+def test_mean_acceptance_length_is_one_plus_the_sum_over_positions():
+    metrics = RequestSpecDecodeMetrics(histogram=[4, 0, 3, 2], num_draft_tokens=27)
+    positions = metrics.acceptance_rate_per_position
+    assert metrics.mean_acceptance_length == pytest.approx(1 + sum(positions))
+
+
+def test_metrics_before_the_first_step():
+    metrics = RequestSpecDecodeMetrics.empty(2)
+    assert metrics.acceptance_rate == 0.0
+    assert metrics.mean_acceptance_length == 1.0
+    assert metrics.acceptance_rate_per_position == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("proposed", "accepted"), [(2, 3), (4, 0), (2, -1)])
+def test_an_impossible_step_is_our_bug(proposed: int, accepted: int):
+    with pytest.raises(AssertionError):
+        RequestSpecDecodeMetrics.empty(3).record_step(proposed, accepted)
+
+
+def test_older_names_of_timings_are_wall_clock():
+    stats = RequestStateStats(
+        arrival_time=1_000_000.0,
+        queued_ts=50.0,
+        scheduled_ts=50.25,
+        first_token_ts=51.0,
+        last_token_ts=54.0,
+        first_token_latency=1.0,
+    )
+    assert stats.first_scheduled_time == 1_000_000.25
+    assert stats.first_token_time == 1_000_001.0
+    assert stats.last_token_time == stats.finished_time == 1_000_004.0
+    assert stats.time_in_queue == 0.25
+
+
+def test_timings_of_what_has_not_happened_are_none():
+    stats = RequestStateStats(arrival_time=5.0, queued_ts=50.0)
+    assert stats.first_scheduled_time is None
+    assert stats.first_token_time is None
+    assert stats.last_token_time is None
+    assert stats.time_in_queue is None
+    assert stats.model_forward_time is None
+
+
+def test_finished_follows_the_reason():
+    assert not output("a", [1]).outputs[0].finished()
+    assert output("a", [1], reason="stop").outputs[0].finished()
+
+
+def test_deltas_add_up():
+    first = output("Hel", [4], logprobs=[{4: Logprob(-0.5, 1, "Hel")}])
+    first.add(
+        output("lo", [9, 8], reason="length", logprobs=[{9: Logprob(-1.0)}]), True
+    )
+    completion = first.outputs[0]
+    assert completion.text == "Hello"
+    assert completion.token_ids == [4, 9, 8]
+    assert completion.finish_reason == "length"
+    assert completion.logprobs is not None
+    assert [list(entry) for entry in completion.logprobs] == [[4], [9]]
+    assert first.finished
+
+
+def test_cumulative_outputs_replace_each_other():
+    first = output("Hel", [4])
+    first.add(output("Hello", [4, 9]), False)
+    assert first.outputs[0].text == "Hello"
+    assert first.outputs[0].token_ids == [4, 9]
+    assert not first.finished
+
+
+def test_another_index_is_added_in_order():
+    first = output("b", [4], index=1)
+    first.add(output("a", [9], index=0), True)
+    assert [text.text for text in first.outputs] == ["a", "b"]

@@ -1,0 +1,344 @@
+import copy
+import math
+import pickle
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxspec.errors import RequestError
+from jaxspec.sampling_params import (
+    RequestOutputKind,
+    SamplingParams,
+    check_supported,
+)
+
+# vLLM's fields and defaults, written down from the reference, not from the class.
+VLLM_DEFAULTS = {
+    "n": 1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "temperature": 1.0,
+    "watermarking": None,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "seed": None,
+    "stop": [],
+    "stop_token_ids": [],
+    "ignore_eos": False,
+    "max_tokens": 16,
+    "min_tokens": 0,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "prompt_logprob_token_ids": None,
+    "prompt_logprob_start": None,
+    "logprob_token_ids": None,
+    "flat_logprobs": False,
+    "detokenize": True,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "output_kind": RequestOutputKind.CUMULATIVE,
+    "stream_interval": None,
+    "skip_clone": False,
+    "structured_outputs": None,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "extra_args": None,
+    "bad_words": [],
+    "skip_reading_prefix_cache": None,
+    "thinking_token_budget": None,
+    "repetition_detection": None,
+    "routed_experts_prompt_start": 0,
+    "trace_decode_token_ids": None,
+}
+
+# Field, refused value, what the message says is allowed.
+REFUSED = [
+    ("n", 0, "at least 1"),
+    ("n", 1.5, "an integer"),
+    ("n", True, "an integer"),
+    ("presence_penalty", 2.1, "[-2, 2]"),
+    ("presence_penalty", "high", "[-2, 2]"),
+    ("frequency_penalty", -2.1, "[-2, 2]"),
+    ("repetition_penalty", 0, "above 0"),
+    ("repetition_penalty", math.inf, "finite"),
+    ("temperature", -0.1, "[0, 2]"),
+    ("temperature", 2.1, "[0, 2]"),
+    ("temperature", math.nan, "[0, 2]"),
+    ("temperature", math.inf, "[0, 2]"),
+    ("temperature", "hot", "[0, 2]"),
+    ("temperature", True, "[0, 2]"),
+    ("temperature", None, "[0, 2]"),
+    ("top_p", 0.0, "(0, 1]"),
+    ("top_p", 1.01, "(0, 1]"),
+    ("top_p", math.nan, "(0, 1]"),
+    ("top_k", -2, "at least 0"),
+    ("top_k", 1.5, "an integer"),
+    ("top_k", True, "an integer"),
+    ("min_p", -0.1, "[0, 1]"),
+    ("min_p", 1.1, "[0, 1]"),
+    ("seed", 1.5, "an integer"),
+    ("seed", True, "an integer"),
+    ("seed", 2**63, str(2**63 - 1)),
+    ("stop", "", "non-empty"),
+    ("stop", ["a", ""], "non-empty"),
+    ("stop", ["a", 3], "strings"),
+    ("stop", 3, "a list of non-empty strings"),
+    ("stop_token_ids", [1, "2"], "an integer of at least 0"),
+    ("stop_token_ids", [-1], "at least 0"),
+    ("stop_token_ids", [True], "an integer"),
+    ("stop_token_ids", 7, "a list of token ids"),
+    ("stop_token_ids", list(range(33)), "at most 32"),
+    ("ignore_eos", 1, "True or False"),
+    ("detokenize", "no", "True or False"),
+    ("skip_special_tokens", None, "True or False"),
+    ("include_stop_str_in_output", 0, "True or False"),
+    ("max_tokens", 0, "at least 1"),
+    ("max_tokens", -1, "None"),
+    ("max_tokens", 8.0, "an integer"),
+    ("min_tokens", -1, "from 0 to 16"),
+    ("min_tokens", 17, "from 0 to 16"),
+    ("logprobs", -2, "from -1 to 20"),
+    ("prompt_logprobs", 21, "from -1 to 20"),
+    ("output_kind", 2, "FINAL_ONLY"),
+    ("logit_bias", [5], "a dict"),
+    ("logit_bias", {"x": 1.0}, "an integer"),
+    ("logit_bias", {5: 101.0}, "[-100, 100]"),
+    ("allowed_token_ids", [], "at least one"),
+    ("bad_words", [""], "non-empty"),
+    ("extra_args", {"draft": 3}, "one key 'num_speculative_tokens'"),
+    ("extra_args", {"num_speculative_tokens": -1}, "at least 0"),
+    ("extra_args", 3, "a dict"),
+]
+
+
+def faulty_part(value: Any) -> object:
+    """The message may show the one wrong element instead of the whole value."""
+    if isinstance(value, dict):
+        key, element = next(iter(value.items()))
+        return key if key == "x" else element
+    return value[-1] if isinstance(value, list) and value else value
+
+
+def test_fields_and_defaults_are_those_of_vllm():
+    params = SamplingParams()
+    assert {
+        item.name: getattr(params, item.name) for item in fields(params)
+    } == VLLM_DEFAULTS
+
+
+@pytest.mark.parametrize(("name", "value", "allowed"), REFUSED)
+def test_a_bad_value_names_field_value_and_range(name: str, value: Any, allowed: str):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{name: value})
+    message = str(caught.value)
+    assert name in message
+    assert allowed in message
+    assert repr(value) in message or repr(faulty_part(value)) in message
+    assert isinstance(caught.value, ValueError)
+    assert caught.value.parameter is not None
+    assert name in caught.value.parameter
+
+
+def test_the_error_carries_parameter_and_value():
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(top_p=1.5)
+    assert (caught.value.parameter, caught.value.value) == ("top_p", 1.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 2),
+        ("top_p", 1),
+        ("top_k", 10**6),
+        ("min_p", 1),
+        ("presence_penalty", -2),
+        ("repetition_penalty", 0.5),
+        ("seed", 0),
+        ("seed", -(2**63)),
+        ("stop_token_ids", list(range(32))),
+        ("min_tokens", 16),
+        ("logprobs", -1),
+        ("logit_bias", {3: -100}),
+        ("max_tokens", None),
+    ],
+)
+def test_the_ends_of_the_ranges_are_allowed(name: str, value: Any):
+    assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+def test_values_are_normalised():
+    given: dict[str, Any] = {
+        "top_k": -1,
+        "seed": -1,
+        "stop": "end",
+        "temperature": 1,
+        "max_tokens": np.int64(7),
+        "top_p": np.float32(0.5),
+        "stop_token_ids": (4, np.int32(5)),
+        "logit_bias": {"42": 1},
+    }
+    params = SamplingParams(**given)
+    assert params.top_k == 0
+    assert params.seed is None
+    assert params.stop == ["end"]
+    assert type(params.temperature) is float
+    assert type(params.max_tokens) is int
+    assert type(params.top_p) is float
+    assert params.stop_token_ids == [4, 5]
+    assert params.logit_bias == {42: 1.0}
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, 9e-6])
+def test_greedy_takes_filters_off(temperature):
+    params = SamplingParams(temperature=temperature, top_p=0.5, top_k=3, min_p=0.2)
+    assert params.is_greedy
+    assert (params.top_p, params.top_k, params.min_p) == (1.0, 0, 0.0)
+
+
+def test_sampling_keeps_filters():
+    params = SamplingParams(temperature=0.8, top_p=0.5, top_k=3, min_p=0.2)
+    assert not params.is_greedy
+    assert (params.top_p, params.top_k, params.min_p) == (0.5, 3, 0.2)
+
+
+def test_a_tiny_temperature_is_raised_with_a_warning():
+    with pytest.warns(UserWarning, match=r"0\.001 is raised to 0\.01"):
+        params = SamplingParams(temperature=0.001)
+    assert params.temperature == 0.01
+
+
+def test_greedy_gives_one_text_only():
+    with pytest.raises(RequestError, match=r"n must be 1 at temperature 0, got 2"):
+        SamplingParams(temperature=0, n=2)
+
+
+def test_stop_strings_need_text():
+    with pytest.raises(RequestError, match=r"stop=\['x'\] needs detokenize=True"):
+        SamplingParams(stop="x", detokenize=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "successor"),
+    [
+        ("best_of", "use n"),
+        ("use_beam_search", "sample with n"),
+        ("length_penalty", "beam search"),
+        ("early_stopping", "beam search"),
+        ("guided_decoding", "structured_outputs"),
+        ("logits_processors", "logit_bias"),
+        ("truncate_prompt_tokens", "token ids"),
+        ("temprature", "did you mean temperature?"),
+    ],
+)
+def test_a_gone_or_misspelled_field_says_what_to_use(name: str, successor: Any):
+    given: dict[str, Any] = {name: 3}
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**given)
+    assert name in str(caught.value)
+    assert "3" in str(caught.value)
+    assert successor in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 2),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.5),
+        ("repetition_penalty", 1.1),
+        ("logprobs", 0),
+        ("prompt_logprobs", 1),
+        ("logit_bias", {3: 1.0}),
+        ("allowed_token_ids", [3]),
+        ("bad_words", ["no"]),
+        ("structured_outputs", {"json": {}}),
+        ("thinking_token_budget", 4),
+    ],
+)
+def test_what_the_engine_cannot_do_is_refused(name: str, value: Any):
+    params = SamplingParams(**{name: value})
+    with pytest.raises(NotImplementedError) as caught:
+        check_supported(params)
+    assert f"{name}={value!r} is not supported yet" in str(caught.value)
+
+
+def test_what_the_engine_can_do_is_not_refused():
+    check_supported(SamplingParams())
+    check_supported(SamplingParams(temperature=0, bad_words=[]))
+    check_supported(
+        SamplingParams(
+            temperature=0.7,
+            top_p=0.9,
+            top_k=40,
+            min_p=0.05,
+            seed=3,
+            stop=["a"],
+            stop_token_ids=[5],
+            ignore_eos=True,
+            max_tokens=None,
+            min_tokens=3,
+            skip_special_tokens=False,
+            spaces_between_special_tokens=False,
+            include_stop_str_in_output=True,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={"num_speculative_tokens": 2},
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"stop_token_ids": [100]},
+        {"logit_bias": {100: 1.0}},
+        {"allowed_token_ids": [0, 100]},
+        {"logprob_token_ids": [100]},
+    ],
+)
+def test_ids_must_be_in_the_vocabulary(given):
+    params = SamplingParams(**given)
+    params.validate_for(101)
+    with pytest.raises(RequestError, match=r"from 0 to 99, got 100"):
+        params.validate_for(100)
+
+
+def test_drafts_per_request_are_at_most_the_engines():
+    params = SamplingParams(extra_args={"num_speculative_tokens": 5})
+    assert params.num_speculative_tokens == 5
+    params.validate_for(100, num_draft_tokens=5)
+    with pytest.raises(RequestError, match=r"from 0 to 3, got 5"):
+        params.validate_for(100, num_draft_tokens=3)
+    assert SamplingParams().num_speculative_tokens is None
+
+
+def test_a_field_assigned_later_is_checked_by_validate_for():
+    params = SamplingParams()
+    params.temperature = 5.0
+    with pytest.raises(RequestError, match=r"temperature must be .* got 5\.0"):
+        params.validate_for(100)
+    params.temperature, params.top_p = 0, 0.3
+    params.validate_for(100)
+    assert params.top_p == 1.0
+
+
+def test_from_optional_drops_none_except_for_max_tokens():
+    params = SamplingParams.from_optional(temperature=None, n=None, max_tokens=None)
+    assert (params.temperature, params.n, params.max_tokens) == (1.0, 1, None)
+    assert SamplingParams.from_optional(top_k=4).top_k == 4
+
+
+def test_a_clone_is_independent():
+    params = SamplingParams(stop=["a"], temperature=0.5)
+    clone = params.clone()
+    assert clone == params
+    assert isinstance(clone.stop, list)
+    clone.stop.append("b")
+    assert params.stop == ["a"]
+    assert copy.copy(params) == params
+    assert pickle.loads(pickle.dumps(params)) == params

@@ -1,0 +1,39 @@
+"""The settings of conftest.py are in force: each one, if lost, is lost silently."""
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+from jax.errors import KeyReuseError
+
+import jaxspec_kernels
+
+
+def test_simulated_devices() -> None:
+    if jax.default_backend() != "cpu":
+        pytest.skip("the devices of an accelerator are not simulated")
+    assert jax.device_count() == 8
+
+
+def test_reused_key_is_an_error() -> None:
+    key = jax.random.key(0)
+    jax.random.uniform(key)
+    with pytest.raises(KeyReuseError):
+        jax.random.uniform(key)
+
+
+def test_rank_promotion_is_an_error() -> None:
+    with pytest.raises(ValueError, match="rank_promotion"):
+        _ = jnp.ones((2, 3)) + jnp.ones(3)
+
+
+def test_dtype_promotion_is_an_error() -> None:
+    with pytest.raises(ValueError, match="implicit dtype promotion"):
+        _ = jnp.ones(3, jnp.float32) + jnp.ones(3, jnp.int32)
+
+
+def test_shape_annotations_are_checked() -> None:
+    # One key/value row, two slots: without the check, a broadcast that writes both.
+    pages, row = jnp.zeros((2, 4, 2, 8)), jnp.zeros((1, 1, 8))
+    with pytest.raises(jaxtyping.TypeCheckError, match="slot_mapping"):
+        jaxspec_kernels.write_kv_pages(pages, row, row, jnp.array([0, 1]))
