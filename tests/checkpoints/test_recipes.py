@@ -48,11 +48,19 @@ def micro_config(**changes: Any) -> dict[str, Any]:
 
 
 def lively_params(config: dict[str, Any], seed: int = 0) -> dict[str, jax.Array]:
-    """Random weights whose logits differ by whole units, not by hundredths."""
+    """Random weights with which every layer matters and logits differ by units.
+
+    With fresh ones a token's logits are those of its own embedding, or hardly differ.
+    """
+    random = np.random.default_rng(seed)
     params = network.init_params(config, seed)
-    name = "model.embed_tokens.weight"
-    norms = {key: value + 0.6 for key, value in params.items() if value.ndim == 1}
-    return params | norms | {name: params[name] * 50}
+    for name, value in params.items():
+        if name == "model.embed_tokens.weight":
+            params[name] = value * 8
+        elif value.ndim == 1:
+            size = 2.0 if name == "model.norm.weight" else 1.0
+            params[name] = jnp.asarray(size + random.normal(0, 0.3, value.shape))
+    return {name: value.astype(jnp.float32) for name, value in params.items()}
 
 
 @pytest.fixture
@@ -125,11 +133,11 @@ def test_packed_documents_do_not_see_each_other() -> None:
     documents = random_documents([150, 1, 30, 75])
     tokens = np.concatenate(documents)[None]
     segments = np.repeat(np.arange(1, 5), [len(each) for each in documents])[None]
-    packed = network.forward(params, config, tokens, segments)
-    alone = [
-        network.forward(params, config, each[None], np.ones_like(each)[None])
-        for each in documents
-    ]
+    rows = np.stack([np.resize(each, 150) for each in documents])
+    forward = jax.jit(lambda *batch: network.forward(params, config, *batch))
+    packed = forward(tokens, segments)
+    alone = forward(rows, np.ones_like(rows)).reshape(4, 150, VOCAB)
+    alone = [row[: len(each)] for row, each in zip(alone, documents, strict=True)]
     # Rotary angles differ with the position in the row, hence not to the last bit.
     np.testing.assert_allclose(packed, np.concatenate(alone), atol=2e-3)
 
@@ -155,7 +163,7 @@ class CountingRows:
 
 
 def train_micro(state: Path, rows: CountingRows, **changes: Any) -> None:
-    config = micro_config()
+    config = micro_config(num_hidden_layers=1)
     training.train(
         lambda params, *batch: training.text_loss(params, config, *batch),
         state,
@@ -166,8 +174,8 @@ def train_micro(state: Path, rows: CountingRows, **changes: Any) -> None:
 
 
 def test_loss_falls(tmp_path: Path) -> None:
-    config = micro_config()
-    train_micro(tmp_path / "micro.safetensors", CountingRows())
+    config = micro_config(num_hidden_layers=1)
+    train_micro(tmp_path / "micro.safetensors", CountingRows(), rate=0.06)
     params, _, step = training.load_state(tmp_path / "micro.safetensors")
     assert step == 15
     batch = CountingRows().batch(4)
@@ -227,11 +235,11 @@ def test_rows_hold_the_prompts_and_end_documents_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sample, "MAX_NEW", 9)
-    # The model loves one token after another; here that token ends a document.
     config, prompts = micro_config(), micro_prompts(4, 40)
     write = sample.writer(config, mix=decode.Mix(2, 1, 1), length=256)
     rows = write(lively_params(config), prompts, jax.random.key(0))
     rows = jax.tree.map(np.asarray, rows)
+    num_stopped = 0
     for row in range(4):
         for segment in range(1, int(rows["segments"][row, -1])):  # the last may be cut
             here = rows["segments"][row] == segment
@@ -245,6 +253,8 @@ def test_rows_hold_the_prompts_and_end_documents_in_time(
             stops = [token in (1, 107) for token in document[size:]]
             assert True not in stops[:-1]
             assert len(stops) == 9 or stops[-1]
+            num_stopped += len(stops) < 9
+    assert num_stopped > 0
 
 
 def test_nucleus_keeps_the_smallest_set_that_is_heavy_enough() -> None:
@@ -343,8 +353,14 @@ def test_exported_folder_gives_the_same_logits_in_transformers(tmp_path: Path) -
     tokenizer = tmp_path / "tokenizer.model"
     tokenizer.write_bytes(b"")
     config = micro_config()
-    export.write_model(tmp_path / "pair", lively_params(config), config, tokenizer)
-    params, config = export.read_model(tmp_path / "pair")
+    params = lively_params(config)
+    export.write_model(tmp_path / "pair", params, config, tokenizer)
+    params = decode.narrow(params)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        export.read_model(tmp_path / "pair"),
+        (params, config),
+    )
     (tokens,) = [np.stack(random_documents([40, 40]))]
     ours = network.forward(params, config, tokens, np.ones_like(tokens))
     model = transformers.Gemma2ForCausalLM.from_pretrained(

@@ -15,6 +15,11 @@ from jaxspec.program.region import join, make_region
 
 Pages = tuple[Array, ...]
 
+# A shallow draft's loop is unrolled: XLA:CPU has no bf16 gather, converts the embedding
+# to float32 instead, and would hoist the whole table's conversion out of the loop into
+# every round. Deep drafts keep the loop, which compiles several times faster.
+MAX_UNROLLED_LAYERS = 4
+
 
 def feed_prompt(model: Gemma2, pages: Pages, tiles: TokenBatch) -> Pages:
     """Bring the draft's pages up to date with prompt tiles; nothing is proposed."""
@@ -70,7 +75,12 @@ def propose(
         return (token, pages), (token, probs)
 
     steps = jnp.arange(1, num_draft_tokens, dtype=jnp.int32)
-    (_, pages), (tokens, rest) = jax.lax.scan(extend, (token, pages), steps)
+    (_, pages), (tokens, rest) = jax.lax.scan(
+        extend,
+        (token, pages),
+        steps,
+        unroll=model.config.num_layers <= MAX_UNROLLED_LAYERS,
+    )
     tokens = jnp.concatenate([token[None], tokens]).T
     probs = jnp.concatenate([probs[None], rest]).transpose(1, 0, 2)
     parent = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None] - 1
