@@ -209,7 +209,7 @@ class SpeculativeConfig:
             f"at {MAX_DRAFT_TOKENS}; to decode without drafts, name no draft model.",
         )
         choices = {
-            "rejection_sample_method": ("standard", "block"),
+            "rejection_sample_method": ("standard", "block", "coupled"),
             "draft_sample_method": ("probabilistic", "greedy"),
         }
         for name, allowed in choices.items():

@@ -4,6 +4,8 @@ The target's tensor parallelism spans `replica x model`, the draft's only `model
 that a draft can have fewer shards than the target on the same devices.
 """
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -21,7 +23,7 @@ DRAFT_MESH_AXES = ("model",)
 def make_mesh(
     tensor_parallel_size: int,
     draft_tensor_parallel_size: int | None = None,
-    devices: list[jax.Device] | None = None,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> Mesh:
     """A mesh of `tensor_parallel_size` devices, factored for the draft's shards.
 

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
 from jaxspec.config import ModelConfig
 from jaxspec.models.batch import Region, TokenBatch
 from jaxspec.models.gemma2 import init_kv_pages
 from jaxspec.models.weights import Params, bind, load_params
 from jaxspec.sharding import make_mesh
-from transformers import Gemma2Config, Gemma2ForCausalLM
 
 TINY = dict(
     vocab_size=96,
@@ -41,7 +42,8 @@ def make_hf_model(seed: int = 0, sharpness: float = 3.0, **changes: Any) -> Any:
         sharpness: Multiplies the matrices. HuggingFace's 0.02 leaves scores near
             zero, where neither a soft-cap nor a window changes anything.
     """
-    config = Gemma2Config(**(TINY | changes), attn_implementation="eager")
+    given: dict[str, Any] = TINY | changes | {"attn_implementation": "eager"}
+    config = Gemma2Config(**given)
     torch.manual_seed(seed)
     model = Gemma2ForCausalLM(config).float().eval()
     with torch.no_grad():

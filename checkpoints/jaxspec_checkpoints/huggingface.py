@@ -22,18 +22,22 @@ def read_tensors(folder: str | Path) -> Iterator[tuple[str, np.ndarray]]:
     for path in _files(Path(folder)):
         try:
             with safe_open(path, framework="numpy") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (no mapping)
+                for name in tensors.keys():
                     yield name, tensors.get_tensor(name)
         except SafetensorError as error:
-            raise CheckpointError(f"{path} is no readable safetensors file: {error}")
+            message = f"{path} is no readable safetensors file: {error}"
+            raise CheckpointError(message) from error
 
 
 def _files(folder: Path) -> list[Path]:
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]
     if not index.is_file():
-        found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        found = (
+            sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        )
         raise CheckpointError(
             f"{folder} has neither model.safetensors nor {index.name}; "
             f"found: {', '.join(found) or 'nothing'}"

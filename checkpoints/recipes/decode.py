@@ -102,10 +102,11 @@ def _attend(
     scores = jnp.where(mask[:, None, None], jnp.tanh(scores / cap) * cap, -1e30)
     weights = jax.nn.softmax(scores, axis=-1)
     parts = jnp.split(weights, len(blocks), axis=-1)
-    return sum(
+    mixed = [
         jnp.einsum("rkgs,rksd->rkgd", part, value)
         for part, (_, value) in zip(parts, blocks, strict=True)
-    )
+    ]
+    return functools.reduce(jnp.add, mixed)
 
 
 def _logits(

@@ -72,6 +72,8 @@ def write_model(
         for name, value in params.items()
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    # Safetensors makes the file readable by its owner alone.
+    (folder / "model.safetensors").chmod(0o644)
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", GENERATION_CONFIG)
     write_json(folder / "tokenizer_config.json", TOKENIZER_CONFIG)

@@ -87,7 +87,8 @@ def init_params(config: dict[str, Any], seed: int) -> Params:
         for norm in ("input", "pre_feedforward"):
             params[name + f"{norm}_layernorm.weight"] = jnp.zeros(model)
         for norm in ("post_attention", "post_feedforward"):
-            params[name + f"{norm}_layernorm.weight"] = jnp.full(model, -0.7, jnp.float32)
+            damped = jnp.full(model, -0.7, jnp.float32)
+            params[name + f"{norm}_layernorm.weight"] = damped
     return params
 
 

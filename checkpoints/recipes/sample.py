@@ -89,7 +89,10 @@ def queue(
 
 def save_shard(path: Path, arrays: dict[str, Any]) -> None:
     partial = path.with_suffix(".partial.npz")
-    np.savez(partial, **{name: np.asarray(value) for name, value in arrays.items()})
+    on_host: dict[str, Any] = {
+        name: np.asarray(value) for name, value in arrays.items()
+    }
+    np.savez(partial, **on_host)
     partial.replace(path)
 
 

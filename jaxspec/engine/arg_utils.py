@@ -5,6 +5,7 @@ Knows nothing about devices: no default depends on one.
 
 import difflib
 import math
+import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -97,7 +98,8 @@ class EngineArgs:
             `max_num_seqs` full sequences, at most 512 MiB, never less than one.
         generation_config: "auto" reads the model's recommended sampling parameters,
             "vllm" reads none, anything else is the folder to read them from.
-        compilation_cache_dir: Keeps compiled programs between runs.
+        compilation_cache_dir: Keeps compiled programs between runs; "auto" is
+            `jaxspec` in the user's cache folder, None keeps none.
     """
 
     model: str
@@ -115,7 +117,7 @@ class EngineArgs:
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None
     disable_log_stats: bool = False
-    compilation_cache_dir: str | None = None
+    compilation_cache_dir: str | None = "auto"
 
     # Speculation, three generations of it; see `jaxspec.engine.speculative_args`.
     speculative_config: dict[str, Any] | None = None
@@ -250,7 +252,7 @@ class EngineArgs:
             load_format=self.load_format,
             generation_defaults=_generation_defaults(self, folder),
             disable_log_stats=self.disable_log_stats,
-            compilation_cache_dir=self.compilation_cache_dir,
+            compilation_cache_dir=_cache_dir(self.compilation_cache_dir),
         )
 
 
@@ -363,3 +365,11 @@ def _generation_defaults(args: EngineArgs, folder: Path) -> dict[str, Any]:
         for theirs, ours in _GENERATION_NAMES.items()
         if stored.get(theirs) is not None
     }
+
+
+def _cache_dir(given: str | None) -> str | None:
+    if given != "auto":
+        return given
+    # The XDG base directory specification's variable and default.
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return str(Path(caches) / "jaxspec")

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from jaxspec_checkpoints import read_tensors
 
 from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.engine.arg_utils import EngineArgs
@@ -34,6 +33,7 @@ from jaxspec.program.plan import RULES
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams, check_supported
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
 from jaxspec.tokenizer import Tokenizer
+from jaxspec_checkpoints import read_tensors
 
 
 class LLMEngine:

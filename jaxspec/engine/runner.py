@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxspec_kernels import storage_dtype
 
 from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.models.gemma2 import init_kv_pages
@@ -29,6 +28,7 @@ from jaxspec.sharding import (
     named_sharding,
     replicated,
 )
+from jaxspec_kernels import storage_dtype
 
 _log = logging.getLogger(__name__)
 
@@ -80,9 +80,7 @@ class Runner:
                 model.head_dim,
             )
             names = ("page", None, "kv_head", None)
-            placement = named_sharding(
-                self.mesh, names, shape, unit=2, mesh_axes=axes
-            )
+            placement = named_sharding(self.mesh, names, shape, unit=2, mesh_axes=axes)
             platform = self.mesh.devices.flat[0].platform
             dtype = storage_dtype(params["embedding"].dtype, platform)
             zeros = init_kv_pages(
@@ -159,7 +157,7 @@ def use_compilation_cache(folder: str | None) -> None:
 
     A cache that the user has configured for jax is left alone.
     """
-    if jax.config.jax_compilation_cache_dir or folder is None:
+    if jax.config.values["jax_compilation_cache_dir"] or folder is None:
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", folder)

@@ -9,16 +9,15 @@ residual stream, norms, attention statistics and logits are float32.
 """
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxspec_kernels import paged_attention, write_kv_pages
 from jaxtyping import Array, Float, Int, Num
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.batch import TokenBatch
+from jaxspec_kernels import paged_attention, write_kv_pages
 
 # XLA:CPU's bf16 kernel wants two rows, and from four rows on a row's result no longer
 # depends on how many there are: plain decoding then equals verification bit for bit.
@@ -196,11 +195,12 @@ class Layer(nnx.Module):
         self.epsilon = config.rms_norm_eps
         self.attention = Attention(config, layer, dtype, rngs)
         self.feed_forward = FeedForward(config, dtype, rngs)
-        model: Callable[[], nnx.Param] = lambda: _parameter(
-            (config.hidden_size,), ("model",), dtype, rngs
-        )
-        self.input_norm, self.post_attention_norm = model(), model()
-        self.pre_feed_forward_norm, self.post_feed_forward_norm = model(), model()
+
+        def norm() -> nnx.Param:
+            return _parameter((config.hidden_size,), ("model",), dtype, rngs)
+
+        self.input_norm, self.post_attention_norm = norm(), norm()
+        self.pre_feed_forward_norm, self.post_feed_forward_norm = norm(), norm()
 
     def __call__(
         self,
@@ -252,9 +252,7 @@ class Gemma2(nnx.Module):
         normed = rms_norm(stream, self.final_norm[...], config.rms_norm_eps)
         return normed[: batch.tokens.shape[0]], tuple(updated)
 
-    def logits(
-        self, hidden: Float[Array, "row model"]
-    ) -> Float[Array, "row vocab"]:
+    def logits(self, hidden: Float[Array, "row model"]) -> Float[Array, "row vocab"]:
         """Soft-capped float32 logits of normalised rows, through the tied embedding."""
         rows = hidden.shape[0]
         padded = jnp.pad(hidden, ((0, max(0, MIN_ROWS - rows)), (0, 0)))

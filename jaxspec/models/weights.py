@@ -34,6 +34,7 @@ _LAYER_NAMES: dict[str, tuple[tuple[str, ...], int | None]] = {
 }
 
 Params = dict[str, Any]
+ParamPath = tuple[Any, ...]  # names, and the number of a layer
 
 
 def abstract_model(config: ModelConfig, dtype: jnp.dtype) -> tuple[Any, Any]:
@@ -42,7 +43,7 @@ def abstract_model(config: ModelConfig, dtype: jnp.dtype) -> tuple[Any, Any]:
     return nnx.split(model)
 
 
-def param_path(name: str) -> tuple[tuple[str | int, ...], int | None]:
+def param_path(name: str) -> tuple[ParamPath, int | None]:
     """Where the canonical tensor `name` goes: parameter path, index if it is fused."""
     if name == "model.embed_tokens.weight":
         return ("embedding",), None
@@ -72,7 +73,7 @@ def load_params(
     """
     _, state = abstract_model(config, dtype)
     declared = dict(nnx.to_flat_state(state))
-    parts: dict[tuple[str | int, ...], dict[int | None, np.ndarray]] = {}
+    parts: dict[ParamPath, dict[int | None, np.ndarray]] = {}
     for name, tensor in tensors:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue  # a copy of the embedding, written by some exporters
@@ -131,9 +132,7 @@ def random_params(
     return nest(placed)
 
 
-def _placement(
-    variable: Any, mesh: Mesh, mesh_axes: tuple[str, ...]
-) -> NamedSharding:
+def _placement(variable: Any, mesh: Mesh, mesh_axes: tuple[str, ...]) -> NamedSharding:
     declared = variable.get_metadata()
     return named_sharding(
         mesh,
@@ -144,7 +143,7 @@ def _placement(
     )
 
 
-def nest(flat: dict[tuple[str | int, ...], jax.Array]) -> Params:
+def nest(flat: dict[ParamPath, jax.Array]) -> Params:
     """Flat paths to nested dicts: a tree that jax flattens in C++."""
     tree: Params = {}
     for path, value in flat.items():

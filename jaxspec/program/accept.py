@@ -81,8 +81,8 @@ def _reject(
             proposal.probs,
             target_probs,
             num_draft,
-            accept_uniform,
-            sample_uniform,
+            accept_uniform=accept_uniform,
+            sample_uniform=sample_uniform,
         )
 
     is_block = active.rule == BLOCK

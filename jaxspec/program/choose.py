@@ -32,6 +32,7 @@ def choose_token(
         active: One entry per row of `logits`.
         role: Which uniform an uncoupled row uses. Coupled rows always race with the
             `SAMPLE` noise, whoever draws.
+
     Returns:
         Probabilities are zeros in a batch without sampled rows.
     """

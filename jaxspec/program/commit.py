@@ -14,7 +14,7 @@ class Emitted(NamedTuple):
     """Tokens that a round added, after EOS, stop ids and length limits."""
 
     tokens: Int[Array, "seq width"]
-    count: Int[Array, " seq"]
+    num_emitted: Int[Array, " seq"]
     is_done: Bool[Array, " seq"]
 
 
@@ -45,10 +45,10 @@ def append(rows: Rows, active: Active, emitted: Emitted) -> Rows:
     num_rows, max_len = rows.history.shape
     offset = jnp.arange(width, dtype=jnp.int32)[None]
     position = active.num_tokens[:, None] + offset
-    position = jnp.where(offset < emitted.count[:, None], position, max_len)
+    position = jnp.where(offset < emitted.num_emitted[:, None], position, max_len)
     row = jnp.where(active.is_active, active.row, num_rows)
     history = rows.history.at[row[:, None], position].set(emitted.tokens, mode="drop")
-    total = active.num_tokens + emitted.count
+    total = active.num_tokens + emitted.num_emitted
     return dataclasses.replace(
         rows,
         history=history,

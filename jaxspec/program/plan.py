@@ -4,6 +4,8 @@ Owns the layout of that vector, so that a launch costs one host-to-device copy. 
 numpy: the engine imports this without importing jax.
 """
 
+import itertools
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -163,56 +165,63 @@ class PlanLayout:
     @cached_property
     def offsets(self) -> dict[str, int]:
         """Start of every field in the vector."""
-        ends = np.cumsum([0, *(int(np.prod(s)) for s in self.fields.values())])
-        return dict(zip(self.fields, (int(end) for end in ends), strict=False))
+        sizes = [math.prod(shape) for shape in self.fields.values()]
+        ends = itertools.accumulate(sizes, initial=0)
+        return dict(zip(self.fields, ends, strict=False))
 
     @cached_property
     def size(self) -> int:
         """Length of the vector."""
-        return sum(int(np.prod(shape)) for shape in self.fields.values())
+        return sum(math.prod(shape) for shape in self.fields.values())
+
+    @cached_property
+    def _empty(self) -> np.ndarray:
+        """The plan in which every entry is a pad."""
+        vector = np.zeros(self.size, np.int32)
+        for name in ("decode_row", "tile_row", "admit_row", "page_update"):
+            start = self.offsets[name]
+            stop = start + math.prod(self.fields[name])
+            vector[start:stop] = self.pool.num_rows
+        return vector
 
     def pack(self, plan: StepPlan) -> np.ndarray:
         """Write a plan into a fresh vector; absent entries are pads."""
-        vector = np.zeros(self.size, np.int32)
-        view = {
-            name: vector[start : start + int(np.prod(shape))].reshape(shape)
-            for (name, shape), start in zip(
-                self.fields.items(), self.offsets.values(), strict=True
-            )
-        }
-        pad_row = self.pool.num_rows
-        for name in ("decode_row", "tile_row", "admit_row"):
-            view[name].fill(pad_row)
-        view["page_update"].fill(pad_row)
+        vector, at = self._empty.copy(), self.offsets
         for index, (row, draft) in enumerate(plan.decode):
-            view["decode_row"][index] = row
-            view["decode_draft"][index] = draft
-        if plan.pages:
-            view["page_update"][:, : len(plan.pages)] = np.array(plan.pages).T
+            vector[at["decode_row"] + index] = row
+            vector[at["decode_draft"] + index] = draft
+        count = self.max_page_updates
+        assert len(plan.pages) <= count, f"{len(plan.pages)} page updates over {count}"
+        for index, update in enumerate(plan.pages):
+            for part, value in enumerate(update):
+                vector[at["page_update"] + part * count + index] = value
         for index, tile in enumerate(plan.tiles):
-            count = len(tile.tokens)
-            view["tile_tokens"][index, TILE - count :] = tile.tokens
-            view["tile_row"][index] = tile.row
-            view["tile_start"][index] = tile.start
-            view["tile_len"][index] = count
-            view["tile_is_last"][index] = tile.is_last
-            view["tile_is_draft_only"][index] = tile.is_draft_only
+            stop = at["tile_tokens"] + (index + 1) * TILE
+            vector[stop - len(tile.tokens) : stop] = tile.tokens
+            vector[at["tile_row"] + index] = tile.row
+            vector[at["tile_start"] + index] = tile.start
+            vector[at["tile_len"] + index] = len(tile.tokens)
+            vector[at["tile_is_last"] + index] = tile.is_last
+            vector[at["tile_is_draft_only"] + index] = tile.is_draft_only
         for index, admission in enumerate(plan.admissions):
-            _write_admission(view, index, admission)
+            self._pack_admission(vector, index, admission)
         return vector
 
-
-def _write_admission(
-    view: dict[str, np.ndarray], index: int, admission: Admission
-) -> None:
-    for name in ("row", "min_total", "max_total", "top_k", "rule"):
-        view[f"admit_{name}"][index] = getattr(admission, name)
-    for name in ("temperature", "top_p", "min_p"):
-        bits = np.float32(getattr(admission, name)).view(np.int32)
-        view[f"admit_{name}"][index] = bits
-    view["admit_seed"][index] = np.array(admission.seed, np.uint32).view(np.int32)
-    view["admit_stop_ids"][index] = NO_TOKEN
-    view["admit_stop_ids"][index, : len(admission.stop_ids)] = admission.stop_ids
+    def _pack_admission(
+        self, vector: np.ndarray, index: int, admission: Admission
+    ) -> None:
+        at = self.offsets
+        for name in ("row", "min_total", "max_total", "top_k", "rule"):
+            vector[at[f"admit_{name}"] + index] = getattr(admission, name)
+        for name in ("temperature", "top_p", "min_p"):
+            bits = np.float32(getattr(admission, name)).view(np.int32)
+            vector[at[f"admit_{name}"] + index] = bits
+        start = at["admit_seed"] + 2 * index
+        seed = np.array(admission.seed, np.uint32)
+        vector[start : start + 2] = seed.view(np.int32)
+        start = at["admit_stop_ids"] + MAX_STOP_IDS * index
+        vector[start : start + MAX_STOP_IDS] = NO_TOKEN
+        vector[start : start + len(admission.stop_ids)] = admission.stop_ids
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,9 +78,7 @@ def _filter(
         )
         return jnp.where(top_k <= count, kth, searched)
 
-    above_k = jax.lax.cond(
-        (is_k_row & (top_k > count)).any(), threshold_k, lambda: kth
-    )
+    above_k = jax.lax.cond((is_k_row & (top_k > count)).any(), threshold_k, lambda: kth)
     above_k = jnp.where(is_k_row, above_k, 0.0)
     kept = jnp.where(weights >= above_k[:, None], weights, 0.0)
     wanted = top_p * kept.sum(axis=-1)
@@ -96,9 +94,7 @@ def _filter(
         searched = _search(kept, lambda mass, _: mass >= wanted, counts=False)
         return jnp.where(is_covered, among, searched)
 
-    above_p = jax.lax.cond(
-        (is_p_row & ~is_covered).any(), threshold_p, lambda: among
-    )
+    above_p = jax.lax.cond((is_p_row & ~is_covered).any(), threshold_p, lambda: among)
     above = jnp.maximum(above_k, jnp.where(is_p_row, above_p, 0.0))
     kept = jnp.where(kept >= above[:, None], kept, 0.0)
     return jnp.where(kept >= min_p[:, None], kept, 0.0)

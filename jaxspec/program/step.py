@@ -62,47 +62,46 @@ def speculative_step(
 
     Args:
         plan: `PlanLayout.pack` of this shape.
+
     Returns:
         The new state, and what `StepResult.unpack` reads.
     """
     pool = config.pool
-    layout = PlanLayout(shape, pool)
-    fields = unpack(plan, layout)
+    fields = unpack(plan, PlanLayout(shape, pool))
     tiles = read_tiles(fields)
     rows = apply_plan(state.rows, fields, tiles, pool)
     active = gather(rows, fields["decode_row"])
-    num_draft = fields["decode_draft"]
 
     proposal, draft_pages = _propose(
-        draft_params, state.draft_pages, active, rows, tiles, config, shape
+        draft_params,
+        state.draft_pages,
+        active,
+        rows,
+        tiles,
+        config=config,
+        shape=shape,
     )
     target = bind(config.target, target_params)
     known = active.last_tokens[:, 1:]
-    round_tokens = known if proposal is None else _beside(known, proposal.tokens)
+    drafts = known[:, :0] if proposal is None else proposal.tokens
+    round_tokens = jnp.concatenate([known, drafts], axis=1)
     seqs, width = round_tokens.shape
     is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
-    batch = make_region(
-        round_tokens,
-        active.num_tokens + width - 1,
-        active.page_table,
-        is_written,
-        pool,
-    )
-    batches = [batch]
+    kv_len = active.num_tokens + width - 1
+    batches = [make_region(round_tokens, kv_len, active.page_table, is_written, pool)]
     if shape.chunk:
         batches.append(_tile_batch(rows, tiles, pool, is_draft=False))
     hidden, target_pages = target.hidden(join(batches), state.target_pages)
     logits, tile_logits = _logits(target, hidden, seqs * width)
 
-    verdict = _verdict(proposal, logits, num_draft, active)
-    drafts = known[:, :0] if proposal is None else proposal.tokens
+    verdict = _verdict(proposal, logits, fields["decode_draft"], active)
     tokens = _place_next(drafts, verdict)
     emitted = truncate(tokens, verdict.num_accepted + 1, active)
     rows = append(rows, active, emitted)
     result = [_pack_result(emitted, verdict)]
     if shape.chunk:
         rows, first = _finish_prompts(rows, tiles, tile_logits)
-        result.append(jnp.stack([first.tokens[:, 0], first.is_done], axis=1))
+        result.append(_pack_first(first))
     state = EngineState(rows=rows, target_pages=target_pages, draft_pages=draft_pages)
     return state, jnp.concatenate([part.reshape(-1) for part in result])
 
@@ -113,6 +112,7 @@ def _propose(
     active: Active,
     rows: Rows,
     tiles: Tiles,
+    *,
     config: ProgramConfig,
     shape: StepShape,
 ) -> tuple[Proposal | None, tuple[Array, ...]]:
@@ -167,14 +167,8 @@ def _verdict(
     if proposal is not None:
         return accept(proposal, logits, num_draft, active)
     logits = forbid_early_stop(logits, active.num_tokens, active)
-    token, _ = choose_token(
-        logits, active.num_tokens, active, role=randomness.SAMPLE
-    )
+    token, _ = choose_token(logits, active.num_tokens, active, role=randomness.SAMPLE)
     return Verdict(jnp.zeros_like(token), token)
-
-
-def _beside(known: Array, drafts: Array) -> Int[Array, "seq width"]:
-    return jnp.concatenate([known, drafts], axis=1)
 
 
 def _place_next(drafts: Array, verdict: Verdict) -> Int[Array, "seq width"]:
@@ -187,9 +181,15 @@ def _place_next(drafts: Array, verdict: Verdict) -> Int[Array, "seq width"]:
 
 def _pack_result(emitted: Emitted, verdict: Verdict) -> Int[Array, "seq field"]:
     # A sequence that ends inside an accepted run keeps only the drafts before the end.
-    accepted = jnp.minimum(verdict.num_accepted, emitted.count)
-    columns = jnp.stack([emitted.count, accepted, emitted.is_done], axis=1)
+    accepted = jnp.minimum(verdict.num_accepted, emitted.num_emitted)
+    is_done = emitted.is_done.astype(jnp.int32)
+    columns = jnp.stack([emitted.num_emitted, accepted, is_done], axis=1)
     return jnp.concatenate([emitted.tokens, columns], axis=1)
+
+
+def _pack_first(first: Emitted) -> Int[Array, "tile 2"]:
+    is_done = first.is_done.astype(jnp.int32)
+    return jnp.stack([first.tokens[:, 0], is_done], axis=1)
 
 
 def _finish_prompts(
@@ -200,9 +200,7 @@ def _finish_prompts(
     row = jnp.where(tiles.is_last, tiles.row, num_rows)
     active = gather(rows, row, num_tokens=tiles.start + tiles.length)
     logits = forbid_early_stop(logits, active.num_tokens, active)
-    token, _ = choose_token(
-        logits, active.num_tokens, active, role=randomness.SAMPLE
-    )
+    token, _ = choose_token(logits, active.num_tokens, active, role=randomness.SAMPLE)
     emitted = truncate(token[:, None], jnp.ones_like(token), active)
     return append(rows, active, emitted), emitted
 
@@ -238,5 +236,3 @@ def compile_step(
         run, donate_argnums=(2,), out_shardings=(placement, replicated(mesh))
     )
     return step.lower(*abstract, plan).compile()
-
-

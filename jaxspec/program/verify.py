@@ -44,6 +44,7 @@ def verify_standard(
     draft_probs: Float[Array, "seq draft vocab"],
     target_probs: Float[Array, "seq draft+1 vocab"],
     num_draft: Int[Array, " seq"],
+    *,
     accept_uniform: Float[Array, "seq draft"],
     sample_uniform: Float[Array, " seq"],
 ) -> Verdict:
@@ -76,6 +77,7 @@ def verify_block(
     draft_probs: Float[Array, "seq draft vocab"],
     target_probs: Float[Array, "seq draft+1 vocab"],
     num_draft: Int[Array, " seq"],
+    *,
     accept_uniform: Float[Array, "seq draft"],
     sample_uniform: Float[Array, " seq"],
 ) -> Verdict:
@@ -130,7 +132,8 @@ def residual_weights(
     """Weights of the token after the accepted prefix (they do not sum to 1).
 
     max(scale * target - draft, 0) at a rejection, the target itself after the last
-    draft. Where rounding leaves nothing (target equals draft, yet rejected), the target.
+    draft. Where rounding leaves nothing (target equals draft, yet rejected), the
+    target.
     """
     target = _pick_row(target_probs, num_accepted)
     last = draft_probs.shape[1] - 1

@@ -1,8 +1,8 @@
 """Pages that hold bfloat16 values as bits.
 
-XLA:CPU has no bf16 gather or scatter: it converts the whole operand to float32 and back,
-every page of the pool on every call, and a bitcast of the pool is a copy too. A pool
-of uint16 is read and written in place; only the rows that are touched are bitcast.
+XLA:CPU has no bf16 gather or scatter: it converts the whole operand to float32 and
+back, every page of the pool on every call, and a bitcast of the pool is a copy too. A
+pool of uint16 is read and written in place; only the rows that are touched are bitcast.
 """
 
 import jax

@@ -28,6 +28,7 @@ def choose(
     Args:
         available: The implementations that exist, by name; always has `reference`.
         implementation: A name from `IMPLEMENTATIONS`, or None for the best available.
+
     Raises:
         ValueError: `implementation` is not a name from `IMPLEMENTATIONS`.
         NotImplementedError: the named implementation does not exist for the operation.

@@ -86,4 +86,3 @@ def propose(
     parent = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None] - 1
     parent = jnp.broadcast_to(parent, tokens.shape)
     return Proposal(tokens, parent, probs), pages
-

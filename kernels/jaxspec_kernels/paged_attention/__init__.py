@@ -45,8 +45,10 @@ def paged_attention(
             included; None is the causal chain. Depth, and so the window, counts
             ancestors.
         implementation: A name to force; None takes the best for the platform.
+
     Returns:
         In the query's type.
+
     References: Kwon et al. 2023, arXiv:2309.06180 (pages); Gemma Team 2024,
         arXiv:2408.00118 (soft-capping, alternating windows).
     """

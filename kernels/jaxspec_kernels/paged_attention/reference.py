@@ -83,9 +83,7 @@ def paged_attention(
         jnp.zeros(column, jnp.float32),
         jnp.zeros((seqs, kv_heads, queries * group, head_dim), jnp.float32),
     )
-    _, _, total, mixed = jax.lax.while_loop(
-        lambda carry: carry[0] < last, visit, start
-    )
+    _, _, total, mixed = jax.lax.while_loop(lambda carry: carry[0] < last, visit, start)
     mixed = mixed / jnp.where(total > 0, total, 1.0)
     mixed = mixed.reshape(seqs, kv_heads, queries, group, head_dim)
     mixed = mixed.transpose(0, 2, 1, 3, 4).reshape(query.shape)

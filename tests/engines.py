@@ -1,0 +1,180 @@
+"""Whole engines over random HuggingFace models, small enough to compile in seconds."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.runner import Runner, build_mesh
+from jaxspec.models.weights import load_params
+from jaxspec.outputs import RequestOutput
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
+from jaxspec.tokenizer import Tokenizer
+
+from tests.oracles import hf_tensors, make_hf_model, model_config
+
+MICRO = dict(
+    vocab_size=16,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    query_pre_attn_scalar=8,
+    sliding_window=8,
+)
+
+# Draft layers that leave the residual stream nearly alone; see `make_draft_of`.
+FAINT = 0.05
+
+FIRST_CHARACTER = ord("!")
+
+
+class StubTokenizer(Tokenizer):
+    """Token i is the printable character `!` + i, so that stop strings work."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+        self.pad_token_id, self.eos_token_id, self.bos_token_id = 0, 1, 2
+        self.unk_token_id = 3
+        self.has_turns = False
+        self.all_special_ids = []
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(character) - FIRST_CHARACTER for character in text]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(FIRST_CHARACTER + token) for token in ids)
+
+
+def make_engine(
+    target: Any,
+    draft: Any = None,
+    *,
+    num_draft_tokens: int = 0,
+    max_num_seqs: int = 8,
+    page_size: int = 4,
+    num_pages: int = 256,
+    max_model_len: int = 128,
+    rule: str = "standard",
+    seed: int = 0,
+    disable_by_batch_size: int | None = None,
+    max_num_batched_tokens: int = 64,
+    dtype: str = "float32",
+    draft_sample_method: str = "probabilistic",
+) -> LLMEngine:
+    """An engine over HuggingFace models; without a draft it decodes plainly."""
+    assert (draft is None) == (num_draft_tokens == 0)
+    speculative = None
+    if draft is not None:
+        speculative = SpeculativeConfig(
+            model="draft",
+            num_speculative_tokens=num_draft_tokens,
+            rejection_sample_method=rule,
+            draft_sample_method=draft_sample_method,
+            disable_by_batch_size=disable_by_batch_size,
+        )
+    config = EngineConfig(
+        model="target",
+        tokenizer="stub",
+        served_model_name="target",
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        page_size=page_size,
+        num_pages=num_pages,
+        seed=seed,
+        tensor_parallel_size=1,
+        model_config=model_config(target),
+        speculative=speculative,
+        draft_model_config=None if draft is None else model_config(draft),
+    )
+    mesh = build_mesh(config)
+
+    def load(model: Any, axes: tuple[str, ...]) -> Any:
+        tensors = hf_tensors(model)
+        return load_params(
+            model_config(model),
+            tensors,
+            dtype=jnp.dtype(dtype),
+            mesh=mesh,
+            mesh_axes=axes,
+        )
+
+    draft_params = None if draft is None else load(draft, DRAFT_MESH_AXES)
+    runner = Runner(config, mesh, load(target, TARGET_MESH_AXES), draft_params)
+    return _over(config, runner)
+
+
+def with_settings(engine: LLMEngine, *, seed: int = 0, **speculative: Any) -> LLMEngine:
+    """A fresh engine over an idle one's runner: nothing is compiled again.
+
+    Args:
+        speculative: Changed fields of `SpeculativeConfig` that no executable depends
+            on: the rule, the batch size above which nothing is drafted.
+    """
+    assert not engine.has_unfinished_requests()
+    changed = engine.config.speculative
+    if speculative:
+        assert changed is not None
+        assert "draft_sample_method" not in speculative
+        changed = dataclasses.replace(changed, **speculative)
+    config = dataclasses.replace(engine.config, seed=seed, speculative=changed)
+    return _over(config, engine.runner)
+
+
+def _over(config: EngineConfig, runner: Runner) -> LLMEngine:
+    tokenizer = StubTokenizer(config.model_config.vocab_size)
+    return LLMEngine(config, runner=runner, tokenizer=tokenizer)
+
+
+def generate(
+    engine: LLMEngine,
+    prompts: list[list[int]],
+    params: SamplingParams | list[SamplingParams],
+) -> list[RequestOutput]:
+    """Run requests to their ends; outputs in the order of the prompts."""
+    listed = params if isinstance(params, list) else [params] * len(prompts)
+    for index, (prompt, own) in enumerate(zip(prompts, listed, strict=True)):
+        engine.add_request(str(index), prompt, own)
+    finished = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = output
+    return [finished[str(index)] for index in range(len(prompts))]
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    """The generated ids of each output."""
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def make_micro(seed: int = 0, **changes: Any) -> Any:
+    """A two-layer target of 16 tokens whose distributions are neither flat nor sharp."""
+    return make_hf_model(seed=seed, **(MICRO | changes))
+
+
+def make_draft_of(target: Any, *, sign: float = 1.0) -> Any:
+    """A draft that often agrees with its target (or, with sign -1, never).
+
+    It is the target with the later layers' contributions dimmed, so it shares the
+    embedding; `sign` turns the logits round through the final norm.
+    """
+    sizes = target.config.to_dict()
+    changes = {name: sizes[name] for name in (*MICRO, "final_logit_softcapping")}
+    draft = make_hf_model(**changes)
+    draft.load_state_dict(target.state_dict())
+    with torch.no_grad():
+        last = draft.model.layers[-1]
+        # Gemma's norms scale by 1 + weight.
+        for norm in (last.post_attention_layernorm, last.post_feedforward_layernorm):
+            norm.weight.copy_((1 + norm.weight) * FAINT - 1)
+        norm = draft.model.norm
+        norm.weight.copy_(sign * (1 + norm.weight) - 1)
+    return draft
