@@ -65,9 +65,10 @@ def run(options: argparse.Namespace) -> None:
         max_num_seqs=1,
         compilation_cache_dir=options.compilation_cache_dir,
     )
+    config = args.create_engine_config()
     start = time.monotonic()
     _progress(f"Loading {options.model} and {options.speculative_model} ... ")
-    engine = LLMEngine.from_engine_args(args)
+    engine = LLMEngine(config)
     _progress(f"{time.monotonic() - start:.1f} s\n")
     try:
         prompt: Any = options.prompt
@@ -270,7 +271,7 @@ def _setting(
         how = f"temperature {params.temperature:g}, seed {params.seed}"
     return (
         f"{options.model}, {dtype} on {device.platform}, "
-        f"{options.num_speculative_tokens} drafts a round, {how}"
+        f"K = {options.num_speculative_tokens}, {how}"
     )
 
 

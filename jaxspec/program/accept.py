@@ -61,16 +61,16 @@ def accept(
 
 def _reject(
     proposal: Proposal,
-    target_probs: Float[Array, "seq draft+1 vocab"],
+    target_probs: Float[Array, "seq width vocab"],
     num_draft: Int[Array, " seq"],
     active: Active,
 ) -> Verdict:
     """Standard and block verification with the sequences' own uniforms."""
     seqs, draft = proposal.tokens.shape
-    offset = jnp.arange(draft, dtype=jnp.int32)[None]
-    position = active.num_tokens[:, None] + offset
+    index = jnp.broadcast_to(jnp.arange(draft, dtype=jnp.int32)[None], (seqs, draft))
+    start = jnp.broadcast_to(active.num_tokens[:, None], (seqs, draft))
     seed = jnp.broadcast_to(active.seed[:, None], (seqs, draft, 2))
-    accept_uniform = randomness.uniform(seed, position, randomness.ACCEPT)
+    accept_uniform = randomness.uniform(seed, start, randomness.ACCEPT, index)
     sample_uniform = randomness.uniform(
         active.seed, active.num_tokens, randomness.SAMPLE
     )

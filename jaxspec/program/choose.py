@@ -28,7 +28,8 @@ def choose_token(
     """Draw the token at `position`; returns it and the probabilities it came from.
 
     Args:
-        position: Absolute position of the token drawn; keys its random numbers.
+        position: Absolute position of the token drawn. Keys the coupled rows' noise;
+            the others' uniforms are keyed by the round's start and the distance to it.
         active: One entry per row of `logits`.
         role: Which uniform an uncoupled row uses. Coupled rows always race with the
             `SAMPLE` noise, whoever draws.
@@ -40,7 +41,8 @@ def choose_token(
 
     def draw() -> tuple[Array, Array]:
         probs = sampling.distribution(logits, active.controls)
-        uniform = randomness.uniform(active.seed, position, role)
+        start = active.num_tokens
+        uniform = randomness.uniform(active.seed, start, role, position - start)
         drawn = sampling.draw(probs, uniform)
         drawn = jax.lax.cond(
             active.is_coupled.any(),

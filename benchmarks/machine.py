@@ -1,0 +1,69 @@
+"""What a result was measured on: device, processor, versions, commit."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("jax", "jaxlib", "numpy", "torch", "transformers")
+WIDE_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+
+
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores and load; the load says whether the machine was quiet."""
+    model, features = platform.processor() or platform.machine(), []
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        lines = dict(
+            (part.strip() for part in line.split(":", 1))
+            for line in info.read_text().splitlines()
+            if ":" in line
+        )
+        model = lines.get("model name", model)
+        flags = lines.get("flags", lines.get("Features", "")).split()
+        features = [name for name in WIDE_FEATURES if name in flags]
+    return {
+        "cpu": model,
+        "cpu_features": features,
+        "cores": num_cores(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of every package that took part."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> dict[str, Any]:
+    """The commit of the checkout, and whether files differed from it."""
+    try:
+        return {
+            "commit": _git("rev-parse", "--short=12", "HEAD"),
+            "has_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": None, "has_changes": None}
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return done.stdout.strip()

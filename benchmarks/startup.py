@@ -1,0 +1,47 @@
+"""From the start of a process to its first token, without and with compiled programs.
+
+Cold: the folder of compiled programs is new and empty. Warm: the one the cold run left.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).parent / "first_token.py"
+
+
+def measure_startup(num_drafts: int, dtype: str, num_tokens: int) -> dict[str, Any]:
+    """Start the process twice; seconds and peak bytes of each."""
+    with tempfile.TemporaryDirectory() as cache:
+        arguments = ["--cache", cache, "--num-tokens", str(num_tokens)]
+        arguments += ["--num-speculative-tokens", str(num_drafts), "--dtype", dtype]
+        return {kind: _start(arguments) for kind in ("cold", "warm")}
+
+
+def _start(arguments: list[str]) -> dict[str, Any]:
+    environment = dict(os.environ)
+    # A cache that the user has set up would make the cold start warm.
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    start = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, str(SCRIPT), *arguments],
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        first = json.loads(process.stdout.readline() or "{}")
+        first_token_s = time.monotonic() - start
+        end = json.loads(process.stdout.readline() or "{}")
+    if process.returncode or first.get("event") != "first_token":
+        raise RuntimeError(f"{SCRIPT.name} ended with code {process.returncode}")
+    return {
+        "first_token_s": first_token_s,
+        "process_s": time.monotonic() - start,
+        "peak_bytes": end["peak_bytes"],
+    }

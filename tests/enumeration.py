@@ -1,0 +1,340 @@
+"""The exact law of one verification round, by running the rule on every outcome.
+
+A case is a pair of random processes over a few tokens whose probabilities depend on the
+whole path. Every draft path is fed to the real rule, with uniforms just below and just
+above each threshold of a float64 oracle; weights come from the oracle, decisions from
+the rule. So a threshold that is off by more than the margin changes the law.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+VOCAB, DRAFTS = 4, 3
+# Probabilities are multiples of this, so that float32 holds them and their sums exactly.
+GRAIN = 2.0**-12
+# Distance of the uniforms from a threshold: a few float32 roundings.
+MARGIN = 2.0**-22
+LARGEST_UNIFORM = 1 - 2.0**-24
+
+KINDS = (
+    "dense",
+    "sparse",
+    "equal",
+    "disjoint",
+    "one_hot_draft",
+    "one_hot_target",
+    "tied",
+    "near",
+    "mixed",
+)
+
+Tree = list[np.ndarray]  # level l: [vocab^l, vocab], the law of token l by prefix
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Laws of target and draft by prefix, and how many drafts count."""
+
+    kind: str
+    target: Tree
+    draft: Tree
+    num_draft: int
+
+
+def make_cases(count: int = 72, seed: int = 0) -> list[Case]:
+    """Random pairs of every kind; most with all drafts, some with fewer or none."""
+    random = np.random.default_rng(seed)
+    cases = []
+    for index in range(count):
+        kind = KINDS[index % len(KINDS)]
+        target, draft = [], []
+        for level in range(DRAFTS + 1):
+            pairs = [_pair(kind, random) for _ in range(VOCAB**level)]
+            target.append(np.stack([pair[0] for pair in pairs]))
+            draft.append(np.stack([pair[1] for pair in pairs]))
+        num_draft = (3, 3, 2, 3, 1, 3, 0)[index % 7]
+        cases.append(
+            Case(kind=kind, target=target, draft=draft[:-1], num_draft=num_draft)
+        )
+    return cases
+
+
+def constant_case(target: list[float], draft: list[float], num_draft: int) -> Case:
+    """A pair whose probabilities are the same after every prefix."""
+
+    def tree(law: list[float], levels: int) -> Tree:
+        return [np.tile(law, (VOCAB**level, 1)) for level in range(levels)]
+
+    return Case(
+        kind="constant",
+        target=tree(target, DRAFTS + 1),
+        draft=tree(draft, DRAFTS),
+        num_draft=num_draft,
+    )
+
+
+def _pair(kind: str, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    if kind == "mixed":
+        kind = str(random.choice(KINDS[:-1]))
+    if kind == "disjoint":
+        size = random.integers(1, VOCAB)
+        support = random.permutation(VOCAB) < size
+        return _law(random, support), _law(random, ~support)
+    everything = np.ones(VOCAB, bool)
+    if kind == "sparse":
+        return tuple(_law(random, _some(random)) for _ in range(2))
+    target = _law(random, everything)
+    if kind == "equal":
+        return target, target
+    if kind == "tied":
+        return target, random.permutation(target)
+    if kind == "near":
+        draft = target.copy()
+        order = np.argsort(target)
+        draft[order[-1]] -= GRAIN
+        draft[order[0]] += GRAIN
+        return target, draft
+    one_hot = np.eye(VOCAB)[random.integers(VOCAB)]
+    if kind == "one_hot_draft":
+        return target, one_hot
+    if kind == "one_hot_target":
+        return one_hot, target
+    return target, _law(random, everything)
+
+
+def _some(random: np.random.Generator) -> np.ndarray:
+    support = random.random(VOCAB) < 0.6
+    support[random.integers(VOCAB)] = True
+    return support
+
+
+def _law(random: np.random.Generator, support: np.ndarray) -> np.ndarray:
+    """Random multiples of the grain on a support, none of them zero, summing to 1."""
+    size = int(support.sum())
+    total = round(1 / GRAIN) - size
+    parts = random.multinomial(total, random.dirichlet(np.full(size, 0.7))) + 1
+    law = np.zeros(VOCAB)
+    law[support] = parts * GRAIN
+    return law
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paths:
+    """Every draft path of every case, one entry each."""
+
+    case: np.ndarray
+    weight: np.ndarray  # chance that the draft draws this path
+    tokens: np.ndarray  # [path, draft]
+    draft: np.ndarray  # [path, draft, vocab]
+    target: np.ndarray  # [path, draft+1, vocab]
+    num_draft: np.ndarray
+
+
+def make_paths(cases: list[Case]) -> Paths:
+    """Paths that a draft can draw; what does not count is NaN or arbitrary."""
+    parts = []
+    for number, case in enumerate(cases):
+        count = case.num_draft
+        every = np.indices((VOCAB,) * DRAFTS).reshape(DRAFTS, -1).T
+        tokens = every[(every[:, count:] == number % VOCAB).all(axis=1)]
+        prefix = np.zeros(len(tokens), int)
+        weight = np.ones(len(tokens))
+        draft = np.full((len(tokens), DRAFTS, VOCAB), np.nan)
+        target = np.full((len(tokens), DRAFTS + 1, VOCAB), np.nan)
+        for level in range(count + 1):
+            target[:, level] = case.target[level][prefix]
+            if level < count:
+                draft[:, level] = case.draft[level][prefix]
+                chosen = tokens[:, level]
+                weight *= draft[np.arange(len(tokens)), level, chosen]
+                prefix = prefix * VOCAB + chosen
+        keep = weight > 0
+        numbers = np.full(len(tokens), number), np.full(len(tokens), count)
+        rows = (numbers[0], weight, tokens, draft, target, numbers[1])
+        parts.append([row[keep] for row in rows])
+    names = ("case", "weight", "tokens", "draft", "target", "num_draft")
+    return Paths(
+        **{
+            name: np.concatenate(columns)
+            for name, columns in zip(names, zip(*parts, strict=True), strict=True)
+        }
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """The oracle's view of a rule, per path and draft.
+
+    Attributes:
+        accept: Draft i passes when its uniform is below this.
+        margin: How close to the threshold float32 can be held to it.
+        scale: Factor of the target in the residual, by number of accepted drafts.
+    """
+
+    accept: np.ndarray
+    margin: np.ndarray
+    scale: np.ndarray
+    is_prefix: bool  # whether a failed draft ends the run
+
+
+def ratios(paths: Paths) -> np.ndarray:
+    """target / draft of every drawn token; NaN where the draft does not count."""
+    index = paths.tokens[:, :, None]
+    target = np.take_along_axis(paths.target[:, :-1], index, 2)[:, :, 0]
+    return target / np.take_along_axis(paths.draft, index, 2)[:, :, 0]
+
+
+def standard_oracle(paths: Paths) -> Thresholds:
+    """Leviathan et al.: min(1, target / draft)."""
+    accept = np.minimum(1, ratios(paths))
+    ones = np.ones((len(accept), DRAFTS + 1))
+    return Thresholds(
+        accept=accept,
+        margin=np.full_like(accept, MARGIN),
+        scale=ones,
+        is_prefix=True,
+    )
+
+
+def block_oracle(paths: Paths) -> Thresholds:
+    """Sun et al., equations of the block rule, in float64."""
+    ratio = ratios(paths)
+    joint = np.ones((len(ratio), DRAFTS + 1))
+    accept, margin = np.empty_like(ratio), np.full_like(ratio, MARGIN)
+    for i in range(DRAFTS):
+        joint[:, i + 1] = np.minimum(1, joint[:, i] * ratio[:, i])
+        here = joint[:, i + 1]
+        accept[:, i] = here
+        if i + 1 < DRAFTS:
+            more = here[:, None] * paths.target[:, i + 1] - paths.draft[:, i + 1]
+            excess = np.maximum(more, 0).sum(axis=1)
+            room = excess + 1 - here
+            safe = np.where(room > 0, room, 1)
+            inner = np.where(room > 0, excess / safe, 1.0)
+            is_last = paths.num_draft == i + 1
+            accept[:, i] = np.where(is_last, here, inner)
+            margin[:, i] = np.where(is_last, MARGIN, MARGIN / safe)
+    return Thresholds(accept=accept, margin=margin, scale=joint, is_prefix=False)
+
+
+def _uniforms(chance: np.ndarray, margin: np.ndarray, passes: np.ndarray) -> np.ndarray:
+    """Uniforms that must pass (or fail), as close to the threshold as is fair."""
+    below = np.where(chance >= 1, LARGEST_UNIFORM, chance - margin)
+    below = np.where(below < 0, chance / 2, below)
+    above = np.where(chance + margin >= 1, (1 + chance) / 2, chance + margin)
+    return np.where(passes, below, np.where(chance <= 0, 0.0, above))
+
+
+def outcomes(paths: Paths, oracle: Thresholds) -> dict[str, np.ndarray]:
+    """Rows to feed to the rule: path x pass/fail pattern x edge of a next token.
+
+    Only rows of positive weight; weights of one case sum to 1.
+    """
+    count, drafts = oracle.accept.shape
+    patterns = np.indices((2,) * drafts).reshape(drafts, -1).T.astype(bool)
+    counts = np.arange(drafts)[None] < paths.num_draft[:, None]
+    chance = np.where(counts, oracle.accept, 0.5)[:, None]  # [path, pattern, draft]
+    passes = np.broadcast_to(patterns, (count, *patterns.shape))
+    each = np.where(passes, chance, 1 - chance)
+    weight = paths.weight[:, None] * each.prod(axis=2)
+    uniform = _uniforms(chance, oracle.margin[:, None], passes)
+
+    passed = passes & counts[:, None]
+    index = np.arange(1, drafts + 1)
+    if oracle.is_prefix:
+        accepted = np.cumprod(passed, axis=2).sum(axis=2)
+    else:
+        accepted = np.where(passed, index, 0).max(axis=2)
+    path = np.arange(count)[:, None]
+    target = paths.target[path, accepted]
+    draft = paths.draft[path, np.minimum(accepted, drafts - 1)]
+    scale = oracle.scale[path, accepted][..., None]
+    is_rejected = (accepted < paths.num_draft[:, None])[..., None]
+    residual = np.where(is_rejected, np.maximum(scale * target - draft, 0), target)
+    total = residual.sum(axis=2, keepdims=True)
+    assert (total[..., 0][weight > 1e-12] > 0).all()
+    mass = residual / np.where(total > 0, total, 1)  # [path, pattern, token]
+
+    end = np.cumsum(mass, axis=2)
+    margin = 4 * MARGIN / np.where(total > 0, total, 1)
+    margin = np.where(mass > 2 * margin, margin, mass / 2)
+    edges = np.stack([end - mass + margin, end - margin], axis=-1)
+    edges = np.clip(edges, 0, LARGEST_UNIFORM)
+    weight = weight[..., None, None] * mass[..., None] / 2
+    weight = np.broadcast_to(weight, edges.shape)
+    row, pattern, token, edge = np.nonzero(weight > 0)
+    return dict(
+        path=row,
+        weight=weight[row, pattern, token, edge],
+        accept_uniform=uniform[row, pattern],
+        sample_uniform=edges[row, pattern, token, edge],
+    )
+
+
+def run_rule(rule: Callable[..., Any], paths: Paths, rows: dict[str, np.ndarray]):
+    """The real rule on every row, in one call; returns accepted counts and tokens."""
+    path = rows["path"]
+
+    def floats(values: np.ndarray) -> jax.Array:
+        return jnp.asarray(values, jnp.float32)
+
+    verdict = jax.jit(lambda *args: rule(*args))(
+        jnp.asarray(paths.tokens[path], jnp.int32),
+        floats(paths.draft[path]),
+        floats(paths.target[path]),
+        jnp.asarray(paths.num_draft[path], jnp.int32),
+        floats(rows["accept_uniform"]),
+        floats(rows["sample_uniform"]),
+    )
+    return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Law:
+    """What came of a case: the law of its tokens, and accepted drafts on average."""
+
+    case: Case
+    tokens: np.ndarray  # [vocab^(drafts+1)]
+    mean_accepted: float
+
+    @property
+    def distance(self) -> float:
+        """Total variation to the target's own law."""
+        own = np.ones(1)
+        for level in self.case.target:
+            own = (own[:, None] * level).reshape(-1)
+        return float(np.abs(own - self.tokens).sum() / 2)
+
+
+def laws(
+    cases: list[Case],
+    rule: Callable[..., Any],
+    oracle: Callable[[Paths], Thresholds],
+) -> list[Law]:
+    """The law of `DRAFTS + 1` tokens: one round, completed by the target's own law."""
+    paths = make_paths(cases)
+    rows = outcomes(paths, oracle(paths))
+    accepted, following = run_rule(rule, paths, rows)
+    path, weight = rows["path"], rows["weight"]
+    case = paths.case[path]
+    found = []
+    for number, one in enumerate(cases):
+        mine = case == number
+        tokens = paths.tokens[path[mine]]
+        law = np.zeros(1)
+        for level in range(DRAFTS + 1):
+            code = np.zeros(len(tokens), int)
+            for i in range(level):
+                code = code * VOCAB + tokens[:, i]
+            ends = accepted[mine] == level
+            code = (code * VOCAB + following[mine])[ends]
+            law = (law[:, None] * one.target[level]).reshape(-1)
+            np.add.at(law, code, weight[mine][ends])
+        average = float((weight[mine] * accepted[mine]).sum())
+        found.append(Law(case=one, tokens=law, mean_accepted=average))
+    return found

@@ -1,0 +1,106 @@
+"""Several rounds in a row follow the target's joint law, with the program's own keys.
+
+One round can be exact and a sequence of them biased: block verification looks at drafts
+past what it accepts, so numbers that a later round met again would no longer be uniform.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxspec.program import randomness
+from jaxspec.program.accept import accept
+from jaxspec.program.active import Active
+from jaxspec.program.choose import choose_token
+from jaxspec.program.plan import MAX_STOP_IDS, RULES
+from jaxspec.program.propose import Proposal
+
+VOCAB, DRAFTS, LENGTH, SEQS = 4, 3, 4, 150_000
+_random = np.random.default_rng(0)
+# Next-token laws by last token; the draft prefers what the target avoids.
+TARGET = _random.dirichlet([0.7] * VOCAB, VOCAB)
+DRAFT = 0.5 * _random.dirichlet([0.7] * VOCAB, VOCAB) + 0.5 * TARGET
+
+
+def make_active(rule: str) -> Active:
+    def whole(value, dtype):
+        return jnp.full((SEQS,), value, dtype)
+
+    seeds = np.random.default_rng(1).integers(0, 2**32, (SEQS, 2), dtype=np.uint32)
+    return Active(
+        row=jnp.arange(SEQS, dtype=jnp.int32),
+        is_active=whole(True, bool),
+        num_tokens=whole(1, jnp.int32),
+        last_tokens=jnp.zeros((SEQS, 2), jnp.int32),
+        page_table=jnp.zeros((SEQS, 1), jnp.int32),
+        min_total=whole(0, jnp.int32),
+        max_total=whole(1000, jnp.int32),
+        temperature=whole(1.0, jnp.float32),
+        top_k=whole(0, jnp.int32),
+        top_p=whole(1.0, jnp.float32),
+        min_p=whole(0.0, jnp.float32),
+        seed=jnp.asarray(seeds),
+        rule=whole(RULES[rule], jnp.int32),
+        stop_ids=jnp.full((SEQS, MAX_STOP_IDS), -1, jnp.int32),
+    )
+
+
+@jax.jit
+def play_round(active: Active, history: jax.Array) -> tuple[Active, jax.Array]:
+    """One round of the Markov chain; history is `[seq, LENGTH + DRAFTS + 1]`."""
+    target = jnp.log(jnp.asarray(TARGET, jnp.float32))
+    draft = jnp.log(jnp.asarray(DRAFT, jnp.float32))
+    last, tokens, probs = active.last_tokens[:, 1], [], []
+    logits = [target[last]]
+    for index in range(DRAFTS):
+        last, law = choose_token(
+            draft[last], active.num_tokens + index, active, role=randomness.DRAFT
+        )
+        tokens.append(last)
+        probs.append(law)
+        logits.append(target[last])
+    drafts = jnp.stack(tokens, axis=1)
+    proposal = Proposal(drafts, jnp.zeros_like(drafts), jnp.stack(probs, axis=1))
+    verdict = accept(
+        proposal,
+        jnp.stack(logits, axis=1).reshape(-1, VOCAB),
+        jnp.full((SEQS,), DRAFTS, jnp.int32),
+        active,
+    )
+    row = jnp.arange(SEQS, dtype=jnp.int32)
+    emitted = jnp.pad(drafts, ((0, 0), (0, 1)))
+    emitted = emitted.at[row, verdict.num_accepted].set(verdict.next_token)
+    offset = jnp.arange(DRAFTS + 1, dtype=jnp.int32)[None]
+    place = jnp.where(
+        offset <= verdict.num_accepted[:, None],
+        active.num_tokens[:, None] - 1 + offset,
+        history.shape[1],
+    )
+    history = history.at[row[:, None], place].set(emitted, mode="drop")
+    fields = {name: getattr(active, name) for name in active.__dataclass_fields__}
+    fields["num_tokens"] = active.num_tokens + verdict.num_accepted + 1
+    fields["last_tokens"] = jnp.stack([verdict.next_token] * 2, axis=1)
+    return Active(**fields), history
+
+
+@pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
+def test_joint_law_over_rounds(rule):
+    active = make_active(rule)
+    history = jnp.zeros((SEQS, LENGTH + DRAFTS + 1), jnp.int32)
+    for _ in range(LENGTH):
+        active, history = play_round(active, history)
+    words = np.asarray(history)[:, :LENGTH]
+    cell = words @ (VOCAB ** np.arange(LENGTH)[::-1])
+    observed = np.bincount(cell, minlength=VOCAB**LENGTH)
+    law = TARGET[0]
+    for _ in range(LENGTH - 1):
+        last = np.arange(law.size) % VOCAB
+        law = (law[:, None] * TARGET[last]).reshape(-1)
+    expected = law * SEQS
+    # Cells below 20 are merged; the statistic is normal enough at 200 degrees.
+    rare = expected < 20
+    observed = np.append(observed[~rare], observed[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    freedom = len(expected) - 1
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    assert statistic < freedom + 5.5 * np.sqrt(2 * freedom), (statistic, freedom)
