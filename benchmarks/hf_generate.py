@@ -8,6 +8,7 @@ share the cores otherwise.
 import json
 import sys
 import time
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -31,7 +32,7 @@ class Clock(BaseStreamer):
 def main() -> None:
     task = json.load(sys.stdin)
     torch.set_num_threads(task["threads"])
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         task["folder"],
         dtype=getattr(torch, task["dtype"]),
         attn_implementation="eager",

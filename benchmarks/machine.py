@@ -24,11 +24,10 @@ def describe_machine() -> dict[str, Any]:
     model, features = platform.processor() or platform.machine(), []
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        lines = dict(
-            (part.strip() for part in line.split(":", 1))
-            for line in info.read_text().splitlines()
-            if ":" in line
-        )
+        lines: dict[str, str] = {}
+        for line in info.read_text().splitlines():
+            name, _, value = line.partition(":")
+            lines[name.strip()] = value.strip()
         model = lines.get("model name", model)
         flags = lines.get("flags", lines.get("Features", "")).split()
         features = [name for name in WIDE_FEATURES if name in flags]

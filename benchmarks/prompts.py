@@ -80,9 +80,7 @@ def prompt_of(text: str) -> str | None:
     return cut[:end] if end > 0 else None
 
 
-def _checked(
-    source: str, found: dict[str, list[str]], per_domain: int
-) -> PromptSet:
+def _checked(source: str, found: dict[str, list[str]], per_domain: int) -> PromptSet:
     short = {domain: len(found[domain]) for domain in DOMAINS}
     short = {domain: count for domain, count in short.items() if count < per_domain}
     if short:
@@ -93,5 +91,5 @@ def _checked(
     for domain in DOMAINS:
         # Spread over the set: neighbours are often of one kind.
         stride = len(found[domain]) // per_domain
-        chosen[domain] = found[domain][:: stride][:per_domain]
+        chosen[domain] = found[domain][::stride][:per_domain]
     return PromptSet(source=source, by_domain=chosen)

@@ -224,7 +224,7 @@ def block_oracle(paths: Paths) -> Thresholds:
 
 def _uniforms(chance: np.ndarray, margin: np.ndarray, passes: np.ndarray) -> np.ndarray:
     """Uniforms that must pass (or fail), as close to the threshold as is fair."""
-    below = np.where(chance >= 1, LARGEST_UNIFORM, chance - margin)
+    below = np.minimum(chance - margin, LARGEST_UNIFORM)
     below = np.where(below < 0, chance / 2, below)
     above = np.where(chance + margin >= 1, (1 + chance) / 2, chance + margin)
     return np.where(passes, below, np.where(chance <= 0, 0.0, above))
@@ -283,13 +283,13 @@ def run_rule(rule: Callable[..., Any], paths: Paths, rows: dict[str, np.ndarray]
     def floats(values: np.ndarray) -> jax.Array:
         return jnp.asarray(values, jnp.float32)
 
-    verdict = jax.jit(lambda *args: rule(*args))(
+    verdict = jax.jit(lambda *args, **uniforms: rule(*args, **uniforms))(
         jnp.asarray(paths.tokens[path], jnp.int32),
         floats(paths.draft[path]),
         floats(paths.target[path]),
         jnp.asarray(paths.num_draft[path], jnp.int32),
-        floats(rows["accept_uniform"]),
-        floats(rows["sample_uniform"]),
+        accept_uniform=floats(rows["accept_uniform"]),
+        sample_uniform=floats(rows["sample_uniform"]),
     )
     return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)
 

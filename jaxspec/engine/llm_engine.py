@@ -235,7 +235,9 @@ class LLMEngine:
         is_finished = request.finish_reason is not None
         if kind is RequestOutputKind.FINAL_ONLY and not is_finished:
             return []
-        text, tokens = self._streams[request.request_id].text, request.output_token_ids
+        stream = self._streams[request.request_id]
+        text = stream.visible(is_finished=is_finished)
+        tokens = request.output_token_ids
         characters, count = self._sent[request.request_id]
         if kind is RequestOutputKind.DELTA:
             if not is_finished and len(tokens) == count:

@@ -56,6 +56,26 @@ class TextStream:
             self._advance(is_end=True)
         return self._match(before)
 
+    def visible(self, *, is_finished: bool) -> str:
+        """The text without an end that a stop string may still cut off.
+
+        What was shown once stays: without this, the beginning of a stop string that
+        arrives in pieces would have been sent to a streaming client already.
+        """
+        if is_finished or self._params.include_stop_str_in_output:
+            return self.text
+        # "abST" with stop "STOP" -> "ab"
+        held = max(
+            (
+                count
+                for stop in self._stops
+                for count in range(1, len(stop))
+                if self.text.endswith(stop[:count])
+            ),
+            default=0,
+        )
+        return self.text[: len(self.text) - held]
+
     def _advance(self, *, is_end: bool) -> None:
         start = max(0, self._read - _CONTEXT)
         skip = self._params.skip_special_tokens

@@ -64,7 +64,7 @@ def _filter(
     top_p: Float[Array, " row"],
     min_p: Float[Array, " row"],
 ) -> Float[Array, "row vocab"]:
-    """Zero what the filters drop. `weights` are exp(logit - max): 1 at the top."""
+    """Zero what the filters drop. `weights` are exp(logit - max)."""
     count = min(NUM_CANDIDATES, weights.shape[1])
     ranked = jax.lax.top_k(weights, count)[0]
     is_k_row, is_p_row = top_k < weights.shape[1], top_p < 1
@@ -97,7 +97,10 @@ def _filter(
     above_p = jax.lax.cond((is_p_row & ~is_covered).any(), threshold_p, lambda: among)
     above = jnp.maximum(above_k, jnp.where(is_p_row, above_p, 0.0))
     kept = jnp.where(kept >= above[:, None], kept, 0.0)
-    return jnp.where(kept >= min_p[:, None], kept, 0.0)
+    # Not `kept >= min_p`: the top is 1 but for rounding (a fused multiply-add), and
+    # min_p = 1 would then leave nothing.
+    top = kept.max(axis=-1, keepdims=True)
+    return jnp.where(kept >= min_p[:, None] * top, kept, 0.0)
 
 
 def _search(weights: Float[Array, "row vocab"], enough, *, counts: bool) -> Array:
@@ -128,28 +131,40 @@ def draw(
     """Sample by inverting the cumulative sum at `uniform`; weights need no norm.
 
     Two levels (block sums, then one block) instead of one long cumulative sum. A token
-    of weight zero is never drawn: the sums must exceed the target strictly, and
-    rounding at the end falls back to the last token that has weight.
+    of weight zero is never drawn.
     """
     rows, vocab = weights.shape
     block = max(size for size in (256, 128, 64, 32, 1) if vocab % size == 0)
     blocks = weights.reshape(rows, vocab // block, block)
-    sums = jnp.cumsum(blocks.sum(axis=-1), axis=-1)
+    amounts = blocks.sum(axis=-1)
+    sums = jnp.cumsum(amounts, axis=-1)
     target = uniform[:, None] * sums[:, -1:]
-    chosen = jnp.minimum((sums <= target).sum(axis=-1), _last_positive(sums))
+    chosen = _first_past(target, sums, amounts)
     before = jnp.where(
         chosen > 0, jnp.take_along_axis(sums, chosen[:, None] - 1, axis=-1)[:, 0], 0.0
     )
     inside = jnp.take_along_axis(blocks, chosen[:, None, None], axis=1)[:, 0]
     inner = jnp.cumsum(inside, axis=-1)
-    index = (inner <= target - before[:, None]).sum(axis=-1)
-    index = jnp.minimum(index, _last_positive(inner))
+    index = _first_past(target - before[:, None], inner, inside)
     return (chosen * block + index).astype(jnp.int32)
 
 
-def _last_positive(sums: Float[Array, "row n"]) -> Int[Array, " row"]:
-    """Index at which a cumulative sum reaches its final value."""
-    return (sums < sums[:, -1:]).sum(axis=-1)
+def _first_past(
+    target: Float[Array, "row 1"],
+    sums: Float[Array, "row n"],
+    weights: Float[Array, "row n"],
+) -> Int[Array, " row"]:
+    """Index of the first weight whose cumulative sum exceeds the target, else the last.
+
+    Weights of zero are passed over by name: XLA sums in a tree, so that rounding can
+    make a cumulative sum grow, or shrink, where nothing was added.
+    """
+    count = weights.shape[1]
+    index = jnp.arange(count, dtype=jnp.int32)[None]
+    has_weight = weights > 0
+    last = jnp.where(has_weight, index, 0).max(axis=-1)
+    first = jnp.where(has_weight & (sums > target), index, count).min(axis=-1)
+    return jnp.minimum(first, last)
 
 
 def race(

@@ -130,8 +130,8 @@ def test_uniform_zero_accepts_no_excluded_token(name):
         jnp.full((1, DRAFTS, VOCAB), 0.25),
         jnp.broadcast_to(jnp.array([0.5, 0.0, 0.5, 0.0]), (1, DRAFTS + 1, VOCAB)),
         jnp.array([3], jnp.int32),
-        jnp.zeros((1, DRAFTS)),
-        jnp.zeros(1),
+        accept_uniform=jnp.zeros((1, DRAFTS)),
+        sample_uniform=jnp.zeros(1),
     )
     assert int(verdict.num_accepted[0]) == 0
     assert int(verdict.next_token[0]) == 0
@@ -145,8 +145,8 @@ def test_largest_uniform_accepts_equal_probabilities(name):
         law[:, :-1],
         law,
         jnp.array([3], jnp.int32),
-        jnp.full((1, DRAFTS), LARGEST_UNIFORM, jnp.float32),
-        jnp.zeros(1),
+        accept_uniform=jnp.full((1, DRAFTS), LARGEST_UNIFORM, jnp.float32),
+        sample_uniform=jnp.zeros(1),
     )
     assert int(verdict.num_accepted[0]) == DRAFTS
 

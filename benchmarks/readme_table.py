@@ -1,0 +1,120 @@
+"""Write the results table of README.md from the newest result of `make bench`.
+
+`--check` changes nothing and fails when the README does not hold that table.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tables import MIB, hf_speed
+
+HERE = Path(__file__).parent
+BEGIN = "<!-- results: written by benchmarks/readme_table.py -->"
+END = "<!-- end of results -->"
+NOT_MEASURED = "Not measured yet: run `make bench` on a quiet machine."
+
+
+def newest_result(folder: Path) -> dict[str, Any] | None:
+    """The latest full result by its own date; quick runs do not count."""
+    found = [
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in folder.glob("cpu_pair-*.json")
+    ]
+    full = [result for result in found if not result["arguments"]["quick"]]
+    return max(full, key=lambda result: result["date"], default=None)
+
+
+def readme_table(result: dict[str, Any] | None) -> str:
+    """The Markdown between the two marks."""
+    if result is None:
+        return NOT_MEASURED
+    rows = [
+        "| prompts | plain tok/s | speculative tok/s | speed-up | acceptance rate "
+        "| mean acceptance length |",
+        "|---|---|---|---|---|---|",
+    ]
+    greedy, sampled = result["modes"]["greedy"], result["modes"]["sampled"]
+    for domain, row in greedy["rows"].items():
+        rows.append(_row(f"{domain}, greedy", row))
+    controls = sampled["controls"]
+    name = f"all, temperature {controls['temperature']:g}, top-p {controls['top_p']:g}"
+    rows.append(_row(name, sampled["rows"]["all"]))
+    return "\n".join([*rows, "", *_notes(result)])
+
+
+def _row(name: str, row: dict[str, Any]) -> str:
+    return (
+        f"| {name} | {row['plain_tokens_per_s']:.0f} "
+        f"| {row['speculative_tokens_per_s']:.0f} | {row['speed_up']:.2f} "
+        f"| {row['acceptance_rate']:.2f} | {row['mean_acceptance_length']:.2f} |"
+    )
+
+
+def _notes(result: dict[str, Any]) -> list[str]:
+    arguments, machine = result["arguments"], result["machine"]
+    row = result["modes"]["greedy"]["rows"]["all"]
+    changed = " with local changes" if result["has_changes"] else ""
+    lines = [
+        f"`{result['target']}` with `{result['draft']}`, K = "
+        f"{arguments['num_speculative_tokens']}, batch 1, {arguments['num_tokens']} "
+        f"new tokens, {result['dtype']}; medians of {arguments['repeats']} runs of "
+        f"{row['num_prompts']} prompts ({result['prompts']['source']}). Greedy text "
+        "is the same with and without speculation for "
+        f"{row['num_equal']} of {row['num_prompts']} prompts.",
+    ]
+    peers = result["huggingface"]
+    if "skipped" not in peers:
+        speeds = ", ".join(
+            f"{hf_speed(found):.0f} tok/s in {dtype}" for dtype, found in peers.items()
+        )
+        lines.append(f"HuggingFace `generate` without speculation, greedy: {speeds}.")
+    startup = result["startup"]
+    if "skipped" not in startup:
+        cold, warm = startup["cold"], startup["warm"]
+        lines.append(
+            f"From process start to the first token: {cold['first_token_s']:.1f} s "
+            f"when everything is compiled, {warm['first_token_s']:.1f} s with a "
+            "compilation cache; peak memory "
+            f"{max(cold['peak_bytes'], warm['peak_bytes']) / MIB:.0f} MiB."
+        )
+    versions = result["versions"]
+    lines.append(
+        f"Measured {result['date'][:10]} at commit {result['commit']}{changed} on "
+        f"{machine['cpu']}, {machine['cores']} cores, load "
+        f"{machine['load_average'][0]:g}; Python {versions['python']}, jax "
+        f"{versions['jax']}, numpy {versions['numpy']}."
+    )
+    return lines
+
+
+def replace_table(readme: str, table: str) -> str:
+    """Put `table` between the two marks of `readme`."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"README.md must hold {BEGIN} and, below it, {END}")
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--readme", type=Path, default=HERE.parent / "README.md")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    readme = options.readme.read_text(encoding="utf-8")
+    expected = replace_table(readme, readme_table(newest_result(options.results)))
+    if not options.check:
+        options.readme.write_text(expected, encoding="utf-8")
+    elif readme != expected:
+        sys.exit(
+            "README.md does not show the newest result: "
+            "run python benchmarks/readme_table.py"
+        )
+
+
+if __name__ == "__main__":
+    main()

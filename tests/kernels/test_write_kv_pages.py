@@ -1,0 +1,110 @@
+"""Rows land in their slots, keys even and values odd; nothing else changes."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec_kernels import write_kv_pages
+from jaxspec_kernels.write_kv_pages.cases import CASES, Case
+
+STORAGE = {"float32": np.float32, "bfloat16": jnp.bfloat16, "uint16": np.uint16}
+
+write = jax.jit(write_kv_pages)
+
+
+def build(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
+    """Full pages, new rows, and distinct slots for them."""
+    rng = np.random.default_rng(seed)
+    num_slots = case.pages * case.page_size
+    shape = (case.pages, case.page_size, 2 * case.kv_heads, case.head_dim)
+    rows = (case.tokens, case.kv_heads, case.head_dim)
+    return dict(
+        kv_pages=rng.normal(size=shape).astype(np.float32),
+        key=rng.normal(size=rows).astype(np.float32),
+        value=rng.normal(size=rows).astype(np.float32),
+        slot_mapping=rng.permutation(num_slots)[: case.tokens].astype(np.int32),
+    )
+
+
+def stored(values: np.ndarray, storage: str) -> np.ndarray:
+    """Values as a pool of that type keeps them."""
+    if storage != "uint16":
+        return values.astype(STORAGE[storage])
+    return values.astype(jnp.bfloat16).view(np.uint16)
+
+
+def oracle(given: dict[str, np.ndarray], storage: str) -> np.ndarray:
+    """The pages after one assignment per token and head."""
+    pages = stored(given["kv_pages"], storage)
+    page_size = pages.shape[1]
+    for token, slot in enumerate(given["slot_mapping"]):
+        if slot >= pages.shape[0] * page_size:
+            continue
+        for head in range(given["key"].shape[1]):
+            at = slot // page_size, slot % page_size
+            pages[*at, 2 * head] = stored(given["key"][token, head], storage)
+            pages[*at, 2 * head + 1] = stored(given["value"][token, head], storage)
+    return pages
+
+
+def run(given: dict[str, np.ndarray], storage: str) -> np.ndarray:
+    pages = jnp.asarray(stored(given["kv_pages"], storage))
+    key, value, slots = (
+        jnp.asarray(given[name]) for name in ("key", "value", "slot_mapping")
+    )
+    written = write(pages, key, value, slots)
+    assert written.dtype == pages.dtype
+    return np.asarray(written)
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+@pytest.mark.parametrize("name", CASES)
+def test_case_equals_assignments(name, storage):
+    given = build(CASES[name])
+    np.testing.assert_array_equal(run(given, storage), oracle(given, storage))
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+def test_pads_are_dropped(storage):
+    given = build(CASES["tiny/verify"])
+    num_slots = CASES["tiny/verify"].pages * CASES["tiny/verify"].page_size
+    given["slot_mapping"][[0, 3, 5]] = [num_slots, num_slots + 1, 2**31 - 1]
+    given["key"][[0, 3, 5]] = np.nan
+    result = run(given, storage)
+    np.testing.assert_array_equal(result, oracle(given, storage))
+    before = stored(given["kv_pages"], storage)
+    assert (result != before).any(axis=(2, 3)).sum() == 3
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+@pytest.mark.parametrize("slot", [0, 17, 639, 640])
+def test_one_row(slot, storage):
+    """A single row has a path of its own; 639 is the last slot, 640 a pad."""
+    case = Case(tokens=1, pages=40, page_size=16, kv_heads=2, head_dim=8)
+    given = build(case) | dict(slot_mapping=np.array([slot], np.int32))
+    np.testing.assert_array_equal(run(given, storage), oracle(given, storage))
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("storage", ["float32", "uint16"])
+def test_donated_pages_are_written_in_place(tokens, storage):
+    """No temporary of the pool's size: at full size it would not fit."""
+    case = Case(tokens=tokens, pages=64, page_size=16, kv_heads=2, head_dim=64)
+    given = build(case)
+    pages = jnp.asarray(stored(given.pop("kv_pages"), storage))
+    rows = {name: jnp.asarray(value) for name, value in given.items()}
+    donating = partial(jax.jit, donate_argnums=0)(write_kv_pages)
+    memory = donating.lower(pages, **rows).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == pages.nbytes
+    assert memory.temp_size_in_bytes < pages.nbytes / 4
+
+
+def test_unknown_implementation_is_an_error():
+    given = {
+        name: jnp.asarray(value) for name, value in build(CASES["tiny/verify"]).items()
+    }
+    with pytest.raises(NotImplementedError, match="write_kv_pages has no 'gpu'"):
+        write_kv_pages(**given, implementation="gpu")

@@ -1,0 +1,58 @@
+"""Probabilities in float64, by sorting, and tests of counts against them."""
+
+import numpy as np
+from scipy import stats
+
+# A run of the whole suite may raise a false alarm once in a thousand: each of its few
+# hundred statistical tests, once in a million.
+LEVEL = 1e-6
+# Pearson's statistic is close to its law where cells expect at least this much.
+MIN_EXPECTED = 8
+
+
+def filtered_law(
+    logits: np.ndarray,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> np.ndarray:
+    """One row's probabilities after temperature, top-k, top-p and min-p.
+
+    Ties with the last token that a filter keeps are kept.
+    """
+    scaled = np.asarray(logits, np.float64) / (temperature or 1.0)
+    weights = np.exp(scaled - scaled.max())
+    if 0 < top_k < len(weights):
+        weights = np.where(weights >= np.sort(weights)[-top_k], weights, 0)
+    if top_p < 1:
+        ranked = np.sort(weights)[::-1]
+        reached = np.cumsum(ranked) >= top_p * weights.sum()
+        weights = np.where(weights >= ranked[np.argmax(reached)], weights, 0)
+    weights = np.where(weights >= min_p, weights, 0)
+    return weights / weights.sum()
+
+
+def check_counts(counts: np.ndarray, law: np.ndarray, what: object = "") -> float:
+    """Assert that counts may be draws from a law; returns Pearson's p-value.
+
+    Cells that expect little are merged; cells of probability zero must be empty.
+    """
+    counts, law = np.ravel(counts), np.ravel(law)
+    assert not counts[law == 0].any(), (what, "a token of probability zero came out")
+    expected = law * counts.sum()
+    rare = expected < MIN_EXPECTED
+    observed = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    if expected[-1] < MIN_EXPECTED and len(expected) > 1:
+        last = expected[-1], observed[-1]
+        expected, observed = expected[:-1], observed[:-1]
+        smallest = expected.argmin()
+        expected[smallest] += last[0]
+        observed[smallest] += last[1]
+    if len(expected) == 1:
+        return 1.0
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    chance = float(stats.chi2.sf(statistic, len(expected) - 1))
+    assert chance >= LEVEL, (what, chance)
+    return chance

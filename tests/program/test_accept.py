@@ -1,0 +1,186 @@
+"""One mixed batch: every sequence gets the verdict that a float64 loop gives it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxspec.program import accept, randomness
+from jaxspec.program.plan import BLOCK, COUPLED, STANDARD
+from jaxspec.program.propose import Proposal
+
+from tests.laws import filtered_law
+from tests.rows import make_active
+
+SEQS, DRAFTS, VOCAB, START = 240, 3, 16, 20
+STOP = 2
+GREEDY = -1
+
+
+def make_batch(kinds: np.ndarray) -> dict:
+    """Drafts near the target, so that every count of accepted ones occurs."""
+    random = np.random.default_rng(4)
+    logits = random.normal(size=(SEQS, DRAFTS + 1, VOCAB)).astype(np.float32) * 2
+    draft_logits = logits[:, :-1] + random.normal(size=(SEQS, DRAFTS, VOCAB)) * 0.7
+    temperature = np.where(kinds == GREEDY, 0.0, random.choice([0.7, 1.0], SEQS))
+    top_k = random.choice([0, 4, 9], SEQS)
+    top_p = random.choice([1.0, 0.8], SEQS)
+    # The first two positions may not hold the stop id.
+    min_total = np.where(random.random(SEQS) < 0.5, START + 2, 0)
+    active = make_active(
+        SEQS,
+        num_tokens=START,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_total=min_total,
+        stop_ids=[[STOP]] * SEQS,
+        rule=np.maximum(kinds, 0),
+    )
+    masked = logits.copy()
+    masked_draft = draft_logits.copy()
+    for offset in range(2):
+        masked[min_total > START, offset, STOP] = -np.inf
+        masked_draft[min_total > START, offset, STOP] = -np.inf
+    target = np.empty(logits.shape)
+    draft = np.empty(draft_logits.shape)
+    tokens = np.empty((SEQS, DRAFTS), int)
+    for row, offset in np.ndindex(SEQS, DRAFTS + 1):
+        controls = temperature[row], top_k[row], np.float32(top_p[row])
+        target[row, offset] = filtered_law(masked[row, offset], *controls)
+        if offset < DRAFTS:
+            law = filtered_law(masked_draft[row, offset], *controls)
+            draft[row, offset] = law
+            if kinds[row] == GREEDY or random.random() < 0.3:
+                law = target[row, offset]
+            tokens[row, offset] = random.choice(VOCAB, p=law)
+            if kinds[row] == GREEDY and random.random() < 0.7:
+                tokens[row, offset] = masked[row, offset].argmax()
+    # Where the draft cannot have drawn its token, it is made able to.
+    drawn = np.take_along_axis(draft, tokens[..., None], 2)
+    np.put_along_axis(draft, tokens[..., None], np.maximum(drawn, 0.01), 2)
+    draft /= draft.sum(axis=2, keepdims=True)
+    return dict(
+        active=active,
+        logits=logits,
+        masked=masked,
+        target=target,
+        draft=draft.astype(np.float32),
+        tokens=tokens,
+        num_draft=random.integers(0, DRAFTS + 1, SEQS),
+    )
+
+
+def run_accept(batch: dict) -> tuple[np.ndarray, np.ndarray]:
+    tokens = jnp.asarray(batch["tokens"], jnp.int32)
+    parent = jnp.zeros_like(tokens)
+    verdict = jax.jit(lambda *args: accept.accept(*args))(
+        Proposal(tokens, parent, jnp.asarray(batch["draft"])),
+        jnp.asarray(batch["logits"].reshape(-1, VOCAB)),
+        jnp.asarray(batch["num_draft"], jnp.int32),
+        batch["active"],
+    )
+    return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)
+
+
+def numbers_of(active) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Accept uniforms, sample uniforms and coupled noise, by their documented keys."""
+    shape = SEQS, DRAFTS
+    uniform = randomness.uniform(
+        jnp.broadcast_to(active.seed[:, None], (*shape, 2)),
+        jnp.full(shape, START, jnp.int32),
+        randomness.ACCEPT,
+        jnp.broadcast_to(jnp.arange(DRAFTS, dtype=jnp.int32)[None], shape),
+    )
+    sample = randomness.uniform(active.seed, active.num_tokens, randomness.SAMPLE)
+    noise = randomness.exponential(
+        jnp.broadcast_to(active.seed[:, None], (SEQS, DRAFTS + 1, 2)),
+        START + jnp.broadcast_to(jnp.arange(DRAFTS + 1)[None], (SEQS, DRAFTS + 1)),
+        randomness.SAMPLE,
+        VOCAB,
+    )
+    return np.asarray(uniform), np.asarray(sample), np.asarray(noise)
+
+
+def invert(weights: np.ndarray, uniform: float) -> int:
+    total = np.cumsum(weights / weights.sum())
+    return int(np.searchsorted(total, uniform, side="right"))
+
+
+def by_choices(drafts: np.ndarray, choices: np.ndarray) -> tuple[int, int]:
+    """Plain decoding's tokens, as far as the drafts lead."""
+    accepted = 0
+    while accepted < len(drafts) and drafts[accepted] == choices[accepted]:
+        accepted += 1
+    return accepted, int(choices[accepted])
+
+
+def by_standard(drafts, draft, target, uniform, sample) -> tuple[int, int]:
+    for index, token in enumerate(drafts):
+        if not uniform[index] * draft[index, token] < target[index, token]:
+            residual = np.maximum(target[index] - draft[index], 0)
+            return index, invert(residual, sample)
+    return len(drafts), invert(target[len(drafts)], sample)
+
+
+def by_block(drafts, draft, target, uniform, sample) -> tuple[int, int]:
+    count, joint, accepted, scale = len(drafts), 1.0, 0, 1.0
+    for index, token in enumerate(drafts):
+        joint = min(1.0, joint * target[index, token] / draft[index, token])
+        chance = joint
+        if index + 1 < count:
+            more = np.maximum(joint * target[index + 1] - draft[index + 1], 0).sum()
+            room = more + 1 - joint
+            chance = more / room if room > 0 else 1.0
+        if uniform[index] < chance:
+            accepted, scale = index + 1, joint
+    if accepted == count:
+        return accepted, invert(target[count], sample)
+    residual = np.maximum(scale * target[accepted] - draft[accepted], 0)
+    return accepted, invert(residual, sample)
+
+
+def expected_of(batch: dict, kinds: np.ndarray) -> list[tuple[int, int]]:
+    uniform, sample, noise = numbers_of(batch["active"])
+    verdicts = []
+    for row, kind in enumerate(kinds):
+        drafts = batch["tokens"][row, : batch["num_draft"][row]]
+        target = batch["target"][row]
+        rest = batch["draft"][row].astype(np.float64), target, uniform[row], sample[row]
+        if kind == GREEDY:
+            choices = batch["masked"][row].argmax(axis=1)
+            verdicts.append(by_choices(drafts, choices))
+        elif kind == COUPLED:
+            choices = (target / noise[row]).argmax(axis=1)
+            verdicts.append(by_choices(drafts, choices))
+        elif kind == BLOCK:
+            verdicts.append(by_block(drafts, *rest))
+        else:
+            verdicts.append(by_standard(drafts, *rest))
+    return verdicts
+
+
+def check_mixed_batch(kinds_in_batch: tuple[int, ...]) -> None:
+    """Every sequence of a batch that holds these kinds side by side."""
+    kinds = np.resize(kinds_in_batch, SEQS)
+    batch = make_batch(kinds)
+    accepted, following = run_accept(batch)
+    expected = np.array(expected_of(batch, kinds))
+    np.testing.assert_array_equal(accepted, expected[:, 0])
+    np.testing.assert_array_equal(following, expected[:, 1])
+    assert set(expected[:, 0]) == set(range(DRAFTS + 1))
+
+
+def test_all_rules_side_by_side():
+    check_mixed_batch((STANDARD, COUPLED, GREEDY, BLOCK))
+
+
+def test_greedy_batch():
+    check_mixed_batch((GREEDY,))
+
+
+def test_standard_beside_greedy():
+    """No coupled and no block sequence: both branches of the program stay out."""
+    check_mixed_batch((STANDARD, GREEDY))
+
+
+def test_coupled_batch():
+    check_mixed_batch((COUPLED,))

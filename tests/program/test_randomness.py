@@ -1,0 +1,146 @@
+"""Random numbers: what they depend on, their laws, and their independence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxspec.program import randomness, sampling
+from jaxspec.program.randomness import ACCEPT, DRAFT, SAMPLE
+from scipy import stats
+
+from tests.laws import LEVEL, check_counts
+
+COUNT = 40_000
+# Correlation of independent columns: five standard deviations.
+MAX_CORRELATION = 5 / COUNT**0.5
+
+
+def seeds_of(values: np.ndarray) -> jax.Array:
+    """Seeds as the engine makes them: small numbers in the low word."""
+    low = np.asarray(values, np.uint32)
+    return jnp.asarray(np.stack([np.zeros_like(low), low], axis=-1))
+
+
+def uniform(seeds, positions, role, index=0) -> np.ndarray:
+    shape = np.broadcast_shapes(np.shape(seeds), np.shape(positions), np.shape(index))
+    numbers = randomness.uniform(
+        seeds_of(np.broadcast_to(seeds, shape)),
+        jnp.asarray(np.broadcast_to(positions, shape), jnp.int32),
+        role,
+        jnp.asarray(np.broadcast_to(index, shape), jnp.int32),
+    )
+    return np.asarray(numbers)
+
+
+def test_numbers_depend_on_their_own_key_only():
+    """Neither on the batch around them nor on its shape."""
+    seed, position = np.arange(12).reshape(3, 4) % 5, np.arange(12).reshape(3, 4)
+    together = uniform(seed, position, ACCEPT, 1)
+    noise = randomness.exponential(
+        seeds_of(seed), jnp.asarray(position, jnp.int32), SAMPLE, 16
+    )
+    for row, column in np.ndindex(3, 4):
+        key = seed[row, column], position[row, column]
+        alone = uniform([key[0]], [key[1]], ACCEPT, 1)
+        assert alone[0] == together[row, column]
+        single = randomness.exponential(
+            seeds_of(np.array([key[0]])), jnp.array([key[1]], jnp.int32), SAMPLE, 16
+        )
+        np.testing.assert_array_equal(single[0], noise[row, column])
+
+
+def test_index_defaults_to_the_first_token():
+    seeds, positions = seeds_of(np.arange(9)), jnp.arange(9, dtype=jnp.int32)
+    plain = randomness.uniform(seeds, positions, SAMPLE)
+    first = randomness.uniform(seeds, positions, SAMPLE, jnp.zeros(9, jnp.int32))
+    np.testing.assert_array_equal(plain, first)
+
+
+@pytest.mark.parametrize("role", [DRAFT, ACCEPT, SAMPLE])
+def test_uniforms_are_uniform_and_below_one(role):
+    for numbers in (
+        uniform(np.arange(COUNT), 5, role),
+        uniform(1, np.arange(COUNT), role),
+    ):
+        assert numbers.min() >= 0 and numbers.max() < 1
+        assert stats.kstest(numbers.astype(np.float64), "uniform").pvalue >= LEVEL
+        # All of the 24 bits are used.
+        assert (np.round(numbers * 2.0**24) % 2).mean() == pytest.approx(0.5, abs=0.02)
+
+
+def test_roles_positions_indices_and_seeds_are_independent():
+    seeds = np.arange(COUNT)
+    columns = [
+        uniform(seeds, position, role, index)
+        for role in (DRAFT, ACCEPT, SAMPLE)
+        for position in (6, 7)
+        for index in (0, 1, 2)
+    ]
+    columns.append(uniform(seeds + 1, 6, ACCEPT))
+    correlation = np.corrcoef(np.stack(columns))
+    # The last is another's neighbour: the same numbers, one row on.
+    np.testing.assert_array_equal(columns[-1][:-1], uniform(seeds, 6, ACCEPT)[1:])
+    off = np.abs(correlation - np.eye(len(columns)))
+    assert off.max() <= MAX_CORRELATION
+    distinct = {tuple(column[:50]) for column in columns}
+    assert len(distinct) == len(columns)
+
+
+def test_high_and_low_words_of_the_seed_both_count():
+    position = jnp.zeros(3, jnp.int32)
+    seeds = jnp.array([[0, 1], [1, 0], [1, 1]], jnp.uint32)
+    assert len(set(np.asarray(randomness.uniform(seeds, position, SAMPLE)))) == 3
+
+
+def noise_of(seeds: np.ndarray, positions: np.ndarray, size: int) -> np.ndarray:
+    noise = randomness.exponential(
+        seeds_of(seeds), jnp.asarray(positions, jnp.int32), SAMPLE, size
+    )
+    return np.asarray(noise)
+
+
+def test_noise_is_exponential_and_positive():
+    noise = noise_of(np.zeros(1), np.zeros(1), 200_000)[0]
+    assert noise.min() > 0 and np.isfinite(noise).all()
+    assert stats.kstest(noise.astype(np.float64), "expon").pvalue >= LEVEL
+    across = noise_of(np.arange(COUNT), np.full(COUNT, 3), 2)
+    for column in across.T:
+        assert stats.kstest(column.astype(np.float64), "expon").pvalue >= LEVEL
+
+
+def test_noise_of_neighbours_is_independent():
+    """Of seeds, of positions and of vocabulary entries."""
+    size = COUNT
+    rows = [
+        noise_of(np.array([seed]), np.array([position]), size)[0]
+        for seed in (0, 1, 2)
+        for position in (0, 1, 2)
+    ]
+    rows.append(np.roll(rows[0], 1))
+    off = np.abs(np.corrcoef(np.stack(rows)) - np.eye(len(rows)))
+    assert off.max() <= MAX_CORRELATION
+    assert len({row.tobytes() for row in rows}) == len(rows)
+    # And none is another one shifted: a counter hash with two words can go wrong so.
+    heads = [set(row[:200].tolist()) for row in rows[:-1]]
+    shared = [len(a & b) for i, a in enumerate(heads) for b in heads[i + 1 :]]
+    assert max(shared) <= 2
+
+
+def test_race_with_this_noise_draws_from_the_weights():
+    law = np.random.default_rng(2).dirichlet(np.full(16, 0.6))
+    law[3] = 0
+    law /= law.sum()
+    weights = jnp.asarray(np.tile(law, (COUNT, 1)), jnp.float32)
+    by_seed = noise_of(np.arange(COUNT), np.full(COUNT, 9), 16)
+    by_position = noise_of(np.full(COUNT, 9), np.arange(COUNT), 16)
+    for noise in (by_seed, by_position):
+        tokens = np.asarray(sampling.race(weights, jnp.asarray(noise)))
+        check_counts(np.bincount(tokens, minlength=16), law)
+
+
+def test_draws_with_the_uniforms_follow_the_weights():
+    law = np.random.default_rng(3).dirichlet(np.full(16, 0.6))
+    weights = jnp.asarray(np.tile(law, (COUNT, 1)), jnp.float32)
+    numbers = jnp.asarray(uniform(np.arange(COUNT), 9, SAMPLE))
+    tokens = np.asarray(sampling.draw(weights, numbers))
+    check_counts(np.bincount(tokens, minlength=16), law)
