@@ -69,7 +69,8 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument(
         "--compilation-cache-dir",
         metavar="DIR",
-        help="keep compiled programs here, for a quick next start",
+        default="auto",
+        help="where compiled programs are kept (default: the user's cache folder)",
     )
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(

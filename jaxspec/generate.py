@@ -9,13 +9,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TextIO
 
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.output import TextStream
+from jaxspec.inputs import PromptType
 from jaxspec.outputs import CompletionOutput, RequestSpecDecodeMetrics
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.tokenizer import Tokenizer
 
 # Compiles all that a longer request needs: the prompt's programs and the round's.
 WARM_UP_TOKENS = 3
@@ -71,13 +73,7 @@ def run(options: argparse.Namespace) -> None:
     engine = LLMEngine(config)
     _progress(f"{time.monotonic() - start:.1f} s\n")
     try:
-        prompt: Any = options.prompt
-        if options.is_chat:
-            turn = {"role": "user", "content": options.prompt}
-            prompt = {
-                "prompt": options.prompt,
-                "prompt_token_ids": engine.tokenizer.apply_chat_template([turn]),
-            }
+        prompt = make_prompt(engine.tokenizer, options.prompt, is_chat=options.is_chat)
         plain = without_speculation(params) if options.is_compared else None
         start = time.monotonic()
         _progress("Compiling ... ")
@@ -115,6 +111,16 @@ def _sampling(options: argparse.Namespace) -> tuple[SamplingParams, list[str]]:
     return params, [note]
 
 
+def make_prompt(tokenizer: Tokenizer, text: str, *, is_chat: bool) -> str:
+    """The text as a user's turn that the model answers, or as it is."""
+    if not is_chat:
+        return text
+    turn = {"role": "user", "content": text}
+    written = tokenizer.apply_chat_template([turn], tokenize=False)
+    assert isinstance(written, str)
+    return written
+
+
 def without_speculation(params: SamplingParams) -> SamplingParams:
     """The same request, decoded one token a round."""
     plain = params.clone()
@@ -122,7 +128,7 @@ def without_speculation(params: SamplingParams) -> SamplingParams:
     return plain
 
 
-def warm_up(engine: LLMEngine, prompt: Any, params: SamplingParams) -> None:
+def warm_up(engine: LLMEngine, prompt: PromptType, params: SamplingParams) -> None:
     """Build every program that decoding `prompt` with `params` needs."""
     short = params.clone()
     assert short.max_tokens is not None
@@ -132,7 +138,10 @@ def warm_up(engine: LLMEngine, prompt: Any, params: SamplingParams) -> None:
 
 
 def decode(
-    engine: LLMEngine, prompt: Any, params: SamplingParams, show: Show | None = None
+    engine: LLMEngine,
+    prompt: PromptType,
+    params: SamplingParams,
+    show: Show | None = None,
 ) -> Decoded:
     """Run one request on an idle engine to its end.
 

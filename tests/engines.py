@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import torch
+
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.runner import Runner, build_mesh
@@ -14,7 +15,6 @@ from jaxspec.program.plan import StepPlan, StepResult, StepShape
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
 from jaxspec.tokenizer import Tokenizer
-
 from tests.oracles import hf_tensors, make_hf_model, model_config
 
 MICRO = dict(
@@ -28,6 +28,9 @@ MICRO = dict(
     query_pre_attn_scalar=8,
     sliding_window=8,
 )
+
+# Share of a draft's later layers in its residual stream.
+DIMMED = 0.1
 
 FIRST_CHARACTER = ord("!")
 
@@ -181,23 +184,48 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def with_draft(engine: LLMEngine, draft: Any) -> LLMEngine:
+    """A fresh engine with another draft of the same sizes; nothing new is compiled."""
+    config, old = engine.config, engine.runner
+    assert config.draft_model_config == model_config(draft)
+    target_params, draft_params = old.params
+    assert draft_params is not None
+    params = load_params(
+        model_config(draft),
+        hf_tensors(draft),
+        dtype=draft_params["embedding"].dtype,
+        mesh=old.mesh,
+        mesh_axes=DRAFT_MESH_AXES,
+    )
+    runner = type(old)(config, old.mesh, target_params, params)
+    # Executables take the parameters as arguments.
+    runner._executables, runner._layouts = old._executables, old._layouts
+    return _over(config, runner)
+
+
 def make_micro(seed: int = 0, **changes: Any) -> Any:
-    """A two-layer target of 16 tokens whose distributions are neither flat nor sharp."""
+    """A two-layer target of 16 tokens; its laws are neither flat nor sharp."""
     return make_hf_model(seed=seed, **(MICRO | changes))
 
 
-def make_draft_of(target: Any, *, sign: float = 1.0) -> Any:
-    """A draft that often agrees with its target (or, with sign -1, never).
+def make_draft_of(target: Any, *, num_layers: int = 1, sign: float = 1.0) -> Any:
+    """A draft that often agrees with its target (or, with sign -1, seldom).
 
-    It is the target's first layer under its head; `sign` turns the logits round
-    through the final norm.
+    It is the target's first layer under its head. Further layers are the target's,
+    dimmed; `sign` turns the logits round through the final norm.
     """
     sizes = target.config.to_dict()
     changes = {name: sizes[name] for name in (*MICRO, "final_logit_softcapping")}
-    draft = make_hf_model(**(changes | dict(num_hidden_layers=1)))
+    draft = make_hf_model(**(changes | dict(num_hidden_layers=num_layers)))
     draft.load_state_dict(target.state_dict(), strict=False)
     with torch.no_grad():
         # Gemma's norms scale by 1 + weight.
+        for layer in draft.model.layers[1:]:
+            for norm in (
+                layer.post_attention_layernorm,
+                layer.post_feedforward_layernorm,
+            ):
+                norm.weight.copy_((1 + norm.weight) * DIMMED - 1)
         norm = draft.model.norm
         norm.weight.copy_(sign * (1 + norm.weight) - 1)
     return draft

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 VOCAB, DRAFTS = 4, 3
-# Probabilities are multiples of this, so that float32 holds them and their sums exactly.
+# Probabilities are multiples of this: float32 holds them and their sums exactly.
 GRAIN = 2.0**-12
 # Distance of the uniforms from a threshold: a few float32 roundings.
 MARGIN = 2.0**-22
@@ -183,7 +183,7 @@ class Thresholds:
 
 
 def ratios(paths: Paths) -> np.ndarray:
-    """target / draft of every drawn token; NaN where the draft does not count."""
+    """Target / draft of every drawn token; NaN where the draft does not count."""
     index = paths.tokens[:, :, None]
     target = np.take_along_axis(paths.target[:, :-1], index, 2)[:, :, 0]
     return target / np.take_along_axis(paths.draft, index, 2)[:, :, 0]

@@ -132,9 +132,7 @@ class FakeDevice:
         (token,) = self._append(row, 1)
         return token, row.is_done
 
-    def _round(
-        self, row: Row, drafts: int, lookahead: int
-    ) -> tuple[list[int], int]:
+    def _round(self, row: Row, drafts: int, lookahead: int) -> tuple[list[int], int]:
         if row.is_done:
             return [], 0
         known = row.num_tokens

@@ -13,7 +13,7 @@ from jaxspec.config import ModelConfig
 from jaxspec.models.batch import Region, TokenBatch
 from jaxspec.models.gemma2 import init_kv_pages
 from jaxspec.models.weights import Params, bind, load_params
-from jaxspec.sharding import make_mesh
+from jaxspec.sharding import make_mesh, replicated
 
 TINY = dict(
     vocab_size=96,
@@ -86,13 +86,17 @@ class PagedModel:
     num_pages: int = 64
 
     def __post_init__(self):
-        dtype = self.params["embedding"].dtype
-        pages = init_kv_pages(self.config, self.num_pages, self.page_size, dtype)
-        self.kv_pages = tuple(jnp.full_like(layer, jnp.nan) for layer in pages)
+        table = self.params["embedding"]
+        pages = init_kv_pages(self.config, self.num_pages, self.page_size, table.dtype)
+        # Placed like the results of `forward`: otherwise its second call recompiles.
+        whole = replicated(table.sharding.mesh)
+        self.kv_pages = tuple(
+            jax.device_put(jnp.full_like(layer, jnp.nan), whole) for layer in pages
+        )
         order = np.random.default_rng(0).permutation(self.num_pages)
         self.page_table = order[None].astype(np.int32)
         self.length = 0
-        self.forward = jax.jit(self._forward)
+        self.forward = jax.jit(self._forward, out_shardings=whole)
 
     def _forward(self, params, batch, kv_pages):
         model = bind(self.config, params)

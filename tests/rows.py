@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
 from jaxspec.program.active import Active
 from jaxspec.program.plan import MAX_STOP_IDS, NO_TOKEN
 

@@ -42,11 +42,19 @@ def _files(folder: Path) -> list[Path]:
             f"{folder} has neither model.safetensors nor {index.name}; "
             f"found: {', '.join(found) or 'nothing'}"
         )
-    shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    paths = [folder / shard for shard in shards]
-    for shard, path in zip(shards, paths, strict=True):
+    shards = _shards(index)
+    for shard in shards:
         if Path(shard).name != shard:
             raise CheckpointError(f"{index} points outside its folder: {shard!r}")
-        if not path.is_file():
+        if not (folder / shard).is_file():
             raise CheckpointError(f"{index} names {shard}, which is not in the folder")
-    return paths
+    return [folder / shard for shard in shards]
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return sorted({str(shard) for shard in weight_map.values()})
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        message = f"{index} is no index: it needs a `weight_map` of tensors to files"
+        raise CheckpointError(message) from error

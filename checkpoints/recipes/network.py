@@ -16,10 +16,10 @@ Params = dict[str, jax.Array]
 def draft_config(target: dict[str, Any]) -> dict[str, Any]:
     """The draft's config.json: the target's family, shallow and narrow."""
     return target | dict(
-        hidden_size=192,
+        hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=2,
-        num_attention_heads=3,
+        num_attention_heads=4,
         num_key_value_heads=1,
     )
 

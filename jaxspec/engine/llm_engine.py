@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, no_type_check
 
 import numpy as np
 
@@ -69,6 +69,7 @@ class LLMEngine:
         """Build an engine from vLLM's arguments."""
         return cls(engine_args.create_engine_config())
 
+    @no_type_check  # it has its own checks, with better errors
     def add_request(
         self,
         request_id: str,
@@ -104,7 +105,11 @@ class LLMEngine:
             )
         model = self.config.model_config
         params = params.clone()
-        params.validate_for(model.vocab_size)
+        speculative = self.config.speculative
+        params.validate_for(
+            model.vocab_size,
+            num_draft_tokens=speculative and speculative.num_speculative_tokens,
+        )
         check_supported(params)
         parsed = parse_prompt(
             prompt, self.tokenizer, model.vocab_size, self.config.max_model_len
@@ -215,6 +220,8 @@ class LLMEngine:
             surplus = len(part.token_ids) - count
             if surplus:
                 del request.output_token_ids[-surplus:]
+                request.stats.num_generation_tokens -= surplus
+                self.stats.num_generated_tokens -= surplus
             self.scheduler.finish(request, "stop", stop)
         elif part.is_done:
             last = request.output_token_ids[-1]

@@ -43,15 +43,26 @@ def abstract_model(config: ModelConfig, dtype: jnp.dtype) -> tuple[Any, Any]:
     return nnx.split(model)
 
 
+def tensor_names(config: ModelConfig) -> list[str]:
+    """The canonical tensors that a model is made of."""
+    layers = [
+        f"model.layers.{layer}.{part}.weight"
+        for layer in range(config.num_layers)
+        for part in _LAYER_NAMES
+    ]
+    return ["model.embed_tokens.weight", *layers, "model.norm.weight"]
+
+
 def param_path(name: str) -> tuple[ParamPath, int | None]:
     """Where the canonical tensor `name` goes: parameter path, index if it is fused."""
     if name == "model.embed_tokens.weight":
         return ("embedding",), None
     if name == "model.norm.weight":
         return ("final_norm",), None
-    prefix, _, rest = name.removesuffix(".weight").partition(".layers.")
-    number, _, part = rest.partition(".")
-    if prefix != "model" or not number.isdigit() or part not in _LAYER_NAMES:
+    prefix, _, rest = name.partition(".layers.")
+    number, _, part = rest.removesuffix(".weight").partition(".")
+    is_layer = prefix == "model" and number.isdigit() and name.endswith(".weight")
+    if not is_layer or part not in _LAYER_NAMES:
         raise ConfigError(f"tensor {name!r} is not part of Gemma 2")
     path, index = _LAYER_NAMES[part]
     return ("layers", int(number), *path), index
@@ -74,6 +85,7 @@ def load_params(
     _, state = abstract_model(config, dtype)
     declared = dict(nnx.to_flat_state(state))
     parts: dict[ParamPath, dict[int | None, np.ndarray]] = {}
+    missing = dict.fromkeys(tensor_names(config))
     for name, tensor in tensors:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue  # a copy of the embedding, written by some exporters
@@ -91,13 +103,15 @@ def load_params(
                 f"{expected}"
             )
         parts.setdefault(path, {})[index] = tensor
+        missing.pop(name, None)
+    if missing:
+        first, *others = missing
+        more = f" and {len(others)} more" if others else ""
+        raise ConfigError(f"the checkpoint has no tensor {first!r}{more}")
     placed = {}
     for path, variable in declared.items():
-        wanted = [None] if path in parts and None in parts[path] else [0, 1]
-        found = parts.pop(path, {})
-        if set(found) != set(wanted):
-            raise ConfigError(f"no tensor for parameter {'/'.join(map(str, path))}")
-        if wanted == [None]:
+        found = parts.pop(path)
+        if None in found:
             whole = found[None]
         else:
             is_kv = path[-1] == "kv_proj"

@@ -1,0 +1,360 @@
+"""Stopping, texts, seeds and the order of launches, over a device of plain Python.
+
+What the device itself decides (stop ids, lengths) is tested on the real program in
+`tests/e2e/test_stopping.py`; here every offset and every cut into rounds is cheap.
+"""
+
+from typing import Any
+
+import pytest
+
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.errors import RequestError
+from jaxspec.outputs import RequestOutput
+from jaxspec.program.plan import COUPLED, STANDARD
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from tests.engine.test_scheduler import make_config
+from tests.engines import StubTokenizer
+from tests.fake_device import FakeRunner, repeat_truth
+
+EOS = 1
+PROMPT = [2, 3, 4]
+# After a prompt of three the text is 3, 4, 5, ... by absolute position.
+TEXT = list(range(2, 14))
+
+
+def make_fake_engine(
+    text: list[int] = TEXT, *, seed: int = 0, engine_seed: int = 0, **changes: Any
+) -> tuple[LLMEngine, FakeRunner]:
+    config = make_config(seed=engine_seed, **changes)
+    runner = FakeRunner(config, repeat_truth(text), seed=seed)
+    tokenizer = StubTokenizer(config.model_config.vocab_size)
+    return LLMEngine(config, runner=runner, tokenizer=tokenizer), runner
+
+
+def run_all(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
+    outputs: dict[str, list[RequestOutput]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def run_one(engine: LLMEngine, params: SamplingParams, prompt: Any = PROMPT) -> Any:
+    """The completion of one request, alone."""
+    engine.add_request("only", prompt, params)
+    (outputs,) = run_all(engine).values()
+    assert [output.finished for output in outputs][-1]
+    assert not any(output.finished for output in outputs[:-1])
+    assert_idle(engine)
+    return outputs[-1].outputs[0]
+
+
+def assert_idle(engine: LLMEngine) -> None:
+    pages = engine.scheduler.pages
+    pages.check()
+    assert (pages.num_free, pages.num_reserved) == (engine.config.num_pages, 0)
+    assert not engine._requests
+    assert not engine._streams
+    assert not engine._sent
+
+
+def letters(tokens: list[int]) -> str:
+    return StubTokenizer(16).decode(tokens)
+
+
+def said(count: int, text: list[int] = TEXT) -> list[int]:
+    return [text[position % len(text)] for position in range(3, 3 + count)]
+
+
+def expect(completion: Any, tokens: list[int], text: str, why: tuple) -> None:
+    assert list(completion.token_ids) == tokens
+    assert completion.text == text
+    assert (completion.finish_reason, completion.stop_reason) == why
+
+
+@pytest.mark.parametrize("num_draft", [0, 1, 5])
+@pytest.mark.parametrize("offset", range(8))
+def test_end_of_text_at_every_offset(num_draft, offset):
+    text = TEXT.copy()
+    text[3 + offset] = EOS
+    tokens = said(offset + 1, text)
+    for seed in range(4):
+        engine, _ = make_fake_engine(text, seed=seed, num_draft_tokens=num_draft)
+        completion = run_one(engine, SamplingParams(max_tokens=20))
+        expect(completion, tokens, letters(tokens[:-1]), ("stop", None))
+        params = SamplingParams(max_tokens=20, include_stop_str_in_output=True)
+        expect(run_one(engine, params), tokens, letters(tokens), ("stop", None))
+
+
+@pytest.mark.parametrize("offset", range(8))
+def test_stop_token_at_every_offset(offset):
+    tokens = said(offset + 1)
+    for seed in range(4):
+        engine, _ = make_fake_engine(seed=seed, num_draft_tokens=5)
+        params = SamplingParams(max_tokens=20, stop_token_ids=[tokens[-1]])
+        completion = run_one(engine, params)
+        expect(completion, tokens, letters(tokens[:-1]), ("stop", tokens[-1]))
+
+
+@pytest.mark.parametrize("count", range(1, 13))
+def test_length_at_every_offset(count):
+    for seed in range(4):
+        engine, _ = make_fake_engine(seed=seed, num_draft_tokens=5)
+        completion = run_one(engine, SamplingParams(max_tokens=count))
+        expect(completion, said(count), letters(said(count)), ("length", None))
+
+
+def test_max_tokens_none_fills_the_context():
+    engine, _ = make_fake_engine(num_draft_tokens=5)
+    completion = run_one(engine, SamplingParams(max_tokens=None))
+    assert len(completion.token_ids) == engine.config.max_model_len - len(PROMPT)
+    assert completion.finish_reason == "length"
+
+
+def test_a_stop_that_is_also_the_last_token_counts_as_stop():
+    engine, _ = make_fake_engine()
+    params = SamplingParams(max_tokens=4, stop_token_ids=[said(4)[-1]])
+    completion = run_one(engine, params)
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", said(4)[-1])
+
+
+def test_end_of_text_can_be_ignored_and_named_again():
+    text = TEXT.copy()
+    text[6] = EOS
+    engine, _ = make_fake_engine(text)
+    completion = run_one(engine, SamplingParams(max_tokens=6, ignore_eos=True))
+    expect(completion, said(6, text), letters(said(6, text)), ("length", None))
+    params = SamplingParams(max_tokens=6, ignore_eos=True, stop_token_ids=[EOS])
+    tokens = said(4, text)
+    expect(run_one(engine, params), tokens, letters(tokens[:-1]), ("stop", EOS))
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_stop_strings_across_tokens_and_rounds(length, include):
+    for offset in range(6):
+        tokens = said(offset + length)
+        stop = letters(tokens[offset:])
+        shown = letters(tokens if include else tokens[:offset])
+        params = SamplingParams(
+            max_tokens=30, stop=["zz", stop], include_stop_str_in_output=include
+        )
+        for seed in range(4):
+            engine, _ = make_fake_engine(seed=seed, num_draft_tokens=5)
+            completion = run_one(engine, params)
+            expect(completion, tokens, shown, ("stop", stop))
+
+
+def test_of_a_stop_string_and_an_end_in_one_round_the_first_wins():
+    text = TEXT.copy()
+    text[8] = EOS  # the sixth generated token
+    for seed in range(8):
+        engine, _ = make_fake_engine(text, seed=seed, num_draft_tokens=8)
+        before = letters(said(5, text)[3:])
+        completion = run_one(engine, SamplingParams(max_tokens=20, stop=before))
+        expect(completion, said(5, text), letters(said(3)), ("stop", before))
+        after = letters(said(8, text)[4:])
+        completion = run_one(engine, SamplingParams(max_tokens=20, stop=after))
+        expect(completion, said(6, text), letters(said(5)), ("stop", None))
+
+
+def test_a_stop_string_on_the_last_token_counts_as_stop():
+    engine, _ = make_fake_engine(num_draft_tokens=5)
+    stop = letters(said(6)[4:])
+    completion = run_one(engine, SamplingParams(max_tokens=6, stop=stop))
+    expect(completion, said(6), letters(said(4)), ("stop", stop))
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_deltas_add_up_to_the_final_text(include):
+    # "abcab" begins twice before it comes true, so that shown text could be taken back.
+    text = [2, 2, 2, 5, 6, 7, 5, 6, 7, 5, 6, 9]
+    stop = letters([5, 6, 7, 5, 6, 9])
+    for seed in range(6):
+        engine, _ = make_fake_engine(text, seed=seed, num_draft_tokens=3)
+        texts, tokens = {}, {}
+        for kind in RequestOutputKind:
+            params = SamplingParams(
+                max_tokens=30,
+                stop=stop,
+                output_kind=kind,
+                include_stop_str_in_output=include,
+            )
+            engine.add_request(kind.name, PROMPT, params)
+        for name, outputs in run_all(engine).items():
+            parts = [output.outputs[0] for output in outputs]
+            texts[name] = [part.text for part in parts]
+            tokens[name] = [list(part.token_ids) for part in parts]
+            assert parts[-1].stop_reason == stop
+        (final,) = texts["FINAL_ONLY"]
+        assert final == letters(text[3:] if include else text[3:6])
+        assert "".join(texts["DELTA"]) == final
+        assert sum(tokens["DELTA"], []) == tokens["FINAL_ONLY"][0]
+        for shown, ids in zip(texts["CUMULATIVE"], tokens["CUMULATIVE"], strict=True):
+            assert final.startswith(shown)
+            assert tokens["FINAL_ONLY"][0][: len(ids)] == ids
+
+
+def test_counts_in_the_metrics_match_the_tokens():
+    engine, runner = make_fake_engine(num_draft_tokens=3)
+    stop = letters(said(7)[5:])
+    engine.add_request("only", PROMPT, SamplingParams(max_tokens=30, stop=stop))
+    (output,) = run_all(engine)["only"][-1:]
+    metrics, completion = output.metrics, output.outputs[0]
+    assert metrics is not None
+    assert metrics.num_generation_tokens == len(completion.token_ids) == 7
+    assert metrics.queued_ts <= metrics.scheduled_ts <= metrics.first_token_ts
+    assert metrics.first_token_ts <= metrics.last_token_ts
+    assert output.prompt_token_ids == PROMPT
+    assert completion.spec_decode_metrics.num_draft_tokens > 0
+    assert engine.stats.num_rounds == runner.num_launches
+
+
+def test_acceptance_equals_what_the_device_did():
+    engine, runner = make_fake_engine(num_draft_tokens=5, max_num_seqs=3)
+    for number in range(6):
+        engine.add_request(str(number), PROMPT, SamplingParams(max_tokens=30))
+    outputs = run_all(engine)
+    stats, device = engine.stats, runner.device
+    assert stats.num_accepted_tokens == device.num_accepted
+    assert stats.num_draft_tokens == device.num_proposed
+    parts = [o[-1].outputs[0].spec_decode_metrics for o in outputs.values()]
+    assert sum(part.num_accepted_draft_tokens for part in parts) == device.num_accepted
+    assert sum(part.num_draft_tokens for part in parts) == device.num_proposed
+    assert stats.num_generated_tokens == 6 * 30
+
+
+def test_the_next_round_is_launched_before_the_last_is_read():
+    engine, runner = make_fake_engine(num_draft_tokens=0)
+    run_one(engine, SamplingParams(max_tokens=6))
+    events = [("launch", 0)]
+    for number in range(1, 6):
+        events += [("launch", number), ("fetch", number - 1)]
+    assert runner.events == [*events, ("fetch", 5)]
+
+
+def test_a_step_reads_at_most_one_round():
+    engine, runner = make_fake_engine(num_draft_tokens=3)
+    for number in range(5):
+        engine.add_request(str(number), PROMPT, SamplingParams(max_tokens=9))
+    while engine.has_unfinished_requests():
+        before = len(runner.events)
+        engine.step()
+        kinds = [kind for kind, _ in runner.events[before:]]
+        assert kinds in (["launch"], ["launch", "fetch"], ["fetch"])
+
+
+@pytest.mark.parametrize("when", range(12))
+def test_aborted_requests_leave_nothing_behind(when):
+    engine, _ = make_fake_engine(num_draft_tokens=3, max_num_seqs=2)
+    for number in range(4):
+        engine.add_request(str(number), PROMPT, SamplingParams(max_tokens=12))
+    outputs: list[RequestOutput] = []
+    for _ in range(when):
+        outputs += engine.step()
+    gone = {output.request_id for output in outputs if output.finished}
+    engine.abort_request(["0", "3", "unknown"])
+    rest = run_all(engine)
+    assert not rest.keys() & {"0", "3"}
+    assert rest.keys() >= {"1", "2"} - gone
+    for name in {"1", "2"} - gone:
+        expect(rest[name][-1].outputs[0], said(12), letters(said(12)), ("length", None))
+    assert_idle(engine)
+    assert engine.get_num_unfinished_requests() == 0
+    expect(
+        run_one(engine, SamplingParams(max_tokens=5)),
+        said(5),
+        letters(said(5)),
+        ("length", None),
+    )
+
+
+def test_an_id_can_be_used_again_once_its_request_is_gone():
+    engine, _ = make_fake_engine()
+    engine.add_request("a", PROMPT, SamplingParams(max_tokens=9))
+    with pytest.raises(RequestError, match="'a' is running already"):
+        engine.add_request("a", PROMPT, SamplingParams())
+    engine.step()
+    engine.abort_request("a")
+    engine.add_request("a", PROMPT, SamplingParams(max_tokens=2))
+    assert list(run_all(engine)["a"][-1].outputs[0].token_ids) == said(2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((7, PROMPT, SamplingParams()), "request_id must be a string, got int"),
+        (("a", PROMPT, {"n": 1}), "params must be SamplingParams, got dict"),
+        (("a", [], SamplingParams()), "prompt"),
+        (("a", [16], SamplingParams()), r"prompt_token_ids\[0\]"),
+        (("a", [1] * 96, SamplingParams()), "96 tokens; allowed are 1 to 95"),
+        (("a", PROMPT, SamplingParams(stop_token_ids=[16])), "stop_token_ids"),
+        (
+            ("a", PROMPT, SamplingParams(extra_args={"num_speculative_tokens": 4})),
+            "num_speculative_tokens",
+        ),
+    ],
+)
+def test_a_wrong_request_is_refused_before_anything_runs(arguments, message):
+    engine, runner = make_fake_engine(num_draft_tokens=3)
+    with pytest.raises(RequestError, match=message):
+        engine.add_request(*arguments)
+    assert not engine.has_unfinished_requests()
+    assert runner.num_launches == 0
+
+
+def admissions(runner: FakeRunner) -> list[Any]:
+    return [entry for plan, _ in runner.plans for entry in plan.admissions]
+
+
+def test_a_seed_is_kept_whole_and_couples_the_request():
+    engine, runner = make_fake_engine()
+    seeds = [0, 5, 2**32 + 5, -1 - 2**40]
+    for seed in seeds:
+        params = SamplingParams(seed=seed, max_tokens=1)
+        engine.add_request(str(seed), PROMPT, params)
+    run_all(engine)
+    sent = admissions(runner)
+    assert [entry.rule for entry in sent] == [COUPLED] * 4
+    assert len({entry.seed for entry in sent}) == 4
+    assert [entry.seed for entry in sent[:3]] == [(0, 0), (0, 5), (1, 5)]
+
+
+def test_unseeded_requests_differ_and_repeat_with_the_engines_seed():
+    def seeds(engine_seed: int) -> list[tuple[int, int]]:
+        engine, runner = make_fake_engine(engine_seed=engine_seed)
+        for number in range(4):
+            engine.add_request(str(number), PROMPT, SamplingParams(max_tokens=1))
+        run_all(engine)
+        assert {entry.rule for entry in admissions(runner)} == {STANDARD}
+        return [entry.seed for entry in admissions(runner)]
+
+    assert len(set(seeds(0))) == 4
+    assert seeds(0) == seeds(0)
+    assert not set(seeds(0)) & set(seeds(1))
+
+
+def test_shutdown_reads_what_is_launched():
+    engine, runner = make_fake_engine()
+    for number in range(3):
+        engine.add_request(str(number), PROMPT, SamplingParams(max_tokens=30))
+    for _ in range(4):
+        engine.step()
+    engine.shutdown()
+    assert not engine.has_unfinished_requests()
+    kinds = [kind for kind, _ in runner.events]
+    assert kinds.count("launch") == kinds.count("fetch")
+    assert_idle(engine)
+
+
+def test_warm_up_asks_for_every_shape_that_traffic_needs():
+    engine, runner = make_fake_engine(num_draft_tokens=2)
+    asked = []
+    runner.executable = asked.append  # pyright: ignore[reportAttributeAccessIssue]
+    engine.warm_up()
+    for number in range(7):
+        engine.add_request(str(number), [2] * (9 * number + 1), SamplingParams())
+    run_all(engine)
+    assert {shape for _, shape in runner.plans} <= set(asked)
+    assert len(set(asked)) == len(asked)

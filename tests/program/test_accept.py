@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from jaxspec.program import accept, randomness
 from jaxspec.program.plan import BLOCK, COUPLED, STANDARD
 from jaxspec.program.propose import Proposal
-
 from tests.laws import filtered_law
 from tests.rows import make_active
 

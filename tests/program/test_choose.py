@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from jaxspec.program import choose, randomness, sampling
 from jaxspec.program.plan import BLOCK, COUPLED, STANDARD
-
 from tests.laws import check_counts, filtered_law
 from tests.rows import make_active
 

@@ -4,11 +4,11 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+
 from jaxspec.program import commit
 from jaxspec.program.commit import Emitted
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.state import init_rows
-
 from tests.rows import make_active
 
 COUNT, WIDTH, VOCAB = 400, 4, 6
@@ -89,9 +89,7 @@ def check_append() -> None:
     is_active = np.array([True, True, True, False, False])
     count = np.array([1, 4, 2, 0, 0])
     tokens = random.integers(10, 20, (5, WIDTH))
-    active = make_active(
-        5, row=row, num_tokens=[11, 3, 9, 7, 0], is_active=is_active
-    )
+    active = make_active(5, row=row, num_tokens=[11, 3, 9, 7, 0], is_active=is_active)
     emitted = Emitted(
         jnp.asarray(tokens, jnp.int32),
         jnp.asarray(count, jnp.int32),

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxspec.program import randomness, sampling
-from jaxspec.program.randomness import ACCEPT, DRAFT, SAMPLE
 from scipy import stats
 
+from jaxspec.program import randomness, sampling
+from jaxspec.program.randomness import ACCEPT, DRAFT, SAMPLE
 from tests.laws import LEVEL, check_counts
 
 COUNT = 40_000

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxspec.program import randomness
 from jaxspec.program.accept import accept
 from jaxspec.program.active import Active

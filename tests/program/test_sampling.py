@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxspec.program import sampling
 from jaxspec.program.sampling import NUM_CANDIDATES, Controls
-
 from tests.enumeration import LARGEST_UNIFORM
 from tests.laws import filtered_law
 
@@ -146,7 +146,8 @@ def check_draw(size: int) -> None:
         uniforms += [0.0, LARGEST_UNIFORM]
         tokens += [positive[0], positive[-1]]
         rows += [weights] * (len(tokens) - len(rows))
-    found = sampling.draw(jnp.asarray(np.stack(rows)), jnp.asarray(uniforms, jnp.float32))
+    compiled = jax.jit(lambda *args: sampling.draw(*args))
+    found = compiled(jnp.asarray(np.stack(rows)), jnp.asarray(uniforms, jnp.float32))
     found = np.asarray(found)
     chosen = np.take_along_axis(np.stack(rows), found[:, None], 1)
     assert (chosen > 0).all(), "a token of weight zero was drawn"
@@ -167,7 +168,7 @@ def test_draw_never_takes_a_token_of_weight_zero(size):
     weights[:, size // 2] = 1e-20
     uniform = random.choice([0.0, 2.0**-24, 0.5, LARGEST_UNIFORM], 2000)
     found = np.asarray(
-        sampling.draw(jnp.asarray(weights), jnp.asarray(uniform, jnp.float32))
+        jax.jit(sampling.draw)(jnp.asarray(weights), jnp.asarray(uniform, jnp.float32))
     )
     assert (np.take_along_axis(weights, found[:, None], 1) > 0).all()
 

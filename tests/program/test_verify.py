@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxspec.program import verify
 
+from jaxspec.program import verify
 from tests.enumeration import (
     DRAFTS,
     LARGEST_UNIFORM,
@@ -52,7 +52,8 @@ def check_choices() -> None:
                 prefix = prefix * VOCAB + token
                 choices.append(level[prefix])
             rows.append((tokens, choices, trial % (DRAFTS + 1), plain))
-    tokens, choices, count, plain = (np.array(column) for column in zip(*rows))
+    columns = zip(*rows, strict=True)
+    tokens, choices, count, plain = (np.array(column) for column in columns)
     verdict = verify.verify_choices(
         jnp.asarray(tokens, jnp.int32),
         jnp.asarray(choices, jnp.int32),

@@ -1,0 +1,122 @@
+"""One target, several drafts of the same sizes, and engines that share executables.
+
+Compiling is what these tests cost, so every model here has the same sizes: an
+executable takes parameters as arguments and serves any of them.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.runner import Runner
+from jaxspec.models.weights import load_params
+from tests.engines import make_engine, with_settings
+from tests.oracles import hf_logits, hf_tensors, make_hf_model, model_config
+
+# Sizes are apart from one another, so that an array's shape says what it is.
+SIZES = dict(
+    vocab_size=64,
+    hidden_size=20,
+    intermediate_size=28,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    query_pre_attn_scalar=8,
+    sliding_window=8,
+)
+NUM_DRAFT = 3
+# Few shapes: two rows, one tile a launch.
+SETTINGS = dict(
+    max_num_seqs=2,
+    page_size=4,
+    num_pages=70,
+    max_model_len=112,
+    max_num_batched_tokens=32,
+)
+EOS = 1
+
+# Greedy decoding compares like with like only where rounding cannot decide.
+MIN_MARGIN = 1e-4
+
+
+@functools.cache
+def target() -> Any:
+    return make_hf_model(seed=0, **SIZES)
+
+
+@functools.cache
+def draft(kind: str) -> Any:
+    """`noisy` agrees often, `unrelated` by chance, `same` always."""
+    if kind == "same":
+        return target()
+    if kind == "unrelated":
+        return make_hf_model(seed=1, **SIZES)
+    assert kind == "noisy"
+    model = make_hf_model(seed=0, **SIZES)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for value in model.parameters():
+            noise = torch.randn(value.shape, generator=generator)
+            value.add_(0.12 * noise * value.std())
+    return model
+
+
+@functools.cache
+def plain_engine() -> LLMEngine:
+    """Without a draft model at all."""
+    return make_engine(target(), **SETTINGS)
+
+
+@functools.cache
+def _first_engine() -> LLMEngine:
+    return make_engine(
+        target(), draft("noisy"), num_draft_tokens=NUM_DRAFT, **SETTINGS
+    )
+
+
+@functools.cache
+def _runner(kind: str) -> Runner:
+    first = _first_engine().runner
+    if kind == "noisy":
+        return first
+    model = draft(kind)
+    params = load_params(
+        model_config(model),
+        hf_tensors(model),
+        dtype=first.params[0]["embedding"].dtype,
+        mesh=first.mesh,
+    )
+    runner = Runner(first.config, first.mesh, first.params[0], params)
+    runner._executables, runner._layouts = first._executables, first._layouts
+    return runner
+
+
+def engine(kind: str = "noisy", *, seed: int = 0, **speculative: Any) -> LLMEngine:
+    """A fresh speculative engine; its executables are everybody's."""
+    made = with_settings(_first_engine(), seed=seed, **speculative)
+    return LLMEngine(made.config, runner=_runner(kind), tokenizer=made.tokenizer)
+
+
+def prompts(count: int, *, seed: int = 0, longest: int = 40) -> list[list[int]]:
+    """Prompts of every length from 1 on, without end tokens."""
+    random = np.random.default_rng(seed)
+    lengths = [1 + index % longest for index in range(count)]
+    random.shuffle(lengths)
+    return [random.integers(3, 64, length).tolist() for length in lengths]
+
+
+def greedy_margin(prompt: list[int], tokens: list[int]) -> float:
+    """How clearly HuggingFace would say the same; negative where it would not.
+
+    One full forward pass over what was said: if every token is the argmax after the
+    ones before it, the whole is the greedy text, by induction.
+    """
+    logits = hf_logits(target(), np.array(prompt + tokens))[len(prompt) - 1 : -1]
+    rows = np.arange(len(tokens))
+    said = logits[rows, tokens]
+    logits[rows, tokens] = -np.inf
+    return float((said - logits.max(axis=1)).min())

@@ -1,0 +1,168 @@
+"""What a whole engine emits follows the target, at every position, by every rule.
+
+Thousands of requests with one prompt, longer than the window, through paging, batching
+and several rounds each; counts against probabilities from HuggingFace's float32 model.
+"""
+
+import numpy as np
+import pytest
+import torch
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.sampling_params import SamplingParams
+
+from tests.engines import (
+    generate,
+    make_draft_of,
+    make_engine,
+    make_micro,
+    tokens_of,
+    with_draft,
+    with_settings,
+)
+from tests.laws import check_counts, filtered_law
+
+VOCAB, LENGTH, DRAFTS = 16, 5, 3
+PROMPT = [2, 7, 3, 11, 5, 14, 9, 4, 12, 6]
+CONTROLS = [
+    dict(temperature=0.7),
+    dict(temperature=1.0),
+    dict(temperature=1.0, top_k=9, top_p=0.85, min_p=0.02),
+]
+RULES = ("standard", "block", "seeded")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_micro(seed=3)
+
+
+@pytest.fixture(scope="module")
+def engine(target) -> LLMEngine:
+    """An engine whose executables all tests here share."""
+    return make_engine(
+        target,
+        make_draft_of(target, num_layers=2),
+        num_draft_tokens=DRAFTS,
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        num_pages=1024,
+        max_model_len=32,
+        has_one_shape=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def next_logits(target) -> list[np.ndarray]:
+    """Level l: logits after every continuation of l tokens, `[vocab^l, vocab]`."""
+    levels = []
+    with torch.no_grad():
+        for level in range(LENGTH):
+            every = np.indices((VOCAB,) * level).reshape(level, VOCAB**level).T
+            prompts = np.tile(PROMPT, (len(every), 1))
+            tokens = torch.tensor(np.concatenate([prompts, every], axis=1)).long()
+            parts = [
+                target(part, logits_to_keep=1).logits[:, -1].numpy()
+                for part in tokens.split(8192)
+            ]
+            levels.append(np.concatenate(parts))
+    return levels
+
+
+def laws_of(next_logits: list[np.ndarray], controls: dict) -> list[np.ndarray]:
+    """Law of the first l + 1 tokens for every l, `[vocab^(l+1)]`."""
+    laws, law = [], np.ones(1)
+    exact = {
+        name: value if name == "top_k" else np.float32(value)
+        for name, value in controls.items()
+    }
+    for level in next_logits:
+        reachable = law > 0
+        following = np.zeros(level.shape)
+        following[reachable] = [filtered_law(r, **exact) for r in level[reachable]]
+        law = (law[:, None] * following).reshape(-1)
+        laws.append(law)
+    return laws
+
+
+def sample(engine: LLMEngine, rule: str, count: int) -> list[np.ndarray]:
+    """`count` texts for each of `CONTROLS`, all in the same batches."""
+    if rule == "seeded":
+        engine = with_settings(engine)
+    else:
+        engine = with_settings(engine, seed=11, rejection_sample_method=rule)
+    params = [
+        SamplingParams(
+            **controls,
+            max_tokens=LENGTH,
+            ignore_eos=True,
+            detokenize=False,
+            seed=number if rule == "seeded" else None,
+        )
+        for number in range(count)
+        for controls in CONTROLS
+    ]
+    outputs = generate(engine, [PROMPT] * len(params), params)
+    tokens = np.array(tokens_of(outputs))
+    assert engine.stats.num_accepted_tokens or rule == "adverse"
+    return [tokens[index :: len(CONTROLS)] for index in range(len(CONTROLS))]
+
+
+def check_law(tokens: np.ndarray, laws: list[np.ndarray], what: object) -> None:
+    """Every position alone, and every pair of neighbours together."""
+    for position in range(LENGTH):
+        law = laws[position].reshape(-1, VOCAB).sum(axis=0)
+        counts = np.bincount(tokens[:, position], minlength=VOCAB)
+        check_counts(counts, law, (what, position))
+    for position in range(1, LENGTH):
+        pair = laws[position].reshape(-1, VOCAB**2).sum(axis=0)
+        cell = tokens[:, position - 1] * VOCAB + tokens[:, position]
+        counts = np.bincount(cell, minlength=VOCAB**2)
+        check_counts(counts, pair, (what, position, "pair"))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_position_follows_the_target(engine, next_logits, rule):
+    for controls, tokens in zip(CONTROLS, sample(engine, rule, 700), strict=True):
+        check_law(tokens, laws_of(next_logits, controls), (rule, controls))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+def test_every_position_follows_the_target_closely(engine, next_logits, rule):
+    for controls, tokens in zip(CONTROLS, sample(engine, rule, 10_000), strict=True):
+        check_law(tokens, laws_of(next_logits, controls), (rule, controls))
+
+
+def acceptance_of(engine: LLMEngine, rule: str, temperature: float = 1.0) -> float:
+    if rule in ("standard", "block"):
+        engine = with_settings(engine, rejection_sample_method=rule)
+    else:
+        engine = with_settings(engine)
+    random = np.random.default_rng(0)
+    prompts = [random.integers(3, VOCAB, 4 + i % 9).tolist() for i in range(128)]
+    params = [
+        SamplingParams(
+            temperature=0.0 if rule == "greedy" else temperature,
+            seed=number if rule == "seeded" else None,
+            max_tokens=17,
+            ignore_eos=True,
+        )
+        for number in range(len(prompts))
+    ]
+    generate(engine, prompts, params)
+    assert engine.stats.num_draft_tokens > 1000
+    return engine.stats.acceptance_rate
+
+
+def test_adverse_draft_changes_the_speed_only(engine, target, next_logits):
+    """A draft that prefers what the target avoids."""
+    adverse = with_draft(engine, make_draft_of(target, num_layers=2, sign=-1.0))
+    for rule in RULES:
+        assert acceptance_of(adverse, rule) < 0.5 * acceptance_of(engine, rule)
+    for controls, tokens in zip(CONTROLS, sample(adverse, "block", 700), strict=True):
+        check_law(tokens, laws_of(next_logits, controls), ("adverse", controls))
+
+
+@pytest.mark.parametrize("rule", [*RULES, "greedy"])
+def test_target_as_its_own_draft_has_every_draft_accepted(engine, target, rule):
+    assert acceptance_of(with_draft(engine, target), rule) == 1.0

@@ -1,0 +1,80 @@
+"""Sequences side by side in regions give what each gives alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.models.batch import Region, TokenBatch
+from jaxspec.models.gemma2 import init_kv_pages
+from jaxspec.models.weights import bind
+from tests.oracles import hf_logits, load_ours, make_hf_model, model_config
+
+
+def region(num_seqs: int, num_queries: int) -> Region:
+    return Region(
+        page_table=jnp.zeros((num_seqs, 3), jnp.int32),
+        kv_len=jnp.zeros(num_seqs, jnp.int32),
+        num_queries=num_queries,
+    )
+
+
+def test_region_counts_its_rows():
+    assert region(3, 5).num_rows == 15
+
+
+def test_number_of_queries_is_static():
+    # It decides shapes: as a leaf it would be traced.
+    batch = TokenBatch(
+        tokens=jnp.zeros(15, jnp.int32),
+        positions=jnp.zeros(15, jnp.int32),
+        slot_mapping=jnp.zeros(15, jnp.int32),
+        regions=(region(3, 5),),
+    )
+    assert len(jax.tree.leaves(batch)) == 5
+    doubled = jax.tree.map(lambda leaf: leaf * 2, batch)
+    assert doubled.regions[0].num_queries == 5
+    assert jax.tree.structure(batch) != jax.tree.structure(region(3, 4))
+
+
+def test_two_regions_in_one_pass_equal_huggingface():
+    """Two sequences of 4 rows, then one of 6, over pages that lie mixed."""
+    reference = make_hf_model(num_hidden_layers=2, sliding_window=3)
+    config = model_config(reference)
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, 96, size) for size in (4, 4, 6)]
+    tables = np.array([[5, 0], [2, 7], [1, 6]], np.int32)
+    positions = np.concatenate([np.arange(len(tokens)) for tokens in sequences])
+    slots = np.concatenate(
+        [
+            table[np.arange(len(tokens)) // 4] * 4 + np.arange(len(tokens)) % 4
+            for table, tokens in zip(tables, sequences, strict=True)
+        ]
+    )
+    batch = TokenBatch(
+        tokens=jnp.asarray(np.concatenate(sequences), jnp.int32),
+        positions=jnp.asarray(positions, jnp.int32),
+        slot_mapping=jnp.asarray(slots, jnp.int32),
+        regions=(
+            Region(
+                page_table=jnp.asarray(tables[:2]),
+                kv_len=jnp.array([4, 4], jnp.int32),
+                num_queries=4,
+            ),
+            Region(
+                page_table=jnp.asarray(tables[2:]),
+                kv_len=jnp.array([6], jnp.int32),
+                num_queries=6,
+            ),
+        ),
+    )
+
+    @jax.jit
+    def forward(params, batch, kv_pages):
+        model = bind(config, params)
+        hidden, _ = model.hidden(batch, kv_pages)
+        return model.logits(hidden)
+
+    pages = init_kv_pages(config, 8, 4, jnp.dtype(jnp.float32))
+    logits = np.asarray(forward(load_ours(reference), batch, pages))
+    expected = np.concatenate([hf_logits(reference, tokens) for tokens in sequences])
+    assert np.abs(logits - expected).max() <= 1e-4

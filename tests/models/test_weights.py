@@ -1,0 +1,289 @@
+"""Canonical tensors arrive in their place, whole, in order; a wrong one is named."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.config import ModelConfig
+from jaxspec.errors import ConfigError
+from jaxspec.models.weights import (
+    bind,
+    interleave,
+    load_params,
+    param_path,
+    random_params,
+    tensor_names,
+)
+from jaxspec.sharding import DRAFT_MESH_AXES, make_mesh
+from tests.oracles import TINY
+
+FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
+
+
+def make_config(**changes: Any) -> ModelConfig:
+    sizes = TINY | dict(num_hidden_layers=2, model_type="gemma2") | changes
+    return ModelConfig.from_hf(sizes)
+
+
+def make_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
+    """Every tensor with values of its own; written out, so that names are checked."""
+    model, hidden = config.hidden_size, config.intermediate_size
+    queries = config.num_q_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, model),
+        "model.norm.weight": (model,),
+    }
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {
+            prefix + "input_layernorm.weight": (model,),
+            prefix + "post_attention_layernorm.weight": (model,),
+            prefix + "pre_feedforward_layernorm.weight": (model,),
+            prefix + "post_feedforward_layernorm.weight": (model,),
+            prefix + "self_attn.q_proj.weight": (queries, model),
+            prefix + "self_attn.k_proj.weight": (keys, model),
+            prefix + "self_attn.v_proj.weight": (keys, model),
+            prefix + "self_attn.o_proj.weight": (model, queries),
+            prefix + "mlp.gate_proj.weight": (hidden, model),
+            prefix + "mlp.up_proj.weight": (hidden, model),
+            prefix + "mlp.down_proj.weight": (model, hidden),
+        }
+    rng = np.random.default_rng(0)
+    return {
+        name: rng.normal(size=shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def load(config: ModelConfig, tensors: dict[str, np.ndarray], **options: Any) -> Any:
+    settings = dict(dtype=FLOAT32, mesh=make_mesh(1)) | options
+    return load_params(config, tensors.items(), **settings)
+
+
+CONFIG = make_config()
+TENSORS = make_tensors(CONFIG)
+
+
+def test_list_of_tensors_is_complete():
+    assert sorted(tensor_names(CONFIG)) == sorted(TENSORS)
+
+
+def test_every_tensor_arrives_in_its_place():
+    params = load(CONFIG, TENSORS)
+    assert sorted(params) == ["embedding", "final_norm", "layers"]
+    assert sorted(params["layers"]) == ["0", "1"]
+    for name, tensor in TENSORS.items():
+        path, place = param_path(name)
+        found = params
+        for key in path:
+            found = found[str(key)]
+        if place is None:
+            np.testing.assert_array_equal(found, tensor)
+
+
+def test_key_and_value_rows_alternate_by_head():
+    for layer in (0, 1):
+        prefix = f"model.layers.{layer}.self_attn."
+        fused = load(CONFIG, TENSORS)["layers"][str(layer)]["attention"]["kv_proj"]
+        heads = np.asarray(fused).reshape(2, 2, 8, 48)  # head, key or value, row
+        key = TENSORS[prefix + "k_proj.weight"].reshape(2, 8, 48)
+        value = TENSORS[prefix + "v_proj.weight"].reshape(2, 8, 48)
+        np.testing.assert_array_equal(heads[:, 0], key)
+        np.testing.assert_array_equal(heads[:, 1], value)
+
+
+@pytest.mark.parametrize(("hidden", "block"), [(64, 64), (320, 64), (384, 128)])
+def test_gate_and_up_rows_alternate_by_block(hidden, block):
+    config = make_config(intermediate_size=hidden)
+    tensors = make_tensors(config)
+    fused = load(config, tensors)["layers"]["1"]["feed_forward"]["gate_up_proj"]
+    blocks = np.asarray(fused).reshape(-1, 2, block, 48)
+    for place, name in enumerate(("gate_proj", "up_proj")):
+        expected = tensors[f"model.layers.1.mlp.{name}.weight"]
+        np.testing.assert_array_equal(blocks[:, place].reshape(-1, 48), expected)
+
+
+def test_interleave():
+    first, second = np.arange(4)[:, None], np.arange(10, 14)[:, None]
+    expected = [0, 1, 10, 11, 2, 3, 12, 13]
+    assert interleave(first, second, 2)[:, 0].tolist() == expected
+
+
+def test_order_of_the_tensors_does_not_matter():
+    backwards = dict(reversed(TENSORS.items()))
+    jax.tree.map(
+        np.testing.assert_array_equal, load(CONFIG, backwards), load(CONFIG, TENSORS)
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.mlp.down_proj",
+        "model.layers.x.mlp.down_proj.weight",
+        "vision.layers.0.mlp.down_proj.weight",
+        "model.embed_tokens",
+    ],
+)
+def test_unknown_tensor_is_named(name):
+    with pytest.raises(ConfigError, match=f"'{name}' is not part of Gemma 2"):
+        load(CONFIG, TENSORS | {name: np.zeros((2, 2), np.float32)})
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_missing_tensor_is_named(name):
+    rest = {other: tensor for other, tensor in TENSORS.items() if other != name}
+    with pytest.raises(ConfigError, match=f"no tensor '{name}'$"):
+        load(CONFIG, rest)
+
+
+def test_several_missing_tensors_are_counted():
+    with pytest.raises(ConfigError, match="'model.embed_tokens.weight' and 23 more"):
+        load(CONFIG, {})
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_wrong_shape_is_named(name):
+    tensor = TENSORS[name]
+    wrong = np.concatenate([tensor, tensor[:1]])
+    with pytest.raises(ConfigError) as error:
+        load(CONFIG, TENSORS | {name: wrong})
+    expected = f"{name!r} has shape {wrong.shape}, config.json asks for {tensor.shape}"
+    assert expected in str(error.value)
+
+
+def test_layer_too_many_is_named():
+    tensors = make_tensors(make_config(num_hidden_layers=3))
+    expected = r"'model.layers.2..* \(num_hidden_layers=2\) does not have"
+    with pytest.raises(ConfigError, match=expected):
+        load(CONFIG, tensors)
+
+
+def test_copy_of_the_embedding_is_ignored():
+    garbage = {"lm_head.weight": np.full((96, 48), np.nan, np.float32)}
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        load(CONFIG, garbage | TENSORS),
+        load(CONFIG, TENSORS),
+    )
+
+
+def test_head_of_its_own_is_not_gemma_2():
+    config = make_config(tie_word_embeddings=False)
+    head = {"lm_head.weight": TENSORS["model.embed_tokens.weight"]}
+    with pytest.raises(ConfigError, match="'lm_head.weight' is not part of Gemma 2"):
+        load(config, head | TENSORS)
+
+
+@pytest.mark.parametrize("source", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_tensors_are_cast(source, dtype):
+    tensors = {name: tensor.astype(source) for name, tensor in TENSORS.items()}
+    params = load(CONFIG, tensors, dtype=dtype)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {dtype}
+    expected = tensors["model.embed_tokens.weight"].astype(dtype)
+    np.testing.assert_array_equal(params["embedding"], expected)
+
+
+def shard_shapes(params: Any) -> dict[str, tuple[int, ...]]:
+    layer = params["layers"]["1"]
+    named = layer["attention"] | layer["feed_forward"] | {"all": params["embedding"]}
+    named["norm"] = layer["input_norm"]
+    return {name: leaf.addressable_shards[0].data.shape for name, leaf in named.items()}
+
+
+WIDE = dict(num_attention_heads=8, num_key_value_heads=8, intermediate_size=1024)
+
+
+@pytest.mark.parametrize("make", ["load", "random"])
+@pytest.mark.parametrize(
+    ("changes", "axes", "expected"),
+    [
+        (
+            WIDE,
+            {},
+            dict(
+                all=(12, 48),
+                norm=(48,),
+                q_proj=(8, 48),
+                kv_proj=(16, 48),
+                o_proj=(48, 8),
+                gate_up_proj=(256, 48),
+                down_proj=(48, 128),
+            ),
+        ),
+        # Two KV heads for eight shards: every device has both.
+        (
+            WIDE | dict(num_key_value_heads=2),
+            {},
+            dict(q_proj=(8, 48), kv_proj=(32, 48), o_proj=(48, 8)),
+        ),
+        # Two of the eight: the draft's own shards, four copies of each.
+        (
+            WIDE | dict(num_key_value_heads=2),
+            dict(mesh_axes=DRAFT_MESH_AXES),
+            dict(all=(48, 48), q_proj=(32, 48), kv_proj=(16, 48), down_proj=(48, 512)),
+        ),
+    ],
+)
+def test_parameters_are_split_over_eight_devices(make, changes, axes, expected):
+    config = make_config(**changes)
+    options = dict(mesh=make_mesh(8, 2)) | axes
+    if make == "load":
+        params = load(config, make_tensors(config), **options)
+    else:
+        params = random_params(config, seed=0, dtype=FLOAT32, **options)
+    found = shard_shapes(params)
+    assert {name: found[name] for name in expected} == expected
+    for leaf in jax.tree.leaves(params):
+        assert len(leaf.sharding.device_set) == 8
+        whole = np.asarray(leaf)
+        for shard in leaf.addressable_shards:
+            np.testing.assert_array_equal(shard.data, whole[shard.index])
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_random_parameters_have_the_form_of_loaded_ones(dtype):
+    params = random_params(CONFIG, seed=3, dtype=dtype, mesh=make_mesh(1))
+    loaded = load(CONFIG, TENSORS, dtype=dtype)
+    forms = [
+        jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), tree)
+        for tree in (params, loaded)
+    ]
+    assert forms[0] == forms[1]
+    for leaf in jax.tree.leaves(params):
+        values = np.asarray(leaf, np.float32)
+        if leaf.ndim == 1:
+            assert not values.any()
+        else:  # at least 1500 values: a standard deviation within 10 %
+            assert abs(values.std() * leaf.shape[1] ** 0.5 - 1) < 0.1
+
+
+def test_seed_decides_random_parameters():
+    first, again, other = (
+        random_params(CONFIG, seed=seed, dtype=FLOAT32, mesh=make_mesh(1))
+        for seed in (3, 3, 4)
+    )
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    assert not np.array_equal(first["embedding"], other["embedding"])
+    layers = first["layers"]
+    assert not np.array_equal(
+        layers["0"]["attention"]["q_proj"], layers["1"]["attention"]["q_proj"]
+    )
+
+
+def test_bind_gives_a_model_over_the_same_arrays():
+    params = load(CONFIG, TENSORS)
+    model = bind(CONFIG, params)
+    layer, bound = params["layers"]["1"], model.layers[1]
+    assert model.embedding[...] is params["embedding"]
+    assert model.final_norm[...] is params["final_norm"]
+    assert bound.attention.kv_proj[...] is layer["attention"]["kv_proj"]
+    assert bound.feed_forward.down_proj[...] is layer["feed_forward"]["down_proj"]
+    assert bound.pre_feed_forward_norm[...] is layer["pre_feed_forward_norm"]

@@ -1,0 +1,321 @@
+"""Known bugs of speculative decoding, put into the code one at a time.
+
+A mutant rewrites one place of one function; its check, taken from the tests, must fail.
+`python tests/mutants.py` prints the table and exits with 1 if a mutant survives.
+"""
+
+import ast
+import contextlib
+import importlib
+import inspect
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tests.program.propose.test_draft_model import check_self_draft
+from tests.program.test_accept import BLOCK, COUPLED, STANDARD, check_mixed_batch
+from tests.program.test_commit import check_append, check_truncate
+from tests.program.test_rounds import play_round, test_joint_law_over_rounds
+from tests.program.test_sampling import check_distribution, check_draw
+from tests.program.test_verify import check_choices, check_empty_residual, check_law
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """One bug: `old` becomes `new` in `module.function`, and `check` must see it."""
+
+    name: str
+    module: str
+    function: str
+    old: str
+    new: str
+    check: Callable[[], object]
+
+
+def check_rounds(rule: str) -> None:
+    play_round.clear_cache()
+    test_joint_law_over_rounds(rule)
+
+
+def standard_law() -> None:
+    check_law("standard", 27)
+
+
+def block_law() -> None:
+    check_law("block", 27)
+
+
+def mutant(name: str, place: str, old: str, new: str, *, check: Callable) -> Mutant:
+    module, function = place.split(".")
+    path = f"jaxspec.program.{module.replace('/', '.')}"
+    return Mutant(
+        name=name, module=path, function=function, old=old, new=new, check=check
+    )
+
+
+MUTANTS = [
+    mutant(
+        "reject_draws_from_target",
+        "verify.residual_weights",
+        "return jnp.where(is_rejected & has_residual, residual, target)",
+        "return target",
+        check=standard_law,
+    ),
+    mutant(
+        "bonus_from_residual",
+        "verify.residual_weights",
+        "num_accepted < num_draft",
+        "num_accepted <= num_draft",
+        check=standard_law,
+    ),
+    mutant(
+        "empty_residual_is_drawn_from",
+        "verify.residual_weights",
+        "is_rejected & has_residual",
+        "is_rejected",
+        check=check_empty_residual,
+    ),
+    mutant(
+        "swapped_ratio",
+        "verify.verify_standard",
+        "accept_uniform * draft_chance < target_chance",
+        "accept_uniform * target_chance < draft_chance",
+        check=standard_law,
+    ),
+    mutant(
+        "non_strict",
+        "verify.verify_standard",
+        "accept_uniform * draft_chance < target_chance",
+        "accept_uniform * draft_chance <= target_chance",
+        check=standard_law,
+    ),
+    mutant(
+        "standard_row_off_by_one",
+        "verify.verify_standard",
+        "_chosen(target_probs[:, :-1], draft_tokens)",
+        "_chosen(target_probs[:, 1:], draft_tokens)",
+        check=standard_law,
+    ),
+    mutant(
+        "no_prefix",
+        "verify._prefix_length",
+        "jnp.cumprod(is_accepted.astype(jnp.int32), axis=1)",
+        "is_accepted.astype(jnp.int32)",
+        check=standard_law,
+    ),
+    mutant(
+        "num_draft_ignored",
+        "verify._prefix_length",
+        "index < num_draft[:, None]",
+        "index < is_accepted.shape[1]",
+        check=check_choices,
+    ),
+    mutant(
+        "choice_of_the_wrong_row",
+        "verify.verify_choices",
+        "_pick(target_choices, num_accepted)",
+        "_pick(target_choices, num_draft)",
+        check=check_choices,
+    ),
+    mutant(
+        "block_uses_token_residual",
+        "verify.verify_block",
+        "scale = _pick(jnp.stack(joint, axis=1), num_accepted)",
+        "scale = jnp.ones_like(sample_uniform)",
+        check=block_law,
+    ),
+    mutant(
+        "block_row_off_by_one",
+        "verify.verify_block",
+        "here[:, None] * target_probs[:, index + 1]",
+        "here[:, None] * target_probs[:, index]",
+        check=block_law,
+    ),
+    mutant(
+        "block_non_strict",
+        "verify.verify_block",
+        "accept_uniform[:, index] < chance",
+        "accept_uniform[:, index] <= chance",
+        check=block_law,
+    ),
+    mutant(
+        "block_joint_not_capped",
+        "verify.verify_block",
+        "jnp.minimum(1.0, joint[-1] * ratio[:, index])",
+        "joint[-1] * ratio[:, index]",
+        check=block_law,
+    ),
+    mutant(
+        "block_num_draft_ignored",
+        "verify.verify_block",
+        "is_passed &= index <= num_draft[:, None]",
+        "is_passed &= index <= num_tokens",
+        check=block_law,
+    ),
+    mutant(
+        "shared_uniform_accept_and_sample",
+        "accept._reject",
+        "active.seed, active.num_tokens, randomness.SAMPLE",
+        "active.seed, active.num_tokens, randomness.ACCEPT",
+        check=lambda: check_rounds("standard"),
+    ),
+    mutant(
+        "uniforms_keyed_by_position_only",
+        "randomness.uniform",
+        "index = jnp.zeros_like(position) if index is None else index",
+        "position = position if index is None else position + index\n"
+        "    index = jnp.zeros_like(position)",
+        check=lambda: check_rounds("block"),
+    ),
+    mutant(
+        "coupled_rows_are_rejected_from",
+        "accept.accept",
+        "is_drawn = active.is_sampled & ~active.is_coupled",
+        "is_drawn = active.is_sampled",
+        check=lambda: check_mixed_batch((STANDARD, COUPLED)),
+    ),
+    mutant(
+        "early_stop_masked_at_the_first_row_only",
+        "accept.accept",
+        "forbid_early_stop(logits, position, per_token)",
+        "forbid_early_stop(logits, position + 9 * jnp.repeat(offset, seqs, 0)"
+        ".reshape(-1), per_token)",
+        check=lambda: check_mixed_batch((STANDARD, BLOCK)),
+    ),
+    mutant(
+        "draft_reuses_one_uniform",
+        "choose.choose_token",
+        "randomness.uniform(active.seed, start, role, position - start)",
+        "randomness.uniform(active.seed, start, role)",
+        check=lambda: check_rounds("standard"),
+    ),
+    mutant(
+        "top_p_of_the_unfiltered_mass",
+        "sampling._filter",
+        "top_p * kept.sum(axis=-1)",
+        "top_p * weights.sum(axis=-1)",
+        check=lambda: check_distribution(96, [dict(top_k=7, top_p=0.8)] * 8),
+    ),
+    mutant(
+        "zero_weight_is_drawn_at_uniform_zero",
+        "sampling._first_past",
+        "has_weight & (sums > target)",
+        "sums >= target",
+        check=lambda: check_draw(96),
+    ),
+    mutant(
+        "stop_inside_run_ignored",
+        "commit.truncate",
+        "jnp.argmax(is_end, axis=1) + 1",
+        "count",
+        check=check_truncate,
+    ),
+    mutant(
+        "max_total_off_by_one",
+        "commit.truncate",
+        "position + 1 >= active.max_total[:, None]",
+        "position >= active.max_total[:, None]",
+        check=check_truncate,
+    ),
+    mutant(
+        "min_tokens_ignored",
+        "commit.truncate",
+        "is_stop &= position >= active.min_total[:, None]",
+        "is_stop &= position >= 0",
+        check=check_truncate,
+    ),
+    mutant(
+        "history_off_by_one",
+        "commit.append",
+        "active.num_tokens[:, None] + offset",
+        "active.num_tokens[:, None] + offset - 1",
+        check=check_append,
+    ),
+    mutant(
+        "stale_draft",
+        "propose/draft_model.propose",
+        "kv_len = active.num_tokens + step",
+        "kv_len = active.num_tokens + step - 1",
+        check=check_self_draft,
+    ),
+    mutant(
+        "draft_misses_its_last_token",
+        "propose/draft_model.propose",
+        "jnp.broadcast_to(active.is_active[:, None], (seqs, 2))",
+        "active.is_active[:, None] & jnp.array([[False, True]])",
+        check=check_self_draft,
+    ),
+]
+
+
+def rewritten(one: Mutant) -> tuple[Callable, Callable]:
+    """The real function and its mutant, which lives in the same module's globals."""
+    module = importlib.import_module(one.module)
+    real = getattr(module, one.function)
+    file = inspect.getsourcefile(module)
+    assert file is not None
+    with open(file, encoding="utf-8") as source:
+        text = source.read()
+    (node,) = (
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef) and node.name == one.function
+    )
+    body = "\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno])
+    count = body.count(one.old)
+    assert count == 1, f"{one.name}: {one.old!r} is {count} times in {one.function}"
+    code = textwrap.dedent(body.replace(one.old, one.new))
+    made: dict[str, Callable] = {}
+    exec(compile(code, f"<{one.name}>", "exec"), module.__dict__, made)
+    return real, made[one.function]
+
+
+@contextlib.contextmanager
+def applied(one: Mutant) -> Iterator[None]:
+    """Put the mutant wherever the package refers to the real function."""
+    real, fake = rewritten(one)
+    places = [
+        (module, name)
+        for path, module in list(sys.modules.items())
+        if path.startswith(("jaxspec.", "tests."))
+        for name, value in vars(module).items()
+        if value is real
+    ]
+    for module, name in places:
+        setattr(module, name, fake)
+    try:
+        yield
+    finally:
+        for module, name in places:
+            setattr(module, name, real)
+
+
+def is_killed(one: Mutant) -> bool:
+    """Whether the mutant's check fails with an assertion."""
+    with applied(one):
+        try:
+            one.check()
+        except AssertionError:
+            return True
+    return False
+
+
+def main() -> int:
+    """Run all mutants; the number of survivors decides the exit status."""
+    survivors = 0
+    for check in dict.fromkeys(one.check for one in MUTANTS):
+        check()  # without a mutant it must pass
+    for one in MUTANTS:
+        start = time.monotonic()
+        killed = is_killed(one)
+        survivors += not killed
+        word = "killed" if killed else "SURVIVED"
+        print(f"{word:9}{one.name:42}{time.monotonic() - start:6.1f} s", flush=True)
+    print(f"{len(MUTANTS) - survivors} of {len(MUTANTS)} mutants killed")
+    return survivors > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Drafts come from the draft model's own law, given all that is known."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.models.weights import bind
+from jaxspec.program.plan import PoolShape
+from jaxspec.program.propose import draft_model
+from tests.engines import make_micro
+from tests.laws import filtered_law
+from tests.oracles import PagedModel, hf_logits, load_ours, model_config
+from tests.rows import make_active
+
+# Longer than the window of 8, and every number of tokens in the last page of 4.
+LENGTHS = (11, 12, 13, 14)
+DRAFTS = 3
+
+
+def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
+    """Drafted after a fully accepted round, when two tokens have no KV yet."""
+    reference = make_micro()
+    tokens = np.random.default_rng(length).integers(3, 16, length)
+    paged = PagedModel(model_config(reference), load_ours(reference))
+    paged.feed(tokens[:-2])
+    pool = PoolShape(
+        num_rows=1,
+        num_pages=paged.num_pages,
+        page_size=paged.page_size,
+        max_model_len=paged.num_pages * paged.page_size,
+    )
+    active = dataclasses.replace(
+        make_active(1, num_tokens=length, temperature=temperature, top_p=0.95),
+        last_tokens=jnp.asarray(tokens[None, -2:], jnp.int32),
+        page_table=jnp.asarray(paged.page_table),
+    )
+
+    def run(params, pages, active):
+        model = bind(paged.config, params)
+        return draft_model.propose(
+            model, pages, active, None, num_draft_tokens=DRAFTS, pool=pool
+        )
+
+    proposal, _ = jax.jit(run)(paged.params, paged.kv_pages, active)
+    drafts, laws = np.asarray(proposal.tokens[0]), np.asarray(proposal.probs[0])
+    known = np.concatenate([tokens, drafts])
+    logits = hf_logits(reference, known)[length - 1 : -1]
+    if not temperature:
+        np.testing.assert_array_equal(drafts, logits.argmax(axis=1))
+        return
+    expected = [
+        filtered_law(row, temperature, top_p=np.float32(0.95)) for row in logits
+    ]
+    np.testing.assert_allclose(laws, expected, atol=1e-4)
+    assert (laws[np.arange(DRAFTS), drafts] > 0).all()
+    np.testing.assert_array_equal(proposal.parent[0], np.arange(DRAFTS) - 1)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_drafts_follow_the_model_with_all_tokens_in_sight(length):
+    check_self_draft(length)
+
+
+def test_greedy_drafts_are_the_models_own_text():
+    check_self_draft(temperature=0.0)

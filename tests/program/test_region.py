@@ -1,0 +1,71 @@
+"""Where tokens of a region are written: their own slots, or nowhere."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.program.plan import PoolShape
+from jaxspec.program.region import join, make_region
+
+POOL = PoolShape(num_rows=2, num_pages=10, page_size=4, max_model_len=14)
+PADS = POOL.num_pages * POOL.page_size
+TABLE = np.array([[7, 2, 9, 10], [0, 5, 10, 10]])  # 10 is the pad page
+
+
+def region(kv_len: list[int], count: int, is_written=True):
+    tokens = np.arange(2 * count).reshape(2, count)
+    return make_region(
+        jnp.asarray(tokens, jnp.int32),
+        jnp.asarray(kv_len, jnp.int32),
+        jnp.asarray(TABLE, jnp.int32),
+        jnp.broadcast_to(jnp.asarray(is_written), (2, count)),
+        POOL,
+    )
+
+
+def expected_slots(kv_len: list[int], count: int) -> list[int]:
+    slots = []
+    for sequence, length in enumerate(kv_len):
+        for position in range(length - count, length):
+            inside = 0 <= position < POOL.max_model_len
+            page = TABLE[sequence][position // POOL.page_size] if inside else 10
+            is_page = page < POOL.num_pages
+            offset = position % POOL.page_size
+            slots.append(page * POOL.page_size + offset if is_page else PADS)
+    return slots
+
+
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_slots_follow_the_page_table(count):
+    for length in range(0, 19):
+        kv_len = [length, max(0, 11 - length)]
+        batch = region(kv_len, count)
+        # Everything at or past the number of slots is dropped alike.
+        slots = np.minimum(np.asarray(batch.slot_mapping), PADS)
+        assert slots.tolist() == expected_slots(kv_len, count)
+        positions = np.asarray(batch.positions).reshape(2, count)
+        assert positions[:, -1].tolist() == [size - 1 for size in kv_len]
+        assert (np.diff(positions, axis=1) == 1).all()
+
+
+def test_no_slot_is_negative():
+    # jax wraps a negative index, even with mode="drop".
+    for length in range(0, 19):
+        assert (np.asarray(region([length, 0], 6).slot_mapping) >= 0).all()
+
+
+def test_what_is_not_to_be_kept_is_not_written():
+    batch = region([6, 6], 3, is_written=[[True, False, True], [False] * 3])
+    slots = np.asarray(batch.slot_mapping)
+    assert (slots < PADS).tolist() == [True, False, True, False, False, False]
+
+
+def test_joined_regions_stay_in_order():
+    first, second = region([6, 5], 3), region([9, 9], 1)
+    both = join([first, second])
+    for name in ("tokens", "positions", "slot_mapping"):
+        parts = [np.asarray(getattr(batch, name)) for batch in (first, second)]
+        assert np.asarray(getattr(both, name)).tolist() == [*parts[0], *parts[1]]
+    assert [r.num_queries for r in both.regions] == [3, 1]
+    assert sum(r.num_rows for r in both.regions) == both.tokens.shape[0]
+    assert join([first]) is first

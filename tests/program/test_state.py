@@ -1,0 +1,32 @@
+"""Rows start empty, and every leaf is an array of its own."""
+
+import jax
+import numpy as np
+
+from jaxspec.program.plan import NO_TOKEN, PoolShape
+from jaxspec.program.state import EngineState, init_rows
+
+POOL = PoolShape(num_rows=3, num_pages=10, page_size=4, max_model_len=14)
+
+
+def test_new_rows_hold_nobody():
+    rows = init_rows(POOL)
+    assert rows.history.shape == (3, 14)
+    assert rows.page_table.shape == (3, 4)
+    assert np.asarray(rows.is_done).all()
+    assert not np.asarray(rows.num_tokens).any()
+    # The pad page: whatever is written through it is dropped.
+    assert (np.asarray(rows.page_table) == POOL.num_pages).all()
+    assert (np.asarray(rows.stop_ids) == NO_TOKEN).all()
+
+
+def test_the_state_can_be_donated_and_used_again():
+    state = EngineState(rows=init_rows(POOL), target_pages=(), draft_pages=())
+    buffers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)}
+    assert len(buffers) == len(jax.tree.leaves(state))
+    donating = jax.jit(
+        lambda state: jax.tree.map(lambda leaf: leaf, state), donate_argnums=0
+    )
+    kept = donating(state)
+    assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(kept)} == buffers
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))

@@ -1,0 +1,249 @@
+"""`python -m jaxspec generate`: what is shown is what was decoded, and how fast."""
+
+import argparse
+import io
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxspec import generate
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.generate import Decoded, Printer, comparison, decode, difference, warm_up
+from jaxspec.inputs import TokensPrompt
+from jaxspec.outputs import CompletionOutput, RequestSpecDecodeMetrics
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.tokenizer import Tokenizer
+from jaxspec_checkpoints import bundled_target
+from tests.engines import make_draft_of, make_engine, make_micro
+from tests.oracles import hf_logits
+
+PROMPT: TokensPrompt = {"prompt_token_ids": [5, 9, 4, 11]}
+NUM_TOKENS = 24
+GREEN = re.compile("\x1b\\[32m(.*?)\x1b\\[0m", re.DOTALL)
+
+
+def params(temperature: float = 0.0, **changes: Any) -> SamplingParams:
+    changes = dict(max_tokens=NUM_TOKENS) | changes
+    return SamplingParams(
+        temperature=temperature,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.DELTA,
+        **changes,
+    )
+
+
+def greedy_tokens(model: Any) -> list[int]:
+    """The text by HuggingFace's logits, one full pass per token."""
+    tokens = list(PROMPT["prompt_token_ids"])
+    for _ in range(NUM_TOKENS):
+        tokens.append(int(hf_logits(model, np.array(tokens))[-1].argmax()))
+    return tokens[-NUM_TOKENS:]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_micro(num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def engine(target) -> LLMEngine:
+    engine = make_engine(
+        target, make_draft_of(target), num_draft_tokens=2, max_num_seqs=1
+    )
+    for one in (params(), generate.without_speculation(params())):
+        warm_up(engine, PROMPT, one)
+    return engine
+
+
+def test_both_runs_are_the_reference_and_compile_nothing(engine, target):
+    num_compiles = engine.runner.num_compiles
+    speculative = decode(engine, PROMPT, params())
+    plain = decode(engine, PROMPT, generate.without_speculation(params()))
+    assert engine.runner.num_compiles == num_compiles > 0
+    expected = greedy_tokens(target)
+    assert speculative.token_ids == expected
+    assert plain.token_ids == expected
+    assert speculative.text == plain.text == engine.tokenizer.decode(expected)
+    # The first token is the prompt's; then one round each, or fewer.
+    assert plain.num_rounds == NUM_TOKENS - 1
+    assert plain.drafts is None
+    assert speculative.drafts is not None
+    accepted = speculative.drafts.num_accepted_draft_tokens
+    assert accepted > 0
+    # The last round may accept a draft too many to leave room for its own token.
+    assert 0 <= speculative.num_rounds + accepted - (NUM_TOKENS - 1) <= 1
+
+
+def test_a_seeded_text_does_not_depend_on_drafts(engine):
+    drawn = params(temperature=0.9, top_p=0.95, seed=3)
+    speculative = decode(engine, PROMPT, drawn)
+    plain = decode(engine, PROMPT, generate.without_speculation(drawn))
+    assert speculative.token_ids == plain.token_ids
+    other = decode(engine, PROMPT, params(temperature=0.9, top_p=0.95, seed=4))
+    assert other.token_ids != plain.token_ids
+
+
+def test_an_interrupted_run_leaves_an_idle_engine(engine):
+    def interrupt(_: CompletionOutput) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        decode(engine, PROMPT, params(), interrupt)
+    assert engine.get_num_unfinished_requests() == 0
+    decode(engine, PROMPT, params(max_tokens=2))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_accepted_drafts_are_green_on_a_terminal(engine, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Terminal()
+    printer = Printer(engine, params(), screen)
+    drawn = params(temperature=1.5, seed=5)
+    decoded = decode(engine, PROMPT, drawn, printer.show)
+    # A token is one character here.
+    green = "".join(GREEN.findall(screen.getvalue()))
+    assert decoded.drafts is not None
+    accepted = decoded.drafts.num_accepted_draft_tokens
+    assert len(green) == accepted
+    assert 0 < accepted < decoded.drafts.num_draft_tokens, "nothing to tell apart"
+    bare = GREEN.sub(r"\1", screen.getvalue())
+    assert bare == decoded.text
+    printer.finish()
+    assert "\x1b[32mGreen\x1b[0m: drafts" in screen.getvalue()
+
+
+@pytest.mark.parametrize("name", ["file", "NO_COLOR", "dumb"])
+def test_no_colours_where_they_are_not_wanted(engine, monkeypatch, name):
+    monkeypatch.setenv("NO_COLOR", "1" if name == "NO_COLOR" else "")
+    monkeypatch.setenv("TERM", "dumb" if name == "dumb" else "xterm")
+    screen = io.StringIO() if name == "file" else Terminal()
+    printer = Printer(engine, params(), screen)
+    decoded = decode(engine, PROMPT, params(), printer.show)
+    printer.finish()
+    assert screen.getvalue() == decoded.text + "\n"
+
+
+def decoded(token_ids: list[int], seconds: float, histogram=None) -> Decoded:
+    drafts = None
+    if histogram is not None:
+        steps = sum(histogram)
+        num_draft_tokens = steps * (len(histogram) - 1)
+        drafts = RequestSpecDecodeMetrics(
+            histogram=histogram, num_draft_tokens=num_draft_tokens
+        )
+    return Decoded(
+        text="",
+        token_ids=token_ids,
+        first_token_s=0.0125,
+        decode_s=seconds,
+        num_rounds=sum(histogram) if histogram else len(token_ids) - 1,
+        drafts=drafts,
+    )
+
+
+def rows(table: str) -> dict[str, list[str]]:
+    """Cells by label; the label is whatever stands before two spaces."""
+    parts = (re.split(r"\s{2,}", line) for line in table.splitlines())
+    return {label: cells for label, *cells in parts}
+
+
+def test_the_table_says_what_was_measured():
+    # 10 rounds of 2 drafts: 4 kept none, 2 one, 4 both -> 10 of 20, 21 tokens in all.
+    tokens = list(range(21))
+    table = comparison(decoded(tokens, 0.5, [4, 2, 4]), decoded(tokens, 1.0))
+    found = rows(table)
+    assert found["tokens"] == ["21", "21"]
+    assert found["tokens/s"] == ["40.0", "20.0"]
+    assert found["first token, ms"] == ["12.5", "12.5"]
+    assert found["rounds"] == ["10", "20"]
+    assert found["acceptance rate"] == ["0.500"]
+    assert found["mean acceptance length"] == ["2.00"]
+    assert found["speed-up"] == ["2.00x"]
+    assert found["texts"] == ["equal"]
+    assert max(map(len, table.splitlines())) <= 80
+
+
+def test_the_table_of_one_token_has_no_speed():
+    found = rows(comparison(decoded([4], 0.0), decoded([4], 0.0)))
+    assert found["tokens/s"] == ["-", "-"]
+    assert found["speed-up"] == ["-"]
+
+
+def test_the_table_without_comparison():
+    found = rows(comparison(decoded([4, 5], 0.5), None))
+    assert found["tokens/s"] == ["2.0"]
+    assert "speed-up" not in found
+    assert "texts" not in found
+
+
+@pytest.mark.parametrize(
+    ("right", "said"),
+    [
+        ([1, 2, 3], "equal"),
+        ([9, 2, 3], "differs at token 1"),
+        ([1, 2, 4], "differs at token 3"),
+        ([1, 2], "differs at token 3"),
+        ([1, 2, 3, 4], "differs at token 4"),
+    ],
+)
+def test_where_two_texts_part(right, said):
+    assert difference([1, 2, 3], right) == said
+
+
+def test_a_chat_is_written_in_turns():
+    tokenizer = Tokenizer.from_folder(bundled_target())
+    prompt = generate.make_prompt(tokenizer, " Hi", is_chat=True)
+    expected = "<start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n"
+    assert prompt == f"<bos>{expected}"
+    # The beginning token is spelled out: encoding must not add a second one.
+    assert tokenizer.encode(prompt).count(tokenizer.bos_token_id) == 1
+    assert generate.make_prompt(tokenizer, " Hi", is_chat=False) == " Hi"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model of random weights with the bundled tokenizer."""
+    make_micro(vocab_size=8192, num_hidden_layers=1).save_pretrained(tmp_path)
+    shutil.copy(bundled_target() / "tokenizer.model", tmp_path)
+    return tmp_path
+
+
+def test_a_whole_run(folder, capsys):
+    options = argparse.Namespace(
+        prompt="Hi",
+        is_chat=False,
+        model=str(folder),
+        speculative_model=str(folder),
+        num_speculative_tokens=1,
+        dtype="float32",
+        compilation_cache_dir=None,
+        max_tokens=9,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=50,
+        min_p=0.0,
+        seed=None,
+        ignore_eos=True,
+        is_compared=True,
+    )
+    generate.run(options)
+    shown = capsys.readouterr()
+    text, _, below = shown.out.partition(f"\n\n{folder}, float32 on cpu, K = 1, ")
+    assert text
+    assert below.startswith("temperature 0.7, seed 0\nNo --seed was given: seed 0 was")
+    found = rows(below)
+    assert found["tokens"] == ["9", "9"]
+    # A model that drafts for itself is always right.
+    assert found["acceptance rate"] == ["1.000"]
+    assert found["rounds"] == ["4", "8"]
+    assert found["texts"] == ["equal"]
+    assert re.fullmatch(r"Loading .* s\nCompiling \.\.\. .* s\n", shown.err)

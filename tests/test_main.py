@@ -1,0 +1,132 @@
+"""The command line: what `python -m jaxspec` accepts, refuses and shows."""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxspec import __main__ as command_line
+from jaxspec import generate
+
+ROOT = Path(__file__).parents[1]
+
+
+def jaxspec(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a user does, sharing the tests' compiled programs."""
+    cache = str(ROOT / ".pytest_cache" / "jax")
+    return subprocess.run(
+        [sys.executable, "-m", "jaxspec", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": cache},
+        check=False,
+    )
+
+
+def test_the_bundled_pair_answers():
+    done = jaxspec(
+        *("generate", "Tell me a short story about a dragon."),
+        *("--max-tokens", "8", "--num-speculative-tokens", "1", "--ignore-eos"),
+    )
+    assert done.returncode == 0, done.stderr
+    text, _, table = done.stdout.partition("\n\njaxspec/tiny-gemma2, ")
+    assert text.strip()
+    assert re.match(r"(bfloat16|float32) on cpu, K = 1, greedy\n", table)
+    assert re.search(r"^tokens +8 +8$", table, re.MULTILINE)
+    assert re.search(r"^texts +equal$", table, re.MULTILINE)
+    assert "\x1b" not in done.stdout, "colours belong on terminals only"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_lists_what_there_is_without_importing_jax(arguments):
+    code = (
+        "import sys, jaxspec.__main__ as command_line\n"
+        "try: command_line.main(sys.argv[1:])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'jax' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    commands = done.stdout.partition("subcommands:")[2]
+    assert re.findall(r"^    (\w+)", commands, re.MULTILINE) == ["generate"]
+
+
+def test_defaults_are_the_bundled_pair(monkeypatch):
+    seen: list[argparse.Namespace] = []
+    monkeypatch.setattr(generate, "run", seen.append)
+    assert command_line.main(["generate", "hi"]) == 0
+    assert command_line.main(["generate", "hi", "--raw", "--no-compare"]) == 0
+    options = vars(seen[0])
+    assert options["model"] == "jaxspec/tiny-gemma2"
+    assert options["speculative_model"] == "jaxspec/tiny-gemma2-draft"
+    assert options["num_speculative_tokens"] == 4
+    assert (options["max_tokens"], options["temperature"]) == (128, 0.0)
+    assert options["is_chat"]
+    assert options["is_compared"]
+    assert not seen[1].is_chat
+    assert not seen[1].is_compared
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--temperature", "9"], r"temperature must be a number in \[0, 2\], got 9"),
+        (["--max-tokens", "0"], "max_tokens must be an integer of at least 1, got 0"),
+        (["--num-speculative-tokens", "9"], "from 1 to 8, got 9"),
+        (["--dtype", "int8"], "dtype must be one of .* got 'int8'"),
+        (["--speculative-model", "none"], "speculative_model must be .* got 'none'"),
+        (["--model", "some/folder"], "needs a draft .* --speculative-model"),
+        (["--model", "none", "--speculative-model", "none"], "model must be .* 'none'"),
+    ],
+)
+def test_a_wrong_value_is_one_line_and_code_2(arguments, said, capsys):
+    assert command_line.main(["generate", "hi", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
+    assert re.search(f"^python -m jaxspec generate: error: .*{said}", line)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve"], "invalid choice: 'serve'"),
+        (["generate"], "PROMPT"),
+        (["generate", "hi", "--max-tokens", "ten"], "invalid int value: 'ten'"),
+        (["generate", "hi", "--chat", "--raw"], "not allowed with"),
+    ],
+)
+def test_a_wrong_form_is_code_2(arguments, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        command_line.main(arguments)
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_cleanly(monkeypatch, capsys):
+    def interrupted(_: argparse.Namespace) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "run", interrupted)
+    assert command_line.main(["generate", "hi"]) == 130
+    assert capsys.readouterr().err == "\nInterrupted.\n"
+
+
+def test_a_bug_is_not_hidden(monkeypatch):
+    def broken(_: argparse.Namespace) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(generate, "run", broken)
+    with pytest.raises(ValueError, match="a bug"):
+        command_line.main(["generate", "hi"])

@@ -1,0 +1,189 @@
+"""The README is true: its table, its links, its code and what it says is missing."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TABLE_SCRIPT = ROOT / "benchmarks" / "readme_table.py"
+BENCHMARK = ROOT / "benchmarks" / "cpu_pair.py"
+MARKS = (
+    "<!-- results: written by benchmarks/readme_table.py -->\n{}<!-- end of results -->"
+)
+
+Done = subprocess.CompletedProcess[str]
+
+
+def python(*arguments: object) -> Done:
+    cache = str(ROOT / ".pytest_cache" / "jax")
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": cache},
+        check=False,
+    )
+
+
+def row(plain: float, speed_up: float) -> dict[str, Any]:
+    return {
+        "num_prompts": 3,
+        "num_equal": 3,
+        "plain_tokens_per_s": plain,
+        "speculative_tokens_per_s": plain * speed_up,
+        "speed_up": speed_up,
+        "acceptance_rate": 0.625,
+        "mean_acceptance_length": 3.5,
+    }
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    arguments = {
+        "quick": False,
+        "num_tokens": 128,
+        "num_speculative_tokens": 4,
+        "repeats": 5,
+    }
+    return {
+        "date": "2026-11-21T10:00:00",
+        "commit": "0123456789ab",
+        "has_changes": False,
+        "arguments": arguments,
+        "prompts": {"source": "benchmarks/prompts.jsonl"},
+        "target": "target",
+        "draft": "draft",
+        "dtype": "bfloat16",
+        "machine": {"cpu": "a CPU", "cores": 2, "load_average": [0.1, 0.1, 0.1]},
+        "versions": {"python": "3.11.7", "jax": "0.10.2", "numpy": "2.4.6"},
+        "modes": {
+            "greedy": {
+                "controls": {"temperature": 0.0},
+                "rows": {"math": row(200, 1.5), "all": row(210, 1.75)},
+            },
+            "sampled": {
+                "controls": {"temperature": 0.8, "top_p": 0.95},
+                "rows": {"all": row(190, 1.25)},
+            },
+        },
+        "huggingface": {"float32": {"tokens_per_s": [[90, 80, 100], [70, 70, 70]]}},
+        "startup": {
+            "cold": {"first_token_s": 12.34, "peak_bytes": 500 * 2**20},
+            "warm": {"first_token_s": 2.31, "peak_bytes": 400 * 2**20},
+        },
+    } | changes
+
+
+def write_table(folder: Path, results: list[dict[str, Any]], *options: str) -> Done:
+    """Run the script on a README of its own; what is between the marks is stale."""
+    readme = folder / "README.md"
+    if not readme.exists():
+        readme.write_text("above\n" + MARKS.format("stale\n") + "\nbelow\n")
+    for number, one in enumerate(results):
+        path = folder / f"cpu_pair-{number}.json"
+        path.write_text(json.dumps(one))
+    return python(TABLE_SCRIPT, "--readme", readme, "--results", folder, *options)
+
+
+def test_the_table_is_that_of_the_newest_result():
+    done = python(TABLE_SCRIPT, "--check")
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_a_result_the_readme_says_so(tmp_path):
+    assert write_table(tmp_path, []).returncode == 0
+    text = (tmp_path / "README.md").read_text()
+    expected = "Not measured yet: run `make bench` on a quiet machine.\n"
+    assert text == "above\n" + MARKS.format(expected) + "\nbelow\n"
+
+
+def test_the_newest_full_result_becomes_the_table(tmp_path):
+    quick = {**result()["arguments"], "quick": True}
+    results = [
+        result(date="2026-11-20T10:00:00", commit="older"),
+        result(),
+        result(date="2026-11-22T10:00:00", commit="short", arguments=quick),
+    ]
+    assert write_table(tmp_path, results, "--check").returncode == 1
+    assert write_table(tmp_path, results).returncode == 0
+    assert write_table(tmp_path, results, "--check").returncode == 0
+    text = (tmp_path / "README.md").read_text()
+    assert "| math, greedy | 200 | 300 | 1.50 | 0.62 | 3.50 |\n" in text
+    assert "| all, greedy | 210 | 368 | 1.75 | 0.62 | 3.50 |\n" in text
+    assert "| all, temperature 0.8, top-p 0.95 | 190 | 238 | 1.25 " in text
+    # Medians of 90 80 100 and of 70 70 70, then the median of the two.
+    assert "greedy: 80 tok/s in float32" in text
+    assert "12.3 s when" in text
+    assert "2.3 s with a compilation cache; peak memory 500 MiB" in text
+    assert "at commit 0123456789ab on a CPU, 2 cores, load 0.1" in text
+
+
+def test_links_lead_somewhere():
+    for page in (ROOT / "README.md", ROOT / "benchmarks" / "README.md"):
+        links = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
+        assert links
+        gone = [link for link in links if not (page.parent / link).exists()]
+        assert not gone, f"{page.name}: {gone}"
+
+
+def test_names_with_links_are_in_the_files():
+    named = re.findall(r"\[`([\w.]+)`\]\(([\w./]+\.py)\)", README)
+    assert len(named) == 10, "the flow of a request, in ten lines"
+    for name, path in named:
+        last = name.rpartition(".")[2]
+        source = (ROOT / path).read_text(encoding="utf-8")
+        assert re.search(rf"^ *(def|class) {last}\b", source, re.MULTILINE), name
+
+
+def test_targets_of_make_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = set(re.findall(r"make ([\w-]+)[ `]", README))
+    assert {"demo", "test", "bench"} <= named
+    for target in named:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_nobody_is_sent_to_the_other_project():
+    # On PyPI the name belongs to an X-ray library.
+    assert "another project" in README
+    for page in ROOT.glob("**/*.md"):
+        if not any(part.startswith(".") for part in page.relative_to(ROOT).parts):
+            text = page.read_text(encoding="utf-8")
+            assert not re.search(r"pip install (-\S+ )*[\"']?jaxspec\b", text), page
+
+
+def test_the_code_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    done = python("-W", "error", "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert "num_draft_tokens=" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_quick_benchmark_gives_a_table(tmp_path):
+    path = tmp_path / "cpu_pair-0.json"
+    done = python(
+        *(BENCHMARK, "--quick", "--skip-huggingface", "--output", path),
+        *("--num-speculative-tokens", "1"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == json.loads(path.read_text())
+    measured = json.loads(path.read_text())
+    assert measured["arguments"]["quick"]
+    assert str(ROOT) not in path.read_text(), "no paths of this machine in a result"
+    greedy = measured["modes"]["greedy"]["rows"]
+    assert list(greedy) == ["math", "shell", "stories", "fiction", "code", "all"]
+    assert greedy["all"]["num_equal"] == greedy["all"]["num_prompts"] == 5
+    assert greedy["all"]["acceptance_rate"] <= 1
+    startup = measured["startup"]
+    assert startup["warm"]["first_token_s"] < startup["cold"]["first_token_s"]
+    measured["arguments"]["quick"] = False
+    assert write_table(tmp_path, [measured]).returncode == 0
+    assert "| all, greedy | " in (tmp_path / "README.md").read_text()
