@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Protocol, runtime_checkable
 
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
@@ -179,10 +179,19 @@ def decode(
     )
 
 
+@runtime_checkable
+class Screen(Protocol):
+    """The part of a text file that is needed to write to it."""
+
+    def write(self, text: str, /) -> int: ...
+    def flush(self) -> None: ...
+    def isatty(self) -> bool: ...
+
+
 class Printer:
     """Writes a text as it comes; on a terminal, accepted drafts are green."""
 
-    def __init__(self, engine: LLMEngine, params: SamplingParams, file: TextIO):
+    def __init__(self, engine: LLMEngine, params: SamplingParams, file: Screen):
         self._file = file
         self._stream = TextStream(engine.tokenizer, params)
         self._num_shown = 0

@@ -217,6 +217,9 @@ class FakeRunner(Runner):
     def executable(self, shape: StepShape) -> Any:
         self.num_compiles += 1
 
+    def is_compiled(self, shape: StepShape) -> bool:
+        return True
+
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         self.events.append(("launch", self.num_launches))
         self.plans.append((plan, shape))

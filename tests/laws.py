@@ -17,20 +17,23 @@ def filtered_law(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> np.ndarray:
-    """One row's probabilities after temperature, top-k, top-p and min-p.
+    """Probabilities of rows after temperature, top-k, top-p and min-p.
 
     Ties with the last token that a filter keeps are kept.
     """
     scaled = np.asarray(logits, np.float64) / (temperature or 1.0)
-    weights = np.exp(scaled - scaled.max())
-    if 0 < top_k < len(weights):
-        weights = np.where(weights >= np.sort(weights)[-top_k], weights, 0)
+    weights = np.exp(scaled - scaled.max(axis=-1, keepdims=True))
+    if 0 < top_k < weights.shape[-1]:
+        kth = np.sort(weights, axis=-1)[..., -top_k, None]
+        weights = np.where(weights >= kth, weights, 0)
     if top_p < 1:
-        ranked = np.sort(weights)[::-1]
-        reached = np.cumsum(ranked) >= top_p * weights.sum()
-        weights = np.where(weights >= ranked[np.argmax(reached)], weights, 0)
+        ranked = np.sort(weights, axis=-1)[..., ::-1]
+        wanted = top_p * weights.sum(axis=-1, keepdims=True)
+        first = np.argmax(np.cumsum(ranked, axis=-1) >= wanted, axis=-1)
+        last_kept = np.take_along_axis(ranked, first[..., None], axis=-1)
+        weights = np.where(weights >= last_kept, weights, 0)
     weights = np.where(weights >= min_p, weights, 0)
-    return weights / weights.sum()
+    return weights / weights.sum(axis=-1, keepdims=True)
 
 
 def check_counts(counts: np.ndarray, law: np.ndarray, what: object = "") -> float:

@@ -96,9 +96,11 @@ class PagedModel:
         order = np.random.default_rng(0).permutation(self.num_pages)
         self.page_table = order[None].astype(np.int32)
         self.length = 0
+        self.num_traces = 0
         self.forward = jax.jit(self._forward, out_shardings=whole)
 
     def _forward(self, params, batch, kv_pages):
+        self.num_traces += 1
         model = bind(self.config, params)
         hidden, kv_pages = model.hidden(batch, kv_pages)
         return model.logits(hidden), kv_pages

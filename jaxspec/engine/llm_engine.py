@@ -61,6 +61,7 @@ class LLMEngine:
         self._streams: dict[str, TextStream] = {}
         self._sent: dict[str, tuple[int, int]] = {}  # characters, tokens
         self._launched: deque[tuple[Launch, Any]] = deque()
+        self._planned: Launch | None = None
         # Seeds of requests that name none; a seeded engine repeats itself.
         self._random = np.random.default_rng(config.seed)
 
@@ -176,13 +177,19 @@ class LLMEngine:
         anything to show (`output_kind`).
         """
         start = time.monotonic()
-        launch = self.scheduler.plan()
+        launch, self._planned = self._planned, None
+        if launch is None or launch.is_over():
+            launch = self.scheduler.plan()
         if launch is not None:
-            result = self.runner.launch(launch.plan, launch.shape)
-            self._launched.append((launch, result))
+            if self._launched and not self.runner.is_compiled(launch.shape):
+                self._planned = launch  # tokens must not wait for a compile
+            else:
+                result = self.runner.launch(launch.plan, launch.shape)
+                self._launched.append((launch, result))
         waited = 0.0
         outputs: list[RequestOutput] = []
-        if self._launched and (launch is None or len(self._launched) > 1):
+        is_full = len(self._launched) > 1
+        if self._launched and (launch is None or self._planned or is_full):
             oldest, result = self._launched.popleft()
             before = time.monotonic()
             fetched = self.runner.fetch(result, oldest.shape)
@@ -225,7 +232,8 @@ class LLMEngine:
             self.scheduler.finish(request, "stop", stop)
         elif part.is_done:
             last = request.output_token_ids[-1]
-            is_eos = last in self.config.model_config.eos_token_ids
+            # As in vLLM: the first end id is the EOS, the others are stop ids.
+            is_eos = last == self.config.model_config.eos_token_ids[0]
             stop_id = None if is_eos and not request.params.ignore_eos else last
             if ended_by_id:
                 self.scheduler.finish(request, "stop", stop_id)
@@ -280,7 +288,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do."""
-        return self.scheduler.has_unfinished() or bool(self._launched)
+        return self.scheduler.has_unfinished() or bool(self._launched or self._planned)
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run."""
@@ -307,6 +315,7 @@ class LLMEngine:
     def shutdown(self) -> None:
         """End all requests and wait for the device."""
         self.abort_request(list(self._requests))
+        self._planned = None
         while self._launched:
             launch, result = self._launched.popleft()
             self.runner.fetch(result, launch.shape)

@@ -107,6 +107,10 @@ class Runner:
             _log.info("compiled %s in %.1f s", shape, time.monotonic() - start)
         return self._executables[shape]
 
+    def is_compiled(self, shape: StepShape) -> bool:
+        """Whether a launch of this shape starts at once."""
+        return shape in self._executables
+
     def launch(self, plan: StepPlan, shape: StepShape) -> jax.Array:
         """Start one round; returns its result vector, not yet computed."""
         step = self.executable(shape)

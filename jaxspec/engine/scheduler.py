@@ -30,6 +30,11 @@ class Launch:
     decoding: list[Request]
     tiled: list[Request]
 
+    def is_over(self) -> bool:
+        """Whether all its requests have ended since it was planned."""
+        requests = (*self.decoding, *self.tiled)
+        return all(request.status is Status.FINISHED for request in requests)
+
 
 @dataclass(kw_only=True)
 class Progress:

@@ -76,10 +76,7 @@ def laws_of(next_logits: list[np.ndarray], controls: dict) -> list[np.ndarray]:
         for name, value in controls.items()
     }
     for level in next_logits:
-        reachable = law > 0
-        following = np.zeros(level.shape)
-        following[reachable] = [filtered_law(r, **exact) for r in level[reachable]]
-        law = (law[:, None] * following).reshape(-1)
+        law = (law[:, None] * filtered_law(level, **exact)).reshape(-1)
         laws.append(law)
     return laws
 
@@ -103,7 +100,7 @@ def sample(engine: LLMEngine, rule: str, count: int) -> list[np.ndarray]:
     ]
     outputs = generate(engine, [PROMPT] * len(params), params)
     tokens = np.array(tokens_of(outputs))
-    assert engine.stats.num_accepted_tokens or rule == "adverse"
+    assert engine.stats.num_accepted_tokens
     return [tokens[index :: len(CONTROLS)] for index in range(len(CONTROLS))]
 
 

@@ -91,10 +91,10 @@ def build(
 ) -> Call:
     """A call with random values, in pages of random order."""
     rng = np.random.default_rng(seed)
-    if kv_len is None:
-        kv_len = rng.integers(0, case.context + 1, case.seqs).tolist()
-        kv_len[0] = case.context
-    lengths = np.array(kv_len, np.int32)
+    lengths = rng.integers(0, case.context + 1, case.seqs).astype(np.int32)
+    lengths[0] = case.context
+    if kv_len is not None:
+        lengths = np.array(kv_len, np.int32)
     size = (case.seqs, case.context, case.kv_heads, case.head_dim)
     key, value = rng.normal(size=(2, *size)).astype(np.float32)
     size = (case.seqs, case.queries, case.q_heads, case.head_dim)

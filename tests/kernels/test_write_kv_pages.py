@@ -98,6 +98,7 @@ def test_donated_pages_are_written_in_place(tokens, storage):
     rows = {name: jnp.asarray(value) for name, value in given.items()}
     donating = partial(jax.jit, donate_argnums=0)(write_kv_pages)
     memory = donating.lower(pages, **rows).compile().memory_analysis()
+    assert memory is not None
     assert memory.alias_size_in_bytes == pages.nbytes
     assert memory.temp_size_in_bytes < pages.nbytes / 4
 

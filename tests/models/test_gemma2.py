@@ -76,7 +76,7 @@ def test_logits_equal_huggingface(name, feed):
     reference, expected = huggingface(name)
     ours = PagedModel(model_config(reference), load_ours(reference))
     assert np.abs(feed(ours) - expected).max() <= 1e-4
-    assert ours.forward._cache_size() == 1
+    assert ours.num_traces == 1
 
 
 @pytest.mark.parametrize(

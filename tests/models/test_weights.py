@@ -60,7 +60,7 @@ def make_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def load(config: ModelConfig, tensors: dict[str, np.ndarray], **options: Any) -> Any:
-    settings = dict(dtype=FLOAT32, mesh=make_mesh(1)) | options
+    settings: dict[str, Any] = dict(dtype=FLOAT32, mesh=make_mesh(1)) | options
     return load_params(config, tensors.items(), **settings)
 
 
