@@ -4,15 +4,20 @@ Compiling is what these tests cost, so every model here has the same sizes: an
 executable takes parameters as arguments and serves any of them.
 """
 
+import contextlib
 import functools
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.runner import Runner
 from jaxspec.models.weights import load_params
+from jaxspec.program.plan import StepPlan, StepResult, StepShape
 from tests.engines import make_engine, with_settings
 from tests.oracles import hf_logits, hf_tensors, make_hf_model, model_config
 
@@ -30,11 +35,12 @@ SIZES = dict(
     final_logit_softcapping=8.0,
 )
 NUM_DRAFT = 3
-# Few shapes: two rows, one tile a launch.
+# Few shapes: two rows, one tile a launch. Two of the longest requests do not fit into
+# the pages together.
 SETTINGS = dict(
     max_num_seqs=2,
     page_size=4,
-    num_pages=70,
+    num_pages=44,
     max_model_len=112,
     max_num_batched_tokens=32,
 )
@@ -94,9 +100,7 @@ def plain_engine() -> LLMEngine:
 
 @functools.cache
 def _first_engine() -> LLMEngine:
-    return make_engine(
-        target(), draft("noisy"), num_draft_tokens=NUM_DRAFT, **SETTINGS
-    )
+    return make_engine(target(), draft("noisy"), num_draft_tokens=NUM_DRAFT, **SETTINGS)
 
 
 @functools.cache
@@ -123,11 +127,31 @@ def engine(kind: str = "noisy", *, seed: int = 0, **speculative: Any) -> LLMEngi
 
 
 def prompts(count: int, *, seed: int = 0, longest: int = 40) -> list[list[int]]:
-    """Prompts of every length from 1 on, without end tokens."""
+    """Prompts of lengths spread from 1 to `longest`, without end tokens."""
     random = np.random.default_rng(seed)
-    lengths = [1 + index % longest for index in range(count)]
+    lengths = np.linspace(1, longest, count).astype(int)
     random.shuffle(lengths)
     return [random.integers(3, 64, length).tolist() for length in lengths]
+
+
+@contextlib.contextmanager
+def recorded(made: LLMEngine) -> Iterator[list[tuple[StepPlan, StepShape, StepResult]]]:
+    """Every launch that is read meanwhile: plan, shape, result."""
+    runner, plans, rounds = made.runner, deque(), []
+    launch, fetch = runner.launch, runner.fetch
+
+    def note_launch(plan: StepPlan, shape: StepShape) -> Any:
+        plans.append((plan, shape))
+        return launch(plan, shape)
+
+    def note_fetch(result: Any, shape: StepShape) -> StepResult:
+        rounds.append((*plans.popleft(), fetch(result, shape)))
+        return rounds[-1][-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "launch", note_launch)
+        patch.setattr(runner, "fetch", note_fetch)
+        yield rounds
 
 
 def greedy_margin(prompt: list[int], tokens: list[int]) -> float:

@@ -157,7 +157,14 @@ def attend(query, kv_pages, page_table, kv_len, mask=None, **settings):
 
 @partial(jax.jit, static_argnames=("scale", "soft_cap", "window", "block_tokens"))
 def attend_blocks(
-    query, kv_pages, page_table, kv_len, mask=None, block_tokens=SMALL_BLOCK, **settings
+    query,
+    kv_pages,
+    page_table,
+    kv_len,
+    mask=None,
+    *,
+    block_tokens=SMALL_BLOCK,
+    **settings,
 ):
     return reference.paged_attention(
         query,
@@ -236,6 +243,12 @@ def test_trees_equal_float64(window):
         kv_len = [7, *rng.integers(7, 91, 3).tolist()]
         call = build(case, seed, kv_len=kv_len, mask=random_trees(4, 7, seed))
         assert np.abs(run(call) - oracle(call)).max() <= TOLERANCE
+
+
+def test_tree_of_one_node_is_the_newest_token():
+    mask = np.ones((4, 1, 1), bool)
+    call = build(replace(SMALL, queries=1), kv_len=[90, 16, 1, 41], mask=mask)
+    assert np.abs(run(call) - oracle(call)).max() <= TOLERANCE
 
 
 @pytest.mark.parametrize("window", [None, 7])

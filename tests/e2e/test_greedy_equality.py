@@ -1,0 +1,203 @@
+"""Greedy text is the same token for token: HuggingFace, plain decoding, any drafts.
+
+float32, and only prompts on which no two logits lie so close that rounding decides.
+"""
+
+from typing import Any
+
+import pytest
+
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.program.propose import draft_model
+from jaxspec.sampling_params import SamplingParams
+from tests.e2e import pair
+from tests.engines import generate, make_engine, tokens_of, with_settings
+
+LENGTH = 64
+GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return pair.prompts(24)
+
+
+@pytest.fixture(scope="module")
+def texts(prompts) -> list[list[int]]:
+    """What plain decoding says; checked against HuggingFace here."""
+    said = tokens_of(generate(pair.plain_engine(), prompts, GREEDY))
+    margins = [pair.greedy_margin(*both) for both in zip(prompts, said, strict=True)]
+    assert min(margins) > pair.MIN_MARGIN, "near ties: choose another seed"
+    assert all(len(tokens) == LENGTH for tokens in said)
+    # A text of one token over and over would be right with wrong keys and values.
+    assert sum(len(set(tokens)) for tokens in said) > 12 * len(said)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("kind", "least", "most"),
+    [("noisy", 0.3, 0.9), ("unrelated", 0.001, 0.1), ("same", 1.0, 1.0)],
+)
+def test_drafts_change_nothing(kind, least, most, prompts, texts):
+    engine = pair.engine(kind)
+    assert tokens_of(generate(engine, prompts, GREEDY)) == texts
+    assert least <= engine.stats.acceptance_rate <= most
+
+
+def test_drafts_of_several_lengths_share_a_batch(prompts, texts):
+    wishes = [(None, 0, 1, 3)[index % 4] for index in range(len(prompts))]
+    params = [greedy(num_draft=wish) for wish in wishes]
+    engine = pair.engine("same")
+    outputs = generate(engine, prompts, params)
+    assert tokens_of(outputs) == texts
+    for wish, output in zip(wishes, outputs, strict=True):
+        metrics = output.outputs[0].spec_decode_metrics
+        if wish == 0:
+            assert metrics is None
+        else:
+            # Every draft is right, and the last rounds need fewer.
+            assert metrics.acceptance_rate == 1.0
+            most = (3 if wish is None else wish) + 1
+            assert metrics.mean_acceptance_length == pytest.approx(most, rel=0.05)
+
+
+def greedy(*, num_draft: int | None = None, **changes: Any) -> SamplingParams:
+    values = dict(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+    if num_draft is not None:
+        values["extra_args"] = {"num_speculative_tokens": num_draft}
+    return SamplingParams(**(values | changes))
+
+
+@pytest.mark.parametrize("kind", ["noisy", "same"])
+def test_an_end_inside_an_accepted_run(kind, prompts, texts):
+    """45 is the most frequent token: texts end early and within runs of drafts."""
+    cut = [text[: text.index(45) + 1] if 45 in text else text for text in texts]
+    assert sum(len(text) < LENGTH for text in cut) > len(texts) // 2
+    engine = pair.engine(kind)
+    with pair.recorded(engine) as rounds:
+        outputs = generate(engine, prompts, greedy(stop_token_ids=[45]))
+    assert tokens_of(outputs) == cut
+    assert any(is_end_in_run(*each) for each in rounds)
+
+
+def is_end_in_run(plan: Any, shape: Any, result: Any) -> bool:
+    """Whether a sequence ended on a draft, before the target's own token."""
+    del shape
+    return any(
+        result.is_done[index]
+        and 0 < result.num_emitted[index] == result.num_accepted[index]
+        and result.num_emitted[index] <= drafts
+        for index, (_, drafts) in enumerate(plan.decode)
+    )
+
+
+def test_the_length_ends_a_text_at_every_offset_of_a_run(prompts, texts):
+    engine = pair.engine("same")
+    params = [greedy(max_tokens=1 + index) for index in range(len(prompts))]
+    outputs = generate(engine, prompts, params)
+    for count, output, text in zip(range(1, 25), outputs, texts, strict=True):
+        assert list(output.outputs[0].token_ids) == text[:count]
+        assert output.outputs[0].finish_reason == "length"
+    assert engine.stats.acceptance_rate == 1.0
+
+
+def test_the_context_ends_a_text():
+    longest = pair.SETTINGS["max_model_len"]
+    prompts = [pair.prompts(1, longest=1, seed=i)[0] * 20 for i in range(10)]
+    prompts = [
+        (prompt * 6)[: longest - 1 - index] for index, prompt in enumerate(prompts)
+    ]
+    params = greedy(max_tokens=None)
+    expected = tokens_of(generate(pair.plain_engine(), prompts, params))
+    assert [len(tokens) for tokens in expected] == list(range(1, 11))
+    assert tokens_of(generate(pair.engine("noisy"), prompts, params)) == expected
+    assert tokens_of(generate(pair.engine("same"), prompts, params)) == expected
+
+
+@pytest.mark.parametrize("kind", ["noisy", "same"])
+def test_drafting_stops_in_a_crowd_and_comes_back(kind, prompts, texts):
+    """Two rows run and others wait: no drafts. The draft then catches up by tiles."""
+    chosen = [0, 3, 6, 9, 12]
+    lengths = [60, 14, 14, 14, 60]
+    params = [greedy(max_tokens=length) for length in lengths]
+    engine = pair.engine(kind, disable_by_batch_size=2)
+    with pair.recorded(engine) as rounds:
+        outputs = generate(engine, [prompts[index] for index in chosen], params)
+    assert tokens_of(outputs) == [
+        texts[index][:length] for index, length in zip(chosen, lengths, strict=True)
+    ]
+    plain = [
+        index
+        for index, (plan, shape, _) in enumerate(rounds)
+        if plan.decode and not shape.num_draft_tokens
+    ]
+    drafting = [
+        index for index, (_, shape, _) in enumerate(rounds) if shape.num_draft_tokens
+    ]
+    caught_up = [
+        index
+        for index, (plan, _, _) in enumerate(rounds)
+        if any(tile.is_draft_only for tile in plan.tiles)
+    ]
+    assert len(plain) > 20
+    assert len(drafting) > 10
+    assert plain[0] < caught_up[0] < drafting[-1]
+    if kind == "same":
+        assert engine.stats.acceptance_rate == 1.0
+    else:
+        assert engine.stats.acceptance_rate > 0.3
+
+
+def many_prompts(count: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts without near ties, and their greedy texts by HuggingFace's check."""
+    prompts = pair.prompts(count + count // 4, seed=5)
+    said = tokens_of(generate(pair.plain_engine(), prompts, GREEDY))
+    clear = [
+        both
+        for both in zip(prompts, said, strict=True)
+        if pair.greedy_margin(*both) > pair.MIN_MARGIN
+    ]
+    assert len(clear) >= count, "too many near ties"
+    kept = clear[:count]
+    return [prompt for prompt, _ in kept], [text for _, text in kept]
+
+
+@pytest.fixture(scope="module")
+def hundred() -> tuple[list[list[int]], list[list[int]]]:
+    return many_prompts(104)
+
+
+def wide_engine(kind: str, num_draft: int, batch: int) -> LLMEngine:
+    settings = pair.SETTINGS | dict(max_num_seqs=batch, num_pages=batch * 28)
+    return make_engine(
+        pair.target(), pair.draft(kind), num_draft_tokens=num_draft, **settings
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_draft", [1, 2, 5, 8])
+def test_a_hundred_texts_with_every_number_of_drafts(num_draft, hundred, monkeypatch):
+    prompts, texts = hundred
+    # Compiled as a loop, as for deep drafts; the other tests unroll.
+    monkeypatch.setattr(draft_model, "MAX_UNROLLED_LAYERS", 0)
+    engine = wide_engine("noisy", num_draft, 3)
+    assert tokens_of(generate(engine, prompts, GREEDY)) == texts
+    assert 0.3 < engine.stats.acceptance_rate < 0.9
+    alone = with_settings(engine)
+    for prompt, text in zip(prompts[:8], texts, strict=False):
+        assert tokens_of(generate(alone, [prompt], GREEDY)) == [text]
+
+
+@pytest.mark.slow
+def test_a_hundred_texts_in_batches_of_eight(hundred):
+    prompts, texts = hundred
+    engine = wide_engine("noisy", 3, 8)
+    assert tokens_of(generate(engine, prompts, GREEDY)) == texts
+    assert 0.3 < engine.stats.acceptance_rate < 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["noisy", "unrelated", "same"])
+def test_a_hundred_texts_with_every_draft(kind, hundred):
+    prompts, texts = hundred
+    assert tokens_of(generate(pair.engine(kind), prompts, GREEDY)) == texts

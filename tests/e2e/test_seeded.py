@@ -1,0 +1,128 @@
+"""A seeded request says one text, whatever else happens to the engine."""
+
+from typing import Any
+
+import pytest
+
+from jaxspec.sampling_params import SamplingParams
+from tests.e2e import pair
+from tests.engines import generate, make_engine, tokens_of
+
+CONTROLS = [
+    dict(temperature=0.9),
+    dict(temperature=1.3, top_k=20),
+    dict(temperature=0.7, top_p=0.9),
+    dict(temperature=1.0, min_p=0.05),
+]
+
+
+def seeded(number: int, **changes: Any) -> SamplingParams:
+    values = dict(seed=1000 + number, max_tokens=32, ignore_eos=True)
+    return SamplingParams(**(values | CONTROLS[number % len(CONTROLS)] | changes))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return pair.prompts(12, longest=30)
+
+
+@pytest.fixture(scope="module")
+def texts(prompts) -> list[list[int]]:
+    """Plain decoding, one request after the other."""
+    return [
+        tokens_of(generate(pair.plain_engine(), [prompt], seeded(number)))[0]
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def params_of(prompts: list[list[int]], **changes: Any) -> list[SamplingParams]:
+    return [seeded(number, **changes) for number in range(len(prompts))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "least"), [("noisy", 0.5), ("unrelated", 0.0), ("same", 1.0)]
+)
+@pytest.mark.parametrize("rule", ["standard", "block"])
+def test_drafts_and_rules_change_nothing(kind, least, rule, prompts, texts):
+    engine = pair.engine(kind, rejection_sample_method=rule)
+    assert tokens_of(generate(engine, prompts, params_of(prompts))) == texts
+    # Shared noise: a draft equal to the target is right every time.
+    assert engine.stats.acceptance_rate >= least
+    assert engine.stats.num_draft_tokens > 100
+
+
+def test_batches_change_nothing(prompts, texts):
+    plain = pair.plain_engine()
+    assert tokens_of(generate(plain, prompts, params_of(prompts))) == texts
+
+
+def test_order_and_neighbours_change_nothing(prompts, texts):
+    """Other requests in between: greedy, unseeded, with drafts of their own number."""
+    others = [
+        SamplingParams(temperature=0, max_tokens=7, ignore_eos=True),
+        SamplingParams(temperature=1.0, max_tokens=11, ignore_eos=True),
+        SamplingParams(
+            temperature=0.5, max_tokens=9, extra_args={"num_speculative_tokens": 0}
+        ),
+    ]
+    mixed, params = [], []
+    for number in reversed(range(len(prompts))):
+        mixed += [prompts[number], prompts[number - 1]]
+        params += [seeded(number), others[number % len(others)]]
+    said = tokens_of(generate(pair.engine(seed=9), mixed, params))
+    assert said[::2] == texts[::-1]
+
+
+def test_a_requests_own_number_of_drafts_changes_nothing(prompts, texts):
+    params = [
+        seeded(number, extra_args={"num_speculative_tokens": (3, 0, 1)[number % 3]})
+        for number in range(len(prompts))
+    ]
+    assert tokens_of(generate(pair.engine(), prompts, params)) == texts
+
+
+def test_switching_drafts_off_and_on_changes_nothing(prompts, texts):
+    engine = pair.engine("same", disable_by_batch_size=2)
+    with pair.recorded(engine) as rounds:
+        said = tokens_of(generate(engine, prompts, params_of(prompts)))
+    assert said == texts
+    drafts = {shape.num_draft_tokens for plan, shape, _ in rounds if plan.decode}
+    assert drafts == {0, 3}
+    assert engine.stats.acceptance_rate == 1.0
+
+
+def test_different_seeds_say_different_things(prompts, texts):
+    again = [prompts[0]] * 6
+    params = [seeded(0, seed=seed) for seed in (0, 1, -1, 2**32, 2**40, 1000)]
+    said = tokens_of(generate(pair.engine(), again, params))
+    assert len({tuple(tokens) for tokens in said}) == 6
+    assert said[-1] == texts[0]
+
+
+@pytest.mark.parametrize("rule", ["standard", "block"])
+def test_without_a_seed_requests_differ_and_the_engines_seed_repeats_them(
+    rule, prompts
+):
+    def say(seed: int) -> list[list[int]]:
+        engine = pair.engine(seed=seed, rejection_sample_method=rule)
+        again = [prompts[5]] * 6
+        params = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
+        return tokens_of(generate(engine, again, params))
+
+    first = say(3)
+    assert len({tuple(tokens) for tokens in first}) == 6
+    assert say(3) == first
+    assert not {tuple(tokens) for tokens in say(4)} & {tuple(t) for t in first}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_draft", [1, 5])
+def test_other_numbers_of_drafts_change_nothing(num_draft, prompts, texts):
+    engine = make_engine(
+        pair.target(),
+        pair.draft("noisy"),
+        num_draft_tokens=num_draft,
+        **(pair.SETTINGS | dict(max_num_seqs=4, num_pages=100)),
+    )
+    assert tokens_of(generate(engine, prompts, params_of(prompts))) == texts
+    assert engine.stats.acceptance_rate > 0.3
