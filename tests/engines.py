@@ -1,6 +1,7 @@
 """Whole engines over random HuggingFace models, small enough to compile in seconds."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ class StubTokenizer(Tokenizer):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(character) - FIRST_CHARACTER for character in text]
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(FIRST_CHARACTER + token) for token in ids)
 
 

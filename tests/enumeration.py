@@ -87,7 +87,7 @@ def _pair(kind: str, random: np.random.Generator) -> tuple[np.ndarray, np.ndarra
         return _law(random, support), _law(random, ~support)
     everything = np.ones(VOCAB, bool)
     if kind == "sparse":
-        return tuple(_law(random, _some(random)) for _ in range(2))
+        return _law(random, _some(random)), _law(random, _some(random))
     target = _law(random, everything)
     if kind == "equal":
         return target, target

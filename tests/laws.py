@@ -9,13 +9,15 @@ LEVEL = 1e-6
 # Pearson's statistic is close to its law where cells expect at least this much.
 MIN_EXPECTED = 8
 
+Real = float | np.floating
+
 
 def filtered_law(
     logits: np.ndarray,
-    temperature: float,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
+    temperature: Real,
+    top_k: int | np.integer = 0,
+    top_p: Real = 1.0,
+    min_p: Real = 0.0,
 ) -> np.ndarray:
     """Probabilities of rows after temperature, top-k, top-p and min-p.
 

@@ -35,7 +35,7 @@ class Mutant:
 
 
 def check_rounds(rule: str) -> None:
-    play_round.clear_cache()
+    play_round.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
     test_joint_law_over_rounds(rule)
 
 

@@ -37,7 +37,7 @@ SIZES = dict(
 NUM_DRAFT = 3
 # Few shapes: two rows, one tile a launch. Two of the longest requests do not fit into
 # the pages together.
-SETTINGS = dict(
+SETTINGS: dict[str, Any] = dict(
     max_num_seqs=2,
     page_size=4,
     num_pages=44,

@@ -4,12 +4,14 @@ Thousands of requests with one prompt, longer than the window, through paging, b
 and several rounds each; counts against probabilities from HuggingFace's float32 model.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import SamplingParams
-
 from tests.engines import (
     generate,
     make_draft_of,
@@ -71,7 +73,7 @@ def next_logits(target) -> list[np.ndarray]:
 def laws_of(next_logits: list[np.ndarray], controls: dict) -> list[np.ndarray]:
     """Law of the first l + 1 tokens for every l, `[vocab^(l+1)]`."""
     laws, law = [], np.ones(1)
-    exact = {
+    exact: dict[str, Any] = {
         name: value if name == "top_k" else np.float32(value)
         for name, value in controls.items()
     }

@@ -56,13 +56,14 @@ def test_drafts_of_several_lengths_share_a_batch(prompts, texts):
             assert metrics is None
         else:
             # Every draft is right, and the last rounds need fewer.
+            assert metrics is not None
             assert metrics.acceptance_rate == 1.0
             most = (3 if wish is None else wish) + 1
             assert metrics.mean_acceptance_length == pytest.approx(most, rel=0.05)
 
 
 def greedy(*, num_draft: int | None = None, **changes: Any) -> SamplingParams:
-    values = dict(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+    values: dict[str, Any] = dict(temperature=0, max_tokens=LENGTH, ignore_eos=True)
     if num_draft is not None:
         values["extra_args"] = {"num_speculative_tokens": num_draft}
     return SamplingParams(**(values | changes))
@@ -98,7 +99,8 @@ def test_the_length_ends_a_text_at_every_offset_of_a_run(prompts, texts):
     for count, output, text in zip(range(1, 25), outputs, texts, strict=True):
         assert list(output.outputs[0].token_ids) == text[:count]
         assert output.outputs[0].finish_reason == "length"
-    assert engine.stats.acceptance_rate == 1.0
+    # Drafts past an end that the host had not read yet count as refused.
+    assert 0.9 < engine.stats.acceptance_rate < 1.0
 
 
 def test_the_context_ends_a_text():

@@ -17,7 +17,7 @@ CONTROLS = [
 
 
 def seeded(number: int, **changes: Any) -> SamplingParams:
-    values = dict(seed=1000 + number, max_tokens=32, ignore_eos=True)
+    values: dict[str, Any] = dict(seed=1000 + number, max_tokens=32, ignore_eos=True)
     return SamplingParams(**(values | CONTROLS[number % len(CONTROLS)] | changes))
 
 

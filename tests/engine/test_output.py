@@ -86,7 +86,8 @@ def reference(ids: list[int], params: SamplingParams) -> Outcome:
         decoded = TOKENIZER.decode(ids[:count], skip_special_tokens=skip)
         if is_end or not decoded.endswith(BROKEN):
             text = decoded
-        found = [(text.find(stop), stop) for stop in params.stop if stop in text]
+        stops = params.stop or []
+        found = [(text.find(stop), stop) for stop in stops if stop in text]
         if found:
             position, stop = min(found)
             end = position + params.include_stop_str_in_output * len(stop)

@@ -1,5 +1,7 @@
 """A request's bounds: what the device may know before the host has read it."""
 
+from typing import Any
+
 import pytest
 
 from jaxspec.engine.request import Request, Status
@@ -8,7 +10,7 @@ from jaxspec.sampling_params import SamplingParams
 
 
 def make_request(**changes) -> Request:
-    values = dict(
+    values: dict[str, Any] = dict(
         request_id="a",
         prompt=None,
         prompt_token_ids=[5, 6, 7],

@@ -6,6 +6,7 @@ draft where the draft model lacks keys and values, write into another's page.
 
 from collections import deque
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ MODEL = model_config(
 
 
 def make_config(**changes) -> EngineConfig:
-    values = dict(
+    values: dict[str, Any] = dict(
         model="target",
         tokenizer="stub",
         served_model_name="target",
@@ -197,7 +198,7 @@ def run_together(config: EngineConfig, count: int, **changes) -> Loop:
     """`count` equal requests of 4 prompt tokens and 12 generated ones."""
     loop = Loop(config, seed=0)
     for number in range(count):
-        values = dict(
+        values: dict[str, Any] = dict(
             request_id=str(number),
             prompt=None,
             prompt_token_ids=[1, 2, 3, 4],

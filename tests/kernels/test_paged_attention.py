@@ -184,14 +184,15 @@ def run(call: Call, block_tokens: int = SMALL_BLOCK) -> np.ndarray:
     )
 
 
-def random_trees(seqs: int, nodes: int, seed: int) -> np.ndarray:
-    """Ancestor masks of random trees, parents before children."""
+def random_forest(seqs: int, nodes: int, seed: int) -> np.ndarray:
+    """Ancestor masks of random trees, parents before children, some without one."""
     rng = np.random.default_rng(seed)
     mask = np.zeros((seqs, nodes, nodes), bool)
     for seq in range(seqs):
         for node in range(nodes):
-            if node:
-                mask[seq, node] = mask[seq, rng.integers(0, node)]
+            parent = rng.integers(-1, node)
+            if parent >= 0:
+                mask[seq, node] = mask[seq, parent]
             mask[seq, node, node] = True
     return mask
 
@@ -241,7 +242,7 @@ def test_trees_equal_float64(window):
         # The root's own position is in the pages: at least `queries` tokens.
         rng = np.random.default_rng(seed)
         kv_len = [7, *rng.integers(7, 91, 3).tolist()]
-        call = build(case, seed, kv_len=kv_len, mask=random_trees(4, 7, seed))
+        call = build(case, seed, kv_len=kv_len, mask=random_forest(4, 7, seed))
         assert np.abs(run(call) - oracle(call)).max() <= TOLERANCE
 
 

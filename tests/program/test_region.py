@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.models.batch import TokenBatch
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.region import join, make_region
 
@@ -12,7 +13,9 @@ PADS = POOL.num_pages * POOL.page_size
 TABLE = np.array([[7, 2, 9, 10], [0, 5, 10, 10]])  # 10 is the pad page
 
 
-def region(kv_len: list[int], count: int, is_written=True):
+def region(
+    kv_len: list[int], count: int, is_written: list[list[bool]] | bool = True
+) -> TokenBatch:
     tokens = np.arange(2 * count).reshape(2, count)
     return make_region(
         jnp.asarray(tokens, jnp.int32),

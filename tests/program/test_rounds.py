@@ -1,7 +1,8 @@
 """Several rounds in a row follow the target's joint law, with the program's own keys.
 
-One round can be exact and a sequence of them biased: block verification looks at drafts
-past what it accepts, so numbers that a later round met again would no longer be uniform.
+One round can be exact and a sequence of them biased: block verification looks at
+drafts past what it accepts, so numbers that a later round met again would no longer be
+uniform.
 """
 
 import jax

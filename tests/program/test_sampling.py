@@ -1,5 +1,7 @@
 """Distributions and draws equal float64 oracles that sort the vocabulary."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +43,7 @@ def check_distribution(size: int, rows: list[dict], *, is_tied: bool = False) ->
     logits = logits.astype(np.float32)
     found = distribution_of(logits, rows)
     for index, row in enumerate(rows):
-        exact = {name: np.float32(value) for name, value in row.items()}
+        exact: dict[str, Any] = {n: np.float32(value) for n, value in row.items()}
         exact["top_k"] = row.get("top_k", 0)
         expected = filtered_law(logits[index], **({"temperature": 1.0} | exact))
         np.testing.assert_allclose(found[index], expected, atol=1e-6, err_msg=str(row))
@@ -105,8 +107,10 @@ def test_wide_nucleus_and_large_top_k_are_found_by_search():
     assert (widths[:4] > NUM_CANDIDATES).all() and widths[4] == 5
     assert widths[1] == 700
     for row, own, probs in zip(rows, logits, found, strict=True):
-        row = {name: np.float32(v) if name != "top_k" else v for name, v in row.items()}
-        expected = filtered_law(own, 1.0, **row)
+        exact: dict[str, Any] = {
+            name: np.float32(v) if name != "top_k" else v for name, v in row.items()
+        }
+        expected = filtered_law(own, 1.0, **exact)
         np.testing.assert_array_equal(probs > 0, expected > 0)
         np.testing.assert_allclose(probs, expected, atol=1e-6)
 
@@ -121,7 +125,9 @@ def test_ties_at_the_border_stay():
 def test_masked_tokens_have_no_probability():
     logits = np.array([[-np.inf, 0.0, 1.0, -np.inf]], np.float32)
     found = distribution_of(logits, [dict(top_p=0.999, top_k=3)])[0]
-    np.testing.assert_allclose(found, filtered_law([-99, 0, 1, -99], 1.0), atol=1e-6)
+    np.testing.assert_allclose(
+        found, filtered_law(np.array([-99, 0, 1, -99]), 1.0), atol=1e-6
+    )
     assert found[0] == found[3] == 0
 
 

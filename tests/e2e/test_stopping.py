@@ -1,0 +1,195 @@
+"""What ends a request on the device, in the middle of runs of accepted drafts.
+
+Texts and stop strings at every offset are in `tests/engine/test_llm_engine.py`.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.outputs import RequestOutput
+from jaxspec.sampling_params import SamplingParams
+from tests.e2e import pair
+from tests.engines import generate, tokens_of
+from tests.oracles import hf_logits
+
+LENGTH = 40
+KINDS = ("noisy", "same")
+# Frequent in the target's texts.
+FREQUENT = [45, 41]
+STOPS = [pair.EOS, *FREQUENT]
+
+
+def greedy(**changes: Any) -> SamplingParams:
+    return SamplingParams(**(dict(temperature=0, max_tokens=LENGTH) | changes))
+
+
+@functools.cache
+def hf_text(prompt: tuple[int, ...], min_tokens: int) -> list[int]:
+    """HuggingFace's greedy text, `STOPS` forbidden before `min_tokens`."""
+    known = list(prompt)
+    while len(known) < len(prompt) + LENGTH:
+        logits = hf_logits(pair.target(), np.array(known))[-1]
+        if len(known) < len(prompt) + min_tokens:
+            logits[STOPS] = -np.inf
+        known.append(int(logits.argmax()))
+        if known[-1] in STOPS:
+            break
+    return known[len(prompt) :]
+
+
+def assert_idle(engine: LLMEngine) -> None:
+    pages = engine.scheduler.pages
+    pages.check()
+    assert (pages.num_free, pages.num_reserved) == (engine.config.num_pages, 0)
+    assert len(engine.scheduler.free_rows) == engine.config.max_num_seqs
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return pair.prompts(10)
+
+
+@pytest.fixture(scope="module")
+def texts(prompts) -> list[list[int]]:
+    """Whole greedy texts, end tokens included."""
+    return tokens_of(generate(pair.plain_engine(), prompts, greedy(ignore_eos=True)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("min_tokens", [0, 6, 17])
+def test_stop_ids_wait_for_min_tokens(kind, min_tokens, prompts):
+    """Masked in drafts and target alike: the text goes another way, not on."""
+    params = greedy(stop_token_ids=FREQUENT, min_tokens=min_tokens)
+    outputs = generate(pair.engine(kind), prompts[:5], params)
+    for prompt, output in zip(prompts, outputs, strict=False):
+        (completion,) = output.outputs
+        expected = hf_text(tuple(prompt), min_tokens)
+        assert list(completion.token_ids) == expected
+        if expected[-1] in STOPS:
+            reason = None if expected[-1] == pair.EOS else expected[-1]
+            assert (completion.finish_reason, completion.stop_reason) == (
+                "stop",
+                reason,
+            )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_seeded_texts_mask_stop_ids_alike(kind, prompts):
+    params = [
+        SamplingParams(
+            seed=number, max_tokens=30, stop_token_ids=FREQUENT, min_tokens=number
+        )
+        for number in range(len(prompts))
+    ]
+    plain = tokens_of(generate(pair.plain_engine(), prompts, params))
+    assert tokens_of(generate(pair.engine(kind), prompts, params)) == plain
+    for number, tokens in enumerate(plain):
+        assert len(tokens) >= number
+        assert not set(STOPS) & set(tokens[: number - 1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_end_token_ends_unless_it_is_ignored(kind, prompts, texts):
+    engine = pair.engine(kind)
+    ended = 0
+    for output, text in zip(generate(engine, prompts, greedy()), texts, strict=True):
+        (completion,) = output.outputs
+        if pair.EOS in text:
+            ended += 1
+            expected = text[: text.index(pair.EOS) + 1]
+            assert completion.finish_reason == "stop"
+            assert completion.stop_reason is None
+            # The end token is counted and not shown.
+            assert len(completion.text) == len(expected) - 1
+        else:
+            expected = text
+            assert completion.finish_reason == "length"
+        assert list(completion.token_ids) == expected
+    assert ended >= 3
+    ignoring = generate(pair.engine(kind), prompts, greedy(ignore_eos=True))
+    assert tokens_of(ignoring) == texts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_token(kind, prompts, texts):
+    outputs = generate(pair.engine(kind), prompts, greedy(max_tokens=1))
+    assert tokens_of(outputs) == [text[:1] for text in texts]
+    for text, output in zip(texts, outputs, strict=True):
+        is_end = text[0] == pair.EOS
+        assert output.outputs[0].finish_reason == ("stop" if is_end else "length")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop_strings_cut_as_on_the_host(kind, prompts, texts):
+    decode = pair.plain_engine().tokenizer.decode
+    stops = [
+        decode(text[9 + index % 5 : 12 + index % 5]) for index, text in enumerate(texts)
+    ]
+    for include in (False, True):
+        params = [
+            greedy(stop=stop, ignore_eos=True, include_stop_str_in_output=include)
+            for stop in stops
+        ]
+        engine = pair.engine(kind)
+        outputs = generate(engine, prompts, params)
+        for stop, text, output in zip(stops, texts, outputs, strict=True):
+            (completion,) = output.outputs
+            start = decode(text).index(stop)
+            count = start + len(stop)  # a token is a character here
+            assert list(completion.token_ids) == text[:count]
+            assert completion.text == decode(text[: count if include else start])
+            assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+        assert_idle(engine)
+
+
+def test_more_requests_than_rows_and_pages():
+    """Two of the longest do not fit into the pages together; all come through."""
+    prompts = pair.prompts(20, seed=3, longest=70)
+    params = greedy(ignore_eos=True)
+    expected = tokens_of(generate(pair.plain_engine(), prompts, params))
+    engine = pair.engine("noisy")
+    started: list[str] = []
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, params)
+    outputs: dict[str, RequestOutput] = {}
+    was_page_bound = False
+    while engine.has_unfinished_requests():
+        waiting = engine.scheduler.waiting
+        was_page_bound |= bool(waiting) and bool(engine.scheduler.free_rows)
+        for output in engine.step():
+            outputs[output.request_id] = output
+            if output.request_id not in started:
+                started.append(output.request_id)
+        engine.scheduler.pages.check()
+    assert was_page_bound
+    assert started == [str(number) for number in range(20)]
+    said = [list(outputs[str(n)].outputs[0].token_ids) for n in range(20)]
+    assert said == expected
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("when", [0, 1, 2, 3, 5, 9])
+def test_requests_after_an_abort_are_untouched(when, prompts, texts):
+    """The dropped request's row and pages go to the next ones while it still runs."""
+    engine = pair.engine("noisy")
+    params = greedy(ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, params)
+    outputs: dict[str, RequestOutput] = {}
+    for step in range(10_000):
+        if step == when:
+            engine.abort_request("1")
+        if step == when + 4:
+            engine.abort_request(["0", "4"])
+        if not engine.has_unfinished_requests():
+            break
+        outputs |= {output.request_id: output for output in engine.step()}
+    for number in (2, 3, 5, 6, 7, 8, 9):
+        output = outputs[str(number)]
+        assert output.finished
+        assert list(output.outputs[0].token_ids) == texts[number]
+    assert_idle(engine)
