@@ -72,7 +72,16 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="where compiled programs are kept (default: the user's cache folder)",
     )
-    sampling = parser.add_argument_group("sampling")
+    _add_sampling_arguments(parser.add_argument_group("sampling"))
+    parser.add_argument(
+        "--no-compare",
+        dest="is_compared",
+        action="store_false",
+        help="leave out the run without speculation",
+    )
+
+
+def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
     sampling.add_argument(
         "--max-tokens", metavar="N", type=int, default=128, help="default: %(default)s"
     )
@@ -94,12 +103,6 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     sampling.add_argument(
         "--ignore-eos", action="store_true", help="go on after the end of the text"
-    )
-    parser.add_argument(
-        "--no-compare",
-        dest="is_compared",
-        action="store_false",
-        help="leave out the run without speculation",
     )
 
 

@@ -91,6 +91,8 @@ def make_engine(
     dtype: str = "float32",
     draft_sample_method: str = "probabilistic",
     has_one_shape: bool = False,
+    tensor_parallel_size: int = 1,
+    draft_tensor_parallel_size: int = 1,
 ) -> LLMEngine:
     """An engine over HuggingFace models; without a draft it decodes plainly.
 
@@ -106,6 +108,7 @@ def make_engine(
             rejection_sample_method=rule,
             draft_sample_method=draft_sample_method,
             disable_by_batch_size=disable_by_batch_size,
+            draft_tensor_parallel_size=draft_tensor_parallel_size,
         )
     config = EngineConfig(
         model="target",
@@ -118,27 +121,31 @@ def make_engine(
         page_size=page_size,
         num_pages=num_pages,
         seed=seed,
-        tensor_parallel_size=1,
+        tensor_parallel_size=tensor_parallel_size,
         model_config=model_config(target),
         speculative=speculative,
         draft_model_config=None if draft is None else model_config(draft),
     )
+    kind = OneShapeRunner if has_one_shape else Runner
+    return _over(config, _make_runner(kind, config, target, draft))
+
+
+def _make_runner(
+    kind: type[Runner], config: EngineConfig, target: Any, draft: Any
+) -> Runner:
     mesh = build_mesh(config)
 
     def load(model: Any, axes: tuple[str, ...]) -> Any:
-        tensors = hf_tensors(model)
         return load_params(
             model_config(model),
-            tensors,
-            dtype=jnp.dtype(dtype),
+            hf_tensors(model),
+            dtype=jnp.dtype(config.dtype),
             mesh=mesh,
             mesh_axes=axes,
         )
 
     draft_params = None if draft is None else load(draft, DRAFT_MESH_AXES)
-    kind = OneShapeRunner if has_one_shape else Runner
-    runner = kind(config, mesh, load(target, TARGET_MESH_AXES), draft_params)
-    return _over(config, runner)
+    return kind(config, mesh, load(target, TARGET_MESH_AXES), draft_params)
 
 
 def with_settings(engine: LLMEngine, *, seed: int = 0, **speculative: Any) -> LLMEngine:

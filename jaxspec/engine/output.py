@@ -39,6 +39,12 @@ class TextStream:
         Tokens are looked at one by one, so that the ids after a match are left out
         even when a round brings several.
         """
+        if not self._stops:
+            # The common case: one decoding per round, not one per token.
+            self._ids += token_ids
+            if token_ids and self._params.detokenize:
+                self._advance(is_end=False)
+            return None
         for count, token in enumerate(token_ids, 1):
             self._ids.append(token)
             before = len(self.text)

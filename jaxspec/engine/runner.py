@@ -49,6 +49,7 @@ class Runner:
         draft_params: Params | None,
     ):
         self.config, self.mesh = config, mesh
+        self._plan_placement = replicated(mesh)
         self.pool = PoolShape(
             num_rows=config.max_num_seqs,
             num_pages=config.num_pages,
@@ -115,7 +116,7 @@ class Runner:
         """Start one round; returns its result vector, not yet computed."""
         step = self.executable(shape)
         vector = self._layouts[shape].pack(plan)
-        device_plan = jax.device_put(vector, replicated(self.mesh))
+        device_plan = jax.device_put(vector, self._plan_placement)
         self.state, result = step(*self.params, self.state, device_plan)
         self.num_launches += 1
         return result

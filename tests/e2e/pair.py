@@ -50,6 +50,11 @@ EOS = 1
 MIN_MARGIN = 1e-4
 
 
+def settings(**changes: Any) -> dict[str, Any]:
+    """`SETTINGS`, some of them changed."""
+    return SETTINGS | changes
+
+
 def make_model(seed: int) -> Any:
     """A model that does not repeat itself.
 
@@ -154,13 +159,14 @@ def recorded(made: LLMEngine) -> Iterator[list[tuple[StepPlan, StepShape, StepRe
         yield rounds
 
 
-def greedy_margin(prompt: list[int], tokens: list[int]) -> float:
+def greedy_margin(prompt: list[int], tokens: list[int], *, model: Any = None) -> float:
     """How clearly HuggingFace would say the same; negative where it would not.
 
     One full forward pass over what was said: if every token is the argmax after the
     ones before it, the whole is the greedy text, by induction.
     """
-    logits = hf_logits(target(), np.array(prompt + tokens))[len(prompt) - 1 : -1]
+    model = target() if model is None else model
+    logits = hf_logits(model, np.array(prompt + tokens))[len(prompt) - 1 : -1]
     rows = np.arange(len(tokens))
     said = logits[rows, tokens]
     logits[rows, tokens] = -np.inf

@@ -25,7 +25,7 @@ from tests.laws import check_counts, filtered_law
 
 VOCAB, LENGTH, DRAFTS = 16, 5, 3
 PROMPT = [2, 7, 3, 11, 5, 14, 9, 4, 12, 6]
-CONTROLS = [
+CONTROLS: list[dict[str, Any]] = [
     dict(temperature=0.7),
     dict(temperature=1.0),
     dict(temperature=1.0, top_k=9, top_p=0.85, min_p=0.02),

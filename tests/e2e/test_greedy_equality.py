@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.program.propose import draft_model
 from jaxspec.sampling_params import SamplingParams
 from tests.e2e import pair
@@ -169,20 +168,20 @@ def hundred() -> tuple[list[list[int]], list[list[int]]]:
     return many_prompts(104)
 
 
-def wide_engine(kind: str, num_draft: int, batch: int) -> LLMEngine:
-    settings = pair.SETTINGS | dict(max_num_seqs=batch, num_pages=batch * 28)
-    return make_engine(
-        pair.target(), pair.draft(kind), num_draft_tokens=num_draft, **settings
-    )
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("num_draft", [1, 2, 5, 8])
+@pytest.mark.parametrize("num_draft", [1, 2, 3, 5, 8])
 def test_a_hundred_texts_with_every_number_of_drafts(num_draft, hundred, monkeypatch):
+    """Eight at a time, then one, in one executable."""
     prompts, texts = hundred
     # Compiled as a loop, as for deep drafts; the other tests unroll.
     monkeypatch.setattr(draft_model, "MAX_UNROLLED_LAYERS", 0)
-    engine = wide_engine("noisy", num_draft, 3)
+    engine = make_engine(
+        pair.target(),
+        pair.draft("noisy"),
+        num_draft_tokens=num_draft,
+        has_one_shape=True,
+        **pair.settings(max_num_seqs=8, num_pages=8 * 28),
+    )
     assert tokens_of(generate(engine, prompts, GREEDY)) == texts
     assert 0.3 < engine.stats.acceptance_rate < 0.9
     alone = with_settings(engine)
@@ -191,9 +190,15 @@ def test_a_hundred_texts_with_every_number_of_drafts(num_draft, hundred, monkeyp
 
 
 @pytest.mark.slow
-def test_a_hundred_texts_in_batches_of_eight(hundred):
+def test_a_hundred_texts_in_batches_of_three(hundred):
+    """Batches that grow and shrink, each size an executable of its own."""
     prompts, texts = hundred
-    engine = wide_engine("noisy", 3, 8)
+    engine = make_engine(
+        pair.target(),
+        pair.draft("noisy"),
+        num_draft_tokens=5,
+        **pair.settings(max_num_seqs=3, num_pages=3 * 28),
+    )
     assert tokens_of(generate(engine, prompts, GREEDY)) == texts
     assert 0.3 < engine.stats.acceptance_rate < 0.9
 

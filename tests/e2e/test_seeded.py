@@ -8,7 +8,7 @@ from jaxspec.sampling_params import SamplingParams
 from tests.e2e import pair
 from tests.engines import generate, make_engine, tokens_of
 
-CONTROLS = [
+CONTROLS: list[dict[str, Any]] = [
     dict(temperature=0.9),
     dict(temperature=1.3, top_k=20),
     dict(temperature=0.7, top_p=0.9),
@@ -122,7 +122,7 @@ def test_other_numbers_of_drafts_change_nothing(num_draft, prompts, texts):
         pair.target(),
         pair.draft("noisy"),
         num_draft_tokens=num_draft,
-        **(pair.SETTINGS | dict(max_num_seqs=4, num_pages=100)),
+        **pair.settings(max_num_seqs=4, num_pages=100),
     )
     assert tokens_of(generate(engine, prompts, params_of(prompts))) == texts
     assert engine.stats.acceptance_rate > 0.3

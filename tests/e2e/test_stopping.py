@@ -24,7 +24,8 @@ STOPS = [pair.EOS, *FREQUENT]
 
 
 def greedy(**changes: Any) -> SamplingParams:
-    return SamplingParams(**(dict(temperature=0, max_tokens=LENGTH) | changes))
+    values: dict[str, Any] = dict(temperature=0, max_tokens=LENGTH)
+    return SamplingParams(**(values | changes))
 
 
 @functools.cache

@@ -69,8 +69,8 @@ def test_the_same_traffic_compiles_nothing_the_second_time():
     compiles = engine.runner.num_compiles
     seen: list[str] = []
 
-    def listen(event: str, duration: float, **_: object) -> None:
-        del duration
+    def listen(event: str, duration_secs: float, **_: object) -> None:
+        del duration_secs
         if "compile" in event:
             seen.append(event)
 

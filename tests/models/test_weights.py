@@ -224,6 +224,12 @@ WIDE = dict(num_attention_heads=8, num_key_value_heads=8, intermediate_size=1024
             {},
             dict(q_proj=(8, 48), kv_proj=(32, 48), o_proj=(48, 8)),
         ),
+        # What lies together is not cut: keys and values of four heads, one gate block.
+        (
+            WIDE | dict(num_key_value_heads=4, intermediate_size=64),
+            {},
+            dict(q_proj=(8, 48), kv_proj=(64, 48), gate_up_proj=(128, 48)),
+        ),
         # Two of the eight: the draft's own shards, four copies of each.
         (
             WIDE | dict(num_key_value_heads=2),

@@ -1,5 +1,7 @@
 """One mixed batch: every sequence gets the verdict that a float64 loop gives it."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,7 +46,7 @@ def make_batch(kinds: np.ndarray) -> dict:
     draft = np.empty(draft_logits.shape)
     tokens = np.empty((SEQS, DRAFTS), int)
     for row, offset in np.ndindex(SEQS, DRAFTS + 1):
-        controls = temperature[row], top_k[row], np.float32(top_p[row])
+        controls: Any = temperature[row], top_k[row], np.float32(top_p[row])
         target[row, offset] = filtered_law(masked[row, offset], *controls)
         if offset < DRAFTS:
             law = filtered_law(masked_draft[row, offset], *controls)

@@ -43,9 +43,10 @@ def check_distribution(size: int, rows: list[dict], *, is_tied: bool = False) ->
     logits = logits.astype(np.float32)
     found = distribution_of(logits, rows)
     for index, row in enumerate(rows):
-        exact: dict[str, Any] = {n: np.float32(value) for n, value in row.items()}
+        exact: dict[str, Any] = {"temperature": 1.0}
+        exact |= {name: np.float32(value) for name, value in row.items()}
         exact["top_k"] = row.get("top_k", 0)
-        expected = filtered_law(logits[index], **({"temperature": 1.0} | exact))
+        expected = filtered_law(logits[index], **exact)
         np.testing.assert_allclose(found[index], expected, atol=1e-6, err_msg=str(row))
         # Below 1e-30 float32 may have nothing left.
         is_clear = (expected == 0) | (expected > 1e-30)

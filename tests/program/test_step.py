@@ -1,0 +1,224 @@
+"""What the compiled program may not do: copy pages or weights, run what is not asked.
+
+Its results are tested in `tests/e2e`.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.program.plan import StepShape
+from jaxspec.sampling_params import SamplingParams
+from jaxspec_kernels import write_kv_pages
+from tests.e2e import pair
+from tests.engines import generate, make_engine, tokens_of
+from tests.oracles import make_hf_model
+
+PAGE_SHAPES = {
+    (pair.SETTINGS["num_pages"], pair.SETTINGS["page_size"], 2, 8),
+    (pair.SETTINGS["num_pages"] * pair.SETTINGS["page_size"], 2, 8),
+}
+# Those whose executables the other tests compile anyway, and one beside.
+SHAPES = [
+    StepShape(num_seqs=seqs, num_draft_tokens=drafts, chunk=chunk)
+    for seqs, drafts, chunk in [(1, 0, 0), (2, 0, 0), (1, 0, 32), (1, 3, 0), (2, 3, 0)]
+    + [(1, 3, 32)]
+]
+MORE_SHAPES = [
+    StepShape(num_seqs=2, num_draft_tokens=drafts, chunk=32) for drafts in (0, 3)
+]
+# They name values and make none.
+FREE = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "conditional"}
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a compiled program."""
+
+    computation: str
+    shape: tuple[int, ...]
+    opcode: str
+    text: str
+
+
+def instructions(program: str) -> list[Instruction]:
+    """All instructions of a program's text whose result is one array."""
+    found, computation = [], ""
+    for line in program.splitlines():
+        header = re.match(r"(?:ENTRY )?%?([\w.-]+) .*\{$", line)
+        if header:
+            computation = header[1]
+        value = re.match(r"\s+(?:ROOT )?%\S+ = \w+\[([\d,]*)\]\S* ([\w-]+)\(", line)
+        if value:
+            shape = tuple(int(size) for size in value[1].split(",") if size)
+            found.append(Instruction(computation, shape, value[2], line.strip()))
+    return found
+
+
+def materialized(program: str, shapes: set[tuple[int, ...]]) -> list[Instruction]:
+    """Instructions that write a whole array of one of the shapes to memory.
+
+    What is inside a fusion is computed as it is used; a scatter, or a fusion around
+    one, writes rows into its operand.
+    """
+    every = instructions(program)
+    fused = set(re.findall(r" fusion\(.*calls=%([\w.-]+)", program))
+    scatters = {one.computation for one in every if one.opcode == "scatter"}
+
+    def is_scatter(one: Instruction) -> bool:
+        called = re.search(r"calls=%([\w.-]+)", one.text)
+        is_around = one.opcode == "fusion" and called and called[1] in scatters
+        return bool(one.opcode == "scatter" or is_around)
+
+    return [
+        one
+        for one in every
+        if one.shape in shapes
+        and one.computation not in fused
+        and one.opcode not in FREE
+        and not is_scatter(one)
+    ]
+
+
+def num_parameters(program: str) -> int:
+    entry = program[program.index("\nENTRY") :]
+    return len(re.findall(r" parameter\(\d+\)", entry))
+
+
+def weight_shapes(params: Any) -> set[tuple[int, ...]]:
+    shapes = {leaf.shape for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
+    return shapes | {shape[::-1] for shape in shapes}
+
+
+def num_bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def check_program(engine: LLMEngine, shape: StepShape) -> None:
+    runner: Any = engine.runner
+    executable = runner.executable(shape)
+    # Every leaf of the state is updated in place, pages and rows alike.
+    memory = executable.memory_analysis()
+    assert memory.alias_size_in_bytes == num_bytes(runner.state)
+    program = executable.as_text()
+    pages = (*runner.state.target_pages, *runner.state.draft_pages)
+    assert {leaf.shape for leaf in pages} < PAGE_SHAPES
+    scatters = [one for one in instructions(program) if one.opcode == "scatter"]
+    assert {one.shape for one in scatters} & PAGE_SHAPES, "the check sees no pages"
+    assert materialized(program, PAGE_SHAPES) == []
+    assert materialized(program, weight_shapes(runner.params)) == []
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pages_and_weights_are_never_copied(shape):
+    check_program(pair.engine(), shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", MORE_SHAPES, ids=str)
+def test_pages_and_weights_are_never_copied_in_other_shapes(shape):
+    check_program(pair.engine(), shape)
+
+
+@pytest.fixture(scope="module")
+def half_engine() -> LLMEngine:
+    """In bfloat16, whose pages a CPU keeps as uint16."""
+    return make_engine(
+        pair.target(),
+        pair.draft("noisy"),
+        num_draft_tokens=3,
+        dtype="bfloat16",
+        **pair.SETTINGS,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES + MORE_SHAPES, ids=str)
+def test_pages_and_weights_are_never_copied_in_bfloat16(shape, half_engine):
+    assert half_engine.runner.state.target_pages[0].dtype == jnp.uint16
+    check_program(half_engine, shape)
+
+
+def test_the_check_finds_a_copy():
+    pages = jnp.zeros((44, 4, 2, 8), jnp.float32)
+    rows, slots = jnp.ones((3, 1, 8), jnp.float32), jnp.arange(3, dtype=jnp.int32)
+
+    def program(**options: Any) -> str:
+        written = jax.jit(write_kv_pages, **options).lower(pages, rows, rows, slots)
+        return str(written.compile().as_text())
+
+    assert materialized(program(donate_argnums=0), PAGE_SHAPES) == []
+    (copy,) = materialized(program(), PAGE_SHAPES)
+    assert copy.opcode == "copy"
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2])
+def test_without_drafts_the_draft_model_costs_nothing(num_seqs):
+    runner: Any = pair.engine().runner
+    shape = StepShape(num_seqs=num_seqs, num_draft_tokens=0, chunk=0)
+    target, draft, state = (
+        len(jax.tree.leaves(tree)) for tree in (*runner.params, runner.state)
+    )
+    program = runner.executable(shape).as_text()
+    assert num_parameters(program) == target + state + 1
+    drafting = StepShape(num_seqs=num_seqs, num_draft_tokens=3, chunk=0)
+    program = runner.executable(drafting).as_text()
+    assert num_parameters(program) == target + draft + state + 1
+    plain: Any = pair.plain_engine().runner
+    costs = [one.executable(shape).cost_analysis() for one in (plain, runner)]
+    assert costs[0]["flops"] == costs[1]["flops"] > 0
+
+
+SHARDED: dict[str, Any] = dict(
+    vocab_size=64,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    head_dim=4,
+    query_pre_attn_scalar=8,
+    sliding_window=8,
+    # Blocks of 128 of gate and up stay together, so eight shards need eight.
+    intermediate_size=1024,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shards", "draft_shards"), [(2, 1), (8, 2), (8, 8)])
+def test_devices_that_share_a_model_say_what_one_says(shards, draft_shards):
+    target, draft = make_hf_model(seed=3, **SHARDED), make_hf_model(seed=4, **SHARDED)
+    settings = pair.settings(max_num_seqs=3, has_one_shape=True)
+    prompts = pair.prompts(8)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    single = tokens_of(generate(make_engine(target, **settings), prompts, params))
+    margins = [
+        pair.greedy_margin(*both, model=target)
+        for both in zip(prompts, single, strict=True)
+    ]
+    assert min(margins) > pair.MIN_MARGIN
+    for model in (draft, target):
+        engine = make_engine(
+            target,
+            model,
+            num_draft_tokens=3,
+            tensor_parallel_size=shards,
+            draft_tensor_parallel_size=draft_shards,
+            **settings,
+        )
+        target_params, draft_params = engine.runner.params
+        assert draft_params is not None
+        assert num_shards(target_params["embedding"]) == shards
+        assert num_shards(draft_params["embedding"]) == draft_shards
+        assert num_shards(engine.runner.state.target_pages[0]) == shards
+        assert tokens_of(generate(engine, prompts, params)) == single
+    assert engine.stats.acceptance_rate == 1.0
+
+
+def num_shards(array: jax.Array) -> int:
+    """Into how many different parts an array is cut."""
+    return array.size // array.addressable_shards[0].data.size
