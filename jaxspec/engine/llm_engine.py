@@ -175,7 +175,24 @@ class LLMEngine:
 
         Returns an empty list when the launch could not be read yet or no request has
         anything to show (`output_kind`).
+
+        A step that fails or is interrupted ends all requests: what the device did with
+        them is not known any more. The engine takes new ones.
         """
+        try:
+            return self._step()
+        except BaseException:
+            self._reset()
+            raise
+
+    def _reset(self) -> None:
+        for request_id in list(self._requests):
+            self._forget(self._requests[request_id])
+        self.scheduler = Scheduler(self.config, self.controller)
+        self._launched.clear()
+        self._planned = None
+
+    def _step(self) -> list[RequestOutput]:
         start = time.monotonic()
         launch, self._planned = self._planned, None
         if launch is None or launch.is_over():

@@ -37,7 +37,8 @@ class TextStream:
         """Add tokens; returns the stop string that matched and the ids it needed.
 
         Tokens are looked at one by one, so that the ids after a match are left out
-        even when a round brings several.
+        even when a round brings several. As in vLLM, a stop string that is complete
+        within the first `min_tokens` tokens does not count.
         """
         if not self._stops:
             # The common case: one decoding per round, not one per token.
@@ -50,6 +51,8 @@ class TextStream:
             before = len(self.text)
             if self._params.detokenize:
                 self._advance(is_end=False)
+            if len(self._ids) <= self._params.min_tokens:
+                continue
             matched = self._match(before)
             if matched is not None:
                 return matched, count
@@ -60,6 +63,8 @@ class TextStream:
         before = len(self.text)
         if self._params.detokenize:
             self._advance(is_end=True)
+        if len(self._ids) <= self._params.min_tokens:
+            return None
         return self._match(before)
 
     def visible(self, *, is_finished: bool) -> str:

@@ -115,6 +115,10 @@ class Runner:
     def launch(self, plan: StepPlan, shape: StepShape) -> jax.Array:
         """Start one round; returns its result vector, not yet computed."""
         step = self.executable(shape)
+        if self.state.rows.num_tokens.is_deleted():
+            # An interrupt fell between the donation and the assignment below. The
+            # engine has ended all requests, so an empty state is the right one.
+            self.state = self._init_state()
         vector = self._layouts[shape].pack(plan)
         device_plan = jax.device_put(vector, self._plan_placement)
         self.state, result = step(*self.params, self.state, device_plan)

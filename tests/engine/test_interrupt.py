@@ -1,0 +1,74 @@
+"""An interrupt or a failure inside a step leaves an engine that works."""
+
+from typing import Any
+
+import pytest
+
+from jaxspec.sampling_params import SamplingParams
+from tests.engines import generate, make_engine
+from tests.oracles import make_hf_model
+
+PROMPTS = [[2, 5, 7], [2, 9, 4, 11]]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    small = dict(num_hidden_layers=1, vocab_size=32)
+    return make_engine(
+        make_hf_model(0, **small), make_hf_model(1, **small), num_draft_tokens=2
+    )
+
+
+def texts(engine: Any) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    outputs = generate(engine, PROMPTS, params)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def expect_idle(engine: Any) -> None:
+    assert not engine.has_unfinished_requests()
+    pages = engine.scheduler.pages
+    pages.check()
+    assert (pages.num_free, pages.num_reserved) == (engine.config.num_pages, 0)
+
+
+@pytest.mark.parametrize("after_rounds", [0, 1, 3])
+def test_an_interrupt_after_the_donation_loses_nothing_but_the_requests(
+    engine, monkeypatch, after_rounds
+):
+    """The state is given away and its successor never assigned: the worst moment."""
+    expected = texts(engine)
+    executable, rounds = engine.runner.executable, []
+
+    def interrupted(shape: Any) -> Any:
+        step = executable(shape)
+
+        def run(*arguments: Any) -> Any:
+            result = step(*arguments)
+            rounds.append(shape)
+            if len(rounds) > after_rounds:
+                raise KeyboardInterrupt
+            return result
+
+        return run
+
+    monkeypatch.setattr(engine.runner, "executable", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        texts(engine)
+    monkeypatch.undo()
+    expect_idle(engine)
+    assert texts(engine) == expected
+
+
+def test_a_failing_read_ends_all_requests(engine, monkeypatch):
+    expected = texts(engine)
+
+    def fail(result: Any, shape: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(engine.runner, "fetch", fail)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        texts(engine)
+    monkeypatch.undo()
+    expect_idle(engine)
+    assert texts(engine) == expected
