@@ -27,7 +27,8 @@ help:
 	@echo "make clean       remove $(VENV) and every cache"
 
 demo: $(installed)
-	@$(bin)/python -m jaxspec generate "Tell me a short story about a dragon."
+	@$(bin)/python -m jaxspec generate "Tell me a short story about a dragon." \
+	  --num-speculative-tokens 5 --temperature 0.8 --top-p 0.95 --seed 3
 
 bench: $(installed)
 	@$(bin)/python benchmarks/cpu_pair.py

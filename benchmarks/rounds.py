@@ -23,8 +23,7 @@ def profile(
 
     Returns:
         `rounds`: median seconds by K; `draft_alone`: the same of the draft as a model
-        of its own, which is a draft pass plus a round's fixed cost; `draft_share`: K
-        times that in a round of the highest K, so an upper bound.
+        of its own, which is one draft pass and what every round costs.
     """
     ladder = engine.controller.ladder
     modes = {str(k): sampling(num_tokens, k, temperature=0.0) for k in ladder}
@@ -35,13 +34,9 @@ def profile(
         samples |= run_in_turn(draft_alone, prompt, plain, repeats)
         for name, found in samples.items():
             by_mode[name] += found
-    rounds = {k: _cost(by_mode[str(k)]) for k in ladder}
-    alone = _cost(by_mode["alone"])
-    highest = max(ladder)
     return {
-        "rounds": rounds,
-        "draft_alone": alone,
-        "draft_share": highest * alone["round_s"] / rounds[highest]["round_s"],
+        "rounds": {k: _cost(by_mode[str(k)]) for k in ladder},
+        "draft_alone": _cost(by_mode["alone"]),
     }
 
 

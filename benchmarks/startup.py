@@ -43,5 +43,5 @@ def _start(arguments: list[str]) -> dict[str, Any]:
     return {
         "first_token_s": first_token_s,
         "process_s": time.monotonic() - start,
-        "peak_bytes": end["peak_bytes"],
+        "peak_resident_bytes": end["peak_resident_bytes"],
     }
