@@ -122,6 +122,7 @@ def test_other_numbers_of_drafts_change_nothing(num_draft, prompts, texts):
         pair.target(),
         pair.draft("noisy"),
         num_draft_tokens=num_draft,
+        has_one_shape=True,
         **pair.settings(max_num_seqs=4, num_pages=100),
     )
     assert tokens_of(generate(engine, prompts, params_of(prompts))) == texts
