@@ -28,7 +28,6 @@ class TextStream:
         self._tokenizer = tokenizer
         self._params = params
         self._stops = list(params.stop or [])
-        self._longest_stop = max((len(stop) for stop in self._stops), default=0)
         self.text = ""
         self._ids: list[int] = []
         self._read = 0  # ids whose text is in `text`
@@ -103,11 +102,12 @@ class TextStream:
         """Cut the text at the first stop string that the new part completes."""
         if not self._stops or len(self.text) == before:
             return None
-        start = max(0, before - self._longest_stop + 1)
+        # Not from the longest one's start for all: a shorter one that was complete
+        # before, within `min_tokens`, would be found again.
         found = [
             (position, stop)
             for stop in self._stops
-            if (position := self.text.find(stop, start)) >= 0
+            if (position := self.text.find(stop, max(0, before - len(stop) + 1))) >= 0
         ]
         if not found:
             return None

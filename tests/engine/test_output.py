@@ -78,17 +78,22 @@ def run_stream(rounds: list[list[int]], params: SamplingParams) -> Outcome:
 
 
 def reference(ids: list[int], params: SamplingParams) -> Outcome:
-    """Decode everything after every token; the first match in the text ends it."""
+    """Decode everything after every token; the first match that is new ends it."""
     text = ""
     for count in range(1, len(ids) + 2):
         is_end = count > len(ids)
         skip = params.skip_special_tokens
         decoded = TOKENIZER.decode(ids[:count], skip_special_tokens=skip)
+        before = len(text)
         if is_end or not decoded.endswith(BROKEN):
             text = decoded
-        stops = params.stop or []
-        found = [(text.find(stop), stop) for stop in stops if stop in text]
-        if found:
+        found = [
+            (start, stop)
+            for stop in params.stop or []
+            for start in range(len(text))
+            if text.startswith(stop, start) and start + len(stop) > before
+        ]
+        if found and min(count, len(ids)) > params.min_tokens:
             position, stop = min(found)
             end = position + params.include_stop_str_in_output * len(stop)
             return Outcome(text[:end], stop, min(count, len(ids)))
@@ -113,7 +118,9 @@ def test_stop_strings_equal_decoding_everything(ids, data):
         start = data.draw(st.integers(0, len(whole) - 1))
         stops.append(whole[start : start + data.draw(st.integers(1, 9))])
     params = SamplingParams(
-        stop=stops, include_stop_str_in_output=data.draw(st.booleans())
+        stop=stops,
+        include_stop_str_in_output=data.draw(st.booleans()),
+        min_tokens=data.draw(st.sampled_from([0, 2, 9])),
     )
     rounds = split(ids, data.draw(st.lists(st.integers(0, 7))))
     assert run_stream(rounds, params) == reference(ids, params)
@@ -175,6 +182,14 @@ def test_ids_after_the_match_in_the_same_round_are_not_counted():
     assert stream.push(byte_tokens(b"a")) is None
     assert stream.push(byte_tokens(b"bcde")) == ("bc", 2)
     assert stream.text == "a"
+
+
+def test_a_stop_string_within_the_first_tokens_stays_in_the_text():
+    params = SamplingParams(stop=["bc", "never this"], min_tokens=3)
+    stream = TextStream(TOKENIZER, params)
+    assert stream.push(byte_tokens(b"abcde")) is None
+    assert stream.push(byte_tokens(b"bcd")) == ("bc", 2)
+    assert stream.text == "abcde"
 
 
 def test_without_detokenizing_there_is_no_text():
