@@ -1,9 +1,28 @@
-"""Where weights enter: files to canonical tensors (HuggingFace names, (out, in)).
+"""Where weights enter and leave: every format is read into one canonical form.
 
-Knows nothing of models or meshes: `read_tensors` yields names and host arrays.
+Reading order: `tensor` and `layout` (the canonical form), `checkpoint` (a whole model),
+`reading` (which format is it), one module per format, `placement` (to the devices).
+Knows nothing of networks: names, shapes, files.
 """
 
 from jaxspec_checkpoints.bundled import bundled_draft, bundled_target
-from jaxspec_checkpoints.huggingface import CheckpointError, read_tensors
+from jaxspec_checkpoints.checkpoint import Checkpoint
+from jaxspec_checkpoints.errors import CheckpointError
+from jaxspec_checkpoints.layout import Sizes, check_tensors, tensor_shapes
+from jaxspec_checkpoints.placement import place
+from jaxspec_checkpoints.reading import open_checkpoint
+from jaxspec_checkpoints.tensor import Tensor, in_memory
 
-__all__ = ["CheckpointError", "bundled_draft", "bundled_target", "read_tensors"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "Sizes",
+    "Tensor",
+    "bundled_draft",
+    "bundled_target",
+    "check_tensors",
+    "in_memory",
+    "open_checkpoint",
+    "place",
+    "tensor_shapes",
+]

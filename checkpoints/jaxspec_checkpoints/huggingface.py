@@ -1,60 +1,129 @@
 """HuggingFace folders: `model.safetensors`, whole or in shards with an index."""
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxspec_checkpoints.checkpoint import Checkpoint
+from jaxspec_checkpoints.errors import CheckpointError
+from jaxspec_checkpoints.files import check_inside, listing, read_json, side_files
+from jaxspec_checkpoints.layout import HEAD, Sizes, check_tensors
+from jaxspec_checkpoints.tensor import Tensor
 
-class CheckpointError(ValueError):
-    """A checkpoint cannot be read: what was found, where, and what was expected."""
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+# The format's names of types, where numpy has the type. The others are shown by name.
+_DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
 
 
-def read_tensors(folder: str | Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield every tensor of a folder, one at a time.
+def is_huggingface(folder: Path) -> bool:
+    """Whether the folder has weights in this format."""
+    return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+
+
+def open_huggingface(folder: Path) -> Checkpoint:
+    """Check a folder and describe it; no weight is read.
+
+    Raises:
+        CheckpointError: A file is missing, truncated or outside the folder, or the
+            tensors are not those of config.json.
+    """
+    found = side_files(folder)
+    if "config.json" not in found:
+        raise CheckpointError(
+            f"{folder} has no config.json; found: {listing(folder)}"
+        )
+    config = read_json(found["config.json"])
+    generation = found.get("generation_config.json")
+    tensors = read_tensors(folder)
+    check_tensors(Sizes.from_config(config), tensors)
+    if config.get("tie_word_embeddings", True):
+        tensors.pop(HEAD, None)
+    return Checkpoint(
+        format="hf",
+        folder=folder,
+        config=config,
+        generation_config=read_json(generation) if generation else {},
+        tensors=tensors,
+        side_files=found,
+    )
+
+
+def read_tensors(folder: str | Path) -> dict[str, Tensor]:
+    """Return every tensor of a folder by name; the bytes are read when asked for.
 
     Raises:
         CheckpointError: There is no `model.safetensors` or index, a shard is missing
-            or truncated, or the index points outside the folder.
+            or truncated, or something points outside the folder.
     """
-    for path in _files(Path(folder)):
-        try:
-            with safe_open(path, framework="numpy") as tensors:
-                for name in tensors.keys():
-                    yield name, tensors.get_tensor(name)
-        except SafetensorError as error:
-            message = f"{path} is no readable safetensors file: {error}"
-            raise CheckpointError(message) from error
-
-
-def _files(folder: Path) -> list[Path]:
-    single = folder / "model.safetensors"
-    index = folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        found = (
-            sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-        )
+    folder = Path(folder)
+    if (folder / SINGLE).is_file():
+        return _open_file(check_inside(folder, folder / SINGLE))
+    if not (folder / INDEX).is_file():
         raise CheckpointError(
-            f"{folder} has neither model.safetensors nor {index.name}; "
-            f"found: {', '.join(found) or 'nothing'}"
+            f"{folder} has neither {SINGLE} nor {INDEX}; found: {listing(folder)}"
         )
-    shards = _shards(index)
-    for shard in shards:
+    return _open_shards(folder, _weight_map(folder / INDEX))
+
+
+def _open_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, Tensor]:
+    index = folder / INDEX
+    tensors: dict[str, Tensor] = {}
+    for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard:
             raise CheckpointError(f"{index} points outside its folder: {shard!r}")
         if not (folder / shard).is_file():
             raise CheckpointError(f"{index} names {shard}, which is not in the folder")
-    return [folder / shard for shard in shards]
+        for name, tensor in _open_file(check_inside(folder, folder / shard)).items():
+            if name not in weight_map:
+                raise CheckpointError(
+                    f"{shard} holds tensor {name!r}, which {INDEX} does not list"
+                )
+            if weight_map[name] == shard:
+                tensors[name] = tensor
+    for name, shard in weight_map.items():
+        if name not in tensors:
+            raise CheckpointError(
+                f"{index} says that {shard} holds tensor {name!r}; it does not"
+            )
+    return tensors
 
 
-def _shards(index: Path) -> list[str]:
+def _open_file(path: Path) -> dict[str, Tensor]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return sorted({str(shard) for shard in weight_map.values()})
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        message = f"{index} is no index: it needs a `weight_map` of tensors to files"
+        file = safe_open(path, framework="numpy")
+        return {name: _describe(path, file, name) for name in file.keys()}
+    except (SafetensorError, OSError) as error:
+        message = f"{path} is no readable safetensors file: {error}"
         raise CheckpointError(message) from error
+
+
+def _describe(path: Path, file: Any, name: str) -> Tensor:
+    rows = file.get_slice(name)
+    kind, shape = rows.get_dtype(), tuple(rows.get_shape())
+    if kind not in _DTYPES:
+        raise CheckpointError(
+            f"tensor {name!r} has type {kind}, expected one of "
+            f"{', '.join(_DTYPES)} ({path})"
+        )
+
+    def read(start: int, stop: int) -> np.ndarray:
+        return rows[start:stop]
+
+    dtype = np.dtype(_DTYPES[kind])
+    return Tensor(shape=shape, dtype=dtype, source=f"{path}:{name}", read=read)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    check_inside(index.parent, index)
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) for shard in weight_map.values()
+    ):
+        message = f"{index} is no index: it needs a `weight_map` of tensors to files"
+        raise CheckpointError(message)
+    return weight_map

@@ -1,0 +1,65 @@
+"""Owns `Checkpoint`: what every format is read into."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxspec_checkpoints.layout import Sizes
+from jaxspec_checkpoints.tensor import Tensor
+
+# The files beside the weights that make a folder a model, in every format.
+SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """One model on disk, checked but not read.
+
+    Attributes:
+        format: "hf", "kaggle" or "orbax".
+        folder: Where the weights are.
+        config: Content of HuggingFace's `config.json`; derived from the shapes where
+            the format has none.
+        generation_config: Content of `generation_config.json`, empty without one.
+        tensors: By canonical name; complete, and of the shapes the config says.
+        side_files: By name, those of `SIDE_FILES` that exist.
+    """
+
+    format: str
+    folder: Path
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    side_files: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> Sizes:
+        """The numbers of the config that decide the shapes."""
+        return Sizes.from_config(self.config)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, the embedding counted once."""
+        return sum(t.num_bytes // t.dtype.itemsize for t in self.tensors.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors in their own types."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where `tokenizer.model` or `tokenizer.json` is; `folder` if neither is."""
+        for name in ("tokenizer.model", "tokenizer.json"):
+            if name in self.side_files:
+                return self.side_files[name].parent
+        return self.folder

@@ -1,0 +1,75 @@
+"""Owns the rules for files of a checkpoint: they are inside its folder, and readable.
+
+A folder may come from anywhere, so a symlink or an index in it must not reach other
+files of this machine.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxspec_checkpoints.checkpoint import SIDE_FILES
+from jaxspec_checkpoints.errors import CheckpointError
+
+
+def check_inside(folder: Path, path: Path) -> Path:
+    """Return `path` if what it stands for lies in `folder`.
+
+    A snapshot in the HuggingFace cache consists of symlinks to `blobs` beside
+    `snapshots`; those are allowed.
+
+    Raises:
+        CheckpointError: It is a symlink to somewhere else.
+    """
+    root, real = folder.resolve(), path.resolve()
+    roots = [root]
+    if root.parent.name == "snapshots":
+        roots.append(root.parents[1] / "blobs")
+    if not any(real.is_relative_to(allowed) for allowed in roots):
+        raise CheckpointError(
+            f"{path} is a symlink that points outside its folder, to {real}: put the "
+            "file itself into the folder"
+        )
+    return path
+
+
+def check_tree(folder: Path) -> None:
+    """Apply `check_inside` to everything below `folder`."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            check_inside(folder, path)
+
+
+def side_files(*folders: Path) -> dict[str, Path]:
+    """Return the files that belong to a model; an earlier folder goes first."""
+    found: dict[str, Path] = {}
+    for folder in folders:
+        for name in SIDE_FILES:
+            path = folder / name
+            if name not in found and path.is_file():
+                found[name] = check_inside(folder, path)
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        CheckpointError: The file cannot be read, or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} must be readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {content!r:.80}")
+    return content
+
+
+def listing(folder: Path) -> str:
+    """Describe what a folder holds, for messages."""
+    if not folder.is_dir():
+        return "no such folder"
+    names = sorted(path.name for path in folder.iterdir())
+    shown = ", ".join(names[:8]) or "an empty folder"
+    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")

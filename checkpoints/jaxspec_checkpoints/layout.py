@@ -1,0 +1,130 @@
+"""Owns the canonical layout of Gemma 2: which tensors there are, and their shapes.
+
+The names and the (out, in) order are HuggingFace's; every format is read into this and
+written from it. Knows nothing of files.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxspec_checkpoints.errors import CheckpointError
+from jaxspec_checkpoints.tensor import Tensor
+
+DTYPES = ("float32", "bfloat16", "float16")
+HEAD = "lm_head.weight"  # a copy of the embedding that some exporters write
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The numbers that decide the shapes."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "Sizes":
+        """Take the sizes out of the content of a HuggingFace `config.json`."""
+        names = {
+            "vocab_size": "vocab_size",
+            "hidden_size": "hidden_size",
+            "intermediate_size": "intermediate_size",
+            "num_layers": "num_hidden_layers",
+            "num_q_heads": "num_attention_heads",
+            "num_kv_heads": "num_key_value_heads",
+            "head_dim": "head_dim",
+        }
+        values = {}
+        for ours, theirs in names.items():
+            value = config.get(theirs)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise CheckpointError(
+                    f"config.json: {theirs} must be an integer of at least 1, got "
+                    f"{value!r}"
+                )
+            values[ours] = value
+        return cls(**values)
+
+
+def layer_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of one layer, by its name within the layer."""
+    model, hidden = sizes.hidden_size, sizes.intermediate_size
+    queries = sizes.num_q_heads * sizes.head_dim
+    keys = sizes.num_kv_heads * sizes.head_dim
+    return {
+        "input_layernorm.weight": (model,),
+        "post_attention_layernorm.weight": (model,),
+        "pre_feedforward_layernorm.weight": (model,),
+        "post_feedforward_layernorm.weight": (model,),
+        "self_attn.q_proj.weight": (queries, model),
+        "self_attn.k_proj.weight": (keys, model),
+        "self_attn.v_proj.weight": (keys, model),
+        "self_attn.o_proj.weight": (model, queries),
+        "mlp.gate_proj.weight": (hidden, model),
+        "mlp.up_proj.weight": (hidden, model),
+        "mlp.down_proj.weight": (model, hidden),
+    }
+
+
+def tensor_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a model, by its canonical name."""
+    shapes = {"model.embed_tokens.weight": (sizes.vocab_size, sizes.hidden_size)}
+    for layer in range(sizes.num_layers):
+        for name, shape in layer_shapes(sizes).items():
+            shapes[f"model.layers.{layer}.{name}"] = shape
+    return shapes | {"model.norm.weight": (sizes.hidden_size,)}
+
+
+def check_tensors(sizes: Sizes, tensors: Mapping[str, Tensor]) -> None:
+    """Check that `tensors` are exactly the model that the config describes.
+
+    Raises:
+        CheckpointError: Names the first tensor that is unknown, missing, or of another
+            shape or a type that is no weight's, with what was found and expected.
+    """
+    expected = tensor_shapes(sizes)
+    for name, tensor in tensors.items():
+        if name == HEAD:
+            continue
+        if name not in expected:
+            raise CheckpointError(_unknown(name, tensor, sizes))
+        if tensor.shape != expected[name]:
+            raise CheckpointError(
+                f"tensor {name!r} has shape {tensor.shape}, config.json asks for "
+                f"{expected[name]} ({tensor.source})"
+            )
+        if tensor.dtype.name not in DTYPES:
+            raise CheckpointError(
+                f"tensor {name!r} has type {tensor.dtype.name}, expected one of "
+                f"{', '.join(DTYPES)} ({tensor.source})"
+            )
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(f"the checkpoint has no tensor {missing[0]!r}{more}")
+
+
+def _unknown(name: str, tensor: Tensor, sizes: Sizes) -> str:
+    start, _, rest = name.partition("model.layers.")
+    number, _, part = rest.partition(".")
+    if not start and number.isdigit() and part in layer_shapes(sizes):
+        return (
+            f"tensor {name!r} belongs to a layer that config.json "
+            f"(num_hidden_layers={sizes.num_layers}) does not have ({tensor.source})"
+        )
+    return f"tensor {name!r} is not part of Gemma 2 ({tensor.source})"
+
+
+def common_dtype(tensors: Mapping[str, Tensor]) -> np.dtype:
+    """The type of most bytes, which is what a report calls the checkpoint's type."""
+    sizes: dict[np.dtype, int] = {}
+    for tensor in tensors.values():
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
+    return max(sizes, key=lambda dtype: sizes[dtype])

@@ -1,0 +1,86 @@
+"""Owns the way of a tensor from its file to the devices that hold its shards.
+
+File -> blocks of rows -> cast -> one host buffer per different shard -> devices. At any
+time the host holds one parameter's shards and one block, however large the model is.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxspec_checkpoints.tensor import Tensor
+
+Index = tuple[tuple[int, int], ...]  # start and stop along every axis
+
+
+def place(
+    parts: Sequence[Tensor],
+    *,
+    sharding: NamedSharding,
+    dtype: np.dtype,
+    block: int = 1,
+    on_bytes: Callable[[int], object] = lambda count: None,
+) -> jax.Array:
+    """Read one parameter and put every device's shard where it belongs.
+
+    Args:
+        parts: The tensors it is made of, of one shape. Several are fused: their rows
+            alternate, `block` of each at a time.
+        sharding: Which device gets which rows and columns; devices with the same
+            index get copies of one buffer.
+        dtype: What the values are cast to on the way.
+        block: Rows of one part that stay together.
+        on_bytes: Called with the number of bytes after each read.
+
+    Raises:
+        CheckpointError: A file is damaged.
+    """
+    rows, *columns = parts[0].shape
+    shape = (rows * len(parts), *columns)
+    # A shard is known by its bounds: devices that hold copies share one buffer.
+    owners: dict[Index, list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        owners.setdefault(_bounds(index, shape), []).append(device)
+    buffers = {
+        index: np.empty([stop - start for start, stop in index], dtype)
+        for index in owners
+    }
+    for place_in_block, part in enumerate(parts):
+        for start, values in part.blocks():
+            ids = np.arange(start, start + len(values))
+            ids = (ids // block * len(parts) + place_in_block) * block + ids % block
+            for index, buffer in buffers.items():
+                _copy(values, ids, index, buffer)
+            on_bytes(values.nbytes)
+    # One shard at a time: the host's copy is gone before the next one travels.
+    shards = []
+    for index, devices in owners.items():
+        buffer = buffers.pop(index)
+        shards += [jax.device_put(buffer, device) for device in devices]
+        jax.block_until_ready(shards[-len(devices) :])
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
+    return tuple(
+        part.indices(size)[:2] for part, size in zip(index, shape, strict=True)
+    )
+
+
+def _copy(
+    values: np.ndarray, ids: np.ndarray, index: Index, buffer: np.ndarray
+) -> None:
+    """Copy what of these rows, which go to rows `ids`, belongs to one shard."""
+    (first, stop), *columns = index
+    kept = slice(*np.searchsorted(ids, (first, stop)))
+    if kept.start == kept.stop:
+        return
+    window = (kept, *(slice(*bounds) for bounds in columns))
+    targets = ids[kept] - first
+    if targets[-1] - targets[0] == len(targets) - 1:
+        buffer[targets[0] : targets[-1] + 1] = values[window]
+    else:
+        buffer[targets] = values[window]

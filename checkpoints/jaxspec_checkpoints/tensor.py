@@ -1,0 +1,81 @@
+"""Owns `Tensor`: one named array of a checkpoint that is read by rows, when asked.
+
+Nothing is read before `rows`, so a checkpoint larger than the host's memory can be
+checked, converted and placed.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxspec_checkpoints.errors import CheckpointError
+
+# Large enough for a disk's full speed, small beside any tensor that matters.
+BLOCK_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """One array in canonical form: HuggingFace's name and (out, in) order.
+
+    Attributes:
+        source: Where the bytes are, for messages: file and the name in it.
+        read: Rows `[start, stop)` of the first axis as a host array.
+        sha256: Of the row-major little-endian bytes, where the format records it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    source: str
+    read: Callable[[int, int], np.ndarray]
+    sha256: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor in its own type."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def blocks(self, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (first row, rows) in order, at most about `block_bytes` at a time.
+
+        Raises:
+            CheckpointError: The bytes do not have the recorded hash; raised after the
+                last block, so a caller must not use what it read before the end.
+        """
+        num_rows = self.shape[0]
+        step = max(1, block_bytes * num_rows // max(1, self.num_bytes))
+        digest = hashlib.sha256()
+        for start in range(0, num_rows, step):
+            rows = self.read(start, min(start + step, num_rows))
+            if self.sha256 is not None:
+                digest.update(np.ascontiguousarray(rows).view(np.uint8))
+            yield start, rows
+        if self.sha256 is not None and digest.hexdigest() != self.sha256:
+            raise CheckpointError(
+                f"{self.source}: the bytes have sha256 {digest.hexdigest()}, recorded "
+                f"was {self.sha256}. The file was damaged or changed after it was "
+                "written: fetch or convert it again."
+            )
+
+    def whole(self) -> np.ndarray:
+        """Return all rows as one array."""
+        out = np.empty(self.shape, self.dtype)
+        for start, rows in self.blocks():
+            out[start : start + len(rows)] = rows
+        return out
+
+
+def in_memory(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """Wrap host arrays, for tests and for weights that were just made."""
+    return {name: _wrap(name, array) for name, array in arrays.items()}
+
+
+def _wrap(name: str, array: np.ndarray) -> Tensor:
+    return Tensor(
+        shape=array.shape,
+        dtype=array.dtype,
+        source=name,
+        read=lambda start, stop: array[start:stop],
+    )
