@@ -14,6 +14,7 @@ from jaxspec.models.batch import Region, TokenBatch
 from jaxspec.models.gemma2 import init_kv_pages
 from jaxspec.models.weights import Params, bind, load_params
 from jaxspec.sharding import make_mesh, replicated
+from jaxspec_checkpoints import Tensor, in_memory
 
 TINY = dict(
     vocab_size=96,
@@ -64,9 +65,10 @@ def hf_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
         return model(torch.tensor(tokens)[None].long()).logits[0].numpy()
 
 
-def hf_tensors(model: Any) -> list[tuple[str, np.ndarray]]:
+def hf_tensors(model: Any) -> dict[str, Tensor]:
     """The model's weights under canonical names."""
-    return [(name, value.detach().numpy()) for name, value in model.named_parameters()]
+    named = model.named_parameters()
+    return in_memory({name: value.detach().numpy() for name, value in named})
 
 
 def model_config(model: Any) -> ModelConfig:

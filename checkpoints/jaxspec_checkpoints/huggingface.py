@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.files import check_inside, listing, read_json, side_files
-from jaxspec_checkpoints.layout import HEAD, Sizes, check_tensors
+from jaxspec_checkpoints.layout import Sizes, check_tensors
 from jaxspec_checkpoints.tensor import Tensor
 
 SINGLE = "model.safetensors"
@@ -40,9 +40,10 @@ def open_huggingface(folder: Path) -> Checkpoint:
     config = read_json(found["config.json"])
     generation = found.get("generation_config.json")
     tensors = read_tensors(folder)
-    check_tensors(Sizes.from_config(config), tensors)
     if config.get("tie_word_embeddings", True):
-        tensors.pop(HEAD, None)
+        # A copy of the embedding, written by some exporters.
+        tensors.pop("lm_head.weight", None)
+    check_tensors(Sizes.from_config(config), tensors)
     return Checkpoint(
         format="hf",
         folder=folder,

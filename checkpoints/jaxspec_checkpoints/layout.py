@@ -14,7 +14,6 @@ from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.tensor import Tensor
 
 DTYPES = ("float32", "bfloat16", "float16")
-HEAD = "lm_head.weight"  # a copy of the embedding that some exporters write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +90,6 @@ def check_tensors(sizes: Sizes, tensors: Mapping[str, Tensor]) -> None:
     """
     expected = tensor_shapes(sizes)
     for name, tensor in tensors.items():
-        if name == HEAD:
-            continue
         if name not in expected:
             raise CheckpointError(_unknown(name, tensor, sizes))
         if tensor.shape != expected[name]:

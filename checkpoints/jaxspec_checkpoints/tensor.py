@@ -37,15 +37,15 @@ class Tensor:
         """Bytes of the whole tensor in its own type."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
-    def blocks(self, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (first row, rows) in order, at most about `block_bytes` at a time.
+    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (first row, rows) in order, about `BLOCK_BYTES` at a time.
 
         Raises:
             CheckpointError: The bytes do not have the recorded hash; raised after the
                 last block, so a caller must not use what it read before the end.
         """
         num_rows = self.shape[0]
-        step = max(1, block_bytes * num_rows // max(1, self.num_bytes))
+        step = max(1, BLOCK_BYTES * num_rows // max(1, self.num_bytes))
         digest = hashlib.sha256()
         for start in range(0, num_rows, step):
             rows = self.read(start, min(start + step, num_rows))

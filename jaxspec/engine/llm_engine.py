@@ -2,12 +2,12 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, no_type_check
 
 import numpy as np
 
-from jaxspec.config import EngineConfig, ModelConfig
+from jaxspec.config import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.controller import Controller
 from jaxspec.engine.output import TextStream
@@ -20,7 +20,7 @@ from jaxspec.engine.runner import (
 )
 from jaxspec.engine.scheduler import Launch, Progress, Scheduler
 from jaxspec.engine.stats import EngineStats
-from jaxspec.errors import RequestError
+from jaxspec.errors import ConfigError, RequestError
 from jaxspec.inputs import parse_prompt
 from jaxspec.models.weights import load_params
 from jaxspec.outputs import (
@@ -31,9 +31,9 @@ from jaxspec.outputs import (
 )
 from jaxspec.program.plan import RULES
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams, check_supported
-from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
+from jaxspec.sharding import DRAFT_MESH_AXES
 from jaxspec.tokenizer import Tokenizer
-from jaxspec_checkpoints import read_tensors
+from jaxspec_checkpoints import CheckpointError, Tensor, open_checkpoint
 
 
 class LLMEngine:
@@ -346,20 +346,45 @@ def _is_stop(request: Request) -> bool:
 
 
 def make_runner(config: EngineConfig) -> Runner:
-    """Load both models onto the mesh that the configuration asks for."""
+    """Load both models onto the mesh that the configuration asks for.
+
+    Raises:
+        ConfigError: A checkpoint is incomplete or damaged.
+    """
     use_compilation_cache(config.compilation_cache_dir)
     mesh = build_mesh(config)
     dtype = choose_dtype(config.dtype, mesh)
-
-    def load(folder: str, model: ModelConfig, axes: tuple[str, ...]) -> Any:
-        return load_params(
-            model, read_tensors(folder), dtype=dtype, mesh=mesh, mesh_axes=axes
-        )
-
-    target = load(config.model, config.model_config, TARGET_MESH_AXES)
+    target_model, draft_model = config.model_config, config.draft_model_config
+    # Both are checked before either is read: a wrong draft must not cost minutes.
+    target_tensors = _open(config.model, "model")
+    draft_tensors = None
+    if config.speculative is not None:
+        draft_tensors = _open(config.speculative.model, "speculative_model")
     draft = None
-    if config.speculative is not None and config.draft_model_config is not None:
-        draft = load(
-            config.speculative.model, config.draft_model_config, DRAFT_MESH_AXES
+    try:
+        target = load_params(
+            target_model,
+            target_tensors,
+            dtype=dtype,
+            mesh=mesh,
+            progress="Loading target",
         )
+        if draft_model is not None and draft_tensors is not None:
+            draft = load_params(
+                draft_model,
+                draft_tensors,
+                dtype=dtype,
+                mesh=mesh,
+                mesh_axes=DRAFT_MESH_AXES,
+                progress="Loading draft",
+            )
+    except CheckpointError as error:
+        raise ConfigError(str(error), parameter="model") from error
     return Runner(config, mesh, target, draft)
+
+
+def _open(folder: str, argument: str) -> Mapping[str, Tensor]:
+    try:
+        return open_checkpoint(folder).tensors
+    except CheckpointError as error:
+        raise ConfigError(str(error), parameter=argument, value=folder) from error

@@ -1,10 +1,11 @@
 """From canonical tensors (HuggingFace names, (out, in)) to the model's parameters.
 
-Owns the correspondence of names and the placement on the mesh; reading files is
-`jaxspec_checkpoints`' business.
+Owns the correspondence of names and the shardings; reading files and bringing each
+device its shard is `jaxspec_checkpoints`' business.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -12,25 +13,26 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from tqdm.auto import tqdm
 
 from jaxspec.config import ModelConfig
-from jaxspec.errors import ConfigError
 from jaxspec.models.gemma2 import Gemma2, gate_block
 from jaxspec.sharding import TARGET_MESH_AXES, named_sharding
+from jaxspec_checkpoints import Sizes, Tensor, check_tensors, place, tensor_shapes
 
-# Canonical name within a layer -> (path, place in a fused parameter).
-_LAYER_NAMES: dict[str, tuple[tuple[str, ...], int | None]] = {
-    "input_layernorm": (("input_norm",), None),
-    "post_attention_layernorm": (("post_attention_norm",), None),
-    "pre_feedforward_layernorm": (("pre_feed_forward_norm",), None),
-    "post_feedforward_layernorm": (("post_feed_forward_norm",), None),
-    "self_attn.q_proj": (("attention", "q_proj"), None),
-    "self_attn.k_proj": (("attention", "kv_proj"), 0),
-    "self_attn.v_proj": (("attention", "kv_proj"), 1),
-    "self_attn.o_proj": (("attention", "o_proj"), None),
-    "mlp.gate_proj": (("feed_forward", "gate_up_proj"), 0),
-    "mlp.up_proj": (("feed_forward", "gate_up_proj"), 1),
-    "mlp.down_proj": (("feed_forward", "down_proj"), None),
+# Canonical name within a layer -> (path, place among the parts of a fused parameter).
+_LAYER_PATHS: dict[str, tuple[tuple[str, ...], int]] = {
+    "input_layernorm.weight": (("input_norm",), 0),
+    "post_attention_layernorm.weight": (("post_attention_norm",), 0),
+    "pre_feedforward_layernorm.weight": (("pre_feed_forward_norm",), 0),
+    "post_feedforward_layernorm.weight": (("post_feed_forward_norm",), 0),
+    "self_attn.q_proj.weight": (("attention", "q_proj"), 0),
+    "self_attn.k_proj.weight": (("attention", "kv_proj"), 0),
+    "self_attn.v_proj.weight": (("attention", "kv_proj"), 1),
+    "self_attn.o_proj.weight": (("attention", "o_proj"), 0),
+    "mlp.gate_proj.weight": (("feed_forward", "gate_up_proj"), 0),
+    "mlp.up_proj.weight": (("feed_forward", "gate_up_proj"), 1),
+    "mlp.down_proj.weight": (("feed_forward", "down_proj"), 0),
 }
 
 Params = dict[str, Any]
@@ -43,90 +45,66 @@ def abstract_model(config: ModelConfig, dtype: jnp.dtype) -> tuple[Any, Any]:
     return nnx.split(model)
 
 
-def tensor_names(config: ModelConfig) -> list[str]:
-    """The canonical tensors that a model is made of."""
-    layers = [
-        f"model.layers.{layer}.{part}.weight"
-        for layer in range(config.num_layers)
-        for part in _LAYER_NAMES
-    ]
-    return ["model.embed_tokens.weight", *layers, "model.norm.weight"]
-
-
-def param_path(name: str) -> tuple[ParamPath, int | None]:
-    """Where the canonical tensor `name` goes: parameter path, index if it is fused."""
+def param_path(name: str) -> tuple[ParamPath, int]:
+    """Where the canonical tensor `name` goes: parameter path, place within it."""
     if name == "model.embed_tokens.weight":
-        return ("embedding",), None
+        return ("embedding",), 0
     if name == "model.norm.weight":
-        return ("final_norm",), None
-    prefix, _, rest = name.partition(".layers.")
-    number, _, part = rest.removesuffix(".weight").partition(".")
-    is_layer = prefix == "model" and number.isdigit() and name.endswith(".weight")
-    if not is_layer or part not in _LAYER_NAMES:
-        raise ConfigError(f"tensor {name!r} is not part of Gemma 2")
-    path, index = _LAYER_NAMES[part]
+        return ("final_norm",), 0
+    number, _, part = name.removeprefix("model.layers.").partition(".")
+    path, index = _LAYER_PATHS[part]
     return ("layers", int(number), *path), index
 
 
 def load_params(
     config: ModelConfig,
-    tensors: Iterable[tuple[str, np.ndarray]],
+    tensors: Mapping[str, Tensor],
     *,
     dtype: jnp.dtype,
     mesh: Mesh,
     mesh_axes: tuple[str, ...] = TARGET_MESH_AXES,
+    progress: str | None = None,
 ) -> Params:
-    """Place canonical tensors on the mesh, cast to `dtype`; returns the params tree.
+    """Read canonical tensors into their shards, cast to `dtype`; the params tree.
+
+    Args:
+        progress: Title of a progress bar; it appears when loading takes a while.
 
     Raises:
-        ConfigError: a tensor is unknown, missing, or has another shape than the
-            config says.
+        CheckpointError: A tensor is unknown, missing, or has another shape than the
+            config says (nothing was read then), or its bytes are damaged.
     """
+    check_tensors(_sizes(config), tensors)
     _, state = abstract_model(config, dtype)
-    declared = dict(nnx.to_flat_state(state))
-    parts: dict[ParamPath, dict[int | None, np.ndarray]] = {}
-    missing = dict.fromkeys(tensor_names(config))
-    for name, tensor in tensors:
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue  # a copy of the embedding, written by some exporters
+    parts: dict[ParamPath, dict[int, Tensor]] = {}
+    for name in tensor_shapes(_sizes(config)):
         path, index = param_path(name)
-        if path not in declared:
-            raise ConfigError(
-                f"tensor {name!r} belongs to a layer that config.json "
-                f"(num_hidden_layers={config.num_layers}) does not have"
-            )
-        rows, *columns = declared[path].shape
-        expected = (rows if index is None else rows // 2, *columns)
-        if tensor.shape != expected:
-            raise ConfigError(
-                f"tensor {name!r} has shape {tensor.shape}, config.json asks for "
-                f"{expected}"
-            )
-        parts.setdefault(path, {})[index] = tensor
-        missing.pop(name, None)
-    if missing:
-        first, *others = missing
-        more = f" and {len(others)} more" if others else ""
-        raise ConfigError(f"the checkpoint has no tensor {first!r}{more}")
+        parts.setdefault(path, {})[index] = tensors[name]
     placed = {}
-    for path, variable in declared.items():
-        found = parts.pop(path)
-        if None in found:
-            whole = found[None]
-        else:
+    with tqdm(
+        total=sum(tensor.num_bytes for tensor in tensors.values()),
+        desc=progress,
+        unit="B",
+        unit_scale=True,
+        delay=1.0,  # a small model is there before anyone wonders
+        disable=progress is None,
+    ) as bar:
+        for path, variable in dict(nnx.to_flat_state(state)).items():
+            found = [parts[path][index] for index in sorted(parts[path])]
             is_kv = path[-1] == "kv_proj"
             block = config.head_dim if is_kv else gate_block(config.intermediate_size)
-            whole = interleave(found[0], found[1], block)
-        sharding = _placement(variable, mesh, mesh_axes)
-        placed[path] = jax.device_put(whole.astype(dtype), sharding)
+            placed[path] = place(
+                found,
+                sharding=_placement(variable, mesh, mesh_axes),
+                dtype=np.dtype(dtype),
+                block=block if len(found) > 1 else 1,
+                on_bytes=bar.update,
+            )
     return nest(placed)
 
 
-def interleave(first: np.ndarray, second: np.ndarray, block: int) -> np.ndarray:
-    """Alternate `block` rows of each: the order of the fused projections."""
-    columns = first.shape[1]
-    pair = [part.reshape(-1, 1, block, columns) for part in (first, second)]
-    return np.concatenate(pair, axis=1).reshape(-1, columns)
+def _sizes(config: ModelConfig) -> Sizes:
+    return Sizes(**{item.name: getattr(config, item.name) for item in fields(Sizes)})
 
 
 def random_params(

@@ -6,9 +6,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
-from jaxspec_checkpoints import CheckpointError, read_tensors
+from jaxspec_checkpoints import CheckpointError, open_checkpoint
+from jaxspec_checkpoints.huggingface import open_huggingface, read_tensors
+from tests.checkpoints.models import write_tiny
 
 TENSORS = {
     "first": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -36,12 +38,18 @@ def sharded(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def check(folder: Path) -> None:
-    found = list(read_tensors(folder))
-    assert sorted(name for name, _ in found) == sorted(TENSORS)
-    for name, tensor in found:
-        assert tensor.dtype == TENSORS[name].dtype
-        np.testing.assert_array_equal(tensor, TENSORS[name])
+def make_folder(folder: Path) -> Path:
+    write_tiny(folder, family="2b")
+    return folder
+
+
+def check(folder: str | Path) -> None:
+    found = read_tensors(folder)
+    assert sorted(found) == sorted(TENSORS)
+    for name, tensor in found.items():
+        expected = TENSORS[name]
+        assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype)
+        np.testing.assert_array_equal(tensor.whole(), expected)
 
 
 def test_single_file(tmp_path):
@@ -54,7 +62,7 @@ def test_shards(sharded):
 
 
 def test_folder_may_be_a_string(sharded):
-    assert len(list(read_tensors(str(sharded)))) == 3
+    check(str(sharded))
 
 
 def test_single_file_goes_before_an_index(tmp_path):
@@ -63,14 +71,10 @@ def test_single_file_goes_before_an_index(tmp_path):
     check(tmp_path)
 
 
-def test_tensors_come_one_at_a_time(sharded):
-    """A generator: a model larger than the memory of the host can be placed."""
-    reading = read_tensors(sharded)
-    next(reading)
-    for shard in set(SHARDS.values()):
-        (sharded / shard).unlink()
-    with pytest.raises((CheckpointError, FileNotFoundError)):
-        list(reading)
+def test_rows_are_read_when_asked_for(sharded):
+    first = read_tensors(sharded)["first"]
+    np.testing.assert_array_equal(first.read(1, 2), TENSORS["first"][1:2])
+    assert first.source.endswith(f"{SHARDS['first']}:first")
 
 
 @pytest.mark.parametrize("kept", [0, 4, 60, -1])
@@ -81,14 +85,14 @@ def test_truncated_file_is_named(sharded, name, kept):
     content = (sharded / name).read_bytes()
     (sharded / name).write_bytes(content[:kept])
     with pytest.raises(CheckpointError, match=f"{name} is no readable safetensors"):
-        list(read_tensors(sharded))
+        read_tensors(sharded)
 
 
 def test_missing_shard_is_named(sharded):
     (sharded / SHARDS["second"]).unlink()
     expected = f"names {SHARDS['second']}, which is not in the folder"
     with pytest.raises(CheckpointError, match=expected):
-        list(read_tensors(sharded))
+        read_tensors(sharded)
 
 
 @pytest.mark.parametrize("shard", ["../outside.safetensors", "sub/x.safetensors"])
@@ -98,7 +102,7 @@ def test_index_may_not_leave_the_folder(sharded, shard):
         save_file(TENSORS, place.with_suffix(".safetensors"))
     write_index(sharded, SHARDS | {"first": shard})
     with pytest.raises(CheckpointError, match=f"points outside its folder: '{shard}'"):
-        list(read_tensors(sharded))
+        read_tensors(sharded)
 
 
 def test_absolute_path_in_an_index_is_refused(sharded, tmp_path):
@@ -106,15 +110,50 @@ def test_absolute_path_in_an_index_is_refused(sharded, tmp_path):
     save_file(TENSORS, target)
     write_index(sharded, {"first": str(target)})
     with pytest.raises(CheckpointError, match="points outside"):
-        list(read_tensors(sharded))
+        read_tensors(sharded)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"weight_map": []}'])
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": []}', '{"weight_map": 1}'])
 def test_index_that_is_no_index_is_named(tmp_path, content):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(content)
     with pytest.raises(CheckpointError, match=f"{index.name} is no index"):
-        list(read_tensors(tmp_path))
+        read_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]"])
+def test_index_that_is_no_json_object_is_named(tmp_path, content):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(content)
+    with pytest.raises(CheckpointError, match=f"{index.name} must (be|hold)"):
+        read_tensors(tmp_path)
+
+
+def test_tensor_that_the_index_does_not_list_is_named(sharded):
+    write_index(sharded, {name: SHARDS[name] for name in ("first", "second")})
+    with pytest.raises(
+        CheckpointError, match="holds tensor 'third', which .* not list"
+    ):
+        read_tensors(sharded)
+
+
+def test_tensor_that_its_shard_does_not_hold_is_named(sharded):
+    write_index(sharded, SHARDS | {"third": SHARDS["second"]})
+    with pytest.raises(CheckpointError, match="00002.* holds tensor 'third'; it does"):
+        read_tensors(sharded)
+
+
+def test_of_two_copies_the_index_chooses(sharded):
+    other = TENSORS["first"] + 1
+    held = {"first": other, "second": TENSORS["second"]}
+    save_file(held, sharded / SHARDS["second"])
+    check(sharded)
+
+
+def test_type_that_is_no_weight_is_named(tmp_path):
+    save_file({"first": np.zeros(2, np.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="'first' has type I8, expected one of"):
+        read_tensors(tmp_path)
 
 
 def test_folder_without_weights_says_what_is_there(tmp_path):
@@ -122,9 +161,83 @@ def test_folder_without_weights_says_what_is_there(tmp_path):
     (tmp_path / "config.json").touch()
     expected = "neither model.safetensors nor .*found: config.json, pytorch_model.bin"
     with pytest.raises(CheckpointError, match=expected):
-        list(read_tensors(tmp_path))
+        read_tensors(tmp_path)
 
 
 def test_missing_folder_has_nothing(tmp_path):
-    with pytest.raises(CheckpointError, match="found: nothing"):
-        list(read_tensors(tmp_path / "nowhere"))
+    with pytest.raises(CheckpointError, match="found: no such folder"):
+        read_tensors(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_symlink_to_elsewhere_is_refused(tmp_path, name):
+    folder = make_folder(tmp_path / "model")
+    (folder / name).rename(tmp_path / name)
+    (folder / name).symlink_to(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name} is a symlink that points outs"):
+        open_huggingface(folder)
+
+
+def test_symlink_within_the_folder_is_fine(tmp_path):
+    folder = make_folder(tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "weights.bin")
+    (folder / "model.safetensors").symlink_to("weights.bin")
+    assert open_huggingface(folder).num_parameters > 0
+
+
+def test_snapshot_of_the_hub_cache_is_fine(tmp_path):
+    """There every file is a symlink to `blobs`, two folders up."""
+    written = make_folder(tmp_path / "written")
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate(sorted(written.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(Path("../../blobs") / str(number))
+    assert open_huggingface(snapshot).num_parameters > 0
+
+
+def test_config_of_another_model_names_the_tensor(tmp_path):
+    folder = make_folder(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["intermediate_size"] += 1
+    (folder / "config.json").write_text(json.dumps(config))
+    expected = r"mlp.down_proj.weight' has shape \(72, 288\), .* asks for \(72, 289\)"
+    with pytest.raises(CheckpointError, match=expected):
+        open_huggingface(folder)
+
+
+@pytest.mark.parametrize("size", [None, 0, "72", True, 7.5])
+def test_config_without_a_size_is_refused(tmp_path, size):
+    folder = make_folder(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"hidden_size": size}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="hidden_size must be an integer of at"):
+        open_huggingface(folder)
+
+
+def test_copy_of_the_embedding_is_left_out(tmp_path):
+    folder = make_folder(tmp_path / "model")
+    path = folder / "model.safetensors"
+    held = load_file(path)
+    garbage = np.full_like(held["model.embed_tokens.weight"], np.nan)
+    save_file(held | {"lm_head.weight": garbage}, path)
+    assert sorted(open_huggingface(folder).tensors) == sorted(held)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        CheckpointError, match="'lm_head.weight' is not part of Gemma 2"
+    ):
+        open_huggingface(folder)
+
+
+def test_pickles_are_no_checkpoint(tmp_path):
+    """Reading one runs code, so it is not even looked at."""
+    folder = make_folder(tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(
+        CheckpointError, match="found: config.json, .*pytorch_model.bin"
+    ):
+        open_checkpoint(folder)

@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 
 from jaxspec.config import ModelConfig
-from jaxspec.errors import ConfigError
 from jaxspec.models.weights import (
     bind,
-    interleave,
     load_params,
     param_path,
     random_params,
-    tensor_names,
 )
 from jaxspec.sharding import DRAFT_MESH_AXES, make_mesh
+from jaxspec_checkpoints import CheckpointError, in_memory
 from tests.oracles import TINY
 
 FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
@@ -61,15 +59,11 @@ def make_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
 
 def load(config: ModelConfig, tensors: dict[str, np.ndarray], **options: Any) -> Any:
     settings: dict[str, Any] = dict(dtype=FLOAT32, mesh=make_mesh(1)) | options
-    return load_params(config, tensors.items(), **settings)
+    return load_params(config, in_memory(tensors), **settings)
 
 
 CONFIG = make_config()
 TENSORS = make_tensors(CONFIG)
-
-
-def test_list_of_tensors_is_complete():
-    assert sorted(tensor_names(CONFIG)) == sorted(TENSORS)
 
 
 def test_every_tensor_arrives_in_its_place():
@@ -77,11 +71,11 @@ def test_every_tensor_arrives_in_its_place():
     assert sorted(params) == ["embedding", "final_norm", "layers"]
     assert sorted(params["layers"]) == ["0", "1"]
     for name, tensor in TENSORS.items():
-        path, place = param_path(name)
+        path, _ = param_path(name)
         found = params
         for key in path:
             found = found[str(key)]
-        if place is None:
+        if path[-1] not in ("kv_proj", "gate_up_proj"):
             np.testing.assert_array_equal(found, tensor)
 
 
@@ -107,12 +101,6 @@ def test_gate_and_up_rows_alternate_by_block(hidden, block):
         np.testing.assert_array_equal(blocks[:, place].reshape(-1, 48), expected)
 
 
-def test_interleave():
-    first, second = np.arange(4)[:, None], np.arange(10, 14)[:, None]
-    expected = [0, 1, 10, 11, 2, 3, 12, 13]
-    assert interleave(first, second, 2)[:, 0].tolist() == expected
-
-
 def test_order_of_the_tensors_does_not_matter():
     backwards = dict(reversed(TENSORS.items()))
     jax.tree.map(
@@ -132,19 +120,19 @@ def test_order_of_the_tensors_does_not_matter():
     ],
 )
 def test_unknown_tensor_is_named(name):
-    with pytest.raises(ConfigError, match=f"'{name}' is not part of Gemma 2"):
+    with pytest.raises(CheckpointError, match=f"'{name}' is not part of Gemma 2"):
         load(CONFIG, TENSORS | {name: np.zeros((2, 2), np.float32)})
 
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_missing_tensor_is_named(name):
     rest = {other: tensor for other, tensor in TENSORS.items() if other != name}
-    with pytest.raises(ConfigError, match=f"no tensor '{name}'$"):
+    with pytest.raises(CheckpointError, match=f"no tensor '{name}'$"):
         load(CONFIG, rest)
 
 
 def test_several_missing_tensors_are_counted():
-    with pytest.raises(ConfigError, match="'model.embed_tokens.weight' and 23 more"):
+    with pytest.raises(CheckpointError, match="embed_tokens.weight' and 23 more"):
         load(CONFIG, {})
 
 
@@ -152,7 +140,7 @@ def test_several_missing_tensors_are_counted():
 def test_wrong_shape_is_named(name):
     tensor = TENSORS[name]
     wrong = np.concatenate([tensor, tensor[:1]])
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(CheckpointError) as error:
         load(CONFIG, TENSORS | {name: wrong})
     expected = f"{name!r} has shape {wrong.shape}, config.json asks for {tensor.shape}"
     assert expected in str(error.value)
@@ -161,24 +149,14 @@ def test_wrong_shape_is_named(name):
 def test_layer_too_many_is_named():
     tensors = make_tensors(make_config(num_hidden_layers=3))
     expected = r"'model.layers.2..* \(num_hidden_layers=2\) does not have"
-    with pytest.raises(ConfigError, match=expected):
+    with pytest.raises(CheckpointError, match=expected):
         load(CONFIG, tensors)
 
 
-def test_copy_of_the_embedding_is_ignored():
-    garbage = {"lm_head.weight": np.full((96, 48), np.nan, np.float32)}
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        load(CONFIG, garbage | TENSORS),
-        load(CONFIG, TENSORS),
-    )
-
-
 def test_head_of_its_own_is_not_gemma_2():
-    config = make_config(tie_word_embeddings=False)
     head = {"lm_head.weight": TENSORS["model.embed_tokens.weight"]}
-    with pytest.raises(ConfigError, match="'lm_head.weight' is not part of Gemma 2"):
-        load(config, head | TENSORS)
+    with pytest.raises(CheckpointError, match="'lm_head.weight' is not part of"):
+        load(CONFIG, head | TENSORS)
 
 
 @pytest.mark.parametrize("source", [np.float32, jnp.bfloat16])

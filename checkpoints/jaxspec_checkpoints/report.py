@@ -1,0 +1,101 @@
+"""Owns what `inspect` says about a checkpoint: format, sizes, and what is replicated."""
+
+import math
+
+from jaxspec_checkpoints.checkpoint import Checkpoint
+from jaxspec_checkpoints.layout import Sizes, common_dtype
+from jaxspec_checkpoints.published import published_name
+
+_FORMATS = {
+    "hf": "HuggingFace safetensors",
+    "kaggle": "Kaggle/Flax Orbax",
+    "orbax": "jaxspec Orbax",
+}
+# The tensor-parallel sizes of the machines people have.
+TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
+
+
+def describe(checkpoint: Checkpoint) -> str:
+    """Return the report as lines of `name  value`."""
+    sizes = checkpoint.sizes
+    dtypes = sorted({tensor.dtype.name for tensor in checkpoint.tensors.values()})
+    main = common_dtype(checkpoint.tensors).name
+    name = published_name(sizes)
+    lines = [
+        ("format", f"{checkpoint.format} ({_FORMATS[checkpoint.format]})"),
+        ("model", f"Gemma 2 {name}" if name else "Gemma 2 of an unpublished size"),
+        ("layers", f"{sizes.num_layers}, sliding window {_window(checkpoint)}"),
+        ("hidden", f"{sizes.hidden_size}, feed-forward {sizes.intermediate_size}"),
+        (
+            "heads",
+            f"{sizes.num_q_heads} query, {sizes.num_kv_heads} KV, of {sizes.head_dim}",
+        ),
+        ("vocabulary", f"{sizes.vocab_size:,}"),
+        ("tensors", f"{len(checkpoint.tensors):,}"),
+        ("parameters", f"{checkpoint.num_parameters:,}"),
+        ("bytes", f"{checkpoint.num_bytes:,} ({size(checkpoint.num_bytes)})"),
+        ("dtype", main if len(dtypes) == 1 else f"{main}, with {', '.join(dtypes)}"),
+        ("files", ", ".join(checkpoint.side_files) or "no config, no tokenizer"),
+    ]
+    for devices in TENSOR_PARALLEL_SIZES[1:]:
+        lines.append((f"on {devices} devices", _placement(checkpoint, devices)))
+    width = max(len(title) for title, _ in lines)
+    return "\n".join(f"{title:{width}}  {value}" for title, value in lines)
+
+
+def replicated(sizes: Sizes, num_devices: int) -> dict[str, str]:
+    """What every one of `num_devices` holds whole, by the last part of its name.
+
+    A tensor is split along heads, feed-forward rows or vocabulary; where the devices do
+    not divide these, each gets all of it. Norms are never split.
+    """
+    whole = dict.fromkeys(
+        (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+            "norm",
+        ),
+        "norms",
+    )
+    # Gate and up rows are stored in alternating blocks, which stay whole.
+    num_blocks = sizes.intermediate_size // math.gcd(sizes.intermediate_size, 128)
+    groups = [
+        (("embed_tokens",), sizes.vocab_size, f"vocabulary of {sizes.vocab_size:,}"),
+        (("q_proj", "o_proj"), sizes.num_q_heads, f"{sizes.num_q_heads} query heads"),
+        (("k_proj", "v_proj"), sizes.num_kv_heads, f"{sizes.num_kv_heads} KV heads"),
+        (("gate_proj", "up_proj"), num_blocks, "gate and up rows"),
+        (("down_proj",), sizes.intermediate_size, "down columns"),
+    ]
+    for names, count, reason in groups:
+        if count % num_devices:
+            whole |= dict.fromkeys(names, reason)
+    return whole
+
+
+def size(num_bytes: float) -> str:
+    """Return bytes as people say them: `5.23 GB`."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 1000 or unit == "GB":
+            break
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} {unit}" if num_bytes < 1000 else f"{num_bytes:.0f} {unit}"
+
+
+def _window(checkpoint: Checkpoint) -> int:
+    return checkpoint.config.get("sliding_window") or 4096
+
+
+def _placement(checkpoint: Checkpoint, num_devices: int) -> str:
+    whole = replicated(checkpoint.sizes, num_devices)
+    copied, per_device = dict[str, int](), 0
+    for name, tensor in checkpoint.tensors.items():
+        reason = whole.get(name.split(".")[-2])
+        if reason is None:
+            per_device += tensor.num_bytes // num_devices
+        else:
+            per_device += tensor.num_bytes
+            copied[reason] = copied.get(reason, 0) + tensor.num_bytes
+    parts = ", ".join(f"{reason} ({size(count)})" for reason, count in copied.items())
+    return f"{size(per_device)} each; replicated: {parts}"

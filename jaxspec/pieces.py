@@ -1,0 +1,216 @@
+"""Owns the two libraries that cut text into pieces, behind one interface: `Pieces`.
+
+To `encode` a special piece spelled in a text is ordinary text, whoever wrote it. Who may
+spell one is decided in `jaxspec.tokenizer`.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import sentencepiece
+import tokenizers
+
+from jaxspec.errors import ConfigError, wrong_argument
+from jaxspec_checkpoints.errors import CheckpointError
+from jaxspec_checkpoints.files import side_files
+
+START_OF_TURN = "<start_of_turn>"
+END_OF_TURN = "<end_of_turn>"
+_TURNS = (START_OF_TURN, END_OF_TURN)
+_SPACE = "\u2581"  # how pieces spell a space
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+
+
+@runtime_checkable
+class Pieces(Protocol):
+    """A vocabulary, and the rule that cuts text into it.
+
+    Attributes:
+        size: Number of pieces; their ids are 0 to `size - 1`.
+        named: Ids of the begin, end, pad and unknown pieces, -1 for one that is missing.
+        special: Pieces that are no text, with their ids.
+        digest: Of the file; files of one digest are one tokenizer.
+    """
+
+    size: int
+    named: Mapping[str, int]
+    special: Mapping[str, int]
+    digest: bytes
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids of which none is special.
+
+        Every byte that is part of no character reads as U+FFFD.
+        """
+        ...
+
+    def id_to_piece(self, token_id: int) -> str: ...
+
+    def is_byte(self, token_id: int) -> bool: ...
+
+
+class SentencePieces:
+    """A `tokenizer.model`: what Gemma was trained with, and so the reference."""
+
+    def __init__(self, model: bytes):
+        self.digest = hashlib.sha256(model).digest()
+        processor = sentencepiece.SentencePieceProcessor()
+        processor.LoadFromSerializedProto(_without_turns(model))
+        self._processor = processor
+        self.size = processor.vocab_size()
+        self.named = {
+            "bos": processor.bos_id(),
+            "eos": processor.eos_id(),
+            "pad": processor.pad_id(),
+            "unk": processor.unk_id(),
+        }
+        turns = [processor.piece_to_id(piece) for piece in _TURNS]
+        ids = {token for token in self.named.values() if token >= 0}
+        if processor.unk_id() not in turns:
+            if not all(map(processor.is_control, turns)):
+                raise ValueError("its turn markers are neither control nor symbol")
+            ids.update(turns)
+        self.special = {processor.id_to_piece(token): token for token in sorted(ids)}
+
+    def encode(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._processor.decode(ids)
+
+    def id_to_piece(self, token_id: int) -> str:
+        return self._processor.id_to_piece(token_id)
+
+    def is_byte(self, token_id: int) -> bool:
+        return self._processor.is_byte(token_id)
+
+
+def _without_turns(model: bytes) -> bytes:
+    """Make the turn markers control pieces, which no text can spell.
+
+    They are user-defined symbols in Gemma's files, and SentencePiece finds those in
+    every text. In the serialized model a piece is: 0x0a, the length, the text, 0x15,
+    four bytes of score, 0x18, the kind.
+    """
+    symbol, control = b"\x04", b"\x03"
+    for piece in map(str.encode, _TURNS):
+        start = re.escape(b"\x0a" + bytes([len(piece)]) + piece + b"\x15")
+        kind = b"(" + start + b".{4}\x18)" + symbol
+        model = re.sub(kind, rb"\g<1>" + control, model, flags=re.DOTALL)
+    return model
+
+
+class JsonPieces:
+    """A `tokenizer.json`, as HuggingFace's library reads it.
+
+    It parts from SentencePiece in two classes of text: runs of spaces or newlines longer
+    than the longest such piece, which it cuts from the right, and symbols of the
+    SentencePiece model (`<unused0>`) that the file does not list as added tokens.
+    """
+
+    def __init__(self, content: bytes):
+        self.digest = hashlib.sha256(content).digest()
+        library = _load_json(content)
+        model = library.model
+        if not isinstance(model, tokenizers.models.BPE) or not model.byte_fallback:
+            raise ValueError("it is no BPE model with bytes as its last resort")
+        library.no_truncation()
+        library.no_padding()
+        library.encode_special_tokens = True  # as ordinary text, that is
+        self._library = library
+        self.size = library.get_vocab_size(with_added_tokens=True)
+        self.named = {
+            name: self._find(f"<{name}>") for name in ("bos", "eos", "pad", "unk")
+        }
+        ids = {token for token in self.named.values() if token >= 0}
+        turns = [self._find(piece) for piece in _TURNS]
+        ids.update(turns if min(turns) >= 0 else ())
+        added = library.get_added_tokens_decoder().items()
+        ids.update(token for token, piece in added if piece.special)
+        self.special = {self.id_to_piece(token): token for token in sorted(ids)}
+
+    def _find(self, piece: str) -> int:
+        token = self._library.token_to_id(piece)
+        return -1 if token is None else token
+
+    def encode(self, text: str) -> list[int]:
+        return self._library.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        # Not the library's own: it gives up whole characters beside a broken one, so a
+        # text that grows token by token would change what was shown already.
+        data = b"".join(map(self._bytes_of, ids))
+        text = data.decode("utf-8", errors="surrogateescape")
+        return re.sub("[\udc80-\udcff]", "\ufffd", text)
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        piece = self.id_to_piece(token_id)
+        byte = _BYTE.fullmatch(piece)
+        if byte:
+            return bytes.fromhex(byte[1])
+        return piece.replace(_SPACE, " ").encode()
+
+    def id_to_piece(self, token_id: int) -> str:
+        return self._library.id_to_token(token_id) or ""
+
+    def is_byte(self, token_id: int) -> bool:
+        return _BYTE.fullmatch(self.id_to_piece(token_id)) is not None
+
+
+def _load_json(content: bytes) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # noqa: BLE001 the library raises nothing narrower
+        raise ValueError(str(error)) from error
+
+
+def folder_files(folder: Path) -> dict[str, Path]:
+    """Return the files of a tokenizer and its model by name, none outside the folder.
+
+    Raises:
+        ConfigError: One is a symlink to somewhere else.
+    """
+    try:
+        return side_files(folder)
+    except CheckpointError as error:
+        raise ConfigError(
+            f"{error}.", parameter="tokenizer", value=str(folder)
+        ) from error
+
+
+def read_pieces(folder: Path) -> Pieces:
+    """Read `tokenizer.model` or, where that is all there is, `tokenizer.json`.
+
+    Raises:
+        ConfigError: There is neither, or it cannot be read.
+    """
+    files = folder_files(folder)
+    for name, kind, read in (
+        ("tokenizer.model", "a SentencePiece model", SentencePieces),
+        ("tokenizer.json", "a tokenizer of Gemma's kind", JsonPieces),
+    ):
+        if name not in files:
+            continue
+        try:
+            pieces = read(files[name].read_bytes())
+        except (OSError, RuntimeError, ValueError) as error:
+            raise _unreadable(files[name], kind, str(error)) from error
+        if min(pieces.named["bos"], pieces.named["eos"]) < 0:
+            raise _unreadable(files[name], kind, "it has no begin or no end piece")
+        return pieces
+    allowed = "a folder with a tokenizer.model or a tokenizer.json"
+    hint = "There is no such file."
+    raise wrong_argument(ConfigError, "tokenizer", allowed, str(folder), hint)
+
+
+def _unreadable(path: Path, kind: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{path} must be {kind}: {reason}. Fetch the file again.",
+        parameter="tokenizer",
+        value=str(path.parent),
+    )

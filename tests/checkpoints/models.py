@@ -1,0 +1,128 @@
+"""Tiny random Gemma 2 folders: the published sizes over 32, heads kept."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxspec_checkpoints import Sizes, bundled_target, tensor_shapes
+
+# What tells the three apart stays: the number of heads, queries narrower or wider than
+# the model, 27B's half heads and its own query_pre_attn_scalar.
+FAMILIES: dict[str, dict[str, int]] = {
+    "2b": dict(
+        hidden_size=72,
+        intermediate_size=288,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+    ),
+    "9b": dict(
+        hidden_size=112,
+        intermediate_size=448,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+    ),
+    "27b": dict(
+        hidden_size=144,
+        intermediate_size=1152,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        head_dim=4,
+        query_pre_attn_scalar=5,
+    ),
+}
+DTYPES: dict[str, Any] = {
+    "float32": np.float32,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float16": np.float16,
+}
+
+
+def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
+    """Return the content of a `config.json`; `changes` go over it."""
+    config = dict(
+        architectures=["Gemma2ForCausalLM"],
+        model_type="gemma2",
+        vocab_size=512,
+        num_hidden_layers=2,
+        attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0,
+        sliding_window=8,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        hidden_act="gelu_pytorch_tanh",
+        hidden_activation="gelu_pytorch_tanh",
+        attention_bias=False,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=[1, 107],
+    )
+    return config | FAMILIES[family] | changes
+
+
+def tiny_tensors(
+    config: dict[str, Any], *, dtype: str = "float32", seed: int = 0
+) -> dict[str, np.ndarray]:
+    """Return random weights by canonical name, with which every layer matters."""
+    random = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in tensor_shapes(Sizes.from_config(config)).items():
+        scale = 0.3 if len(shape) == 1 else shape[-1] ** -0.5
+        values = scale * random.standard_normal(shape, np.float32)
+        tensors[name] = values.astype(DTYPES[dtype])
+    return tensors
+
+
+def write_tiny(
+    folder: Path,
+    *,
+    family: str,
+    dtype: str = "float32",
+    shards: int = 1,
+    seed: int = 0,
+    **changes: Any,
+) -> dict[str, np.ndarray]:
+    """Write a model in HuggingFace's format and return its tensors.
+
+    The tokenizer is the bundled one. Its ids fit a `vocab_size` of 8192; the default
+    one is smaller, for tests that do not encode text.
+
+    Args:
+        folder: Is made.
+        shards: Files the tensors are spread over; more than one have an index.
+        changes: Fields of `config.json`.
+    """
+    config = tiny_config(family, torch_dtype=dtype, **changes)
+    tensors = tiny_tensors(config, dtype=dtype, seed=seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    generation = {"eos_token_id": [1, 107], "temperature": 0.5}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    for name in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copyfile(bundled_target() / name, folder / name)
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    else:
+        _write_shards(folder, tensors, shards)
+    return tensors
+
+
+def _write_shards(folder: Path, tensors: dict[str, np.ndarray], shards: int) -> None:
+    names, weight_map = list(tensors), {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        held = {name: tensors[name] for name in names[shard::shards]}
+        save_file(held, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(held, file)
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -1,0 +1,181 @@
+"""Every device gets its rows and columns, cast, and the host never holds much more."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors.numpy import save_file
+
+from jaxspec_checkpoints import (
+    CheckpointError,
+    Sizes,
+    Tensor,
+    in_memory,
+    place,
+    tensor,
+    tensor_shapes,
+)
+from tests.checkpoints import loading_memory
+from tests.checkpoints.models import tiny_config
+
+MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("outer", "inner"))
+SPECS = {
+    "rows": PartitionSpec(("outer", "inner"), None),
+    "columns": PartitionSpec(None, ("outer", "inner")),
+    "both": PartitionSpec("outer", "inner"),
+    "copies": PartitionSpec("inner", None),
+    "everywhere": PartitionSpec(None, None),
+}
+
+
+def make_parts(count: int, rows: int = 48, columns: int = 16) -> list[Tensor]:
+    values = np.arange(count * rows * columns, dtype=np.float32)
+    arrays = values.reshape(count, rows, columns)
+    return list(in_memory({str(n): a for n, a in enumerate(arrays)}).values())
+
+
+def put(parts: list[Tensor], spec: str = "rows", **options: Any) -> jax.Array:
+    settings: dict[str, Any] = dict(dtype=np.dtype(np.float32)) | options
+    return place(parts, sharding=NamedSharding(MESH, SPECS[spec]), **settings)
+
+
+def fuse(parts: list[Tensor], block: int) -> np.ndarray:
+    """Alternate rows the slow way."""
+    rows = []
+    for start in range(0, parts[0].shape[0], block):
+        for part in parts:
+            rows += list(part.whole()[start : start + block])
+    return np.stack(rows)
+
+
+# One row at a time, blocks that end within a shard, everything at once.
+@pytest.mark.parametrize("block_bytes", [1, 5 * 64, 2**20])
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("count", "block"), [(1, 1), (2, 1), (2, 4), (2, 48), (3, 8)])
+def test_every_device_holds_its_shard(monkeypatch, block_bytes, spec, count, block):
+    monkeypatch.setattr(tensor, "BLOCK_BYTES", block_bytes)
+    parts = make_parts(count)
+    placed = put(parts, spec, block=block)
+    expected = fuse(parts, block)
+    assert placed.shape == expected.shape
+    assert placed.sharding.spec == SPECS[spec]
+    for shard in placed.addressable_shards:
+        np.testing.assert_array_equal(shard.data, expected[shard.index])
+
+
+def test_vectors_are_placed():
+    given = in_memory({"norm": np.arange(16, dtype=np.float32)})["norm"]
+    sharding = NamedSharding(MESH, PartitionSpec("inner"))
+    placed = place([given], sharding=sharding, dtype=np.dtype(np.float32))
+    np.testing.assert_array_equal(placed, np.arange(16))
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(4,)}
+
+
+@pytest.mark.parametrize("source", [np.float32, jnp.bfloat16, np.float16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_values_are_cast_on_the_way(source, dtype):
+    values = np.linspace(-3, 3, 64).astype(source).reshape(16, 4)
+    given = in_memory({"part": values})["part"]
+    placed = put([given], dtype=np.dtype(dtype))
+    assert placed.dtype == dtype
+    np.testing.assert_array_equal(placed, values.astype(dtype))
+
+
+def test_source_may_change_afterwards():
+    """A device must not look into memory that is the caller's."""
+    values = np.ones((16, 16), np.float32)
+    placed = put(list(in_memory({"part": values}).values()), "everywhere")
+    values[:] = 2
+    np.testing.assert_array_equal(placed, np.ones((16, 16)))
+
+
+def test_bytes_are_counted():
+    parts, counted = make_parts(2), []
+    put(parts, on_bytes=counted.append)
+    assert sum(counted) == sum(part.num_bytes for part in parts)
+
+
+def test_rows_are_read_once():
+    """However many shards and copies there are."""
+    reads = []
+
+    def read(start: int, stop: int) -> np.ndarray:
+        reads.append((start, stop))
+        return np.zeros((stop - start, 16), np.float32)
+
+    source = Tensor(shape=(48, 16), dtype=np.dtype("f4"), source="here", read=read)
+    put([source], "copies")
+    assert reads == [(0, 48)]
+
+
+def test_damaged_bytes_are_not_used():
+    whole = make_parts(1)[0]
+    assert whole.sha256 is None
+    wrong = Tensor(
+        shape=whole.shape,
+        dtype=whole.dtype,
+        source="weights:part",
+        read=whole.read,
+        sha256="0" * 64,
+    )
+    with pytest.raises(CheckpointError, match="weights:part: the bytes have sha256"):
+        put([wrong])
+    with pytest.raises(CheckpointError, match="recorded was 000"):
+        wrong.whole()
+
+
+# 2 GB in bfloat16; the embedding is the largest tensor, as in the real models. Two KV
+# heads do not split over eight devices.
+LARGE = dict(
+    vocab_size=64000,
+    hidden_size=2048,
+    intermediate_size=16384,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    num_key_value_heads=2,
+    head_dim=128,
+)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("large")
+    config = tiny_config("2b", torch_dtype="bfloat16", **LARGE)
+    (folder / "config.json").write_text(json.dumps(config))
+    random = np.random.default_rng(0)
+    shapes = tensor_shapes(Sizes.from_config(config))
+    bits = {
+        name: random.integers(0, 2**16, shape, np.uint16)
+        for name, shape in shapes.items()
+    }
+    tensors = {name: values.view(jnp.bfloat16) for name, values in bits.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.slow
+def test_host_holds_at_most_two_of_the_largest_tensor(large):
+    """Measured in a process of its own: 2 GB of weights on 8 simulated devices."""
+    result = subprocess.run(
+        [sys.executable, loading_memory.__file__, str(large)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["num_devices"] == 8
+    assert found["checkpoint_bytes"] > 1.9e9
+    # Keys, values and norms are on all devices, the rest on one each.
+    replicated = found["device_bytes"] - found["checkpoint_bytes"]
+    assert 0 < replicated < 0.1 * found["checkpoint_bytes"]
+    assert found["largest_device_bytes"] == found["device_bytes"] / 8
+    assert found["host_bytes"] <= 2 * found["largest_tensor_bytes"], found
