@@ -10,6 +10,10 @@ bin := $(VENV)/bin
 installed := $(VENV)/.installed
 installed_test := $(VENV)/.installed-test
 
+# Tests run on as many cores as there are, four at most: a process takes a few GB. One
+# file stays in one process, which shares its models and compiled programs.
+pytest := $(bin)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+
 # What a change must pass: `.ci/run` runs all of it, pre-commit the same targets. The
 # tests come last, so that their closing line is the last line.
 checks := ruff-check ruff-format pyright lint-imports test
@@ -48,10 +52,10 @@ lint-imports: $(installed_test)
 	@$(bin)/lint-imports
 
 test: $(installed_test)
-	@$(bin)/python -m pytest -q $(PYTEST_ARGS)
+	@$(pytest) $(PYTEST_ARGS)
 
 test-fast: $(installed_test)
-	@$(bin)/python -m pytest -q -m "not slow" $(PYTEST_ARGS)
+	@$(pytest) -m "not slow" $(PYTEST_ARGS)
 
 format: $(installed_test)
 	@$(bin)/ruff check --fix .

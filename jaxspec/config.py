@@ -234,6 +234,7 @@ class EngineConfig:
         max_model_len: Longest sequence, prompt and generated tokens together.
         max_num_batched_tokens: Most prompt tokens prefilled in one step.
         num_pages: Pages of the pool that target and draft share.
+        chat_template: Used in place of the model's; a template, or a file's path.
         generation_defaults: Sampling parameters that the model folder recommends.
         compilation_cache_dir: Where compiled programs are kept; None for nowhere.
     """
@@ -252,6 +253,7 @@ class EngineConfig:
     model_config: ModelConfig
     speculative: SpeculativeConfig | None = None
     draft_model_config: ModelConfig | None = None
+    chat_template: str | None = None
     load_format: str = "auto"
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     disable_log_stats: bool = False

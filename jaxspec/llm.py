@@ -11,6 +11,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from jaxspec.chat_template import given_template
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import RequestError, UnsupportedError, wrong_argument
@@ -131,6 +132,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
+        parse_special_tokens: bool = False,
         tools: Any = None,
         lora_request: Any = None,
     ) -> list[RequestOutput]:
@@ -142,16 +144,20 @@ class LLM:
             use_tqdm: As for `generate`.
             add_generation_prompt: Open the model's turn.
             continue_final_message: Let the model go on with the last message.
-            chat_template: Not supported: Gemma's turn format is built in.
+            chat_template: Used in place of the model's: a Jinja template, or the path
+                of a file with one.
+            parse_special_tokens: Let special pieces spelled in messages count. Without
+                it "<end_of_turn>" in a message is text and cannot end its turn.
             tools: Not supported.
             lora_request: Not supported.
 
         Raises:
             RequestError: The roles do not take turns, or as for `generate`.
+            ConfigError: `chat_template` cannot be used.
         """
-        _refuse("chat_template", chat_template)
         _refuse("tools", tools)
         tokenizer = self.get_tokenizer()
+        template = None if chat_template is None else given_template(chat_template)
         if not isinstance(messages, (list, tuple)):
             allowed = "a conversation (a list of messages) or a list of them"
             raise wrong_argument(RequestError, "messages", allowed, messages)
@@ -160,14 +166,14 @@ class LLM:
             conversations = [conversations]
         prompts: list[TokensPrompt] = []
         for conversation in conversations:
-            text = tokenizer.apply_chat_template(
+            text, token_ids = tokenizer.write_chat(
                 conversation,
                 add_generation_prompt=add_generation_prompt,
-                tokenize=False,
                 continue_final_message=continue_final_message,
+                chat_template=template,
+                parse_special_tokens=parse_special_tokens,
             )
-            assert isinstance(text, str)
-            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            # The ids decide: in the text a message may spell a turn marker.
             prompts.append({"prompt": text, "prompt_token_ids": token_ids})
         return self.generate(
             prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request

@@ -1,12 +1,11 @@
 """Owns the two libraries that cut text into pieces, behind one interface: `Pieces`.
 
-To `encode` a special piece spelled in a text is ordinary text, whoever wrote it. Who may
-spell one is decided in `jaxspec.tokenizer`.
+To `encode`, a special piece spelled in a text is ordinary text. Who may spell one is
+decided in `jaxspec.tokenizer`.
 """
 
 import hashlib
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -30,14 +29,14 @@ class Pieces(Protocol):
 
     Attributes:
         size: Number of pieces; their ids are 0 to `size - 1`.
-        named: Ids of the begin, end, pad and unknown pieces, -1 for one that is missing.
+        named: Ids of the pieces bos, eos, pad and unk; -1 for one that is missing.
         special: Pieces that are no text, with their ids.
         digest: Of the file; files of one digest are one tokenizer.
     """
 
     size: int
-    named: Mapping[str, int]
-    special: Mapping[str, int]
+    named: dict[str, int]
+    special: dict[str, int]
     digest: bytes
 
     def encode(self, text: str) -> list[int]: ...
@@ -108,14 +107,14 @@ def _without_turns(model: bytes) -> bytes:
 class JsonPieces:
     """A `tokenizer.json`, as HuggingFace's library reads it.
 
-    It parts from SentencePiece in two classes of text: runs of spaces or newlines longer
-    than the longest such piece, which it cuts from the right, and symbols of the
-    SentencePiece model (`<unused0>`) that the file does not list as added tokens.
+    It parts from SentencePiece in two classes of text: runs of spaces or newlines that
+    are longer than the longest piece of them, which it cuts elsewhere, and symbols of
+    the model (`<unused0>`) that the file does not list as added tokens.
     """
 
     def __init__(self, content: bytes):
         self.digest = hashlib.sha256(content).digest()
-        library = _load_json(content)
+        library = tokenizers.Tokenizer.from_buffer(content)
         model = library.model
         if not isinstance(model, tokenizers.models.BPE) or not model.byte_fallback:
             raise ValueError("it is no BPE model with bytes as its last resort")
@@ -160,13 +159,6 @@ class JsonPieces:
 
     def is_byte(self, token_id: int) -> bool:
         return _BYTE.fullmatch(self.id_to_piece(token_id)) is not None
-
-
-def _load_json(content: bytes) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # noqa: BLE001 the library raises nothing narrower
-        raise ValueError(str(error)) from error
 
 
 def folder_files(folder: Path) -> dict[str, Path]:

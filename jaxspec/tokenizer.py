@@ -1,77 +1,59 @@
-"""Owns the way between text and token ids: Gemma's SentencePiece model and turn format.
+"""Owns the way between text and token ids: pieces, special pieces, conversations.
 
 Knows nothing about requests; text that arrives piece by piece is put together in
 `jaxspec.engine.output`.
 """
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import sentencepiece
-
-from jaxspec.errors import ConfigError, RequestError, wrong_argument
-
-START_OF_TURN = "<start_of_turn>"
-END_OF_TURN = "<end_of_turn>"
-_ROLES = {"user": "user", "assistant": "model", "model": "model"}
+from jaxspec.chat import GemmaTurns, Marks, read_messages
+from jaxspec.chat_template import ChatTemplate, folder_template, given_template
+from jaxspec.errors import ConfigError, RequestError
+from jaxspec.pieces import END_OF_TURN, START_OF_TURN, Pieces, read_pieces
 
 
 class Tokenizer:
-    """Gemma's tokenizer, read from a `tokenizer.model`.
+    """Gemma's tokenizer.
 
     Attributes:
-        vocab_size: Pieces of the model; a network may have more rows than that.
+        pieces: The vocabulary.
+        vocab_size: Number of pieces; a network may have more rows than that.
         all_special_ids: Ids that are no text: begin, end, pad, unknown, turn markers.
+        has_turns: Whether there are turn markers.
+        chat_template: What writes conversations; None for Gemma's turn format.
     """
 
-    def __init__(self, model: bytes):
-        processor = sentencepiece.SentencePieceProcessor()
-        processor.LoadFromSerializedProto(model)
-        self._processor = processor
-        self.vocab_size: int = processor.vocab_size()
-        self.bos_token_id: int = processor.bos_id()
-        self.eos_token_id: int = processor.eos_id()
-        self.pad_token_id: int = processor.pad_id()
-        self.unk_token_id: int = processor.unk_id()
-        basic = [
-            self.pad_token_id,
-            self.eos_token_id,
-            self.bos_token_id,
-            self.unk_token_id,
-        ]
-        turns = [processor.piece_to_id(piece) for piece in (START_OF_TURN, END_OF_TURN)]
-        self.has_turns = self.unk_token_id not in turns
-        if self.has_turns:
-            basic += turns
-        self.all_special_ids: list[int] = sorted(i for i in basic if i >= 0)
-        self._special_pieces = {self.id_to_piece(i): i for i in self.all_special_ids}
-        pieces = "|".join(map(re.escape, self._special_pieces))
-        self._split_special = re.compile(f"({pieces})").split
+    def __init__(self, pieces: Pieces, chat_template: ChatTemplate | None = None):
+        self.pieces = pieces
+        self.chat_template = chat_template
+        self.vocab_size = pieces.size
+        self.bos_token_id = pieces.named["bos"]
+        self.eos_token_id = pieces.named["eos"]
+        self.pad_token_id = pieces.named["pad"]
+        self.unk_token_id = pieces.named["unk"]
+        self.has_turns = {START_OF_TURN, END_OF_TURN} <= pieces.special.keys()
+        self.all_special_ids = sorted(pieces.special.values())
+        self._marks = Marks(pieces.special)
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """Read `tokenizer.model` in `folder`.
+    def from_folder(
+        cls, folder: str | Path, chat_template: str | None = None
+    ) -> "Tokenizer":
+        """Read `tokenizer.model`, or else `tokenizer.json`, and the chat template.
+
+        Args:
+            chat_template: Used in place of the folder's: a template, or a file's path.
 
         Raises:
-            ConfigError: There is none, or it is no SentencePiece model.
+            ConfigError: There is no tokenizer, or a file cannot be read.
         """
-        path = Path(folder) / "tokenizer.model"
-        if not path.is_file():
-            hint = "There is no such file."
-            if path.with_suffix(".json").is_file():
-                hint = "A tokenizer.json alone cannot be read yet."
-            allowed = "a folder with a tokenizer.model"
-            raise wrong_argument(ConfigError, "tokenizer", allowed, str(folder), hint)
-        try:
-            return cls(path.read_bytes())
-        except (OSError, RuntimeError) as error:
-            raise ConfigError(
-                f"{path} must be a SentencePiece model: {error}.",
-                parameter="tokenizer",
-                value=str(folder),
-            ) from error
+        folder = Path(folder)
+        pieces = read_pieces(folder)
+        if chat_template is not None:
+            return cls(pieces, given_template(chat_template))
+        return cls(pieces, folder_template(folder))
 
     @property
     def bos_token(self) -> str:
@@ -81,46 +63,76 @@ class Tokenizer:
     def eos_token(self) -> str:
         return self.id_to_piece(self.eos_token_id)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    @property
+    def turn_end_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer, whatever the model's files say.
+
+        That is <end_of_turn> for a model with a chat template: it was tuned for turns.
+        """
+        if not self.has_turns or self.chat_template is None:
+            return ()
+        return (self.pieces.special[END_OF_TURN],)
+
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        *,
+        parse_special_tokens: bool = True,
+    ) -> list[int]:
         """Return the ids of `text`.
 
-        Special pieces spelled in the text become their ids. With `add_special_tokens`
-        the ids start with the beginning token; a text that spells it gets no second.
+        Args:
+            add_special_tokens: Start with the beginning token, unless the text does.
+            parse_special_tokens: Special pieces spelled in the text become their ids.
+                False takes them as the text they are, so that none can come out.
         """
-        token_ids: list[int] = []
-        for part in self._split_special(text):
-            if part in self._special_pieces:
-                token_ids.append(self._special_pieces[part])
-            elif part:
-                token_ids += self._processor.encode(part)
+        if parse_special_tokens:
+            token_ids = self._parse(text)
+        else:
+            token_ids = self.pieces.encode(text)
         if add_special_tokens and token_ids[:1] != [self.bos_token_id]:
             token_ids.insert(0, self.bos_token_id)
         return token_ids
 
+    def _parse(self, text: str, read: Callable[[str], str] = str) -> list[int]:
+        """Encode a text with special pieces; `read` is for the parts between them."""
+        token_ids: list[int] = []
+        for part in self._marks.split(text):
+            if part in self.pieces.special:
+                token_ids.append(self.pieces.special[part])
+            elif part:
+                token_ids += self.pieces.encode(read(part))
+        return token_ids
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`.
+        """Return the text of `ids`; pad rows of the network have none.
 
         Bytes that are not UTF-8, such as an unfinished character, read as U+FFFD.
         """
         text, ordinary = "", []
-        for token in ids:
+        for token in map(int, ids):
+            if not 0 <= token < self.vocab_size:
+                continue
             if not self.is_special(token):
-                ordinary.append(int(token))
+                ordinary.append(token)
             elif not skip_special_tokens:
-                text += self._processor.decode(ordinary) + self.id_to_piece(token)
+                text += self.pieces.decode(ordinary) + self.id_to_piece(token)
                 ordinary = []
-        return text + self._processor.decode(ordinary)
+        return text + self.pieces.decode(ordinary)
 
     def convert_ids_to_tokens(self, ids: Iterable[int]) -> list[str]:
         """Return the pieces of the model, where U+2581 stands for a space."""
         return [self.id_to_piece(token) for token in ids]
 
     def id_to_piece(self, token_id: int) -> str:
-        return self._processor.id_to_piece(int(token_id))
+        """Return a piece as the model spells it; "" for a pad row of the network."""
+        is_piece = 0 <= token_id < self.vocab_size
+        return self.pieces.id_to_piece(int(token_id)) if is_piece else ""
 
     def is_byte(self, token_id: int) -> bool:
         """Return whether the piece is one byte of a character without a piece."""
-        return self._processor.is_byte(int(token_id))
+        return 0 <= token_id < self.vocab_size and self.pieces.is_byte(int(token_id))
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self.all_special_ids
@@ -132,24 +144,49 @@ class Tokenizer:
         tokenize: bool = True,
         *,
         continue_final_message: bool = False,
+        chat_template: str | ChatTemplate | None = None,
+        parse_special_tokens: bool = False,
     ) -> list[int] | str:
-        """Write a conversation in Gemma's turn format.
+        """Write a conversation; the arguments are those of `write_chat`.
+
+        Args:
+            tokenize: Return ids. The text (False) cannot tell a turn marker from one
+                that a message spells: encoding it lets messages end their turn.
+        """
+        text, token_ids = self.write_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            parse_special_tokens=parse_special_tokens,
+        )
+        return token_ids if tokenize else text
+
+    def write_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | ChatTemplate | None = None,
+        parse_special_tokens: bool = False,
+    ) -> tuple[str, list[int]]:
+        """Write a conversation as text and as ids.
 
         Args:
             messages: Each with `role` (user, then assistant or model, in turn) and
                 `content`, a string or a list of text parts.
             add_generation_prompt: End with the opening of the model's turn.
-            tokenize: Return ids instead of the text.
             continue_final_message: Leave the last turn open, to be continued.
+            chat_template: Used in place of the model's: a template, or a file's path.
+            parse_special_tokens: Special pieces spelled in messages become their ids.
+                Without it a message cannot end its turn.
 
         Raises:
-            RequestError: The roles are not allowed or do not take turns.
+            RequestError: The roles are not allowed or do not take turns, or the
+                template refuses the messages.
+            ConfigError: The template cannot be used.
         """
-        if not self.has_turns:
-            raise ConfigError(
-                f"A chat needs a tokenizer with {START_OF_TURN} and {END_OF_TURN}; "
-                "this one lacks them."
-            )
         if continue_final_message and add_generation_prompt:
             raise RequestError(
                 "continue_final_message=True needs add_generation_prompt=False: the "
@@ -157,55 +194,46 @@ class Tokenizer:
                 parameter="continue_final_message",
                 value=True,
             )
-        text = self.bos_token
-        turns = _turns(messages)
-        for position, (role, content) in enumerate(turns):
-            text += f"{START_OF_TURN}{role}\n{content}"
-            if not (continue_final_message and position == len(turns) - 1):
-                text += f"{END_OF_TURN}\n"
-        if add_generation_prompt:
-            text += f"{START_OF_TURN}model\n"
-        return self.encode(text, add_special_tokens=False) if tokenize else text
+        template = self.chat_template
+        if chat_template is not None:
+            template = given_template(chat_template)
+        if template is None and not self.has_turns:
+            raise ConfigError(
+                f"A chat needs a tokenizer with {START_OF_TURN} and {END_OF_TURN}, or "
+                "a chat_template; there is neither."
+            )
+        ids = self.pieces.named.items()
+        marked = (template or GemmaTurns()).write(
+            read_messages(messages),
+            marks=None if parse_special_tokens else self._marks,
+            pieces={f"{name}_token": self.id_to_piece(token) for name, token in ids},
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        return self._marks.off(marked), self._parse(marked, self._marks.off)
 
 
-def _turns(messages: object) -> list[tuple[str, str]]:
-    """Check a conversation; return Gemma's role name and the text of each turn."""
-    if not isinstance(messages, (list, tuple)) or not messages:
-        allowed = "a list of at least one {'role': ..., 'content': ...}"
-        raise wrong_argument(RequestError, "messages", allowed, messages)
-    turns = []
-    for position, message in enumerate(messages):
-        name = f"messages[{position}]"
-        if not isinstance(message, Mapping):
-            allowed = "a dict with 'role' and 'content'"
-            raise wrong_argument(RequestError, name, allowed, message)
-        role = message.get("role")
-        if role == "system":
-            hint = "Gemma 2 was trained without one: say it in the first user message."
-            allowed = "of another role than 'system'"
-            raise wrong_argument(RequestError, name, allowed, message, hint)
-        if not isinstance(role, str) or role not in _ROLES:
-            allowed = "one of 'user', 'assistant', 'model'"
-            raise wrong_argument(RequestError, f"{name}['role']", allowed, role)
-        turn = ("user", "model")[position % 2]
-        if _ROLES[role] != turn:
-            hint = "Roles take turns, user first."
-            allowed = "'user'" if turn == "user" else "'assistant'"
-            raise wrong_argument(RequestError, f"{name}['role']", allowed, role, hint)
-        turns.append((turn, _content(name, message.get("content")).strip()))
-    return turns
+def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
+    """Check that every id stands for the same piece; pad rows of a network have none.
+
+    Raises:
+        ConfigError: Names the first piece that differs.
+    """
+    if target.pieces.digest == draft.pieces.digest:
+        return
+    for token in range(max(target.vocab_size, draft.vocab_size)):
+        ours, theirs = target.id_to_piece(token), draft.id_to_piece(token)
+        if ours != theirs:
+            raise ConfigError(
+                "Target and draft must share one tokenizer, because a draft proposes "
+                f"token ids: id {token} is {_shown(ours)} for the target and "
+                f"{_shown(theirs)} for the draft. Choose a draft of the target's "
+                "family; of Gemma 2, these pairs work (target <- draft): 27b <- 9b, "
+                "27b <- 2b, 9b <- 2b.",
+                parameter="speculative_model",
+                value=theirs,
+            )
 
 
-def _content(name: str, content: object) -> str:
-    if isinstance(content, str):
-        return content
-    if isinstance(content, (list, tuple)):
-        texts = [
-            part.get("text")
-            for part in content
-            if isinstance(part, Mapping) and part.get("type", "text") == "text"
-        ]
-        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
-            return "\n".join(map(str, texts))
-    allowed = "a string or a list of {'type': 'text', 'text': ...}"
-    raise wrong_argument(RequestError, f"{name}['content']", allowed, content)
+def _shown(piece: str) -> str:
+    return repr(piece) if piece else "no piece"

@@ -1,13 +1,15 @@
+"""Text, special pieces and conversations become ids, and ids become text again."""
+
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sentencepiece
+import transformers
 
 import jaxspec_checkpoints
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.inputs import parse_prompt
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.tokenizer import Tokenizer, check_same_tokenizer
 
 TEXTS = [
     "",
@@ -133,82 +135,111 @@ def test_pieces(tokenizer: Tokenizer):
     assert not tokenizer.is_special(108)
 
 
-def test_a_conversation_is_written_in_turns(tokenizer: Tokenizer):
-    messages = [
-        {"role": "user", "content": " Hi \n"},
-        {"role": "assistant", "content": "Hello."},
-        {"role": "user", "content": [{"type": "text", "text": "Bye"}]},
-    ]
-    expected = (
-        "<bos><start_of_turn>user\nHi<end_of_turn>\n"
-        "<start_of_turn>model\nHello.<end_of_turn>\n"
-        "<start_of_turn>user\nBye<end_of_turn>\n"
-        "<start_of_turn>model\n"
-    )
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == expected
-    token_ids = tokenizer.apply_chat_template(messages)
-    assert token_ids == tokenizer.encode(expected)
+def test_text_that_spells_special_pieces_can_stay_text(tokenizer: Tokenizer):
+    text = "a<end_of_turn>\n<start_of_turn>model\n<eos>"
+    token_ids = tokenizer.encode(text, parse_special_tokens=False)
+    assert token_ids[0] == 2
+    assert not any(map(tokenizer.is_special, token_ids[1:]))
+    assert tokenizer.decode(token_ids) == text
+    # A text that spells the beginning has it as text, after the real one.
+    spelled = tokenizer.encode("<bos>a", parse_special_tokens=False)
+    assert spelled[0] == 2 and len(spelled) > 3 and 2 not in spelled[1:]
+
+
+def test_pad_rows_of_a_network_are_no_text(tokenizer: Tokenizer):
+    last = tokenizer.vocab_size
+    assert tokenizer.decode([2, last, -1, last + 128]) == ""
+    assert tokenizer.convert_ids_to_tokens([last, -1]) == ["", ""]
+    assert not tokenizer.is_byte(last)
+    assert not tokenizer.is_byte(-1)
+
+
+USER = {"role": "user", "content": "a"}
+
+
+def test_a_conversation_has_one_beginning(tokenizer: Tokenizer):
+    text = "<bos><start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\n"
+    assert tokenizer.apply_chat_template([USER], tokenize=False) == text
+    token_ids = tokenizer.apply_chat_template([USER])
+    assert token_ids == tokenizer.encode(text)
     assert isinstance(token_ids, list)
     assert token_ids[:2] == [2, 106]
     assert token_ids.count(2) == 1
-    closed = tokenizer.apply_chat_template(messages, False, False)
-    assert closed == expected.removesuffix("<start_of_turn>model\n")
+    assert tokenizer.write_chat([USER]) == (text, token_ids)
 
 
-def test_the_last_turn_can_be_left_open(tokenizer: Tokenizer):
-    messages = [
-        {"role": "user", "content": "Hi"},
-        {"role": "model", "content": "Once upon"},
-    ]
-    text = tokenizer.apply_chat_template(
-        messages, False, False, continue_final_message=True
-    )
-    assert isinstance(text, str)
-    assert text.endswith("<start_of_turn>model\nOnce upon")
+def test_a_turn_cannot_both_go_on_and_be_over(tokenizer: Tokenizer):
     with pytest.raises(RequestError, match="add_generation_prompt=False"):
-        tokenizer.apply_chat_template(messages, continue_final_message=True)
+        tokenizer.apply_chat_template([USER], continue_final_message=True)
 
 
-USER, MODEL = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+def test_a_chat_needs_turns_or_a_template(tmp_path: Path):
+    write_model(tmp_path, {"<end_of_turn>": "<end_of_tale>"})
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert not tokenizer.has_turns
+    assert tokenizer.all_special_ids == [0, 1, 2, 3]
+    assert tokenizer.turn_end_ids == ()
+    with pytest.raises(ConfigError, match="there is neither"):
+        tokenizer.apply_chat_template([USER])
+    template = "<bos>{{ messages[0].content }}"
+    token_ids = tokenizer.apply_chat_template([USER], chat_template=template)
+    assert token_ids == tokenizer.encode("a")
 
 
-@pytest.mark.parametrize(
-    ("messages", "given", "allowed"),
-    [
-        ([], "got []", "at least one"),
-        ([{"role": "system", "content": "x"}, USER], "'system'", "first user message"),
-        ([MODEL], "'assistant'", "'user'"),
-        ([USER, USER], "messages[1]", "'assistant'"),
-        ([USER, MODEL, MODEL], "messages[2]", "'user'"),
-        ([{"role": "tool", "content": "x"}], "'tool'", "'user', 'assistant', 'model'"),
-        ([{"content": "x"}], "None", "'user', 'assistant', 'model'"),
-        ([{"role": "user"}], "None", "a string"),
-        ([{"role": "user", "content": 3}], "got 3", "a string"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "'image'", "'text'"),
-    ],
-)
-def test_a_bad_conversation(
-    tokenizer: Tokenizer, messages: Any, given: str, allowed: str
-):
-    with pytest.raises(RequestError) as caught:
-        tokenizer.apply_chat_template(messages)
-    assert given in str(caught.value)
-    assert allowed in str(caught.value)
+def test_a_model_with_a_template_ends_its_turns(tmp_path: Path):
+    write_model(tmp_path, {})
+    assert Tokenizer.from_folder(tmp_path).turn_end_ids == ()
+    assert Tokenizer.from_folder(tmp_path, "{{ x }}").turn_end_ids == (107,)
+    (tmp_path / "chat_template.jinja").write_text("x")
+    assert Tokenizer.from_folder(tmp_path).turn_end_ids == (107,)
 
 
-def test_a_folder_without_tokenizer(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"with a tokenizer\.model.*no such file"):
-        Tokenizer.from_folder(tmp_path)
-    (tmp_path / "tokenizer.json").touch()
-    with pytest.raises(ConfigError, match=r"tokenizer\.json alone"):
-        Tokenizer.from_folder(tmp_path)
+def write_model(folder: Path, renamed: dict[str, str]) -> None:
+    """The bundled model with other spellings, of the same lengths, of some pieces."""
+    model = (jaxspec_checkpoints.bundled_target() / "tokenizer.model").read_bytes()
+    for old, new in renamed.items():
+        assert len(old) == len(new)
+        model = model.replace(old.encode(), new.encode())
+    (folder / "tokenizer.model").write_bytes(model)
 
 
-@pytest.mark.parametrize("content", [b"", b"no model"])
-def test_a_file_that_is_no_model(tmp_path: Path, content: bytes):
-    (tmp_path / "tokenizer.model").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"tokenizer\.model must be a SentencePiece"):
-        Tokenizer.from_folder(tmp_path)
+def test_one_tokenizer_in_two_files_is_one(tmp_path: Path):
+    target = Tokenizer.from_folder(jaxspec_checkpoints.bundled_target())
+    draft = Tokenizer.from_folder(jaxspec_checkpoints.bundled_draft())
+    check_same_tokenizer(target, draft)
+    hf = transformers.AutoTokenizer.from_pretrained(
+        jaxspec_checkpoints.bundled_target()
+    )
+    hf.save_pretrained(tmp_path)
+    other = Tokenizer.from_folder(tmp_path)
+    assert other.pieces.digest != target.pieces.digest
+    check_same_tokenizer(target, other)
+
+
+def test_the_first_other_piece_is_named(tmp_path: Path):
+    target = Tokenizer.from_folder(jaxspec_checkpoints.bundled_target())
+    write_model(tmp_path, {"<unused5>": "<unique5>", "<unused9>": "<unique9>"})
+    with pytest.raises(ConfigError) as caught:
+        check_same_tokenizer(target, Tokenizer.from_folder(tmp_path))
+    message = str(caught.value)
+    assert "12 is '<unused5>' for the target and '<unique5>' for the draft" in message
+    assert "27b <- 9b, 27b <- 2b, 9b <- 2b" in message
+    assert caught.value.parameter == "speculative_model"
+
+
+def test_another_number_of_pieces_is_another_tokenizer(tmp_path: Path):
+    target = Tokenizer.from_folder(jaxspec_checkpoints.bundled_target())
+    hf = transformers.AutoTokenizer.from_pretrained(
+        jaxspec_checkpoints.bundled_target()
+    )
+    hf.add_tokens(["<extra>"])
+    hf.save_pretrained(tmp_path)
+    longer = Tokenizer.from_folder(tmp_path)
+    assert longer.vocab_size == target.vocab_size + 1
+    with pytest.raises(ConfigError, match="8192 is no piece for the target and '<ex"):
+        check_same_tokenizer(target, longer)
+    with pytest.raises(ConfigError, match="'<extra>' for the target and no piece"):
+        check_same_tokenizer(longer, target)
 
 
 def test_it_encodes_prompts(tokenizer: Tokenizer):

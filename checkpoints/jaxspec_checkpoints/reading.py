@@ -6,9 +6,19 @@ from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.files import listing
 from jaxspec_checkpoints.huggingface import is_huggingface, open_huggingface
+from jaxspec_checkpoints.kaggle import is_kaggle, open_kaggle
+from jaxspec_checkpoints.orbax import is_own, open_own
 
-# In the order they are asked; see README.md for how to add one.
-_FORMATS = {"hf": (is_huggingface, open_huggingface)}
+# A mark beside a folder that `write_checkpoint` has not finished.
+INCOMPLETE = "INCOMPLETE"
+
+# In the order they are asked; see README.md for how to add one. Our own goes before
+# Kaggle's, because both have a folder that Orbax wrote.
+_FORMATS = {
+    "hf": (is_huggingface, open_huggingface),
+    "orbax": (is_own, open_own),
+    "kaggle": (is_kaggle, open_kaggle),
+}
 FORMATS = tuple(_FORMATS)
 
 
@@ -20,6 +30,12 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
             fit together; nothing has been loaded.
     """
     folder = Path(folder).expanduser()
+    for place in (folder, *folder.absolute().parents[:2]):
+        if (place / INCOMPLETE).is_file():
+            raise CheckpointError(
+                f"{folder} is what an unfinished conversion left ({place / INCOMPLETE} "
+                "says so): delete it and convert again"
+            )
     for is_format, open_format in _FORMATS.values():
         if folder.is_dir() and is_format(folder):
             return open_format(folder)

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxspec_checkpoints.errors import CheckpointError
 
-# Large enough for a disk's full speed, small beside any tensor that matters.
-BLOCK_BYTES = 32 * 2**20
+# The allocator gives blocks of this size again; larger ones cost page faults each time,
+BLOCK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)

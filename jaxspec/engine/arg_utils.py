@@ -6,14 +6,12 @@ Knows nothing about devices: no default depends on one.
 import difflib
 import math
 import os
-import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, no_type_check
 
-import jaxspec_checkpoints
 from jaxspec.config import (
     DEFAULT_DRAFT_TOKENS,
     MAX_DTYPE_BYTES,
@@ -22,6 +20,7 @@ from jaxspec.config import (
     SpeculativeConfig,
     read_generation_config,
 )
+from jaxspec.engine.folders import model_folder
 from jaxspec.engine.speculative_args import merge_speculative_arguments
 from jaxspec.errors import (
     ConfigError,
@@ -39,11 +38,6 @@ DEFAULT_MAX_MODEL_LEN = 8192
 # Without num_gpu_blocks_override the pages of both models take at most this much.
 MAX_DEFAULT_KV_BYTES = 512 * 2**20
 
-_BUNDLED: dict[str, Callable[[], Path]] = {
-    "jaxspec/tiny-gemma2": jaxspec_checkpoints.bundled_target,
-    "jaxspec/tiny-gemma2-draft": jaxspec_checkpoints.bundled_draft,
-}
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _DTYPES = {
     "auto": "auto",
     "float32": "float32",
@@ -67,7 +61,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "logits_processors": (None, []),
     "runner": ("auto", "generate"),
     "convert": ("auto", "none"),
-    "chat_template": (None,),
     "load_format": ("auto", "safetensors", "orbax"),
     "spec_decoding_acceptance_method": (None, "rejection_sampler"),
 }
@@ -88,8 +81,15 @@ class EngineArgs:
     """Arguments of the engine, with vLLM's names.
 
     Attributes:
-        model: Folder of the target, or the name of a bundled model.
-        tokenizer: Folder with a tokenizer.model; the target's by default.
+        model: The target: a folder, an id of the Hugging Face Hub, a Kaggle handle, or
+            the name of a bundled model.
+        tokenizer: The same, for the tokenizer; the target's by default.
+        revision: Branch, tag or commit of `model` on the Hugging Face Hub. The draft's
+            is a key of `speculative_config`.
+        hf_token: For the Hugging Face Hub; by default the one its login has saved.
+        download_dir: Where downloads are kept, instead of the services' own caches.
+        chat_template: Used in place of the model's: a Jinja template, or the path of
+            a file with one.
         dtype: "auto" is bfloat16 where the device has it. "half" becomes bfloat16.
         max_model_len: Default: what the model was trained for, at most 8192.
         max_num_batched_tokens: Most prompt tokens prefilled in one step.
@@ -104,6 +104,11 @@ class EngineArgs:
 
     model: str
     tokenizer: str | None = None
+    chat_template: str | None = None
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    hf_token: bool | str | None = None
+    download_dir: str | None = None
     served_model_name: str | list[str] | None = None
     dtype: str = "auto"
     seed: int | None = 0
@@ -147,15 +152,10 @@ class EngineArgs:
     logits_processors: Any = None
     runner: str = "auto"
     convert: str = "auto"
-    chat_template: str | None = None
 
     # Accepted and without effect: they steer parts of vLLM that have no counterpart.
     trust_remote_code: bool = False
-    revision: str | None = None
-    tokenizer_revision: str | None = None
     tokenizer_mode: str = "auto"
-    download_dir: str | None = None
-    hf_token: Any = None
     enforce_eager: bool = False
     gpu_memory_utilization: float = 0.92
     kv_cache_memory_bytes: int | None = None
@@ -208,10 +208,7 @@ class EngineArgs:
             NotImplementedError: The engine does not do this.
         """
         self.__post_init__()
-        folder = model_folder(self.model, "model")
-        tokenizer = folder
-        if self.tokenizer is not None:
-            tokenizer = model_folder(self.tokenizer, "tokenizer")
+        folder = _fetched(self, self.model, "model", revision=self.revision)
         model = ModelConfig.from_folder(folder)
         max_model_len = self.max_model_len
         if max_model_len is None:
@@ -234,7 +231,8 @@ class EngineArgs:
             num_pages = _default_num_pages(sizes, num_bytes)
         return EngineConfig(
             model=str(folder),
-            tokenizer=str(tokenizer),
+            tokenizer=str(_tokenizer_folder(self, folder)),
+            chat_template=self.chat_template,
             served_model_name=_served_name(self),
             dtype=_checked_dtype(self.dtype),
             max_model_len=max_model_len,
@@ -267,29 +265,19 @@ class AsyncEngineArgs(EngineArgs):
     max_log_len: int | None = None
 
 
-def model_folder(name: object, argument: str) -> Path:
-    """Find the folder that `name` stands for.
+def _fetched(args: EngineArgs, name: object, argument: str, **options: Any) -> Path:
+    return model_folder(
+        name, argument, token=args.hf_token, cache_dir=args.download_dir, **options
+    )
 
-    Raises:
-        ConfigError: There is none; names `argument` and what was found instead.
-    """
-    if isinstance(name, str) and name in _BUNDLED:
-        return _BUNDLED[name]()
-    allowed = "an existing folder or one of " + ", ".join(map(repr, _BUNDLED))
-    if not isinstance(name, str) or not name:
-        raise wrong_argument(ConfigError, argument, allowed, name)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+
+def _tokenizer_folder(args: EngineArgs, folder: Path) -> Path:
+    revision = args.tokenizer_revision
+    is_own = args.tokenizer in (None, args.model)
+    if is_own and revision in (None, args.revision):
         return folder
-    hint = "No such folder exists."
-    if folder.exists():
-        hint = "This is a file: give the folder it is in."
-    elif _HUB_ID.fullmatch(name):
-        hint = (
-            "Downloads from a model hub are not supported yet: download the model and "
-            "pass its folder."
-        )
-    raise wrong_argument(ConfigError, argument, allowed, name, hint)
+    name = args.model if is_own else args.tokenizer
+    return _fetched(args, name, "tokenizer", revision=revision, weights=False)
 
 
 def _or(value: Any, default: Any) -> Any:
@@ -302,7 +290,8 @@ def _speculative(
     merged = merge_speculative_arguments(vars(args))
     if merged is None:
         return None, None
-    folder = model_folder(merged["model"], "speculative_model")
+    revision = (args.speculative_config or {}).get("revision")
+    folder = _fetched(args, merged["model"], "speculative_model", revision=revision)
     draft = ModelConfig.from_folder(folder)
     if "num_speculative_tokens" not in merged:
         merged["num_speculative_tokens"] = DEFAULT_DRAFT_TOKENS
@@ -357,7 +346,8 @@ def _generation_defaults(args: EngineArgs, folder: Path) -> dict[str, Any]:
     if args.generation_config == "auto":
         stored = read_generation_config(folder)
     elif args.generation_config != "vllm":
-        source = model_folder(args.generation_config, "generation_config")
+        name = args.generation_config
+        source = _fetched(args, name, "generation_config", weights=False)
         stored = read_generation_config(source)
     stored |= args.override_generation_config or {}
     return {

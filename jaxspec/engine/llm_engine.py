@@ -52,7 +52,9 @@ class LLMEngine:
         tokenizer: Tokenizer | None = None,
     ):
         self.config = config
-        self.tokenizer = tokenizer or Tokenizer.from_folder(config.tokenizer)
+        self.tokenizer = tokenizer or Tokenizer.from_folder(
+            config.tokenizer, config.chat_template
+        )
         self.runner = runner or make_runner(config)
         self.controller = Controller(config.speculative)
         self.scheduler = Scheduler(config, self.controller)

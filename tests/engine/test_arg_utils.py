@@ -4,13 +4,11 @@ from typing import Any
 
 import pytest
 
-import jaxspec_checkpoints
 from jaxspec.config import EngineConfig
 from jaxspec.engine.arg_utils import (
     MAX_DEFAULT_KV_BYTES,
     AsyncEngineArgs,
     EngineArgs,
-    model_folder,
 )
 from jaxspec.errors import ConfigError
 
@@ -259,39 +257,14 @@ def test_recommended_sampling_is_read_and_overridden(tmp_path: Path, target: str
     assert elsewhere.generation_defaults == {"top_p": 0.5}
 
 
-def test_bundled_names_stand_for_folders():
-    assert model_folder("jaxspec/tiny-gemma2", "model") == (
-        jaxspec_checkpoints.bundled_target()
-    )
-    assert model_folder("jaxspec/tiny-gemma2-draft", "model") == (
-        jaxspec_checkpoints.bundled_draft()
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "allowed"),
-    [
-        ("google/gemma-2-9b-it", "'google/gemma-2-9b-it'", "pass its folder"),
-        ("./no/such/folder", "'./no/such/folder'", "No such folder"),
-        ("none", "'none'", "'jaxspec/tiny-gemma2'"),
-        ("", "''", "an existing folder"),
-        (None, "None", "an existing folder"),
-        (__file__, "test_arg_utils.py", "the folder it is in"),
-    ],
-)
-def test_a_name_that_is_no_folder(name: Any, given: str, allowed: str):
-    with pytest.raises(ConfigError) as caught:
-        configure(name)
-    assert given in str(caught.value)
-    assert allowed in str(caught.value)
-    assert caught.value.parameter == "model"
-
-
-def test_a_draft_and_a_tokenizer_that_are_no_folders(target: str):
-    with pytest.raises(ConfigError, match="speculative_model must be.*'google/x'"):
-        configure(target, speculative_model="google/x", num_speculative_tokens=2)
-    with pytest.raises(ConfigError, match="tokenizer must be.*'google/x'"):
-        configure(target, tokenizer="google/x")
+def test_names_that_are_no_folders_name_their_argument(target: str):
+    for argument in ("model", "tokenizer", "generation_config", "speculative_model"):
+        arguments = {"model": target, "num_speculative_tokens": None} | {argument: "x"}
+        if argument == "speculative_model":
+            arguments["num_speculative_tokens"] = 2
+        with pytest.raises(ConfigError, match=f"{argument} must be.*'x'") as caught:
+            configure(**arguments)
+        assert caught.value.parameter == argument
 
 
 @pytest.mark.parametrize(

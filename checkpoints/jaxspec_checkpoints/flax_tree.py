@@ -1,0 +1,207 @@
+"""Owns what a file's Flax tree is: spelling, form and sizes, and what is wrong in it.
+
+The same arrays come as one flat dict with paths for keys, or nested, below a root or
+not, one array per layer or stacks of layers. Knows shapes; reads no values.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxspec_checkpoints.errors import CheckpointError
+from jaxspec_checkpoints.flax_layout import (
+    EMBEDDER,
+    GATING,
+    STACK,
+    leaf_shapes,
+    views,
+)
+from jaxspec_checkpoints.layout import DTYPES, Sizes
+from jaxspec_checkpoints.published import PAD_ROWS, VOCAB_SIZE
+from jaxspec_checkpoints.storage import StoredArray
+from jaxspec_checkpoints.tensor import Tensor
+
+_LAYER = re.compile(rf"(layer_|{STACK})(\d+)/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlaxTree:
+    """The arrays of one file by their normal path, below the root.
+
+    Attributes:
+        root: What the file writes before `embedder`, with the slash.
+        has_w: Whether the arrays of `mlp` lie in a dict of their own, as `w`.
+        num_stacks: In how many stacks the layers lie; 0 for an array per layer.
+    """
+
+    folder: Path
+    arrays: Mapping[str, StoredArray]
+    root: str
+    has_w: bool
+    num_stacks: int
+
+    def spell(self, leaf: str) -> str:
+        """Return the path of `leaf` as this file writes it, or would write it."""
+        is_w = self.has_w and leaf.rpartition("/")[0].endswith("mlp")
+        return f"{self.root}{leaf}{'/w' if is_w else ''}"
+
+    def layer(self, part: str) -> str:
+        """Return the path of `part` in the first layer."""
+        return f"{STACK}0/{part}" if self.num_stacks else f"layer_0/{part}"
+
+    def shape(self, leaf: str, num_axes: int) -> tuple[int, ...]:
+        """Return the last `num_axes` sizes of an array that must be there."""
+        if leaf not in self.arrays:
+            raise CheckpointError(
+                f"the checkpoint has no tensor {self.spell(leaf)!r} ({self.folder})"
+            )
+        shape = self.arrays[leaf].shape
+        is_stacked = self.num_stacks > 0 and leaf.startswith(STACK)
+        if len(shape) != num_axes + is_stacked:
+            raise CheckpointError(
+                f"tensor {self.spell(leaf)!r} has shape {shape}, expected "
+                f"{num_axes + is_stacked} axes ({self.folder})"
+            )
+        return shape[is_stacked:]
+
+    def sizes(self) -> Sizes:
+        """Tell the sizes from the shapes, and the vocabulary from what was published.
+
+        With other rows than the published trees, all of them are the vocabulary.
+        """
+        num_rows, _ = self.shape(EMBEDDER, 2)
+        heads, model, head_dim = self.shape(self.layer("attn/q_einsum/w"), 3)
+        hidden, _ = self.shape(self.layer("mlp/linear"), 2)
+        _, num_kv_heads, *_ = self.shape(self.layer("attn/kv_einsum/w"), 4)
+        return Sizes(
+            vocab_size=VOCAB_SIZE if num_rows == VOCAB_SIZE + PAD_ROWS else num_rows,
+            hidden_size=model,
+            intermediate_size=hidden,
+            num_layers=self._num_layers(),
+            num_q_heads=heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+        )
+
+    def _num_layers(self) -> int:
+        if not self.num_stacks:
+            return 1 + max(
+                int(match[2]) for match in map(_LAYER.match, self.arrays) if match
+            )
+        num_layers = 0
+        for stack in range(self.num_stacks):
+            leaf = f"{STACK}{stack}/mlp/linear"
+            self.shape(leaf, 2)  # raises if there is none, or it is no stack
+            num_layers += self.arrays[leaf].shape[0]
+        return num_layers
+
+    def is_model_first(self, sizes: Sizes) -> bool:
+        """Tell the two orientations of `gating_einsum` apart, by shape."""
+        if sizes.hidden_size == sizes.intermediate_size:
+            raise CheckpointError(
+                f"hidden_size and intermediate_size are both {sizes.hidden_size}, so it "
+                f"cannot be told which way {self.spell(self.layer(GATING))!r} is: use "
+                f"another format than Kaggle's ({self.folder})"
+            )
+        return self.shape(self.layer(GATING), 3)[1] == sizes.hidden_size
+
+    def tensors(self, sizes: Sizes) -> dict[str, Tensor]:
+        """Return the canonical tensors of a model of these sizes; pad rows are cut off.
+
+        Raises:
+            CheckpointError: A tensor is unknown, missing, or of another shape or a type
+                that is no weight's; it is named as the file spells it.
+        """
+        is_model_first = self.is_model_first(sizes)
+        num_rows, _ = self.shape(EMBEDDER, 2)
+        if not sizes.vocab_size <= num_rows <= sizes.vocab_size + PAD_ROWS:
+            raise CheckpointError(
+                f"tensor {self.spell(EMBEDDER)!r} has {num_rows} rows, expected "
+                f"vocab_size={sizes.vocab_size} and at most {PAD_ROWS} rows of padding "
+                f"({self.folder})"
+            )
+        self._check(
+            leaf_shapes(
+                sizes,
+                num_rows=num_rows,
+                is_model_first=is_model_first,
+                num_stacks=self.num_stacks,
+            )
+        )
+        found = views(sizes, is_model_first=is_model_first, num_stacks=self.num_stacks)
+        return {
+            name: view.tensor(
+                self.arrays[view.leaf],
+                sizes.vocab_size if view.leaf == EMBEDDER else None,
+            )
+            for name, view in found.items()
+        }
+
+    def _check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        for leaf, array in self.arrays.items():
+            path, where = self.spell(leaf), f"({self.folder})"
+            if leaf not in expected:
+                raise CheckpointError(
+                    f"tensor {path!r} is not part of the model {where}"
+                )
+            if array.shape != expected[leaf]:
+                raise CheckpointError(
+                    f"tensor {path!r} has shape {array.shape}, the config asks for "
+                    f"{expected[leaf]} {where}"
+                )
+            if array.dtype.name not in DTYPES:
+                raise CheckpointError(
+                    f"tensor {path!r} has type {array.dtype.name}, expected one of "
+                    f"{', '.join(DTYPES)} {where}"
+                )
+        missing = [self.spell(leaf) for leaf in expected if leaf not in self.arrays]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise CheckpointError(
+                f"the checkpoint has no tensor {missing[0]!r}{more} ({self.folder})"
+            )
+
+
+def read_tree(folder: Path, arrays: Mapping[str, StoredArray]) -> FlaxTree:
+    """Recognise the tree of a file's arrays.
+
+    Raises:
+        CheckpointError: There is no embedding or no layer, or a path occurs twice.
+    """
+    # A flat key has slashes, and what is nested is joined by dots: both are one path.
+    paths = {name: name.replace(".", "/") for name in arrays}
+    embedder = next((path for path in paths.values() if path.endswith(EMBEDDER)), None)
+    if embedder is None:
+        found = ", ".join(sorted(paths.values())[:4]) or "no tensor"
+        raise CheckpointError(
+            f"the checkpoint has no tensor 'transformer/{EMBEDDER}', so it is no Gemma "
+            f"2 as Kaggle has it; found: {found} ({folder})"
+        )
+    root = embedder.removesuffix(EMBEDDER)
+    leaves: dict[str, StoredArray] = {}
+    has_w = False
+    for name, path in paths.items():
+        leaf = path.removeprefix(root)
+        if leaf.rpartition("/")[0].endswith(("/mlp/gating_einsum", "/mlp/linear")):
+            leaf, has_w = leaf.removesuffix("/w"), True
+        if leaf in leaves:
+            raise CheckpointError(
+                f"the checkpoint holds tensor {path!r} twice, as {name!r} and as "
+                f"{leaves[leaf].name!r} ({folder})"
+            )
+        leaves[leaf] = arrays[name]
+    found = [match for match in map(_LAYER.match, leaves) if match]
+    if not found:
+        raise CheckpointError(
+            f"the checkpoint has no tensor of a layer, as {root}layer_0/mlp/linear "
+            f"({folder})"
+        )
+    stacks = {int(match[2]) for match in found if match[1] == STACK}
+    return FlaxTree(
+        folder=folder,
+        arrays=leaves,
+        root=root,
+        has_w=has_w,
+        num_stacks=1 + max(stacks) if stacks else 0,
+    )

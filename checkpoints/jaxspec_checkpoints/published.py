@@ -1,0 +1,95 @@
+"""Owns what was published of Gemma 2: the three sizes and their `config.json`.
+
+Folders from Kaggle have no `config.json`; their shapes tell which size it is.
+"""
+
+from typing import Any
+
+from jaxspec_checkpoints.layout import Sizes
+
+VOCAB_SIZE = 256000
+# Rows that the Flax trees have after the vocabulary; no token has them.
+PAD_ROWS = 128
+
+_SIZES = {
+    "2b": Sizes(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_layers=26,
+        num_q_heads=8,
+        num_kv_heads=4,
+        head_dim=256,
+    ),
+    "9b": Sizes(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=3584,
+        intermediate_size=14336,
+        num_layers=42,
+        num_q_heads=16,
+        num_kv_heads=8,
+        head_dim=256,
+    ),
+    "27b": Sizes(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=4608,
+        intermediate_size=36864,
+        num_layers=46,
+        num_q_heads=32,
+        num_kv_heads=16,
+        head_dim=128,
+    ),
+}
+# Queries are divided by the root of this: the size of a head, but in 27B the width of
+# the model over the number of heads.
+_QUERY_SCALARS = {"2b": 256, "9b": 256, "27b": 144}
+
+
+def published_name(sizes: Sizes) -> str | None:
+    """Return "2b", "9b" or "27b"; None if these are not the sizes of one of them."""
+    return next((name for name, each in _SIZES.items() if each == sizes), None)
+
+
+def published_config(size: str) -> dict[str, Any]:
+    """Return the content of HuggingFace's `config.json` of one size, but for the type.
+
+    The instruction-tuned models stop at 107 as well; in a base model it is no end that
+    hurts. The shapes cannot tell the two apart, so both ids are given.
+    """
+    sizes = _SIZES[size]
+    return {
+        "architectures": ["Gemma2ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": 50.0,
+        "bos_token_id": 2,
+        "cache_implementation": "hybrid",
+        "eos_token_id": [1, 107],
+        "final_logit_softcapping": 30.0,
+        "head_dim": sizes.head_dim,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": sizes.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": sizes.intermediate_size,
+        "max_position_embeddings": 8192,
+        "model_type": "gemma2",
+        "num_attention_heads": sizes.num_q_heads,
+        "num_hidden_layers": sizes.num_layers,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "pad_token_id": 0,
+        "query_pre_attn_scalar": _QUERY_SCALARS[size],
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "use_cache": True,
+        "vocab_size": sizes.vocab_size,
+    }
+
+
+def is_gating_model_first(sizes: Sizes) -> bool:
+    """Whether the Flax tree of this size has `gating_einsum` as (2, model, hidden).
+
+    That is so in the 2B only; the others have (2, hidden, model).
+    """
+    return published_name(sizes) == "2b"

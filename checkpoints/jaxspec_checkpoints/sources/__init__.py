@@ -1,0 +1,88 @@
+"""Models by name: an id of the Hugging Face Hub or a Kaggle handle becomes a folder.
+
+Owns which service a name belongs to. The services' own libraries do the work: network,
+logins, cache, progress bars. Knows nothing about what is in a folder.
+"""
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+from jaxspec_checkpoints.errors import CheckpointError
+
+# `google/gemma-2-9b-it`
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+# `google/gemma-2/flax/gemma2-2b-it`, with or without `/2` for a version
+_KAGGLE_HANDLE = re.compile(r"(?:\w[\w-]*/){3}\w[\w.-]*(?:/[1-9]\d*)?", re.ASCII)
+
+
+def is_remote(name: str) -> bool:
+    """Whether `name` is spelled like something that `fetch` can get."""
+    return any(form.fullmatch(name) for form in (_HUB_ID, _KAGGLE_HANDLE))
+
+
+def fetch(
+    name: str,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    weights: bool = True,
+) -> Path:
+    """Return the folder of a model, from this machine or from a service.
+
+    What is in the service's cache is not fetched again. A folder that exists goes
+    before a service's model of the same name; the other arguments then have no effect.
+
+    Args:
+        name: A folder, `owner/name` on the Hugging Face Hub, or Kaggle's
+            `owner/model/framework/variation`, with or without `/version`.
+        revision: Branch, tag or commit on the Hugging Face Hub.
+        token: For the Hugging Face Hub; True is the one saved by its login, which is
+            also the default. Kaggle's library looks for its own.
+        cache_dir: Where downloads are kept, instead of the service's own cache.
+        weights: False leaves the weights out where the service allows it: the rest is
+            enough for a tokenizer.
+
+    Raises:
+        CheckpointError: Says what stands in the way, and what to do about it.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if _HUB_ID.fullmatch(name):
+        if not isinstance(revision, str | None):
+            raise CheckpointError(
+                "revision must be a branch, tag or commit as a string, got "
+                f"{revision!r} for {name!r}"
+            )
+        hub = _service("hub", name)
+        return hub.download(
+            name, revision=revision, token=token, cache_dir=cache_dir, weights=weights
+        )
+    if _KAGGLE_HANDLE.fullmatch(name):
+        if revision is not None:
+            raise CheckpointError(
+                f"{name!r} is a Kaggle handle, which has no revisions, got "
+                f"revision={revision!r}: a fifth part names the version, like "
+                "'google/gemma-2/flax/gemma2-2b-it/2'"
+            )
+        kaggle = _service("kaggle", name)
+        return kaggle.download(name, cache_dir=cache_dir)
+    raise CheckpointError(
+        f"{name!r} is no folder, no id of the Hugging Face Hub (owner/name) and no "
+        "Kaggle handle (owner/model/framework/variation): check the spelling"
+    )
+
+
+def _service(extra: str, name: str) -> Any:
+    """Import a service's module, which needs the extra of the same name."""
+    try:
+        return importlib.import_module(f"{__name__}.{extra}")
+    except ImportError as error:
+        raise CheckpointError(
+            f"{name!r} is no folder here, and fetching it needs the extra {extra!r}, "
+            f'which is not installed: run pip install -e ".[{extra}]" in the checkout, '
+            "or download the model by other means and pass its folder"
+        ) from error

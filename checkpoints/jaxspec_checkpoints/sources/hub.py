@@ -1,0 +1,200 @@
+"""The Hugging Face Hub, through huggingface_hub.
+
+Owns which files of a repository are fetched, and what the library's errors mean for a
+user. Importing this module needs the extra `hub`.
+"""
+
+import errno
+import json
+from fnmatch import fnmatch
+from pathlib import Path
+
+import httpx2
+from huggingface_hub import constants, errors, snapshot_download
+
+from jaxspec_checkpoints.checkpoint import SIDE_FILES
+from jaxspec_checkpoints.errors import CheckpointError
+
+# The hub's patterns match whole paths, and `*` crosses folders.
+_WEIGHTS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    # Orbax, at the root or below: its metadata, then OCDBT and Zarr storage.
+    "jaxspec_checkpoint.json",
+    "*_METADATA",
+    "*_sharding",
+    "*commit_success.txt",
+    "checkpoint",
+    "*/checkpoint",
+    "*array_metadatas/*",
+    "*manifest.ocdbt",
+    "*ocdbt.process_*",
+    "d/*",
+    "*/d/*",
+    "*.zarray",
+    "*zarr.json",
+    "*/c/[0-9]*",
+    "*/[0-9]*",
+)
+# Never, whatever folder they are in: pickles and formats that are not read. Weights in
+# a folder of their own are second copies in a publisher's original format.
+_NEVER = (
+    *("*.bin", "*.ckpt", "*.pickle", "*.pkl", "*.pt", "*.pth"),
+    *("*.gguf", "*.h5", "*.msgpack", "*.npz", "*.onnx"),
+    *("*/*.safetensors", "*/*.safetensors.index.json"),
+)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NOT_WRITABLE = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
+)
+
+
+def download(
+    name: str,
+    *,
+    revision: str | None,
+    token: str | bool | None,
+    cache_dir: str | Path | None,
+    weights: bool,
+) -> Path:
+    """Fetch a repository's model, or what is missing of it, and return the folder.
+
+    Raises:
+        CheckpointError: Says what stands in the way, and what to do about it.
+    """
+    try:
+        fetched = snapshot_download(
+            name,
+            revision=revision,
+            token=token,
+            cache_dir=None if cache_dir is None else Path(cache_dir).expanduser(),
+            allow_patterns=[*SIDE_FILES, *(_WEIGHTS if weights else ())],
+            ignore_patterns=list(_NEVER),
+        )
+    except (
+        httpx2.HTTPError,
+        errors.HFValidationError,
+        json.JSONDecodeError,
+        OSError,
+        RuntimeError,
+    ) as error:
+        reason = _reason(error, name, revision)
+        if reason is None:
+            raise
+        raise CheckpointError(
+            f"{name!r} is no folder here, and cannot be fetched from the Hugging Face "
+            f"Hub: {reason}"
+        ) from error
+    folder = Path(fetched)
+    if weights and not _has_weights(folder):
+        raise CheckpointError(
+            f"{_page(name)} has no weights as *.safetensors or in Orbax's format. "
+            "Other formats are not fetched: pickles (*.bin, *.pt) can run code, and "
+            "GGUF is not read. Choose a repository with safetensors."
+        )
+    return folder
+
+
+def _has_weights(folder: Path) -> bool:
+    paths = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
+    return any(fnmatch(path, pattern) for path in paths for pattern in _WEIGHTS)
+
+
+def _page(name: str) -> str:
+    return f"{constants.ENDPOINT}/{name}"
+
+
+def _reason(error: BaseException, name: str, revision: str | None) -> str | None:
+    """Say in a user's words what went wrong; None if this is nothing we know."""
+    if isinstance(error, errors.IncompleteSnapshotError):
+        cause = _reason(error.__cause__, name, revision) if error.__cause__ else None
+        return f"an earlier download of it is unfinished, and {cause or error}"
+    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
+        # The library looks into its cache whatever went wrong; the cause says what.
+        return _reason(error.__cause__, name, revision)
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return (
+            "HF_HUB_OFFLINE is set and the cache has no whole copy of it. Unset the "
+            "variable, or fetch the model once where there is network."
+        )
+    if isinstance(error, errors.HfHubHTTPError):
+        return _refusal(error, name, revision)
+    if isinstance(error, errors.HFValidationError):
+        return f"this cannot be the id of a repository. {error}"
+    if isinstance(error, errors.LocalTokenNotFoundError):
+        return "token=True stands for a saved token, and none is: run `hf auth login`."
+    if isinstance(error, (httpx2.TransportError, ConnectionError, TimeoutError)):
+        return (
+            f"{constants.ENDPOINT} cannot be reached, or the connection broke "
+            f"({type(error).__name__}: {error}). Check network and proxy and try "
+            "again; files that have arrived whole are kept. Without network, pass a "
+            "model's folder."
+        )
+    if isinstance(error, (errors.FileMetadataError, json.JSONDecodeError)):
+        return (
+            f"{constants.ENDPOINT} does not answer like a hub: check HF_ENDPOINT, "
+            f"proxy and firewall ({error})."
+        )
+    return _local_reason(error)
+
+
+def _refusal(
+    error: errors.HfHubHTTPError, name: str, revision: str | None
+) -> str | None:
+    status = error.response.status_code
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"it is open only to those who accepted its licence ({status}). Accept it "
+            f"on {_page(name)}, then give a token of that account that may read gated "
+            "repositories: hf_token=..., the variable HF_TOKEN, or `hf auth login`."
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return (
+            f"it has no revision {revision or constants.DEFAULT_REVISION!r}. "
+            f"{_page(name)}/tree/main lists branches and tags."
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"there is no such repository, or it is private ({status}). Check the "
+            f"spelling on {_page(name)}; for a private one give a token: "
+            "hf_token=..., the variable HF_TOKEN, or `hf auth login`."
+        )
+    if isinstance(error, errors.DisabledRepoError):
+        return "its owner or the hub has disabled it. Choose another model."
+    if status == 401:
+        return (
+            "the token is not valid. Make a new one in the settings of your account "
+            "and pass it as hf_token=... or in the variable HF_TOKEN."
+        )
+    if status == 403:
+        return (
+            f"the token does not allow it ({error.server_message or status}). "
+            "Give one that may read this repository."
+        )
+    if status == 429 or status >= 500:
+        return f"the hub is busy or out of order ({status}). Try again later."
+    return None
+
+
+def _local_reason(error: BaseException) -> str | None:
+    """Explain what is neither the hub's answer nor the network's."""
+    number = error.errno if isinstance(error, OSError) else None
+    # hf_xet, which moves large files, raises nothing but RuntimeErrors with a text.
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    if number in _DISK_FULL or "os error 28" in text:
+        return (
+            "the disk is full. Free space, or choose another disk with download_dir "
+            "or the variable HF_HOME."
+        )
+    if number in _NOT_WRITABLE:
+        return (
+            f"the cache cannot be written ({error}). Choose another folder with "
+            "download_dir or the variable HF_HOME."
+        )
+    if "Task error" in text or (isinstance(error, OSError) and number is None):
+        return (
+            f"the download broke off ({error}). Try again; files that have arrived "
+            "whole are kept."
+        )
+    return None

@@ -1,0 +1,162 @@
+"""Owns `write_checkpoint`: a whole model into a new folder, or nothing at all."""
+
+import functools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from jaxspec_checkpoints.casting import find_dtype
+from jaxspec_checkpoints.checkpoint import Checkpoint
+from jaxspec_checkpoints.errors import CheckpointError
+from jaxspec_checkpoints.kaggle import write_kaggle
+from jaxspec_checkpoints.layout import common_dtype
+from jaxspec_checkpoints.orbax import write_own
+from jaxspec_checkpoints.reading import INCOMPLETE
+from jaxspec_checkpoints.shards import MAX_SHARD_BYTES, write_huggingface
+
+# Headers, indexes and metadata are far less than this share of a model.
+_ROOM = 1.01
+
+Writer = Callable[..., None]
+_WRITERS: dict[str, Writer] = {
+    "hf": write_huggingface,
+    "kaggle": write_kaggle,
+    "orbax": write_own,
+}
+
+
+def write_checkpoint(
+    checkpoint: Checkpoint,
+    destination: str | Path,
+    *,
+    to: str,
+    dtype: str | None = None,
+    progress: bool = True,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a model with its tokenizer and settings in one of the formats.
+
+    Everything goes into a hidden folder beside `destination` and gets its name in one
+    step. Until then `open_checkpoint` refuses it, because of a mark beside it. The host
+    holds a few blocks of rows at a time, never a whole tensor or model.
+
+    Args:
+        destination: A folder that does not exist yet; the one above it does.
+        to: "hf", "kaggle" or "orbax".
+        dtype: What the weights are cast to; None keeps them bit for bit.
+        progress: Show a bar with bytes per second.
+        max_shard_bytes: Of one file of format "hf".
+
+    Raises:
+        CheckpointError: `destination` exists, the disk is too small, a tensor is
+            damaged or cannot be cast, or a file cannot be written. Nothing is left
+            behind.
+    """
+    destination = Path(destination).expanduser().absolute()
+    if to not in _WRITERS:
+        raise CheckpointError(f"to must be one of {', '.join(_WRITERS)}, got {to!r}")
+    kind = None if dtype is None else find_dtype(dtype)
+    num_bytes = sum(
+        tensor.num_bytes // tensor.dtype.itemsize * (kind or tensor.dtype).itemsize
+        for tensor in checkpoint.tensors.values()
+    )
+    _check_destination(checkpoint, destination, num_bytes)
+    write = _WRITERS[to]
+    if to == "hf":
+        write = functools.partial(write, max_shard_bytes=max_shard_bytes)
+    bar = tqdm(
+        total=num_bytes,
+        desc=f"Writing {destination.name}",
+        unit="B",
+        unit_scale=True,
+        disable=not progress,
+    )
+    try:
+        with (
+            bar,
+            tempfile.TemporaryDirectory(
+                dir=destination.parent, prefix=f".{destination.name}."
+            ) as temporary,
+        ):
+            # The mark stays behind when the folder gets its name, in one step.
+            mark = Path(temporary) / INCOMPLETE
+            mark.write_text("What an unfinished conversion left: delete this folder.\n")
+            folder = Path(temporary) / destination.name
+            folder.mkdir()
+            write(
+                folder,
+                checkpoint.sizes,
+                checkpoint.tensors,
+                dtype=kind,
+                on_bytes=bar.update,
+            )
+            _write_side_files(checkpoint, folder, kind)
+            _sync(folder)
+            folder.rename(destination)
+            _sync_one(destination.parent)
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:
+        # TensorStore reports a full disk as a ValueError.
+        raise CheckpointError(f"{destination} was not written: {error}") from error
+
+
+def _check_destination(
+    checkpoint: Checkpoint, destination: Path, num_bytes: int
+) -> None:
+    # A dangling symlink does not `exist`, and is in the way.
+    if os.path.lexists(destination):
+        raise CheckpointError(
+            f"{destination} exists already: name a folder that does not, or delete it"
+        )
+    parent = destination.parent
+    if not parent.is_dir():
+        raise CheckpointError(f"{parent} is no folder: make it first")
+    if parent.resolve().is_relative_to(checkpoint.folder.resolve()):
+        raise CheckpointError(
+            f"{destination} lies within the checkpoint that is read, "
+            f"{checkpoint.folder}: name a folder outside it"
+        )
+    needed = int(num_bytes * _ROOM)
+    needed += sum(path.stat().st_size for path in checkpoint.side_files.values())
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise CheckpointError(
+            f"{destination} needs {needed / 1e9:.3f} GB, and {parent} has "
+            f"{free / 1e9:.3f} GB free: make room or name another disk"
+        )
+
+
+def _write_side_files(
+    checkpoint: Checkpoint, folder: Path, kind: np.dtype | None
+) -> None:
+    for name, path in checkpoint.side_files.items():
+        shutil.copyfile(path, folder / name)
+    config = dict(checkpoint.config)
+    config["torch_dtype"] = (kind or common_dtype(checkpoint.tensors)).name
+    if "dtype" in config:
+        config["dtype"] = config["torch_dtype"]
+    if config != checkpoint.config or "config.json" not in checkpoint.side_files:
+        text = json.dumps(config, indent=2) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def _sync(folder: Path) -> None:
+    """Bring a whole folder to the disk, so that its new name means a whole model."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        _sync_one(path)
+    _sync_one(folder)
+
+
+def _sync_one(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,0 +1,181 @@
+"""Owns conversations: what one may hold, and Gemma's turn format for it.
+
+Knows nothing of token ids. What is written is marked, so that `jaxspec.tokenizer` can
+tell a turn marker that the format wrote from one that a message spells.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from jaxspec.errors import RequestError, wrong_argument
+from jaxspec.pieces import END_OF_TURN, START_OF_TURN
+
+# Lone surrogates: UTF-8 has none, so no message can hold a mark of its own.
+_FIRST_MARK = 0xD800
+_ROLES = {"user": "user", "assistant": "model", "model": "model"}
+_NAME = re.compile(r"[\w.-]+")
+
+Message = dict[str, Any]
+
+
+class Marks:
+    """Swaps the letters of special pieces for marks, one for one, and back.
+
+    A marked text spells no special piece, alone or joined with other text. It keeps its
+    length, spaces and lines, so that a template treats it as it would the text.
+    """
+
+    def __init__(self, special: Iterable[str]):
+        pieces = sorted(special, key=len, reverse=True)
+        self.split = re.compile(f"({'|'.join(map(re.escape, pieces))})").split
+        letters = "".join(sorted(set("".join("".join(pieces).split()))))
+        marks = "".join(chr(_FIRST_MARK + place) for place in range(len(letters)))
+        self._on = str.maketrans(letters, marks)
+        self._off = str.maketrans(marks, letters)
+        first = {ord(piece[0]) for piece in pieces}
+        self._on_first = {key: mark for key, mark in self._on.items() if key in first}
+
+    def on(self, text: str) -> str:
+        return text.translate(self._on)
+
+    def on_first(self, text: str) -> str:
+        """Mark only what a special piece can begin with."""
+        return text.translate(self._on_first)
+
+    def off(self, text: str) -> str:
+        return text.translate(self._off)
+
+
+def check_text(name: str, text: str) -> str:
+    """Return `text` if UTF-8 can encode it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        allowed = "text that UTF-8 can encode"
+        raise wrong_argument(RequestError, name, allowed, text, str(error)) from error
+    return text
+
+
+def read_messages(messages: object) -> list[Message]:
+    """Check a conversation; return copies whose content is one string.
+
+    Raises:
+        RequestError: It is no list of messages, or a message has no role or no text.
+    """
+    if not isinstance(messages, (list, tuple)) or not messages:
+        allowed = "a list of at least one {'role': ..., 'content': ...}"
+        raise wrong_argument(RequestError, "messages", allowed, messages)
+    return [
+        _read_message(f"messages[{position}]", message)
+        for position, message in enumerate(messages)
+    ]
+
+
+def _read_message(name: str, message: object) -> Message:
+    if not isinstance(message, Mapping):
+        allowed = "a dict with 'role' and 'content'"
+        raise wrong_argument(RequestError, name, allowed, message)
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise wrong_argument(RequestError, f"{name}['role']", _one_of(_ROLES), role)
+    content = _content(f"{name}['content']", message.get("content"))
+    whole = {**message, "content": content}
+    return map_texts(whole, lambda text: check_text(name, text))
+
+
+def _content(name: str, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, (list, tuple)):
+        texts = [
+            part.get("text")
+            for part in content
+            if isinstance(part, Mapping) and part.get("type", "text") == "text"
+        ]
+        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+            return "\n".join(map(str, texts))
+    allowed = "a string or a list of {'type': 'text', 'text': ...}"
+    raise wrong_argument(RequestError, name, allowed, content)
+
+
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Copy plain data with its texts changed; names of roles and fields stay.
+
+    Raises:
+        RequestError: There is something in it that is no plain data.
+    """
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        copy = {}
+        for key, item in value.items():
+            is_name = key in ("role", "type") and _NAME.fullmatch(str(item))
+            key = str(key) if _NAME.fullmatch(str(key)) else change(str(key))
+            copy[key] = item if is_name else map_texts(item, change)
+        return copy
+    if isinstance(value, (list, tuple)):
+        return [map_texts(item, change) for item in value]
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    allowed = "made of dicts, lists, strings and numbers"
+    raise wrong_argument(RequestError, "messages", allowed, value)
+
+
+class GemmaTurns:
+    """The format that Gemma 2 was trained on."""
+
+    def write(
+        self,
+        messages: list[Message],
+        *,
+        marks: Marks | None,
+        pieces: Mapping[str, str],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+    ) -> str:
+        """Write a checked conversation, what it says marked.
+
+        Args:
+            marks: None leaves the messages as they are.
+            pieces: "bos_token" and the like, with their spelling.
+
+        Raises:
+            RequestError: The roles are not allowed or do not take turns.
+        """
+        text = pieces["bos_token"]
+        for position, message in enumerate(messages):
+            role, content = _turn(position, message["role"]), message["content"].strip()
+            text += f"{START_OF_TURN}{role}\n{marks.on(content) if marks else content}"
+            if not (continue_final_message and position == len(messages) - 1):
+                text += f"{END_OF_TURN}\n"
+        return text + (f"{START_OF_TURN}model\n" if add_generation_prompt else "")
+
+
+def _turn(position: int, role: str) -> str:
+    """Return Gemma's name of a role, if it is this one's turn."""
+    name, turn = f"messages[{position}]['role']", ("user", "model")[position % 2]
+    # The first words of two of the errors are those of Gemma's own template.
+    if role == "system":
+        raise RequestError(
+            f"System role not supported: {name} must be {_one_of(_ROLES)}, got "
+            "'system'. Gemma 2 was trained without one: say it in the first user "
+            "message.",
+            parameter=name,
+            value=role,
+        )
+    if role not in _ROLES:
+        raise wrong_argument(RequestError, name, _one_of(_ROLES), role)
+    if _ROLES[role] != turn:
+        allowed = "'user'" if turn == "user" else "'assistant'"
+        raise RequestError(
+            "Conversation roles must alternate user/assistant/user/assistant/...: "
+            f"{name} must be {allowed}, got {role!r}.",
+            parameter=name,
+            value=role,
+        )
+    return turn
+
+
+def _one_of(names: Iterable[str]) -> str:
+    return "one of " + ", ".join(map(repr, names))

@@ -1,0 +1,228 @@
+"""Owns chat templates: where one is found, and how it is run.
+
+A template is a program that came with a model. It runs in Jinja's sandbox, with the
+names that the transformers library gives it, and sees plain data only.
+"""
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jaxspec.chat import Marks, Message, check_text, map_texts
+from jaxspec.config import read_json
+from jaxspec.errors import ArgumentError, ConfigError, RequestError, wrong_argument
+from jaxspec.pieces import END_OF_TURN, folder_files
+
+# Put behind a message that is to be continued; like the marks, in no message.
+_CUT = "\udfff"
+
+
+class ChatTemplate:
+    """A Jinja template that writes conversations."""
+
+    def __init__(self, text: str, source: str):
+        """Compile `text`; `source` names it in messages.
+
+        Raises:
+            ConfigError: It is no template.
+        """
+        self.source = source
+        try:
+            self._template = _environment().from_string(text)
+        except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
+            line = getattr(error, "lineno", None)
+            where = f"{source}, line {line}," if line else source
+            raise ConfigError(
+                f"{where} must be a Jinja template: {error}. Correct it, or pass "
+                "another one as chat_template.",
+                parameter="chat_template",
+                value=source,
+            ) from error
+
+    def write(
+        self,
+        messages: list[Message],
+        *,
+        marks: Marks | None,
+        pieces: Mapping[str, str],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+    ) -> str:
+        """Run the template on a checked conversation, what that says marked.
+
+        Args:
+            marks: None leaves the messages as they are.
+            pieces: "bos_token" and the like, with their spelling.
+
+        Raises:
+            RequestError: The template refuses the messages or cannot write them.
+            ConfigError: The template does what the sandbox forbids.
+        """
+        values = dict(
+            pieces,
+            add_generation_prompt=add_generation_prompt,
+            tools=None,
+            documents=None,
+            strftime_now=datetime.now().strftime,
+        )
+        if continue_final_message:
+            # The space shows whether the template trims: a trimmed end has lost it.
+            last = messages[-1] | {"content": messages[-1]["content"] + f"{_CUT} "}
+            messages = [*messages[:-1], last]
+        plain = self._render(messages, values)
+        check_text(f"What {self.source} writes", plain)
+        if marks is None:
+            return plain
+        marked = ""
+        for mark in (marks.on, marks.on_first):
+            try:
+                marked = self._render(map_texts(messages, mark), values)
+            except RequestError:
+                continue  # it refuses the marks, not the messages
+            if marks.off(marked) == plain:
+                return marked
+        # The template looks for something in the messages that marks have hidden. If it
+        # writes the same special pieces without seeing theirs, all of them are its own.
+        if marked and marks.split(marked)[1::2] == marks.split(plain)[1::2]:
+            return plain
+        raise RequestError(
+            f"{self.source} reads what the messages say, and they spell pieces such as "
+            f"{END_OF_TURN}: its own cannot be told from theirs. Take them out of the "
+            "messages, or pass parse_special_tokens=True to let them count.",
+            parameter="messages",
+            value=messages,
+        )
+
+    def _render(self, messages: list[Message], values: Mapping[str, Any]) -> str:
+        try:
+            text = self._template.render(values, messages=messages)
+        except _RefusedError as error:
+            raise self._error(RequestError, f"refuses the messages: {error}") from error
+        except jinja2.exceptions.SecurityError as error:
+            did = f"does what the sandbox of templates forbids: {error}"
+            raise self._error(ConfigError, did) from error
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
+            did = f"cannot write the messages: {type(error).__name__}: {error}"
+            raise self._error(RequestError, did) from error
+        if _CUT not in messages[-1]["content"]:
+            return text
+        head, found, rest = text.rpartition(_CUT)
+        if not found:
+            did = "leaves the last message out: pass continue_final_message=False"
+            raise self._error(RequestError, did)
+        head = head.replace(f"{_CUT} ", "").replace(_CUT, "")
+        return head if rest.startswith(" ") else head.rstrip()
+
+    def _error(self, kind: type[ArgumentError], did: str) -> ArgumentError:
+        name = "messages" if kind is RequestError else "chat_template"
+        return kind(f"{self.source} {did}.", parameter=name, value=self.source)
+
+
+class _RefusedError(jinja2.TemplateError):
+    """What `raise_exception` in a template raises."""
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise _RefusedError(str(message))
+
+
+class _Generation(Extension):
+    """`{% generation %}` tells training what the model wrote; here it does nothing."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    # Jinja's own filter escapes what HTML gives a meaning, such as "<".
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+def given_template(given: object) -> ChatTemplate:
+    """Read what a caller gave as `chat_template`: a template, or a file's path.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    allowed = "a Jinja template or the path of a file with one"
+    if isinstance(given, ChatTemplate):
+        return given
+    if not isinstance(given, str) or not given:
+        raise wrong_argument(ConfigError, "chat_template", allowed, given)
+    if any(letter in given for letter in "{}\n"):
+        return ChatTemplate(given, "chat_template")
+    path = Path(given).expanduser()
+    if not path.is_file():
+        hint = "No such file exists."
+        raise wrong_argument(ConfigError, "chat_template", allowed, given, hint)
+    return _from_file(path)
+
+
+def folder_template(folder: Path) -> ChatTemplate | None:
+    """Return the template of a model, None if it has none.
+
+    It is in a file of its own, or under `chat_template` in `tokenizer_config.json`.
+
+    Raises:
+        ConfigError: There is something that is no template.
+    """
+    files = folder_files(folder)
+    if "chat_template.jinja" in files:
+        return _from_file(files["chat_template.jinja"])
+    path = files.get("tokenizer_config.json")
+    given = read_json(path).get("chat_template") if path else None
+    if given is None:
+        return None
+    name, text = f"chat_template in {path}", given
+    if isinstance(given, list):
+        named = {
+            item.get("name"): item.get("template")
+            for item in given
+            if isinstance(item, Mapping)
+        }
+        text = named.get("default")
+    if not isinstance(text, str):
+        allowed = "a template or a list of {'name', 'template'}, one named 'default'"
+        raise wrong_argument(ConfigError, name, allowed, given)
+    return ChatTemplate(text, name)
+
+
+def _from_file(path: Path) -> ChatTemplate:
+    try:
+        return ChatTemplate(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} must be a readable text file: {error}.",
+            parameter="chat_template",
+            value=str(path),
+        ) from error

@@ -1,0 +1,51 @@
+"""Owns what a model's name stands for: a folder, a bundled model, or one to fetch.
+
+Knows nothing about what is in the folder.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxspec.errors import ConfigError, wrong_argument
+from jaxspec_checkpoints import CheckpointError, bundled_draft, bundled_target
+from jaxspec_checkpoints.sources import fetch, is_remote
+
+_BUNDLED: dict[str, Callable[[], Path]] = {
+    "jaxspec/tiny-gemma2": bundled_target,
+    "jaxspec/tiny-gemma2-draft": bundled_draft,
+}
+_ALLOWED = (
+    "an existing folder, owner/name on the Hugging Face Hub, a Kaggle handle "
+    "owner/model/framework/variation, or one of " + ", ".join(map(repr, _BUNDLED))
+)
+
+
+def model_folder(name: object, argument: str, **options: Any) -> Path:
+    """Find the folder that `name` stands for; fetch what is not on this machine.
+
+    Args:
+        options: Of `jaxspec_checkpoints.sources.fetch`.
+
+    Raises:
+        ConfigError: There is none, or it cannot be fetched; names `argument`, what was
+            found instead, and what to do.
+    """
+    if isinstance(name, str) and name in _BUNDLED:
+        return _BUNDLED[name]()
+    if not isinstance(name, str) or not name:
+        raise wrong_argument(ConfigError, argument, _ALLOWED, name)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        hint = "This is a file: give the folder it is in."
+        raise wrong_argument(ConfigError, argument, _ALLOWED, name, hint)
+    if not is_remote(name):
+        hint = "No such folder exists."
+        raise wrong_argument(ConfigError, argument, _ALLOWED, name, hint)
+    try:
+        return fetch(name, **options)
+    except CheckpointError as error:
+        message = f"{argument}: {error}"
+        raise ConfigError(message, parameter=argument, value=name) from error

@@ -1,0 +1,240 @@
+"""The same weights give the same logits and texts as in the two reference programs.
+
+HuggingFace's eager float32 model and google-deepmind's own network, for scaled-down
+2B, 9B and 27B, from every format that weights come in.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jaxspec import LLM, SamplingParams
+from jaxspec.config import ModelConfig
+from jaxspec.engine.runner import Runner
+from jaxspec.models.weights import Params, load_params
+from jaxspec.sharding import make_mesh
+from jaxspec_checkpoints import Checkpoint, Sizes, open_checkpoint
+from jaxspec_checkpoints.flax_layout import leaf_shapes
+from jaxspec_checkpoints.published import (
+    PAD_ROWS,
+    is_gating_model_first,
+    published_config,
+)
+from tests.accuracy import gemma_library, references
+from tests.e2e.pair import greedy_margin
+from tests.oracles import PagedModel, hf_logits, load_ours, model_config
+
+TOLERANCE = 1e-4
+# The window is 8: most queries of a local layer do not see the beginning.
+TOKENS = np.random.default_rng(1).integers(3, 160, 60)
+LENGTH = 64
+NUM_DRAFT = 3
+
+
+@functools.cache
+def our_model(size: str) -> PagedModel:
+    """Compiled once per size; `our_logits` gives it other parameters."""
+    model = references.reference(size)
+    return PagedModel(model_config(model), load_ours(model))
+
+
+def our_logits(size: str, params: Params) -> np.ndarray:
+    ours = our_model(size)
+    ours.params, ours.length = params, 0
+    ours.kv_pages = tuple(jnp.full_like(layer, jnp.nan) for layer in ours.kv_pages)
+    return ours.feed(TOKENS)
+
+
+def load(checkpoint: Checkpoint) -> Params:
+    config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
+    return load_params(
+        config, checkpoint.tensors, dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1)
+    )
+
+
+@functools.cache
+def expected_logits(size: str) -> np.ndarray:
+    return hf_logits(references.reference(size), TOKENS)
+
+
+@pytest.mark.parametrize("size", references.SIZES)
+@pytest.mark.parametrize("kind", references.WRITERS)
+def test_logits_equal_huggingface(kind, size, tmp_path):
+    model = references.reference(size)
+    folder = references.write(model, size, tmp_path / "model", kind=kind)
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.format == references.OPENED_AS[kind]
+    ours = our_logits(size, load(checkpoint))
+    assert np.abs(ours - expected_logits(size)).max() <= TOLERANCE
+
+
+PROMPTS = [TOKENS[:30].tolist(), TOKENS[40:41].tolist(), TOKENS[45:60].tolist()]
+
+
+@functools.cache
+def expected_texts(size: str) -> list[list[int]]:
+    """What `generate` of HuggingFace says; no two logits lie close anywhere in it."""
+    model = references.reference(size)
+    texts = []
+    for prompt in PROMPTS:
+        whole = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=LENGTH,
+            do_sample=False,
+        )
+        texts.append(whole[0, len(prompt) :].tolist())
+        margin = greedy_margin(prompt, texts[-1], model=model)
+        assert margin > TOLERANCE, "a near tie: choose another seed"
+    assert all(len(text) == LENGTH for text in texts)
+    # One token over and over would be right with wrong keys and values.
+    assert sum(len(set(text)) for text in texts) > 12 * len(texts)
+    return texts
+
+
+@functools.cache
+def first_runner(size: str) -> list[Runner]:
+    """Holds the runner whose executables the other formats use as well.
+
+    Executables take the parameters as arguments, and compiling is what costs time here.
+    """
+    return []
+
+
+def share_executables(size: str, runner: Runner) -> None:
+    first = first_runner(size)
+    if first:
+        runner._executables = first[0]._executables
+        runner._layouts = first[0]._layouts
+    else:
+        first.append(runner)
+
+
+def make_llm(target: Path, draft: Path | None = None) -> LLM:
+    speculative = draft and dict(model=str(draft), num_speculative_tokens=NUM_DRAFT)
+    return LLM(
+        str(target),
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=1,
+        max_num_batched_tokens=32,
+        block_size=4,
+        num_gpu_blocks_override=64,
+        speculative_config=speculative,
+    )
+
+
+def texts_of(llm: LLM, **changes: Any) -> list[list[int]]:
+    params = SamplingParams(
+        temperature=0, max_tokens=LENGTH, ignore_eos=True, **changes
+    )
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", references.SIZES)
+@pytest.mark.parametrize("kind", references.WRITERS)
+def test_greedy_texts_equal_huggingface(kind, size, tmp_path):
+    """With drafts, then in the same engine without."""
+    target, draft = (
+        references.write(
+            references.reference(size, is_draft=is_draft),
+            size,
+            tmp_path / ("draft" if is_draft else "target"),
+            kind=kind,
+        )
+        for is_draft in (False, True)
+    )
+    with make_llm(target, draft) as llm:
+        share_executables(size, llm.llm_engine.runner)
+        assert texts_of(llm) == expected_texts(size)
+        stats = llm.llm_engine.stats
+        assert 0.3 < stats.acceptance_rate < 0.95
+        num_drafted = stats.num_draft_tokens
+        texts = texts_of(llm, extra_args={"num_speculative_tokens": 0})
+        assert texts == expected_texts(size)
+        assert stats.num_draft_tokens == num_drafted > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", references.SIZES)
+def test_greedy_texts_without_a_draft_equal_huggingface(size, tmp_path):
+    model = references.reference(size)
+    folder = references.write(model, size, tmp_path / "target", kind="hf")
+    with make_llm(folder) as llm:
+        assert texts_of(llm) == expected_texts(size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", references.SIZES)
+def test_logits_equal_the_gemma_library(size):
+    model = references.reference(size)
+    config = model.config.to_dict()
+    tree = gemma_library.to_tree(references.tensors_of(model), config, size)
+    network = gemma_library.make_network(size, config)
+    theirs = gemma_library.logits(network, tree, TOKENS)
+    assert np.abs(our_logits(size, load_ours(model)) - theirs).max() <= TOLERANCE
+    assert np.abs(expected_logits(size) - theirs).max() <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", references.SIZES)
+def test_every_feature_binds_in_the_gemma_library(size):
+    """Otherwise the comparison above would prove nothing about the feature."""
+    model = references.reference(size)
+    config = model.config.to_dict()
+    tree = gemma_library.to_tree(references.tensors_of(model), config, size)
+    network = gemma_library.make_network(size, config)
+    # The other way to divide the queries; in the scaled-down 2B 8 becomes 9.
+    ways = type(network.config.query_pre_attn_norm)
+    other = {
+        "2b": ways.BY_ONE_OVER_SQRT_EMBED_DIM_DIV_NUM_HEADS,
+        "9b": ways.BY_ONE_OVER_SQRT_EMBED_DIM_DIV_NUM_HEADS,
+        "27b": ways.BY_ONE_OVER_SQRT_HEAD_DIM,
+    }
+    kinds = network.config.attention_types
+    changes: list[dict[str, Any]] = [
+        dict(attn_logits_soft_cap=None),
+        dict(final_logit_softcap=None),
+        dict(sliding_window_size=9),
+        dict(query_pre_attn_norm=other[size]),
+        dict(attention_types=kinds[1:] + kinds[:1]),
+    ]
+    base = gemma_library.logits(network, tree, TOKENS)
+    for change in changes:
+        changed = gemma_library.make_network(size, config, **change)
+        difference = np.abs(gemma_library.logits(changed, tree, TOKENS) - base).max()
+        assert difference > 100 * TOLERANCE, change
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", references.SIZES)
+def test_published_sizes_are_those_of_the_gemma_library(size):
+    """Names and shapes of all parameters, and the numbers that no shape tells."""
+    network = gemma_library.published_networks()[size]
+    config = published_config(size)
+    model = ModelConfig.from_hf(config)
+    theirs = network.config
+    assert theirs.query_pre_attn_scalar() == model.query_pre_attn_scalar**-0.5
+    assert theirs.attn_logits_soft_cap == model.attn_logit_softcapping
+    assert theirs.final_logit_softcap == model.final_logit_softcapping
+    assert theirs.sliding_window_size == model.sliding_window
+    assert theirs.local_base_frequency == model.rope_theta
+    assert theirs.global_base_frequency == model.rope_theta
+    windows = [model.window(layer) is not None for layer in range(model.num_layers)]
+    local = [kind.name == "LOCAL_SLIDING" for kind in theirs.attention_types]
+    assert local == windows
+
+    sizes = Sizes.from_config(config)
+    expected = leaf_shapes(
+        sizes,
+        num_rows=sizes.vocab_size + PAD_ROWS,
+        is_model_first=is_gating_model_first(sizes),
+    )
+    assert gemma_library.shapes(network(config=theirs, dtype=jnp.bfloat16)) == expected

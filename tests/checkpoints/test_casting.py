@@ -1,0 +1,69 @@
+"""Blocks have the rows asked for and exactly numpy's cast; what is too large is named."""
+
+import numpy as np
+import pytest
+
+from jaxspec_checkpoints import CheckpointError, tensor
+from jaxspec_checkpoints.casting import cast_blocks, find_dtype
+from jaxspec_checkpoints.tensor import in_memory
+
+DTYPES = ("float32", "bfloat16", "float16")
+VALUES = np.random.default_rng(0).standard_normal((37, 5), np.float32) * 100
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_types_are_found_by_name(dtype):
+    assert find_dtype(dtype).name == dtype
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", "fp16", "", "BFLOAT16"])
+def test_other_types_are_refused(dtype):
+    expected = f"one of float32, bfloat16, float16, got '{dtype}'"
+    with pytest.raises(CheckpointError, match=expected):
+        find_dtype(dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 36, 37, 100])
+@pytest.mark.parametrize("block_bytes", [1, 60, 2**25])
+def test_blocks_have_the_rows_asked_for(monkeypatch, rows, block_bytes):
+    """However large the blocks are in which the tensor is read."""
+    monkeypatch.setattr(tensor, "BLOCK_BYTES", block_bytes)
+    (source,) = in_memory({"x": VALUES}).values()
+    blocks = list(cast_blocks("x", source, dtype=VALUES.dtype, rows=rows))
+    assert [start for start, _ in blocks] == list(range(0, 37, rows))
+    assert {len(values) for _, values in blocks[:-1]} <= {rows}
+    np.testing.assert_array_equal(np.concatenate([each for _, each in blocks]), VALUES)
+
+
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
+def test_values_are_rounded_as_numpy_does(source, target):
+    values = VALUES.astype(find_dtype(source))
+    (each,) = in_memory({"x": values}).values()
+    blocks = list(cast_blocks("x", each, dtype=find_dtype(target), rows=10))
+    found = np.concatenate([rows for _, rows in blocks])
+    np.testing.assert_array_equal(found, values.astype(find_dtype(target)), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "value"),
+    [
+        ("float32", "float16", 65520.0),
+        ("bfloat16", "float16", -66000.0),
+        ("float32", "bfloat16", 3.4e38),
+    ],
+)
+def test_too_large_values_name_the_tensor(source, target, value):
+    values = np.ones((4, 3), find_dtype(source))
+    values[2, 1] = value
+    (each,) = in_memory({"x": values}).values()
+    expected = f"'x' holds {values[2, 1]}, too large for {target} .at most"
+    with pytest.raises(CheckpointError, match=expected.replace("+", r"\+")):
+        list(cast_blocks("x", each, dtype=find_dtype(target), rows=1))
+
+
+def test_infinite_and_nan_values_are_kept():
+    values = np.array([np.inf, -np.inf, np.nan, 1e-30], np.float32)
+    (each,) = in_memory({"x": values}).values()
+    ((_, found),) = cast_blocks("x", each, dtype=np.dtype("float16"), rows=9)
+    np.testing.assert_array_equal(found, np.array([np.inf, -np.inf, np.nan, 0]))

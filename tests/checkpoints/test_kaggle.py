@@ -1,0 +1,245 @@
+"""Kaggle folders are read in every form, with their tokenizer, and without a config."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec_checkpoints import CheckpointError, Sizes, flax_layout, kaggle, storage
+from jaxspec_checkpoints.kaggle import is_kaggle, open_kaggle, write_kaggle
+from jaxspec_checkpoints.storage import StoredArray
+from jaxspec_checkpoints.tensor import in_memory
+from tests.checkpoints.flax_trees import FORMS, flax_leaves, restore, save
+from tests.checkpoints.models import FAMILIES, tiny_config, tiny_tensors
+
+FACTS = json.loads((Path(__file__).parent / "data" / "published.json").read_text())
+GATING = ("model first", "hidden first")
+
+
+def write_mount(
+    root: Path,
+    *,
+    family: str = "2b",
+    form: str = "flat",
+    dtype: str = "bfloat16",
+    is_model_first: bool = True,
+    num_stacks: int = 0,
+    num_layers: int = 2,
+    **options: Any,
+) -> dict[str, np.ndarray]:
+    """Make what a notebook finds, and a config.json; return the canonical weights."""
+    config = tiny_config(family, num_hidden_layers=num_layers)
+    tensors = tiny_tensors(config, dtype=dtype)
+    leaves = flax_leaves(
+        tensors, config, is_model_first=is_model_first, num_stacks=num_stacks
+    )
+    root.mkdir(exist_ok=True)
+    save(root / "variant", FORMS[form](leaves), **options)
+    (root / "config.json").write_text(json.dumps(config))
+    (root / "tokenizer.model").write_bytes(b"pieces")
+    return tensors
+
+
+def check(folder: Path, tensors: dict[str, np.ndarray]) -> None:
+    checkpoint = open_kaggle(folder)
+    assert checkpoint.format == "kaggle"
+    assert list(checkpoint.tensors) == list(tensors)
+    for name, expected in tensors.items():
+        found = checkpoint.tensors[name]
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        assert found.whole().tobytes() == expected.tobytes(), name
+
+
+@pytest.mark.parametrize("gating", GATING)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forms_and_orientations(tmp_path, family, form, gating):
+    tensors = write_mount(
+        tmp_path, family=family, form=form, is_model_first=gating == "model first"
+    )
+    check(tmp_path, tensors)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("use_ocdbt", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_types_and_stores(tmp_path, dtype, use_ocdbt, form):
+    tensors = write_mount(tmp_path, dtype=dtype, form=form, use_ocdbt=use_ocdbt)
+    check(tmp_path, tensors)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("num_layers", [2, 5])
+def test_stacked_layers(tmp_path, num_layers, form):
+    tensors = write_mount(tmp_path, form=form, num_stacks=2, num_layers=num_layers)
+    check(tmp_path, tensors)
+
+
+def test_root_and_tree_are_the_same_checkpoint(tmp_path, monkeypatch):
+    tensors = write_mount(tmp_path)
+    for folder in (tmp_path, tmp_path / "variant"):
+        assert is_kaggle(folder)
+        check(folder, tensors)
+        checkpoint = open_kaggle(folder)
+        assert checkpoint.folder == tmp_path / "variant"
+        assert checkpoint.tokenizer_folder == tmp_path
+    monkeypatch.chdir(tmp_path / "variant")
+    assert "tokenizer.model" in open_kaggle(Path(".")).side_files
+
+
+def test_file_in_the_tree_goes_first(tmp_path):
+    write_mount(tmp_path)
+    (tmp_path / "variant" / "tokenizer.model").write_bytes(b"other")
+    assert open_kaggle(tmp_path).tokenizer_folder == tmp_path / "variant"
+
+
+def test_several_trees_are_listed(tmp_path):
+    write_mount(tmp_path)
+    shutil.copytree(tmp_path / "variant", tmp_path / "another")
+    expected = r"holds 2 checkpoints: name one of them \(another, variant\)"
+    with pytest.raises(CheckpointError, match=expected):
+        open_kaggle(tmp_path)
+    assert open_kaggle(tmp_path / "another").folder == tmp_path / "another"
+
+
+def test_tree_may_not_be_elsewhere(tmp_path):
+    root = tmp_path / "root"
+    write_mount(root)
+    (root / "variant").rename(tmp_path / "elsewhere")
+    (root / "variant").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="variant is a symlink .* outside"):
+        open_kaggle(root)
+
+
+def test_other_folders_are_none(tmp_path):
+    assert not is_kaggle(tmp_path)
+    assert not is_kaggle(tmp_path / "nowhere")
+    (tmp_path / "variant").mkdir()
+    assert not is_kaggle(tmp_path)
+
+
+def test_unpublished_shapes_need_a_config(tmp_path):
+    write_mount(tmp_path)
+    (tmp_path / "config.json").unlink()
+    expected = (
+        "no config.json, and the shapes are those of no published .*hidden_size=72.*"
+        "Put the model's config.json beside it"
+    )
+    with pytest.raises(CheckpointError, match=expected):
+        open_kaggle(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (dict(num_hidden_layers=3), "has no tensor 'transformer/layer_2/"),
+        (dict(num_hidden_layers=1), "'transformer/layer_1/.*' is not part of the"),
+        (dict(head_dim=16), r"attn/.*' has shape .* the config asks for"),
+        (dict(vocab_size=700), "has 640 rows, expected vocab_size=700"),
+        (dict(hidden_size=None), "config.json: hidden_size must be an integer"),
+    ],
+)
+def test_config_is_checked_against_the_shapes(tmp_path, change, expected):
+    write_mount(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(CheckpointError, match=expected):
+        open_kaggle(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["2b", "9b", "27b"])
+def test_published_shapes_have_their_config(tmp_path, monkeypatch, name):
+    """True names and shapes, without the bytes: only values may not be read."""
+    facts, arrays = FACTS[name], {}
+    for path, shape in facts["flax"].items():
+        for layer in range(facts["num_layers"] if "{}" in path else 1):
+            array = path.format(layer).replace("/", ".")
+            arrays[array] = StoredArray(
+                name=array,
+                folder=tmp_path,
+                shape=tuple(shape),
+                dtype=np.dtype("float16"),
+                chunks=tuple(shape),
+                spec={},
+            )
+    monkeypatch.setattr(kaggle, "open_arrays", lambda folder: arrays)
+    (tmp_path / "_METADATA").touch()
+    checkpoint = open_kaggle(tmp_path)
+    expected = facts["config"] | {"eos_token_id": [1, 107], "torch_dtype": "float16"}
+    assert checkpoint.config == expected
+    assert checkpoint.generation_config == {}
+    parameters = {"2b": 2_614_341_888, "9b": 9_241_705_984, "27b": 27_227_128_320}
+    assert checkpoint.num_parameters == parameters[name]
+
+
+def test_generation_config_is_read(tmp_path):
+    write_mount(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')
+    assert open_kaggle(tmp_path).generation_config == {"temperature": 0.5}
+
+
+@pytest.mark.parametrize("block_bytes", [20_000, 2**25])
+@pytest.mark.parametrize("gating", GATING)
+def test_writer_makes_the_tree_of_the_formulas(
+    tmp_path, monkeypatch, gating, block_bytes
+):
+    """Orbax restores the flat form, padded with zeros, turned as this size is."""
+    is_model_first = gating == "model first"
+    monkeypatch.setattr(kaggle, "is_gating_model_first", lambda sizes: is_model_first)
+    monkeypatch.setattr(flax_layout, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(storage, "_COMMIT_BYTES", 4 * block_bytes)
+    config = tiny_config("27b", num_hidden_layers=1)
+    tensors = tiny_tensors(config, dtype="bfloat16")
+    sizes, num_bytes = Sizes.from_config(config), []
+    write_kaggle(
+        tmp_path, sizes, in_memory(tensors), dtype=None, on_bytes=num_bytes.append
+    )
+    assert sum(num_bytes) == sum(tensor.nbytes for tensor in tensors.values())
+    leaves = flax_leaves(tensors, config, is_model_first=is_model_first)
+    leaves["embedder/input_embedding"][512:] = 0
+    expected = FORMS["flat"](leaves)
+    tree = restore(tmp_path / "gemma2")
+    assert jax.tree.structure(tree) == jax.tree.structure(expected)
+    for found, wanted in zip(
+        jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True
+    ):
+        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+        assert found.tobytes() == wanted.tobytes()
+
+
+def test_unpublished_sizes_are_written_hidden_first(tmp_path):
+    config = tiny_config("2b")
+    tensors = in_memory(tiny_tensors(config))
+    write_kaggle(tmp_path, Sizes.from_config(config), tensors, dtype=None, on_bytes=abs)
+    tree = restore(tmp_path / "gemma2")
+    assert tree["transformer/layer_0/mlp/gating_einsum"]["w"].shape == (2, 288, 72)
+
+
+def test_square_gating_is_not_written(tmp_path):
+    config = tiny_config("2b", intermediate_size=72)
+    tensors = in_memory(tiny_tensors(config))
+    with pytest.raises(CheckpointError, match="could not tell which way gating_einsum"):
+        write_kaggle(
+            tmp_path, Sizes.from_config(config), tensors, dtype=None, on_bytes=abs
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_types_in_one_array_are_refused(tmp_path):
+    config = tiny_config("2b")
+    tensors = tiny_tensors(config)
+    name = "model.layers.1.self_attn.v_proj.weight"
+    tensors[name] = tensors[name].astype(np.float16)
+    expected = f"'{name}' is float16, but shares 'layer_1/attn/kv_einsum/w'.* float32"
+    with pytest.raises(CheckpointError, match=expected):
+        write_kaggle(
+            tmp_path,
+            Sizes.from_config(config),
+            in_memory(tensors),
+            dtype=None,
+            on_bytes=abs,
+        )

@@ -1,0 +1,49 @@
+"""The three sizes are those that were published, field by field."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxspec_checkpoints import Sizes, tensor_shapes
+from jaxspec_checkpoints.published import (
+    is_gating_model_first,
+    published_config,
+    published_name,
+)
+
+FACTS = json.loads((Path(__file__).parent / "data" / "published.json").read_text())
+NAMES = ("2b", "9b", "27b")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_config_is_the_published_one(name):
+    facts = FACTS[name]["config"]
+    # The tuned models end at 107 as well, and the shapes are the same.
+    assert published_config(name) == facts | {"eos_token_id": [1, 107]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_size_is_found_by_its_config(name):
+    sizes = Sizes.from_config(FACTS[name]["config"])
+    assert published_name(sizes) == name
+    assert is_gating_model_first(sizes) == (name == "2b")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_canonical_tensors_are_the_published_ones(name):
+    facts = FACTS[name]
+    expected = {}
+    for tensor, shape in facts["hf"].items():
+        for layer in range(facts["num_layers"] if "{}" in tensor else 1):
+            expected[tensor.format(layer)] = tuple(shape)
+    assert tensor_shapes(Sizes.from_config(facts["config"])) == expected
+
+
+@pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(Sizes)])
+def test_any_other_number_is_no_published_size(field):
+    sizes = Sizes.from_config(FACTS["2b"]["config"])
+    other = dataclasses.replace(sizes, **{field: getattr(sizes, field) * 2})
+    assert published_name(other) is None
+    assert not is_gating_model_first(other)

@@ -1,0 +1,67 @@
+"""The format of a folder is told by what is in it; an unfinished one is refused."""
+
+import json
+import shutil
+
+import pytest
+
+from jaxspec_checkpoints import CheckpointError, open_checkpoint
+from jaxspec_checkpoints.reading import FORMATS, INCOMPLETE
+from jaxspec_checkpoints.writing import write_checkpoint
+from tests.checkpoints.models import write_tiny
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_format_is_told(tmp_path, to, monkeypatch):
+    write_tiny(tmp_path / "source", family="2b", num_hidden_layers=1)
+    source = open_checkpoint(tmp_path / "source")
+    write_checkpoint(source, tmp_path / "model", to=to, progress=False)
+    assert open_checkpoint(tmp_path / "model").format == to
+    assert open_checkpoint(str(tmp_path / "model")).format == to
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_checkpoint("~/model").format == to
+    # What else lies in the folder does not matter.
+    (tmp_path / "model" / "README.md").write_text("hello")
+    (tmp_path / "model" / "logs").mkdir()
+    assert open_checkpoint(tmp_path / "model").format == to
+
+
+def test_huggingface_goes_before_others(tmp_path):
+    tensors = write_tiny(tmp_path / "source", family="2b", num_hidden_layers=1)
+    source = open_checkpoint(tmp_path / "source")
+    write_checkpoint(source, tmp_path / "model", to="orbax", progress=False)
+    file = tmp_path / "source" / "model.safetensors"
+    shutil.copy(file, tmp_path / "model")
+    checkpoint = open_checkpoint(tmp_path / "model")
+    assert checkpoint.format == "hf"
+    assert set(checkpoint.tensors) == set(tensors)
+
+
+def test_folder_of_nothing_known(tmp_path):
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(CheckpointError, match="holds no checkpoint.*found: model.gguf"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        open_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        open_checkpoint(tmp_path / "model.gguf")
+
+
+def test_python_objects_are_never_opened(tmp_path):
+    """A pickle runs what is in it."""
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04}.")
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    with pytest.raises(CheckpointError, match="found: config.json, pytorch_model.bin"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_unfinished_folders_are_refused(tmp_path, depth):
+    """The mark is beside the folder that a conversion makes, or beside its root."""
+    folder = tmp_path / "a" / "b"
+    write_tiny(folder, family="2b", num_hidden_layers=1)
+    assert open_checkpoint(folder).format == "hf"
+    (folder, *above) = (folder, *folder.parents)
+    ([folder, *above][depth] / INCOMPLETE).touch()
+    with pytest.raises(CheckpointError, match="is what an unfinished conversion left"):
+        open_checkpoint(folder)

@@ -1,0 +1,85 @@
+"""What `inspect` says is so: sizes are the files', replication is the engine's."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec.config import ModelConfig
+from jaxspec.models.weights import load_params, param_path
+from jaxspec.sharding import make_mesh
+from jaxspec_checkpoints import Sizes, bundled_target, open_checkpoint, tensor_shapes
+from jaxspec_checkpoints.report import describe, replicated, size
+from tests.checkpoints.models import FAMILIES, tiny_config, write_tiny
+
+
+def fields(folder: Path) -> dict[str, str]:
+    lines = describe(open_checkpoint(folder)).splitlines()
+    return {line[:12].strip(): line[14:] for line in lines}
+
+
+def test_report_of_the_bundled_target():
+    found = fields(bundled_target())
+    assert found["format"] == "hf (HuggingFace safetensors)"
+    assert found["layers"] == "6, sliding window 128"
+    assert found["heads"] == "6 query, 2 KV, of 64"
+    assert found["parameters"] == "16,131,456"
+    assert found["bytes"] == "32,262,912 (32.3 MB)"
+    assert found["dtype"] == "bfloat16"
+    assert "tokenizer.model" in found["files"]
+    # 6 heads, 2 KV heads, 12 gate blocks, 1536 feed-forward rows, 8192 tokens.
+    assert "6 query heads" in found["on 4 devices"]
+    assert "2 KV heads (1.18 MB)" in found["on 4 devices"]
+    assert "replicated: norms" in found["on 2 devices"]
+    assert "KV heads" not in found["on 2 devices"]
+
+
+@pytest.mark.parametrize("shape", [{}, dict(intermediate_size=192, vocab_size=508)])
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replication_is_what_the_engine_does(tmp_path, family, num_devices, shape):
+    write_tiny(tmp_path, family=family, num_hidden_layers=1, **shape)
+    checkpoint = open_checkpoint(tmp_path)
+    params = load_params(
+        ModelConfig.from_hf(checkpoint.config),
+        checkpoint.tensors,
+        dtype=jnp.dtype(jnp.float32),
+        mesh=make_mesh(num_devices),
+    )
+    whole = replicated(checkpoint.sizes, num_devices)
+    for name in checkpoint.tensors:
+        leaf = params
+        for key in param_path(name)[0]:
+            leaf = leaf[str(key)]
+        assert isinstance(leaf, jax.Array)
+        is_whole = leaf.sharding.is_fully_replicated
+        if num_devices > 1:
+            assert is_whole == (name.split(".")[-2] in whole), name
+
+
+def test_mixed_types_are_said(tmp_path):
+    write_tiny(tmp_path, family="2b", dtype="float16")
+    assert fields(tmp_path)["dtype"] == "float16"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 kB"), (5.2287e9, "5.23 GB")],
+)
+def test_sizes_are_said_as_people_do(num_bytes, text):
+    assert size(num_bytes) == text
+
+
+def test_large_sizes_have_no_exponent():
+    assert size(54_454_256_640) == "54.5 GB"
+    assert size(1_234_000_000_000) == "1234 GB"
+
+
+def test_published_sizes_need_copies_of_the_2b_only():
+    """Eight devices: 2B has four KV heads, 9B eight and 27B sixteen."""
+    config = tiny_config("2b") | dict(vocab_size=256000, intermediate_size=9216)
+    assert "4 KV heads" in replicated(Sizes.from_config(config), 8).values()
+    config = tiny_config("9b") | dict(vocab_size=256000, intermediate_size=14336)
+    assert set(replicated(Sizes.from_config(config), 8).values()) == {"norms"}
+    assert "model.norm.weight" in tensor_shapes(Sizes.from_config(config))

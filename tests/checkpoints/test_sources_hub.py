@@ -1,0 +1,222 @@
+"""What the hub serves arrives whole and opens; a failure is said with its way out."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from huggingface_hub import constants
+
+from jaxspec_checkpoints import CheckpointError, open_checkpoint
+from jaxspec_checkpoints.sources import fetch
+from tests.checkpoints.models import write_tiny
+from tests.checkpoints.stand_ins import (
+    COMMIT,
+    TOKEN,
+    HubStandIn,
+    files_of,
+    hub_alone,
+    point_hub_to,
+    serve,
+)
+
+NAME = "google/tiny"
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    with hub_alone(monkeypatch, tmp_path) as refused:
+        yield refused
+
+
+@pytest.fixture
+def origin(tmp_path: Path) -> Path:
+    write_tiny(tmp_path / "origin", family="2b", shards=3)
+    return tmp_path / "origin"
+
+
+@pytest.fixture
+def hub(
+    origin: Path, refused: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[HubStandIn]:
+    stand_in = HubStandIn(files=files_of(origin))
+    with serve(stand_in):
+        point_hub_to(monkeypatch, f"http://127.0.0.1:{stand_in.port}")
+        yield stand_in
+    assert refused == []
+
+
+def check_same(folder: Path, origin: Path) -> None:
+    assert files_of(folder) == files_of(origin)
+    found, expected = open_checkpoint(folder), open_checkpoint(origin)
+    assert found.config == expected.config
+    assert sorted(found.tensors) == sorted(expected.tensors)
+    for name, tensor in found.tensors.items():
+        np.testing.assert_array_equal(tensor.whole(), expected.tensors[name].whole())
+
+
+def message_of(name: str = NAME, **arguments: Any) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        fetch(name, **arguments)
+    message = str(caught.value)
+    assert repr(name) in message or name in message
+    return message
+
+
+def test_a_model_arrives_and_opens(hub: HubStandIn, origin: Path, tmp_path: Path):
+    folder = fetch(NAME)
+    assert folder.is_relative_to(tmp_path / "cache")
+    assert (folder / "config.json").is_symlink()
+    check_same(folder, origin)
+
+    hub.asked.clear()
+    assert fetch(NAME) == folder
+    assert hub.fetched == set()
+
+
+def test_only_what_is_read_is_fetched(hub: HubStandIn):
+    wanted = set(hub.files) | {"tokenizer.json", "special_tokens_map.json"}
+    wanted |= {"chat_template.jinja"}
+    never = {
+        "README.md",
+        "pytorch_model.bin",
+        "d/pickle.pt",
+        "gemma.gguf",
+        "flax_model.msgpack",
+        "original/model.safetensors",
+        "original/config.json",
+    }
+    hub.files |= {name: name.encode() for name in (wanted | never) - set(hub.files)}
+    folder = fetch(NAME)
+    assert hub.fetched == wanted
+    assert set(files_of(folder)) == wanted
+
+
+@pytest.mark.parametrize("below", ["", "weights/"])
+@pytest.mark.parametrize(
+    "storage",
+    [{}, {"use_ocdbt": False}, {"use_zarr3": True}],
+    ids=["ocdbt", "zarr", "zarr3"],
+)
+def test_every_file_of_an_orbax_folder_is_fetched(
+    hub: HubStandIn, tmp_path: Path, storage: dict[str, bool], below: str
+):
+    tree = {"transformer/layer_0/mlp": {"w": np.ones((4, 3), np.float32)}}
+    ocp.PyTreeCheckpointer(**storage).save(tmp_path / "orbax", tree)
+    stored = {below + name: data for name, data in files_of(tmp_path / "orbax").items()}
+    assert len(stored) >= 3
+    hub.files = {"tokenizer.model": b"tokens", "README.md": b"read"} | stored
+    assert set(files_of(fetch(NAME))) == {"tokenizer.model", *stored}
+
+
+def test_without_weights(hub: HubStandIn):
+    folder = fetch(NAME, weights=False)
+    expected = {"config.json", "generation_config.json"}
+    expected |= {"tokenizer.model", "tokenizer_config.json"}
+    assert hub.fetched == set(files_of(folder)) == expected
+    assert len(files_of(fetch(NAME))) == len(hub.files)
+
+
+def test_revision_and_place(hub: HubStandIn, origin: Path, tmp_path: Path):
+    folder = fetch(NAME, revision="v1", cache_dir=tmp_path / "elsewhere")
+    assert folder.is_relative_to(tmp_path / "elsewhere")
+    assert not (tmp_path / "cache").exists()
+    assert f"/api/models/{NAME}/revision/v1" in [asked.path for asked in hub.asked]
+    check_same(folder, origin)
+    assert fetch(NAME, revision=COMMIT, cache_dir=tmp_path / "elsewhere") == folder
+
+
+def test_the_token_goes_to_the_hub_only(hub: HubStandIn, origin: Path):
+    hub.gated = True
+    check_same(fetch(NAME, token=TOKEN), origin)
+    sent = {}
+    for asked in hub.asked:
+        sent.setdefault(asked.host.split(":")[0], set()).add(asked.authorization)
+    sent["127.0.0.1"].discard("")  # the library's own questions about itself
+    assert sent == {"127.0.0.1": {f"Bearer {TOKEN}"}, "localhost": {""}}
+
+
+def test_a_gated_model(hub: HubStandIn):
+    hub.gated = True
+    message = message_of()
+    assert "(401)" in message
+    assert f"Accept it on {constants.ENDPOINT}/{NAME}" in message
+    assert "hf_token" in message
+    assert "HF_TOKEN" in message
+
+
+def test_offline_with_a_copy_and_without(
+    hub: HubStandIn, origin: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set and the cache has no whole copy" in message_of()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    folder = fetch(NAME)
+    hub.asked.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch(NAME) == folder
+    check_same(folder, origin)
+    assert hub.asked == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [("cut", "the connection broke"), ("short", "the download broke off")],
+)
+def test_an_interrupted_download(
+    hub: HubStandIn,
+    origin: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    expected: str,
+):
+    shard = "model-00002-of-00003.safetensors"
+    hub.faults[shard] = fault
+    message = message_of()
+    assert expected in message
+    assert "try again" in message.lower()
+
+    # The half folder is in the cache, and nobody takes it for a model.
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    message = message_of()
+    assert "an earlier download of it is unfinished" in message
+    assert "HF_HUB_OFFLINE" in message
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    hub.faults.clear()
+    hub.asked.clear()
+    check_same(fetch(NAME), origin)
+    assert shard in hub.fetched
+    assert "config.json" not in hub.fetched
+
+
+def test_the_variables_of_the_library_are_followed(
+    hub: HubStandIn, origin: Path, tmp_path: Path
+):
+    hub.gated = True
+    found = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"from jaxspec_checkpoints.sources import fetch\nprint(fetch({NAME!r}))",
+        ],
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "HF_ENDPOINT": constants.ENDPOINT,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_TOKEN": TOKEN,
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.returncode == 0, found.stderr
+    folder = Path(found.stdout.strip())
+    assert folder.is_relative_to(tmp_path / "home")
+    check_same(folder, origin)

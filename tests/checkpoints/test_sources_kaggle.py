@@ -1,0 +1,339 @@
+"""What Kaggle serves arrives whole and opens; a failure is said with its way out."""
+
+import errno
+import gc
+import io
+import os
+import shutil
+import socket
+import tarfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kagglehub.clients
+import kagglehub.exceptions
+import pytest
+from kagglesdk import kaggle_env
+
+from jaxspec_checkpoints import CheckpointError, open_checkpoint
+from jaxspec_checkpoints.sources import fetch
+from tests.checkpoints.models import write_tiny
+from tests.checkpoints.stand_ins import (
+    KAGGLE_TOKEN,
+    Answer,
+    Asked,
+    KaggleStandIn,
+    files_of,
+    only_here,
+    serve,
+)
+
+HANDLE = KaggleStandIn.handle
+# kagglehub fetches up to this many files one by one, and more as one archive.
+MAX_FILES = 25
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Keep the library away from the user's cache, logins and the network."""
+    for variable in os.environ:
+        if variable.upper().startswith("KAGGLE") or "PROXY" in variable.upper():
+            monkeypatch.delenv(variable)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("KAGGLEHUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("KAGGLE_CONFIG_DIR", str(tmp_path / "home"))
+    with only_here(monkeypatch) as refused:
+        yield refused
+    # The library leaves the connection of a failed download to the garbage collector.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+
+
+def point_to(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    endpoints = kaggle_env._env_to_endpoint
+    monkeypatch.setitem(endpoints, kaggle_env.KaggleEnv.PROD, endpoint)
+
+
+@pytest.fixture
+def origin(tmp_path: Path) -> Path:
+    write_tiny(tmp_path / "origin", family="2b")
+    return tmp_path / "origin"
+
+
+@pytest.fixture
+def kaggle(
+    origin: Path, refused: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[KaggleStandIn]:
+    stand_in = KaggleStandIn(files=files_of(origin))
+    with serve(stand_in):
+        point_to(monkeypatch, f"http://127.0.0.1:{stand_in.port}")
+        yield stand_in
+    assert refused == []
+
+
+def check_same(folder: Path, origin: Path) -> None:
+    found = files_of(folder)
+    found = {name: data for name, data in found.items() if ".complete" not in name}
+    assert found == files_of(origin)
+    assert open_checkpoint(folder).config == open_checkpoint(origin).config
+
+
+def message_of(name: str = HANDLE, **arguments: Any) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        fetch(name, **arguments)
+    assert repr(name) in str(caught.value)
+    return str(caught.value)
+
+
+def calls_of(kaggle: KaggleStandIn) -> list[str]:
+    return [asked.path.rsplit("/", 1)[-1] for asked in kaggle.asked]
+
+
+def test_a_model_arrives_and_opens(kaggle: KaggleStandIn, origin: Path, tmp_path: Path):
+    folder = fetch(HANDLE)
+    assert folder == tmp_path / "cache/models" / HANDLE / "2"
+    check_same(folder, origin)
+    assert kaggle.fetched == set(kaggle.files)
+
+    # Which version is the newest has to be asked; a version in the cache has not.
+    kaggle.asked.clear()
+    assert fetch(HANDLE) == folder
+    assert calls_of(kaggle) == ["GetModelInstance"]
+    kaggle.asked.clear()
+    assert fetch(f"{HANDLE}/2") == folder
+    assert kaggle.asked == []
+    assert fetch(f"{HANDLE}/1") == folder.parent / "1"
+
+
+def archive_of(folder: Path) -> bytes:
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
+        tar.add(folder, ".")
+    return archive.getvalue()
+
+
+@pytest.fixture
+def many(kaggle: KaggleStandIn, origin: Path) -> KaggleStandIn:
+    for number in range(MAX_FILES):
+        (origin / f"extra{number}").write_text(str(number))
+    kaggle.files = files_of(origin) | {"archive.tar.gz": archive_of(origin)}
+    return kaggle
+
+
+def test_many_files_arrive_as_an_archive(many: KaggleStandIn, origin: Path):
+    check_same(fetch(HANDLE), origin)
+    assert many.fetched == {"archive.tar.gz"}
+
+
+def test_a_damaged_archive(many: KaggleStandIn):
+    # Half of it, and a checksum that agrees: it was damaged before it was sent.
+    archive = many.files["archive.tar.gz"]
+    many.files["archive.tar.gz"] = archive[: len(archive) // 2]
+    assert "what arrived is damaged" in message_of()
+    assert "what arrived is damaged" in message_of()
+
+
+def test_a_place_of_the_callers_choice(
+    kaggle: KaggleStandIn, origin: Path, tmp_path: Path
+):
+    folder = fetch(f"{HANDLE}/1", cache_dir=tmp_path / "elsewhere")
+    assert folder.parent == tmp_path / "elsewhere"
+    assert not (tmp_path / "cache").exists()
+    check_same(folder, origin)
+    newest = fetch(HANDLE, cache_dir=str(tmp_path / "elsewhere"))
+    assert newest != folder
+    kaggle.asked.clear()
+    assert fetch(f"{HANDLE}/1", cache_dir=tmp_path / "elsewhere") == folder
+    assert fetch(HANDLE, cache_dir=tmp_path / "elsewhere") == newest
+    assert calls_of(kaggle) == ["GetModelInstance"]
+
+
+def test_a_login_is_used_and_stays_with_kaggle(
+    kaggle: KaggleStandIn, origin: Path, monkeypatch: pytest.MonkeyPatch
+):
+    kaggle.needs_consent = True
+    message = message_of()
+    assert "not logged in, or have not accepted its licence (401)" in message
+    assert "kaggle.com/models/google/tiny" in message
+    assert "KAGGLE_API_TOKEN" in message
+
+    monkeypatch.setenv("KAGGLE_API_TOKEN", KAGGLE_TOKEN)
+    kaggle.asked.clear()
+    check_same(fetch(HANDLE, token="of the other service"), origin)
+    sent: dict[str, set[str]] = {}
+    for asked in kaggle.asked:
+        sent.setdefault(asked.host.split(":")[0], set()).add(asked.authorization)
+    assert sent == {"127.0.0.1": {f"Bearer {KAGGLE_TOKEN}"}, "localhost": {""}}
+
+
+def test_a_licence_that_was_not_accepted(
+    kaggle: KaggleStandIn, monkeypatch: pytest.MonkeyPatch
+):
+    kaggle.needs_consent, kaggle.accepted = True, False
+    monkeypatch.setenv("KAGGLE_API_TOKEN", KAGGLE_TOKEN)
+    message = message_of()
+    assert "have not accepted its licence (403)" in message
+    assert "Accept it on" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("google/tiny/flax/other", "no such model"),
+        ("google/none/flax/tiny-2b", "no such model"),
+        (f"{HANDLE}/7", "no such model, framework, variation or version (404)"),
+        ("google/tiny/keras/tiny-2b", "one of flax, jax, transformers, other"),
+        ("no/such/folder/here", "one of flax, jax, transformers, other"),
+    ],
+)
+def test_wrong_names(kaggle: KaggleStandIn, name: str, expected: str):
+    assert expected in message_of(name)
+    assert kaggle.fetched == set()
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+@pytest.mark.parametrize("call", ["GetModelInstance", "DownloadModelInstanceVersion"])
+def test_a_service_that_is_out_of_order(kaggle: KaggleStandIn, status: int, call: str):
+    kaggle.faults[call] = status
+    assert f"Kaggle is busy or out of order ({status})" in message_of()
+
+
+def test_an_answer_that_nobody_expects_is_shown_as_it_is(kaggle: KaggleStandIn):
+    kaggle.faults["GetModelInstance"] = 418
+    with pytest.raises(kagglehub.exceptions.KaggleApiHTTPError, match="out of order"):
+        fetch(HANDLE)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+        ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
+        TimeoutError("timed out"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_without_network(
+    refused: list[str], monkeypatch: pytest.MonkeyPatch, error: OSError
+):
+    point_to(monkeypatch, "http://kaggle.invalid")
+    with only_here(monkeypatch, error) as tried:
+        message = message_of()
+    assert set(tried) == {"kaggle.invalid"}
+    assert "Kaggle cannot be reached" in message
+    assert f"{HANDLE}/2" in message
+    assert "pass a model's folder" in message
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [("cut", "the connection broke"), ("short", "what arrived is damaged")],
+)
+@pytest.mark.parametrize("place", [None, "elsewhere"])
+def test_an_interrupted_download(
+    kaggle: KaggleStandIn,
+    origin: Path,
+    tmp_path: Path,
+    *,
+    fault: str,
+    expected: str,
+    place: str | None,
+):
+    cache_dir = None if place is None else tmp_path / place
+    kaggle.faults["model.safetensors"] = fault
+    message = message_of(f"{HANDLE}/2", cache_dir=cache_dir)
+    assert expected in message
+    assert "ry again" in message
+    if cache_dir is not None:
+        assert list(cache_dir.iterdir()) == []
+
+    # Nobody takes the half folder for a model: the service is asked again.
+    kaggle.faults.clear()
+    kaggle.faults["ListModelInstanceVersionFiles"] = 503
+    assert "(503)" in message_of(f"{HANDLE}/2", cache_dir=cache_dir)
+    kaggle.faults.clear()
+    kaggle.asked.clear()
+    check_same(fetch(f"{HANDLE}/2", cache_dir=cache_dir), origin)
+    assert "model.safetensors" in kaggle.fetched
+
+
+def test_the_rest_of_a_killed_download(kaggle: KaggleStandIn, tmp_path: Path):
+    folder = fetch(f"{HANDLE}/2", cache_dir=tmp_path)
+    shutil.rmtree(folder / ".complete")
+    kept = files_of(folder)
+    message = message_of(f"{HANDLE}/2", cache_dir=tmp_path)
+    assert str(folder) in message
+    assert "delete the folder" in message
+    assert files_of(folder) == kept
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "the disk is full"),
+        (PermissionError(errno.EACCES, "Permission denied"), "cannot be written"),
+        (OSError(errno.EROFS, "Read-only file system"), "cannot be written"),
+    ],
+)
+def test_the_disk(
+    kaggle: KaggleStandIn,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    expected: str,
+):
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(kagglehub.clients, "_download_file", fail)
+    message = message_of()
+    assert expected in message
+    assert "download_dir" in message
+
+
+def test_a_cache_that_is_a_file(kaggle: KaggleStandIn, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    message = message_of(cache_dir=tmp_path / "file")
+    assert "cannot be written" in message
+    assert str(tmp_path / "file") in message
+
+
+def test_other_errors_are_left_alone(
+    kaggle: KaggleStandIn, monkeypatch: pytest.MonkeyPatch
+):
+    error = OSError(errno.EIO, "Input/output error")
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(kagglehub.clients, "_download_file", fail)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        fetch(HANDLE)
+    assert caught.value is error
+
+
+class NotebookStandIn(KaggleStandIn):
+    """The side of a Kaggle notebook that attaches models to it."""
+
+    def answer(self, asked: Asked) -> Answer:
+        assert asked.path == "/kaggle-jwt-handler/AttachDatasourceUsingJwtRequest"
+        return 200, {}, b'{"wasSuccessful": false}'
+
+
+def test_a_notebook_that_cannot_attach_the_model(
+    refused: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    stand_in = NotebookStandIn(files={})
+    with serve(stand_in):
+        monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
+        monkeypatch.setenv("KAGGLE_DATA_PROXY_URL", f"http://127.0.0.1:{stand_in.port}")
+        assert "the notebook cannot attach it" in message_of()
+        monkeypatch.setenv("KAGGLE_USER_SECRETS_TOKEN", "secret")
+        monkeypatch.setenv("KAGGLE_DATA_PROXY_TOKEN", "data")
+        message = message_of()
+    assert "POST failed" in message
+    assert "/kaggle/input" in message
+    assert refused == []

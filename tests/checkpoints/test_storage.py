@@ -1,0 +1,259 @@
+"""Folders of Orbax are read and written in parts; a damaged one names the tensor."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorstore as ts
+
+from jaxspec_checkpoints import CheckpointError, storage
+from jaxspec_checkpoints.storage import ArrayWriter, Slabs, is_orbax, open_arrays
+from tests.checkpoints.flax_trees import restore, save
+
+RANDOM = np.random.default_rng(0)
+# Larger than what Orbax puts into its index instead of a file.
+TREE = {
+    "a/b": {"w": RANDOM.standard_normal((2, 40, 30), np.float32)},
+    "c": {"w": RANDOM.standard_normal((70, 50)).astype(ml_dtypes.bfloat16)},
+    "d": {"w": RANDOM.standard_normal(3000).astype(np.float16)},
+}
+ARRAYS = {f"{key}.w": inner["w"] for key, inner in TREE.items()}
+STORES = {
+    "database": dict(use_ocdbt=True),
+    "files": dict(use_ocdbt=False),
+    "database of zarr 3": dict(use_ocdbt=True, use_zarr3=True),
+    "files of zarr 3": dict(use_ocdbt=False, use_zarr3=True),
+    "not compressed": dict(use_ocdbt=True, use_compression=False),
+}
+
+
+@pytest.fixture(params=STORES)
+def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    save(tmp_path / "tree", TREE, **STORES[request.param])
+    return tmp_path / "tree"
+
+
+def read(folder: Path, name: str, axis: int = 0) -> np.ndarray:
+    array = open_arrays(folder)[name]
+    return Slabs(array, axis).read(0, array.shape[axis])
+
+
+def change_metadata(folder: Path, **changes: Any) -> None:
+    path = folder / "_METADATA"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_arrays_are_described_and_read(folder):
+    assert is_orbax(folder)
+    arrays = open_arrays(folder)
+    assert sorted(arrays) == sorted(ARRAYS)
+    for name, expected in ARRAYS.items():
+        assert arrays[name].shape == expected.shape
+        assert arrays[name].dtype == expected.dtype
+        np.testing.assert_array_equal(read(folder, name), expected)
+    slabs = Slabs(arrays["a/b.w"], axis=2, fixed=(1,))
+    for start, stop in [(3, 9), (0, 30), (29, 30), (5, 6)]:
+        expected = ARRAYS["a/b.w"][1, :, start:stop]
+        np.testing.assert_array_equal(slabs.read(start, stop), expected)
+
+
+def test_nested_trees_have_names_with_dots(tmp_path):
+    tree = {"a": {"b": {"c": ARRAYS["c.w"]}, "d": ARRAYS["d.w"]}}
+    save(tmp_path / "tree", tree)
+    assert sorted(open_arrays(tmp_path / "tree")) == ["a.b.c", "a.d"]
+
+
+def test_folders_of_older_versions_are_read(tmp_path):
+    """Before `_METADATA` there was a msgpack file, which need not be read."""
+    folder = tmp_path / "tree"
+    save(folder, TREE, use_ocdbt=False)
+    for name in ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt"):
+        (folder / name).unlink(missing_ok=True)
+    assert not is_orbax(folder)
+    (folder / "checkpoint").write_bytes(b"\x81")
+    assert is_orbax(folder)
+    assert sorted(open_arrays(folder)) == sorted(ARRAYS)
+    np.testing.assert_array_equal(read(folder, "c.w"), ARRAYS["c.w"])
+
+
+def test_other_folders_are_none(tmp_path):
+    assert not is_orbax(tmp_path)
+    assert not is_orbax(tmp_path / "nowhere")
+    (tmp_path / "checkpoint").write_text("")
+    assert not is_orbax(tmp_path)
+
+
+def test_a_chunk_is_decoded_once(tmp_path, monkeypatch):
+    """Read by small slabs, the file of a large chunk is opened once per pass."""
+    save(tmp_path / "tree", TREE, use_ocdbt=False)
+    array = open_arrays(tmp_path / "tree")["a/b.w"]
+    assert array.chunks == array.shape
+    slabs = Slabs(array, axis=2, fixed=(1,))
+    slabs.read(0, 1)
+    shutil.rmtree(tmp_path / "tree" / "a")
+    for start in range(1, 30):
+        expected = ARRAYS["a/b.w"][1, :, start : start + 1]
+        np.testing.assert_array_equal(slabs.read(start, start + 1), expected)
+    # The last slab ends the pass and drops what was kept.
+    with pytest.raises(CheckpointError, match="'a/b.w'"):
+        slabs.read(0, 1)
+
+
+# A tensor's values: its files without a database, else the data of the database.
+def files_of_values(folder: Path) -> list[Path]:
+    names = [".zarray", "zarr.json", "_METADATA", "_CHECKPOINT_METADATA"]
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in names and path.stat().st_size > 2000
+    ]
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [truncate, empty, os.unlink])
+def test_damaged_values_name_the_tensor(folder, damage):
+    for path in files_of_values(folder):
+        damage(path)
+    arrays = open_arrays(folder)
+    assert sorted(arrays) == sorted(ARRAYS)
+    failures = 0
+    for name, expected in ARRAYS.items():
+        try:
+            np.testing.assert_array_equal(read(folder, name), expected)
+        except CheckpointError as error:
+            assert f"tensor {name!r} of {folder} cannot be read" in str(error)
+            failures += 1
+    # A file of the database holds several; the first half of it may be enough for one.
+    assert failures >= (1 if damage is truncate else 3)
+
+
+def test_damaged_index_of_a_database(tmp_path):
+    save(tmp_path / "tree", TREE)
+    truncate(tmp_path / "tree" / "manifest.ocdbt")
+    with pytest.raises(CheckpointError, match="tree is no readable Orbax folder"):
+        open_arrays(tmp_path / "tree")
+
+
+@pytest.mark.parametrize("content", ["{", '{"zarr_format": 2}', "[]"])
+def test_damaged_description_of_an_array(tmp_path, content):
+    save(tmp_path / "tree", TREE, use_ocdbt=False)
+    (tmp_path / "tree" / "c.w" / ".zarray").write_text(content)
+    with pytest.raises(CheckpointError, match="tensor 'c.w' of .* cannot be opened"):
+        open_arrays(tmp_path / "tree")
+
+
+def test_chunk_larger_than_its_array_is_refused(tmp_path):
+    """A few bytes of description must not ask for gigabytes of memory."""
+    save(tmp_path / "tree", TREE, use_ocdbt=False)
+    path = tmp_path / "tree" / "c.w" / ".zarray"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chunks": [70, 5000]}))
+    with pytest.raises(CheckpointError, match=r"'c.w' .* chunks of \(70, 5000\)"):
+        open_arrays(tmp_path / "tree")
+
+
+def test_array_that_is_listed_and_missing(tmp_path):
+    save(tmp_path / "tree", TREE, use_ocdbt=False)
+    shutil.rmtree(tmp_path / "tree" / "c.w")
+    with pytest.raises(CheckpointError, match="_METADATA lists tensor 'c.w'"):
+        open_arrays(tmp_path / "tree")
+
+
+@pytest.mark.parametrize("tree", [[1], {"x": 1}, {"x": {"key_metadata": [{}]}}])
+def test_metadata_that_describes_no_tree(tmp_path, tree):
+    save(tmp_path / "tree", TREE)
+    change_metadata(tmp_path / "tree", tree_metadata=tree)
+    with pytest.raises(CheckpointError, match="_METADATA is no description of a tree"):
+        open_arrays(tmp_path / "tree")
+
+
+def test_file_that_points_outside_is_refused(tmp_path):
+    save(tmp_path / "tree", TREE, use_ocdbt=False)
+    chunk = tmp_path / "tree" / "c.w" / "0.0"
+    chunk.rename(tmp_path / "elsewhere")
+    chunk.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"c.w/0.0 is a symlink .* outside"):
+        open_arrays(tmp_path / "tree")
+
+
+def with_zeros(folder: Path, store: dict[str, Any]) -> None:
+    """Write as older versions did: the chunk of zeros is left out."""
+    spec = {
+        "driver": "zarr",
+        "kvstore": store,
+        "metadata": {"shape": [4, 2000], "chunks": [2, 2000], "dtype": "<f4"},
+    }
+    array = ts.open(spec, create=True).result()
+    array[2:].write(np.ones((2, 2000), np.float32)).result()
+    (folder / "_METADATA").write_text('{"tree_metadata": {}}')
+
+
+def test_zeros_that_an_older_version_left_out(tmp_path):
+    """The index of a database says which chunks there are; the others are zeros."""
+    base = {"driver": "file", "path": f"{tmp_path}/"}
+    with_zeros(tmp_path, {"driver": "ocdbt", "base": base, "path": "a/"})
+    expected = np.repeat([[0.0], [1.0]], 2, axis=0) * np.ones(2000)
+    np.testing.assert_array_equal(read(tmp_path, "a"), expected)
+    change_metadata(tmp_path, store_array_data_equal_to_fill_value=True)
+    with pytest.raises(CheckpointError, match="tensor 'a' of"):
+        read(tmp_path, "a")
+
+
+def test_missing_files_are_no_zeros(tmp_path):
+    """Without an index, a chunk that was left out looks like one that was lost."""
+    with_zeros(tmp_path, {"driver": "file", "path": f"{tmp_path}/a/"})
+    with pytest.raises(CheckpointError, match="tensor 'a' of"):
+        read(tmp_path, "a")
+
+
+def write_all(folder: Path) -> None:
+    with ArrayWriter(folder) as writer:
+        for keys, values in [(("a", "b"), ARRAYS["a/b.w"]), (("x.y",), ARRAYS["c.w"])]:
+            name = writer.create(
+                keys, values.shape, dtype=values.dtype, chunks=(1, *values.shape[1:])
+            )
+            for start in range(len(values)):
+                part = slice(start, start + 1)
+                writer.write(name, (part,), values[part])
+
+
+@pytest.mark.parametrize("commit_bytes", [1, 10_000, 2**27])
+def test_orbax_restores_what_the_writer_wrote(tmp_path, monkeypatch, commit_bytes):
+    monkeypatch.setattr(storage, "_COMMIT_BYTES", commit_bytes)
+    folder = tmp_path / "tree"
+    write_all(folder)
+    tree = restore(folder)
+    assert list(tree) == ["a", "x.y"]
+    np.testing.assert_array_equal(tree["a"]["b"], ARRAYS["a/b.w"])
+    np.testing.assert_array_equal(tree["x.y"], ARRAYS["c.w"])
+    assert tree["x.y"].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(read(folder, "x.y"), ARRAYS["c.w"])
+
+
+def test_writer_stores_chunks_of_zeros(tmp_path):
+    """A reader cannot take a chunk that was lost for one."""
+    with ArrayWriter(tmp_path / "tree") as writer:
+        name = writer.create(("a",), (4, 3), dtype=np.dtype("f4"), chunks=(2, 3))
+        writer.write(name, (slice(None),), np.zeros((4, 3), np.float32))
+    metadata = json.loads((tmp_path / "tree" / "_METADATA").read_text())
+    assert metadata["store_array_data_equal_to_fill_value"] is True
+    np.testing.assert_array_equal(read(tmp_path / "tree", "a"), np.zeros((4, 3)))
+
+
+def test_writer_that_fails_leaves_no_tree(tmp_path):
+    with pytest.raises(KeyboardInterrupt), ArrayWriter(tmp_path / "tree") as writer:
+        name = writer.create(("a",), (4, 3), dtype=np.dtype("f4"), chunks=(2, 3))
+        writer.write(name, (slice(None),), np.ones((4, 3), np.float32))
+        raise KeyboardInterrupt
+    assert not is_orbax(tmp_path / "tree")

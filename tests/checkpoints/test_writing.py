@@ -1,0 +1,375 @@
+"""A model is written whole, bit for bit, or not at all."""
+
+import collections
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxspec_checkpoints import CheckpointError, open_checkpoint, writing
+from jaxspec_checkpoints.reading import FORMATS
+from jaxspec_checkpoints.writing import write_checkpoint
+from tests.checkpoints.flax_trees import flat, flax_leaves, save
+from tests.checkpoints.models import FAMILIES, tiny_config, tiny_tensors, write_tiny
+
+SIDE_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+]
+
+
+def convert(source: Path, destination: Path, to: str, **options: Any) -> None:
+    checkpoint = open_checkpoint(source)
+    write_checkpoint(checkpoint, destination, to=to, progress=False, **options)
+
+
+def check(folder: Path, to: str, tensors: dict[str, np.ndarray]) -> None:
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.format == to
+    assert set(checkpoint.tensors) == set(tensors)
+    for name, expected in tensors.items():
+        found = checkpoint.tensors[name]
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        assert found.whole().tobytes() == expected.tobytes(), name
+
+
+def opens_nothing(folder: Path) -> None:
+    """Check that no folder at or below this one is taken for a checkpoint."""
+    for path in [folder, *folder.rglob("*")]:
+        if path.is_dir():
+            with pytest.raises(CheckpointError):
+                open_checkpoint(path)
+
+
+@pytest.mark.parametrize("second", FORMATS)
+@pytest.mark.parametrize("first", FORMATS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_pair_of_formats_is_bit_exact(tmp_path, family, first, second):
+    dtype = {"2b": "bfloat16", "9b": "float16", "27b": "float32"}[family]
+    tensors = write_tiny(tmp_path / "source", family=family, dtype=dtype)
+    convert(tmp_path / "source", tmp_path / "first", first)
+    check(tmp_path / "first", first, tensors)
+    convert(tmp_path / "first", tmp_path / "second", second)
+    check(tmp_path / "second", second, tensors)
+    convert(tmp_path / "second", tmp_path / "last", "hf")
+    check(tmp_path / "last", "hf", tensors)
+    # The files beside the weights have come along, byte for byte.
+    for name in SIDE_FILES:
+        expected = (tmp_path / "source" / name).read_bytes()
+        assert (tmp_path / "last" / name).read_bytes() == expected, name
+    names = {"source", "first", "second", "last"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_orientation_of_the_2b_is_read_and_written(tmp_path, to):
+    """A tree from elsewhere, model first as the published 2B has it."""
+    config = tiny_config("2b")
+    tensors = tiny_tensors(config, dtype="bfloat16")
+    root = tmp_path / "mount"
+    root.mkdir()
+    save(root / "gemma2-2b", flat(flax_leaves(tensors, config, is_model_first=True)))
+    (root / "config.json").write_text(json.dumps(config))
+    convert(root, tmp_path / "model", to)
+    check(tmp_path / "model", to, tensors)
+
+
+def test_shards_are_written_and_read(tmp_path):
+    tensors = write_tiny(tmp_path / "source", family="9b", shards=3)
+    convert(tmp_path / "source", tmp_path / "model", "hf", max_shard_bytes=300_000)
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 3
+    check(tmp_path / "model", "hf", tensors)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("to", FORMATS)
+def test_values_are_cast_and_the_config_says_so(tmp_path, to, dtype):
+    tensors = write_tiny(tmp_path / "source", family="2b", dtype="float32", seed=3)
+    convert(tmp_path / "source", tmp_path / "model", to, dtype=dtype)
+    kind = open_checkpoint(tmp_path / "model").tensors["model.norm.weight"].dtype
+    assert kind.name == dtype
+    expected = {name: tensor.astype(kind) for name, tensor in tensors.items()}
+    check(tmp_path / "model", to, expected)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    source = json.loads((tmp_path / "source" / "config.json").read_text())
+    assert config == source | {"torch_dtype": dtype}
+
+
+def test_newer_name_of_the_type_in_a_config(tmp_path):
+    write_tiny(tmp_path / "source", family="2b")
+    path = tmp_path / "source" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "float32"}))
+    convert(tmp_path / "source", tmp_path / "model", "hf", dtype="float16")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert (config["dtype"], config["torch_dtype"]) == ("float16", "float16")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "there" / "source"
+    write_tiny(folder, family="2b", dtype="bfloat16")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "dangling link"])
+@pytest.mark.parametrize("to", FORMATS)
+def test_what_exists_is_left_alone(tmp_path, source, to, kind):
+    destination = tmp_path / "model"
+    if kind == "folder":
+        destination.mkdir()
+    elif kind == "file":
+        destination.write_text("mine")
+    else:
+        destination.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="model exists already: name a folder"):
+        convert(source, destination, to)
+    assert {path.name for path in tmp_path.iterdir()} == {"there", "model"}
+    if kind == "folder":
+        assert not list(destination.iterdir())
+    elif kind == "file":
+        assert destination.read_text() == "mine"
+
+
+def test_folder_above_must_exist(tmp_path, source):
+    with pytest.raises(CheckpointError, match="missing is no folder: make it first"):
+        convert(source, tmp_path / "missing" / "model", "hf")
+
+
+def test_a_checkpoint_is_not_written_into_its_source(source):
+    for destination in (source / "model", source / "." / "model"):
+        with pytest.raises(CheckpointError, match="within the checkpoint that is read"):
+            convert(source, destination, "orbax")
+    convert(source, source.parent / "model", "orbax")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (dict(to="gguf"), "to must be one of hf, kaggle, orbax, got 'gguf'"),
+        (dict(to="hf", dtype="int8"), "dtype must be one of float32, .* got 'int8'"),
+    ],
+)
+def test_wrong_arguments(tmp_path, source, options, expected):
+    with pytest.raises(CheckpointError, match=expected):
+        convert(source, tmp_path / "model", **options)
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(None, 1), ("float32", 2)])
+def test_full_disk_is_said_before_writing(tmp_path, source, monkeypatch, dtype, factor):
+    checkpoint = open_checkpoint(source)
+    side = sum((source / name).stat().st_size for name in SIDE_FILES)
+    needed = checkpoint.num_bytes * factor + side
+    usage = collections.namedtuple("usage", "total used free")
+
+    def limit(free: int) -> None:
+        monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: usage(0, 0, free))
+
+    limit(needed)
+    monkeypatch.setattr(writing.tempfile, "TemporaryDirectory", None)
+    with pytest.raises(CheckpointError, match=r"needs 0.00\d GB, and .* free: make"):
+        convert(source, tmp_path / "model", "hf", dtype=dtype)
+    monkeypatch.undo()
+    limit(int(needed * 1.02))
+    convert(source, tmp_path / "model", "hf", dtype=dtype)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_too_large_value_names_the_tensor_and_leaves_nothing(tmp_path, to):
+    source = tmp_path / "there" / "source"
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors = write_tiny(source, family="2b")
+    tensors[name][3, 4] = 1e6
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"'{name}' holds 1000000.0, too large"):
+        convert(source, tmp_path / "model", to, dtype="float16")
+    assert {path.name for path in tmp_path.iterdir()} == {"there"}
+    convert(source, tmp_path / "model", to, dtype="bfloat16")
+
+
+class Bar:
+    """A progress bar that calls something after a number of writes."""
+
+    def __init__(self, count: int, act: Callable[[], None]):
+        self.left, self.act, self.bytes = count, act, 0
+
+    def __call__(self, **options: Any) -> "Bar":
+        self.options = options
+        return self
+
+    def __enter__(self) -> "Bar":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def update(self, count: int) -> None:
+        self.bytes += count
+        self.left -= 1
+        if self.left == 0:
+            self.act()
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+@pytest.mark.parametrize("to", FORMATS)
+def test_bar_counts_bytes_to_its_end(tmp_path, source, monkeypatch, to, dtype):
+    bar = Bar(0, lambda: None)
+    monkeypatch.setattr(writing, "tqdm", bar)
+    write_checkpoint(open_checkpoint(source), tmp_path / "model", to=to, dtype=dtype)
+    assert (bar.options["unit"], bar.options["unit_scale"]) == ("B", True)
+    assert bar.options["disable"] is False
+    written = open_checkpoint(tmp_path / "model").num_bytes
+    assert bar.bytes == bar.options["total"] == written
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    return fail
+
+
+ERRORS = {
+    "interrupt": (KeyboardInterrupt(), KeyboardInterrupt, None),
+    "full disk": (OSError(28, "No space left"), CheckpointError, "not written.*No sp"),
+    "value error": (ValueError("RESOURCE"), CheckpointError, "not written: RESOURCE"),
+    "our bug": (AssertionError("bug"), AssertionError, "bug"),
+}
+
+
+@pytest.mark.parametrize("count", [1, 7, 24])
+@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("to", FORMATS)
+def test_error_while_writing_leaves_nothing(
+    tmp_path, source, monkeypatch, to, name, count
+):
+    error, expected, message = ERRORS[name]
+    monkeypatch.setattr(writing, "tqdm", Bar(count, raising(error)))
+    with pytest.raises(expected, match=message):
+        write_checkpoint(open_checkpoint(source), tmp_path / "model", to=to)
+    assert {path.name for path in tmp_path.iterdir()} == {"there"}
+
+
+@pytest.mark.parametrize("step", ["_write_side_files", "_sync"])
+def test_error_after_the_weights_leaves_nothing(tmp_path, source, monkeypatch, step):
+    monkeypatch.setattr(writing, step, raising(OSError("gone")))
+    with pytest.raises(CheckpointError, match="model was not written: gone"):
+        convert(source, tmp_path / "model", "kaggle")
+    assert {path.name for path in tmp_path.iterdir()} == {"there"}
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_nothing_opens_before_the_last_step(tmp_path, source, monkeypatch, to):
+    """All of it is on the disk by then, below a hidden folder with the mark."""
+    seen = []
+
+    def look(folder: Path, destination: Path) -> None:
+        opens_nothing(tmp_path / folder.relative_to(tmp_path).parts[0])
+        seen.append(sorted(path.name for path in folder.iterdir()))
+        os.rename(folder, destination)
+
+    monkeypatch.setattr(Path, "rename", look)
+    convert(source, tmp_path / "model", to)
+    assert open_checkpoint(tmp_path / "model").format == to
+    assert seen == [sorted(path.name for path in (tmp_path / "model").iterdir())]
+
+
+def test_destination_made_meanwhile_is_left_alone(tmp_path, source, monkeypatch):
+    """Between the check and the end somebody may have made it."""
+    destination = tmp_path / "model"
+
+    def make() -> None:
+        destination.mkdir()
+        (destination / "mine").touch()
+
+    monkeypatch.setattr(writing, "tqdm", Bar(5, make))
+    with pytest.raises(CheckpointError, match="model was not written"):
+        write_checkpoint(open_checkpoint(source), destination, to="hf")
+    assert [path.name for path in destination.iterdir()] == ["mine"]
+    assert {path.name for path in tmp_path.iterdir()} == {"there", "model"}
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_damaged_source_leaves_nothing(tmp_path, source, to):
+    """The hash of a tensor is known to be wrong only after its last byte."""
+    own = tmp_path / "there" / "own"
+    convert(source, own, "orbax")
+    path = own / "jaxspec_checkpoint.json"
+    manifest = json.loads(path.read_text())
+    name = "model.layers.1.mlp.up_proj.weight"
+    manifest["tensors"][name]["sha256"] = "0" * 64
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=f"{name}: the bytes have sha256"):
+        convert(own, tmp_path / "model", to)
+    assert {path.name for path in tmp_path.iterdir()} == {"there"}
+
+
+KILLED = """
+import os, signal, sys
+from jaxspec_checkpoints import open_checkpoint, storage, writing
+
+storage._COMMIT_BYTES = 1
+source, destination, to, step = sys.argv[1:]
+
+
+def kill(*arguments):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Bar:
+    left = 9
+
+    def __init__(self, **options):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def update(self, count):
+        self.left -= 1
+        if self.left == 0 and step == "write":
+            kill()
+
+    def __exit__(self, *error):
+        pass
+
+
+writing.tqdm = Bar
+if step != "write":
+    setattr(writing, step, kill)
+writing.write_checkpoint(open_checkpoint(source), destination, to=to)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["write", "_write_side_files", "_sync"])
+def test_killed_process_leaves_nothing_that_opens(tmp_path, source, step):
+    """What is left is hidden and marked; a second attempt is not in its way."""
+    processes = {
+        to: subprocess.Popen(
+            [sys.executable, "-c", KILLED, source, tmp_path / to, to, step],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        for to in FORMATS
+    }
+    for to, process in processes.items():
+        assert process.wait() == -signal.SIGKILL, to
+    left = sorted(path for path in tmp_path.iterdir() if path.name != "there")
+    assert [path.name.split(".")[1] for path in left] == sorted(FORMATS)
+    for path in left:
+        assert path.name.startswith(".")
+        assert any(each.stat().st_size > 10_000 for each in path.rglob("*"))
+        opens_nothing(path)
+    for to in FORMATS:
+        convert(source, tmp_path / to, to)
+        assert open_checkpoint(tmp_path / to).format == to

@@ -1,0 +1,177 @@
+"""A name becomes a folder of this machine, or an error that says what to do."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from jaxspec.config import EngineConfig
+from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.folders import model_folder
+from jaxspec.errors import ConfigError
+from jaxspec_checkpoints import bundled_draft, bundled_target
+from tests.checkpoints.models import write_tiny
+from tests.checkpoints.stand_ins import (
+    COMMIT,
+    TOKEN,
+    HubStandIn,
+    files_of,
+    hub_alone,
+    point_hub_to,
+    serve,
+)
+
+NAME = HubStandIn.repository
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
+    write_tiny(tmp_path / "origin", family="2b")
+    stand_in = HubStandIn(files=files_of(tmp_path / "origin"), gated=True)
+    with hub_alone(monkeypatch, tmp_path) as refused, serve(stand_in):
+        point_hub_to(monkeypatch, f"http://127.0.0.1:{stand_in.port}")
+        yield stand_in
+    assert refused == []
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with hub_alone(monkeypatch, tmp_path) as refused:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        yield
+    assert refused == []
+
+
+def configure(hub: HubStandIn, **arguments: Any) -> tuple[EngineConfig, set[str]]:
+    """Make a config; also return the revisions that the hub was asked for."""
+    hub.asked.clear()
+    config = EngineArgs(**arguments).create_engine_config()
+    mark = f"/api/models/{NAME}/revision/"
+    paths = [asked.path for asked in hub.asked]
+    return config, {path.removeprefix(mark) for path in paths if mark in path}
+
+
+def test_bundled_names_stand_for_folders():
+    assert model_folder("jaxspec/tiny-gemma2", "model") == bundled_target()
+    assert model_folder("jaxspec/tiny-gemma2-draft", "model") == bundled_draft()
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "allowed"),
+    [
+        ("./no/such/folder", "'./no/such/folder'", "No such folder"),
+        ("none", "'none'", "'jaxspec/tiny-gemma2'"),
+        ("none", "'none'", "owner/name on the Hugging Face Hub"),
+        ("none", "'none'", "owner/model/framework/variation"),
+        ("", "''", "an existing folder"),
+        (None, "None", "an existing folder"),
+        (__file__, "test_folders.py", "the folder it is in"),
+    ],
+)
+def test_a_name_that_is_neither_folder_nor_remote(name: Any, given: str, allowed: str):
+    with pytest.raises(ConfigError) as caught:
+        model_folder(name, "model")
+    assert given in str(caught.value)
+    assert allowed in str(caught.value)
+    assert caught.value.parameter == "model"
+
+
+@pytest.mark.usefixtures("offline")
+def test_what_cannot_be_fetched_names_the_argument():
+    for argument in ("model", "tokenizer", "generation_config"):
+        arguments: dict[str, Any] = {"model": "jaxspec/tiny-gemma2", argument: NAME}
+        with pytest.raises(ConfigError) as caught:
+            EngineArgs(**arguments).create_engine_config()
+        assert str(caught.value).startswith(f"{argument}: {NAME!r} is no folder here")
+        assert "HF_HUB_OFFLINE is set" in str(caught.value)
+        assert (caught.value.parameter, caught.value.value) == (argument, NAME)
+    speculative = {"model": NAME, "num_speculative_tokens": 2}
+    with pytest.raises(ConfigError, match="^speculative_model: 'google/tiny' is no"):
+        EngineArgs(
+            model="jaxspec/tiny-gemma2", speculative_config=speculative
+        ).create_engine_config()
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_local_folder_goes_first_and_has_no_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_tiny(Path(NAME), family="2b")
+    config = EngineArgs(
+        model=NAME,
+        revision="none",
+        tokenizer_revision="none",
+        hf_token="none",
+        download_dir="none",
+    ).create_engine_config()
+    assert config.model == config.tokenizer == NAME
+
+
+def test_every_argument_reaches_the_hub(hub: HubStandIn, tmp_path: Path):
+    config, revisions = configure(
+        hub,
+        model=NAME,
+        revision="v1",
+        hf_token=TOKEN,
+        download_dir=str(tmp_path / "downloads"),
+        generation_config=NAME,
+        speculative_config={
+            "model": NAME,
+            "revision": COMMIT,
+            "num_speculative_tokens": 2,
+        },
+    )
+    assert Path(config.model).is_relative_to(tmp_path / "downloads")
+    assert config.model == config.tokenizer
+    assert config.speculative is not None
+    assert config.speculative.model == config.model
+    assert config.served_model_name == NAME
+    assert config.generation_defaults == {"temperature": 0.5}
+    # The draft's commit needs no question; the folder of defaults has no revision.
+    assert revisions == {"v1", "main"}
+    assert {asked.authorization for asked in hub.asked} <= {f"Bearer {TOKEN}", ""}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "revisions"),
+    [
+        ({}, {"main"}),
+        ({"revision": "v1"}, {"v1"}),
+        ({"revision": "v1", "tokenizer": NAME}, {"v1"}),
+        ({"tokenizer_revision": "v1"}, {"main", "v1"}),
+        ({"revision": "v1", "tokenizer_revision": "v1"}, {"v1"}),
+    ],
+)
+def test_revision_of_the_tokenizer(
+    hub: HubStandIn, arguments: dict[str, Any], revisions: set[str]
+):
+    _, asked = configure(hub, model=NAME, hf_token=TOKEN, **arguments)
+    assert asked == revisions
+
+
+def test_a_tokenizer_comes_without_weights(hub: HubStandIn):
+    config, revisions = configure(
+        hub,
+        model="jaxspec/tiny-gemma2",
+        tokenizer=NAME,
+        tokenizer_revision="v1",
+        hf_token=TOKEN,
+    )
+    assert Path(config.model) == bundled_target()
+    assert Path(config.tokenizer).name == COMMIT
+    assert revisions == {"v1"}
+    assert "tokenizer.model" in hub.fetched
+    assert "model.safetensors" not in hub.fetched
+
+
+def test_a_gated_model_says_so(hub: HubStandIn):
+    with pytest.raises(ConfigError, match="^model: .*accepted its licence.*hf_token"):
+        configure(hub, model=NAME)
+
+
+def test_a_revision_that_is_no_string(hub: HubStandIn):
+    with pytest.raises(ConfigError, match="revision must be.*got 2024"):
+        configure(hub, model=NAME, revision=2024)

@@ -1,0 +1,290 @@
+"""Text gets the ids that SentencePiece and HuggingFace's tokenizers give it."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tokenizers
+import transformers
+
+import jaxspec_checkpoints
+from jaxspec.engine.output import TextStream
+from jaxspec.errors import ConfigError
+from jaxspec.pieces import read_pieces
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.tokenizer import Tokenizer
+from tests.texts import SPECIAL, is_alike, texts
+
+BUNDLED = jaxspec_checkpoints.bundled_target()
+MODEL = (BUNDLED / "tokenizer.model").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def hf() -> Any:
+    return transformers.AutoTokenizer.from_pretrained(BUNDLED)
+
+
+@pytest.fixture(scope="module")
+def exported(hf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose only tokenizer is HuggingFace's `tokenizer.json`."""
+    folder = tmp_path_factory.mktemp("exported")
+    hf.save_pretrained(folder)
+    assert not (folder / "tokenizer.model").exists()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    """The bundled model as SentencePiece reads it."""
+    processor = sentencepiece.SentencePieceProcessor()
+    processor.LoadFromSerializedProto(MODEL)
+    return processor
+
+
+@pytest.fixture(scope="module", params=["model", "json"])
+def tokenizer(request: pytest.FixtureRequest, exported: Path) -> Tokenizer:
+    folder = BUNDLED if request.param == "model" else exported
+    return Tokenizer.from_folder(folder)
+
+
+def first_difference(given: list[str], ours: list[Any], theirs: list[Any]) -> Any:
+    """What to show of ten thousand results: the first that differs."""
+    assert len(given) == len(ours) == len(theirs)
+    pairs = zip(given, ours, theirs, strict=True)
+    return next((row for row in pairs if row[1] != row[2]), None)
+
+
+def test_ten_thousand_texts_have_huggingfaces_ids(tokenizer: Tokenizer, hf: Any):
+    given = [text for text in texts() if is_alike(text)]
+    assert len(given) > 10_000
+    theirs = hf(given, add_special_tokens=False)["input_ids"]
+    ours = [tokenizer.encode(text, add_special_tokens=False) for text in given]
+    assert first_difference(given, ours, theirs) is None
+
+
+def test_as_text_special_pieces_have_huggingfaces_ids(tokenizer: Tokenizer, hf: Any):
+    spelled = [text for text in texts() if any(piece in text for piece in SPECIAL)]
+    given = [text for text in spelled if is_alike(text)]
+    assert len(given) > 1000
+    theirs = [
+        hf.encode(text, add_special_tokens=False, split_special_tokens=True)
+        for text in given
+    ]
+    ours = [
+        tokenizer.encode(text, add_special_tokens=False, parse_special_tokens=False)
+        for text in given
+    ]
+    assert first_difference(given, ours, theirs) is None
+    special = {tokenizer.pieces.special[piece] for piece in SPECIAL}
+    assert not any(special.intersection(token_ids) for token_ids in ours)
+
+
+def test_texts_come_back(tokenizer: Tokenizer):
+    given = texts()[::3]
+    back = [
+        tokenizer.decode(
+            tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=False
+        )
+        for text in given
+    ]
+    # A piece spells a space as U+2581, so the letter of that name becomes one.
+    spaced = [text.replace("\u2581", " ") for text in given]
+    assert first_difference(given, back, spaced) is None
+
+
+def test_the_model_file_cuts_as_sentencepiece_does(reference: Any):
+    tokenizer = Tokenizer.from_folder(BUNDLED)
+    given = [text for text in texts() if not any(piece in text for piece in SPECIAL)]
+    given += [" " * count for count in range(60)] + ["\n" * 9, "<mask><unused3>x"]
+    ours = [tokenizer.encode(text, add_special_tokens=False) for text in given]
+    assert first_difference(given, ours, reference.encode(given)) is None
+
+
+def test_where_huggingface_parts_from_sentencepiece(
+    hf: Any, exported: Path, reference: Any
+):
+    pieces = {
+        " " * 17: (["\u2581" * 16, "\u2581"], ["\u2581" * 8, "\u2581" * 9]),
+        "\n" * 5: (["\n" * 4, "\n"], ["\n" * 2, "\n" * 3]),
+        "<unused7>": (["<unused7>"], ["<", "un", "used", "7", ">"]),
+    }
+    ours, from_json = Tokenizer.from_folder(BUNDLED), Tokenizer.from_folder(exported)
+    for text, (right, huggingfaces) in pieces.items():
+        # SentencePiece trained the models, so it is right.
+        assert reference.encode(text, out_type=str) == right
+        assert hf.tokenize(text) == huggingfaces
+        for tokenizer, expected in ((ours, right), (from_json, huggingfaces)):
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            assert tokenizer.convert_ids_to_tokens(token_ids) == expected
+
+
+def test_listed_symbols_of_a_json_file_are_found(exported: Path, tmp_path: Path):
+    # The files of Gemma 2 list them all.
+    library = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
+    library.add_tokens([tokenizers.AddedToken("<unused7>", normalized=False)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("a<unused7>")[-1] == 14
+    assert tokenizer.encode("a<unused7>", parse_special_tokens=False)[-1] == 14
+    assert not tokenizer.is_special(14)
+
+
+def random_ids(size: int) -> list[list[int]]:
+    """Ids of which many are bytes, most of them of no whole character."""
+    draw = random.Random(1)
+    kinds = [range(108, size), range(127, 383), range(127 + 0x80, 383)]
+    return [
+        [draw.choice(draw.choice(kinds)) for _ in range(draw.randint(0, 12))]
+        for _ in range(3000)
+    ]
+
+
+def test_any_ids_read_as_sentencepiece_reads_them(tokenizer: Tokenizer, reference: Any):
+    given = random_ids(tokenizer.vocab_size)
+    assert reference.is_byte(127) and reference.is_byte(382)
+    ours = [tokenizer.decode(token_ids) for token_ids in given]
+    theirs = [reference.decode(token_ids) for token_ids in given]
+    assert first_difference([str(ids) for ids in given], ours, theirs) is None
+    assert sum("\ufffd" in text for text in theirs) > 1000
+
+
+def test_text_that_grows_token_by_token_is_the_whole_text(tokenizer: Tokenizer):
+    for token_ids in random_ids(tokenizer.vocab_size)[:500]:
+        stream = TextStream(tokenizer, SamplingParams())
+        for token in token_ids:
+            stream.push([token])
+        stream.finish()
+        assert stream.text == tokenizer.decode(token_ids), token_ids
+
+
+def test_both_files_name_the_same_pieces(exported: Path, reference: Any):
+    ours, from_json = read_pieces(BUNDLED), read_pieces(exported)
+    ids = range(reference.vocab_size())
+    assert ours.size == from_json.size == len(ids)
+    assert ours.named == from_json.named == {"bos": 2, "eos": 1, "pad": 0, "unk": 3}
+    for pieces in (ours, from_json):
+        assert [pieces.id_to_piece(token) for token in ids] == [
+            reference.id_to_piece(token) for token in ids
+        ]
+        assert [pieces.is_byte(token) for token in ids] == [
+            reference.is_byte(token) for token in ids
+        ]
+    # transformers declares <mask> special in the files it writes.
+    assert from_json.special == ours.special | {"<mask>": 4}
+    assert sorted(ours.special.values()) == [0, 1, 2, 3, 106, 107]
+
+
+def test_the_model_file_goes_first(exported: Path, tmp_path: Path):
+    shutil.copy(exported / "tokenizer.json", tmp_path)
+    assert Tokenizer.from_folder(tmp_path).encode("<unused7>") != [2, 14]
+    (tmp_path / "tokenizer.model").write_bytes(MODEL)
+    assert Tokenizer.from_folder(tmp_path).encode("<unused7>") == [2, 14]
+
+
+def test_a_json_file_that_pads_and_truncates_does_neither(
+    exported: Path, tmp_path: Path
+):
+    library = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
+    library.enable_truncation(2)
+    library.enable_padding(length=9)
+    library.save(str(tmp_path / "tokenizer.json"))
+    text = "The quick brown fox"
+    expected = Tokenizer.from_folder(BUNDLED).encode(text)
+    assert Tokenizer.from_folder(tmp_path).encode(text) == expected
+
+
+def test_a_json_file_with_one_turn_marker_has_no_turns(exported: Path, tmp_path: Path):
+    content = (exported / "tokenizer.json").read_text()
+    renamed = content.replace("<end_of_turn>", "<end_of_tale>")
+    (tmp_path / "tokenizer.json").write_text(renamed)
+    tokenizer = Tokenizer.from_folder(tmp_path, "{{ 'x' }}")
+    assert not tokenizer.has_turns
+    assert tokenizer.turn_end_ids == ()
+
+
+def changed_kind(kind: bytes) -> bytes:
+    """The bundled model with another kind of <start_of_turn>."""
+    place = MODEL.index(b"<start_of_turn>") + 15 + 5
+    assert MODEL[place : place + 2] == b"\x18\x04"
+    return MODEL[: place + 1] + kind + MODEL[place + 2 :]
+
+
+def test_turn_markers_that_are_control_pieces(tmp_path: Path):
+    (tmp_path / "tokenizer.model").write_bytes(changed_kind(b"\x03"))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("<start_of_turn>") == [2, 106]
+    assert 106 not in tokenizer.encode("<start_of_turn>", parse_special_tokens=False)
+
+
+def broken_json(change: str) -> bytes:
+    pieces = {"<bos>": 0, "<eos>": 1, "<unk>": 2}
+    model: dict[str, Any] = {
+        "type": "BPE",
+        "vocab": pieces,
+        "merges": [],
+        "unk_token": "<unk>",
+        "byte_fallback": change != "no bytes",
+    }
+    if change == "another kind":
+        model = {"type": "WordLevel", "vocab": pieces, "unk_token": "<unk>"}
+    if change == "no end":
+        del pieces["<eos>"]
+        pieces["<unk>"] = 1
+    return json.dumps({"version": "1.0", "model": model}).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("tokenizer.model", b"", "must be a SentencePiece model"),
+        ("tokenizer.model", b"no model", "must be a SentencePiece model"),
+        ("tokenizer.model", MODEL[:-1000], "must be a SentencePiece model"),
+        ("tokenizer.model", changed_kind(b"\x01"), "neither control nor symbol"),
+        ("tokenizer.json", b"", "must be a tokenizer of Gemma's kind"),
+        ("tokenizer.json", b"{}", "must be a tokenizer of Gemma's kind"),
+        ("tokenizer.json", broken_json("another kind"), "no BPE model"),
+        ("tokenizer.json", broken_json("no bytes"), "no BPE model"),
+        ("tokenizer.json", broken_json("no end"), "no begin or no end piece"),
+    ],
+)
+def test_a_file_that_cannot_be_used(
+    tmp_path: Path, name: str, content: bytes, reason: str
+):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        Tokenizer.from_folder(tmp_path)
+    assert str(tmp_path / name) in str(caught.value)
+    assert caught.value.parameter == "tokenizer"
+
+
+def test_a_folder_without_tokenizer(tmp_path: Path):
+    allowed = r"tokenizer\.model or a tokenizer\.json.*no such file"
+    with pytest.raises(ConfigError, match=allowed):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.model", "tokenizer_config.json", "chat_template.jinja"]
+)
+def test_a_link_to_another_folder_is_refused(tmp_path: Path, name: str):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.model").write_bytes(MODEL)
+    (folder / name).unlink(missing_ok=True)
+    (tmp_path / "other").write_bytes(MODEL)
+    (folder / name).symlink_to(tmp_path / "other")
+    with pytest.raises(ConfigError, match=f"{name} is a symlink that points outside"):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_snapshot_of_the_hub_cache_links_to_its_blobs(tmp_path: Path):
+    folder, blobs = tmp_path / "snapshots" / "main", tmp_path / "blobs"
+    folder.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "model").write_bytes(MODEL)
+    (folder / "tokenizer.model").symlink_to(blobs / "model")
+    assert Tokenizer.from_folder(folder).encode("<eos>") == [2, 1]
