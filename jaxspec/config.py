@@ -21,6 +21,7 @@ from jaxspec.errors import (
     check_number,
     wrong_argument,
 )
+from jaxspec_checkpoints import CheckpointError, model_files, read_config
 
 # The step program is compiled for a ladder of draft lengths; 8 is its last rung.
 MAX_DRAFT_TOKENS = 8
@@ -144,17 +145,23 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "ModelConfig":
-        """Read `config.json` and, if there is one, `generation_config.json`."""
-        path = Path(folder) / "config.json"
-        if not path.is_file():
-            allowed = "a model folder with a config.json"
-            found = f"Found: {_listing(Path(folder))}."
-            raise wrong_argument(ConfigError, "model", allowed, str(folder), found)
+        """Read the config of a model folder, in any format of checkpoint.
+
+        Raises:
+            ConfigError: There is none, or it is no Gemma 2's.
+        """
         try:
-            return cls.from_hf(read_json(path), read_generation_config(folder))
+            config, generation = read_config(folder)
+        except CheckpointError as error:
+            name = str(folder)
+            raise ConfigError(str(error), parameter="model", value=name) from error
+        try:
+            return cls.from_hf(config, generation)
         except ArgumentError as error:
             raise type(error)(
-                f"{path}: {error}", parameter=error.parameter, value=error.value
+                f"config.json of {folder}: {error}",
+                parameter=error.parameter,
+                value=error.value,
             ) from error
 
     def window(self, layer: int) -> int | None:
@@ -334,18 +341,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_generation_config(folder: str | Path) -> dict[str, Any]:
+def read_generation_config(folder: str | Path) -> Mapping[str, Any]:
     """Return the folder's `generation_config.json`, empty if there is none."""
-    path = Path(folder) / "generation_config.json"
-    return read_json(path) if path.is_file() else {}
-
-
-def _listing(folder: Path) -> str:
-    if not folder.is_dir():
-        return "no such folder"
-    names = sorted(path.name for path in folder.iterdir())
-    shown = ", ".join(names[:8]) or "an empty folder"
-    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    path = model_files(folder).get("generation_config.json")
+    return read_json(path) if path else {}
 
 
 def _check_architecture(config: Mapping[str, Any]) -> None:

@@ -13,8 +13,7 @@ import sentencepiece
 import tokenizers
 
 from jaxspec.errors import ConfigError, wrong_argument
-from jaxspec_checkpoints.errors import CheckpointError
-from jaxspec_checkpoints.files import side_files
+from jaxspec_checkpoints import CheckpointError, model_files
 
 START_OF_TURN = "<start_of_turn>"
 END_OF_TURN = "<end_of_turn>"
@@ -168,7 +167,7 @@ def folder_files(folder: Path) -> dict[str, Path]:
         ConfigError: One is a symlink to somewhere else.
     """
     try:
-        return side_files(folder)
+        return model_files(folder)
     except CheckpointError as error:
         raise ConfigError(
             f"{error}.", parameter="tokenizer", value=str(folder)

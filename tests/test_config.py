@@ -186,9 +186,9 @@ def test_a_folder_is_read_with_its_generation_config(tmp_path: Path):
 
 def test_a_folder_without_config_says_what_is_there(tmp_path: Path):
     (tmp_path / "weights.bin").touch()
-    with pytest.raises(ConfigError, match=r"config\.json.*Found: weights\.bin"):
+    with pytest.raises(ConfigError, match=r"no checkpoint: .*found: weights\.bin"):
         ModelConfig.from_folder(tmp_path)
-    with pytest.raises(ConfigError, match=r"Found: no such folder"):
+    with pytest.raises(ConfigError, match=r"found: no such folder"):
         ModelConfig.from_folder(tmp_path / "none")
 
 

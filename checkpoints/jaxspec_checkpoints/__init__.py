@@ -10,7 +10,7 @@ from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.layout import Sizes, check_tensors, tensor_shapes
 from jaxspec_checkpoints.placement import place
-from jaxspec_checkpoints.reading import open_checkpoint
+from jaxspec_checkpoints.reading import model_files, open_checkpoint, read_config
 from jaxspec_checkpoints.tensor import Tensor, in_memory
 
 __all__ = [
@@ -22,7 +22,9 @@ __all__ = [
     "bundled_target",
     "check_tensors",
     "in_memory",
+    "model_files",
     "open_checkpoint",
     "place",
+    "read_config",
     "tensor_shapes",
 ]

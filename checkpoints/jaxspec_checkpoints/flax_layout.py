@@ -78,7 +78,9 @@ class View:
         sizes = [array.shape[len(self.fixed) + axis] for axis in self.order]
         rows = math.prod(sizes[: self.row_axes]) if num_rows is None else num_rows
         columns = math.prod(sizes[self.row_axes :])
-        step, slabs = self.step(array.shape), Slabs(array, self.axis, self.fixed)
+        step = self.step(array.shape)
+        length = math.ceil(rows / step)
+        slabs = Slabs(array, self.axis, self.fixed, length=length)
 
         def read(start: int, stop: int) -> np.ndarray:
             first = start // step

@@ -100,9 +100,9 @@ class FlaxTree:
         """Tell the two orientations of `gating_einsum` apart, by shape."""
         if sizes.hidden_size == sizes.intermediate_size:
             raise CheckpointError(
-                f"hidden_size and intermediate_size are both {sizes.hidden_size}, so it "
-                f"cannot be told which way {self.spell(self.layer(GATING))!r} is: use "
-                f"another format than Kaggle's ({self.folder})"
+                f"hidden_size and intermediate_size are both {sizes.hidden_size}, so "
+                f"it cannot be told which way {self.spell(self.layer(GATING))!r} is: "
+                f"use another format than Kaggle's ({self.folder})"
             )
         return self.shape(self.layer(GATING), 3)[1] == sizes.hidden_size
 

@@ -38,18 +38,8 @@ def open_kaggle(folder: Path) -> Checkpoint:
         CheckpointError: There are several trees, a file is damaged or outside the
             folder, or the tensors are not those of a Gemma 2 whose sizes are known.
     """
-    weights = folder
-    if not is_orbax(folder):
-        variants = _variants(folder)
-        if len(variants) != 1:
-            names = ", ".join(path.name for path in variants)
-            raise CheckpointError(
-                f"{folder} holds {len(variants)} checkpoints: name one of them "
-                f"({names or 'none found'})"
-            )
-        weights = check_inside(folder, variants[0])
-    beside = folder if weights != folder else folder.absolute().parent
-    found = side_files(weights, beside)
+    weights = _weights(folder)
+    found = _side_files(weights)
     tree = read_tree(weights, open_arrays(weights))
     if "config.json" in found:
         config = read_json(found["config.json"])
@@ -70,6 +60,33 @@ def open_kaggle(folder: Path) -> Checkpoint:
         tensors=tensors,
         side_files=found,
     )
+
+
+def kaggle_files(folder: Path) -> dict[str, Path]:
+    """Return the files of the model beside the tree, by name.
+
+    Raises:
+        CheckpointError: There are several trees, or a file is outside the folder.
+    """
+    return _side_files(_weights(folder))
+
+
+def _side_files(weights: Path) -> dict[str, Path]:
+    return side_files(weights, weights.absolute().parent)
+
+
+def _weights(folder: Path) -> Path:
+    """Find the tree: the folder itself, or the one child that is one."""
+    if is_orbax(folder):
+        return folder
+    variants = _variants(folder)
+    if len(variants) != 1:
+        names = ", ".join(path.name for path in variants)
+        raise CheckpointError(
+            f"{folder} holds {len(variants)} checkpoints: name one of them "
+            f"({names or 'none found'})"
+        )
+    return check_inside(folder, variants[0])
 
 
 def _variants(folder: Path) -> list[Path]:

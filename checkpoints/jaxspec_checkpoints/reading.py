@@ -1,12 +1,17 @@
-"""Owns `open_checkpoint`: tells the formats apart by what is in a folder."""
+"""Owns `open_checkpoint`: tells the formats apart by what is in a folder.
 
+Of a folder it also tells the files that are not weights.
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.errors import CheckpointError
-from jaxspec_checkpoints.files import listing
+from jaxspec_checkpoints.files import listing, read_json, side_files
 from jaxspec_checkpoints.huggingface import is_huggingface, open_huggingface
-from jaxspec_checkpoints.kaggle import is_kaggle, open_kaggle
+from jaxspec_checkpoints.kaggle import is_kaggle, kaggle_files, open_kaggle
 from jaxspec_checkpoints.orbax import is_own, open_own
 
 # A mark beside a folder that `write_checkpoint` has not finished.
@@ -44,3 +49,35 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         "(HuggingFace), an Orbax folder (Kaggle/Flax), or a converted one; found: "
         f"{listing(folder)}"
     )
+
+
+def model_files(folder: str | Path) -> dict[str, Path]:
+    """Return config, tokenizer and what else describes a model, by name.
+
+    Also for a folder that has no weights, such as a tokenizer's.
+
+    Raises:
+        CheckpointError: A file is a symlink to outside the folder.
+    """
+    folder = Path(folder).expanduser()
+    has_weights = is_huggingface(folder) or is_own(folder)
+    if not has_weights and folder.is_dir() and is_kaggle(folder):
+        return kaggle_files(folder)
+    return side_files(folder)
+
+
+def read_config(folder: str | Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the contents of `config.json` and `generation_config.json`.
+
+    The first is derived from the weights' shapes where a format has none, the second is
+    then empty.
+
+    Raises:
+        CheckpointError: The folder has neither config nor weights, or a file is broken.
+    """
+    files = model_files(folder)
+    if "config.json" not in files:
+        checkpoint = open_checkpoint(folder)
+        return checkpoint.config, checkpoint.generation_config
+    generation = files.get("generation_config.json")
+    return read_json(files["config.json"]), read_json(generation) if generation else {}

@@ -1,4 +1,4 @@
-"""Owns what `inspect` says about a checkpoint: format, sizes, and what is replicated."""
+"""Owns what `inspect` says of a checkpoint: format, sizes, and what is replicated."""
 
 import math
 
@@ -23,7 +23,7 @@ def describe(checkpoint: Checkpoint) -> str:
     name = published_name(sizes)
     lines = [
         ("format", f"{checkpoint.format} ({_FORMATS[checkpoint.format]})"),
-        ("model", f"Gemma 2 {name}" if name else "Gemma 2 of an unpublished size"),
+        ("model", f"Gemma 2 {name.upper()}" if name else "Gemma 2 of an unpublished size"),
         ("layers", f"{sizes.num_layers}, sliding window {_window(checkpoint)}"),
         ("hidden", f"{sizes.hidden_size}, feed-forward {sizes.intermediate_size}"),
         (

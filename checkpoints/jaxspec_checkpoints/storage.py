@@ -63,9 +63,21 @@ class Slabs:
     then dropped with everything else.
     """
 
-    def __init__(self, array: StoredArray, axis: int, fixed: tuple[int, ...] = ()):
-        """Read along `axis`, at index `fixed` of the first axes."""
+    def __init__(
+        self,
+        array: StoredArray,
+        axis: int,
+        fixed: tuple[int, ...] = (),
+        *,
+        length: int | None = None,
+    ):
+        """Read along `axis`, at index `fixed` of the first axes.
+
+        Args:
+            length: Where the last slab ends, if that is before the end of the axis.
+        """
         self._array, self._axis, self._fixed = array, axis, fixed
+        self._length = array.shape[axis] if length is None else length
         self._store: ts.TensorStore | None = None
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -88,7 +100,7 @@ class Slabs:
                 f"tensor {array.name!r} of {array.folder} cannot be read; a file is "
                 f"truncated, missing or damaged, fetch it again: {error}"
             ) from error
-        if stop == array.shape[self._axis]:
+        if stop >= self._length:
             self._store = None
         return values
 

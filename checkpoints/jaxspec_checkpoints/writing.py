@@ -77,34 +77,33 @@ def write_checkpoint(
         unit_scale=True,
         disable=not progress,
     )
+    write = functools.partial(write, dtype=kind, on_bytes=bar.update)
     try:
-        with (
-            bar,
-            tempfile.TemporaryDirectory(
-                dir=destination.parent, prefix=f".{destination.name}."
-            ) as temporary,
-        ):
-            # The mark stays behind when the folder gets its name, in one step.
-            mark = Path(temporary) / INCOMPLETE
-            mark.write_text("What an unfinished conversion left: delete this folder.\n")
-            folder = Path(temporary) / destination.name
-            folder.mkdir()
-            write(
-                folder,
-                checkpoint.sizes,
-                checkpoint.tensors,
-                dtype=kind,
-                on_bytes=bar.update,
-            )
-            _write_side_files(checkpoint, folder, kind)
-            _sync(folder)
-            folder.rename(destination)
-            _sync_one(destination.parent)
+        with bar:
+            _write(checkpoint, destination, write, kind)
     except CheckpointError:
         raise
     except (OSError, ValueError) as error:
         # TensorStore reports a full disk as a ValueError.
         raise CheckpointError(f"{destination} was not written: {error}") from error
+
+
+def _write(
+    checkpoint: Checkpoint, destination: Path, write: Writer, kind: np.dtype | None
+) -> None:
+    """Write into a temporary folder, which goes away in any case, and rename."""
+    parent, name = destination.parent, destination.name
+    with tempfile.TemporaryDirectory(dir=parent, prefix=f".{name}.") as temporary:
+        # The mark stays behind when the folder gets its name, in one step.
+        mark = Path(temporary) / INCOMPLETE
+        mark.write_text("What an unfinished conversion left: delete this folder.\n")
+        folder = Path(temporary) / name
+        folder.mkdir()
+        write(folder, checkpoint.sizes, checkpoint.tensors)
+        _write_side_files(checkpoint, folder, kind)
+        _sync(folder)
+        folder.rename(destination)
+        _sync_one(parent)
 
 
 def _check_destination(

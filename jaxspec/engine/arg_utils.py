@@ -344,11 +344,11 @@ def _generation_defaults(args: EngineArgs, folder: Path) -> dict[str, Any]:
     """Translate the model's recommended sampling to the names of SamplingParams."""
     stored: dict[str, Any] = {}
     if args.generation_config == "auto":
-        stored = read_generation_config(folder)
+        stored = dict(read_generation_config(folder))
     elif args.generation_config != "vllm":
         name = args.generation_config
         source = _fetched(args, name, "generation_config", weights=False)
-        stored = read_generation_config(source)
+        stored = dict(read_generation_config(source))
     stored |= args.override_generation_config or {}
     return {
         ours: stored[theirs]

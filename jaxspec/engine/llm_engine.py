@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, no_type_check
 
 import numpy as np
@@ -10,19 +10,14 @@ import numpy as np
 from jaxspec.config import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.controller import Controller
+from jaxspec.engine.loading import make_runner, read_tokenizer
 from jaxspec.engine.output import TextStream
 from jaxspec.engine.request import Request
-from jaxspec.engine.runner import (
-    Runner,
-    build_mesh,
-    choose_dtype,
-    use_compilation_cache,
-)
+from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Launch, Progress, Scheduler
 from jaxspec.engine.stats import EngineStats
-from jaxspec.errors import ConfigError, RequestError
+from jaxspec.errors import RequestError
 from jaxspec.inputs import parse_prompt
-from jaxspec.models.weights import load_params
 from jaxspec.outputs import (
     CompletionOutput,
     RequestOutput,
@@ -31,9 +26,7 @@ from jaxspec.outputs import (
 )
 from jaxspec.program.plan import RULES
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams, check_supported
-from jaxspec.sharding import DRAFT_MESH_AXES
 from jaxspec.tokenizer import Tokenizer
-from jaxspec_checkpoints import CheckpointError, Tensor, open_checkpoint
 
 
 class LLMEngine:
@@ -52,9 +45,7 @@ class LLMEngine:
         tokenizer: Tokenizer | None = None,
     ):
         self.config = config
-        self.tokenizer = tokenizer or Tokenizer.from_folder(
-            config.tokenizer, config.chat_template
-        )
+        self.tokenizer = tokenizer or read_tokenizer(config)
         self.runner = runner or make_runner(config)
         self.controller = Controller(config.speculative)
         self.scheduler = Scheduler(config, self.controller)
@@ -151,7 +142,8 @@ class LLMEngine:
             rule = "coupled"
         stop_ids = tuple(params.stop_token_ids or ())
         if not params.ignore_eos:
-            stop_ids = tuple(dict.fromkeys((*model.eos_token_ids, *stop_ids)))
+            ends = (*model.eos_token_ids, *self.tokenizer.turn_end_ids)
+            stop_ids = tuple(dict.fromkeys((*ends, *stop_ids)))
         metrics = None
         if num_draft:
             metrics = RequestSpecDecodeMetrics.empty(config.num_draft_tokens)
@@ -345,48 +337,3 @@ def _is_stop(request: Request) -> bool:
     last = request.num_tokens - 1
     first_allowed = request.num_prompt_tokens + request.params.min_tokens
     return last >= first_allowed and request.output_token_ids[-1] in request.stop_ids
-
-
-def make_runner(config: EngineConfig) -> Runner:
-    """Load both models onto the mesh that the configuration asks for.
-
-    Raises:
-        ConfigError: A checkpoint is incomplete or damaged.
-    """
-    use_compilation_cache(config.compilation_cache_dir)
-    mesh = build_mesh(config)
-    dtype = choose_dtype(config.dtype, mesh)
-    target_model, draft_model = config.model_config, config.draft_model_config
-    # Both are checked before either is read: a wrong draft must not cost minutes.
-    target_tensors = _open(config.model, "model")
-    draft_tensors = None
-    if config.speculative is not None:
-        draft_tensors = _open(config.speculative.model, "speculative_model")
-    draft = None
-    try:
-        target = load_params(
-            target_model,
-            target_tensors,
-            dtype=dtype,
-            mesh=mesh,
-            progress="Loading target",
-        )
-        if draft_model is not None and draft_tensors is not None:
-            draft = load_params(
-                draft_model,
-                draft_tensors,
-                dtype=dtype,
-                mesh=mesh,
-                mesh_axes=DRAFT_MESH_AXES,
-                progress="Loading draft",
-            )
-    except CheckpointError as error:
-        raise ConfigError(str(error), parameter="model") from error
-    return Runner(config, mesh, target, draft)
-
-
-def _open(folder: str, argument: str) -> Mapping[str, Tensor]:
-    try:
-        return open_checkpoint(folder).tensors
-    except CheckpointError as error:
-        raise ConfigError(str(error), parameter=argument, value=folder) from error

@@ -34,7 +34,7 @@ def published_networks() -> dict[str, Any]:
         pytest.skip(f"google-deepmind's gemma library is not installed: {INSTALL}")
     with _stand_ins():
         nn = importlib.import_module("gemma.gm.nn")
-        # Attributes import on first use, which must happen while the stand-ins are there.
+        # Attributes import on first use: it must happen while the stand-ins are there.
         kauldron = importlib.import_module("kauldron.kd")
         assert kauldron.nn.Identity
         assert kauldron.sharding

@@ -1,4 +1,4 @@
-"""Blocks have the rows asked for and exactly numpy's cast; what is too large is named."""
+"""Blocks have the rows asked for, cast as numpy does; what is too large is named."""
 
 import numpy as np
 import pytest

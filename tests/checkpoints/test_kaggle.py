@@ -79,6 +79,20 @@ def test_stacked_layers(tmp_path, num_layers, form):
     check(tmp_path, tensors)
 
 
+def test_nothing_is_kept_of_a_tensor_that_was_read(tmp_path):
+    """An array may be one chunk; the embedding ends before its pads do."""
+    write_mount(tmp_path, use_ocdbt=False)
+    tensors = open_kaggle(tmp_path).tensors
+    for tensor in tensors.values():
+        tensor.whole()
+    for path in (tmp_path / "variant").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    for tensor in tensors.values():
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            tensor.read(0, 1)
+
+
 def test_root_and_tree_are_the_same_checkpoint(tmp_path, monkeypatch):
     tensors = write_mount(tmp_path)
     for folder in (tmp_path, tmp_path / "variant"):

@@ -18,11 +18,22 @@ TENSORS = tiny_tensors(CONFIG, dtype="bfloat16")
 INDEX = "model.safetensors.index.json"
 
 
-def write(folder: Path, tensors: dict[str, np.ndarray], **options) -> int:
+def write(
+    folder: Path,
+    tensors: dict[str, np.ndarray],
+    *,
+    dtype: np.dtype | None = None,
+    max_shard_bytes: int = shards.MAX_SHARD_BYTES,
+) -> int:
     num_bytes: list[int] = []
-    options = dict(dtype=None, on_bytes=num_bytes.append) | options
-    sizes = Sizes.from_config(CONFIG)
-    write_huggingface(folder, sizes, in_memory(tensors), **options)
+    write_huggingface(
+        folder,
+        Sizes.from_config(CONFIG),
+        in_memory(tensors),
+        dtype=dtype,
+        on_bytes=num_bytes.append,
+        max_shard_bytes=max_shard_bytes,
+    )
     return sum(num_bytes)
 
 

@@ -88,15 +88,16 @@ def test_other_folders_are_none(tmp_path):
     assert not is_orbax(tmp_path)
 
 
-def test_a_chunk_is_decoded_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize("length", [None, 25])
+def test_a_chunk_is_decoded_once(tmp_path, length):
     """Read by small slabs, the file of a large chunk is opened once per pass."""
     save(tmp_path / "tree", TREE, use_ocdbt=False)
     array = open_arrays(tmp_path / "tree")["a/b.w"]
     assert array.chunks == array.shape
-    slabs = Slabs(array, axis=2, fixed=(1,))
+    slabs = Slabs(array, axis=2, fixed=(1,), length=length)
     slabs.read(0, 1)
     shutil.rmtree(tmp_path / "tree" / "a")
-    for start in range(1, 30):
+    for start in range(1, length or 30):
         expected = ARRAYS["a/b.w"][1, :, start : start + 1]
         np.testing.assert_array_equal(slabs.read(start, start + 1), expected)
     # The last slab ends the pass and drops what was kept.

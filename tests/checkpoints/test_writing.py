@@ -250,9 +250,9 @@ ERRORS = {
 @pytest.mark.parametrize("count", [1, 7, 24])
 @pytest.mark.parametrize("name", ERRORS)
 @pytest.mark.parametrize("to", FORMATS)
-def test_error_while_writing_leaves_nothing(
-    tmp_path, source, monkeypatch, to, name, count
-):
+def test_error_while_writing_leaves_nothing(tmp_path, monkeypatch, to, name, count):
+    source = tmp_path / "there" / "source"
+    write_tiny(source, family="2b")
     error, expected, message = ERRORS[name]
     monkeypatch.setattr(writing, "tqdm", Bar(count, raising(error)))
     with pytest.raises(expected, match=message):

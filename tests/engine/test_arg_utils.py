@@ -368,5 +368,5 @@ def test_a_folder_of_another_kind(tmp_path: Path):
     with pytest.raises(ConfigError, match="'gemma2'.*got 'llama'"):
         configure(other)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="Found: an empty folder"):
+    with pytest.raises(ConfigError, match="found: an empty folder"):
         configure(str(tmp_path / "empty"))

@@ -1,0 +1,88 @@
+"""Owns what happens once, at the start: files to a tokenizer and to a runner."""
+
+from collections.abc import Mapping
+
+from jaxspec.config import EngineConfig
+from jaxspec.engine.runner import (
+    Runner,
+    build_mesh,
+    choose_dtype,
+    use_compilation_cache,
+)
+from jaxspec.errors import ConfigError, wrong_argument
+from jaxspec.models.weights import load_params
+from jaxspec.sharding import DRAFT_MESH_AXES
+from jaxspec.tokenizer import Tokenizer, check_same_tokenizer
+from jaxspec_checkpoints import CheckpointError, Tensor, model_files, open_checkpoint
+
+# vLLM's names, and the formats of checkpoints that they mean.
+_LOAD_FORMATS = {
+    "auto": ("hf", "kaggle", "orbax"),
+    "safetensors": ("hf",),
+    "orbax": ("kaggle", "orbax"),
+}
+
+
+def read_tokenizer(config: EngineConfig) -> Tokenizer:
+    """Read the target's tokenizer, and check that the draft's is the same one.
+
+    Raises:
+        ConfigError: A tokenizer cannot be read, or they differ.
+    """
+    tokenizer = Tokenizer.from_folder(config.tokenizer, config.chat_template)
+    if config.speculative is not None:
+        folder = config.speculative.model
+        # A draft without a tokenizer of its own was trained for the target's.
+        if {"tokenizer.model", "tokenizer.json"} & model_files(folder).keys():
+            check_same_tokenizer(tokenizer, Tokenizer.from_folder(folder))
+    return tokenizer
+
+
+def make_runner(config: EngineConfig) -> Runner:
+    """Load both models onto the mesh that the configuration asks for.
+
+    Raises:
+        ConfigError: A checkpoint is incomplete or damaged.
+    """
+    use_compilation_cache(config.compilation_cache_dir)
+    mesh = build_mesh(config)
+    dtype = choose_dtype(config.dtype, mesh)
+    target_model, draft_model = config.model_config, config.draft_model_config
+    # Both are checked before either is read: a wrong draft must not cost minutes.
+    target_tensors = _open(config.model, config.load_format, "model")
+    draft_tensors = None
+    if config.speculative is not None:
+        folder = config.speculative.model
+        draft_tensors = _open(folder, config.load_format, "speculative_model")
+    draft = None
+    try:
+        target = load_params(
+            target_model,
+            target_tensors,
+            dtype=dtype,
+            mesh=mesh,
+            progress="Loading target",
+        )
+        if draft_model is not None and draft_tensors is not None:
+            draft = load_params(
+                draft_model,
+                draft_tensors,
+                dtype=dtype,
+                mesh=mesh,
+                mesh_axes=DRAFT_MESH_AXES,
+                progress="Loading draft",
+            )
+    except CheckpointError as error:
+        raise ConfigError(str(error), parameter="model") from error
+    return Runner(config, mesh, target, draft)
+
+
+def _open(folder: str, load_format: str, argument: str) -> Mapping[str, Tensor]:
+    try:
+        checkpoint = open_checkpoint(folder)
+    except CheckpointError as error:
+        raise ConfigError(str(error), parameter=argument, value=folder) from error
+    if checkpoint.format not in _LOAD_FORMATS[load_format]:
+        allowed = f"'auto' for {folder}, which holds format {checkpoint.format!r},"
+        raise wrong_argument(ConfigError, "load_format", allowed, load_format)
+    return checkpoint.tensors
