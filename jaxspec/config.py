@@ -30,6 +30,10 @@ DTYPES = ("auto", "float32", "bfloat16")
 # What "auto" becomes is known on the device only; float32 is the larger outcome.
 MAX_DTYPE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}
 MAX_PAGE_SIZE = 256
+PAIR_HINT = (
+    "Choose a draft of the target's family; of Gemma 2, these pairs work (target <- "
+    "draft): 27b <- 9b, 27b <- 2b, 9b <- 2b."
+)
 
 # Sizes have no sensible default. The other keys of a Gemma 2 config.json have the
 # defaults of the format, which writers may leave out.
@@ -305,8 +309,7 @@ class EngineConfig:
         if target_vocab != draft_vocab:
             raise ConfigError(
                 "Target and draft must share one vocabulary: the target has "
-                f"{target_vocab} tokens, the draft {draft_vocab}. Choose a draft of "
-                "the target's family.",
+                f"{target_vocab} tokens, the draft {draft_vocab}. {PAIR_HINT}",
                 parameter="speculative_model",
                 value=self.speculative.model,
             )

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxspec.chat import GemmaTurns, Marks, read_messages
 from jaxspec.chat_template import ChatTemplate, folder_template, given_template
+from jaxspec.config import PAIR_HINT
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.pieces import END_OF_TURN, START_OF_TURN, Pieces, read_pieces
 
@@ -227,9 +228,7 @@ def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
             raise ConfigError(
                 "Target and draft must share one tokenizer, because a draft proposes "
                 f"token ids: id {token} is {_shown(ours)} for the target and "
-                f"{_shown(theirs)} for the draft. Choose a draft of the target's "
-                "family; of Gemma 2, these pairs work (target <- draft): 27b <- 9b, "
-                "27b <- 2b, 9b <- 2b.",
+                f"{_shown(theirs)} for the draft. {PAIR_HINT}",
                 parameter="speculative_model",
                 value=theirs,
             )

@@ -1,0 +1,160 @@
+"""A pair that cannot work is refused before a weight is read, whatever its format."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import sentencepiece
+
+from jaxspec import LLM, SamplingParams
+from jaxspec.engine import loading
+from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.errors import ConfigError
+from jaxspec_checkpoints import bundled_draft, bundled_target, open_checkpoint
+from jaxspec_checkpoints.writing import write_checkpoint
+from tests.checkpoints.models import write_tiny
+
+SIZES: dict[str, Any] = dict(max_model_len=64, max_num_seqs=2, dtype="float32")
+VOCABULARY = dict(vocab_size=8192)  # of the bundled tokenizer
+
+
+def configure(target: Path, draft: Path | None = None, **options: Any) -> Any:
+    settings: dict[str, Any] = SIZES | options
+    if draft is not None:
+        settings |= dict(speculative_model=str(draft), num_speculative_tokens=2)
+    return EngineArgs(model=str(target), **settings).create_engine_config()
+
+
+def train_tokenizer(folder: Path) -> None:
+    sentencepiece.SentencePieceTrainer.train(  # pyright: ignore
+        sentence_iterator=iter(["a quick brown fox"] * 20),
+        model_prefix=str(folder / "tokenizer"),
+        model_type="bpe",
+        vocab_size=300,
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+
+
+@pytest.fixture
+def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(loading, "load_params", fail)
+
+
+def test_another_vocabulary_is_refused_with_the_pairs_that_work(tmp_path):
+    write_tiny(tmp_path / "draft", family="2b", vocab_size=512)
+    expected = r"8192 tokens, the draft 512\. .*27b <- 9b, 27b <- 2b, 9b <- 2b"
+    with pytest.raises(ConfigError, match=expected):
+        configure(bundled_target(), tmp_path / "draft")
+
+
+@pytest.mark.usefixtures("nothing_is_read")
+def test_another_tokenizer_is_refused_with_the_pairs_that_work(tmp_path):
+    write_tiny(tmp_path / "draft", family="2b", **VOCABULARY)
+    train_tokenizer(tmp_path / "draft")
+    with pytest.raises(ConfigError, match=r"share one tokenizer.*27b <- 9b") as error:
+        LLM(
+            str(bundled_target()),
+            speculative_model=str(tmp_path / "draft"),
+            **SIZES,
+            num_speculative_tokens=2,
+        )
+    assert error.value.parameter == "speculative_model"
+
+
+def test_a_draft_needs_no_tokenizer_of_its_own(tmp_path):
+    write_tiny(tmp_path / "draft", family="2b", **VOCABULARY)
+    (tmp_path / "draft" / "tokenizer.model").unlink()
+    config = configure(bundled_target(), tmp_path / "draft")
+    assert loading.read_tokenizer(config).vocab_size == 8192
+
+
+def test_pad_rows_of_a_flax_embedding_are_no_difference(tmp_path):
+    """The tree has 128 rows more than the tokenizer has pieces."""
+    write_checkpoint(
+        open_checkpoint(bundled_draft()),
+        tmp_path / "draft",
+        to="kaggle",
+        progress=False,
+    )
+    config = configure(bundled_target(), tmp_path / "draft")
+    assert config.draft_model_config.vocab_size == 8192
+    assert loading.read_tokenizer(config).vocab_size == 8192
+
+
+@pytest.mark.usefixtures("nothing_is_read")
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_damage_of_either_model_is_found_before_a_weight_is_read(tmp_path, role):
+    folders = {"target": bundled_target(), "draft": bundled_draft()}
+    folders[role] = tmp_path / "model"
+    write_tiny(tmp_path / "model", family="2b", **VOCABULARY)
+    path = tmp_path / "model" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(ConfigError, match="no readable safetensors") as error:
+        loading.make_runner(configure(folders["target"], folders["draft"]))
+    assert error.value.parameter == {"target": "model"}.get(role, "speculative_model")
+
+
+def test_a_flipped_byte_is_found_while_reading(tmp_path):
+    write_tiny(tmp_path / "hf", family="2b", **VOCABULARY)
+    write_checkpoint(
+        open_checkpoint(tmp_path / "hf"), tmp_path / "own", to="orbax", progress=False
+    )
+    files = [path for path in (tmp_path / "own" / "weights").rglob("d/*")]
+    path = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    before = len(jax.live_arrays())
+    with pytest.raises(ConfigError, match="sha256|cannot be read"):
+        loading.make_runner(configure(tmp_path / "own"))
+    assert len(jax.live_arrays()) == before
+
+
+@pytest.mark.parametrize(
+    ("to", "load_format", "is_right"),
+    [
+        ("hf", "safetensors", True),
+        ("hf", "orbax", False),
+        ("kaggle", "orbax", True),
+        ("kaggle", "safetensors", False),
+        ("orbax", "auto", True),
+        ("orbax", "safetensors", False),
+    ],
+)
+def test_load_format_is_what_the_folder_must_hold(tmp_path, to, load_format, is_right):
+    write_tiny(tmp_path / "hf", family="2b", **VOCABULARY)
+    folder = tmp_path / "hf"
+    if to != "hf":
+        folder = tmp_path / to
+        source = open_checkpoint(tmp_path / "hf")
+        write_checkpoint(source, folder, to=to, progress=False)
+    config = configure(folder, load_format=load_format)
+    if is_right:
+        assert loading.make_runner(config).params[1] is None
+        return
+    with pytest.raises(ConfigError, match=f"load_format must .* format '{to}'"):
+        loading.make_runner(config)
+
+
+@pytest.mark.parametrize(("has_template", "ends"), [(True, {1, 107}), (False, {1})])
+def test_an_answer_ends_with_its_turn(tmp_path, has_template, ends):
+    """Copies of the tuned models name only <eos>; they were tuned for turns."""
+    write_tiny(tmp_path, family="2b", eos_token_id=1, **VOCABULARY)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1}')
+    if not has_template:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({}))
+    with LLM(str(tmp_path), **SIZES) as llm:
+        engine = llm.llm_engine
+        engine.add_request("0", "x", SamplingParams(max_tokens=1))
+        assert set(engine._requests["0"].stop_ids) == ends
