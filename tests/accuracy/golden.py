@@ -225,7 +225,9 @@ def check_encode(model: GoldenModel, case: Case) -> None:
 
 
 def check_decode(model: GoldenModel, case: Case) -> None:
-    found = [dict(each, text=model.tokenizer.decode(each["ids"])) for each in case["texts"]]
+    found = [
+        dict(each, text=model.tokenizer.decode(each["ids"])) for each in case["texts"]
+    ]
     assert found == case["texts"]
 
 

@@ -177,9 +177,10 @@ def test_first_layer_must_have_what_tells_the_sizes(part, wrong):
         tree.is_model_first(tree.sizes())
 
 
-def test_missing_stack():
-    leaves = {path: shape for path, shape in STACKS.items() if "type_0" not in path}
-    expected = "no tensor 'stacked_layers/attention_type_0/"
+@pytest.mark.parametrize(("old", "new"), [("type_0", "type_2"), ("type_1", "type_2")])
+def test_missing_stack(old, new):
+    leaves = {path.replace(old, new): shape for path, shape in STACKS.items()}
+    expected = f"no tensor 'stacked_layers/attention_{old}/"
     with pytest.raises(CheckpointError, match=expected):
         tree_of(leaves, "nested").sizes()
 

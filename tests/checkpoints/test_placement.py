@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ from jaxspec_checkpoints import (
     Sizes,
     Tensor,
     in_memory,
+    open_checkpoint,
     place,
     tensor,
     tensor_shapes,
 )
+from jaxspec_checkpoints.writing import write_checkpoint
 from tests.checkpoints import loading_memory
 from tests.checkpoints.models import tiny_config
 
@@ -146,8 +150,9 @@ LARGE = dict(
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("large")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("large") / "hf"
+    folder.mkdir()
     config = tiny_config("2b", torch_dtype="bfloat16", **LARGE)
     (folder / "config.json").write_text(json.dumps(config))
     random = np.random.default_rng(0)
@@ -158,14 +163,20 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     tensors = {name: values.view(jnp.bfloat16) for name, values in bits.items()}
     save_file(tensors, folder / "model.safetensors")
-    return folder
+    yield folder
+    shutil.rmtree(folder.parent)  # pytest would keep three of them
 
 
 @pytest.mark.slow
-def test_host_holds_at_most_two_of_the_largest_tensor(large):
+@pytest.mark.parametrize("to", ["hf", "kaggle", "orbax"])
+def test_host_holds_at_most_two_of_the_largest_tensor(large, to):
     """Measured in a process of its own: 2 GB of weights on 8 simulated devices."""
+    folder = large
+    if to != "hf":
+        folder = large.parent / to
+        write_checkpoint(open_checkpoint(large), folder, to=to, progress=False)
     result = subprocess.run(
-        [sys.executable, loading_memory.__file__, str(large)],
+        [sys.executable, loading_memory.__file__, str(folder)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

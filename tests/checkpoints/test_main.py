@@ -1,0 +1,81 @@
+"""`python -m jaxspec_checkpoints`: what it prints, writes, refuses and returns."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxspec_checkpoints import bundled_target, open_checkpoint
+from jaxspec_checkpoints.__main__ import main
+from tests.checkpoints.models import write_tiny
+
+
+def test_inspect_prints_the_report(capsys):
+    assert main(["inspect", str(bundled_target())]) == 0
+    found = capsys.readouterr()
+    assert "parameters    16,131,456" in found.out
+    assert found.err == ""
+
+
+@pytest.mark.parametrize("to", ["hf", "kaggle", "orbax"])
+def test_convert_writes_the_format_and_type(tmp_path, capsys, to):
+    write_tiny(tmp_path / "source", family="2b")
+    arguments = [str(tmp_path / "source"), str(tmp_path / "made"), "--to", to]
+    assert main(["convert", *arguments, "--dtype", "bfloat16"]) == 0
+    assert "made: " in capsys.readouterr().out
+    made = open_checkpoint(tmp_path / "made")
+    assert made.format == to
+    assert {tensor.dtype.name for tensor in made.tensors.values()} == {"bfloat16"}
+
+
+def test_what_cannot_be_used_is_said_in_one_line(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path)]) == 1
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert found.err.startswith("error: ")
+    assert "holds no checkpoint" in found.err
+    assert found.err.count("\n") == 1
+
+
+def test_a_destination_that_exists_stays_as_it_is(tmp_path, capsys):
+    write_tiny(tmp_path / "source", family="2b")
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "mine").write_text("mine")
+    arguments = [str(tmp_path / "source"), str(tmp_path / "made"), "--to", "hf"]
+    assert main(["convert", *arguments]) == 1
+    assert "exists already" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["inspect"],
+        ["convert", "a", "b"],
+        ["convert", "a", "b", "--to", "pickle"],
+        ["convert", "a", "b", "--to", "hf", "--dtype", "int8"],
+    ],
+)
+def test_wrong_usage_ends_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_the_module_runs(tmp_path: Path):
+    """As a user types it, outside the checkout."""
+    result = subprocess.run(
+        [sys.executable, "-m", "jaxspec_checkpoints", "inspect", str(tmp_path)],
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1
+    assert "holds no checkpoint" in result.stderr
+    assert "Traceback" not in result.stderr
