@@ -285,7 +285,6 @@ class ArrayWriter:
                 "chunks": chunks,
                 "compressor": None,
             },
-            "store_data_equal_to_fill_value": True,
         }
         self._stores[name] = ts.open(
             spec, context=self._context, transaction=self._transaction, create=True

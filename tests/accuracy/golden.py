@@ -184,8 +184,8 @@ def check_greedy(model: GoldenModel, case: Case) -> None:
     allowed = case["margin"] + (BFLOAT16_MARGIN if model.dtype == "bfloat16" else 0)
     text_before = model.tokenizer.decode(said[:worst])
     assert missing[worst] <= allowed, (
-        f"after {text_before!r} the published text has token {said[worst]}, ours would "
-        f"be {int(logits[worst].argmax())}, {missing[worst]:.3f} above it; {allowed} is "
+        f"after {text_before!r} the published text has token {said[worst]}; ours would "
+        f"be {int(logits[worst].argmax())}, by {missing[worst]:.3f}, and {allowed} is "
         "allowed"
     )
     if model.dtype in case["exact_in"]:

@@ -27,6 +27,8 @@ TEXT = "The capital of Hungary is Budapest which is located in Europe."
 PREFIX, NUM_PREFIXES = "The sun was warm and the sky was blue. ", 20
 NEW_TOKENS = 24
 QUESTION = "Tell me a short story about a dragon."
+TURN = f"<start_of_turn>user\n{QUESTION}<end_of_turn>\n<start_of_turn>model\n"
+END_TOKENS = (1, 107)
 TEXTS = (
     "This is a test",
     "",
@@ -38,115 +40,111 @@ TEXTS = (
     "生活的真谛是",
     "naïve\n\n\tcafé 🐉",
 )
+IDS = ([869], [4000, 869], [2000, 3000, 5000])
 
 
-def record(name: str) -> list[dict[str, Any]]:
-    model = Gemma2ForCausalLM.from_pretrained(
-        PAIR / name, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / name)
-    source = f"transformers {transformers.__version__}, eager attention, float32, CPU"
+class Reference:
+    """One model of the pair in transformers."""
 
-    def logits(ids: list[int]) -> np.ndarray:
+    def __init__(self, folder: Path):
+        self.model: Any = Gemma2ForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
         with torch.no_grad():
-            return model(torch.tensor([ids])).logits[0].double().numpy()
+            return self.model(torch.tensor([ids])).logits[0].double()
 
-    def generate(ids: list[int], *, ignore_eos: bool) -> list[int]:
-        known = list(ids)
-        while len(known) < len(ids) + NEW_TOKENS:
-            known.append(int(logits(known)[-1].argmax()))
-            if not ignore_eos and known[-1] in (1, 107):
+    def continuation(self, text: str, *, ignore_eos: bool) -> str:
+        """Take the best token again and again, with nothing kept in between."""
+        prompt = self.tokenizer.encode(text)
+        known = list(prompt)
+        while len(known) < len(prompt) + NEW_TOKENS:
+            known.append(int(self.logits(known)[-1].argmax()))
+            if not ignore_eos and known[-1] in END_TOKENS:
                 break
-        return known[len(ids) :]
+        return self.tokenizer.decode(known[len(prompt) :], skip_special_tokens=True)
 
-    def greedy(prompt: str, **prefix: Any) -> dict[str, Any]:
-        text = prefix.get("prefix", "") * prefix.get("num_prefixes", 0) + prompt
-        new = generate(tokenizer.encode(text), ignore_eos=True)
-        # Two cases in one: the text itself, and that every token is the best one.
-        return prefix | {
-            "kind": "greedy",
-            "prompt": prompt,
-            "text": tokenizer.decode(new, skip_special_tokens=True),
-            "num_tokens": NEW_TOKENS,
-            "exact_in": ["float32"],
-            "margin": 1e-3,
-        }
+    def scaled_rows(self, ids: list[int]) -> torch.Tensor:
+        scale = torch.tensor(self.model.config.hidden_size**0.5).bfloat16()
+        return self.model.model.embed_tokens.weight[ids].detach().bfloat16() * scale
 
-    def prompt_values(prompt: str) -> dict[str, Any]:
-        ids = tokenizer.encode(prompt)
-        scale = torch.tensor(model.config.hidden_size**0.5).bfloat16()
-        rows = model.model.embed_tokens.weight[ids].detach().bfloat16() * scale
-        return {
-            "prompt": prompt,
-            "tokens": ids,
-            "first": rows[:, :3].tolist(),
-            "last": rows[:, -3:].tolist(),
-            "logits": logits(ids)[:, :3].tolist(),
-        }
-
-    def bits_per_byte() -> float:
-        ids = tokenizer.encode(TEXT)
-        rows = torch.tensor(logits(ids[:-1])).log_softmax(-1)
+    def bits_per_byte(self, text: str) -> float:
+        ids = self.tokenizer.encode(text)
+        rows = self.logits(ids[:-1]).log_softmax(-1)
         nats = -rows[torch.arange(len(ids) - 1), ids[1:]].sum()
-        bits = float(nats) / np.log(2) + np.log2(model.config.vocab_size)
-        return bits / len(TEXT.encode())
+        bits = float(nats) / np.log(2) + np.log2(self.model.config.vocab_size)
+        return bits / len(text.encode())
 
-    def answer() -> str:
-        turn = f"<start_of_turn>user\n{QUESTION}<end_of_turn>\n<start_of_turn>model\n"
-        new = generate(tokenizer.encode(turn), ignore_eos=False)
-        return tokenizer.decode(new, skip_special_tokens=True)
 
-    values = [prompt_values(prompt) for prompt in PROMPTS]
-    cases = [
-        {
-            "kind": "embeddings",
-            "rtol": 0.0078125,
-            "prompts": [_without(each, "logits") for each in values],
-        },
+def values_of(reference: Reference) -> list[dict[str, Any]]:
+    """Record what needs one pass, or none."""
+    encode, decode = reference.tokenizer.encode, reference.tokenizer.decode
+    embeddings, logits = [], []
+    for prompt in PROMPTS:
+        ids = encode(prompt)
+        rows = reference.scaled_rows(ids)
+        values = reference.logits(ids)[:, :3].tolist()
+        each = {"prompt": prompt, "tokens": ids}
+        ends = {"first": rows[:, :3].tolist(), "last": rows[:, -3:].tolist()}
+        embeddings.append(each | ends)
+        logits.append(each | {"logits": values})
+    return [
+        {"kind": "embeddings", "rtol": 2**-7, "prompts": embeddings},
         {
             "kind": "logits",
             "ids": [0, 1, 2],
             "atol": {"float32": 1e-3, "bfloat16": 0.5},
-            "prompts": [_without(each, "first", "last") for each in values],
+            "prompts": logits,
         },
         {
             "kind": "cross_entropy",
             "text": TEXT,
-            "bits_per_byte": bits_per_byte(),
+            "bits_per_byte": reference.bits_per_byte(TEXT),
             "tolerance": 1e-4,
         },
-        {
-            "kind": "encode",
-            "ids_of": {text: tokenizer.encode(text) for text in TEXTS},
-        },
+        {"kind": "encode", "ids_of": {text: encode(text) for text in TEXTS}},
         {
             "kind": "decode",
-            "texts": [
-                {"ids": ids, "text": tokenizer.decode(ids)}
-                for ids in ([869], [4000, 869], [2000, 3000, 5000])
-            ],
+            "texts": [{"ids": ids, "text": decode(ids)} for ids in IDS],
         },
     ]
-    if name == "target":
-        # One of the two is enough: an engine takes long to compile.
-        cases += [
-            greedy(PROMPTS[1]),
-            greedy("In the morning", prefix=PREFIX, num_prefixes=NUM_PREFIXES),
-            {
-                "kind": "answers",
-                "num_tokens": NEW_TOKENS,
-                "contains": {QUESTION: answer()},
-            },
-        ]
-    return [{"models": [name], "source": source} | case for case in cases]
 
 
-def _without(values: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in names}
+def texts_of(reference: Reference) -> list[dict[str, Any]]:
+    """Record continuations."""
+    prefix = {"prefix": PREFIX, "num_prefixes": NUM_PREFIXES}
+    cases = []
+    for beginning, prompt in (({}, PROMPTS[1]), (prefix, "In the morning")):
+        whole = PREFIX * beginning.get("num_prefixes", 0) + prompt
+        case = {
+            "kind": "greedy",
+            "prompt": prompt,
+            "text": reference.continuation(whole, ignore_eos=True),
+            "num_tokens": NEW_TOKENS,
+            "exact_in": ["float32"],
+            "margin": 1e-3,
+        }
+        cases.append(beginning | case)
+    answer = reference.continuation(TURN, ignore_eos=False)
+    contains = {QUESTION: answer}
+    return [
+        *cases,
+        {"kind": "answers", "num_tokens": NEW_TOKENS, "contains": contains},
+    ]
 
 
 def main() -> None:
-    cases = [case for name in ("target", "draft") for case in record(name)]
+    source = f"transformers {transformers.__version__}, eager attention, float32, CPU"
+    cases = []
+    for name in ("target", "draft"):
+        reference = Reference(PAIR / name)
+        own = values_of(reference)
+        if name == "target":
+            # One of the two is enough: an engine takes long to compile.
+            own += texts_of(reference)
+        cases += [{"models": [name], "source": source} | case for case in own]
     text = json.dumps({"cases": cases}, indent=1, ensure_ascii=False)
     # Numbers of one row on one line.
     text = re.sub(

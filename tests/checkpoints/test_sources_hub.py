@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -100,18 +101,41 @@ def test_only_what_is_read_is_fetched(hub: HubStandIn):
 @pytest.mark.parametrize("below", ["", "weights/"])
 @pytest.mark.parametrize(
     "storage",
-    [{}, {"use_ocdbt": False}, {"use_zarr3": True}],
+    [{}, {"use_ocdbt": False}, {"use_ocdbt": False, "use_zarr3": True}],
     ids=["ocdbt", "zarr", "zarr3"],
 )
 def test_every_file_of_an_orbax_folder_is_fetched(
     hub: HubStandIn, tmp_path: Path, storage: dict[str, bool], below: str
 ):
-    tree = {"transformer/layer_0/mlp": {"w": np.ones((4, 3), np.float32)}}
+    tree = {"transformer/layer_0/mlp": {"w": jnp.ones((4, 3))}}
     ocp.PyTreeCheckpointer(**storage).save(tmp_path / "orbax", tree)
     stored = {below + name: data for name, data in files_of(tmp_path / "orbax").items()}
     assert len(stored) >= 3
     hub.files = {"tokenizer.model": b"tokens", "README.md": b"read"} | stored
     assert set(files_of(fetch(NAME))) == {"tokenizer.model", *stored}
+
+
+@pytest.mark.parametrize("below", ["", "gemma2-2b-it/"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_METADATA",
+        "_sharding",
+        "checkpoint",
+        "manifest.ocdbt",
+        "d/fa0b",
+        "ocdbt.process_0/manifest.ocdbt",
+        "ocdbt.process_0/d/fa0b",
+        "array_metadatas/process_0",
+        "params.transformer.layer_0.mlp/.zarray",
+        "params.transformer.layer_0.mlp/0.0",
+        "params/zarr.json",
+        "params/c/0/0",
+    ],
+)
+def test_a_file_of_an_orbax_folder_is_fetched(hub: HubStandIn, name: str, below: str):
+    hub.files = {below + name: b"stored"}
+    assert set(files_of(fetch(NAME))) == {below + name}
 
 
 def test_without_weights(hub: HubStandIn):

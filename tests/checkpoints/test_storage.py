@@ -81,6 +81,14 @@ def test_folders_of_older_versions_are_read(tmp_path):
     np.testing.assert_array_equal(read(folder, "c.w"), ARRAYS["c.w"])
 
 
+def test_database_without_a_description_of_the_tree(tmp_path):
+    """The database lists its arrays itself."""
+    save(tmp_path / "tree", TREE)
+    (tmp_path / "tree" / "_METADATA").unlink()
+    assert is_orbax(tmp_path / "tree")
+    np.testing.assert_array_equal(read(tmp_path / "tree", "c.w"), ARRAYS["c.w"])
+
+
 def test_other_folders_are_none(tmp_path):
     assert not is_orbax(tmp_path)
     assert not is_orbax(tmp_path / "nowhere")

@@ -117,7 +117,6 @@ def test_every_argument_reaches_the_hub(hub: HubStandIn, tmp_path: Path):
         revision="v1",
         hf_token=TOKEN,
         download_dir=str(tmp_path / "downloads"),
-        generation_config=NAME,
         speculative_config={
             "model": NAME,
             "revision": COMMIT,
@@ -129,9 +128,8 @@ def test_every_argument_reaches_the_hub(hub: HubStandIn, tmp_path: Path):
     assert config.speculative is not None
     assert config.speculative.model == config.model
     assert config.served_model_name == NAME
-    assert config.generation_defaults == {"temperature": 0.5}
-    # The draft's commit needs no question; the folder of defaults has no revision.
-    assert revisions == {"v1", "main"}
+    # A commit needs no question: it is the draft's.
+    assert revisions == {"v1"}
     assert {asked.authorization for asked in hub.asked} <= {f"Bearer {TOKEN}", ""}
 
 
@@ -150,6 +148,15 @@ def test_revision_of_the_tokenizer(
 ):
     _, asked = configure(hub, model=NAME, hf_token=TOKEN, **arguments)
     assert asked == revisions
+
+
+def test_defaults_for_sampling_come_without_weights(hub: HubStandIn):
+    config, revisions = configure(
+        hub, model="jaxspec/tiny-gemma2", generation_config=NAME, hf_token=TOKEN
+    )
+    assert config.generation_defaults == {"temperature": 0.5}
+    assert revisions == {"main"}
+    assert "model.safetensors" not in hub.fetched
 
 
 def test_a_tokenizer_comes_without_weights(hub: HubStandIn):

@@ -28,12 +28,10 @@ _WEIGHTS = (
     "*/checkpoint",
     "*array_metadatas/*",
     "*manifest.ocdbt",
-    "*ocdbt.process_*",
     "d/*",
     "*/d/*",
     "*.zarray",
     "*zarr.json",
-    "*/c/[0-9]*",
     "*/[0-9]*",
 )
 # Never, whatever folder they are in: pickles and formats that are not read. Weights in
