@@ -81,7 +81,12 @@ $(installed): pyproject.toml | $(bin)/python
 	@$(call pip_install,.)
 	@touch $@
 
-$(installed_test): pyproject.toml | $(bin)/python
+# Its own requirements hold TensorFlow, which the network in it does not use.
+gemma := tests/accuracy/gemma_requirements.txt
+
+$(installed_test): pyproject.toml $(gemma) | $(bin)/python
 	@echo "Installing jaxspec and its test tools into $(VENV) (once; a few minutes)"
 	@$(call pip_install,.[test])
+	@$(bin)/python -m pip install -q --no-deps -r $(gemma) || \
+	  echo "  without google-deepmind's gemma: the tests that compare with it are skipped"
 	@touch $(installed) $@

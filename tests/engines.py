@@ -46,7 +46,7 @@ class StubTokenizer(Tokenizer):
         self.has_turns = False
         self.all_special_ids = []
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *_: object, **__: object) -> list[int]:
         return [ord(character) - FIRST_CHARACTER for character in text]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:

@@ -34,7 +34,7 @@ GEMMA = """\
 {%- if add_generation_prompt %}<start_of_turn>model
 {% endif %}"""
 ALL_AT_ONCE = """\
-    {%- set ns = namespace(last='') %}
+    {% set ns = namespace(last='') %}
     {%- for message in messages recursive %}
         {%- if loop.index > 5 %}{% break %}{% endif %}
         {%- if message.role == 'system' %}{% continue %}{% endif %}
@@ -107,7 +107,7 @@ def test_the_built_in_format_is_gemmas_and_the_bundled_one(turns: Any, is_opened
         )
 
 
-@pytest.mark.parametrize("template", [GEMMA, "{{ messages[-1].content }} and more"])
+@pytest.mark.parametrize("template", [GEMMA, "{{ messages[-1].content }}. More"])
 @pytest.mark.parametrize("content", ["Once upon", "Once upon ", "a < b", " x\n"])
 def test_a_message_is_continued_as_in_transformers(
     hf: Any, template: str, content: str
@@ -223,7 +223,7 @@ def test_a_template_that_cuts_the_messages():
         ("{{ x | no_filter }}", ConfigError, "No filter named"),
         ("{% for x in y %}{% endif %}", ConfigError, "must be a Jinja template"),
         ("", ConfigError, "a Jinja template or the path"),
-        ("no/such/file", ConfigError, "No such file"),
+        ("no/such/file", ConfigError, "No such file exists"),
     ],
 )
 def test_a_template_that_fails(template: str, error: type[Exception], words: str):

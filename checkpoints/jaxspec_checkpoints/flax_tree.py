@@ -203,5 +203,5 @@ def read_tree(folder: Path, arrays: Mapping[str, StoredArray]) -> FlaxTree:
         arrays=leaves,
         root=root,
         has_w=has_w,
-        num_stacks=1 + max(stacks) if stacks else 0,
+        num_stacks=len(stacks),
     )

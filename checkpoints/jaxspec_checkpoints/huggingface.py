@@ -34,9 +34,7 @@ def open_huggingface(folder: Path) -> Checkpoint:
     """
     found = side_files(folder)
     if "config.json" not in found:
-        raise CheckpointError(
-            f"{folder} has no config.json; found: {listing(folder)}"
-        )
+        raise CheckpointError(f"{folder} has no config.json; found: {listing(folder)}")
     config = read_json(found["config.json"])
     generation = found.get("generation_config.json")
     tensors = read_tensors(folder)

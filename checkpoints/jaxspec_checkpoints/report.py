@@ -23,7 +23,10 @@ def describe(checkpoint: Checkpoint) -> str:
     name = published_name(sizes)
     lines = [
         ("format", f"{checkpoint.format} ({_FORMATS[checkpoint.format]})"),
-        ("model", f"Gemma 2 {name.upper()}" if name else "Gemma 2 of an unpublished size"),
+        (
+            "model",
+            f"Gemma 2 {name.upper()}" if name else "Gemma 2 of an unpublished size",
+        ),
         ("layers", f"{sizes.num_layers}, sliding window {_window(checkpoint)}"),
         ("hidden", f"{sizes.hidden_size}, feed-forward {sizes.intermediate_size}"),
         (

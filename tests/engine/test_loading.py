@@ -17,7 +17,7 @@ from jaxspec_checkpoints.writing import write_checkpoint
 from tests.checkpoints.models import write_tiny
 
 SIZES: dict[str, Any] = dict(max_model_len=64, max_num_seqs=2, dtype="float32")
-VOCABULARY = dict(vocab_size=8192)  # of the bundled tokenizer
+VOCABULARY: dict[str, Any] = dict(vocab_size=8192)  # of the bundled tokenizer
 
 
 def configure(target: Path, draft: Path | None = None, **options: Any) -> Any:
