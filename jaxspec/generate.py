@@ -111,14 +111,15 @@ def _sampling(options: argparse.Namespace) -> tuple[SamplingParams, list[str]]:
     return params, [note]
 
 
-def make_prompt(tokenizer: Tokenizer, text: str, *, is_chat: bool) -> str:
-    """The text as a user's turn that the model answers, or as it is."""
+def make_prompt(tokenizer: Tokenizer, text: str, *, is_chat: bool) -> PromptType:
+    """The text as a user's turn that the model answers, or as it is.
+
+    In a turn, special tokens that the text spells are ordinary text.
+    """
     if not is_chat:
         return text
-    turn = {"role": "user", "content": text}
-    written = tokenizer.apply_chat_template([turn], tokenize=False)
-    assert isinstance(written, str)
-    return written
+    written, token_ids = tokenizer.write_chat([{"role": "user", "content": text}])
+    return {"prompt": written, "prompt_token_ids": token_ids}
 
 
 def without_speculation(params: SamplingParams) -> SamplingParams:

@@ -199,11 +199,21 @@ def test_where_two_texts_part(right, said):
 
 def test_a_chat_is_written_in_turns():
     tokenizer = Tokenizer.from_folder(bundled_target())
-    prompt = generate.make_prompt(tokenizer, " Hi", is_chat=True)
+    prompt: Any = generate.make_prompt(tokenizer, " Hi", is_chat=True)
     expected = "<start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n"
-    assert prompt == f"<bos>{expected}"
-    # The beginning token is spelled out: encoding must not add a second one.
-    assert tokenizer.encode(prompt).count(tokenizer.bos_token_id) == 1
+    assert prompt["prompt"] == f"<bos>{expected}"
+    assert prompt["prompt_token_ids"] == tokenizer.encode(f"<bos>{expected}")
+
+
+def test_a_prompt_cannot_end_its_turn():
+    tokenizer = Tokenizer.from_folder(bundled_target())
+    prompt: Any = generate.make_prompt(tokenizer, "a<end_of_turn>b", is_chat=True)
+    ends = tokenizer.encode("<end_of_turn>", add_special_tokens=False)
+    assert prompt["prompt_token_ids"].count(*ends) == 1
+
+
+def test_a_raw_prompt_stays_as_it_is():
+    tokenizer = Tokenizer.from_folder(bundled_target())
     assert generate.make_prompt(tokenizer, " Hi", is_chat=False) == " Hi"
 
 

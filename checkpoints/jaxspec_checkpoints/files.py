@@ -16,21 +16,29 @@ def check_inside(folder: Path, path: Path) -> Path:
     """Return `path` if what it stands for lies in `folder`.
 
     A snapshot in the HuggingFace cache consists of symlinks to `blobs` beside
-    `snapshots`; those are allowed.
+    `snapshots`, and those may be symlinks to `blobs` of the whole cache; both are
+    allowed.
 
     Raises:
         CheckpointError: It is a symlink to somewhere else.
     """
     root, real = folder.resolve(), path.resolve()
-    roots = [root]
-    if root.parent.name == "snapshots":
-        roots.append(root.parents[1] / "blobs")
+    roots = [root, *_cache_blobs(root)]
     if not any(real.is_relative_to(allowed) for allowed in roots):
         raise CheckpointError(
             f"{path} is a symlink that points outside its folder, to {real}: put the "
             "file itself into the folder"
         )
     return path
+
+
+def _cache_blobs(root: Path) -> list[Path]:
+    """Return where the files of `<cache>/models--a--b/snapshots/<commit>` may be."""
+    for place in (root, *root.parents):
+        repository = place.parent.parent
+        if place.parent.name == "snapshots" and repository.name.startswith("models--"):
+            return [repository / "blobs", repository.parent / "blobs"]
+    return []
 
 
 def check_tree(folder: Path) -> None:

@@ -74,7 +74,9 @@ def layer_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
 
 def tensor_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a model, by its canonical name."""
-    shapes = {"model.embed_tokens.weight": (sizes.vocab_size, sizes.hidden_size)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (sizes.vocab_size, sizes.hidden_size)
+    }
     for layer in range(sizes.num_layers):
         for name, shape in layer_shapes(sizes).items():
             shapes[f"model.layers.{layer}.{name}"] = shape

@@ -5,6 +5,7 @@ time the host holds one parameter's shards and one block, however large the mode
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,7 +41,7 @@ def place(
     rows, *columns = parts[0].shape
     shape = (rows * len(parts), *columns)
     # A shard is known by its bounds: devices that hold copies share one buffer.
-    owners: dict[Index, list[jax.Device]] = {}
+    owners: dict[Index, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
         owners.setdefault(_bounds(index, shape), []).append(device)

@@ -52,7 +52,7 @@ def replicated(sizes: Sizes, num_devices: int) -> dict[str, str]:
     A tensor is split along heads, feed-forward rows or vocabulary; where the devices do
     not divide these, each gets all of it. Norms are never split.
     """
-    whole = dict.fromkeys(
+    whole: dict[str, str] = dict.fromkeys(
         (
             "input_layernorm",
             "post_attention_layernorm",

@@ -50,7 +50,7 @@ class Tensor:
         for start in range(0, num_rows, step):
             rows = self.read(start, min(start + step, num_rows))
             if self.sha256 is not None:
-                digest.update(np.ascontiguousarray(rows).view(np.uint8))
+                digest.update(np.ascontiguousarray(rows).view(np.uint8).data)
             yield start, rows
         if self.sha256 is not None and digest.hexdigest() != self.sha256:
             raise CheckpointError(

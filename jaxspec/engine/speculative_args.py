@@ -28,7 +28,8 @@ _SPECULATIVE_NAMES = {
     "ngram_prompt_lookup_min": "prompt_lookup_min",
 }
 _SPECULATIVE_KEYS = tuple(item.name for item in fields(SpeculativeConfig))
-# Keys that tune how vLLM runs a draft and have nothing to act on here.
+# Keys that change nothing here: what they tune does not exist, but for the draft's
+# revision, which `EngineArgs` takes from what the caller gave.
 _SPECULATIVE_NO_EFFECT = (
     "enforce_eager",
     "revision",

@@ -18,7 +18,8 @@ from tqdm.auto import tqdm
 from jaxspec.config import ModelConfig
 from jaxspec.models.gemma2 import Gemma2, gate_block
 from jaxspec.sharding import TARGET_MESH_AXES, named_sharding
-from jaxspec_checkpoints import Sizes, Tensor, check_tensors, place, tensor_shapes
+from jaxspec_checkpoints import Sizes, Tensor, check_tensors, tensor_shapes
+from jaxspec_checkpoints.placement import place
 
 # Canonical name within a layer -> (path, place among the parts of a fused parameter).
 _LAYER_PATHS: dict[str, tuple[tuple[str, ...], int]] = {

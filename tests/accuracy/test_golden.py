@@ -100,6 +100,22 @@ def test_every_comparison_can_fail(bundled: GoldenModel, case: Case) -> None:
             golden.CHECKS[case["kind"]](bundled, changed)
 
 
+@pytest.mark.slow
+def test_bfloat16_has_bounds_of_its_own() -> None:
+    """They hold; texts are not asked for, only that no other token was much better."""
+    cases = cases_of("bundled", "target")
+    model = GoldenModel(bundled_target(), cases, dtype="bfloat16")
+    for case in cases:
+        if case["kind"] in ("greedy", "logits"):
+            golden.CHECKS[case["kind"]](model, case)
+        if case["kind"] == "greedy":
+            changed: Any = dict(case)
+            _change_only_the_margin(changed)
+            with pytest.raises(AssertionError, match="the published text has token"):
+                golden.CHECKS["greedy"](model, changed)
+    model.shutdown()
+
+
 def _scale_last_column(case: Any) -> None:
     case["prompts"][-1]["last"][-1][-1] *= 1.02
 
@@ -118,6 +134,10 @@ def _move_the_first_logit(case: Any) -> None:
 
 def _change_a_token(case: Any) -> None:
     case["prompts"][0]["tokens"][1] += 1
+
+
+def _change_the_prompt(case: Any) -> None:
+    case["prompts"][-1]["prompt"] += " then"
 
 
 def _change_the_last_word(case: Any) -> None:
@@ -168,7 +188,12 @@ CHANGES: dict[str, list[Callable[[Any], None]]] = {
     "embeddings": [_scale_first_column, _scale_last_column, _change_a_token],
     "encode": [_change_an_id],
     "greedy": [_change_only_the_margin, _change_only_what_is_said, _lengthen],
-    "logits": [_move_a_logit, _move_the_first_logit, _change_a_token],
+    "logits": [
+        _move_a_logit,
+        _move_the_first_logit,
+        _change_a_token,
+        _change_the_prompt,
+    ],
 }
 
 

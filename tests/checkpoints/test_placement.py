@@ -22,10 +22,10 @@ from jaxspec_checkpoints import (
     Tensor,
     in_memory,
     open_checkpoint,
-    place,
     tensor,
     tensor_shapes,
 )
+from jaxspec_checkpoints.placement import place
 from jaxspec_checkpoints.writing import write_checkpoint
 from tests.checkpoints import loading_memory
 from tests.checkpoints.models import tiny_config
@@ -70,7 +70,7 @@ def test_every_device_holds_its_shard(monkeypatch, block_bytes, spec, count, blo
     placed = put(parts, spec, block=block)
     expected = fuse(parts, block)
     assert placed.shape == expected.shape
-    assert placed.sharding.spec == SPECS[spec]
+    assert placed.sharding == NamedSharding(MESH, SPECS[spec])
     for shard in placed.addressable_shards:
         np.testing.assert_array_equal(shard.data, expected[shard.index])
 

@@ -80,6 +80,19 @@ def test_a_model_arrives_and_opens(hub: HubStandIn, origin: Path, tmp_path: Path
     assert hub.fetched == set()
 
 
+def test_files_that_the_cache_shares_between_models_open(
+    hub: HubStandIn, origin: Path, tmp_path: Path
+):
+    # What the library does with everything that comes from Xet storage.
+    folder = fetch(NAME)
+    for blob in (folder.parents[1] / "blobs").iterdir():
+        shared = tmp_path / "cache/blobs" / blob.name[:2] / blob.name
+        shared.parent.mkdir(parents=True, exist_ok=True)
+        blob.rename(shared)
+        blob.symlink_to(Path(os.path.relpath(shared, blob.parent)))
+    check_same(fetch(NAME), origin)
+
+
 def test_only_what_is_read_is_fetched(hub: HubStandIn):
     wanted = set(hub.files) | {"tokenizer.json", "special_tokens_map.json"}
     wanted |= {"chat_template.jinja"}
@@ -116,9 +129,8 @@ def test_every_file_of_an_orbax_folder_is_fetched(
 
 
 @pytest.mark.parametrize("below", ["", "gemma2-2b-it/"])
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_published_orbax_folders_are_fetched(hub: HubStandIn, below: str):
+    names = [
         "_METADATA",
         "_sharding",
         "checkpoint",
@@ -131,11 +143,9 @@ def test_every_file_of_an_orbax_folder_is_fetched(
         "params.transformer.layer_0.mlp/0.0",
         "params/zarr.json",
         "params/c/0/0",
-    ],
-)
-def test_a_file_of_an_orbax_folder_is_fetched(hub: HubStandIn, name: str, below: str):
-    hub.files = {below + name: b"stored"}
-    assert set(files_of(fetch(NAME))) == {below + name}
+    ]
+    hub.files = {below + name: name.encode() for name in names}
+    assert set(files_of(fetch(NAME))) == set(hub.files)
 
 
 def test_without_weights(hub: HubStandIn):
