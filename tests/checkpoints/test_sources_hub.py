@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +14,14 @@ from huggingface_hub import constants
 
 from jaxspec_checkpoints import CheckpointError, open_checkpoint
 from jaxspec_checkpoints.sources import fetch
-from tests.checkpoints.models import write_tiny
 from tests.checkpoints.stand_ins import (
     COMMIT,
     TOKEN,
     HubStandIn,
     files_of,
-    hub_alone,
-    point_hub_to,
-    serve,
 )
 
 NAME = "google/tiny"
-
-
-@pytest.fixture
-def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    with hub_alone(monkeypatch, tmp_path) as refused:
-        yield refused
-
-
-@pytest.fixture
-def origin(tmp_path: Path) -> Path:
-    write_tiny(tmp_path / "origin", family="2b", shards=3)
-    return tmp_path / "origin"
-
-
-@pytest.fixture
-def hub(
-    origin: Path, refused: list[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[HubStandIn]:
-    stand_in = HubStandIn(files=files_of(origin))
-    with serve(stand_in):
-        point_hub_to(monkeypatch, f"http://127.0.0.1:{stand_in.port}")
-        yield stand_in
-    assert refused == []
 
 
 def check_same(folder: Path, origin: Path) -> None:

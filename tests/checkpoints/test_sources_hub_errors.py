@@ -3,7 +3,6 @@
 import errno
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,43 +11,18 @@ from huggingface_hub import file_download
 
 from jaxspec_checkpoints import CheckpointError
 from jaxspec_checkpoints.sources import fetch
-from tests.checkpoints.models import write_tiny
 from tests.checkpoints.stand_ins import (
     COMMIT,
     Answer,
     Asked,
     HubStandIn,
     files_of,
-    hub_alone,
     only_here,
     point_hub_to,
     serve,
 )
 
 NAME = "google/tiny"
-
-
-@pytest.fixture
-def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    with hub_alone(monkeypatch, tmp_path) as refused:
-        yield refused
-
-
-@pytest.fixture
-def origin(tmp_path: Path) -> Path:
-    write_tiny(tmp_path / "origin", family="2b", shards=3)
-    return tmp_path / "origin"
-
-
-@pytest.fixture
-def hub(
-    origin: Path, refused: list[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[HubStandIn]:
-    stand_in = HubStandIn(files=files_of(origin))
-    with serve(stand_in):
-        point_hub_to(monkeypatch, f"http://127.0.0.1:{stand_in.port}")
-        yield stand_in
-    assert refused == []
 
 
 def message_of(name: str = NAME, **arguments: Any) -> str:
