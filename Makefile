@@ -12,7 +12,8 @@ installed_test := $(VENV)/.installed-test
 
 # Tests run on as many cores as there are, four at most: a process takes a few GB. One
 # file stays in one process, which shares its models and compiled programs.
-pytest := $(bin)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+pytest := $(bin)/python -m pytest -q -n auto --maxprocesses 4 \
+  --dist loadfile --no-loadscope-reorder
 
 # What a change must pass: `.ci/run` runs all of it, pre-commit the same targets. The
 # tests come last, so that their closing line is the last line.

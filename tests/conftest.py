@@ -3,6 +3,7 @@
 It must not import jaxspec: tests import it, after the settings are made.
 """
 
+import collections
 import os
 from pathlib import Path
 
@@ -34,7 +35,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked for a device that this machine does not have."""
+    """Skip tests for a device that is not here; begin with the files that take long.
+
+    Files go to one process each: a long one that comes last would run alone.
+    """
+    slow = collections.Counter(
+        item.path for item in items if item.get_closest_marker("slow")
+    )
+    items.sort(key=lambda item: -slow[item.path])
     for platform in MARKED_PLATFORMS:
         marked = [item for item in items if item.get_closest_marker(platform)]
         if marked and jax.default_backend() != platform:

@@ -282,7 +282,8 @@ def test_a_link_to_another_folder_is_refused(tmp_path: Path, name: str):
 
 
 def test_a_snapshot_of_the_hub_cache_links_to_its_blobs(tmp_path: Path):
-    folder, blobs = tmp_path / "snapshots" / "main", tmp_path / "blobs"
+    repository = tmp_path / "models--a--b"
+    folder, blobs = repository / "snapshots" / "main", repository / "blobs"
     folder.mkdir(parents=True)
     blobs.mkdir()
     (blobs / "model").write_bytes(MODEL)
