@@ -5,6 +5,7 @@ names that the transformers library gives it, and sees plain data only.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +21,7 @@ from jaxspec.chat import Marks, Message, check_text, map_texts
 from jaxspec.config import read_json
 from jaxspec.errors import ArgumentError, ConfigError, RequestError, wrong_argument
 from jaxspec.pieces import END_OF_TURN, folder_files
+from jaxspec_checkpoints.files import expand
 
 # Put behind a message that is to be continued; like the marks, in no message.
 _CUT = "\udfff"
@@ -112,8 +114,10 @@ class ChatTemplate:
         except (
             jinja2.TemplateError,
             ArithmeticError,
+            AssertionError,
             AttributeError,
             LookupError,
+            MemoryError,
             RecursionError,
             TypeError,
             ValueError,
@@ -181,8 +185,9 @@ def given_template(given: object) -> ChatTemplate:
         raise wrong_argument(ConfigError, "chat_template", allowed, given)
     if any(letter in given for letter in "{}\n"):
         return ChatTemplate(given, "chat_template")
-    path = Path(given).expanduser()
-    if not path.is_file():
+    path = expand(given)
+    # Not `path.is_file()`, which raises for a text that is too long for a path.
+    if not os.path.isfile(path):
         hint = "No such file exists."
         raise wrong_argument(ConfigError, "chat_template", allowed, given, hint)
     return _from_file(path)
@@ -208,7 +213,7 @@ def folder_template(folder: Path) -> ChatTemplate | None:
         named = {
             item.get("name"): item.get("template")
             for item in given
-            if isinstance(item, Mapping)
+            if isinstance(item, Mapping) and isinstance(item.get("name"), str)
         }
         text = named.get("default")
     if not isinstance(text, str):

@@ -5,7 +5,6 @@ again. Knows nothing about command lines, folders of model hubs or older argumen
 `jaxspec.engine.arg_utils` turns those into an `EngineConfig`.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from jaxspec.errors import (
     check_number,
     wrong_argument,
 )
-from jaxspec_checkpoints import CheckpointError, model_files, read_config
+from jaxspec_checkpoints import CheckpointError, files, model_files, read_config
 
 # The step program is compiled for a ladder of draft lengths; 8 is its last rung.
 MAX_DRAFT_TOKENS = 8
@@ -61,7 +60,8 @@ _DEFAULTS = {
 _FIXED = {
     "hidden_activation": "gelu_pytorch_tanh",
     "attention_bias": False,
-    "use_bidirectional_attention": None,
+    "use_bidirectional_attention": False,
+    "tie_word_embeddings": True,
 }
 
 
@@ -128,8 +128,7 @@ class ModelConfig:
     ) -> "ModelConfig":
         """Read the content of a Hugging Face `config.json`.
 
-        The end tokens of `generation`, the content of `generation_config.json`, are
-        added to those of `config`.
+        End tokens in `generation`, that of `generation_config.json`, are added.
 
         Raises:
             ConfigError: Another architecture, or a size is missing.
@@ -138,9 +137,9 @@ class ModelConfig:
         _check_architecture(config)
         values = {ours: config[theirs] for theirs, ours in _SIZES.items()}
         values |= {name: config.get(name, value) for name, value in _DEFAULTS.items()}
-        for name, default in _DEFAULTS.items():
-            if isinstance(default, float) and isinstance(values[name], int):
-                values[name] = float(values[name])
+        for name, value in values.items():
+            if isinstance(_DEFAULTS.get(name), float) and type(value) is int:
+                values[name] = float(value) if value < 1e308 else math.inf
         return cls(
             **values,
             rope_theta=_rope_theta(config),
@@ -336,12 +335,9 @@ class EngineConfig:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; a file that holds none is a `ConfigError`."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} must be readable JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got {content!r:.80}.")
-    return content
+        return files.read_json(path)
+    except CheckpointError as error:
+        raise ConfigError(f"{error}.") from error
 
 
 def read_generation_config(folder: str | Path) -> Mapping[str, Any]:
@@ -370,7 +366,7 @@ def _check_architecture(config: Mapping[str, Any]) -> None:
             )
     expected = ["sliding_attention", "full_attention"]
     layers = config.get("layer_types") or []
-    for layer, kind in enumerate(layers):
+    for layer, kind in enumerate(layers if isinstance(layers, list) else [layers]):
         if kind != expected[layer % 2]:
             name, allowed = f"layer_types[{layer}]", repr(expected[layer % 2])
             hint = "Even layers are local, odd ones global."
@@ -380,21 +376,25 @@ def _check_architecture(config: Mapping[str, Any]) -> None:
 def _rope_theta(config: Mapping[str, Any]) -> float:
     """Find the rotary base in both generations of the file's layout."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise wrong_argument(ConfigError, "rope_parameters", "an object", rope)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         hint = "Gemma 2 was trained without scaling of positions."
         raise wrong_argument(UnsupportedError, "rope_type", "'default'", kind, hint)
-    return float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0)
+    theta = config.get("rope_theta") or rope.get("rope_theta") or 10000.0
+    return check_number(ConfigError, "rope_theta", theta, low=0, open_low=True)
 
 
 def _end_tokens(
     config: Mapping[str, Any], generation: Mapping[str, Any]
-) -> tuple[int, ...]:
+) -> tuple[Any, ...]:
     """Join the end tokens of both files: copies of one model differ in theirs."""
-    tokens: list[int] = []
+    tokens: list[Any] = []
     for source in (config, generation):
         given = source.get("eos_token_id")
         given = given if isinstance(given, list) else [given]
         tokens += [token for token in given if token is not None]
+    first = [token for at, token in enumerate(tokens) if token not in tokens[:at]]
     # 1 is the format's default, for folders where neither file names one.
-    return tuple(dict.fromkeys(tokens)) or (1,)
+    return tuple(first) or (1,)

@@ -87,7 +87,10 @@ def check_number(
         allowed = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise wrong_argument(error, name, allowed, value, hint)
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int has no bounds
+        number = math.inf
     too_low = number < low or (open_low and number == low)
     if not math.isfinite(number) or too_low or (high is not None and number > high):
         raise wrong_argument(error, name, allowed, value, hint)

@@ -213,6 +213,8 @@ def test_a_template_that_cuts_the_messages():
         ("{{ messages + 1 }}", RequestError, "TypeError"),
         ("{% include 'x' %}", RequestError, "TypeError: no loader"),
         ("{{ range(10 ** 9) }}", RequestError, "OverflowError"),
+        ("{{ 'x'.zfill(10 ** 17) }}", RequestError, "MemoryError"),
+        ("{{ 'x' | truncate(1) }}", RequestError, "AssertionError"),
         ("{{ '\\ud800' }}", RequestError, "text that UTF-8 can encode"),
         ("{{ messages.append(1) }}", ConfigError, "sandbox"),
         ("{{ ''.__class__.__mro__ }}", ConfigError, "sandbox"),
@@ -224,6 +226,7 @@ def test_a_template_that_cuts_the_messages():
         ("{% for x in y %}{% endif %}", ConfigError, "must be a Jinja template"),
         ("", ConfigError, "a Jinja template or the path"),
         ("no/such/file", ConfigError, "No such file exists"),
+        ("a" * 300, ConfigError, "No such file exists"),
     ],
 )
 def test_a_template_that_fails(template: str, error: type[Exception], words: str):
@@ -284,6 +287,7 @@ def test_where_a_template_is_found(tmp_path: Path):
         (3, "tokenizer_config.json must be a template or a list"),
         ([{"name": "rag", "template": "B"}], "one named 'default', got"),
         (["x"], "one named 'default', got"),
+        ([{"name": ["default"], "template": "B"}], "one named 'default', got"),
         ("{% if %}", "tokenizer_config.json, line 1, must be a Jinja"),
     ],
 )

@@ -151,6 +151,13 @@ def test_the_newer_layout_of_the_file_is_read():
         ({"eos_token_id": 256000}, "256000", "0 to 255999"),
         ({"rms_norm_eps": 0}, "got 0", "above 0"),
         ({"attn_logit_softcapping": -1}, "-1", "above 0"),
+        ({"attn_logit_softcapping": True}, "True", "above 0"),
+        ({"query_pre_attn_scalar": 10**400}, "inf", "a finite number"),
+        ({"rope_theta": "abc"}, "'abc'", "above 0"),
+        ({"rope_theta": 10**400}, "rope_theta", "a finite number"),
+        ({"rope_parameters": [1]}, "[1]", "an object"),
+        ({"eos_token_id": [[1]]}, "[1]", "an integer"),
+        ({"eos_token_id": {}}, "{}", "an integer"),
     ],
 )
 def test_a_bad_model_file(changes: dict[str, Any], given: str, allowed: str):
@@ -167,6 +174,9 @@ def test_a_bad_model_file(changes: dict[str, Any], given: str, allowed: str):
         ({"hidden_activation": "silu"}, "'silu'", "'gelu_pytorch_tanh'"),
         ({"rope_scaling": {"type": "linear"}}, "'linear'", "'default'"),
         ({"layer_types": ["full_attention"]}, "'full_", "'sliding_attention'"),
+        ({"layer_types": 5}, "5", "'sliding_attention'"),
+        ({"tie_word_embeddings": False}, "False", "True"),
+        ({"use_bidirectional_attention": True}, "True", "False"),
     ],
 )
 def test_a_variant_that_is_not_computed(
@@ -176,6 +186,13 @@ def test_a_variant_that_is_not_computed(
         ModelConfig.from_hf(GEMMA_2_2B_IT | changes)
     assert given in str(caught.value)
     assert allowed in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["use_bidirectional_attention", "attention_bias"])
+@pytest.mark.parametrize("value", [None, False])
+def test_a_variant_that_is_turned_off(name: str, value: object):
+    config = GEMMA_2_2B_IT | {name: value}
+    assert ModelConfig.from_hf(config) == ModelConfig.from_hf(GEMMA_2_2B_IT)
 
 
 def test_a_folder_is_read_with_its_generation_config(tmp_path: Path):

@@ -5,11 +5,30 @@ files of this machine.
 """
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from jaxspec_checkpoints.checkpoint import SIDE_FILES
 from jaxspec_checkpoints.errors import CheckpointError
+
+
+def expand(path: str | Path) -> Path:
+    """Put the home directory for `~`; a user who does not exist stays as written."""
+    return Path(os.path.expanduser(path))
+
+
+@contextmanager
+def readable(folder: Path) -> Iterator[None]:
+    """Turn what the system says of the files in `folder` into a `CheckpointError`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be read: {error}. Check the name and your rights to it"
+        ) from error
 
 
 def check_inside(folder: Path, path: Path) -> Path:
@@ -22,7 +41,13 @@ def check_inside(folder: Path, path: Path) -> Path:
     Raises:
         CheckpointError: It is a symlink to somewhere else.
     """
-    root, real = folder.resolve(), path.resolve()
+    try:
+        root, real = folder.resolve(), path.resolve()
+    except RuntimeError as error:  # Python before 3.13
+        raise CheckpointError(
+            f"{path} is a symlink that leads back to itself: put the file itself into "
+            "the folder"
+        ) from error
     roots = [root, *_cache_blobs(root)]
     if not any(real.is_relative_to(allowed) for allowed in roots):
         raise CheckpointError(
@@ -67,7 +92,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise CheckpointError(f"{path} must be readable JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {content!r:.80}")
@@ -77,7 +102,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def listing(folder: Path) -> str:
     """Describe what a folder holds, for messages."""
     if not folder.is_dir():
-        return "no such folder"
+        return "a file, no folder" if folder.exists() else "no such folder"
     names = sorted(path.name for path in folder.iterdir())
     shown = ", ".join(names[:8]) or "an empty folder"
     return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -114,6 +114,14 @@ class FlaxTree:
                 that is no weight's; it is named as the file spells it.
         """
         is_model_first = self.is_model_first(sizes)
+        num_layers = self._num_layers()
+        if sizes.num_layers > num_layers:
+            raise CheckpointError(
+                "the checkpoint has no tensor "
+                f"{self.spell(f'layer_{num_layers}/mlp/linear')!r}: config.json asks "
+                f"for num_hidden_layers={sizes.num_layers}, it has {num_layers} "
+                f"({self.folder})"
+            )
         num_rows, _ = self.shape(EMBEDDER, 2)
         if not sizes.vocab_size <= num_rows <= sizes.vocab_size + PAD_ROWS:
             raise CheckpointError(

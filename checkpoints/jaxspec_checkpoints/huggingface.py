@@ -38,7 +38,7 @@ def open_huggingface(folder: Path) -> Checkpoint:
     config = read_json(found["config.json"])
     generation = found.get("generation_config.json")
     tensors = read_tensors(folder)
-    if config.get("tie_word_embeddings", True):
+    if config.get("tie_word_embeddings") in (None, True):
         # A copy of the embedding, written by some exporters.
         tensors.pop("lm_head.weight", None)
     check_tensors(Sizes.from_config(config), tensors)

@@ -1,5 +1,6 @@
 """Kaggle folders: an Orbax tree of Flax names, its tokenizer beside or above it."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,9 @@ def _weights(folder: Path) -> Path:
 
 def _variants(folder: Path) -> list[Path]:
     children = sorted(folder.iterdir()) if folder.is_dir() else []
-    return [path for path in children if path.is_dir() and is_orbax(path)]
+    # A mounted disk has a `lost+found` that only root may enter.
+    open_to_us = [path for path in children if os.access(path, os.R_OK | os.X_OK)]
+    return [path for path in open_to_us if path.is_dir() and is_orbax(path)]
 
 
 def _published(folder: Path, sizes: Sizes) -> dict[str, Any]:

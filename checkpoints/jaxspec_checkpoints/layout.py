@@ -30,7 +30,16 @@ class Sizes:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Sizes":
-        """Take the sizes out of the content of a HuggingFace `config.json`."""
+        """Take the sizes out of the content of a HuggingFace `config.json`.
+
+        Raises:
+            CheckpointError: It is of another architecture, or a size is none.
+        """
+        kind = config.get("model_type", "gemma2")
+        if kind != "gemma2":
+            raise CheckpointError(
+                f"config.json: model_type must be 'gemma2', got {kind!r:.80}"
+            )
         names = {
             "vocab_size": "vocab_size",
             "hidden_size": "hidden_size",
@@ -90,6 +99,13 @@ def check_tensors(sizes: Sizes, tensors: Mapping[str, Tensor]) -> None:
         CheckpointError: Names the first tensor that is unknown, missing, or of another
             shape or a type that is no weight's, with what was found and expected.
     """
+    # A number of layers that is out of all proportion would fill the memory below.
+    if sizes.num_layers > max(1000, len(tensors)):
+        raise CheckpointError(
+            f"config.json asks for num_hidden_layers={sizes.num_layers}, and the "
+            f"checkpoint has only {len(tensors)} tensors: it is incomplete, or the "
+            "config is another model's"
+        )
     expected = tensor_shapes(sizes)
     for name, tensor in tensors.items():
         if name not in expected:

@@ -9,7 +9,13 @@ from typing import Any
 
 from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.errors import CheckpointError
-from jaxspec_checkpoints.files import listing, read_json, side_files
+from jaxspec_checkpoints.files import (
+    expand,
+    listing,
+    read_json,
+    readable,
+    side_files,
+)
 from jaxspec_checkpoints.huggingface import is_huggingface, open_huggingface
 from jaxspec_checkpoints.kaggle import is_kaggle, kaggle_files, open_kaggle
 from jaxspec_checkpoints.orbax import is_own, open_own
@@ -34,7 +40,12 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         CheckpointError: It is no folder, of no known format, or what is in it does not
             fit together; nothing has been loaded.
     """
-    folder = Path(folder).expanduser()
+    folder = expand(folder)
+    with readable(folder):
+        return _open(folder)
+
+
+def _open(folder: Path) -> Checkpoint:
     for place in (folder, *folder.absolute().parents[:2]):
         if (place / INCOMPLETE).is_file():
             raise CheckpointError(
@@ -57,13 +68,15 @@ def model_files(folder: str | Path) -> dict[str, Path]:
     Also for a folder that has no weights, such as a tokenizer's.
 
     Raises:
-        CheckpointError: A file is a symlink to outside the folder.
+        CheckpointError: A file is a symlink to outside the folder, or the folder cannot
+            be read.
     """
-    folder = Path(folder).expanduser()
-    has_weights = is_huggingface(folder) or is_own(folder)
-    if not has_weights and folder.is_dir() and is_kaggle(folder):
-        return kaggle_files(folder)
-    return side_files(folder)
+    folder = expand(folder)
+    with readable(folder):
+        has_weights = is_huggingface(folder) or is_own(folder)
+        if not has_weights and folder.is_dir() and is_kaggle(folder):
+            return kaggle_files(folder)
+        return side_files(folder)
 
 
 def read_config(folder: str | Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from jaxspec_checkpoints.casting import find_dtype
 from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.errors import CheckpointError
+from jaxspec_checkpoints.files import expand
 from jaxspec_checkpoints.kaggle import write_kaggle
 from jaxspec_checkpoints.layout import common_dtype
 from jaxspec_checkpoints.orbax import write_own
@@ -58,7 +59,7 @@ def write_checkpoint(
             damaged or cannot be cast, or a file cannot be written. Nothing is left
             behind.
     """
-    destination = Path(destination).expanduser().absolute()
+    destination = expand(destination).absolute()
     if to not in _WRITERS:
         raise CheckpointError(f"to must be one of {', '.join(_WRITERS)}, got {to!r}")
     kind = None if dtype is None else find_dtype(dtype)

@@ -3,12 +3,14 @@
 Knows nothing about what is in the folder.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxspec.errors import ConfigError, wrong_argument
 from jaxspec_checkpoints import CheckpointError, bundled_draft, bundled_target
+from jaxspec_checkpoints.files import expand
 from jaxspec_checkpoints.sources import fetch, is_remote
 
 _BUNDLED: dict[str, Callable[[], Path]] = {
@@ -35,10 +37,11 @@ def model_folder(name: object, argument: str, **options: Any) -> Path:
         return _BUNDLED[name]()
     if not isinstance(name, str) or not name:
         raise wrong_argument(ConfigError, argument, _ALLOWED, name)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = expand(name)
+    # Not `folder.is_dir()`, which raises for a name that is too long for a path.
+    if os.path.isdir(folder):
         return folder
-    if folder.exists():
+    if os.path.exists(folder):
         hint = "This is a file: give the folder it is in."
         raise wrong_argument(ConfigError, argument, _ALLOWED, name, hint)
     if not is_remote(name):

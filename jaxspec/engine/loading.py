@@ -30,6 +30,15 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
         ConfigError: A tokenizer cannot be read, or they differ.
     """
     tokenizer = Tokenizer.from_folder(config.tokenizer, config.chat_template)
+    num_rows = config.model_config.vocab_size
+    if tokenizer.vocab_size > num_rows:
+        raise ConfigError(
+            f"The tokenizer of {config.tokenizer} has {tokenizer.vocab_size} pieces, "
+            f"and the network of {config.model} has vocab_size={num_rows}: they are "
+            "not of one model. Pass the model's own as tokenizer.",
+            parameter="tokenizer",
+            value=config.tokenizer,
+        )
     if config.speculative is not None:
         folder = config.speculative.model
         # A draft without a tokenizer of its own was trained for the target's.
@@ -81,7 +90,9 @@ def _open(folder: str, load_format: str, argument: str) -> Mapping[str, Tensor]:
     try:
         checkpoint = open_checkpoint(folder)
     except CheckpointError as error:
-        raise ConfigError(str(error), parameter=argument, value=folder) from error
+        # Target and draft are read alike: say which of them this is.
+        message = f"{argument}: {error}"
+        raise ConfigError(message, parameter=argument, value=folder) from error
     if checkpoint.format not in _LOAD_FORMATS[load_format]:
         allowed = f"'auto' for {folder}, which holds format {checkpoint.format!r},"
         raise wrong_argument(ConfigError, "load_format", allowed, load_format)

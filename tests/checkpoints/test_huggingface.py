@@ -217,6 +217,33 @@ def test_config_without_a_size_is_refused(tmp_path, size):
         open_huggingface(folder)
 
 
+def test_more_layers_than_there_can_be_are_refused_at_once(tmp_path):
+    """Their names alone would fill the memory."""
+    folder = tmp_path / "model"
+    write_tiny(folder, family="2b", num_hidden_layers=1)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": 10**30})
+    )
+    with pytest.raises(CheckpointError, match="num_hidden_layers=1000.* only 13 tens"):
+        open_huggingface(folder)
+
+
+def test_another_architecture_is_named(tmp_path):
+    write_tiny(tmp_path, family="2b", num_hidden_layers=1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gemma3"}))
+    with pytest.raises(CheckpointError, match="must be 'gemma2', got 'gemma3'"):
+        open_huggingface(tmp_path)
+
+
+def test_a_tie_of_null_is_the_default(tmp_path):
+    tensors = write_tiny(tmp_path, family="2b", tie_word_embeddings=None)
+    copy = {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}
+    save_file(tensors | copy, tmp_path / "model.safetensors")
+    assert sorted(open_huggingface(tmp_path).tensors) == sorted(tensors)
+
+
 def test_copy_of_the_embedding_is_left_out(tmp_path):
     folder = make_folder(tmp_path / "model")
     path = folder / "model.safetensors"

@@ -1,7 +1,9 @@
 """Kaggle folders are read in every form, with their tokenizer, and without a config."""
 
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,7 @@ def test_unpublished_shapes_need_a_config(tmp_path):
     ("change", "expected"),
     [
         (dict(num_hidden_layers=3), "has no tensor 'transformer/layer_2/"),
+        (dict(num_hidden_layers=10**30), "asks for .*=1000.*, it has 2"),
         (dict(num_hidden_layers=1), "'transformer/layer_1/.*' is not part of the"),
         (dict(head_dim=16), r"attn/.*' has shape .* the config asks for"),
         (dict(vocab_size=700), "has 640 rows, expected vocab_size=700"),
@@ -257,3 +260,24 @@ def test_two_types_in_one_array_are_refused(tmp_path):
             dtype=None,
             on_bytes=abs,
         )
+
+
+def test_a_folder_that_may_not_be_entered_is_passed_over(tmp_path, monkeypatch):
+    """Such as the `lost+found` of a mounted disk, beside the tree."""
+    tensors = write_mount(tmp_path)
+    shutil.copytree(tmp_path / "variant", tmp_path / "lost+found")
+    may_access = os.access
+    monkeypatch.setattr(
+        kaggle.os,
+        "access",
+        lambda path, mode: path.name != "lost+found" and may_access(path, mode),
+    )
+    check(tmp_path, tensors)
+
+
+def test_a_symlink_that_leads_back_to_itself(tmp_path):
+    write_mount(tmp_path)
+    (tmp_path / "variant" / "loop").symlink_to("loop")
+    if sys.version_info < (3, 13):
+        with pytest.raises(CheckpointError, match="loop is a symlink that leads back"):
+            open_kaggle(tmp_path)

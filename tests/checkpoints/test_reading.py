@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from jaxspec_checkpoints import CheckpointError, open_checkpoint
+from jaxspec_checkpoints import CheckpointError, model_files, open_checkpoint
 from jaxspec_checkpoints.reading import FORMATS, INCOMPLETE
 from jaxspec_checkpoints.writing import write_checkpoint
 from tests.checkpoints.models import write_tiny
@@ -45,6 +45,27 @@ def test_folder_of_nothing_known(tmp_path):
         open_checkpoint(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         open_checkpoint(tmp_path / "model.gguf")
+    with pytest.raises(CheckpointError, match="found: a file"):
+        open_checkpoint(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("read", [open_checkpoint, model_files])
+def test_names_that_the_system_refuses(read):
+    with pytest.raises(CheckpointError, match="cannot be read: .* too long"):
+        read("a" * 300)
+
+
+def test_a_user_who_does_not_exist():
+    with pytest.raises(CheckpointError, match="^~nobody-here/model holds no check"):
+        open_checkpoint("~nobody-here/model")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])
+def test_json_that_is_nested_too_deep(tmp_path, text):
+    write_tiny(tmp_path, family="2b", num_hidden_layers=1)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json must be readable JSON"):
+        open_checkpoint(tmp_path)
 
 
 def test_python_objects_are_never_opened(tmp_path):

@@ -53,6 +53,12 @@ def configure(hub: HubStandIn, **arguments: Any) -> tuple[EngineConfig, set[str]
     return config, {path.removeprefix(mark) for path in paths if mark in path}
 
 
+@pytest.mark.parametrize("name", ["a" * 300, f"{'a' * 300}/b", "~nobody-here/a/b"])
+def test_names_that_the_system_refuses(name: str, offline: None):
+    with pytest.raises(ConfigError, match="folder"):
+        model_folder(name, "model")
+
+
 def test_bundled_names_stand_for_folders():
     assert model_folder("jaxspec/tiny-gemma2", "model") == bundled_target()
     assert model_folder("jaxspec/tiny-gemma2-draft", "model") == bundled_draft()

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import pytest
 import sentencepiece
+from safetensors.numpy import load_file, save_file
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.engine import loading
@@ -49,6 +50,28 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a weight was read")
 
     monkeypatch.setattr(loading, "load_params", fail)
+
+
+def test_a_tokenizer_with_more_pieces_than_the_network_is_refused(tmp_path):
+    """Ids past the embedding would read its last row."""
+    write_tiny(tmp_path / "model", family="2b", vocab_size=8191)
+    config = configure(tmp_path / "model")
+    with pytest.raises(ConfigError, match="8192 pieces, .* has vocab_size=8191"):
+        loading.read_tokenizer(config)
+
+
+@pytest.mark.parametrize("argument", ["model", "speculative_model"])
+def test_an_error_says_which_of_two_models_it_is(tmp_path, argument, nothing_is_read):
+    pair = {"model": tmp_path / "a", "speculative_model": tmp_path / "b"}
+    for folder in pair.values():
+        write_tiny(folder, family="2b", num_hidden_layers=1, **VOCABULARY)
+    config = configure(pair["model"], pair["speculative_model"])
+    path = pair[argument] / "model.safetensors"
+    held = load_file(path)
+    del held["model.norm.weight"]
+    save_file(held, path)
+    with pytest.raises(ConfigError, match=f"^{argument}: .*'model.norm.weight'"):
+        loading.make_runner(config)
 
 
 def test_another_vocabulary_is_refused_with_the_pairs_that_work(tmp_path):

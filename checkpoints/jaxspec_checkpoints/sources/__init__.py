@@ -5,11 +5,13 @@ logins, cache, progress bars. Knows nothing about what is in a folder.
 """
 
 import importlib
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 from jaxspec_checkpoints.errors import CheckpointError
+from jaxspec_checkpoints.files import expand
 
 # `google/gemma-2-9b-it`
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
@@ -48,8 +50,9 @@ def fetch(
     Raises:
         CheckpointError: Says what stands in the way, and what to do about it.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = expand(name)
+    # Not `folder.is_dir()`, which raises for a name that is too long for a path.
+    if os.path.isdir(folder):
         return folder
     if _HUB_ID.fullmatch(name):
         if not isinstance(revision, str | None):

@@ -14,6 +14,7 @@ from huggingface_hub import constants, errors, snapshot_download
 
 from jaxspec_checkpoints.checkpoint import SIDE_FILES
 from jaxspec_checkpoints.errors import CheckpointError
+from jaxspec_checkpoints.files import expand
 
 # The hub's patterns match whole paths, and `*` crosses folders.
 _WEIGHTS = (
@@ -66,7 +67,7 @@ def download(
             name,
             revision=revision,
             token=token,
-            cache_dir=None if cache_dir is None else Path(cache_dir).expanduser(),
+            cache_dir=None if cache_dir is None else expand(cache_dir),
             allow_patterns=[*SIDE_FILES, *(_WEIGHTS if weights else ())],
             ignore_patterns=list(_NEVER),
         )

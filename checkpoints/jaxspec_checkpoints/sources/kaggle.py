@@ -20,6 +20,7 @@ from kagglehub.exceptions import (
 )
 
 from jaxspec_checkpoints.errors import CheckpointError
+from jaxspec_checkpoints.files import expand
 
 # Kaggle's frameworks whose files may be Orbax or safetensors. The others are refused
 # before gigabytes are fetched that nothing here can read.
@@ -42,7 +43,7 @@ def download(name: str, *, cache_dir: str | Path | None) -> Path:
     try:
         if cache_dir is None:
             return Path(kagglehub.model_download(name))
-        return _download_to(Path(cache_dir).expanduser(), name)
+        return _download_to(expand(cache_dir), name)
     except (
         BackendError,
         CredentialError,
