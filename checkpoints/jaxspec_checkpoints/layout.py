@@ -13,6 +13,7 @@ import numpy as np
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.tensor import Tensor
 
+EMBEDDING = "model.embed_tokens.weight"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -84,7 +85,7 @@ def layer_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
 def tensor_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a model, by its canonical name."""
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (sizes.vocab_size, sizes.hidden_size)
+        EMBEDDING: (sizes.vocab_size, sizes.hidden_size)
     }
     for layer in range(sizes.num_layers):
         for name, shape in layer_shapes(sizes).items():

@@ -8,7 +8,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, no_type_check
 
@@ -30,6 +30,7 @@ from jaxspec.errors import (
     check_integer,
     wrong_argument,
 )
+from jaxspec_checkpoints.published import PAD_ROWS
 
 DEFAULT_MAX_NUM_SEQS = 8
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
@@ -222,6 +223,7 @@ class EngineArgs:
         for name, value in sizes.items():
             check_integer(ConfigError, name, value, low=1)
         speculative, draft = _speculative(self, max_model_len)
+        model, draft = _without_pads(model, draft)
         num_pages = self.num_gpu_blocks_override
         if num_pages is None:
             dtype_bytes = MAX_DTYPE_BYTES[_DTYPES[self.dtype]]
@@ -313,6 +315,20 @@ def _speculative(
     merged.setdefault("draft_tensor_parallel_size", args.tensor_parallel_size)
     merged["model"] = str(folder)
     return SpeculativeConfig(**merged), draft
+
+
+def _without_pads(
+    model: ModelConfig, draft: ModelConfig | None
+) -> tuple[ModelConfig, ModelConfig | None]:
+    """Drop the rows of padding by which one of two equal vocabularies is longer.
+
+    More than exporters add is another vocabulary, which `EngineConfig` refuses; rows
+    that a tokenizer has pieces for are missed when the tokenizer is read.
+    """
+    if draft is None or abs(model.vocab_size - draft.vocab_size) > PAD_ROWS:
+        return model, draft
+    vocab_size = min(model.vocab_size, draft.vocab_size)
+    return replace(model, vocab_size=vocab_size), replace(draft, vocab_size=vocab_size)
 
 
 def _default_num_pages(sizes: Mapping[str, int], bytes_per_token: int) -> int:

@@ -14,6 +14,7 @@ from jaxspec.models.weights import load_params
 from jaxspec.sharding import DRAFT_MESH_AXES
 from jaxspec.tokenizer import Tokenizer, check_same_tokenizer
 from jaxspec_checkpoints import CheckpointError, Tensor, model_files, open_checkpoint
+from jaxspec_checkpoints.layout import EMBEDDING
 
 # vLLM's names, and the formats of checkpoints that they mean.
 _LOAD_FORMATS = {
@@ -56,25 +57,23 @@ def make_runner(config: EngineConfig) -> Runner:
     use_compilation_cache(config.compilation_cache_dir)
     mesh = build_mesh(config)
     dtype = choose_dtype(config.dtype, mesh)
-    target_model, draft_model = config.model_config, config.draft_model_config
     # Both are checked before either is read: a wrong draft must not cost minutes.
-    target_tensors = _open(config.model, config.load_format, "model")
+    tensors = _open(config, config.model, "model")
     draft_tensors = None
     if config.speculative is not None:
-        folder = config.speculative.model
-        draft_tensors = _open(folder, config.load_format, "speculative_model")
+        draft_tensors = _open(config, config.speculative.model, "speculative_model")
     draft = None
     try:
         target = load_params(
-            target_model,
-            target_tensors,
+            config.model_config,
+            tensors,
             dtype=dtype,
             mesh=mesh,
             progress="Loading target",
         )
-        if draft_model is not None and draft_tensors is not None:
+        if config.draft_model_config is not None and draft_tensors is not None:
             draft = load_params(
-                draft_model,
+                config.draft_model_config,
                 draft_tensors,
                 dtype=dtype,
                 mesh=mesh,
@@ -86,14 +85,20 @@ def make_runner(config: EngineConfig) -> Runner:
     return Runner(config, mesh, target, draft)
 
 
-def _open(folder: str, load_format: str, argument: str) -> Mapping[str, Tensor]:
+def _open(config: EngineConfig, folder: str, argument: str) -> Mapping[str, Tensor]:
     try:
         checkpoint = open_checkpoint(folder)
     except CheckpointError as error:
         # Target and draft are read alike: say which of them this is.
         message = f"{argument}: {error}"
         raise ConfigError(message, parameter=argument, value=folder) from error
+    load_format = config.load_format
     if checkpoint.format not in _LOAD_FORMATS[load_format]:
         allowed = f"'auto' for {folder}, which holds format {checkpoint.format!r},"
         raise wrong_argument(ConfigError, "load_format", allowed, load_format)
-    return checkpoint.tensors
+    # Rows of padding that the other model of the pair does not have are left out.
+    num_rows = config.model_config.vocab_size
+    embedding = checkpoint.tensors[EMBEDDING]
+    if embedding.shape[0] <= num_rows:
+        return checkpoint.tensors
+    return {**checkpoint.tensors, EMBEDDING: embedding.head(num_rows)}

@@ -358,8 +358,8 @@ def test_an_argument_changed_later_is_checked_again(target: str):
 
 
 def test_two_vocabularies(tmp_path: Path, target: str):
-    other = write_model(tmp_path / "other", vocab_size=600)
-    with pytest.raises(ConfigError, match="the target has 512 tokens, the draft 600"):
+    other = write_model(tmp_path / "other", vocab_size=700)
+    with pytest.raises(ConfigError, match="the target has 512 tokens, the draft 700"):
         configure(target, speculative_model=other, num_speculative_tokens=2)
 
 

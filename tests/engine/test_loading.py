@@ -1,10 +1,12 @@
 """A pair that cannot work is refused before a weight is read, whatever its format."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import sentencepiece
 from safetensors.numpy import load_file, save_file
@@ -14,6 +16,7 @@ from jaxspec.engine import loading
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.errors import ConfigError
 from jaxspec_checkpoints import bundled_draft, bundled_target, open_checkpoint
+from jaxspec_checkpoints.layout import EMBEDDING
 from jaxspec_checkpoints.writing import write_checkpoint
 from tests.checkpoints.models import write_tiny
 
@@ -113,6 +116,47 @@ def test_pad_rows_of_a_flax_embedding_are_no_difference(tmp_path):
     config = configure(bundled_target(), tmp_path / "draft")
     assert config.draft_model_config.vocab_size == 8192
     assert loading.read_tokenizer(config).vocab_size == 8192
+
+
+def write_padded(folder: Path, vocab_size: int, rows: Any) -> None:
+    """The bundled draft, its embedding ended by more rows."""
+    shutil.copytree(bundled_draft(), folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    table = tensors[EMBEDDING]
+    pads = np.full((vocab_size - len(table), table.shape[1]), rows, table.dtype)
+    save_file(tensors | {EMBEDDING: np.concatenate([table, pads])}, path)
+    config = json.loads((folder / "config.json").read_text())
+    config["vocab_size"] = vocab_size
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_pad_rows_of_either_embedding_are_left_out(tmp_path, role):
+    write_padded(tmp_path / "padded", 8192 + 128, np.nan)
+    folders = [bundled_target(), tmp_path / "padded"]
+    if role == "target":
+        folders = [tmp_path / "padded", bundled_draft()]
+    config = configure(*folders)
+    assert config.model_config.vocab_size == 8192
+    assert config.draft_model_config.vocab_size == 8192
+    loading.read_tokenizer(config)
+    for params in loading.make_runner(config).params:
+        assert params is not None
+        assert params["embedding"].shape[0] == 8192
+        assert np.isfinite(params["embedding"]).all()
+
+
+def test_alone_a_model_keeps_all_its_rows(tmp_path):
+    """As for HuggingFace: nobody says which of them are unused."""
+    write_padded(tmp_path / "padded", 8192 + 64, 0.0)
+    assert configure(tmp_path / "padded").model_config.vocab_size == 8192 + 64
+
+
+def test_more_rows_than_padding_are_another_vocabulary(tmp_path):
+    write_padded(tmp_path / "padded", 8192 + 129, 0.0)
+    with pytest.raises(ConfigError, match="8192 tokens, the draft 8321"):
+        configure(bundled_target(), tmp_path / "padded")
 
 
 @pytest.mark.usefixtures("nothing_is_read")
