@@ -15,6 +15,7 @@ import torch
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.config import ModelConfig
+from jaxspec.engine import llm_engine
 from jaxspec.engine.runner import Runner
 from jaxspec.models.weights import Params, load_params
 from jaxspec.sharding import make_mesh
@@ -27,6 +28,7 @@ from jaxspec_checkpoints.published import (
 )
 from tests.accuracy import gemma_library, references
 from tests.e2e.pair import greedy_margin
+from tests.engines import StubTokenizer
 from tests.oracles import PagedModel, hf_logits, load_ours, model_config
 
 TOLERANCE = 1e-4
@@ -117,16 +119,20 @@ def share_executables(size: str, runner: Runner) -> None:
 
 def make_llm(target: Path, draft: Path | None = None) -> LLM:
     speculative = draft and dict(model=str(draft), num_speculative_tokens=NUM_DRAFT)
-    return LLM(
-        str(target),
-        dtype="float32",
-        max_model_len=128,
-        max_num_seqs=1,
-        max_num_batched_tokens=32,
-        block_size=4,
-        num_gpu_blocks_override=64,
-        speculative_config=speculative,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        # Prompts are ids: the bundled tokenizer has more pieces than these networks.
+        tokenizer = StubTokenizer(references.reference("2b").config.vocab_size)
+        patch.setattr(llm_engine, "read_tokenizer", lambda config: tokenizer)
+        return LLM(
+            str(target),
+            dtype="float32",
+            max_model_len=128,
+            max_num_seqs=1,
+            max_num_batched_tokens=32,
+            block_size=4,
+            num_gpu_blocks_override=64,
+            speculative_config=speculative,
+        )
 
 
 def texts_of(llm: LLM, **changes: Any) -> list[list[int]]:
