@@ -1,0 +1,277 @@
+"""Paged attention in Triton, through Pallas: flash decoding.
+
+Grid: (row tile and sequence, KV head, split). One program folds the queries of a
+sequence with the query heads of one KV head into the rows of a matrix product, walks an
+equal share of the keys that these rows see, and keeps the softmax statistics and the
+mixed values in registers (float32). It looks every page up by itself and loads only
+slots in reach: pages before the window or past the end cost nothing and may hold NaN.
+A second kernel adds the splits of one row up, weighted by their log-sum-exp.
+
+Splits, tiles and grid follow from shapes alone. The shares follow from the lengths: any
+context keeps all programs of its sequence busy.
+
+Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from jaxspec_kernels.paged_attention.gpu_tiles import (
+    MIN_ROWS,
+    NUM_SMS,
+    Tiles,
+    choose_tiles,
+    power_of_two,
+    product_dtype,
+)
+
+_MASKED = -1e30  # finite: exp2(_MASKED - _MASKED) must not be NaN in a row without keys
+_LOG2_E = math.log2(math.e)  # statistics are in base 2, which the hardware raises
+_WORD = 32  # bits of an ancestor mask in one integer
+
+
+def _attend(
+    # In
+    query_ref: Any,  # [seq, token, q_head, head_dim]
+    pages_ref: Any,  # [page, page_size, 2 * kv_head, head_dim]
+    table_ref: Any,  # i32[seq, table]
+    kv_len_ref: Any,  # i32[seq]
+    depth_ref: Any,  # i32[seq, token], trees only
+    words_ref: Any,  # i32[seq, token, word], trees only: see `_pack_tree`
+    # Out
+    mixed_ref: Any,  # [split, seq, token, q_head, head_dim]
+    lse_ref: Any,  # f32[split, seq, token, q_head]
+    *,
+    scale: float,
+    soft_cap: float | None,
+    window: int | None,
+    tiles: Tiles,
+):
+    _, queries, q_heads, head_dim = query_ref.shape
+    page_size, kv_heads = pages_ref.shape[1], pages_ref.shape[2] // 2
+    group = q_heads // kv_heads
+    row_tiles = pl.cdiv(queries * group, tiles.rows)
+    seq, tile = pl.program_id(0) // row_tiles, pl.program_id(0) % row_tiles
+    kv_head, split = pl.program_id(1), pl.program_id(2)
+    dtype = product_dtype(query_ref.dtype, pages_ref.dtype)
+    # IEEE products of float32: TF32 keeps as few bits as float16.
+    dot = functools.partial(
+        plgpu.dot,
+        precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+    )
+
+    row = tile * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
+    token, head = row // group, kv_head * group + row % group
+    lane = jnp.arange(power_of_two(head_dim), dtype=jnp.int32)
+    row_at = (seq, token[:, None], head[:, None], lane[None, :])
+    row_live = (token < queries)[:, None] & (lane < head_dim)[None, :]
+    query = plgpu.load(query_ref.at[row_at], mask=row_live, other=0.0).astype(dtype)
+
+    # Keys [begin, end) are seen by some row of the tile.
+    start = plgpu.load(kv_len_ref.at[seq]) - queries
+    end = jnp.minimum(start + queries, table_ref.shape[1] * page_size)
+    if words_ref is None:
+        words, position = [], start + token
+        lowest = start + tile * tiles.rows // group
+        end = jnp.minimum(end, start + ((tile + 1) * tiles.rows - 1) // group + 1)
+    else:
+        words = [
+            plgpu.load(words_ref.at[seq, token, number], mask=token < queries, other=0)
+            for number in range(words_ref.shape[2])
+        ]
+        depth = plgpu.load(depth_ref.at[seq, token], mask=token < queries, other=0)
+        position, lowest = start + depth, start
+    begin = jnp.zeros_like(start)
+    if window is not None:
+        begin = jnp.maximum(lowest - window + 1, 0)
+    num_blocks = jnp.maximum(pl.cdiv(end - begin, tiles.keys), 0)
+    first = split * num_blocks // tiles.splits
+    last = (split + 1) * num_blocks // tiles.splits
+
+    def visit(block: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        maximum, total, mixed = carry
+        at = begin + block * tiles.keys + jnp.arange(tiles.keys, dtype=jnp.int32)
+        live = at < end
+        page = plgpu.load(table_ref.at[seq, at // page_size], mask=live, other=0)
+        where = (page[:, None], (at % page_size)[:, None])
+        mask = live[:, None] & (lane < head_dim)[None, :]
+        rows = (*where, 2 * kv_head, lane[None, :])
+        key = plgpu.load(pages_ref.at[rows], mask=mask, other=0.0)
+        rows = (*where, 2 * kv_head + 1, lane[None, :])
+        value = plgpu.load(pages_ref.at[rows], mask=mask, other=0.0)
+
+        scores = dot(query, key.astype(dtype), trans_b=True)
+        if soft_cap is None:
+            scores = scores * (scale * _LOG2_E)
+        else:
+            scores = jnp.tanh(scores * (scale / soft_cap)) * (soft_cap * _LOG2_E)
+        distance = position[:, None] - at[None, :]
+        visible = distance >= 0
+        if window is not None:
+            visible &= distance < window
+        if words_ref is not None:
+            # The window within the tree is in the words already.
+            node = at - start
+            visible &= (node < 0)[None, :]
+            for number, word in enumerate(words):
+                bit = (word[:, None] >> (node % _WORD)[None, :]) & 1
+                visible |= (node // _WORD == number)[None, :] & (bit == 1)
+        visible &= live[None, :]
+        scores = jnp.where(visible, scores, _MASKED)
+        new_maximum = jnp.maximum(maximum, scores.max(axis=1))
+        weights = jnp.exp2(scores - new_maximum[:, None])
+        weights = jnp.where(visible, weights, 0.0)
+        rescale = jnp.exp2(maximum - new_maximum)
+        total = total * rescale + weights.sum(axis=1)
+        value = value.astype(dtype)
+        mixed = mixed * rescale[:, None] + dot(weights.astype(dtype), value)
+        return new_maximum, total, mixed
+
+    carry = (
+        jnp.full((tiles.rows,), _MASKED, jnp.float32),
+        jnp.zeros((tiles.rows,), jnp.float32),
+        jnp.zeros((tiles.rows, lane.size), jnp.float32),
+    )
+    maximum, total, mixed = jax.lax.fori_loop(first, last, visit, carry)
+    empty = total == 0.0
+    lse = jnp.where(empty, _MASKED, maximum + jnp.log2(jnp.where(empty, 1.0, total)))
+    mixed = mixed / jnp.where(empty, 1.0, total)[:, None]
+    plgpu.store(lse_ref.at[split, seq, token, head], lse, mask=token < queries)
+
+    # An empty split says so in `lse`; its values are neither written nor read.
+    @pl.when((last > first) | (tiles.splits == 1))
+    def _write():
+        plgpu.store(
+            mixed_ref.at[split, *row_at], mixed.astype(mixed_ref.dtype), mask=row_live
+        )
+
+
+def _combine(
+    # In
+    mixed_ref: Any,  # f32[split, seq, token, q_head, head_dim]
+    lse_ref: Any,  # f32[split, seq, token, q_head]
+    # Out
+    result_ref: Any,  # [seq, token, q_head, head_dim]
+    *,
+    lanes: int,
+):
+    splits, _, queries, _, head_dim = mixed_ref.shape
+    seq, token = pl.program_id(0) // queries, pl.program_id(0) % queries
+    head = pl.program_id(1)
+    split = jnp.arange(power_of_two(splits, least=1), dtype=jnp.int32)
+    lane = pl.program_id(2) * lanes + jnp.arange(lanes, dtype=jnp.int32)
+    lse = plgpu.load(
+        lse_ref.at[split, seq, token, head], mask=split < splits, other=_MASKED
+    )
+    weights = jnp.exp2(lse - lse.max())
+    filled = (lse > _MASKED)[:, None] & (lane < head_dim)[None, :]
+    rows = (split[:, None], seq, token, head, lane[None, :])
+    mixed = plgpu.load(mixed_ref.at[rows], mask=filled, other=0.0)
+    mixed = (mixed * weights[:, None]).sum(axis=0) / weights.sum()
+    plgpu.store(
+        result_ref.at[seq, token, head, lane],
+        mixed.astype(result_ref.dtype),
+        mask=lane < head_dim,
+    )
+
+
+def _pack_tree(
+    mask: Bool[Array, "seq token token"], window: int | None
+) -> tuple[Int[Array, "seq token"], Int[Array, "seq token word"]]:
+    """Depth of every node, and what it sees in the tree as bits, lowest first."""
+    depth = mask.sum(axis=-1, dtype=jnp.int32) - 1
+    if window is not None:
+        mask = mask & (depth[:, :, None] - depth[:, None, :] < window)
+    missing = -mask.shape[2] % _WORD
+    bits = jnp.pad(mask, ((0, 0), (0, 0), (0, missing))).astype(jnp.uint32)
+    bits = bits.reshape(*mask.shape[:2], -1, _WORD)
+    place = jnp.arange(_WORD, dtype=jnp.uint32)[None, None, None]
+    words = (bits << place).sum(axis=-1, dtype=jnp.uint32)
+    return depth, jax.lax.bitcast_convert_type(words, jnp.int32)
+
+
+def paged_attention(
+    query: Float[Array, "seq token q_head head_dim"],
+    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    page_table: Int[Array, "seq table"],
+    kv_len: Int[Array, " seq"],
+    *,
+    scale: float,
+    soft_cap: float | None,
+    window: int | None,
+    ancestor_mask: Bool[Array, "seq token token"] | None,
+    tiles: Tiles | None = None,
+    num_sms: int = NUM_SMS,
+    interpret: bool = False,
+) -> Float[Array, "seq token q_head head_dim"]:
+    """See `jaxspec_kernels.paged_attention`; `tiles` overrides `choose_tiles`.
+
+    Two queries at the same position get the same result up to rounding only: the shares
+    of the splits move with the context.
+
+    Raises:
+        NotImplementedError: pages that hold bits or integers.
+    """
+    if kv_pages.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise NotImplementedError(
+            f"paged attention on GPU reads pages of bfloat16, float16 or float32, not "
+            f"{kv_pages.dtype}; bfloat16 bits in uint16 are for XLA:CPU, see "
+            "`jaxspec_kernels.bits.storage_dtype`"
+        )
+    seqs, queries, q_heads, head_dim = query.shape
+    if tiles is None:
+        tiles = choose_tiles(
+            query.shape,
+            kv_pages.shape,
+            table=page_table.shape[1],
+            itemsize=product_dtype(query.dtype, kv_pages.dtype).itemsize,
+            window=window,
+            num_sms=num_sms,
+        )
+    kv_heads = kv_pages.shape[2] // 2
+    row_tiles = pl.cdiv(queries * q_heads // kv_heads, tiles.rows)
+    tree = (None, None)
+    if ancestor_mask is not None:
+        tree = _pack_tree(ancestor_mask, window)
+    partial_dtype = query.dtype if tiles.splits == 1 else jnp.dtype(jnp.float32)
+    mixed, lse = pl.pallas_call(
+        functools.partial(
+            _attend, scale=scale, soft_cap=soft_cap, window=window, tiles=tiles
+        ),
+        grid=(row_tiles * seqs, kv_heads, tiles.splits),
+        out_shape=(
+            jax.ShapeDtypeStruct((tiles.splits, *query.shape), partial_dtype),
+            jax.ShapeDtypeStruct((tiles.splits, *query.shape[:3]), jnp.float32),
+        ),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages
+        ),
+        interpret=interpret,
+        name="paged_attention",
+    )(
+        query,
+        kv_pages,
+        page_table.astype(jnp.int32),
+        kv_len.astype(jnp.int32),
+        *tree,
+    )
+    if tiles.splits == 1:
+        return mixed[0]
+    # All splits at once, 64 values in a thread; a loop would wait for each of them.
+    lanes = max(MIN_ROWS, 8192 // power_of_two(tiles.splits))
+    lanes = min(lanes, power_of_two(head_dim))
+    return pl.pallas_call(
+        functools.partial(_combine, lanes=lanes),
+        grid=(seqs * queries, q_heads, pl.cdiv(head_dim, lanes)),
+        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="paged_attention_combine",
+    )(mixed, lse)

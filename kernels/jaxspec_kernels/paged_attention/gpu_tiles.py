@@ -1,0 +1,79 @@
+"""Sizes of one GPU call, from shapes alone: no device is asked.
+
+The heuristic stands here, apart from the kernel, so that a tuner can replace it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+MIN_ROWS = 16  # what a tensor-core product takes at least
+MAX_ROWS = 64  # of prefill in one program: 64 x 256 mixed values are half its registers
+BLOCK_BYTES = 16 * 1024  # of keys, and as many of values
+MIN_SPLIT_TOKENS = 128  # a smaller share costs more to add up than to read
+NUM_SMS = 132  # H100, H200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """One program: `rows` of queries by `keys` at a time, in `splits` equal shares."""
+
+    rows: int
+    keys: int
+    splits: int
+    num_warps: int = 4
+    num_stages: int = 5
+
+
+def power_of_two(size: int, *, least: int = MIN_ROWS) -> int:
+    """The next one: Triton has no other sizes."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def product_dtype(query: jnp.dtype, kv_pages: jnp.dtype) -> jnp.dtype:
+    """Type that both sides of a product have: their own, or float32 if they differ."""
+    return query if query == kv_pages else jnp.dtype(jnp.float32)
+
+
+def choose_tiles(
+    query: Sequence[int],
+    kv_pages: Sequence[int],
+    *,
+    table: int,
+    itemsize: int,
+    window: int | None,
+    num_sms: int = NUM_SMS,
+) -> Tiles:
+    """Return the sizes for a query and pages of these shapes.
+
+    Args:
+        table: Pages of the longest context.
+        itemsize: Bytes of one value in a product.
+        num_sms: Multiprocessors of the chip; the splits fill all of them once.
+    """
+    seqs, queries, q_heads, head_dim = query
+    page_size, kv_heads = kv_pages[1], kv_pages[2] // 2
+    rows = queries * q_heads // kv_heads
+    # Products of float32 are no tensor core's: larger tiles would spill registers.
+    is_wide = itemsize > 2
+    tile_rows = min(power_of_two(rows), MAX_ROWS // 2 if is_wide else MAX_ROWS)
+    keys = BLOCK_BYTES // (power_of_two(head_dim) * itemsize)
+    # The page lookup before a load takes every second stage: five stages keep two
+    # blocks on their way. Three such programs fit a multiprocessor, or two with more
+    # rows. A prefill tile holds its queries in shared memory too: three stages let two
+    # programs fit instead of one.
+    num_stages = 3 if tile_rows == MAX_ROWS else 5
+    resident = 3 if tile_rows == MIN_ROWS and not is_wide else 2
+    tokens = table * page_size
+    if window is not None:
+        tokens = min(tokens, window + queries - 1)
+    programs = seqs * kv_heads * -(-rows // tile_rows)
+    splits = min(resident * num_sms // programs, tokens // MIN_SPLIT_TOKENS)
+    return Tiles(
+        rows=tile_rows,
+        keys=16 if is_wide else min(128, power_of_two(keys)),
+        splits=max(1, splits),
+        num_warps=8 if is_wide and tile_rows > MIN_ROWS else 4,
+        num_stages=num_stages,
+    )

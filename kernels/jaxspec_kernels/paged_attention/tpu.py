@@ -1,0 +1,341 @@
+"""Paged attention for TPU, in Pallas (Mosaic).
+
+Grid: one step per sequence, in order. Pages stay in HBM; a step walks blocks of whole
+pages, all KV heads at once, from the first page that the earliest query's window
+reaches to the last live one. Two block buffers alternate: while one is used, the
+copies of the next block run, across the border between sequences too. No other page is
+copied.
+
+SMEM: page table, lengths and bounds (scalar prefetch). VMEM: the two buffers, the
+queries of a sequence as `[kv_head, token * group, head_dim]`, and per row the float32
+running maximum, sum and output.
+
+A block is used as `[token, 2 * kv_head * head_dim]`, so that a head's keys or values
+are a slice of lanes. Mosaic refuses strided loads over rows of 256 lanes; this reshape
+it compiles for every head_dim, and for 8 KV heads of 256 in 1661 bundles per 128 tokens
+(v5e, matmuls included) where a transpose takes 1993 and a slice per head 3066.
+
+A pool of head_dim 64 works but is dear: XLA keeps it with the pages in the lanes and
+copies it whole for the kernel, unless the program's argument has the row-major layout
+(`jax.experimental.layout`), in which half of every tile is padding.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int, Num
+
+# One block: enough bytes that a copy hides its latency, few enough that two blocks and
+# what the compiler keeps beside them stay far below the 16 MiB that v5e gives a kernel.
+BLOCK_BYTES = 2**20
+MIN_BLOCK_TOKENS, MAX_BLOCK_TOKENS = 128, 512  # lanes of a tile; unrolled code
+
+_LANES = 128
+_MASKED = -1e30  # finite: exp(_MASKED - _MASKED) must not be NaN in a row without keys
+
+
+def copy_page(source: Any, target: Any, semaphore: Any) -> Any:
+    """The copy of one page from HBM to VMEM, not started; tests count the starts."""
+    return pltpu.make_async_copy(source, target, semaphore)
+
+
+def _kernel(
+    *refs: Any,
+    scale: float,
+    soft_cap: float | None,
+    window: int | None,
+    num_queries: int,
+    has_tree: bool,
+) -> None:
+    (
+        # Scalar prefetch
+        page_table,  # i32[seq, table]
+        kv_len,  # i32[seq]
+        lowest,  # i32[seq]: first position that a query sees
+        first_page,  # i32[seq]
+        end_page,  # i32[seq], first_page == end_page: nothing to see
+        next_busy,  # i32[seq + 1]: first sequence from here on that sees something
+        # In
+        query,  # [1, kv_head, row, head_dim]
+        depth,  # i32[1, row, 1]: the query's position after that of the first query
+        *trees,  # bf16[1, row, node] of 0 and 1, if has_tree
+        kv_pages,  # [page, page_size, 2 * kv_head, head_dim], in HBM
+        # Out
+        out,  # [1, kv_head, row, head_dim]
+        # Scratch
+        buffers,  # [2, block_page, page_size, 2 * kv_head, head_dim]
+        arrived,  # 2 DMA semaphores
+        next_slot,  # i32[1]: the buffer that holds or awaits the next block
+        maximum,  # f32[kv_head, row, 1]
+        total,  # f32[kv_head, row, 1]
+        mixed,  # f32[kv_head, row, head_dim]
+    ) = refs
+    tree = trees[0] if has_tree else None
+    _, block_pages, page_size, two_kv_heads, head_dim = buffers.shape
+    block = block_pages * page_size
+    num_seqs = pl.num_programs(0)
+    seq = pl.program_id(0)
+
+    def each_page(of_seq: Array, number: Array, slot: Array, act: str) -> None:
+        start = first_page[of_seq] + number * block_pages
+        live = jnp.minimum(end_page[of_seq] - start, block_pages)
+
+        def one(at: Array, _: None) -> None:
+            page = page_table[of_seq, start + at]
+            copy = copy_page(kv_pages.at[page], buffers.at[slot, at], arrived.at[slot])
+            getattr(copy, act)()
+
+        jax.lax.fori_loop(0, live, one, None)
+
+    @pl.when(seq == 0)
+    def _():
+        next_slot[0] = 0
+
+        @pl.when(next_busy[0] < num_seqs)
+        def _():
+            each_page(next_busy[0], jnp.int32(0), jnp.int32(0), "start")
+
+    maximum[...] = jnp.full_like(maximum, _MASKED)
+    total[...] = jnp.zeros_like(total)
+    mixed[...] = jnp.zeros_like(mixed)
+    length = kv_len[seq]
+    start = length - num_queries  # position of the first query, may be negative
+    num_blocks = pl.cdiv(end_page[seq] - first_page[seq], block_pages)
+
+    def visible(base: Array) -> Array:
+        shape = (depth.shape[1], block)
+        key = base + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        position = jnp.broadcast_to(start + depth[0], shape)
+        if tree is None:
+            seen = key <= position
+        else:
+            # Which node a key is, as a one-hot column: the mask's column by a matmul.
+            shape = (tree.shape[2], block)
+            node = base - start + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+            is_node = node == jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+            inside = jnp.dot(
+                tree[0],
+                is_node.astype(jnp.float32).astype(tree.dtype),
+                preferred_element_type=jnp.float32,
+            )
+            seen = (key < start) | (inside > 0.5)
+        if window is not None:
+            near = position - key < window
+            # The tree's own mask has the window in it: a slot there is not a position.
+            seen &= near if tree is None else near | (key >= start)
+        return seen & (key < length)
+
+    def visit(number: Array, slot: Array) -> Array:
+        is_last = number + 1 == num_blocks
+        following = jnp.where(is_last, next_busy[seq + 1], seq)
+
+        @pl.when(following < num_seqs)
+        def _():
+            each_page(following, jnp.where(is_last, 0, number + 1), 1 - slot, "start")
+
+        each_page(seq, number, slot, "wait")
+        base = (first_page[seq] + number * block_pages) * page_size
+
+        # A slot that no query sees may hold NaN, and 0 * NaN is NaN.
+        @pl.when((base < lowest[seq]) | (base + block > length))
+        def _():
+            shape = buffers.shape[1:]
+            at = base + page_size * jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+            at += jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+            kept = (at >= lowest[seq]) & (at < length)
+            kv = buffers[slot]
+            buffers[slot] = jnp.where(kept, kv, jnp.zeros_like(kv))
+
+        kv = buffers[slot].reshape(block, two_kv_heads * head_dim)
+        seen = visible(base)
+        for head in range(two_kv_heads // 2):
+            lane = 2 * head * head_dim
+            key = kv[:, lane : lane + head_dim]
+            value = kv[:, lane + head_dim : lane + 2 * head_dim]
+            scores = _scores(query[0, head], key) * scale
+            if soft_cap is not None:
+                scores = jnp.tanh(scores / soft_cap) * soft_cap
+            scores = jnp.where(seen, scores, _MASKED)
+            old_maximum = maximum[head]
+            new_maximum = jnp.maximum(old_maximum, scores.max(axis=1, keepdims=True))
+            weights = jnp.where(seen, jnp.exp(scores - new_maximum), 0.0)
+            rescale = jnp.exp(old_maximum - new_maximum)
+            maximum[head] = new_maximum
+            total[head] = total[head] * rescale + weights.sum(axis=1, keepdims=True)
+            mixed[head] = mixed[head] * rescale + _mix(weights, value)
+        return 1 - slot
+
+    next_slot[0] = jax.lax.fori_loop(0, num_blocks, visit, next_slot[0])
+    divisor = jnp.where(total[...] > 0, total[...], 1.0)
+    out[0] = (mixed[...] / divisor).astype(out.dtype)
+
+
+def _dot(left: Array, right: Array, dimension: int) -> Array:
+    """float32 product over `left`'s lanes and a dimension of `right`."""
+    exact = left.dtype == jnp.bfloat16  # one pass of the MXU is exact
+    return jax.lax.dot_general(
+        left,
+        right,
+        (((1,), (dimension,)), ((), ())),
+        precision=None if exact else jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _scores(query: Array, key: Array) -> Array:
+    if query.dtype != key.dtype:
+        query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+    return _dot(query, key, 1)
+
+
+def _mix(weights: Array, value: Array) -> Array:
+    if value.dtype != jnp.bfloat16:
+        return _dot(weights, value, 0)
+    # Two bf16 halves keep 16 bits of a weight, for a pass over rows that are few.
+    high = weights.astype(jnp.bfloat16)
+    low = (weights - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    return _dot(high, value, 0) + _dot(low, value, 0)
+
+
+def default_block_tokens(
+    kv_pages: Num[Array, "page page_size two_kv_head head_dim"], capacity: int
+) -> int:
+    """Tokens per block where no tuned number is given.
+
+    Args:
+        capacity: Tokens that a row of the page table can hold.
+    """
+    token_bytes = (
+        kv_pages.shape[2] * _tiles(kv_pages.shape[3]) * kv_pages.dtype.itemsize
+    )
+    tokens = BLOCK_BYTES // token_bytes // _LANES * _LANES
+    tokens = min(max(tokens, MIN_BLOCK_TOKENS), MAX_BLOCK_TOKENS)
+    return min(tokens, _tiles(capacity))
+
+
+def _tiles(lanes: int) -> int:
+    return -(-lanes // _LANES) * _LANES
+
+
+def _walks(
+    kv_len: Int[Array, " seq"],
+    page_table: Int[Array, "seq table"],
+    *,
+    page_size: int,
+    lowest: Int[Array, " seq"],
+) -> tuple[Array, ...]:
+    """The scalar-prefetched arguments: what to read, in which order."""
+    num_seqs = kv_len.shape[0]
+    end_page = jnp.minimum(-(-kv_len // page_size), page_table.shape[1])
+    first_page = jnp.minimum(lowest // page_size, end_page)
+    seq = jnp.arange(num_seqs + 1, dtype=jnp.int32)
+    busy = jnp.append(first_page < end_page, True)
+    next_busy = jax.lax.cummin(jnp.where(busy, seq, num_seqs), reverse=True)
+    return page_table, kv_len, lowest, first_page, end_page, next_busy
+
+
+def _check(query: Array, kv_pages: Array) -> None:
+    if kv_pages.dtype == jnp.uint16:
+        raise NotImplementedError(
+            "uint16 pages hold bfloat16 bits for XLA:CPU; on TPU the pool is bfloat16: "
+            "make it with storage_dtype(dtype, 'tpu')"
+        )
+    for name, array in (("query", query), ("kv_pages", kv_pages)):
+        if array.dtype not in (jnp.bfloat16, jnp.float32):
+            raise NotImplementedError(
+                f"{name} of type {array.dtype}: the TPU kernel reads bfloat16 and "
+                "float32"
+            )
+
+
+def paged_attention(
+    query: Float[Array, "seq token q_head head_dim"],
+    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    page_table: Int[Array, "seq table"],
+    kv_len: Int[Array, " seq"],
+    *,
+    scale: float,
+    soft_cap: float | None,
+    window: int | None,
+    ancestor_mask: Bool[Array, "seq token token"] | None,
+    block_tokens: int | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> Float[Array, "seq token q_head head_dim"]:
+    """See `jaxspec_kernels.paged_attention`.
+
+    Args:
+        block_tokens: Tokens copied and used at once, rounded to pages.
+        interpret: Run on CPU, as Pallas has it.
+
+    Raises:
+        NotImplementedError: a type other than bfloat16 and float32.
+    """
+    _check(query, kv_pages)
+    seqs, queries, q_heads, head_dim = query.shape
+    page_size, kv_heads = kv_pages.shape[1], kv_pages.shape[2] // 2
+    group = q_heads // kv_heads
+    if block_tokens is None:
+        block_tokens = default_block_tokens(kv_pages, page_table.shape[1] * page_size)
+    block_pages = max(1, block_tokens // page_size)
+    page_table, kv_len = page_table.astype(jnp.int32), kv_len.astype(jnp.int32)
+
+    # Rows of one KV head side by side: [seq, kv_head, token * group, head_dim].
+    rows = query.reshape(seqs, queries, kv_heads, group, head_dim)
+    rows = rows.transpose(0, 2, 1, 3, 4)
+    rows = rows.reshape(seqs, kv_heads, queries * group, head_dim)
+    depth, tree = jnp.arange(queries, dtype=jnp.int32)[None], []
+    if ancestor_mask is not None:
+        depth = ancestor_mask.sum(axis=-1, dtype=jnp.int32) - 1
+        if window is not None:
+            ancestor_mask &= depth[:, :, None] - depth[:, None, :] < window
+        tree = [jnp.repeat(ancestor_mask.astype(jnp.bfloat16), group, axis=1)]
+    depth = jnp.repeat(depth, group, axis=1)[:, :, None]  # [seq or 1, row, 1]
+
+    lowest = jnp.zeros_like(kv_len)
+    if window is not None:
+        lowest = jnp.maximum(jnp.maximum(kv_len - queries, 0) - window + 1, 0)
+    walks = _walks(kv_len, page_table, page_size=page_size, lowest=lowest)
+    mixed = pl.pallas_call(
+        functools.partial(
+            _kernel,
+            scale=scale,
+            soft_cap=soft_cap,
+            window=window,
+            num_queries=queries,
+            has_tree=bool(tree),
+        ),
+        out_shape=jax.ShapeDtypeStruct(rows.shape, query.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(walks),
+            grid=(seqs,),
+            in_specs=[_per_seq(array) for array in (rows, depth, *tree)]
+            + [pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=_per_seq(rows),
+            scratch_shapes=[
+                pltpu.VMEM((2, block_pages, *kv_pages.shape[1:]), kv_pages.dtype),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.VMEM((kv_heads, queries * group, 1), jnp.float32),
+                pltpu.VMEM((kv_heads, queries * group, 1), jnp.float32),
+                pltpu.VMEM((kv_heads, queries * group, head_dim), jnp.float32),
+            ],
+        ),
+        # A sequence hands its buffers over to the next: the order matters.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        interpret=interpret,
+        name="paged_attention",
+    )(*walks, rows, depth, *tree, kv_pages)
+    mixed = mixed.reshape(seqs, kv_heads, queries, group, head_dim)
+    return mixed.transpose(0, 2, 1, 3, 4).reshape(query.shape)
+
+
+def _per_seq(array: Array) -> pl.BlockSpec:
+    """One sequence's part per grid step; the whole array if it is for all of them."""
+    index = (0,) * (array.ndim - 1)
+    if array.shape[0] == 1:
+        return pl.BlockSpec((1, *array.shape[1:]), lambda seq, *_: (0, *index))
+    return pl.BlockSpec((1, *array.shape[1:]), lambda seq, *_: (seq, *index))

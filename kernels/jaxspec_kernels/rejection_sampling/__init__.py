@@ -1,0 +1,113 @@
+"""How many draft tokens stay, and which token follows, from the target's logits."""
+
+from jaxtyping import Array, Float, Int, UInt32
+
+from jaxspec_kernels import dispatch
+from jaxspec_kernels.rejection_sampling import reference, tpu
+from jaxspec_kernels.rejection_sampling.reference import (
+    BLOCK,
+    COUPLED,
+    STANDARD,
+    Controls,
+    Verdict,
+)
+
+__all__ = [
+    "BLOCK",
+    "COUPLED",
+    "STANDARD",
+    "Controls",
+    "Verdict",
+    "rejection_sampling",
+]
+
+
+def rejection_sampling(
+    draft_tokens: Int[Array, "seq draft"],
+    draft_probs: Float[Array, "seq draft vocab"] | None,
+    target_logits: Float[Array, "seq draft+1 vocab"],
+    num_draft: Int[Array, " seq"],
+    controls: Controls,
+    *,
+    rule: Int[Array, " seq"],
+    accept_uniform: Float[Array, "seq draft"],
+    sample_uniform: Float[Array, " seq"],
+    noise_words: UInt32[Array, "seq draft+1 2"] | None = None,
+    vocab_size: int | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
+    implementation: str | None = None,
+) -> Verdict:
+    """Accept a prefix of `draft_tokens`, then choose one token from the target.
+
+    The target's probabilities are those of its logits after temperature, top-k, top-p
+    and min-p, in that order; equal logits at a filter's border all stay. Emitted tokens
+    follow them exactly, but for float32 rounding and the 24 bits of a uniform. They are
+    never written to memory: row statistics and the draft tokens' probabilities come
+    from one pass over the logits, and only the row that the token is drawn from is read
+    again. Sequences with different rules share a batch:
+
+    - greedy (temperature 0, whatever `rule` says): drafts stay while they equal the
+      argmax, the lowest id of equal logits; then comes the argmax.
+    - `STANDARD`: draft i stays when u * draft(i) < target(i), strictly. The token
+      comes from max(target - draft, 0) at a rejection, else from the row after the last
+      draft, by inverting the cumulative sum in order of ids at `sample_uniform`.
+    - `BLOCK`: the longest prefix that passes its own test stays; the rest is alike.
+    - `COUPLED`: drafts stay while they equal the argmax of probability / noise, one
+      exponential per id, from a hash of the id and the row's `noise_words`; then comes
+      that argmax.
+
+    What is not a number or not a token:
+
+    - A logit of -inf or NaN excludes its token: it is neither accepted nor drawn.
+      +inf counts as the largest float.
+    - Ids at or past `vocab_size` are pads, whose logits may hold anything.
+    - A row without any finite logit accepts no draft and gives token 0.
+    - A probability that underflows is 0. Where that, or rounding, leaves nothing of a
+      residual, the token comes from the target.
+    - Drafts, probabilities, uniforms and rows past `num_draft` are not used.
+    - A sequence that is a pad: give it temperature 0, and drop its verdict.
+
+    Under `shard_map` with the vocabulary split, pass each device's slice of logits and
+    `draft_probs`, the rest whole, and the mesh axes as `axis_name`. Every device gets
+    the same verdict; none receives more than 15 numbers per target row at once. The TPU
+    implementation needs `check_vma=False` there.
+
+    Args:
+        draft_tokens: May have no columns: plain decoding.
+        draft_probs: What `draft_tokens` were drawn from, after all sampling controls;
+            None where each was certain (a greedy or looked-up draft).
+        target_logits: float32 or bfloat16; row i follows draft i - 1.
+        num_draft: Drafts that count; the later ones are ignored.
+        rule: `STANDARD`, `BLOCK` or `COUPLED`.
+        accept_uniform: In [0, 1), one per draft.
+        sample_uniform: In [0, 1).
+        noise_words: Random words per row, as the draft used at that position; None
+            where no sequence is coupled; one that is would follow `STANDARD`.
+        vocab_size: Of the whole vocabulary; None where no column is a pad.
+        axis_name: Mesh axes that split the vocabulary, major first.
+        implementation: A name to force; None takes the best for the platform.
+
+    References: Leviathan et al. 2023, arXiv:2211.17192; Sun et al. 2024,
+        arXiv:2403.10444 (block); Daliri et al. 2024, arXiv:2408.07978 (coupling).
+    """
+    run = dispatch.choose(
+        "rejection_sampling",
+        {
+            "reference": reference.rejection_sampling,
+            "tpu": tpu.rejection_sampling,
+        },
+        implementation,
+    )
+    return run(
+        draft_tokens,
+        draft_probs,
+        target_logits,
+        num_draft,
+        controls,
+        rule=rule,
+        accept_uniform=accept_uniform,
+        sample_uniform=sample_uniform,
+        noise_words=noise_words,
+        vocab_size=2**30 if vocab_size is None else vocab_size,
+        axis_name=axis_name,
+    )

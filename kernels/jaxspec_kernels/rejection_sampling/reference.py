@@ -1,0 +1,259 @@
+"""Rejection sampling in plain jnp: the specification, and what runs on CPU.
+
+Passes over the logits: one for statistics; for filtered batches up to eight per filter
+and one per sum; one where a sequence is coupled, one where one follows the block rule;
+one over a single row of each sequence to draw. What no sequence asks for is not run.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jaxspec_kernels.rejection_sampling import passes
+from jaxspec_kernels.rejection_sampling.draw import draw
+from jaxspec_kernels.rejection_sampling.passes import Draft, Law, Slice
+
+STANDARD, BLOCK, COUPLED = 0, 1, 2
+
+
+class Controls(NamedTuple):
+    """Sampling values per sequence; temperature 0 is greedy."""
+
+    temperature: Float[Array, " seq"]
+    top_k: Int[Array, " seq"]  # 0 keeps everything
+    top_p: Float[Array, " seq"]
+    min_p: Float[Array, " seq"]
+
+
+class Verdict(NamedTuple):
+    """Outcome of one round, per sequence."""
+
+    num_accepted: Int[Array, " seq"]
+    next_token: Int[Array, " seq"]
+
+
+def rejection_sampling(
+    draft_tokens: Int[Array, "seq draft"],
+    draft_probs: Float[Array, "seq draft vocab"] | None,
+    target_logits: Float[Array, "seq draft+1 vocab"],
+    num_draft: Int[Array, " seq"],
+    controls: Controls,
+    *,
+    rule: Int[Array, " seq"],
+    accept_uniform: Float[Array, "seq draft"],
+    sample_uniform: Float[Array, " seq"],
+    noise_words: UInt32[Array, "seq draft+1 2"] | None,
+    vocab_size: int,
+    axis_name: str | tuple[str, ...] | None,
+    tile: int = passes.TILE,
+    statistics: Callable[..., passes.Statistics] = passes.statistics,
+) -> Verdict:
+    """See `jaxspec_kernels.rejection_sampling`.
+
+    Args:
+        statistics: Makes the first pass over one device's slice.
+    """
+    seqs, width, columns = target_logits.shape
+    part = Slice(
+        columns=columns,
+        tile=min(tile, columns),
+        vocab_size=vocab_size,
+        axis_name=axis_name,
+    )
+    logits = target_logits.reshape(seqs * width, columns)
+    row_controls = Controls(*(jnp.repeat(values, width) for values in controls))
+    is_sampled = controls.temperature > 0
+    hot = row_controls.temperature > 0
+    temperature = jnp.where(hot, row_controls.temperature, 1.0)
+    # The last row of a sequence judges no draft.
+    tokens = jnp.pad(draft_tokens, ((0, 0), (0, 1))).reshape(-1)
+    own = statistics(part, logits, temperature, tokens)
+    found = passes.combine(part, own, temperature)
+    best = found.best.reshape(seqs, width)
+
+    def with_sampling() -> Verdict:
+        open_end = jnp.full_like(found.maximum, -jnp.inf)
+        law = Law(temperature, found.maximum, open_end, found.total)
+        law = _filter(part, logits, law, row_controls, hot)
+        is_coupled = jnp.zeros_like(is_sampled)
+        choices = best
+        if noise_words is not None:
+            is_coupled = is_sampled & (rule == COUPLED)
+            raced = _race(part, logits, law, noise_words, is_coupled)
+            choices = jnp.where(is_coupled[:, None], raced, best)
+        drafted = passes.weigh(found.drafted[:, None], law)[:, 0]
+        drafted = passes.normalise(drafted, law.total).reshape(seqs, width)[:, :-1]
+        drawn = _by_chance(
+            part,
+            logits,
+            law,
+            Draft(draft_tokens, draft_probs),
+            drafted,
+            num_draft=num_draft,
+            is_block=is_sampled & (rule == BLOCK),
+            accept_uniform=accept_uniform,
+            sample_uniform=sample_uniform,
+        )
+        chosen = _by_choices(draft_tokens, choices, num_draft)
+        is_drawn = is_sampled & ~is_coupled
+        return jax.tree.map(
+            lambda left, right: jnp.where(is_drawn, left, right), drawn, chosen
+        )
+
+    return jax.lax.cond(
+        is_sampled.any(),
+        with_sampling,
+        lambda: _by_choices(draft_tokens, best, num_draft),
+    )
+
+
+def _race(
+    part: Slice,
+    logits: Float[Array, "row vocab"],
+    law: Law,
+    noise_words: UInt32[Array, "seq width 2"],
+    is_coupled: Bool[Array, " seq"],
+) -> Int[Array, "seq width"]:
+    """The coupled choice of every row, where a sequence asks for it."""
+    words = noise_words.reshape(-1, 2)
+    choices = jax.lax.cond(
+        is_coupled.any(),
+        lambda: passes.race(part, logits, law, words),
+        lambda: jnp.zeros(logits.shape[0], jnp.int32),
+    )
+    return choices.reshape(noise_words.shape[:2])
+
+
+def _filter(
+    part: Slice,
+    logits: Float[Array, "row vocab"],
+    law: Law,
+    controls: Controls,
+    is_sampled: Bool[Array, " row"],
+) -> Law:
+    """Raise the thresholds to what top-k, top-p and min-p leave, in that order."""
+    by_k = is_sampled & (controls.top_k > 0) & (controls.top_k < part.vocab_size)
+    by_p = is_sampled & (controls.top_p < 1)
+    by_min = is_sampled & (controls.min_p > 0)
+
+    def narrowed(law: Law, threshold: Array, is_filtered: Array) -> Law:
+        law = law._replace(threshold=jnp.maximum(law.threshold, threshold))
+        # Rows that nothing filters keep their sum: it must not depend on neighbours.
+        amount = jax.lax.cond(
+            is_filtered.any(),
+            lambda: passes.total(part, logits, law),
+            lambda: law.total,
+        )
+        return law._replace(total=jnp.where(is_filtered, amount, law.total))
+
+    wanted = controls.top_k.astype(jnp.float32)
+    threshold = passes.search(part, logits, law, wanted, by_k, counts=True)
+    law = narrowed(law, threshold, by_k)
+    wanted = controls.top_p * law.total
+    threshold = passes.search(part, logits, law, wanted, by_p, counts=False)
+    # log(1) is 0 and the maximum itself stays, whatever rounding does to a product.
+    room = law.temperature * jnp.log(jnp.where(by_min, controls.min_p, 1.0))
+    above = jnp.minimum(law.maximum + room, law.maximum)
+    threshold = jnp.maximum(threshold, jnp.where(by_min, above, -jnp.inf))
+    return narrowed(law, threshold, by_p | by_min)
+
+
+def _by_choices(
+    draft_tokens: Int[Array, "seq draft"],
+    choices: Int[Array, "seq draft+1"],
+    num_draft: Int[Array, " seq"],
+) -> Verdict:
+    """Accept drafts while they equal the target's own choices."""
+    num_accepted = _prefix_length(draft_tokens == choices[:, :-1], num_draft)
+    return Verdict(num_accepted, _pick(choices, num_accepted))
+
+
+def _by_chance(
+    part: Slice,
+    logits: Float[Array, "row vocab"],
+    law: Law,
+    draft: Draft,
+    target_chance: Float[Array, "seq draft"],
+    *,
+    num_draft: Int[Array, " seq"],
+    is_block: Bool[Array, " seq"],
+    accept_uniform: Float[Array, "seq draft"],
+    sample_uniform: Float[Array, " seq"],
+) -> Verdict:
+    """Accept by the standard or the block rule, then draw from one row.
+
+    References: Leviathan et al. 2023, arXiv:2211.17192, Alg. 1. Sun et al. 2024,
+        arXiv:2403.10444, Alg. 2.
+    """
+    seqs, num_tokens = draft.tokens.shape
+    draft_chance = draft.chance(part)
+    is_accepted = accept_uniform * draft_chance < target_chance
+    num_accepted = _prefix_length(is_accepted, num_draft)
+    joint = jnp.ones((seqs, num_tokens + 1), jnp.float32)
+    if num_tokens:
+
+        def by_block() -> tuple[Array, Array]:
+            joint = _joint(draft_chance, target_chance)
+            excess = passes.excess(part, logits, law, draft, joint[:, 1:-1])
+            return _longest(accept_uniform, num_draft, joint, excess), joint
+
+        by_rule = jax.lax.cond(is_block.any(), by_block, lambda: (num_accepted, joint))
+        num_accepted = jnp.where(is_block, by_rule[0], num_accepted)
+        joint = jnp.where(is_block[:, None], by_rule[1], joint)
+    token = draw(
+        part,
+        logits,
+        law,
+        draft,
+        row=jnp.arange(seqs, dtype=jnp.int32) * (num_tokens + 1) + num_accepted,
+        index=jnp.minimum(num_accepted, max(num_tokens - 1, 0)),
+        is_rejected=num_accepted < num_draft,
+        joint=_pick(joint, num_accepted),
+        uniform=sample_uniform,
+    )
+    return Verdict(num_accepted, token)
+
+
+def _joint(
+    draft_chance: Float[Array, "seq draft"], target_chance: Float[Array, "seq draft"]
+) -> Float[Array, "seq draft+1"]:
+    """By how much the target prefers each prefix, 1 at most."""
+    # A drawn token has draft_chance > 0; a garbage one past num_draft may not.
+    ratio = target_chance / jnp.where(draft_chance > 0, draft_chance, 1.0)
+    joint = [jnp.ones_like(ratio[:, 0])]
+    for column in ratio.T:
+        joint.append(jnp.minimum(1.0, joint[-1] * column))
+    return jnp.stack(joint, axis=1)
+
+
+def _longest(
+    uniform: Float[Array, "seq draft"],
+    num_draft: Int[Array, " seq"],
+    joint: Float[Array, "seq draft+1"],
+    excess: Float[Array, "seq draft-1"],
+) -> Int[Array, " seq"]:
+    """The longest prefix that passes its own test."""
+    here = joint[:, 1:]
+    room = excess + 1.0 - here[:, :-1]
+    inner = jnp.where(room > 0, excess / jnp.where(room > 0, room, 1.0), 1.0)
+    inner = jnp.concatenate([inner, here[:, -1:]], axis=1)
+    length = jnp.arange(1, here.shape[1] + 1, dtype=jnp.int32)[None]
+    chance = jnp.where(length == num_draft[:, None], here, inner)
+    is_passed = (uniform < chance) & (length <= num_draft[:, None])
+    return jnp.where(is_passed, length, 0).max(axis=1)
+
+
+def _prefix_length(
+    is_accepted: Bool[Array, "seq draft"], num_draft: Int[Array, " seq"]
+) -> Int[Array, " seq"]:
+    index = jnp.arange(is_accepted.shape[1], dtype=jnp.int32)[None]
+    is_accepted &= index < num_draft[:, None]
+    # in [1,1,0,1] -> [1,1,0,0] -> 2
+    return jnp.cumprod(is_accepted.astype(jnp.int32), axis=1).sum(axis=1)
+
+
+def _pick(values: Array, index: Int[Array, " seq"]) -> Array:
+    return jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]

@@ -1,0 +1,136 @@
+"""Rejection sampling for TPU: the first pass in Pallas (Mosaic), the others plain jnp.
+
+Grid: blocks of rows, then tiles of the vocabulary, in order. The four results of a row
+block stay in VMEM while its tiles come in; Pallas copies the next tile meanwhile. SMEM:
+the first id of this device's slice (scalar prefetch). The first pass is the one that
+every round makes and that reads every row; XLA fuses the others' reads and sums.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from jaxspec_kernels.rejection_sampling import passes, reference
+from jaxspec_kernels.rejection_sampling.passes import Slice, Statistics
+from jaxspec_kernels.rejection_sampling.reference import Verdict
+
+# Two buffers of 32 rows of this many float32 columns are 4 MiB, a quarter of what v5e
+# gives a kernel.
+TILE = 16_384
+BLOCK_ROWS = 32
+
+
+def _kernel(
+    # Scalar prefetch
+    offset: Any,  # i32[1]
+    # In
+    logits: Any,  # [row, tile]
+    temperature: Any,  # f32[row, 1]
+    tokens: Any,  # i32[row, 1]
+    # Out
+    maximum: Any,  # f32[row, 1]
+    best: Any,  # i32[row, 1]
+    total: Any,  # f32[row, 1]
+    drafted: Any,  # f32[row, 1]
+    *,
+    columns: int,
+    vocab_size: int,
+):
+    number = pl.program_id(1)
+    rows, tile = logits.shape
+
+    @pl.when(number == 0)
+    def _():
+        maximum[...] = jnp.full((rows, 1), -jnp.inf, jnp.float32)
+        best[...] = jnp.full((rows, 1), offset[0], jnp.int32)
+        total[...] = jnp.zeros((rows, 1), jnp.float32)
+        drafted[...] = jnp.full((rows, 1), -jnp.inf, jnp.float32)
+
+    column = number * tile + jax.lax.broadcasted_iota(jnp.int32, (rows, tile), 1)
+    ids = offset[0] + column
+    values = logits[...].astype(jnp.float32)
+    # The last tile reads past the slice. A NaN is not equal to itself.
+    is_token = (column < columns) & (ids < vocab_size) & (values == values)
+    values = jnp.where(is_token, jnp.minimum(values, passes.LARGEST), -jnp.inf)
+
+    own = jnp.where(ids == tokens[...], values, -jnp.inf).max(axis=1, keepdims=True)
+    drafted[...] = jnp.maximum(drafted[...], own)
+    before = maximum[...]
+    top = values.max(axis=1, keepdims=True)
+    at = jnp.where((values == top) & is_token, ids, passes.NO_ID).min(
+        axis=1, keepdims=True
+    )
+    best[...] = jnp.where(top > before, at, best[...])
+    top = jnp.maximum(top, before)
+    maximum[...] = top
+
+    heat = temperature[...]
+    peak = passes.peak(top)
+    kept = total[...] * jnp.exp((before - peak) / heat)
+    added = jnp.exp((values - peak) / heat).sum(axis=1, keepdims=True)
+    total[...] = kept + added
+
+
+def statistics(
+    part: Slice,
+    logits: Float[Array, "row vocab"],
+    temperature: Float[Array, " row"],
+    tokens: Int[Array, " row"],
+    *,
+    interpret: Any = False,
+) -> Statistics:
+    """See `passes.statistics`."""
+    rows, columns = logits.shape
+    block_rows = min(rows, BLOCK_ROWS)
+    tile = min(part.tile, columns)
+
+    def column_spec() -> pl.BlockSpec:
+        return pl.BlockSpec((block_rows, 1), lambda row, tile, *_: (row, 0))
+
+    kernel = functools.partial(_kernel, columns=columns, vocab_size=part.vocab_size)
+    result = functools.partial(jax.ShapeDtypeStruct, (rows, 1))
+    found = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(pl.cdiv(rows, block_rows), pl.cdiv(columns, tile)),
+            in_specs=[
+                pl.BlockSpec((block_rows, tile), lambda row, tile, *_: (row, tile)),
+                column_spec(),
+                column_spec(),
+            ],
+            out_specs=[column_spec() for _ in range(4)],
+        ),
+        out_shape=[
+            result(dtype)
+            for dtype in (jnp.float32, jnp.int32, jnp.float32, jnp.float32)
+        ],
+        interpret=interpret,
+        name="rejection_sampling_statistics",
+    )(
+        jnp.asarray(part.offset, jnp.int32).reshape(1),
+        logits,
+        temperature[:, None],
+        tokens[:, None],
+    )
+    return Statistics(*(values[:, 0] for values in found))
+
+
+def rejection_sampling(
+    *arguments: Any, tile: int = TILE, interpret: Any = False, **settings: Any
+) -> Verdict:
+    """See `jaxspec_kernels.rejection_sampling`; `tile` is a multiple of 128.
+
+    Under `shard_map`, with `check_vma=False`.
+    """
+    return reference.rejection_sampling(
+        *arguments,
+        tile=tile,
+        statistics=functools.partial(statistics, interpret=interpret),
+        **settings,
+    )

@@ -1,0 +1,206 @@
+"""Attention over paged keys and values in float64: what every backend's tests ask.
+
+Every slot that no query sees holds NaN, and the page table holds rubbish past the end
+of a sequence.
+"""
+
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
+
+# Contexts end in the middle of a page and of a block, windows start in one.
+SMALL = Case(
+    seqs=4,
+    queries=5,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=8,
+    page_size=4,
+    context=90,
+    window=None,
+    scale=0.4,
+    soft_cap=2.0,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Arguments of one call; `key` and `value` are what the pages hold, by position."""
+
+    case: Case
+    query: np.ndarray  # [seq, token, q_head, head_dim], as are the rest in float32
+    key: np.ndarray  # [seq, position, kv_head, head_dim]
+    value: np.ndarray
+    kv_len: np.ndarray
+    seen: np.ndarray  # [seq, token, position]: which keys each query sees
+    mask: np.ndarray | None
+    page_table: np.ndarray
+    kv_pages: np.ndarray
+    dtype: DTypeLike  # of the pages
+    query_dtype: DTypeLike
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array, Array]:
+        """The positional arguments."""
+        return (
+            jnp.asarray(self.query, self.query_dtype),
+            jnp.asarray(self.kv_pages, self.dtype),
+            jnp.asarray(self.page_table),
+            jnp.asarray(self.kv_len),
+        )
+
+    @property
+    def settings(self) -> dict[str, float | int | None]:
+        """The keyword arguments that are Python numbers."""
+        case = self.case
+        return dict(scale=case.scale, soft_cap=case.soft_cap, window=case.window)
+
+    @property
+    def ancestor_mask(self) -> Array | None:
+        return None if self.mask is None else jnp.asarray(self.mask)
+
+
+def scaled_down(case: Case) -> Case:
+    """The same heads and queries over few short sequences."""
+    window = None if case.window is None else 2 * case.queries + 23
+    context = 3 * case.queries + 70
+    return replace(case, seqs=3, context=context, window=window)
+
+
+# One scaled-down case for every set of heads and queries, by one of its names.
+SCALED_CASES = {
+    case: name
+    for name, case in reversed(
+        [(name, scaled_down(case)) for name, case in (CASES | REAL_CASES).items()]
+    )
+}
+SCALED_CASES = {name: case for case, name in SCALED_CASES.items()}
+
+
+def see(case: Case, kv_len: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+    """Which positions each query sees, one pair of positions at a time."""
+    seen = np.zeros((case.seqs, case.queries, case.context), bool)
+    window = case.context + case.queries if case.window is None else case.window
+    for seq, token in np.ndindex(seen.shape[:2]):
+        length = kv_len[seq]
+        start = length - case.queries
+        if start + token < 0:
+            continue
+        for key in range(length):
+            if mask is None:
+                seen[seq, token, key] = 0 <= start + token - key < window
+                continue
+            depth = mask[seq, token].sum() - 1
+            if key < start:
+                seen[seq, token, key] = start + depth - key < window
+            elif mask[seq, token, key - start]:
+                ancestor_depth = mask[seq, key - start].sum() - 1
+                seen[seq, token, key] = depth - ancestor_depth < window
+    return seen
+
+
+def rounded(array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
+    """float32 values that `dtype` can hold."""
+    return array.astype(jnp.dtype(dtype)).astype(np.float32)
+
+
+def build(
+    case: Case,
+    seed: int = 0,
+    *,
+    kv_len: list[int] | None = None,
+    mask: np.ndarray | None = None,
+    dtype: DTypeLike = jnp.float32,
+    query_dtype: DTypeLike | None = None,
+) -> Call:
+    """A call with random values, in pages of random order."""
+    rng = np.random.default_rng(seed)
+    query_dtype = dtype if query_dtype is None else query_dtype
+    lengths = rng.integers(0, case.context + 1, case.seqs).astype(np.int32)
+    lengths[0] = case.context
+    if kv_len is not None:
+        lengths = np.array(kv_len, np.int32)
+    size = (case.seqs, case.context, case.kv_heads, case.head_dim)
+    key, value = rounded(rng.normal(size=(2, *size)), dtype)
+    size = (case.seqs, case.queries, case.q_heads, case.head_dim)
+    # Scores of size 2: the softmax is neither flat nor a point.
+    spread = 2 / (case.scale * case.head_dim**0.5)
+    query = rounded(rng.normal(size=size) * spread, query_dtype)
+    seen = see(case, lengths, mask)
+
+    table_len = -(-case.context // case.page_size) + 3
+    num_pages = case.seqs * table_len
+    order = rng.permutation(num_pages).reshape(case.seqs, table_len).astype(np.int32)
+    shape = (num_pages, case.page_size, case.kv_heads, 2, case.head_dim)
+    pages = np.full(shape, np.nan, np.float32)
+    for seq in range(case.seqs):
+        for at in np.flatnonzero(seen[seq].any(axis=0)):
+            slot = order[seq, at // case.page_size], at % case.page_size
+            pages[slot][:, 0], pages[slot][:, 1] = key[seq, at], value[seq, at]
+        # Past the end stands anything: the engine's pad page, or somebody's page.
+        used = -(-lengths[seq] // case.page_size)
+        order[seq, used:] = rng.choice([num_pages, 0, 1], table_len - used)
+    return Call(
+        case=case,
+        query=query,
+        key=key,
+        value=value,
+        kv_len=lengths,
+        seen=seen,
+        mask=mask,
+        page_table=order,
+        kv_pages=pages.reshape(num_pages, case.page_size, -1, case.head_dim),
+        dtype=dtype,
+        query_dtype=query_dtype,
+    )
+
+
+def attend(call: Call) -> np.ndarray:
+    """Scale, cap, mask, softmax, mix, over the visible keys alone, in float64."""
+    case = call.case
+    group = case.q_heads // case.kv_heads
+    result = np.zeros(call.query.shape)
+    for seq, token, head in np.ndindex(*result.shape[:3]):
+        at = np.flatnonzero(call.seen[seq, token])
+        if not at.size:
+            continue
+        key = call.key[seq, at, head // group].astype(np.float64)
+        value = call.value[seq, at, head // group].astype(np.float64)
+        scores = key @ call.query[seq, token, head].astype(np.float64) * case.scale
+        if case.soft_cap is not None:
+            scores = case.soft_cap * np.tanh(scores / case.soft_cap)
+        weights = np.exp(scores - scores.max())
+        result[seq, token, head] = weights @ value / weights.sum()
+    return result
+
+
+def error(call: Call, result: Array | np.ndarray) -> float:
+    """Largest distance from the truth; infinite if anything is not a number."""
+    distance = np.abs(np.asarray(result, np.float64) - attend(call))
+    return float(distance.max()) if np.isfinite(distance).all() else np.inf
+
+
+def pages_in_reach(call: Call) -> int:
+    """Pages in which some query sees a slot, over all sequences."""
+    size = call.case.page_size
+    return sum(
+        len({at // size for at in np.flatnonzero(seen.any(axis=0))})
+        for seen in call.seen
+    )
+
+
+def random_forest(seqs: int, nodes: int, seed: int) -> np.ndarray:
+    """Ancestor masks of random trees, parents before children, some without one."""
+    rng = np.random.default_rng(seed)
+    mask = np.zeros((seqs, nodes, nodes), bool)
+    for seq, node in np.ndindex(seqs, nodes):
+        parent = rng.integers(-1, node)
+        if parent >= 0:
+            mask[seq, node] = mask[seq, parent]
+        mask[seq, node, node] = True
+    return mask

@@ -1,0 +1,167 @@
+"""Rounds of rejection sampling, and what the engine's own rules make of them."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.program import accept, randomness
+from jaxspec.program.propose import Proposal
+from jaxspec.program.randomness import ACCEPT, SAMPLE
+from jaxspec_kernels.rejection_sampling import BLOCK, COUPLED, STANDARD, Controls
+from tests.laws import filtered_law
+from tests.rows import make_active
+
+START = 20  # known tokens of every sequence
+GREEDY = -1
+KINDS = GREEDY, STANDARD, BLOCK, COUPLED
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Compile without the persistent cache: nothing is written, so nothing is found."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 1e9)
+    yield
+    jax.config.update(name, before)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """Arguments of one call, and the laws that they mean."""
+
+    kind: np.ndarray  # of KINDS
+    tokens: np.ndarray
+    draft: np.ndarray  # [seq, draft, vocab], probabilities
+    logits: np.ndarray  # [seq, draft+1, vocab]
+    num_draft: np.ndarray
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    seed: np.ndarray
+
+    @property
+    def controls(self) -> Controls:
+        """Sampling values per sequence."""
+        return Controls(
+            jnp.asarray(self.temperature, jnp.float32),
+            jnp.asarray(self.top_k, jnp.int32),
+            jnp.asarray(self.top_p, jnp.float32),
+            jnp.asarray(self.min_p, jnp.float32),
+        )
+
+    @property
+    def arrays(self) -> tuple:
+        """The positional arguments."""
+        return (
+            jnp.asarray(self.tokens, jnp.int32),
+            jnp.asarray(self.draft, jnp.float32),
+            jnp.asarray(self.logits),
+            jnp.asarray(self.num_draft, jnp.int32),
+            self.controls,
+        )
+
+    @property
+    def numbers(self) -> dict[str, jax.Array]:
+        """Rules and random numbers, by the engine's keys."""
+        seqs, drafts = self.tokens.shape
+        seed = jnp.asarray(self.seed)
+        each = jnp.broadcast_to(seed[:, None], (seqs, drafts + 1, 2))
+        index = jnp.arange(drafts + 1, dtype=jnp.int32)[None]
+        index = jnp.broadcast_to(index, (seqs, drafts + 1))
+        start = jnp.full_like(index, START)
+        words = randomness._words(each, START + index, jnp.full_like(index, SAMPLE))
+        return dict(
+            rule=jnp.asarray(np.maximum(self.kind, 0), jnp.int32),
+            accept_uniform=randomness.uniform(each, start, ACCEPT, index)[:, :-1],
+            sample_uniform=randomness.uniform(seed, start[:, 0], SAMPLE),
+            noise_words=words,
+        )
+
+
+def make_round(
+    seqs: int = 64,
+    drafts: int = 3,
+    vocab: int = 50,
+    *,
+    seed: int = 0,
+    spread: float = 2.0,
+    is_filtered: bool = True,
+) -> Round:
+    """A random mixed batch, with drafts near the target: every count occurs."""
+    random = np.random.default_rng(seed)
+    logits = random.normal(size=(seqs, drafts + 1, vocab)).astype(np.float32) * spread
+    nearby = logits[:, :-1] + random.normal(size=(seqs, drafts, vocab)) * 0.5
+    kind = random.permutation(np.resize(KINDS, seqs))
+    hot = random.choice([0.7, 1.0, 1.3], seqs)
+    top_k = random.choice([0, 3, 17], seqs) * is_filtered
+    top_p = np.where(is_filtered, random.choice([1.0, 0.8, 0.3], seqs), 1.0)
+    min_p = random.choice([0.0, 0.0, 0.1], seqs) * is_filtered
+    keys = random.integers(0, 2**32, (seqs, 2), dtype=np.uint32)
+    noise = np.asarray(_noise(keys, drafts, vocab))
+    draft = np.empty((seqs, drafts, vocab), np.float32)
+    tokens = np.empty((seqs, drafts), int)
+    for seq, i in np.ndindex(seqs, drafts):
+        kept: Any = hot[seq], top_k[seq], top_p[seq]
+        draft[seq, i] = filtered_law(nearby[seq, i], *kept)
+        # From the target half of the time, where the draft can draw it.
+        law = draft[seq, i].astype(np.float64)
+        if random.random() < 0.5:
+            law = law * np.exp(logits[seq, i])
+        tokens[seq, i] = random.choice(vocab, p=law / law.sum())
+        if kind[seq] in (GREEDY, COUPLED) and random.random() < 0.7:
+            target = filtered_law(logits[seq, i], *kept)
+            own = target / noise[seq, i] if kind[seq] == COUPLED else target
+            tokens[seq, i] = own.argmax()
+    return Round(
+        kind=kind,
+        tokens=tokens,
+        draft=draft,
+        logits=logits,
+        num_draft=np.minimum(random.integers(0, drafts + 3, seqs), drafts),
+        temperature=np.where(kind == GREEDY, 0.0, hot).astype(np.float32),
+        top_k=top_k,
+        top_p=top_p.astype(np.float32),
+        min_p=min_p.astype(np.float32),
+        seed=keys,
+    )
+
+
+def _noise(keys: np.ndarray, drafts: int, vocab: int) -> jax.Array:
+    """What coupled drafts share with the target."""
+    position = START + jnp.arange(drafts, dtype=jnp.int32)[None]
+    position = jnp.broadcast_to(position, (len(keys), drafts))
+    each = jnp.broadcast_to(jnp.asarray(keys)[:, None], (len(keys), drafts, 2))
+    return randomness.exponential(each, position, SAMPLE, vocab)
+
+
+def by_engine(one: Round) -> tuple[np.ndarray, np.ndarray]:
+    """The verdict of the step program, from the same logits and seeds."""
+    seqs, drafts = one.tokens.shape
+    active = make_active(
+        seqs,
+        num_tokens=START,
+        temperature=one.temperature,
+        top_k=one.top_k,
+        top_p=one.top_p,
+        min_p=one.min_p,
+        rule=np.maximum(one.kind, 0),
+        seed=one.seed,
+    )
+    tokens, draft, logits, num_draft, _ = one.arrays
+    proposal = Proposal(tokens, jnp.zeros_like(tokens), draft)
+    flat = logits.astype(jnp.float32).reshape(seqs * (drafts + 1), -1)
+    verdict = jax.jit(accept.accept)(proposal, flat, num_draft, active)
+    return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)
+
+
+def with_kind(one: Round, kind: int) -> Round:
+    """The same round with one rule for all sequences."""
+    temperature = np.maximum(one.temperature, np.float32(0.7)) * (kind != GREEDY)
+    return replace(one, kind=np.full_like(one.kind, kind), temperature=temperature)

@@ -1,0 +1,324 @@
+"""The GPU kernel, interpreted, equals float64 and reads no page out of reach."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec_kernels.paged_attention import gpu
+from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
+from jaxspec_kernels.paged_attention.gpu_tiles import Tiles, choose_tiles
+from tests.kernels import aot_gpu
+from tests.kernels.oracle import (
+    SCALED_CASES,
+    SMALL,
+    Call,
+    build,
+    error,
+    pages_in_reach,
+    random_forest,
+)
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+# SMALL has ten rows a head: one tile. 90 tokens are six blocks in three shares.
+TILES = Tiles(rows=16, keys=16, splits=3)
+
+attend = jax.jit(
+    partial(gpu.paged_attention, interpret=True),
+    static_argnames=("scale", "soft_cap", "window", "tiles"),
+)
+
+
+def run(call: Call, tiles: Tiles | None = TILES) -> np.ndarray:
+    result = attend(
+        *call.arrays, ancestor_mask=call.ancestor_mask, tiles=tiles, **call.settings
+    )
+    assert result.dtype == jnp.dtype(call.query_dtype)
+    return np.asarray(result.astype(jnp.float32))
+
+
+def default_tiles(call: Call) -> Tiles:
+    """What the kernel takes for these shapes, but in three shares."""
+    query, kv_pages, page_table, _ = call.arrays
+    tiles = choose_tiles(
+        query.shape,
+        kv_pages.shape,
+        table=page_table.shape[1],
+        itemsize=query.dtype.itemsize,
+        window=call.case.window,
+    )
+    return replace(tiles, splits=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if is_fast else pytest.mark.slow)
+        for name in SCALED_CASES
+        for dtype in TOLERANCE
+        for is_fast in [name in CASES and dtype == "float32"]
+    ],
+)
+def test_case_equals_float64(name, dtype):
+    call = build(SCALED_CASES[name], dtype=dtype)
+    assert error(call, run(call, default_tiles(call))) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "page_size"),
+    [
+        (None, 2.0, 4),
+        (None, None, 1),
+        (1, 2.0, 6),
+        (7, None, 4),
+        (7, 2.0, 16),
+        (16, 2.0, 32),
+    ],
+)
+def test_ragged_batches_equal_float64(window, soft_cap, page_size):
+    case = replace(SMALL, window=window, soft_cap=soft_cap, page_size=page_size)
+    for seed in range(6):
+        call = build(case, seed)
+        assert error(call, run(call)) <= 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_every_length_equals_float64(window):
+    """Pages, blocks, shares and windows end at every place."""
+    case = replace(SMALL, window=window)
+    for first in range(0, 84, 4):
+        call = build(case, first, kv_len=[*range(first, first + 4)])
+        assert error(call, run(call)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        Tiles(rows=16, keys=16, splits=1),
+        Tiles(rows=16, keys=128, splits=2),  # one block: the first share is empty
+        Tiles(rows=16, keys=16, splits=20),
+        Tiles(rows=4, keys=16, splits=3),  # two queries in a tile
+        Tiles(rows=1, keys=32, splits=2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("window", [None, 7])
+def test_tiles_do_not_matter(window, tiles):
+    for seed in range(3):
+        call = build(replace(SMALL, window=window), seed)
+        assert error(call, run(call, tiles)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "rows"), [(6, 1, 32), (6, 3, 16), (6, 2, 4), (6, 6, 16)]
+)
+def test_query_heads_share_kv_heads(q_heads, kv_heads, rows):
+    case = replace(SMALL, q_heads=q_heads, kv_heads=kv_heads)
+    call = build(case, seed=3)
+    assert error(call, run(call, replace(TILES, rows=rows))) <= 1e-5
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_pads_and_empty_sequences_are_zeros(splits):
+    tiles = replace(TILES, splits=splits)
+    call = build(SMALL, kv_len=[0, 2, 5, 90])
+    result = run(call, tiles)
+    assert error(call, result) <= 1e-5
+    assert not result[0].any() and not result[1, :3].any()
+    assert result[1, 3:].any(axis=(1, 2)).all()
+    empty = build(SMALL, kv_len=[0, 0, 0, 0])
+    assert not run(empty, tiles).any()
+
+
+@pytest.mark.parametrize("window", [None, 2, 7])
+def test_trees_equal_float64(window):
+    case = replace(SMALL, queries=7, window=window)
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        kv_len = [7, *rng.integers(7, 91, 3).tolist()]
+        call = build(case, seed, kv_len=kv_len, mask=random_forest(4, 7, seed))
+        assert error(call, run(call)) <= 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_trees_of_more_nodes_than_a_word_has_bits(window):
+    case = replace(SMALL, queries=67, window=window)
+    call = build(case, kv_len=[67, 68, 80, 90], mask=random_forest(4, 67, seed=1))
+    assert error(call, run(call, replace(TILES, rows=64))) <= 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_chain_as_a_tree_is_the_chain(window):
+    chain = np.broadcast_to(np.tri(5, dtype=bool), (4, 5, 5)).copy()
+    for kv_len in ([90, 40, 3, 0], [17, 16, 15, 1]):
+        call = build(replace(SMALL, window=window), kv_len=kv_len)
+        assert np.abs(run(replace(call, mask=chain)) - run(call)).max() <= 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_row_does_not_depend_on_the_other_rows(window):
+    """Bitwise: otherwise the text of a request would depend on its neighbours."""
+    case = replace(SMALL, window=window)
+    base = build(case, kv_len=[60, 60, 60, 60])
+    expected = run(base)[0]
+    for others in ([0, 0, 0], [1, 7, 90], [90, 90, 90], [33, 80, 5]):
+        other = build(case, seed=5, kv_len=[60, *others])
+        pages, table = other.kv_pages.copy(), other.page_table.copy()
+        pages[table[0, :15]] = base.kv_pages[base.page_table[0, :15]]
+        query = np.concatenate([base.query[:1], other.query[1:]])
+        other = replace(other, kv_pages=pages, query=query)
+        np.testing.assert_array_equal(run(other)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("window", "kv_len"),
+    [
+        (None, [90, 3, 17, 0]),
+        (8, [90, 90, 90, 90]),  # 13 of 90 slots a sequence, not at a page's border
+        (8, [90, 0, 5, 16]),
+        (1, [88, 89, 90, 1]),
+    ],
+)
+def test_pages_out_of_reach_are_not_read(monkeypatch, window, kv_len):
+    loaded = set()
+    load = gpu.plgpu.load
+
+    def counted(ref, *, mask=None, **settings):
+        result = load(ref, mask=mask, **settings)
+        if ref.dtype == jnp.bfloat16:  # the pages; the query is float32
+            page = ref.transforms[-1].indices[0]
+            jax.debug.callback(count, page, mask)
+        return result
+
+    def count(page, mask):
+        loaded.update(np.broadcast_to(page, mask.shape)[mask].tolist())
+
+    monkeypatch.setattr(gpu.plgpu, "load", counted)
+    case = replace(SMALL, window=window)
+    call = build(case, kv_len=kv_len, dtype="bfloat16", query_dtype="float32")
+    # A jit of its own: `attend` may have traced the uncounted form.
+    attend_counted = jax.jit(
+        partial(
+            gpu.paged_attention,
+            ancestor_mask=None,
+            tiles=TILES,
+            interpret=True,
+            **call.settings,
+        )
+    )
+    result = attend_counted(*call.arrays)
+    jax.effects_barrier()
+    assert len(loaded) == pages_in_reach(call)
+    assert error(call, result) <= 1e-5
+
+
+def test_float32_queries_on_bfloat16_pages_are_exact():
+    call = build(SMALL, seed=4, dtype="bfloat16", query_dtype="float32")
+    assert error(call, run(call)) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int8"])
+def test_pages_without_floats_are_refused(dtype):
+    call = build(SMALL)
+    query, pages, *rest = call.arrays
+    pages = jnp.zeros(pages.shape, dtype)
+    with pytest.raises(NotImplementedError, match=f"float32, not {dtype}"):
+        gpu.paged_attention(query, pages, *rest, ancestor_mask=None, **call.settings)
+
+
+def tiles_of(case: Case, *, itemsize: int = 2) -> Tiles:
+    return choose_tiles(
+        (case.seqs, case.queries, case.q_heads, case.head_dim),
+        (1, case.page_size, 2 * case.kv_heads, case.head_dim),
+        table=-(-case.context // case.page_size),
+        itemsize=itemsize,
+        window=case.window,
+    )
+
+
+def test_one_long_sequence_fills_the_chip():
+    case = replace(REAL_CASES["9b/tp1/verify"], seqs=1)
+    assert case.kv_heads * tiles_of(case).splits >= 132
+    # Not with shares too small to be worth their sum.
+    assert tiles_of(replace(case, context=512)).splits == 4
+    assert tiles_of(replace(case, window=251)).splits == 2
+
+
+@pytest.mark.parametrize("name", REAL_CASES)
+def test_splits_run_at_once(name):
+    """Programs that wait for a place would take as long as all before them."""
+    case = REAL_CASES[name]
+    tiles = tiles_of(case)
+    rows = case.queries * case.q_heads // case.kv_heads
+    programs = case.seqs * case.kv_heads * -(-rows // tiles.rows)
+    assert tiles.splits == 1 or programs * tiles.splits <= 3 * 132
+    assert 2 * tiles.keys * case.head_dim * 2 == 32 * 1024
+
+
+needs_compiler = pytest.mark.skipif(
+    aot_gpu.missing() is not None, reason=str(aot_gpu.missing())
+)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES | REAL_CASES)
+def test_case_fits_an_h200(name):
+    """Nothing spills, all programs run at once, and nothing but the kernels runs."""
+    case = (CASES | REAL_CASES)[name]
+    kernels, memory = aot_gpu.paged_attention(case)
+    print(aot_gpu.report(name, kernels))
+    splits = tiles_of(case).splits
+    names = ["paged_attention", "paged_attention_combine"]
+    assert [kernel.name for kernel in kernels] == names[: 1 if splits == 1 else 2]
+    assert not any(kernel.spilled_bytes for kernel in kernels)
+    attend_kernel = kernels[0]
+    if splits > 1:
+        assert np.prod(attend_kernel.grid) <= 132 * attend_kernel.resident
+    # The shares and their statistics, in float32: no copy of a page.
+    rows = splits * case.seqs * case.queries * case.q_heads
+    assert memory.temp_size_in_bytes <= rows * (case.head_dim + 1) * 4 + 4096
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("queries", [6, 40])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_trees_fit_an_h200(dtype, queries):
+    case = replace(REAL_CASES["9b/tp1/verify-window"], queries=queries)
+    kernels, _ = aot_gpu.paged_attention(case, dtype=dtype, is_tree=True)
+    own = [kernel for kernel in kernels if kernel.name.startswith("paged_attention")]
+    print(aot_gpu.report(f"tree of {queries}, {dtype}", own))
+    assert own and not any(kernel.spilled_bytes for kernel in own)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["2b", "27b"])
+def test_float32_fits_an_h200(model):
+    for call in ("verify", "prefill"):
+        name = f"{model}/tp1/{call}"
+        kernels, _ = aot_gpu.paged_attention(REAL_CASES[name], dtype="float32")
+        print(aot_gpu.report(f"{name}, float32", kernels))
+        assert not any(kernel.spilled_bytes for kernel in kernels)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_pool_beyond_32_bits_fits_an_h200():
+    case = replace(REAL_CASES["9b/tp1/verify"], seqs=80)  # 5.4 GB of pages
+    kernels, _ = aot_gpu.paged_attention(case)
+    print(aot_gpu.report("9b/tp1/verify, 80 sequences", kernels))
+    assert not any(kernel.spilled_bytes for kernel in kernels)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_tiles_beyond_shared_memory_do_not_compile(monkeypatch):
+    monkeypatch.setenv("LLVM_DISABLE_SYMBOLIZATION", "1")  # of the error: minutes
+    tiles = Tiles(rows=64, keys=128, splits=1, num_stages=5)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Shared memory size limit"):
+        aot_gpu.paged_attention(REAL_CASES["9b/tp1/prefill"], tiles=tiles)

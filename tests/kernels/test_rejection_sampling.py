@@ -1,0 +1,259 @@
+"""Every round gets the engine's verdict, from logits that are read a tile at a time."""
+
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.program import plan, randomness
+from jaxspec.program.choose import choose_token
+from jaxspec_kernels.rejection_sampling import (
+    BLOCK,
+    COUPLED,
+    STANDARD,
+    Controls,
+    reference,
+    rejection_sampling,
+)
+from tests import enumeration
+from tests.enumeration import VOCAB, block_oracle, make_cases, standard_oracle
+from tests.kernels.rejection_rounds import (
+    GREEDY,
+    START,
+    Round,
+    by_engine,
+    make_round,
+    with_kind,
+)
+from tests.laws import check_counts, filtered_law
+from tests.rows import make_active
+
+COLUMNS = 50
+TILE = 16  # four tiles, of which the last overlaps the third
+RULES = {"standard": STANDARD, "block": BLOCK, "coupled": COUPLED, "greedy": GREEDY}
+ORACLES = {STANDARD: standard_oracle, BLOCK: block_oracle}
+
+
+@cache
+def tiled(tile: int = TILE, vocab_size: int = COLUMNS):
+    return jax.jit(
+        partial(
+            reference.rejection_sampling,
+            vocab_size=vocab_size,
+            axis_name=None,
+            tile=tile,
+        )
+    )
+
+
+def run(one: Round, tile: int = TILE, **changes) -> tuple[np.ndarray, np.ndarray]:
+    verdict = tiled(tile)(*one.arrays, **one.numbers | changes)
+    return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)
+
+
+def check_engine(seeds: int = 6) -> None:
+    """All rules, all filters, all counts of drafts side by side."""
+    for seed in range(seeds):
+        one = make_round(seed=seed)
+        np.testing.assert_array_equal(run(one), by_engine(one))
+
+
+def test_verdicts_are_those_of_the_engine():
+    check_engine()
+
+
+@pytest.mark.parametrize("tile", [50, 2048, 7])
+def test_tile_size_does_not_matter(tile):
+    for seed in range(6, 9):
+        one = make_round(seed=seed)
+        np.testing.assert_array_equal(run(one, tile), by_engine(one))
+
+
+def test_rules_are_numbered_as_in_the_plan():
+    assert (STANDARD, BLOCK, COUPLED) == (plan.STANDARD, plan.BLOCK, plan.COUPLED)
+
+
+def test_rounds_hold_what_they_should():
+    """Otherwise the equalities above would say less than they seem to."""
+    one = make_round()
+    accepted, _ = run(one)
+    for kind in RULES.values():
+        here = one.kind == kind
+        assert set(accepted[here]) >= {0, 3}
+        assert (accepted < one.num_draft)[here].any()
+    assert set(one.num_draft) == {0, 1, 2, 3}
+
+
+def check_law(rule: int, count: int = 45) -> None:
+    """The exact law of all K + 1 tokens is the target's."""
+
+    def apply(tokens, draft, target, num_draft, *, accept_uniform, sample_uniform):
+        seqs = tokens.shape[0]
+        return reference.rejection_sampling(
+            tokens,
+            draft,
+            jnp.log(target),  # NaN in the rows that do not count
+            num_draft,
+            plain_controls(seqs),
+            rule=jnp.full(seqs, rule, jnp.int32),
+            accept_uniform=accept_uniform,
+            sample_uniform=sample_uniform,
+            noise_words=None,
+            vocab_size=VOCAB,
+            axis_name=None,
+            tile=3,
+        )
+
+    for law in enumeration.laws(make_cases(count), apply, ORACLES[rule]):
+        assert law.distance <= 1e-6, (law.case.kind, law.case.num_draft, law.distance)
+
+
+@pytest.mark.parametrize("rule", ORACLES)
+def test_emitted_tokens_follow_the_target_exactly(rule, monkeypatch):
+    # The logarithm of a probability of 2**-12 is off by 2**-21 of it in float32.
+    monkeypatch.setattr(enumeration, "MARGIN", 2.0**-18)
+    check_law(rule)
+
+
+def plain_controls(seqs: int, **values) -> Controls:
+    given = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) | values
+    return Controls(
+        jnp.full(seqs, given["temperature"], jnp.float32),
+        jnp.full(seqs, given["top_k"], jnp.int32),
+        jnp.full(seqs, given["top_p"], jnp.float32),
+        jnp.full(seqs, given["min_p"], jnp.float32),
+    )
+
+
+@pytest.mark.parametrize("is_certain", [False, True])
+@pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
+def test_first_two_tokens_follow_the_filtered_target(rule, is_certain):
+    """Chi-square over many seeds; a certain draft is a point mass without an array."""
+    seqs, vocab = 40_000, 7
+    random = np.random.default_rng(5)
+    # Two drafts; the second row's law depends on the first token.
+    table = random.normal(size=(vocab + 1, vocab)).astype(np.float32) * 1.5
+    values: dict[str, Any] = dict(temperature=0.8, top_k=5, top_p=0.95, min_p=0.02)
+    law = filtered_law(table, *values.values())
+    own = np.full((vocab + 1, vocab), 1 / vocab)
+    first = random.choice(vocab, seqs, p=own[vocab])
+    tokens = np.stack([first, random.integers(0, vocab, seqs)], axis=1)
+    if is_certain:
+        best = law[vocab].argmax()
+        tokens = np.broadcast_to([best, law[best].argmax()], tokens.shape)
+    logits = np.stack([table[np.full(seqs, vocab)], *table[tokens.T]], axis=1)
+    # Coupled drafts share the noise; any draft that does not look at it is fine too.
+    words = random.integers(0, 2**32, (seqs, 3, 2), dtype=np.uint32)
+    verdict = rejection_sampling(
+        jnp.asarray(tokens, jnp.int32),
+        None if is_certain else jnp.full((seqs, 2, vocab), 1 / vocab, jnp.float32),
+        jnp.asarray(logits),
+        jnp.full(seqs, 2, jnp.int32),
+        plain_controls(seqs, **values),
+        rule=jnp.full(seqs, RULES[rule], jnp.int32),
+        accept_uniform=jnp.asarray(random.random((seqs, 2)), jnp.float32),
+        sample_uniform=jnp.asarray(random.random(seqs), jnp.float32),
+        noise_words=jnp.asarray(words) if rule == "coupled" else None,
+    )
+    accepted, following = np.asarray(verdict.num_accepted), np.asarray(verdict[1])
+    assert len(set(accepted)) == 3
+    emitted = np.where(accepted > 0, tokens[:, 0], following)
+    check_counts(np.bincount(emitted, minlength=vocab), law[vocab], rule)
+    for start in range(vocab):
+        here = (accepted > 0) & (tokens[:, 0] == start)
+        second = np.where(accepted > 1, tokens[:, 1], following)[here]
+        if rule != "block" and here.any():  # block: the first stays given the second
+            check_counts(np.bincount(second, minlength=vocab), law[start], rule)
+
+
+@pytest.mark.parametrize("kind", [GREEDY, STANDARD, COUPLED])
+def test_without_drafts_it_is_plain_decoding(kind):
+    one = with_kind(make_round(drafts=0), kind)
+    _, token = run(one)
+    active = make_active(
+        len(token),
+        num_tokens=START,
+        temperature=one.temperature,
+        top_k=one.top_k,
+        top_p=one.top_p,
+        min_p=one.min_p,
+        rule=np.maximum(one.kind, 0),
+        seed=one.seed,
+    )
+    plain, _ = choose_token(
+        jnp.asarray(one.logits[:, 0]),
+        active.num_tokens,
+        active,
+        role=randomness.SAMPLE,
+    )
+    np.testing.assert_array_equal(token, plain)
+
+
+@pytest.mark.parametrize("kind", [GREEDY, COUPLED])
+def test_speculation_does_not_change_the_text(kind):
+    one = with_kind(make_round(seed=3), kind)
+    accepted, following = run(one)
+    bare = replace(
+        one, tokens=one.tokens[:, :0], draft=one.draft[:, :0], logits=one.logits[:, :1]
+    )
+    numbers = one.numbers
+    _, plain = run(
+        replace(bare, num_draft=np.zeros_like(one.num_draft)),
+        accept_uniform=numbers["accept_uniform"][:, :0],
+        noise_words=numbers["noise_words"][:, :1],
+    )
+    np.testing.assert_array_equal(
+        np.where(accepted > 0, one.tokens[:, 0], following), plain
+    )
+    assert len(set(accepted)) > 1
+
+
+def test_bfloat16_logits_equal_their_float32_values():
+    one = make_round(seed=2)
+    small = jnp.asarray(one.logits, jnp.bfloat16)
+    wide = replace(one, logits=np.asarray(small, np.float32))
+    found = tiled()(
+        *(small if i == 2 else array for i, array in enumerate(one.arrays)),
+        **one.numbers,
+    )
+    np.testing.assert_array_equal(found, by_engine(wide))
+
+
+def test_row_does_not_depend_on_the_other_rows():
+    """Nor on what the others ask for: which passes run is the batch's affair."""
+    one = with_kind(make_round(seed=4, is_filtered=False), STANDARD)
+    others = make_round(seed=5)
+    mine = np.arange(len(one.kind)) % 2 == 0
+
+    def join(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        return np.where(mine.reshape(-1, *[1] * (left.ndim - 1)), left, right)
+
+    fields = {
+        name: join(getattr(one, name), getattr(others, name)) for name in vars(one)
+    }
+    found, alone = run(Round(**fields)), run(one)
+    np.testing.assert_array_equal(found[0][mine], alone[0][mine])
+    np.testing.assert_array_equal(found[1][mine], alone[1][mine])
+
+
+def test_verdict_under_jit_and_by_the_public_name():
+    one = make_round(seed=1)
+    found = jax.jit(rejection_sampling)(*one.arrays, **one.numbers)
+    np.testing.assert_array_equal(found, by_engine(one))
+
+
+def test_without_noise_a_coupled_sequence_keeps_the_law():
+    one = make_round(seed=6)
+    found = rejection_sampling(*one.arrays, **one.numbers | dict(noise_words=None))
+    kind = np.where(one.kind == COUPLED, STANDARD, one.kind)
+    np.testing.assert_array_equal(found, by_engine(replace(one, kind=kind)))
+
+
+def test_missing_implementation_is_not_replaced():
+    one = make_round(4)
+    with pytest.raises(NotImplementedError, match="no 'gpu' implementation"):
+        rejection_sampling(*one.arrays, **one.numbers, implementation="gpu")

@@ -1,0 +1,303 @@
+"""What is not a number, not a token or not positive has one defined verdict."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec_kernels.rejection_sampling import (
+    BLOCK,
+    COUPLED,
+    STANDARD,
+    Controls,
+    passes,
+    rejection_sampling,
+)
+from jaxspec_kernels.rejection_sampling.passes import Law, Slice
+from tests.enumeration import LARGEST_UNIFORM
+from tests.kernels.rejection_rounds import GREEDY, make_round
+from tests.kernels.test_rejection_sampling import RULES, plain_controls, run, tiled
+
+INF = np.inf
+decide = jax.jit(rejection_sampling, static_argnames=("vocab_size",))
+
+
+def verdict_of(logits, drafts=(0,), *, rule=STANDARD, u=0.0, v=0.0, draft=None, **more):
+    """Verdict of one sequence: all its rows are alike."""
+    values = np.asarray(logits, np.float32)
+    width = len(drafts) + 1
+    temperature = more.pop("temperature", 0.0 if rule == GREEDY else 1.0)
+    controls = {
+        name: more.pop(name) for name in ("top_k", "top_p", "min_p") if name in more
+    }
+    probs = None
+    if draft is not None:
+        probs = jnp.broadcast_to(
+            jnp.asarray(draft, jnp.float32), (1, width - 1, len(draft))
+        )
+    found = decide(
+        jnp.asarray([drafts], jnp.int32),
+        probs,
+        jnp.broadcast_to(jnp.asarray(values), (1, width, len(values))),
+        jnp.asarray([more.pop("num_draft", width - 1)], jnp.int32),
+        plain_controls(1, temperature=temperature, **controls),
+        rule=jnp.asarray([max(rule, 0)], jnp.int32),
+        accept_uniform=jnp.full((1, width - 1), u, jnp.float32),
+        sample_uniform=jnp.full(1, v, jnp.float32),
+        noise_words=jnp.ones((1, width, 2), jnp.uint32),
+        **more,
+    )
+    return int(found.num_accepted[0]), int(found.next_token[0])
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("bad", [-INF, np.nan])
+def test_excluded_tokens_are_neither_accepted_nor_drawn(rule, bad):
+    # A uniform of 0 would accept whatever is not excluded.
+    logits = [bad, bad, 1.0, bad]
+    for v in (0.0, LARGEST_UNIFORM):
+        assert verdict_of(logits, [0, 0], rule=rule, v=v) == (0, 2)
+        assert verdict_of(logits, [2, 2], rule=rule, v=v) == (2, 2)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("bad", [-INF, np.nan])
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_row_of_nothing_accepts_nothing_and_gives_token_zero(rule, bad, top_p):
+    if rule == GREEDY:
+        assert verdict_of([bad] * 4, [1], rule=rule) == (0, 0)
+        return
+    kept = dict(top_p=top_p, top_k=2, min_p=0.1) if top_p < 1 else {}
+    assert verdict_of([bad] * 4, [1], rule=rule, v=0.5, **kept) == (0, 0)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_infinity_takes_everything(rule):
+    assert verdict_of([3.0, INF, 5.0], [1], rule=rule, u=LARGEST_UNIFORM) == (1, 1)
+    assert verdict_of([3.0, INF, 5.0], [2], rule=rule) == (0, 1)
+    # A quotient would overflow; differences do not.
+    if rule != GREEDY:
+        assert verdict_of([3.0, 30.0, 5.0], [2], rule=rule, temperature=1e-38) == (0, 1)
+
+
+def test_strict_comparison():
+    # draft and target are 1/2: a product equal to the target must not pass.
+    draft = [1.0, 0.0, 0.0, 0.0]
+    logits = [0.0, 0.0, -INF, -INF]
+    assert verdict_of(logits, [0], u=0.5, draft=draft) == (0, 1)
+    assert (
+        verdict_of(logits, [0], u=np.nextafter(np.float32(0.5), 0), draft=draft)[0] == 1
+    )
+
+
+@pytest.mark.parametrize("rule", [STANDARD, BLOCK])
+def test_empty_residual_falls_back_to_the_target(rule):
+    # Draft probabilities above the target everywhere, as rounding can make them.
+    logits = [0.0, 0.0, -INF, 0.0]
+    for v, token in ((0.0, 0), (0.4, 1), (LARGEST_UNIFORM, 3)):
+        found = verdict_of(logits, [0], rule=rule, draft=[0.5] * 4, u=0.99, v=v)
+        assert found == (0, token)
+
+
+def test_residual_leaves_out_what_the_draft_prefers():
+    logits = np.log([0.25, 0.25, 0.5])
+    draft = [0.5, 0.25, 0.25]
+    for v in (0.0, 0.5, LARGEST_UNIFORM):
+        assert verdict_of(logits, [0], u=0.9, v=v, draft=draft) == (0, 2)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_probability_that_underflows_is_zero(rule):
+    logits = [0.0, -200.0, -300.0]
+    assert verdict_of(logits, [1], rule=rule) == (0, 0)
+    assert verdict_of(logits, [0], rule=rule, v=LARGEST_UNIFORM) == (1, 0)
+
+
+def test_draft_that_underflows_is_accepted_by_the_target():
+    assert verdict_of([0.0, 0.0], [1], u=0.99, draft=[1.0, 1e-45]) == (1, 0)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_pads_of_the_vocabulary_may_hold_anything(rule):
+    for pad in (np.nan, INF, 50.0):
+        logits = [0.0, 1.0, pad, pad]
+        found = verdict_of(logits, [2], rule=rule, vocab_size=2, v=LARGEST_UNIFORM)
+        assert found[0] == 0 and found[1] < 2
+        kept = dict(top_k=1, top_p=0.9, min_p=0.1) if rule != GREEDY else {}
+        assert verdict_of(logits, [1], rule=rule, vocab_size=2, **kept) == (1, 1)
+
+
+def test_what_does_not_count_is_not_used():
+    one = make_round(seed=8)
+    counted = np.arange(3) < one.num_draft[:, None]
+    rows = np.arange(4) <= one.num_draft[:, None]
+    numbers = one.numbers
+    poisoned = replace(
+        one,
+        tokens=np.where(counted, one.tokens, 2**30),
+        draft=np.where(counted[:, :, None], one.draft, np.nan).astype(np.float32),
+        logits=np.where(rows[:, :, None], one.logits, np.nan).astype(np.float32),
+    )
+    uniform = jnp.where(jnp.asarray(counted), numbers["accept_uniform"], jnp.nan)
+    np.testing.assert_array_equal(run(poisoned, accept_uniform=uniform), run(one))
+
+
+@pytest.mark.parametrize("rule", [STANDARD, COUPLED, BLOCK])
+@pytest.mark.parametrize(
+    "kept", [dict(top_k=2), dict(top_p=0.4), dict(min_p=1.0), dict(top_k=2, top_p=0.9)]
+)
+def test_equal_logits_at_a_border_all_stay(rule, kept):
+    logits = [-1.5, 2.0, -3.0, 2.0, 2.0]
+    for token in (1, 3, 4):
+        assert verdict_of(logits, [token], rule=STANDARD, **kept)[0] == 1
+    for token in (0, 2):
+        assert verdict_of(logits, [token], rule=rule, **kept)[0] == 0
+    tokens = {verdict_of(logits, [0], v=v, **kept)[1] for v in np.linspace(0, 0.99, 9)}
+    assert tokens == {1, 3, 4}
+
+
+def test_greedy_takes_the_lowest_of_equal_logits_in_other_tiles():
+    logits = np.full((1, 1, 50), -1.0, np.float32)
+    logits[0, 0, [18, 33, 49]] = 4.0
+    found = tiled()(
+        jnp.zeros((1, 0), jnp.int32),
+        jnp.zeros((1, 0, 50), jnp.float32),
+        jnp.asarray(logits),
+        jnp.zeros(1, jnp.int32),
+        plain_controls(1, temperature=0.0),
+        rule=jnp.zeros(1, jnp.int32),
+        accept_uniform=jnp.zeros((1, 0)),
+        sample_uniform=jnp.zeros(1),
+        noise_words=None,
+    )
+    assert int(found.next_token[0]) == 18
+
+
+def whole(columns: int, tile: int) -> Slice:
+    return Slice(columns=columns, tile=tile, vocab_size=columns, axis_name=None)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("counts", [True, False])
+def test_threshold_is_the_one_that_sorting_finds(dtype, counts):
+    random = np.random.default_rng(0)
+    rows, columns = 12, 90
+    logits = (
+        random.normal(size=(rows, columns))
+        * np.array([0.01, 3, 60])[np.arange(rows) % 3][:, None]
+    )
+    logits[1::2] = np.round(logits[1::2])  # ties, and both zeros
+    logits[3] -= 200
+    logits = jnp.asarray(logits, dtype)
+    exact = np.asarray(logits, np.float64)
+    maximum = jnp.asarray(exact.max(axis=1), jnp.float32)
+    ones = jnp.ones(rows, jnp.float32)
+    law = Law(ones, maximum, jnp.full(rows, -jnp.inf), ones)
+    weights = np.ones_like(exact) if counts else np.exp(exact - exact.max(1)[:, None])
+    share = random.uniform(0.05, 0.95, rows)
+    wanted = np.ceil(share * columns) if counts else share * weights.sum(axis=1)
+    is_searched = np.arange(rows) != 5
+    found = passes.search(
+        whole(columns, 32),
+        logits,
+        law,
+        jnp.asarray(wanted, jnp.float32),
+        jnp.asarray(is_searched),
+        counts=counts,
+    )
+    for row in range(rows):
+        order = np.argsort(-exact[row], kind="stable")
+        reached = np.cumsum(weights[row][order]) >= wanted[row]
+        expected = exact[row][order][np.argmax(reached)] if is_searched[row] else -INF
+        kept = exact[row] >= float(found[row])
+        np.testing.assert_array_equal(kept, exact[row] >= expected)
+
+
+def count_tiles(monkeypatch, one, **changes) -> int:
+    """Tiles of all rows that a round reads; drawing reads one row and is not meant."""
+    visited = []
+    real = Slice.read
+
+    def read(self, logits, number):
+        jax.debug.callback(lambda: visited.append(None))
+        return real(self, logits, number)
+
+    monkeypatch.setattr(Slice, "read", read)
+    found = jax.jit(lambda *args, **more: rejection_sampling(*args, **more))(
+        *one.arrays, **one.numbers | changes
+    )
+    jax.block_until_ready(found)
+    jax.effects_barrier()
+    return len(visited)
+
+
+@pytest.mark.parametrize(
+    ("kind", "controls", "limit"),
+    [
+        (GREEDY, {}, 1),
+        (STANDARD, {}, 1),
+        (BLOCK, {}, 2),
+        (COUPLED, {}, 2),
+        # Statistics, bisection, the sum of what stays.
+        (STANDARD, dict(top_k=5), 1 + 8 + 1),
+        (STANDARD, dict(top_p=0.5), 1 + 8 + 1),
+        (STANDARD, dict(min_p=0.1), 1 + 1),
+        (STANDARD, dict(top_k=5, top_p=0.5), 1 + 8 + 1 + 8 + 1),
+    ],
+)
+def test_passes_over_the_logits_are_few(monkeypatch, kind, controls, limit):
+    one = make_round(6, seed=1, is_filtered=False)
+    one = replace(
+        one,
+        kind=np.full(6, kind),
+        temperature=np.full(6, 0.0 if kind == GREEDY else 1.0, np.float32),
+        **{name: np.full(6, value) for name, value in controls.items()},
+    )
+    passes_made = count_tiles(monkeypatch, one)
+    assert passes_made == limit if limit <= 2 else 2 < passes_made <= limit
+
+
+def test_bfloat16_is_searched_in_half_the_passes(monkeypatch):
+    one = make_round(6, seed=1, is_filtered=False)
+    one = replace(
+        one,
+        kind=np.zeros(6, int),
+        temperature=np.ones(6, np.float32),
+        top_k=np.full(6, 5),
+        logits=np.asarray(one.logits, jnp.bfloat16),
+    )
+    assert count_tiles(monkeypatch, one) <= 1 + 4 + 1
+
+
+def test_no_array_of_probabilities_is_made():
+    seqs, drafts, vocab = 2, 4, 256_000
+    floats, ints = jnp.float32, jnp.int32
+
+    def array(dtype, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    compiled = (
+        jax.jit(rejection_sampling)
+        .lower(
+            array(ints, seqs, drafts),
+            array(floats, seqs, drafts, vocab),
+            array(floats, seqs, drafts + 1, vocab),
+            array(ints, seqs),
+            Controls(
+                array(floats, seqs), array(ints, seqs), *[array(floats, seqs)] * 2
+            ),
+            rule=array(ints, seqs),
+            accept_uniform=array(floats, seqs, drafts),
+            sample_uniform=array(floats, seqs),
+            noise_words=array(jnp.uint32, seqs, drafts + 1, 2),
+        )
+        .compile()
+    )
+    logits_bytes = seqs * (drafts + 1) * vocab * 4
+    # The tile times the fifteen borders of a search is the largest thing there is.
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < logits_bytes / 4

@@ -1,0 +1,131 @@
+"""Devices that hold slices of the vocabulary agree on the verdict, in a few numbers."""
+
+import re
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxspec_kernels.rejection_sampling import reference
+from jaxspec_kernels.rejection_sampling.passes import FAN
+from tests.kernels.rejection_rounds import Round, by_engine, make_round, uncached
+
+COLLECTIVE = re.compile(
+    r"= (?P<types>.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|"
+    r"collective-permute|collective-broadcast)(-start)?\("
+)
+# Seven columns per device; the last device holds one token and six pads.
+VOCAB, COLUMNS = 50, 56
+
+
+@pytest.fixture(autouse=True)
+def _no_cache():
+    """Never from the persistent cache.
+
+    XLA:CPU lets independent collectives of an executable that it has loaded run at the
+    same time, under one key, and crashes (jaxlib 0.10.2). It orders those it compiled.
+    """
+    with uncached():
+        yield
+
+
+@cache
+def on_mesh(shape: tuple[int, ...], *, has_probs: bool = True, tile: int = 3):
+    """The operation on a mesh that splits the vocabulary over all of its axes."""
+    names = ("replica", "model")[: len(shape)]
+    size = int(np.prod(shape))
+    mesh = Mesh(np.array(jax.devices()[:size]).reshape(shape), names)
+    split = P(None, None, names)
+
+    def call(tokens, draft, logits, num_draft, controls, numbers):
+        return reference.rejection_sampling(
+            tokens,
+            draft,
+            logits,
+            num_draft,
+            controls,
+            **numbers,
+            vocab_size=VOCAB,
+            axis_name=names,
+            tile=tile,
+        )
+
+    return jax.jit(
+        jax.shard_map(
+            call,
+            mesh=mesh,
+            in_specs=(P(), split if has_probs else P(), split, P(), P(), P()),
+            out_specs=P(),  # checked: the verdict is the same on every device
+        )
+    )
+
+
+def padded(one: Round) -> tuple:
+    tokens, draft, logits, num_draft, controls = one.arrays
+    pads = ((0, 0), (0, 0), (0, COLUMNS - VOCAB))
+    logits = jnp.pad(logits, pads, constant_values=jnp.nan)
+    return tokens, jnp.pad(draft, pads), logits, num_draft, controls, one.numbers
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4)])
+def test_verdicts_are_those_of_the_engine(shape):
+    run = on_mesh(shape)
+    for seed in range(5):
+        one = make_round(seed=seed)
+        np.testing.assert_array_equal(run(*padded(one)), by_engine(one))
+
+
+def test_point_mass_needs_no_array():
+    random = np.random.default_rng(1)
+    one = make_round(seed=7)
+    tokens = random.integers(0, VOCAB, one.tokens.shape)
+    certain = np.eye(VOCAB, dtype=np.float32)[tokens]
+    one = Round(**{**vars(one), "tokens": tokens, "draft": certain})
+    tokens, _, *rest = padded(one)
+    found = on_mesh((8,), has_probs=False)(tokens, None, *rest)
+    np.testing.assert_array_equal(found, by_engine(one))
+
+
+@pytest.mark.parametrize("bad", [-np.inf, np.nan])
+def test_rows_of_nothing_give_token_zero(bad):
+    one = make_round(seed=2)
+    one = Round(**{**vars(one), "logits": np.full_like(one.logits, bad)})
+    accepted, token = on_mesh((8,))(*padded(one))
+    assert not np.asarray(token).any()
+    # Greedy drafts may be token 0, the argmax of nothing.
+    assert not np.asarray(accepted)[np.asarray(one.temperature) > 0].any()
+
+
+def sizes(hlo: str) -> list[int]:
+    """Elements of every array that a collective makes."""
+    found = []
+    for line in hlo.splitlines():
+        match = COLLECTIVE.search(line)
+        if match:
+            for dims in re.findall(r"\w+\[([\d,]*)\]", match["types"]):
+                found.append(int(np.prod([int(n) for n in dims.split(",") if n])))
+    return found
+
+
+def test_collectives_carry_a_few_numbers_per_row():
+    seqs, drafts = 4, 3
+    one = make_round(seqs, drafts)
+    hlo = on_mesh((8,)).lower(*padded(one)).compile().as_text()
+    assert hlo is not None
+    found = sizes(hlo)
+    assert found, "no collective: the pattern does not fit this HLO"
+    assert max(found) == seqs * (drafts + 1) * (FAN - 1)
+    # Beside the borders of a search: single numbers per row, per draft, per device.
+    few = max(seqs * (drafts + 1), seqs * 8)
+    assert sum(size > few for size in found) == 2
+
+
+def test_sizes_are_read_from_hlo():
+    line = "  %a = (f32[4,16]{1,0}, s32[]) all-reduce(%b, %c), replica_groups={}"
+    assert sizes(line) == [64, 1]
+    assert sizes("  %a = f32[4,16]{1,0} add(%b, %c)") == []
+    assert sizes("  ROOT %g = f32[8,4]{1,0} all-gather(%b)") == [32]

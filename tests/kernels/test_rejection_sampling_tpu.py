@@ -1,0 +1,184 @@
+"""The TPU kernel's statistics are float64's, and TPU compilers take the operation."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxspec_kernels.rejection_sampling import Controls, tpu
+from jaxspec_kernels.rejection_sampling.cases import CASES
+from jaxspec_kernels.rejection_sampling.passes import Slice
+from tests.kernels import aot_tpu
+from tests.kernels.rejection_rounds import by_engine, make_round, uncached
+
+COLUMNS, VOCAB_SIZE, TILE = 300, 290, 128  # the third tile is cut, and has pads
+# Reads out of bounds raise, memory that nobody wrote is NaN.
+STRICT = pltpu.InterpretParams(
+    detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
+)
+
+
+def make_logits(rows: int) -> np.ndarray:
+    random = np.random.default_rng(rows)
+    logits = random.normal(size=(rows, COLUMNS)).astype(np.float32) * 4
+    logits[0] = np.round(logits[0])  # equal logits in several tiles
+    logits[1, ::3] = -np.inf
+    logits[2, ::2] = np.nan
+    logits[3, :128] = -np.inf  # a first tile without any weight
+    logits[4] = np.nan
+    logits[5, 200] = np.inf
+    logits[6] *= 100  # most weights underflow
+    logits[:, VOCAB_SIZE:] = np.array([np.nan, np.inf, 900])[np.arange(10) % 3]
+    return logits
+
+
+def oracle(logits: np.ndarray, temperature: np.ndarray, tokens: np.ndarray):
+    """Four numbers per row, in float64."""
+    exact = np.asarray(logits[:, :VOCAB_SIZE], np.float64)
+    exact = np.where(np.isnan(exact), -np.inf, exact)
+    exact = np.minimum(exact, float(np.finfo(np.float32).max))
+    maximum = exact.max(axis=1)
+    peak = np.where(np.isfinite(maximum), maximum, 0)[:, None]
+    total = np.exp((exact - peak) / temperature[:, None]).sum(axis=1)
+    is_token = (tokens >= 0) & (tokens < VOCAB_SIZE)
+    drafted = exact[np.arange(len(exact)), np.where(is_token, tokens, 0)]
+    drafted = np.where(is_token, drafted, -np.inf)
+    return maximum, exact.argmax(axis=1), total, drafted
+
+
+@pytest.mark.parametrize("rows", [8, 40])  # 40: the second block of rows is cut
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_statistics_equal_float64(rows, dtype):
+    logits = jnp.asarray(make_logits(rows), dtype)
+    random = np.random.default_rng(1)
+    temperature = random.choice([0.5, 1.0, 1.7], rows).astype(np.float32)
+    tokens = random.integers(0, VOCAB_SIZE, rows).astype(np.int32)
+    tokens[-3:] = -1, VOCAB_SIZE, 2**30
+    part = Slice(columns=COLUMNS, tile=TILE, vocab_size=VOCAB_SIZE, axis_name=None)
+    found = tpu.statistics(
+        part, logits, jnp.asarray(temperature), jnp.asarray(tokens), interpret=STRICT
+    )
+    expected = oracle(np.asarray(logits, np.float32), temperature, tokens)
+    np.testing.assert_array_equal(found.maximum, expected[0].astype(np.float32))
+    np.testing.assert_array_equal(found.best, expected[1])
+    np.testing.assert_allclose(found.total, expected[2], rtol=1e-5)
+    np.testing.assert_array_equal(found.drafted, expected[3].astype(np.float32))
+
+
+def test_verdicts_are_those_of_the_engine():
+    run = jax.jit(
+        partial(
+            tpu.rejection_sampling,
+            vocab_size=290,
+            axis_name=None,
+            tile=128,
+            interpret=True,
+        )
+    )
+    one = make_round(16, vocab=290)
+    np.testing.assert_array_equal(run(*one.arrays, **one.numbers), by_engine(one))
+
+
+def compile_case(name: str, chip: str, dtype=jnp.float32):
+    """The case on one device: a slice of the vocabulary, without its collectives."""
+    case = CASES[name]
+    shape = partial(jax.ShapeDtypeStruct, sharding=aot_tpu.sharding(chip))
+    seqs, drafts, columns = case.seqs, case.drafts, case.columns // case.shards
+    floats, ints = jnp.float32, jnp.int32
+    row = shape((seqs,), floats)
+
+    def call(logits, temperature, top_k, num_draft, tokens, draft, words, accept):
+        controls = Controls(temperature, top_k, temperature, temperature)
+        # As the model gives them: one row per token.
+        return tpu.rejection_sampling(
+            tokens,
+            draft if drafts else None,
+            logits.reshape(seqs, drafts + 1, columns),
+            num_draft,
+            controls,
+            rule=num_draft,
+            accept_uniform=accept,
+            sample_uniform=temperature,
+            noise_words=words,
+            vocab_size=case.vocab_size,
+            axis_name=None,
+        )
+
+    compiled = (
+        jax.jit(call)
+        .lower(
+            shape((seqs * (drafts + 1), columns), dtype),
+            row,
+            shape((seqs,), ints),
+            shape((seqs,), ints),
+            shape((seqs, drafts), ints),
+            shape((seqs, drafts, columns), floats),
+            shape((seqs, drafts + 1, 2), jnp.uint32),
+            shape((seqs, drafts), floats),
+        )
+        .compile()
+    )
+    return compiled, seqs * (drafts + 1), columns
+
+
+# Operations that name or move an array: into VMEM ahead of use, in one piece or in
+# slices that a custom call ("ConcatBitcast") calls one array, or to another layout.
+NAMES = {"parameter", "bitcast", "get-tuple-element"}
+MOVES = {"copy", "copy-done", "slice-done", "custom-call"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(aot_tpu.MISSING is not None, reason=str(aot_tpu.MISSING))
+@pytest.mark.parametrize("chip", aot_tpu.CHIPS)
+@pytest.mark.parametrize("name", ["tiny/verify", "2b/tp1", "9b/tp1", "27b/tp8"])
+def test_compiles_without_an_array_of_the_vocabulary(name, chip):
+    with uncached():  # which cannot read back a program without its chip
+        compiled, rows, columns = compile_case(name, chip)
+    text = compiled.as_text()
+    assert text is not None and text.count('"tpu_custom_call"') == 1
+    if name == "tiny/verify":  # its one tile is the whole vocabulary
+        return
+    made = re.findall(rf"= \(?\w+\[(?:\d+,)*{columns}\]\S* ([\w-]+)\(", text)
+    assert "parameter" in made and set(made) <= NAMES | MOVES, set(made)
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    # A tile under each border that a search tries is the largest thing there is.
+    assert memory.temp_size_in_bytes < 15 * rows * tpu.TILE * 4
+
+
+def test_slices_agree_on_the_verdict():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
+    split = P(None, None, "model")
+
+    def call(tokens, draft, logits, num_draft, controls, numbers):
+        return tpu.rejection_sampling(
+            tokens,
+            draft,
+            logits,
+            num_draft,
+            controls,
+            **numbers,
+            vocab_size=2**30,
+            axis_name="model",
+            tile=128,
+            interpret=True,
+        )
+
+    run = jax.jit(
+        jax.shard_map(
+            call,
+            mesh=mesh,
+            in_specs=(P(), split, split, P(), P(), P()),
+            out_specs=P(),
+            check_vma=False,
+        )
+    )
+    one = make_round(16, vocab=290, seed=1)
+    found = run(*one.arrays, one.numbers)
+    np.testing.assert_array_equal(found, by_engine(one))
