@@ -85,9 +85,19 @@ $(installed): pyproject.toml | $(bin)/python
 # Its own requirements hold TensorFlow, which the network in it does not use.
 gemma := tests/accuracy/gemma_requirements.txt
 
+# Compilers for TPU and GPU, in a folder of their own: where no such device is present,
+# jax would complain about them at every start. The plugin must be of jax's version.
+aot := $(VENV)/aot
+jax_version = $$($(bin)/python -c 'import jax; print(jax.__version__)')
+
 $(installed_test): pyproject.toml $(gemma) | $(bin)/python
 	@echo "Installing jaxspec and its test tools into $(VENV) (once; a few minutes)"
 	@$(call pip_install,.[test])
 	@$(bin)/python -m pip install -q --no-deps -r $(gemma) || \
 	  echo "  without google-deepmind's gemma: the tests that compare with it are skipped"
+	@rm -rf $(aot)
+	@$(bin)/python -m pip install -q --no-deps --target $(aot) "libtpu>=0.0.42,<0.1" \
+	  jax-cuda12-plugin==$(jax_version) jax-cuda12-pjrt==$(jax_version) \
+	  "nvidia-cuda-nvcc-cu12>=12.9" || \
+	  echo "  without compilers for TPU and GPU: the tests that compile are skipped"
 	@touch $(installed) $@

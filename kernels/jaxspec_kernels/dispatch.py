@@ -1,16 +1,41 @@
-"""Chooses the implementation of an operation, once per operation and platform.
+"""Chooses the implementation of an operation from the platform it will run on.
 
-A choice that the caller names is never replaced by another one.
+A choice that the caller names is never replaced by another one, and neither is that of
+the platform: what it cannot do is an error.
 """
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 _log = logging.getLogger(__name__)
 
 IMPLEMENTATIONS = ("reference", "tpu", "gpu")
+
+# By jax's names of platforms: a device says "gpu", a described one "cuda".
+_OF_PLATFORM = {"cpu": "reference", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
+
+
+def implementation_for(platform: str) -> str:
+    """Return the implementation that is meant for a platform.
+
+    Args:
+        platform: As in `device.platform`. A program that is compiled for a mesh asks
+            with the platform of the mesh's devices.
+
+    Raises:
+        NotImplementedError: There are no kernels for the platform.
+    """
+    if platform not in _OF_PLATFORM:
+        raise NotImplementedError(
+            f"no kernels for platform {platform!r}, only for {', '.join(_OF_PLATFORM)}; "
+            "implementation='reference' runs wherever XLA does, slowly"
+        )
+    return _OF_PLATFORM[platform]
 
 
 @functools.cache
@@ -19,31 +44,37 @@ def _log_choice(operation: str, implementation: str) -> None:
 
 
 def choose(
-    operation: str,
-    available: Mapping[str, Callable[..., Any]],
-    implementation: str | None,
+    operation: str, available: Mapping[str, str], implementation: str | None
 ) -> Callable[..., Any]:
     """Return the function that runs `operation`.
 
+    It has the operation's name, in a module of the operation's folder. Only the module
+    that is chosen is imported: Pallas takes a while to.
+
     Args:
-        available: The implementations that exist, by name; always has `reference`.
-        implementation: A name from `IMPLEMENTATIONS`, or None for the best available.
+        available: The module of each implementation that exists; `reference` always
+            does, and serves another platform too where it is as good as a kernel.
+        implementation: A name from `IMPLEMENTATIONS`; None is the one for jax's default
+            backend.
 
     Raises:
         ValueError: `implementation` is not a name from `IMPLEMENTATIONS`.
-        NotImplementedError: the named implementation does not exist for the operation.
+        NotImplementedError: The operation has no such implementation, or the default
+            backend none at all.
     """
     if implementation is None:
-        implementation = "reference"
+        implementation = implementation_for(jax.default_backend())
     elif implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation={implementation!r} of {operation}: choose one of "
-            f"{', '.join(IMPLEMENTATIONS)}, or None for the best available"
+            f"{', '.join(IMPLEMENTATIONS)}, or None for that of the default backend"
         )
     if implementation not in available:
         raise NotImplementedError(
-            f"{operation} has no {implementation!r} implementation yet; "
+            f"{operation} has no {implementation!r} implementation; "
             f"available: {', '.join(available)}"
         )
-    _log_choice(operation, implementation)
-    return available[implementation]
+    name = available[implementation]
+    _log_choice(operation, name)
+    module = importlib.import_module(f"jaxspec_kernels.{operation}.{name}")
+    return getattr(module, operation)

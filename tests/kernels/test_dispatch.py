@@ -1,18 +1,18 @@
-"""A named implementation is the one that runs, or an error; None takes the best."""
+"""A named implementation is the one that runs, or an error; None asks the platform."""
 
 import logging
+import subprocess
+import sys
+import textwrap
 
+import jax
 import pytest
 
 from jaxspec_kernels import dispatch
+from jaxspec_kernels.paged_attention import gpu, reference, tpu
 
-
-def reference() -> str:
-    return "reference"
-
-
-def tpu() -> str:
-    return "tpu"
+OPERATION = "paged_attention"
+ALL = {"reference": "reference", "tpu": "tpu", "gpu": "gpu"}
 
 
 @pytest.fixture(autouse=True)
@@ -20,35 +20,72 @@ def _forget_choices():
     dispatch._log_choice.cache_clear()
 
 
-def test_none_takes_the_reference():
-    assert dispatch.choose("op", {"reference": reference}, None) is reference
+@pytest.mark.parametrize(
+    ("platform", "module"), [("cpu", reference), ("tpu", tpu), ("gpu", gpu)]
+)
+def test_none_takes_that_of_the_default_backend(platform, module, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    assert dispatch.choose(OPERATION, ALL, None) is module.paged_attention
 
 
-def test_named_implementation_is_taken():
-    available = {"reference": reference, "tpu": tpu}
-    assert dispatch.choose("op", available, "tpu") is tpu
-    assert dispatch.choose("op", available, "reference") is reference
+def test_a_missing_kernel_is_not_replaced_on_its_platform(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.raises(NotImplementedError, match="has no 'tpu' implementation"):
+        dispatch.choose(OPERATION, {"reference": "reference", "gpu": "gpu"}, None)
+
+
+def test_described_gpus_call_themselves_cuda():
+    assert dispatch.implementation_for("cuda") == "gpu"
+
+
+def test_unknown_platform_says_what_runs_there():
+    expected = "no kernels for platform 'METAL'.*'reference' runs wherever XLA does"
+    with pytest.raises(NotImplementedError, match=expected):
+        dispatch.implementation_for("METAL")
+
+
+@pytest.mark.parametrize("module", [reference, tpu, gpu])
+def test_named_implementation_is_taken(module):
+    name = module.__name__.rpartition(".")[2]
+    assert dispatch.choose(OPERATION, ALL, name) is module.paged_attention
+
+
+def test_the_reference_may_serve_another_platform():
+    available = {"reference": "reference", "tpu": "reference"}
+    assert dispatch.choose(OPERATION, available, "tpu") is reference.paged_attention
 
 
 @pytest.mark.parametrize("name", ["pallas", "", "Reference"])
 def test_unknown_name_says_what_is_allowed(name):
-    with pytest.raises(ValueError, match="of op: choose one of reference, tpu, gpu"):
-        dispatch.choose("op", {"reference": reference}, name)
+    expected = "of paged_attention: choose one of reference, tpu, gpu"
+    with pytest.raises(ValueError, match=expected):
+        dispatch.choose(OPERATION, ALL, name)
 
 
 @pytest.mark.parametrize("name", ["tpu", "gpu"])
 def test_missing_implementation_is_not_replaced(name):
-    expected = f"op has no '{name}' implementation yet; available: reference"
+    expected = f"paged_attention has no '{name}' implementation; available: reference"
     with pytest.raises(NotImplementedError, match=expected):
-        dispatch.choose("op", {"reference": reference}, name)
+        dispatch.choose(OPERATION, {"reference": "reference"}, name)
 
 
 def test_choice_is_logged_once(caplog):
     with caplog.at_level(logging.INFO, "jaxspec_kernels"):
         for _ in range(3):
-            dispatch.choose("op", {"reference": reference}, None)
-        dispatch.choose("other", {"reference": reference}, None)
+            dispatch.choose(OPERATION, ALL, None)
+        dispatch.choose(OPERATION, ALL, "tpu")
     assert [record.getMessage() for record in caplog.records] == [
-        "op: reference implementation",
-        "other: reference implementation",
+        "paged_attention: reference implementation",
+        "paged_attention: tpu implementation",
     ]
+
+
+def test_a_cpu_does_not_pay_for_pallas():
+    code = """
+        import sys
+
+        import jaxspec_kernels
+
+        assert "jax.experimental.pallas" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

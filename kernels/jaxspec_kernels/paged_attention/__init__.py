@@ -3,9 +3,10 @@
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxspec_kernels import dispatch
-from jaxspec_kernels.paged_attention import reference
 
 __all__ = ["paged_attention"]
+
+_MODULES = {"reference": "reference", "tpu": "tpu", "gpu": "gpu"}
 
 
 def paged_attention(
@@ -44,7 +45,7 @@ def paged_attention(
         ancestor_mask: Which of the last `token` positions each query sees, itself
             included; None is the causal chain. Depth, and so the window, counts
             ancestors.
-        implementation: A name to force; None takes the best for the platform.
+        implementation: A name to force; None is that of jax's default backend.
 
     Returns:
         In the query's type.
@@ -57,9 +58,7 @@ def paged_attention(
             f"{query.shape[2]} query heads cannot share {kv_pages.shape[2] // 2} KV "
             "heads: the first must be a multiple of the second"
         )
-    run = dispatch.choose(
-        "paged_attention", {"reference": reference.paged_attention}, implementation
-    )
+    run = dispatch.choose("paged_attention", _MODULES, implementation)
     return run(
         query,
         kv_pages,

@@ -3,7 +3,6 @@
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxspec_kernels import dispatch
-from jaxspec_kernels.rejection_sampling import reference, tpu
 from jaxspec_kernels.rejection_sampling.reference import (
     BLOCK,
     COUPLED,
@@ -20,6 +19,8 @@ __all__ = [
     "Verdict",
     "rejection_sampling",
 ]
+
+_MODULES = {"reference": "reference", "tpu": "tpu"}
 
 
 def rejection_sampling(
@@ -85,19 +86,12 @@ def rejection_sampling(
             where no sequence is coupled; one that is would follow `STANDARD`.
         vocab_size: Of the whole vocabulary; None where no column is a pad.
         axis_name: Mesh axes that split the vocabulary, major first.
-        implementation: A name to force; None takes the best for the platform.
+        implementation: A name to force; None is that of jax's default backend.
 
     References: Leviathan et al. 2023, arXiv:2211.17192; Sun et al. 2024,
         arXiv:2403.10444 (block); Daliri et al. 2024, arXiv:2408.07978 (coupling).
     """
-    run = dispatch.choose(
-        "rejection_sampling",
-        {
-            "reference": reference.rejection_sampling,
-            "tpu": tpu.rejection_sampling,
-        },
-        implementation,
-    )
+    run = dispatch.choose("rejection_sampling", _MODULES, implementation)
     return run(
         draft_tokens,
         draft_probs,
