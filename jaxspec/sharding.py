@@ -42,6 +42,21 @@ def make_mesh(
     return Mesh(chosen.reshape(1, tensor_parallel_size // draft, draft), MESH_AXES)
 
 
+def num_parts(mesh: Mesh, mesh_axes: tuple[str, ...]) -> int:
+    """How many devices these axes split something over."""
+    return int(np.prod([mesh.shape[name] for name in mesh_axes], dtype=np.int64))
+
+
+def kv_copies(num_q_heads: int, num_kv_heads: int, parts: int) -> int:
+    """How often each KV head is laid out, so that every device holds those it reads.
+
+    Where there are more devices than KV heads, a device's query heads share one, and it
+    holds a copy of that one instead of all. 1 where that does not come out even.
+    """
+    is_even = parts % num_kv_heads == 0 and num_q_heads % parts == 0
+    return parts // num_kv_heads if is_even and parts > num_kv_heads else 1
+
+
 def named_sharding(
     mesh: Mesh,
     axes: tuple[str | None, ...],
@@ -52,13 +67,12 @@ def named_sharding(
 ) -> NamedSharding:
     """Placement of an array with these logical axes.
 
-    An axis that the mesh does not divide is replicated: KV heads where there are
-    fewer of them than shards.
+    An axis that the mesh does not divide is replicated.
 
     Args:
         unit: Elements of the split axis that stay together: head_dim for heads.
     """
-    parts = int(np.prod([mesh.shape[name] for name in mesh_axes], dtype=np.int64))
+    parts = num_parts(mesh, mesh_axes)
     spec = [
         mesh_axes if axis in SPLIT_AXES and size % (parts * unit) == 0 else None
         for axis, size in zip(axes, shape, strict=True)

@@ -10,10 +10,11 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from jaxspec.config import ModelConfig
+from jaxspec.models.backend import Backend
 from jaxspec.models.batch import Region, TokenBatch
 from jaxspec.models.gemma2 import init_kv_pages
-from jaxspec.models.weights import Params, bind, load_params
-from jaxspec.sharding import make_mesh, replicated
+from jaxspec.models.weights import Params, bind, laid_out, load_params
+from jaxspec.sharding import TARGET_MESH_AXES, make_mesh, replicated
 from jaxspec_checkpoints import Tensor, in_memory
 
 TINY = dict(
@@ -89,9 +90,11 @@ class PagedModel:
 
     def __post_init__(self):
         table = self.params["embedding"]
-        pages = init_kv_pages(self.config, self.num_pages, self.page_size, table.dtype)
+        config = laid_out(self.config, self.params)
+        pages = init_kv_pages(config, self.num_pages, self.page_size, table.dtype)
         # Placed like the results of `forward`: otherwise its second call recompiles.
-        whole = replicated(table.sharding.mesh)
+        self.mesh = table.sharding.mesh
+        whole = replicated(self.mesh)
         self.kv_pages = tuple(
             jax.device_put(jnp.full_like(layer, jnp.nan), whole) for layer in pages
         )
@@ -103,7 +106,8 @@ class PagedModel:
 
     def _forward(self, params, batch, kv_pages):
         self.num_traces += 1
-        model = bind(self.config, params)
+        backend = Backend(mesh=self.mesh, mesh_axes=TARGET_MESH_AXES)
+        model = bind(self.config, params, backend)
         hidden, kv_pages = model.hidden(batch, kv_pages)
         return model.logits(hidden), kv_pages
 

@@ -22,6 +22,7 @@ def place(
     sharding: NamedSharding,
     dtype: np.dtype,
     block: int = 1,
+    copies: int = 1,
     on_bytes: Callable[[int], object] = lambda count: None,
 ) -> jax.Array:
     """Read one parameter and put every device's shard where it belongs.
@@ -33,13 +34,15 @@ def place(
             index get copies of one buffer.
         dtype: What the values are cast to on the way.
         block: Rows of one part that stay together.
+        copies: How often each block is repeated, together with those of the other
+            parts: a head's keys and values, for several devices.
         on_bytes: Called with the number of bytes after each read.
 
     Raises:
         CheckpointError: A file is damaged.
     """
     rows, *columns = parts[0].shape
-    shape = (rows * len(parts), *columns)
+    shape = (rows * len(parts) * copies, *columns)
     # A shard is known by its bounds: devices that hold copies share one buffer.
     owners: dict[Index, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -51,10 +54,12 @@ def place(
     }
     for place_in_block, part in enumerate(parts):
         for start, values in part.blocks():
-            ids = np.arange(start, start + len(values))
-            ids = (ids // block * len(parts) + place_in_block) * block + ids % block
-            for index, buffer in buffers.items():
-                _copy(values, ids, index, buffer)
+            source = np.arange(start, start + len(values))
+            for copy in range(copies):
+                ids = source // block * copies + copy
+                ids = (ids * len(parts) + place_in_block) * block + source % block
+                for index, buffer in buffers.items():
+                    _copy(values, ids, index, buffer)
             on_bytes(values.nbytes)
     # One shard at a time: the host's copy is gone before the next one travels.
     shards = []

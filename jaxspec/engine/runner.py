@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.models.gemma2 import init_kv_pages
-from jaxspec.models.weights import Params
+from jaxspec.models.weights import Params, laid_out
 from jaxspec.program.plan import PlanLayout, PoolShape, StepPlan, StepResult, StepShape
 from jaxspec.program.state import EngineState, init_rows
 from jaxspec.program.step import ProgramConfig, compile_step
@@ -62,6 +62,7 @@ class Runner:
             pool=self.pool,
             has_greedy_draft=config.speculative is not None
             and config.speculative.draft_sample_method == "greedy",
+            mesh=mesh,
         )
         self.params = (target_params, draft_params)
         self.state = self._init_state()
@@ -74,6 +75,7 @@ class Runner:
         def pages(model: ModelConfig | None, params: Params | None, axes):
             if model is None or params is None:
                 return ()
+            model = laid_out(model, params)
             shape = (
                 self.pool.num_pages,
                 self.pool.page_size,
@@ -101,7 +103,7 @@ class Runner:
         if shape not in self._executables:
             start = time.monotonic()
             self._executables[shape] = compile_step(
-                self.program, shape, self.mesh, (*self.params, self.state)
+                self.program, shape, (*self.params, self.state)
             )
             self._layouts[shape] = PlanLayout(shape, self.pool)
             self.num_compiles += 1

@@ -16,8 +16,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Num
 
 from jaxspec.config import ModelConfig
+from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
-from jaxspec_kernels import paged_attention, write_kv_pages
 
 # XLA:CPU's bf16 kernel wants two rows, and from four rows on a row's result no longer
 # depends on how many there are: plain decoding then equals verification bit for bit.
@@ -107,9 +107,15 @@ class Attention(nnx.Module):
     """Grouped-query attention with soft-capped scores over paged keys and values."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs | None
+        self,
+        config: ModelConfig,
+        layer: int,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None,
+        backend: Backend,
     ):
         self.config, self.window = config, config.window(layer)
+        self.backend = backend
         model = config.hidden_size
         queries = config.num_q_heads * config.head_dim
         keys = config.num_kv_heads * config.head_dim
@@ -140,17 +146,18 @@ class Attention(nnx.Module):
         key_value = key_value.reshape(tokens, -1, 2, config.head_dim)
         query = rotate(query, tables)
         key, value = rotate(key_value[:, :, 0], tables), key_value[:, :, 1]
-        kv_pages = write_kv_pages(kv_pages, key, value, batch.slot_mapping)
+        kv_pages = self.backend.write(
+            kv_pages, key, value, batch.slot_mapping, config.num_q_heads
+        )
 
         mixed, start = [], 0
         for region in batch.regions:
             here = query[start : start + region.num_rows]
             start += region.num_rows
-            attended = paged_attention(
+            attended = self.backend.attend(
                 here.reshape(-1, region.num_queries, *here.shape[1:]),
                 kv_pages,
-                region.page_table,
-                region.kv_len,
+                region,
                 scale=config.query_pre_attn_scalar**-0.5,
                 soft_cap=config.attn_logit_softcapping,
                 window=self.window,
@@ -190,10 +197,15 @@ class Layer(nnx.Module):
     """Attention and feed-forward, each normalised before and after."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs | None
+        self,
+        config: ModelConfig,
+        layer: int,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None,
+        backend: Backend,
     ):
         self.epsilon = config.rms_norm_eps
-        self.attention = Attention(config, layer, dtype, rngs)
+        self.attention = Attention(config, layer, dtype, rngs, backend)
         self.feed_forward = FeedForward(config, dtype, rngs)
 
         def norm() -> nnx.Param:
@@ -222,14 +234,19 @@ class Gemma2(nnx.Module):
     """The whole network. `rngs=None` declares shapes without random values."""
 
     def __init__(
-        self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs | None = None
+        self,
+        config: ModelConfig,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs | None = None,
+        backend: Backend = Backend(),  # noqa: B008 frozen
     ):
         self.config = config
         self.embedding = _parameter(
             (config.vocab_size, config.hidden_size), ("vocab", "model"), dtype, rngs
         )
         self.layers = nnx.List(
-            Layer(config, layer, dtype, rngs) for layer in range(config.num_layers)
+            Layer(config, layer, dtype, rngs, backend)
+            for layer in range(config.num_layers)
         )
         self.final_norm = _parameter((config.hidden_size,), ("model",), dtype, rngs)
 

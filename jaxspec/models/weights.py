@@ -5,7 +5,7 @@ device its shard is `jaxspec_checkpoints`' business.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -16,8 +16,9 @@ from jax.sharding import Mesh, NamedSharding
 from tqdm.auto import tqdm
 
 from jaxspec.config import ModelConfig
+from jaxspec.models.backend import Backend
 from jaxspec.models.gemma2 import Gemma2, gate_block
-from jaxspec.sharding import TARGET_MESH_AXES, named_sharding
+from jaxspec.sharding import TARGET_MESH_AXES, kv_copies, named_sharding, num_parts
 from jaxspec_checkpoints import Sizes, Tensor, check_tensors, tensor_shapes
 from jaxspec_checkpoints.placement import place
 
@@ -40,10 +41,32 @@ Params = dict[str, Any]
 ParamPath = tuple[Any, ...]  # names, and the number of a layer
 
 
-def abstract_model(config: ModelConfig, dtype: jnp.dtype) -> tuple[Any, Any]:
+def abstract_model(
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    backend: Backend = Backend(),  # noqa: B008 frozen
+) -> tuple[Any, Any]:
     """Graph definition and abstract parameters of a model, nothing allocated."""
-    model = nnx.eval_shape(lambda: Gemma2(config, dtype))
+    model = nnx.eval_shape(lambda: Gemma2(config, dtype, backend=backend))
     return nnx.split(model)
+
+
+def laid_out(config: ModelConfig, params: Params) -> ModelConfig:
+    """The config of a network whose KV heads are repeated for the devices.
+
+    To the network they are heads like others, each with fewer queries.
+    """
+    rows = params["layers"]["0"]["attention"]["kv_proj"].shape[0]
+    return replace(config, num_kv_heads=rows // (2 * config.head_dim))
+
+
+def _for_mesh(
+    config: ModelConfig, mesh: Mesh, mesh_axes: tuple[str, ...]
+) -> tuple[ModelConfig, int]:
+    """The config that `laid_out` will find, and copies of each KV head."""
+    parts = num_parts(mesh, mesh_axes)
+    copies = kv_copies(config.num_q_heads, config.num_kv_heads, parts)
+    return replace(config, num_kv_heads=config.num_kv_heads * copies), copies
 
 
 def param_path(name: str) -> tuple[ParamPath, int]:
@@ -76,7 +99,8 @@ def load_params(
             config says (nothing was read then), or its bytes are damaged.
     """
     check_tensors(_sizes(config), tensors)
-    _, state = abstract_model(config, dtype)
+    spread, copies = _for_mesh(config, mesh, mesh_axes)
+    _, state = abstract_model(spread, dtype)
     parts: dict[ParamPath, dict[int, Tensor]] = {}
     for name in tensor_shapes(_sizes(config)):
         path, index = param_path(name)
@@ -99,6 +123,7 @@ def load_params(
                 sharding=_placement(variable, mesh, mesh_axes),
                 dtype=np.dtype(dtype),
                 block=block if len(found) > 1 else 1,
+                copies=copies if is_kv else 1,
                 on_bytes=bar.update,
             )
     return nest(placed)
@@ -117,11 +142,17 @@ def random_params(
     mesh_axes: tuple[str, ...] = TARGET_MESH_AXES,
 ) -> Params:
     """Random parameters, placed like loaded ones: for tests and `load_format=dummy`."""
-    state = nnx.state(Gemma2(config, dtype, nnx.Rngs(params=seed)))
+    made = nnx.state(Gemma2(config, dtype, nnx.Rngs(params=seed)))
+    flat = dict(nnx.to_flat_state(made))
+    spread, copies = _for_mesh(config, mesh, mesh_axes)
+    _, declared = abstract_model(spread, dtype)
     placed = {}
-    for path, variable in dict(nnx.to_flat_state(state)).items():
-        sharding = _placement(variable, mesh, mesh_axes)
-        placed[path] = jax.device_put(variable[...], sharding)
+    for path, variable in dict(nnx.to_flat_state(declared)).items():
+        values = flat[path][...]
+        if path[-1] == "kv_proj":
+            heads = values.reshape(config.num_kv_heads, -1, values.shape[1])
+            values = jnp.repeat(heads, copies, axis=0).reshape(variable.shape)
+        placed[path] = jax.device_put(values, _placement(variable, mesh, mesh_axes))
     return nest(placed)
 
 
@@ -147,10 +178,14 @@ def nest(flat: dict[ParamPath, jax.Array]) -> Params:
     return tree
 
 
-def bind(config: ModelConfig, params: Params) -> Gemma2:
+def bind(
+    config: ModelConfig,
+    params: Params,
+    backend: Backend = Backend(),  # noqa: B008 frozen
+) -> Gemma2:
     """A model object over `params`; usable inside jit."""
     dtype = params["embedding"].dtype
-    graph, state = abstract_model(config, dtype)
+    graph, state = abstract_model(laid_out(config, params), dtype, backend)
     flat = {}
     for path, variable in dict(nnx.to_flat_state(state)).items():
         node: Any = params

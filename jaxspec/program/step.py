@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
+from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.gemma2 import Gemma2
 from jaxspec.models.weights import Params, bind
@@ -27,7 +28,8 @@ from jaxspec.program.propose import Proposal, draft_model
 from jaxspec.program.region import join, make_region
 from jaxspec.program.state import EngineState, Rows
 from jaxspec.program.verify import Verdict
-from jaxspec.sharding import replicated
+from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, replicated
+from jaxspec_kernels.dispatch import implementation_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +38,23 @@ class ProgramConfig:
 
     Attributes:
         has_greedy_draft: Drafts are the argmax whatever the request samples.
+        mesh: The devices, whose platform chooses the kernels.
     """
 
     target: ModelConfig
     draft: ModelConfig | None
     pool: PoolShape
     has_greedy_draft: bool = False
+    mesh: Mesh
+
+    def backend(self, mesh_axes: tuple[str, ...]) -> Backend:
+        """Where a model runs whose heads are split over these axes."""
+        platform = self.mesh.devices.flat[0].platform
+        return Backend(
+            implementation=implementation_for(platform),
+            mesh=self.mesh,
+            mesh_axes=mesh_axes,
+        )
 
 
 def speculative_step(
@@ -81,7 +94,7 @@ def speculative_step(
         config=config,
         shape=shape,
     )
-    target = bind(config.target, target_params)
+    target = bind(config.target, target_params, config.backend(TARGET_MESH_AXES))
     known = active.last_tokens[:, 1:]
     drafts = known[:, :0] if proposal is None else proposal.tokens
     round_tokens = jnp.concatenate([known, drafts], axis=1)
@@ -119,7 +132,7 @@ def _propose(
     if config.draft is None or (not shape.num_draft_tokens and not shape.chunk):
         return None, pages
     assert params is not None, "a draft config came without parameters"
-    model = bind(config.draft, params)
+    model = bind(config.draft, params, config.backend(DRAFT_MESH_AXES))
     batch = None
     if shape.chunk:
         batch = _tile_batch(rows, tiles, config.pool, is_draft=True)
@@ -208,7 +221,6 @@ def _finish_prompts(
 def compile_step(
     config: ProgramConfig,
     shape: StepShape,
-    mesh: Mesh,
     arguments: tuple[Params, Params | None, EngineState],
 ) -> Callable[..., tuple[EngineState, Array]]:
     """Compile one executable ahead of time.
@@ -218,7 +230,8 @@ def compile_step(
             placement the executable keeps.
     """
     size = PlanLayout(shape, config.pool).size
-    plan = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=replicated(mesh))
+    whole = replicated(config.mesh)
+    plan = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=whole)
 
     def run(target_params, draft_params, state, plan):
         return speculative_step(
@@ -232,7 +245,5 @@ def compile_step(
         arguments,
     )
     placement = jax.tree.map(lambda leaf: leaf.sharding, abstract[2])
-    step = jax.jit(
-        run, donate_argnums=(2,), out_shardings=(placement, replicated(mesh))
-    )
+    step = jax.jit(run, donate_argnums=(2,), out_shardings=(placement, whole))
     return step.lower(*abstract, plan).compile()

@@ -95,11 +95,14 @@ def test_every_feature_binds_in_the_base_config(changes):
     assert np.abs(base - changed).max() > 0.05
 
 
-@pytest.mark.parametrize("num_kv_heads", [2, pytest.param(8, marks=pytest.mark.slow)])
-def test_eight_devices_give_the_logits_of_one(num_kv_heads):
-    """Two KV heads are replicated, eight are split."""
+@pytest.mark.parametrize(
+    ("num_q_heads", "num_kv_heads"),
+    [(8, 2), pytest.param(8, 8, marks=pytest.mark.slow), (24, 3)],
+)
+def test_eight_devices_give_the_logits_of_one(num_q_heads, num_kv_heads):
+    """Two KV heads are repeated, eight are split, three are whole everywhere."""
     reference = make_hf_model(
-        num_attention_heads=8, num_key_value_heads=num_kv_heads, **SHALLOW
+        num_attention_heads=num_q_heads, num_key_value_heads=num_kv_heads, **SHALLOW
     )
     params = load_ours(reference, shards=8)
     assert params["embedding"].addressable_shards[0].data.shape == (12, 48)

@@ -196,17 +196,23 @@ WIDE = dict(num_attention_heads=8, num_key_value_heads=8, intermediate_size=1024
                 down_proj=(48, 128),
             ),
         ),
-        # Two KV heads for eight shards: every device has both.
+        # Two KV heads for eight shards: every device has the one that it reads.
         (
             WIDE | dict(num_key_value_heads=2),
             {},
-            dict(q_proj=(8, 48), kv_proj=(32, 48), o_proj=(48, 8)),
+            dict(q_proj=(8, 48), kv_proj=(16, 48), o_proj=(48, 8)),
         ),
-        # What lies together is not cut: keys and values of four heads, one gate block.
+        # Three for eight do not come out even: every device has all of them.
         (
-            WIDE | dict(num_key_value_heads=4, intermediate_size=64),
+            WIDE | dict(num_attention_heads=24, num_key_value_heads=3),
             {},
-            dict(q_proj=(8, 48), kv_proj=(64, 48), gate_up_proj=(128, 48)),
+            dict(q_proj=(24, 48), kv_proj=(48, 48), o_proj=(48, 24)),
+        ),
+        # What lies together is not cut: one gate block.
+        (
+            WIDE | dict(intermediate_size=64),
+            {},
+            dict(q_proj=(8, 48), kv_proj=(16, 48), gate_up_proj=(128, 48)),
         ),
         # Two of the eight: the draft's own shards, four copies of each.
         (
@@ -230,6 +236,21 @@ def test_parameters_are_split_over_eight_devices(make, changes, axes, expected):
         whole = np.asarray(leaf)
         for shard in leaf.addressable_shards:
             np.testing.assert_array_equal(shard.data, whole[shard.index])
+
+
+@pytest.mark.parametrize("make", ["load", "random"])
+def test_repeated_heads_are_copies(make):
+    config = make_config(**WIDE | dict(num_key_value_heads=2))
+    heads = []
+    for shards in (1, 8):
+        options = dict(mesh=make_mesh(shards))
+        if make == "load":
+            params = load(config, make_tensors(config), **options)
+        else:
+            params = random_params(config, seed=0, dtype=FLOAT32, **options)
+        layer = params["layers"]["1"]["attention"]["kv_proj"]
+        heads.append(np.asarray(layer).reshape(-1, 2 * config.head_dim, 48))
+    np.testing.assert_array_equal(heads[1], np.repeat(heads[0], 4, axis=0))
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])

@@ -1,0 +1,103 @@
+"""Where a model's operations run: which kernels, split over which devices.
+
+XLA splits matrix products by itself from the placement of the weights. A kernel it
+cannot look into, so attention is given its heads device by device; the reference goes
+the same way, so that eight CPU devices prove the split of every backend.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int, Num
+
+from jaxspec.models.batch import Region
+from jaxspec.sharding import num_parts
+from jaxspec_kernels import paged_attention, write_kv_pages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """The default is one device, and the kernels of jax's default backend.
+
+    Attributes:
+        implementation: As in `jaxspec_kernels.dispatch`.
+        mesh: None is one device.
+        mesh_axes: Axes of the mesh that split the model's heads.
+    """
+
+    implementation: str | None = None
+    mesh: Mesh | None = None
+    mesh_axes: tuple[str, ...] = ()
+
+    def split(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """`function` on every device's part of its arguments."""
+        if self.mesh is None or self.mesh.size == 1:
+            return function
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,  # kernels do not say what varies
+        )
+
+    def write(
+        self,
+        kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+        key: Float[Array, "token kv_head head_dim"],
+        value: Float[Array, "token kv_head head_dim"],
+        slot_mapping: Int[Array, " token"],
+        num_q_heads: int,
+    ) -> Num[Array, "page page_size two_kv_head head_dim"]:
+        """See `write_kv_pages`."""
+        axes = self._head_axes(num_q_heads, key.shape[1])
+        pages, heads = PartitionSpec(None, None, axes), PartitionSpec(None, axes)
+
+        def run(kv_pages, key, value, slot_mapping):
+            return write_kv_pages(
+                kv_pages, key, value, slot_mapping, implementation=self.implementation
+            )
+
+        specs = (pages, heads, heads, PartitionSpec())
+        return self.split(run, specs, pages)(kv_pages, key, value, slot_mapping)
+
+    def attend(
+        self,
+        query: Float[Array, "seq token q_head head_dim"],
+        kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+        region: Region,
+        *,
+        scale: float,
+        soft_cap: float | None,
+        window: int | None,
+    ) -> Float[Array, "seq token q_head head_dim"]:
+        """See `paged_attention`."""
+        axes = self._head_axes(query.shape[2], kv_pages.shape[2] // 2)
+        heads, whole = PartitionSpec(None, None, axes), PartitionSpec()
+
+        def run(query, kv_pages, page_table, kv_len):
+            return paged_attention(
+                query,
+                kv_pages,
+                page_table,
+                kv_len,
+                scale=scale,
+                soft_cap=soft_cap,
+                window=window,
+                implementation=self.implementation,
+            )
+
+        attend = self.split(run, (heads, heads, whole, whole), heads)
+        return attend(query, kv_pages, region.page_table, region.kv_len)
+
+    def _head_axes(self, num_q_heads: int, num_kv_heads: int) -> Any:
+        """The axes that split both, so that every query meets its own keys; or None."""
+        if self.mesh is None:
+            return None
+        parts = num_parts(self.mesh, self.mesh_axes)
+        return None if num_q_heads % parts or num_kv_heads % parts else self.mesh_axes
