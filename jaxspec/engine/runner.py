@@ -16,19 +16,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.config import EngineConfig, ModelConfig
-from jaxspec.models.gemma2 import init_kv_pages
-from jaxspec.models.weights import Params, laid_out
+from jaxspec.models.weights import Params
 from jaxspec.program.plan import PlanLayout, PoolShape, StepPlan, StepResult, StepShape
-from jaxspec.program.state import EngineState, init_rows
+from jaxspec.program.state import EngineState, init_pages, init_rows, page_forms
 from jaxspec.program.step import ProgramConfig, compile_step
 from jaxspec.sharding import (
     DRAFT_MESH_AXES,
     TARGET_MESH_AXES,
     make_mesh,
-    named_sharding,
     replicated,
 )
-from jaxspec_kernels import storage_dtype
 
 _log = logging.getLogger(__name__)
 
@@ -75,21 +72,7 @@ class Runner:
         def pages(model: ModelConfig | None, params: Params | None, axes):
             if model is None or params is None:
                 return ()
-            model = laid_out(model, params)
-            shape = (
-                self.pool.num_pages,
-                self.pool.page_size,
-                2 * model.num_kv_heads,
-                model.head_dim,
-            )
-            names = ("page", None, "kv_head", None)
-            placement = named_sharding(self.mesh, names, shape, unit=2, mesh_axes=axes)
-            platform = self.mesh.devices.flat[0].platform
-            dtype = storage_dtype(params["embedding"].dtype, platform)
-            zeros = init_kv_pages(
-                model, self.pool.num_pages, self.pool.page_size, dtype
-            )
-            return jax.device_put(zeros, placement)
+            return init_pages(page_forms(model, params, self.pool, self.mesh, axes))
 
         target, draft = self.program.target, self.program.draft
         return EngineState(

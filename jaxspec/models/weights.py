@@ -133,6 +133,26 @@ def _sizes(config: ModelConfig) -> Sizes:
     return Sizes(**{item.name: getattr(config, item.name) for item in fields(Sizes)})
 
 
+def abstract_params(
+    config: ModelConfig,
+    *,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+    mesh_axes: tuple[str, ...] = TARGET_MESH_AXES,
+) -> Params:
+    """Shapes and placement of parameters, for compiling before there are any."""
+    spread, _ = _for_mesh(config, mesh, mesh_axes)
+    _, declared = abstract_model(spread, dtype)
+    return nest(
+        {
+            path: jax.ShapeDtypeStruct(
+                variable.shape, dtype, sharding=_placement(variable, mesh, mesh_axes)
+            )
+            for path, variable in dict(nnx.to_flat_state(declared)).items()
+        }
+    )
+
+
 def random_params(
     config: ModelConfig,
     *,
@@ -167,7 +187,7 @@ def _placement(variable: Any, mesh: Mesh, mesh_axes: tuple[str, ...]) -> NamedSh
     )
 
 
-def nest(flat: dict[ParamPath, jax.Array]) -> Params:
+def nest(flat: dict[ParamPath, Any]) -> Params:
     """Flat paths to nested dicts: a tree that jax flattens in C++."""
     tree: Params = {}
     for path, value in flat.items():

@@ -5,9 +5,14 @@ from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Num, UInt32
 
+from jaxspec.config import ModelConfig
+from jaxspec.models.weights import Params, laid_out
 from jaxspec.program.plan import MAX_STOP_IDS, NO_TOKEN, PoolShape
+from jaxspec.sharding import named_sharding
+from jaxspec_kernels import storage_dtype
 
 
 @no_type_check
@@ -40,6 +45,31 @@ class EngineState:
     rows: Rows
     target_pages: tuple[Num[Array, "page page_size two_kv_head head_dim"], ...]
     draft_pages: tuple[Num[Array, "page page_size two_kv_head head_dim"], ...]
+
+
+def page_forms(
+    config: ModelConfig,
+    params: Params,
+    pool: PoolShape,
+    mesh: Mesh,
+    mesh_axes: tuple[str, ...],
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes and placement of a model's pages, one array per layer."""
+    config = laid_out(config, params)
+    shape = (pool.num_pages, pool.page_size, 2 * config.num_kv_heads, config.head_dim)
+    names = ("page", None, "kv_head", None)
+    placement = named_sharding(mesh, names, shape, unit=2, mesh_axes=mesh_axes)
+    platform = mesh.devices.flat[0].platform
+    dtype = storage_dtype(params["embedding"].dtype, platform)
+    form = jax.ShapeDtypeStruct(shape, dtype, sharding=placement)
+    return (form,) * config.num_layers
+
+
+def init_pages(forms: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[Array, ...]:
+    """Zeroed pages, each made where it stays."""
+    return tuple(
+        jnp.zeros(form.shape, form.dtype, device=form.sharding) for form in forms
+    )
 
 
 def init_rows(pool: PoolShape) -> Rows:
