@@ -1,0 +1,237 @@
+"""Compiles the step program at full size for devices that are not there.
+
+`python -m tests.program.aot_step [PLACE ...]` prints what the compiler says of each
+place, a JSON line each: memory of a chip, kernels, collectives, copies.
+"""
+
+import collections
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from jaxspec.config import ModelConfig
+from jaxspec.models.weights import abstract_params
+from jaxspec.program.plan import PoolShape, StepShape
+from jaxspec.program.state import EngineState, init_rows, page_forms
+from jaxspec.program.step import ProgramConfig, compile_step
+from jaxspec.sharding import (
+    DRAFT_MESH_AXES,
+    TARGET_MESH_AXES,
+    make_mesh,
+    replicated,
+)
+from jaxspec_checkpoints.published import published_config
+from tests.kernels import aot_gpu, aot_tpu
+
+_log = logging.getLogger(__name__)
+
+GIB = 2**30
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Devices, how the pair lies on them, and pages that fill them.
+
+    Attributes:
+        hbm: Bytes of one chip that a program may use.
+    """
+
+    platform: str
+    topology: str
+    devices: int
+    draft_devices: int
+    num_pages: int
+    hbm: int
+
+
+# 4,096 pages are 8 sequences of 8,192 tokens.
+PLACES = {
+    "v5e-8": Place(
+        platform="tpu", topology="v5e:2x4", devices=8, draft_devices=8,
+        num_pages=4096, hbm=int(15.75 * GIB),
+    ),
+    "v5e-8/draft-2": Place(
+        platform="tpu", topology="v5e:2x4", devices=8, draft_devices=2,
+        num_pages=4096, hbm=int(15.75 * GIB),
+    ),
+    "v6e-1": Place(
+        platform="tpu", topology="v6e:1x1", devices=1, draft_devices=1,
+        num_pages=768, hbm=int(31.25 * GIB),
+    ),
+    "h200": Place(
+        platform="cuda", topology="1x1x1", devices=1, draft_devices=1,
+        num_pages=4096, hbm=141 * 10**9,
+    ),
+}  # fmt: skip
+
+# What moves bytes and computes nothing.
+_MOVES = (
+    "all-gather", "all-to-all", "collective-permute", "copy", "reduce-scatter",
+    "transpose",
+)  # fmt: skip
+_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1, "s8": 1, "u8": 1}
+_OPERATION = re.compile(r"= \(?(\w+)\[([\d,]*)\]\{?([^ ]*) .*?([a-z][\w-]*)\(")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What the compiler says about one executable, for one chip."""
+
+    place: str
+    layers: tuple[int, int]
+    argument_bytes: int
+    temp_bytes: int
+    hbm_bytes: int  # all of it: arguments, results that are not donated, temporaries
+    donated_bytes: int
+    state_bytes: int
+    kernels: int
+    all_reduces: dict[str, int]  # by shape, as often as the program's text has it
+    moves: dict[str, int]  # the largest ones in HBM, with their bytes
+    compile_s: float
+
+
+def describe(place: Place) -> Mesh:
+    """The mesh of devices that can be compiled for and not run on."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    options: dict[str, Any] = {}
+    if place.platform == "cuda":
+        options["target_config"] = aot_gpu.TARGET.read_text()
+        options["topology"] = place.topology
+    else:
+        options["topology_name"] = place.topology
+        if place.devices == 1:
+            options["chips_per_host_bounds"] = (1, 1, 1)
+    topology = topologies.get_topology_desc(platform=place.platform, **options)
+    return make_mesh(place.devices, place.draft_devices, topology.devices)
+
+
+def missing(place: Place) -> str | None:
+    """Why nothing can be compiled for it here, or None."""
+    return aot_gpu.missing() if place.platform == "cuda" else aot_tpu.MISSING
+
+
+def model(name: str, num_layers: int | None = None) -> ModelConfig:
+    """The config of a published size, with fewer layers where that is enough."""
+    config = published_config(name)
+    if num_layers is not None:
+        config["num_hidden_layers"] = num_layers
+    return ModelConfig.from_hf(config)
+
+
+def compile_pair(
+    name: str, *, layers: tuple[int | None, int | None] = (None, None)
+) -> tuple[Report, str]:
+    """Compile 9B with a 2B draft, K = 4, 8 sequences; the report and the program."""
+    place = PLACES[name]
+    mesh = describe(place)
+    target, draft = model("9b", layers[0]), model("2b", layers[1])
+    pool = PoolShape(
+        num_rows=8,
+        num_pages=place.num_pages,
+        page_size=PAGE_SIZE,
+        max_model_len=target.max_position_embeddings,
+    )
+    dtype = jnp.dtype(jnp.bfloat16)
+    params = (
+        abstract_params(target, dtype=dtype, mesh=mesh),
+        abstract_params(draft, dtype=dtype, mesh=mesh, mesh_axes=DRAFT_MESH_AXES),
+    )
+    state = EngineState(
+        rows=jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=replicated(mesh)
+            ),
+            jax.eval_shape(lambda: init_rows(pool)),
+        ),
+        target_pages=page_forms(target, params[0], pool, mesh, TARGET_MESH_AXES),
+        draft_pages=page_forms(draft, params[1], pool, mesh, DRAFT_MESH_AXES),
+    )
+    config = ProgramConfig(target=target, draft=draft, pool=pool, mesh=mesh)
+    shape = StepShape(num_seqs=8, num_draft_tokens=4, chunk=0)
+    start = time.monotonic()
+    with aot_tpu.no_compilation_cache():
+        compiled: Any = compile_step(config, shape, (*params, state))
+    elapsed = time.monotonic() - start
+    text = compiled.as_text()
+    memory = compiled.memory_analysis()
+    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    used += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    report = Report(
+        place=name,
+        layers=(target.num_layers, draft.num_layers),
+        argument_bytes=memory.argument_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        hbm_bytes=used + memory.generated_code_size_in_bytes,
+        donated_bytes=memory.alias_size_in_bytes,
+        state_bytes=sum(_local_bytes(leaf) for leaf in jax.tree.leaves(state)),
+        kernels=len(
+            re.findall(r'custom_call_target="(?:tpu_custom|__gpu\$xla\.gpu)', text)
+        ),
+        all_reduces=_all_reduces(text),
+        moves=_moves(text),
+        compile_s=round(elapsed, 1),
+    )
+    _log.info("%s", json.dumps(asdict(report)))
+    return report, text
+
+
+def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    assert leaf.sharding is not None
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _operations(text: str) -> Iterator[tuple[str, str, int, str]]:
+    """Name, shape, bytes and layout of every operation's (first) result."""
+    for line in text.splitlines():
+        found = _OPERATION.search(line)
+        if found is None:
+            continue
+        kind, sizes, layout, name = found.groups()
+        count = math.prod(int(size) for size in sizes.split(",") if size)
+        yield name, f"{kind}[{sizes}]", count * _BYTES.get(kind, 4), layout
+
+
+def _all_reduces(text: str) -> dict[str, int]:
+    names = ("all-reduce", "all-reduce-start")
+    counted = collections.Counter(
+        shape for name, shape, _, _ in _operations(text) if name in names
+    )
+    return dict(sorted(counted.items()))
+
+
+def _moves(text: str, largest: int = 8) -> dict[str, int]:
+    moved = {
+        f"{name} {shape}": size
+        for name, shape, size, layout in _operations(text)
+        # S(1) is on-chip memory: XLA fetches weights there before it needs them.
+        if name.removesuffix("-start") in _MOVES and "S(1)" not in layout
+    }
+    order = sorted(moved, key=lambda move: -moved[move])
+    return {move: moved[move] for move in order[:largest]}
+
+
+def main(names: list[str]) -> None:
+    """Compile for every place that is named, for all if none is."""
+    for name in names or PLACES:
+        with contextlib.redirect_stdout(sys.stderr):
+            report, _ = compile_pair(name)
+        print(json.dumps(asdict(report)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
