@@ -1,6 +1,6 @@
 """The mesh, and which logical axis goes to which mesh axis: one table.
 
-The target's tensor parallelism spans `replica x model`, the draft's only `model`, so
+The target's tensor parallelism spans `model x replica`, the draft's only `model`, so
 that a draft can have fewer shards than the target on the same devices.
 """
 
@@ -16,7 +16,9 @@ MESH_AXES = ("data", "replica", "model")
 
 # Every logical axis that is split; the others ("model") are whole on every device.
 SPLIT_AXES = ("vocab", "q_head", "kv_head", "hidden")
-TARGET_MESH_AXES = ("replica", "model")
+# The draft's axis first: a device's part of the target's vocabulary then lies within
+# its part of the draft's.
+TARGET_MESH_AXES = ("model", "replica")
 DRAFT_MESH_AXES = ("model",)
 
 

@@ -95,6 +95,13 @@ class Backend:
         attend = self.split(run, (heads, heads, whole, whole), heads)
         return attend(query, kv_pages, region.page_table, region.kv_len)
 
+    def vocab_axes(self, vocab_size: int) -> tuple[str, ...] | None:
+        """The axes that split the vocabulary; None where every device has all of it."""
+        if self.mesh is None or self.mesh.size == 1:
+            return None
+        parts = num_parts(self.mesh, self.mesh_axes)
+        return None if vocab_size % parts else self.mesh_axes
+
     def _head_axes(self, num_q_heads: int, num_kv_heads: int) -> Any:
         """The axes that split both, so that every query meets its own keys; or None."""
         if self.mesh is None:

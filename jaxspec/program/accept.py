@@ -1,15 +1,26 @@
 """Apply every sequence's acceptance rule to one round: logits in, verdict out."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, UInt32
 
-from jaxspec.program import randomness, sampling, verify
+from jaxspec.models.backend import Backend
+from jaxspec.program import randomness
 from jaxspec.program.active import Active
-from jaxspec.program.choose import forbid_early_stop, race
-from jaxspec.program.plan import BLOCK
+from jaxspec.program.choose import forbid_early_stop
 from jaxspec.program.propose import Proposal
-from jaxspec.program.verify import Verdict
+from jaxspec_kernels.rejection_sampling import Controls, Verdict, rejection_sampling
+
+
+class _Numbers(NamedTuple):
+    """The random numbers of a round."""
+
+    accept_uniform: Float[Array, "seq draft"]
+    sample_uniform: Float[Array, " seq"]
+    noise_words: UInt32[Array, "seq width 2"]
 
 
 def accept(
@@ -17,6 +28,7 @@ def accept(
     logits: Float[Array, "token vocab"],
     num_draft: Int[Array, " seq"],
     active: Active,
+    backend: Backend,
 ) -> Verdict:
     """Decide a round; greedy, coupled, standard and block sequences side by side.
 
@@ -26,73 +38,71 @@ def accept(
     """
     seqs, draft = proposal.tokens.shape
     width = draft + 1
+    vocab_size = logits.shape[1]
+    axes = backend.vocab_axes(vocab_size)
     offset = jnp.arange(width, dtype=jnp.int32)[None]
-    position = (active.num_tokens[:, None] + offset).reshape(-1)
-    per_token = active.repeat(width)
-    logits = forbid_early_stop(logits, position, per_token)
-    choices = sampling.argmax(logits)
+    position = active.num_tokens[:, None] + offset
 
-    def with_sampling() -> Verdict:
-        probs = sampling.distribution(logits, per_token.controls)
-        made = jax.lax.cond(
-            active.is_coupled.any(),
-            lambda: jnp.where(
-                per_token.is_coupled, race(probs, position, per_token), choices
-            ),
-            lambda: choices,
+    def decide(logits, probs, tokens, num_draft, active, position, numbers) -> Verdict:
+        logits = forbid_early_stop(
+            logits, position.reshape(-1), active.repeat(width), axes
         )
-        chosen = verify.verify_choices(
-            proposal.tokens, made.reshape(seqs, width), num_draft
-        )
-        target_probs = probs.reshape(seqs, width, -1)
-        drawn = _reject(proposal, target_probs, num_draft, active)
-        is_drawn = active.is_sampled & ~active.is_coupled
-        return jax.tree.map(
-            lambda left, right: jnp.where(is_drawn, left, right), drawn, chosen
-        )
-
-    def without_sampling() -> Verdict:
-        return verify.verify_choices(
-            proposal.tokens, choices.reshape(seqs, width), num_draft
-        )
-
-    return jax.lax.cond(active.is_sampled.any(), with_sampling, without_sampling)
-
-
-def _reject(
-    proposal: Proposal,
-    target_probs: Float[Array, "seq width vocab"],
-    num_draft: Int[Array, " seq"],
-    active: Active,
-) -> Verdict:
-    """Standard and block verification with the sequences' own uniforms."""
-    seqs, draft = proposal.tokens.shape
-    index = jnp.broadcast_to(jnp.arange(draft, dtype=jnp.int32)[None], (seqs, draft))
-    start = jnp.broadcast_to(active.num_tokens[:, None], (seqs, draft))
-    seed = jnp.broadcast_to(active.seed[:, None], (seqs, draft, 2))
-    accept_uniform = randomness.uniform(seed, start, randomness.ACCEPT, index)
-    sample_uniform = randomness.uniform(
-        active.seed, active.num_tokens, randomness.SAMPLE
-    )
-
-    def run(rule) -> Verdict:
-        return rule(
-            proposal.tokens,
-            proposal.probs,
-            target_probs,
+        return rejection_sampling(
+            tokens,
+            probs,
+            logits.reshape(seqs, width, -1),
             num_draft,
-            accept_uniform=accept_uniform,
-            sample_uniform=sample_uniform,
+            Controls(
+                jnp.where(active.is_sampled, active.temperature, 0.0),
+                active.top_k,
+                active.top_p,
+                active.min_p,
+            ),
+            rule=active.rule,
+            **numbers._asdict(),
+            vocab_size=vocab_size,
+            axis_name=axes,
+            implementation=backend.implementation,
         )
 
-    is_block = active.rule == BLOCK
-    standard = run(verify.verify_standard)
-    return jax.lax.cond(
-        (is_block & active.is_sampled).any(),
-        lambda: jax.tree.map(
-            lambda left, right: jnp.where(is_block, left, right),
-            run(verify.verify_block),
-            standard,
-        ),
-        lambda: standard,
+    whole = PartitionSpec()
+    rows = PartitionSpec(None, axes)
+    probs = PartitionSpec(None, None, axes)
+    specs = (rows, probs, whole, whole, whole, whole, whole)
+    return backend.split(decide, specs, whole)(
+        logits,
+        proposal.probs,
+        proposal.tokens,
+        num_draft,
+        active,
+        position,
+        _draw_numbers(active, position),
     )
+
+
+def _draw_numbers(active: Active, position: Int[Array, "seq width"]) -> _Numbers:
+    """Numbers for the sequences that need some; a greedy batch pays for none."""
+    seqs, width = position.shape
+    index = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (seqs, width))
+    seed = jnp.broadcast_to(active.seed[:, None], (seqs, width, 2))
+    start = jnp.broadcast_to(active.num_tokens[:, None], (seqs, width))
+
+    def uniforms() -> tuple[Array, Array]:
+        accept = randomness.uniform(seed, start, randomness.ACCEPT, index)[:, :-1]
+        return accept, randomness.uniform(
+            active.seed, active.num_tokens, randomness.SAMPLE
+        )
+
+    drawn = jax.lax.cond(
+        active.is_sampled.any(),
+        uniforms,
+        lambda: (jnp.zeros((seqs, width - 1)), jnp.zeros(seqs)),
+    )
+    words = jax.lax.cond(
+        active.is_coupled.any(),
+        lambda: randomness.words(
+            seed, position, jnp.full_like(index, randomness.SAMPLE)
+        ),
+        lambda: jnp.zeros_like(seed),
+    )
+    return _Numbers(*drawn, words)

@@ -12,10 +12,16 @@ def forbid_early_stop(
     logits: Float[Array, "token vocab"],
     position: Int[Array, " token"],
     active: Active,
+    axes: tuple[str, ...] | None = None,
 ) -> Float[Array, "token vocab"]:
-    """Mask stop ids at positions below the request's `min_tokens`."""
+    """Mask stop ids at positions below the request's `min_tokens`.
+
+    Args:
+        axes: Mesh axes that split the vocabulary, inside `shard_map`.
+    """
     is_early = active.is_active & (position < active.min_total)
-    return sampling.mask_tokens(logits, active.stop_ids, is_early)
+    first = 0 if axes is None else jax.lax.axis_index(axes) * logits.shape[1]
+    return sampling.mask_tokens(logits, active.stop_ids - first, is_early)
 
 
 def choose_token(

@@ -15,7 +15,7 @@ DRAFT, ACCEPT, SAMPLE = 0, 1, 2
 _NUM_ROLES = 3
 
 
-def _words(
+def words(
     seed: UInt32[Array, "*batch 2"],
     position: Int[Array, "*batch"],
     purpose: Int[Array, "*batch"],
@@ -48,7 +48,7 @@ def uniform(
         index: Which token of the round; None is the first.
     """
     index = jnp.zeros_like(position) if index is None else index
-    bits = _words(seed, position, role + _NUM_ROLES * index)[..., 0]
+    bits = words(seed, position, role + _NUM_ROLES * index)[..., 0]
     # 24 bits: every value is exact in float32 and 1.0 cannot come out.
     return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
 
@@ -60,10 +60,10 @@ def exponential(
     size: int,
 ) -> Float[Array, "*batch vocab"]:
     """Exponential noise, one number per vocabulary entry; strictly positive."""
-    words = _words(seed, position, jnp.full_like(position, role))
+    keys = words(seed, position, jnp.full_like(position, role))
     counter = jnp.arange(size, dtype=jnp.uint32)
     counter = counter.reshape((1,) * position.ndim + (size,))
-    bits = _mix(_mix(counter + words[..., :1]) ^ words[..., 1:])
+    bits = _mix(_mix(counter + keys[..., :1]) ^ keys[..., 1:])
     # Centred in its cell, so that neither 0 nor 1 comes out.
     unit = ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
     return -jnp.log(unit)

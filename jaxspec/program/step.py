@@ -27,9 +27,9 @@ from jaxspec.program.plan import TILE, PlanLayout, PoolShape, StepShape
 from jaxspec.program.propose import Proposal, draft_model
 from jaxspec.program.region import join, make_region
 from jaxspec.program.state import EngineState, Rows
-from jaxspec.program.verify import Verdict
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, replicated
 from jaxspec_kernels.dispatch import implementation_for
+from jaxspec_kernels.rejection_sampling import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,13 @@ def speculative_step(
     hidden, target_pages = target.hidden(join(batches), state.target_pages)
     logits, tile_logits = _logits(target, hidden, seqs * width)
 
-    verdict = _verdict(proposal, logits, fields["decode_draft"], active)
+    verdict = _verdict(
+        proposal,
+        logits,
+        fields["decode_draft"],
+        active,
+        config.backend(TARGET_MESH_AXES),
+    )
     tokens = _place_next(drafts, verdict)
     emitted = truncate(tokens, verdict.num_accepted + 1, active)
     rows = append(rows, active, emitted)
@@ -176,9 +182,10 @@ def _verdict(
     logits: Float[Array, "token vocab"],
     num_draft: Int[Array, " seq"],
     active: Active,
+    backend: Backend,
 ) -> Verdict:
     if proposal is not None:
-        return accept(proposal, logits, num_draft, active)
+        return accept(proposal, logits, num_draft, active, backend)
     logits = forbid_early_stop(logits, active.num_tokens, active)
     token, _ = choose_token(logits, active.num_tokens, active, role=randomness.SAMPLE)
     return Verdict(jnp.zeros_like(token), token)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.models.backend import Backend
 from jaxspec.program import accept, randomness
 from jaxspec.program.plan import BLOCK, COUPLED, STANDARD
 from jaxspec.program.propose import Proposal
@@ -74,11 +75,12 @@ def make_batch(kinds: np.ndarray) -> dict:
 def run_accept(batch: dict) -> tuple[np.ndarray, np.ndarray]:
     tokens = jnp.asarray(batch["tokens"], jnp.int32)
     parent = jnp.zeros_like(tokens)
-    verdict = jax.jit(lambda *args: accept.accept(*args))(
+    verdict = jax.jit(lambda *args: accept.accept(*args), static_argnums=4)(
         Proposal(tokens, parent, jnp.asarray(batch["draft"])),
         jnp.asarray(batch["logits"].reshape(-1, VOCAB)),
         jnp.asarray(batch["num_draft"], jnp.int32),
         batch["active"],
+        Backend(),
     )
     return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)
 

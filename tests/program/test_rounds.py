@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.accept import accept
 from jaxspec.program.active import Active
@@ -68,6 +69,7 @@ def play_round(active: Active, history: jax.Array) -> tuple[Active, jax.Array]:
         jnp.stack(logits, axis=1).reshape(-1, VOCAB),
         jnp.full((SEQS,), DRAFTS, jnp.int32),
         active,
+        Backend(),
     )
     row = jnp.arange(SEQS, dtype=jnp.int32)
     emitted = jnp.pad(drafts, ((0, 0), (0, 1)))

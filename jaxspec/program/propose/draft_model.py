@@ -47,11 +47,10 @@ def propose(
         is_greedy: Propose the argmax, a point mass, also where the request samples.
     """
 
-    def draw(hidden: Array, position: Array) -> tuple[Array, Array]:
+    def draw(hidden: Array, position: Array) -> tuple[Array, Array | None]:
         logits = forbid_early_stop(model.logits(hidden), position, active)
         if is_greedy:
-            token = sampling.argmax(logits)
-            return token, jax.nn.one_hot(token, logits.shape[1], dtype=logits.dtype)
+            return sampling.argmax(logits), None
         return choose_token(logits, position, active, role=randomness.DRAFT)
 
     seqs = active.row.shape[0]
@@ -82,7 +81,8 @@ def propose(
         unroll=model.config.num_layers <= MAX_UNROLLED_LAYERS,
     )
     tokens = jnp.concatenate([token[None], tokens]).T
-    probs = jnp.concatenate([probs[None], rest]).transpose(1, 0, 2)
+    if probs is not None:
+        probs = jnp.concatenate([probs[None], rest]).transpose(1, 0, 2)
     parent = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None] - 1
     parent = jnp.broadcast_to(parent, tokens.shape)
     return Proposal(tokens, parent, probs), pages

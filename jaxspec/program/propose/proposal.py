@@ -10,9 +10,9 @@ class Proposal(NamedTuple):
 
     `parent[s, i]` is the draft that token i continues, -1 for the last known token; a
     chain has parent i - 1. `probs` are what the tokens were drawn from, after all
-    sampling controls; None where no sequence of the batch samples.
+    sampling controls; None where each was certain: a point mass.
     """
 
     tokens: Int[Array, "seq draft"]
     parent: Int[Array, "seq draft"]
-    probs: Float[Array, "seq draft vocab"]
+    probs: Float[Array, "seq draft vocab"] | None
