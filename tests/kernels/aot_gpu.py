@@ -1,13 +1,15 @@
 """Machine code for an H200 where there is none, and what it needs of the chip.
 
-`python -m tests.kernels.aot_gpu [CASE ...]` prints one JSON line for every case: for
-every kernel its grid, threads, registers, spilled and shared bytes. The CUDA plugin
-compiles for a described chip; `ptxas -v` tells what a kernel needs.
+`python -m tests.kernels.aot_gpu` compiles every program in `PROGRAMS` and writes
+`benchmarks/results/aot_gpu.json`; with names behind it, it prints those. The CUDA
+plugin compiles for a described chip; `ptxas -v` tells what a kernel needs. Nothing
+runs: no figure here is a time.
 """
 
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import json
 import re
 import shutil
@@ -15,8 +17,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,11 @@ from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
 
 TARGET = Path(__file__).parent / "data" / "h200_target_config.txtpb"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_gpu.json"
 # Of one multiprocessor; a program also takes 1 kB of shared memory for the driver.
 REGISTERS, SHARED_BYTES, RESERVED_BYTES = 65536, 233472, 1024
+_WIDE_COPY = re.compile(r"cp\.async\.cg\.shared\.global.*?, (?:0x10|16)\b")
+_NARROW_LOAD = re.compile(r"\bld\.global\S*\.b(?:8|16)\s")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +50,8 @@ class Kernel:
     registers: int
     spilled_bytes: int
     shared_bytes: int
+    wide_copies: int  # instructions that bring 16 bytes to shared memory, unawaited
+    narrow_loads: int  # instructions that load less than 4 bytes
 
     @property
     def resident(self) -> int:
@@ -56,22 +62,82 @@ class Kernel:
         return min(REGISTERS // registers, SHARED_BYTES // shared, 32)
 
 
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """Kernels in order of launch, and bytes of memory for what they pass on."""
+
+    kernels: tuple[Kernel, ...]
+    temp_bytes: int
+
+    def row(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        kernels = [
+            dataclasses.asdict(kernel)
+            | {"grid": list(kernel.grid), "resident": kernel.resident}
+            for kernel in self.kernels
+        ]
+        return {"temp_bytes": self.temp_bytes, "kernels": kernels}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """One call of paged attention, with the pages of all its sequences."""
+
+    case: Case
+    dtype: str = "bfloat16"
+    is_tree: bool = False
+    chips: int = 1  # the KV heads are divided among them
+    tiles: Tiles | None = None
+
+
+_VERIFY = REAL_CASES["9b/tp1/verify"]
+_TREE = dataclasses.replace(REAL_CASES["9b/tp1/verify-window"], queries=40)
+PROGRAMS = {name: Program(case=case) for name, case in (CASES | REAL_CASES).items()} | {
+    "9b/tp1/verify on 8 chips": Program(case=_VERIFY, chips=8),
+    # Addresses beyond 32 bits: 5.4 GB of pages.
+    "9b/tp1/verify, 80 sequences": Program(case=dataclasses.replace(_VERIFY, seqs=80)),
+    "9b/tp1/tree of 6": Program(case=_VERIFY, is_tree=True),
+    "9b/tp1/tree of 40": Program(case=_TREE, is_tree=True),
+    "9b/tp1/tree of 40, float32": Program(case=_TREE, dtype="float32", is_tree=True),
+    **{
+        f"{name}, float32": Program(case=REAL_CASES[name], dtype="float32")
+        for name in ("2b/tp1/verify", "2b/tp1/prefill", "27b/tp1/prefill")
+    },
+}
+
+
 def missing() -> str | None:
     """Return why nothing can be compiled here, or None."""
-    if not any(find_spec(f"jax_plugins.xla_cuda{major}") for major in (12, 13)):
-        return "no CUDA plugin of jax is installed"
-    if shutil.which("ptxas") is None:
-        return "no ptxas on the path"
-    return None
+    lacks = None
+    if not any(_has_module(f"jax_plugins.xla_cuda{major}") for major in (12, 13)):
+        lacks = "no CUDA plugin of jax is installed"
+    elif _ptxas() is None:
+        lacks = "no ptxas is installed"
+    return lacks and f"{lacks}: make .venv/.installed-test"
+
+
+def _has_module(name: str) -> bool:
+    """Whether a package has a module; `find_spec` raises if there is no package."""
+    return find_spec(name.partition(".")[0]) is not None and find_spec(name) is not None
+
+
+def _ptxas() -> Path | None:
+    """The assembler of NVIDIA's wheel, or else the one on the path."""
+    wheels = find_spec("nvidia")
+    for folder in (wheels and wheels.submodule_search_locations) or ():
+        for found in Path(folder).glob("*/bin/ptxas"):
+            return found
+    found = shutil.which("ptxas")
+    return Path(found) if found else None
 
 
 @functools.cache
-def mesh() -> Mesh:
-    """One H200 that can be compiled for and not run on."""
+def mesh(chips: int = 1) -> Mesh:
+    """H200s that can be compiled for and not run on."""
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGET.read_text(), topology="1x1x1"
+        platform="cuda", target_config=TARGET.read_text(), topology=f"1x1x{chips}"
     )
-    return Mesh(np.array(topology.devices[:1]), ("x",))
+    return Mesh(np.array(topology.devices), ("x",))
 
 
 @contextlib.contextmanager
@@ -87,25 +153,29 @@ def uncached() -> Iterator[None]:
 
 
 def compile_for_h200(
-    function: Callable[..., Any], *shapes: jax.ShapeDtypeStruct
-) -> tuple[list[Kernel], Any]:
-    """Return the kernels of the program in order of launch, and its memory."""
-    sharding = NamedSharding(mesh(), PartitionSpec())
+    function: Callable[..., Any], shapes: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
+) -> Compiled:
+    """Compile a program that is nothing but kernels; `shapes` have shardings.
+
+    Raises:
+        jax.errors.JaxRuntimeError: the chip cannot hold it.
+    """
+    # From jax 0.11 on, assembly has to be asked for; before, asking costs 8 s each.
+    wanted = {"xla_dump_emitter_re": "ptx"} if jax.__version_info__ >= (0, 11) else {}
     with (
         tempfile.TemporaryDirectory() as folder,
         uncached(),
         warnings.catch_warnings(),
         # jax asks this mesh, not a device, for the chip's generation.
-        jax.sharding.use_abstract_mesh(mesh().abstract_mesh),
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
     ):
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
-        lowered = jax.jit(function, in_shardings=sharding).lower(*shapes)
-        # `.*`: from jax 0.11 on, the assembly of all kernels has to be asked for.
-        compiled = lowered.compile(
-            compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": ".*"}
-        )
+        lowered = jax.jit(function).lower(*shapes)
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, **wanted})
         kernels = _read_dump(Path(folder))
-    return kernels, compiled.memory_analysis()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return Compiled(tuple(kernels), memory.temp_size_in_bytes)
 
 
 def _read_dump(folder: Path) -> list[Kernel]:
@@ -121,91 +191,124 @@ def _read_dump(folder: Path) -> list[Kernel]:
             r"\s+shared_memory: (\d+) bytes",
             line,
         )
-        # A copy, a library's call: not what these programs are made of.
+        # A copy, a collective, a library's call: not what these programs are made of.
         assert found is not None, f"not a kernel: {line}"
         name, grid, threads, shared = found.groups()
-        registers, spilled = needs[name]
         kernels.append(
             Kernel(
                 name=name,
                 grid=tuple(int(size) for size in grid.split(",")),
                 threads=int(threads),
-                registers=registers,
-                spilled_bytes=spilled,
                 shared_bytes=int(shared),
+                **needs[name],
             )
         )
     return kernels
 
 
-def _assemble(source: Path) -> dict[str, tuple[int, int]]:
-    """Registers and spilled bytes of every kernel in a file."""
-    command = ["ptxas", "-v", "-arch=sm_90a", source, "-o", source.with_suffix(".o")]
+def _assemble(source: Path) -> dict[str, dict[str, int]]:
+    """What the assembler and the assembly say about every kernel in a file."""
+    ptxas = _ptxas()
+    assert ptxas is not None
+    command = [ptxas, "-v", "-arch=sm_90a", source, "-o", source.with_suffix(".o")]
     log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     found = re.findall(
         r"entry function '(\S+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers",
         log,
         re.DOTALL,
     )
-    return {name: (int(registers), int(spilled)) for name, spilled, registers in found}
+    _, *entries = source.read_text().split(".entry ")
+    bodies = {entry.partition("(")[0]: entry for entry in entries}
+    return {
+        name: {
+            "registers": int(registers),
+            "spilled_bytes": int(spilled),
+            "wide_copies": len(_WIDE_COPY.findall(bodies[name])),
+            "narrow_loads": len(_NARROW_LOAD.findall(bodies[name])),
+        }
+        for name, spilled, registers in found
+    }
 
 
-def paged_attention(
-    case: Case,
-    *,
-    dtype: str = "bfloat16",
-    is_tree: bool = False,
-    tiles: Tiles | None = None,
-) -> tuple[list[Kernel], Any]:
-    """Compile one case with the pages of all its sequences."""
+@functools.cache
+def compile_program(program: Program) -> Compiled:
+    """Compile paged attention; equal programs compile once."""
+    case, chips = program.case, program.chips
     table = -(-case.context // case.page_size)
     query = (case.seqs, case.queries, case.q_heads, case.head_dim)
     pages = (case.seqs * table, case.page_size, 2 * case.kv_heads, case.head_dim)
-    shapes = [
-        jax.ShapeDtypeStruct(query, dtype),
-        jax.ShapeDtypeStruct(pages, dtype),
-        jax.ShapeDtypeStruct((case.seqs, table), jnp.int32),
-        jax.ShapeDtypeStruct((case.seqs,), jnp.int32),
+    heads, whole = PartitionSpec(None, None, "x"), PartitionSpec()
+    arguments = [
+        (query, program.dtype, heads),
+        (pages, program.dtype, heads),
+        ((case.seqs, table), jnp.int32, whole),
+        ((case.seqs,), jnp.int32, whole),
     ]
-    attend = partial(
-        gpu.paged_attention,
-        scale=case.scale,
-        soft_cap=case.soft_cap,
-        window=case.window,
-        tiles=tiles,
-    )
-    if is_tree:
-        nodes = (case.seqs, case.queries, case.queries)
-        shapes.append(jax.ShapeDtypeStruct(nodes, jnp.bool_))
-        return compile_for_h200(
-            lambda *arrays: attend(*arrays[:4], ancestor_mask=arrays[4]), *shapes
+    if program.is_tree:
+        arguments.append(((case.seqs, case.queries, case.queries), jnp.bool_, whole))
+
+    def attend(query, kv_pages, page_table, kv_len, mask=None):
+        return gpu.paged_attention(
+            query,
+            kv_pages,
+            page_table,
+            kv_len,
+            scale=case.scale,
+            soft_cap=case.soft_cap,
+            window=case.window,
+            ancestor_mask=mask,
+            tiles=program.tiles,
         )
-    return compile_for_h200(partial(attend, ancestor_mask=None), *shapes)
+
+    if chips > 1:
+        attend = jax.shard_map(
+            attend,
+            mesh=mesh(chips),
+            in_specs=tuple(spec for _, _, spec in arguments),
+            out_specs=heads,
+            check_vma=False,  # a kernel's result does not say over what it varies
+        )
+    shapes = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh(chips), spec))
+        for shape, dtype, spec in arguments
+    ]
+    return compile_for_h200(attend, shapes, mesh(chips))
 
 
-def report(name: str, kernels: list[Kernel]) -> str:
-    """One JSON line."""
-    return json.dumps(
-        {
-            "case": name,
-            "device": "H200, not run",
-            "jax": jax.__version__,
-            "kernels": [
-                dataclasses.asdict(kernel) | {"resident": kernel.resident}
-                for kernel in kernels
-            ],
-        }
-    )
+def versions() -> dict[str, str]:
+    """Of what makes the machine code."""
+    [plugin] = [
+        found.version
+        for found in importlib.metadata.distributions()
+        if re.fullmatch(r"jax-cuda\d+-pjrt", found.name)
+    ]
+    log = subprocess.run([str(_ptxas()), "--version"], capture_output=True, text=True)
+    [ptxas] = re.findall(r"V(\d[\d.]*)", log.stdout)
+    return {"jax": jax.__version__, "plugin": plugin, "ptxas": ptxas}
 
 
 def main(names: list[str]) -> None:
-    """Print a line for every case named, for every case if none is."""
+    """Print a line for every program named; write the file if none is."""
+    # Compilers live beside the environment, see the Makefile.
+    sys.path.append(str(Path(sys.prefix) / "aot"))
+    jax.config.update("jax_platforms", "cpu")
     reason = missing()
     if reason is not None:
         raise SystemExit(reason)
-    cases = CASES | REAL_CASES
-    for name in names or cases:
-        print(report(name, paged_attention(cases[name])[0]), flush=True)
+    lines = []
+    for name in names or PROGRAMS:
+        row = json.dumps(compile_program(PROGRAMS[name]).row())
+        lines.append(f"{json.dumps(name)}: {row}")
+        print(lines[-1], flush=True)
+    if not names:
+        # A line for every program: a change of one shows as such.
+        head = {
+            "device": "NVIDIA H200, compiled for and not run",
+            "command": "python -m tests.kernels.aot_gpu",
+            "versions": versions(),
+        }
+        text = json.dumps(head)[:-1] + ', "programs": {\n' + ",\n".join(lines) + "\n}}"
+        RESULTS.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The GPU kernel, interpreted, equals float64 and reads no page out of reach."""
 
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 
 from jaxspec_kernels.paged_attention import gpu
-from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
+from jaxspec_kernels.paged_attention.cases import REAL_CASES, Case
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles, choose_tiles
 from tests.kernels import aot_gpu
+from tests.kernels.aot_gpu import PROGRAMS, Program, compile_program
 from tests.kernels.oracle import (
     SCALED_CASES,
     SMALL,
@@ -26,10 +28,13 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 # SMALL has ten rows a head: one tile. 90 tokens are six blocks in three shares.
 TILES = Tiles(rows=16, keys=16, splits=3)
 
+# Compiling takes far longer than running what is compiled.
 attend = jax.jit(
     partial(gpu.paged_attention, interpret=True),
     static_argnames=("scale", "soft_cap", "window", "tiles"),
+    compiler_options={"xla_backend_optimization_level": 0},
 )
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def run(call: Call, tiles: Tiles | None = TILES) -> np.ndarray:
@@ -40,42 +45,45 @@ def run(call: Call, tiles: Tiles | None = TILES) -> np.ndarray:
     return np.asarray(result.astype(jnp.float32))
 
 
-def default_tiles(call: Call) -> Tiles:
-    """What the kernel takes for these shapes, but in three shares."""
-    query, kv_pages, page_table, _ = call.arrays
-    tiles = choose_tiles(
-        query.shape,
-        kv_pages.shape,
-        table=page_table.shape[1],
-        itemsize=query.dtype.itemsize,
-        window=call.case.window,
+def tiles_of(case: Case, *, itemsize: int = 2) -> Tiles:
+    return choose_tiles(
+        (case.seqs, case.queries, case.q_heads, case.head_dim),
+        (1, case.page_size, 2 * case.kv_heads, case.head_dim),
+        table=-(-case.context // case.page_size),
+        itemsize=itemsize,
+        window=case.window,
     )
-    return replace(tiles, splits=3)
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        pytest.param(name, dtype, marks=() if is_fast else pytest.mark.slow)
+        (pytest.param if name.startswith("tiny") and dtype == "float32" else slow)(
+            name, dtype
+        )
         for name in SCALED_CASES
         for dtype in TOLERANCE
-        for is_fast in [name in CASES and dtype == "float32"]
     ],
 )
 def test_case_equals_float64(name, dtype):
-    call = build(SCALED_CASES[name], dtype=dtype)
-    assert error(call, run(call, default_tiles(call))) <= TOLERANCE[dtype]
+    """With its own tiles: one share in float32, three in bfloat16."""
+    case = SCALED_CASES[name]
+    call = build(case, dtype=dtype)
+    tiles = tiles_of(case, itemsize=call.arrays[0].dtype.itemsize)
+    if dtype == "bfloat16":
+        tiles = replace(tiles, splits=3)
+    assert error(call, run(call, tiles)) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(
     ("window", "soft_cap", "page_size"),
     [
         (None, 2.0, 4),
-        (None, None, 1),
-        (1, 2.0, 6),
-        (7, None, 4),
-        (7, 2.0, 16),
-        (16, 2.0, 32),
+        (7, None, 16),
+        slow(None, None, 1),
+        slow(1, 2.0, 6),
+        slow(7, 2.0, 4),
+        slow(16, 2.0, 32),
     ],
 )
 def test_ragged_batches_equal_float64(window, soft_cap, page_size):
@@ -97,15 +105,15 @@ def test_every_length_equals_float64(window):
 @pytest.mark.parametrize(
     "tiles",
     [
-        Tiles(rows=16, keys=16, splits=1),
+        slow(Tiles(rows=16, keys=16, splits=1)),
         Tiles(rows=16, keys=128, splits=2),  # one block: the first share is empty
         Tiles(rows=16, keys=16, splits=20),
         Tiles(rows=4, keys=16, splits=3),  # two queries in a tile
-        Tiles(rows=1, keys=32, splits=2),
+        slow(Tiles(rows=1, keys=32, splits=2)),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("window", [40, slow(None)])
 def test_tiles_do_not_matter(window, tiles):
     for seed in range(3):
         call = build(replace(SMALL, window=window), seed)
@@ -113,10 +121,16 @@ def test_tiles_do_not_matter(window, tiles):
 
 
 @pytest.mark.parametrize(
-    ("q_heads", "kv_heads", "rows"), [(6, 1, 32), (6, 3, 16), (6, 2, 4), (6, 6, 16)]
+    ("group", "rows"),
+    [
+        slow(1, 16),
+        (3, 4),  # a token's heads are in two tiles
+        (8, 64),
+        *(slow(group, 64) for group in (2, 4, 5, 6, 7)),
+    ],
 )
-def test_query_heads_share_kv_heads(q_heads, kv_heads, rows):
-    case = replace(SMALL, q_heads=q_heads, kv_heads=kv_heads)
+def test_query_heads_share_kv_heads(group, rows):
+    case = replace(SMALL, q_heads=2 * group, kv_heads=2)
     call = build(case, seed=3)
     assert error(call, run(call, replace(TILES, rows=rows))) <= 1e-5
 
@@ -133,7 +147,7 @@ def test_pads_and_empty_sequences_are_zeros(splits):
     assert not run(empty, tiles).any()
 
 
-@pytest.mark.parametrize("window", [None, 2, 7])
+@pytest.mark.parametrize("window", [None, 2, slow(7)])
 def test_trees_equal_float64(window):
     case = replace(SMALL, queries=7, window=window)
     for seed in range(4):
@@ -143,14 +157,14 @@ def test_trees_equal_float64(window):
         assert error(call, run(call)) <= 1e-5
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [3, slow(None)])
 def test_trees_of_more_nodes_than_a_word_has_bits(window):
     case = replace(SMALL, queries=67, window=window)
     call = build(case, kv_len=[67, 68, 80, 90], mask=random_forest(4, 67, seed=1))
     assert error(call, run(call, replace(TILES, rows=64))) <= 1e-5
 
 
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("window", [7, slow(None)])
 def test_chain_as_a_tree_is_the_chain(window):
     chain = np.broadcast_to(np.tri(5, dtype=bool), (4, 5, 5)).copy()
     for kv_len in ([90, 40, 3, 0], [17, 16, 15, 1]):
@@ -178,8 +192,8 @@ def test_row_does_not_depend_on_the_other_rows(window):
     [
         (None, [90, 3, 17, 0]),
         (8, [90, 90, 90, 90]),  # 13 of 90 slots a sequence, not at a page's border
-        (8, [90, 0, 5, 16]),
-        (1, [88, 89, 90, 1]),
+        slow(8, [90, 0, 5, 16]),
+        slow(1, [88, 89, 90, 1]),
     ],
 )
 def test_pages_out_of_reach_are_not_read(monkeypatch, window, kv_len):
@@ -197,7 +211,7 @@ def test_pages_out_of_reach_are_not_read(monkeypatch, window, kv_len):
         loaded.update(np.broadcast_to(page, mask.shape)[mask].tolist())
 
     monkeypatch.setattr(gpu.plgpu, "load", counted)
-    case = replace(SMALL, window=window)
+    case = replace(SMALL, window=window, q_heads=2, kv_heads=1)
     call = build(case, kv_len=kv_len, dtype="bfloat16", query_dtype="float32")
     # A jit of its own: `attend` may have traced the uncounted form.
     attend_counted = jax.jit(
@@ -229,16 +243,6 @@ def test_pages_without_floats_are_refused(dtype):
         gpu.paged_attention(query, pages, *rest, ancestor_mask=None, **call.settings)
 
 
-def tiles_of(case: Case, *, itemsize: int = 2) -> Tiles:
-    return choose_tiles(
-        (case.seqs, case.queries, case.q_heads, case.head_dim),
-        (1, case.page_size, 2 * case.kv_heads, case.head_dim),
-        table=-(-case.context // case.page_size),
-        itemsize=itemsize,
-        window=case.window,
-    )
-
-
 def test_one_long_sequence_fills_the_chip():
     case = replace(REAL_CASES["9b/tp1/verify"], seqs=1)
     assert case.kv_heads * tiles_of(case).splits >= 132
@@ -261,58 +265,47 @@ def test_splits_run_at_once(name):
 needs_compiler = pytest.mark.skipif(
     aot_gpu.missing() is not None, reason=str(aot_gpu.missing())
 )
+RECORDED = json.loads(aot_gpu.RESULTS.read_text())
+# Equal programs once, by the first of their names.
+UNEQUAL = {program: name for name, program in reversed(PROGRAMS.items())}
+
+
+def test_recorded_programs_are_those_that_exist():
+    assert list(RECORDED["programs"]) == list(PROGRAMS)
 
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES | REAL_CASES)
-def test_case_fits_an_h200(name):
-    """Nothing spills, all programs run at once, and nothing but the kernels runs."""
-    case = (CASES | REAL_CASES)[name]
-    kernels, memory = aot_gpu.paged_attention(case)
-    print(aot_gpu.report(name, kernels))
-    splits = tiles_of(case).splits
-    names = ["paged_attention", "paged_attention_combine"]
-    assert [kernel.name for kernel in kernels] == names[: 1 if splits == 1 else 2]
-    assert not any(kernel.spilled_bytes for kernel in kernels)
-    attend_kernel = kernels[0]
+@pytest.mark.parametrize("name", UNEQUAL.values())
+def test_program_fits_an_h200(name):
+    """Nothing spills, all shares run at once, pages come in wide copies."""
+    program = PROGRAMS[name]
+    case, compiled = program.case, compile_program(program)
+    own = [kernel for kernel in compiled.kernels if "paged" in kernel.name]
+    assert not any(kernel.spilled_bytes for kernel in own)
+    assert own[0].wide_copies and not own[0].narrow_loads
+    assert own[0].shared_bytes <= aot_gpu.SHARED_BYTES // 2
+    splits = tiles_of(case, itemsize=jnp.dtype(program.dtype).itemsize).splits
+    if program.chips == 1:
+        names = ["paged_attention", "paged_attention_combine"]
+        assert [kernel.name for kernel in own] == names[: 1 if splits == 1 else 2]
     if splits > 1:
-        assert np.prod(attend_kernel.grid) <= 132 * attend_kernel.resident
-    # The shares and their statistics, in float32: no copy of a page.
-    rows = splits * case.seqs * case.queries * case.q_heads
-    assert memory.temp_size_in_bytes <= rows * (case.head_dim + 1) * 4 + 4096
+        assert np.prod(own[0].grid) <= 132 * own[0].resident
+    if program.chips == 1 and not program.is_tree:
+        assert len(own) == len(compiled.kernels)
+        # The shares and their statistics, in float32: no copy of a page.
+        rows = splits * case.seqs * case.queries * case.q_heads
+        assert compiled.temp_bytes <= rows * (case.head_dim + 1) * 4 + 4096
+    if aot_gpu.versions() == RECORDED["versions"]:  # else: RECORDED["command"]
+        assert compiled.row() == RECORDED["programs"][name]
 
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("queries", [6, 40])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_trees_fit_an_h200(dtype, queries):
-    case = replace(REAL_CASES["9b/tp1/verify-window"], queries=queries)
-    kernels, _ = aot_gpu.paged_attention(case, dtype=dtype, is_tree=True)
-    own = [kernel for kernel in kernels if kernel.name.startswith("paged_attention")]
-    print(aot_gpu.report(f"tree of {queries}, {dtype}", own))
-    assert own and not any(kernel.spilled_bytes for kernel in own)
-
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["2b", "27b"])
-def test_float32_fits_an_h200(model):
-    for call in ("verify", "prefill"):
-        name = f"{model}/tp1/{call}"
-        kernels, _ = aot_gpu.paged_attention(REAL_CASES[name], dtype="float32")
-        print(aot_gpu.report(f"{name}, float32", kernels))
-        assert not any(kernel.spilled_bytes for kernel in kernels)
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_pool_beyond_32_bits_fits_an_h200():
-    case = replace(REAL_CASES["9b/tp1/verify"], seqs=80)  # 5.4 GB of pages
-    kernels, _ = aot_gpu.paged_attention(case)
-    print(aot_gpu.report("9b/tp1/verify, 80 sequences", kernels))
-    assert not any(kernel.spilled_bytes for kernel in kernels)
+def test_chips_that_divide_the_heads_exchange_nothing():
+    """The program of eight chips is that of one with an eighth of the heads."""
+    divided = compile_program(PROGRAMS["9b/tp1/verify on 8 chips"])
+    assert divided == compile_program(PROGRAMS["9b/tp8/verify"])
 
 
 @needs_compiler
@@ -320,5 +313,6 @@ def test_pool_beyond_32_bits_fits_an_h200():
 def test_tiles_beyond_shared_memory_do_not_compile(monkeypatch):
     monkeypatch.setenv("LLVM_DISABLE_SYMBOLIZATION", "1")  # of the error: minutes
     tiles = Tiles(rows=64, keys=128, splits=1, num_stages=5)
+    case = REAL_CASES["9b/tp1/prefill"]
     with pytest.raises(jax.errors.JaxRuntimeError, match="Shared memory size limit"):
-        aot_gpu.paged_attention(REAL_CASES["9b/tp1/prefill"], tiles=tiles)
+        compile_program(Program(case=case, tiles=tiles))

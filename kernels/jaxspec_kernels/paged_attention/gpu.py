@@ -10,6 +10,11 @@ A second kernel adds the splits of one row up, weighted by their log-sum-exp.
 Splits, tiles and grid follow from shapes alone. The shares follow from the lengths: any
 context keeps all programs of its sequence busy.
 
+`CompilerParams` of Triton select it, whatever jax prefers on GPU. From jax 0.11 on it
+is deprecated: lowering gives a DeprecationWarning, which Python hides by default, and
+needs a filter where warnings are errors. Mosaic GPU, which is to follow it, cannot be
+interpreted on CPU, so its numbers could not be tested without a GPU.
+
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 """
 

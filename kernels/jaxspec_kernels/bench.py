@@ -1,0 +1,330 @@
+"""`python -m jaxspec_kernels.bench`: the kernels, timed on the device that jax has.
+
+Every case beside a copy of memory measured in the same run, and beside what a user
+would pick instead. Results are written as they come: stopping a run loses nothing.
+"""
+
+import argparse
+import datetime
+import fnmatch
+import functools
+import json
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from tqdm.auto import tqdm
+
+from jaxspec_kernels import bench_work, dispatch
+from jaxspec_kernels.bench_clock import copy_bandwidth, measure
+from jaxspec_kernels.bench_report import (
+    GOAL_SAMPLING,
+    MODELS,
+    Row,
+    goal_lines,
+    goals,
+    table,
+)
+from jaxspec_kernels.bench_rivals import REFUSALS, rivals_of
+from jaxspec_kernels.bench_work import CONTROLS, Work
+from jaxspec_kernels.paged_attention import cases as attention_cases
+from jaxspec_kernels.rejection_sampling import cases as sampling_cases
+from jaxspec_kernels.write_kv_pages import cases as writing_cases
+
+OPERATIONS = ("paged_attention", "rejection_sampling", "write_kv_pages")
+_GOAL = sampling_cases.Case(seqs=1, drafts=5, vocab_size=256_000, columns=256_000)
+
+
+class Planned(NamedTuple):
+    """One case before its arrays are made; equal `shape`s are measured once."""
+
+    operation: str
+    name: str
+    shape: Any
+    key: str | None  # in a tuned table
+    make: Callable[..., Work]  # takes is_ragged, for values that test every branch
+
+    @property
+    def is_goal(self) -> bool:
+        """Whether a goal speaks of it."""
+        attends = [f"{model}/tp1/{call}" for model in MODELS for call in _GOAL_CALLS]
+        return self.name in attends or self.name.startswith(GOAL_SAMPLING)
+
+
+_GOAL_CALLS = ("verify", "decode")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return what `--help` prints."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxspec_kernels.bench", description=__doc__
+    )
+    add = parser.add_argument
+    add("--operation", choices=OPERATIONS, action="append", help="may be repeated")
+    add("--case", default="*", metavar="GLOB", help="names of cases, as '9b/tp1/*'")
+    add(
+        "--implementation",
+        choices=dispatch.IMPLEMENTATIONS,
+        help="default: that of the device",
+    )
+    add("--calls", type=int, default=32, help="calls in one timed loop")
+    add("--repeats", type=int, default=10, help="timings of every loop")
+    add(
+        "--rivals",
+        choices=("some", "all", "none"),
+        default="some",
+        help="what others offer: beside the goals and all of tensor parallelism 1, "
+        "beside every case, or not at all",
+    )
+    add("--parity", action="store_true", help="also compare with the reference")
+    add("--budget-s", type=float, default=500, help="start no case after so long")
+    add("--output", type=Path, metavar="FILE.json", help="written case by case")
+    add("--quick", action="store_true", help="the small cases, a few calls")
+    add("--slow-cpu", action="store_true", help="allow the real cases on a CPU")
+    return parser
+
+
+def plan(options: argparse.Namespace, device: str) -> list[Planned]:
+    """Return the cases asked for; those that a goal speaks of come first."""
+    chosen = options.operation or OPERATIONS
+    planned = [
+        found
+        for found in _all_cases(options.quick, device)
+        if found.operation in chosen and fnmatch.fnmatch(found.name, options.case)
+    ]
+    if not planned:
+        raise SystemExit(
+            f"no case of {', '.join(chosen)} is named {options.case!r}; names are as "
+            "'9b/tp1/verify', with --quick as 'tiny/verify'"
+        )
+    return sorted(planned, key=lambda found: not found.is_goal)
+
+
+def _all_cases(is_quick: bool, device: str) -> Iterator[Planned]:
+    # XLA:CPU has no bfloat16 of its own.
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    pool_bytes = 0 if is_quick else bench_work.POOL_BYTES
+    attends = attention_cases.CASES if is_quick else attention_cases.REAL_CASES
+    for name, case in attends.items():
+        make = functools.partial(
+            bench_work.attention, case, dtype, pool_bytes=pool_bytes
+        )
+        key = bench_work.attention_key(case, dtype)
+        yield Planned("paged_attention", name, case, key, make)
+    samples = {f"{GOAL_SAMPLING}": _GOAL} | sampling_cases.CASES
+    for name, case in samples.items():
+        if name.startswith("tiny/") != is_quick:
+            continue
+        for controls in CONTROLS:
+            # Filters cost the same on a part of the vocabulary: once is enough.
+            if case.shards > 1 and controls != "sampled":
+                continue
+            make = functools.partial(
+                _sampling, case, controls, 0 if is_quick else bench_work.LOGIT_BYTES
+            )
+            key, shape = bench_work.sampling_key(case, "float32"), (case, controls)
+            full_name = f"{name}/{controls}"
+            yield Planned("rejection_sampling", full_name, shape, key, make)
+    writes = writing_cases.CASES if is_quick else writing_cases.REAL_CASES
+    for name, case in writes.items():
+        make = functools.partial(_writing, case, dtype)
+        yield Planned("write_kv_pages", name, case, None, make)
+
+
+def _sampling(
+    case: Any, controls: str, logit_bytes: int, *, is_ragged: bool = False
+) -> Work:
+    logit_bytes = 0 if is_ragged else logit_bytes
+    return bench_work.sampling(case, controls, "float32", logit_bytes=logit_bytes)
+
+
+def _writing(case: Any, dtype: str, *, is_ragged: bool = False) -> Work:
+    return bench_work.writing(case, dtype)
+
+
+def measure_case(
+    planned: Planned, options: argparse.Namespace, implementation: str, copy: float
+) -> list[Row]:
+    """Time one case, ours first, then what others offer."""
+    work = planned.make()
+    head = {"operation": planned.operation, "case": planned.name, "key": planned.key}
+    row = head | {"implementation": implementation, "num_bytes": work.num_bytes}
+    try:
+        if options.parity and implementation != "reference":
+            row |= compare(planned, implementation)
+        row |= _time_ours(work, options, implementation, copy)
+    except NotImplementedError as error:
+        row["skipped"] = _reason(error)
+    except REFUSALS as error:
+        row["failed"] = _reason(error)
+    rows = [row]
+    for name, rival in rivals_of(work).items() if _has_rivals(planned, options) else ():
+        row = head | {"implementation": name}
+        try:
+            spread = rival(work, calls=options.calls, repeats=options.repeats)
+            row["back_to_back_us"] = spread.in_microseconds()
+        except REFUSALS as error:
+            row["skipped"] = _reason(error)
+        rows.append(row)
+    return rows
+
+
+def _has_rivals(planned: Planned, options: argparse.Namespace) -> bool:
+    if options.rivals != "some":
+        return options.rivals == "all"
+    some = ("tiny/verify",) if options.quick else ("2b/tp1", "9b/tp1", "27b/tp1")
+    return planned.is_goal or planned.name.startswith(some)
+
+
+def _time_ours(
+    work: Work, options: argparse.Namespace, implementation: str, copy: float
+) -> Row:
+    step = work.step(functools.partial(work.run, implementation=implementation))
+    repeats = options.repeats
+    spread = measure(step, work.carry, work.turns, calls=options.calls, repeats=repeats)
+    alone = measure(step, work.carry, work.turns[:1], calls=1, repeats=repeats)
+    gb_per_s = work.num_bytes / spread.median_s / 1e9
+    return {
+        "back_to_back_us": spread.in_microseconds(),
+        "alone_us": alone.in_microseconds(),
+        "gb_per_s": round(gb_per_s, 2),
+        "share_of_copy": round(gb_per_s / copy, 4),
+    }
+
+
+def compare(planned: Planned, implementation: str) -> Row:
+    """Compare with the reference on this device, over sequences of all lengths."""
+    work = planned.make(is_ragged=True)
+    ours = work.result(functools.partial(work.run, implementation=implementation))
+    truth = work.result(functools.partial(work.run, implementation="reference"))
+    error = work.error(ours, truth)
+    return {"error": error, "is_within_tolerance": error <= work.tolerance}
+
+
+def _reason(error: BaseException) -> str:
+    """The kind of error and its first line; compilers write pages."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def header(options: argparse.Namespace, arguments: Sequence[str]) -> Row:
+    """Return what identifies a run; paths of this machine stay out."""
+    device = jax.devices()[0]
+    now = datetime.datetime.now(datetime.UTC)
+    packages = ("jax", "jaxlib", "numpy")
+    given = vars(options) | {"output": None}
+    return {
+        "benchmark": "kernels",
+        "date": now.isoformat(timespec="seconds").removesuffix("+00:00"),
+        "commit": commit(),
+        "command": command("bench", arguments),
+        "arguments": {name: value for name, value in given.items() if name != "output"},
+        "platform": device.platform,
+        "device": device.device_kind,
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in packages},
+    }
+
+
+def command(module: str, arguments: Sequence[str]) -> str:
+    """Return the line that repeats a run, without the file that it wrote."""
+    kept = list(arguments)
+    if "--output" in kept:
+        at = kept.index("--output")
+        del kept[at : at + 2]
+    kept = [word for word in kept if not word.startswith("--output=")]
+    return shlex.join(["python", "-m", f"jaxspec_kernels.{module}", *kept])
+
+
+def commit() -> str | None:
+    """Return the checkout's commit, with a + where files differ from it."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], **options)
+        status = ["status", "--porcelain", "--untracked-files=no"]
+        changes = subprocess.run([*git, *status], **options)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("+" if changes.stdout.strip() else "")
+
+
+def save(path: Path | None, result: Row) -> None:
+    """Write a result whole or not at all: a run may be stopped at any time."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> Row:
+    """Run what the arguments ask for; returns the result that is written."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = make_parser().parse_args(arguments)
+    if options.calls < 1 or options.repeats < 1:
+        raise SystemExit("--calls and --repeats must be at least 1")
+    if options.quick:
+        options.calls, options.repeats = min(options.calls, 2), min(options.repeats, 2)
+    device = jax.default_backend()
+    if device == "cpu" and not (options.quick or options.slow_cpu):
+        raise SystemExit(
+            "jax has only a CPU here, and the real cases take hours on one. "
+            "--quick runs the small cases; --slow-cpu insists"
+        )
+    implementation = options.implementation or dispatch.implementation_for(device)
+    planned = plan(options, device)
+    size = 2**22 if options.quick else 2**30
+    copy = copy_bandwidth(size, calls=options.calls, repeats=options.repeats)
+    result = header(options, arguments)
+    result |= {"copy_gb_per_s": round(copy, 2), "rows": [], "goals": []}
+    start, seen = time.monotonic(), {}
+    for case in tqdm(planned, unit="case", disable=None):
+        shape = (case.operation, case.shape)
+        row = {"operation": case.operation, "case": case.name}
+        row["implementation"] = implementation
+        if shape in seen:
+            rows = [row | {"same_as": seen[shape]}]
+        elif time.monotonic() - start > options.budget_s:
+            rows = [row | {"skipped": f"not begun within {options.budget_s:g} s"}]
+        else:
+            seen[shape] = case.name
+            rows = measure_case(case, options, implementation, copy)
+        result["rows"] += rows
+        result["goals"] = goals(result["rows"], implementation)
+        save(options.output, result)
+    _print(result)
+    return result
+
+
+def failures(result: Row) -> list[str]:
+    """Return the cases of ours that raised, or that the reference contradicts."""
+    return [
+        f"{row['operation']} {row['case']}"
+        for row in result["rows"]
+        if "failed" in row or not row.get("is_within_tolerance", True)
+    ]
+
+
+def _print(result: Row) -> None:
+    device, copy = result["device"], result["copy_gb_per_s"]
+    print(f"{device}, jax {result['versions']['jax']}: copy at {copy} GB/s")
+    for operation in OPERATIONS:
+        rows = [row for row in result["rows"] if row["operation"] == operation]
+        if rows:
+            print(f"\n{operation}\n{table(rows)}")
+    print("\nGoals")
+    print("\n".join(goal_lines(result["goals"])))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    sys.exit(1 if failures(main()) else 0)

@@ -1,0 +1,96 @@
+"""Times calls on a device.
+
+Two figures, because launching costs as much as a small kernel: one call by itself from
+Python, until its result is there; and one call of many in a loop inside one program,
+where each call needs the result of the one before.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+Arrays = tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Seconds of one call over several repeats."""
+
+    median_s: float
+    least_s: float
+    most_s: float
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> "Spread":
+        return cls(
+            median_s=statistics.median(seconds),
+            least_s=min(seconds),
+            most_s=max(seconds),
+        )
+
+    def in_microseconds(self) -> dict[str, float]:
+        """As a result file has it."""
+        return {
+            "median": round(self.median_s * 1e6, 3),
+            "least": round(self.least_s * 1e6, 3),
+            "most": round(self.most_s * 1e6, 3),
+        }
+
+
+def loop_of(step: Callable[..., Any], rounds: int) -> Callable[..., Any]:
+    """Return `carry = loop(carry, *turns)`: so many rounds of one step per turn."""
+
+    def loop(carry: Any, *turns: Arrays) -> Any:
+        def body(number: Array, carry: Any) -> Any:
+            for arrays in turns:
+                carry = step(carry, number, *arrays)
+            return carry
+
+        return jax.lax.fori_loop(jnp.int32(0), jnp.int32(rounds), body, carry)
+
+    return loop
+
+
+def measure(
+    step: Callable[..., Any],
+    carry: Any,
+    turns: Sequence[Arrays],
+    *,
+    calls: int,
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Spread:
+    """Time `carry = step(carry, number, *arrays)`, about `calls` times in one program.
+
+    Args:
+        turns: The arrays of one call after the other. Several turns are for arrays so
+            small that the second call in a row would find them in a cache.
+    """
+    rounds = -(-calls // len(turns))
+    # The carry is a pool of pages at times: a copy of it for every timing is not what
+    # is asked. The first copy spares the caller's array, which donation takes away.
+    program = jax.jit(loop_of(step, rounds), donate_argnums=0)
+    carry = jax.block_until_ready(program(jax.tree.map(jnp.copy, carry), *turns))
+    seconds = []
+    for _ in range(repeats):
+        start = clock()
+        carry = jax.block_until_ready(program(carry, *turns))
+        seconds.append((clock() - start) / (rounds * len(turns)))
+    return Spread.of(seconds)
+
+
+def copy_bandwidth(num_bytes: int, *, calls: int, repeats: int) -> float:
+    """Return GB/s, read and written, of a program that rewrites so many bytes."""
+
+    def step(words: Array, number: Array) -> Array:
+        return words ^ (words >> 1)  # no two of these can be made one
+
+    words = jnp.arange(num_bytes // 4, dtype=jnp.uint32)
+    spread = measure(step, words, [()], calls=calls, repeats=repeats)
+    return 2 * words.nbytes / spread.median_s / 1e9

@@ -1,0 +1,309 @@
+"""Cases made real: arrays on the device, one call over them, and what it must read.
+
+The benchmark and the tuner time the same work. Slots that no query sees hold NaN, so
+that an implementation that reads one shows it.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from jaxspec_kernels import paged_attention, tuning, write_kv_pages
+from jaxspec_kernels.bench_clock import Arrays
+from jaxspec_kernels.paged_attention import cases as attention_cases
+from jaxspec_kernels.rejection_sampling import STANDARD, Controls, rejection_sampling
+from jaxspec_kernels.rejection_sampling import cases as sampling_cases
+from jaxspec_kernels.write_kv_pages import cases as writing_cases
+
+# Pages are many times a GPU's L2 cache, and every call of a loop reads other ones: a
+# layer of a model finds nothing of its own there either.
+POOL_BYTES = 2**28
+# Logits are passed to one call after the other, each a part of the program.
+LOGIT_BYTES, MAX_TURNS = 2**27, 16
+# Temperature and top-p.
+CONTROLS = {"sampled": (0.8, 1.0), "greedy": (0.0, 1.0), "top-p": (0.8, 0.95)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One case on the device.
+
+    Attributes:
+        run: The public function; takes `implementation`.
+        call: `call(run, carry, number, *arrays)` is the result of call `number`.
+        follow: `follow(carry, result)` is what the next call starts from, so that no
+            compiler can leave a call out or make two at once.
+        turns: The arrays of one call after the other, all of the same shapes.
+        num_bytes: Must be read or written, whatever the implementation.
+        error: Distance of two results; a count of verdicts or values that differ where
+            these are not numbers that may be close.
+        tolerance: Largest error that rounding explains.
+    """
+
+    operation: str
+    case: Any
+    run: Callable[..., Any]
+    call: Callable[..., Any]
+    follow: Callable[[Any, Any], Any]
+    carry: Any
+    turns: tuple[Arrays, ...]
+    num_bytes: int
+    error: Callable[[Any, Any], float]
+    tolerance: float
+
+    def step(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `step(carry, number, *arrays)`, one call of a loop."""
+
+        def step(carry: Any, number: Array, *arrays: Any) -> Any:
+            return self.follow(carry, self.call(run, carry, number, *arrays))
+
+        return step
+
+    def result(self, run: Callable[..., Any]) -> Any:
+        """Run the call once, compiled."""
+        call = jax.jit(functools.partial(self.call, run))
+        return call(self.carry, jnp.int32(0), *self.turns[0])
+
+
+def attention_key(case: attention_cases.Case, dtype: str) -> str:
+    """Return the name of a case's shapes in a tuned table."""
+    pages = -(-case.context // case.page_size)
+    return tuning.attention_key(
+        seqs=case.seqs,
+        queries=case.queries,
+        q_heads=case.q_heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        page_size=case.page_size,
+        context=pages * case.page_size,
+        window=case.window,
+        dtype=dtype,
+    )
+
+
+def sampling_key(case: sampling_cases.Case, dtype: str) -> str:
+    """Return the name of a case's shapes in a tuned table."""
+    rows = case.seqs * (case.drafts + 1)
+    return tuning.sampling_key(
+        rows=rows, columns=case.columns // case.shards, dtype=dtype
+    )
+
+
+def attention(
+    case: attention_cases.Case,
+    dtype: DTypeLike,
+    *,
+    is_ragged: bool = False,
+    pool_bytes: int = POOL_BYTES,
+) -> Work:
+    """Make sequences of full length, or of all lengths, in pages of random order."""
+    dtype = jnp.dtype(dtype)
+    table_len = -(-case.context // case.page_size)
+    used = case.seqs * table_len
+    page_bytes = 2 * case.page_size * case.kv_heads * case.head_dim * dtype.itemsize
+    copies = 1 if is_ragged else max(1, -(-pool_bytes // (used * page_bytes)))
+    share = jnp.arange(1, case.seqs + 1, dtype=jnp.int32)
+    kv_len = jnp.full_like(share, case.context)
+    if is_ragged:
+        kv_len = case.context * share // case.seqs - share + 1
+    query, pages, table = _attention_arrays(case, dtype, copies, kv_len)
+    first, end = _page_range(case, kv_len)
+
+    def call(
+        run: Any, query: Array, number: Array, pages: Array, *rest: Array
+    ) -> Array:
+        table, kv_len = rest
+        return run(
+            query,
+            pages,
+            table + number % copies * used,
+            kv_len,
+            scale=case.scale,
+            soft_cap=case.soft_cap,
+            window=case.window,
+            ancestor_mask=None,
+        )
+
+    return Work(
+        operation="paged_attention",
+        case=case,
+        run=paged_attention,
+        call=call,
+        follow=lambda query, result: result,
+        carry=query,
+        turns=((pages, table, kv_len),),
+        num_bytes=int((end - first).sum()) * page_bytes + 2 * query.nbytes,
+        error=_distance,
+        tolerance=2e-2 if dtype.itemsize < 4 else 1e-4,
+    )
+
+
+def _page_range(case: attention_cases.Case, kv_len: Array) -> tuple[Array, Array]:
+    """First and one-past-last page that some query of each sequence sees."""
+    end = -(-kv_len // case.page_size)
+    if case.window is None:
+        return jnp.zeros_like(end), end
+    lowest = jnp.maximum(kv_len - case.queries - case.window + 1, 0)
+    return jnp.minimum(lowest // case.page_size, end), end
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _attention_arrays(
+    case: attention_cases.Case, dtype: jnp.dtype, copies: int, kv_len: Array
+) -> tuple[Array, Array, Array]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    table_len = -(-case.context // case.page_size)
+    used = case.seqs * table_len
+    table = jax.random.permutation(keys[0], jnp.arange(used, dtype=jnp.int32))
+    table = table.reshape(case.seqs, table_len)
+    # Scores of size 2: the softmax is neither flat nor a point.
+    spread = 2 / (case.scale * case.head_dim**0.5)
+    heads = (case.seqs, case.queries, case.q_heads, case.head_dim)
+    query = jax.random.normal(keys[1], heads, jnp.float32) * spread
+
+    position = jnp.arange(table_len * case.page_size, dtype=jnp.int32)[None]
+    seen = position < kv_len[:, None]
+    if case.window is not None:
+        lowest = kv_len - case.queries - case.window + 1
+        seen &= position >= lowest[:, None]
+    is_seen = jnp.zeros((used, case.page_size), bool)
+    is_seen = is_seen.at[table].set(seen.reshape(case.seqs, table_len, -1))
+    is_seen = jnp.tile(is_seen, (copies, 1))[:, :, None, None]
+    shape = (copies * used, case.page_size, 2 * case.kv_heads, case.head_dim)
+    pages = jnp.where(is_seen, jax.random.normal(keys[2], shape, dtype), jnp.nan)
+    # Past the end of a sequence stands a page that is not there.
+    page = jnp.arange(table_len, dtype=jnp.int32)[None]
+    is_used = page * case.page_size < kv_len[:, None]
+    return query.astype(dtype), pages, jnp.where(is_used, table, copies * used)
+
+
+def sampling(
+    case: sampling_cases.Case,
+    controls: str,
+    dtype: DTypeLike,
+    *,
+    logit_bytes: int = LOGIT_BYTES,
+) -> Work:
+    """Make one device's share of a verification round; `controls` is of `CONTROLS`.
+
+    A share is walked as a vocabulary of its own: collectives are not part of it.
+    """
+    columns = case.columns // case.shards
+    temperature, top_p = CONTROLS[controls]
+    logits, probs, *rest = _sampling_arrays(case, jnp.dtype(dtype))
+    is_greedy = temperature == 0
+    num_bytes = logits.nbytes
+    if is_greedy or not case.drafts:
+        probs = None
+    else:
+        num_bytes += case.seqs * columns * probs.dtype.itemsize  # of one row each
+
+    # Fewer would stay in the L2 cache of a GPU, and a TPU's compiler would copy one
+    # into its vector memory, once for all calls.
+    num_turns = min(max(1, -(-logit_bytes // logits.nbytes)), MAX_TURNS)
+    every = [jnp.roll(logits, turn, axis=-1) for turn in range(num_turns)]
+
+    def call(run: Any, carry: Any, number: Array, logits: Array, *rest: Any) -> Any:
+        # The barrier keeps reads of the logits in the loop: they depend on nothing that
+        # changes there.
+        logits, (tokens, uniform) = jax.lax.optimization_barrier((logits, carry))
+        probs, accept_uniform = rest
+        full = functools.partial(jnp.full, (case.seqs,))
+        return run(
+            tokens,
+            probs,
+            logits,
+            full(case.drafts, jnp.int32),
+            Controls(
+                full(temperature, jnp.float32),
+                full(0, jnp.int32),
+                full(top_p, jnp.float32),
+                full(0.0, jnp.float32),
+            ),
+            rule=full(STANDARD, jnp.int32),
+            accept_uniform=accept_uniform,
+            sample_uniform=uniform,
+            noise_words=None,
+            vocab_size=min(columns, case.vocab_size),
+            axis_name=None,
+        )
+
+    def follow(carry: Any, verdict: Any) -> Any:
+        tokens, uniform = carry  # a token is never negative, but no compiler knows
+        is_never = verdict.next_token < 0
+        return (
+            jnp.where(is_never[:, None], 0, tokens),
+            jnp.where(is_never, 0.0, uniform),
+        )
+
+    tokens, accept_uniform, uniform = rest
+    return Work(
+        operation="rejection_sampling",
+        case=case,
+        run=rejection_sampling,
+        call=call,
+        follow=follow,
+        carry=(tokens, uniform),
+        turns=tuple((one, probs, accept_uniform) for one in every),
+        num_bytes=num_bytes,
+        error=_num_different,
+        tolerance=0.0,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sampling_arrays(case: sampling_cases.Case, dtype: jnp.dtype) -> tuple[Any, ...]:
+    keys = jax.random.split(jax.random.key(0), 5)
+    shape = (case.seqs, case.drafts + 1, case.columns // case.shards)
+    # Few tokens hold most of the probability, as in text.
+    logits = 4 * jax.random.normal(keys[0], shape, jnp.float32)
+    shift = jax.random.normal(keys[1], shape, jnp.float32)[:, :-1]
+    proposed = logits[:, :-1] + shift
+    tokens = jax.random.categorical(keys[2], proposed).astype(jnp.int32)
+    uniform = jax.random.uniform(keys[3], (case.seqs, case.drafts), jnp.float32)
+    last = jax.random.uniform(keys[4], (case.seqs,), jnp.float32)
+    return logits.astype(dtype), jax.nn.softmax(proposed), tokens, uniform, last
+
+
+def writing(case: writing_cases.Case, dtype: DTypeLike) -> Work:
+    """Make a pool, rows, and distinct slots for them."""
+    dtype = jnp.dtype(dtype)
+    keys = jax.random.split(jax.random.key(0), 4)
+    shape = (case.tokens, case.kv_heads, case.head_dim)
+    key = jax.random.normal(keys[0], shape, dtype)
+    value = jax.random.normal(keys[1], shape, dtype)
+    slots = jax.random.permutation(
+        keys[2], jnp.arange(case.pages * case.page_size, dtype=jnp.int32)
+    )
+    pool = (case.pages, case.page_size, 2 * case.kv_heads, case.head_dim)
+    return Work(
+        operation="write_kv_pages",
+        case=case,
+        run=write_kv_pages,
+        call=lambda run, pool, number, *arrays: run(pool, *arrays),
+        follow=lambda pool, result: result,
+        carry=jax.random.normal(keys[3], pool, dtype),
+        turns=((key, value, slots[: case.tokens]),),
+        num_bytes=2 * (key.nbytes + value.nbytes),  # read, then written
+        error=_num_different,
+        tolerance=0.0,
+    )
+
+
+def _distance(left: Array, right: Array) -> float:
+    """Infinite where one is not a number."""
+    distance = jnp.abs(left.astype(jnp.float32) - right.astype(jnp.float32)).max()
+    return float(jnp.where(jnp.isnan(distance), jnp.inf, distance))
+
+
+def _num_different(left: Any, right: Any) -> float:
+    """Sequences, or values of a pool, that differ."""
+    pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+    differs = functools.reduce(jnp.logical_or, [one != two for one, two in pairs])
+    return float(differs.sum())

@@ -1,0 +1,233 @@
+"""`python -m jaxspec_kernels.tune`: measures tile sizes on the device that jax has.
+
+Writes the device's table, which `tuning` reads, entry by entry: stopping a run loses
+nothing, and the next one goes on. Each candidate must agree with the reference before
+it is timed.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import importlib
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from tqdm.auto import tqdm
+
+from jaxspec_kernels import bench, dispatch, tuning
+from jaxspec_kernels.bench_clock import measure
+from jaxspec_kernels.bench_rivals import REFUSALS
+from jaxspec_kernels.bench_work import Work
+from jaxspec_kernels.paged_attention.gpu_tiles import Tiles, choose_tiles, product_dtype
+from jaxspec_kernels.tuning import Sizes
+
+Axes = Mapping[str, Sequence[int]]
+Timer = Callable[[Sizes, Callable[..., Any], Work], float]
+
+# What is tried, one size after the other.
+AXES: dict[tuple[str, str], Axes] = {
+    ("paged_attention", "reference"): {"block_tokens": (64, 128, 256)},
+    ("paged_attention", "tpu"): {"block_tokens": (128, 256, 512, 1024, 2048)},
+    ("paged_attention", "gpu"): {
+        "keys": (16, 32, 64, 128),
+        "num_stages": (2, 3, 4, 5, 6),
+        "num_warps": (2, 4, 8),
+        "splits": (1, 2, 4, 8, 16, 32, 64),
+    },
+    ("rejection_sampling", "reference"): {"tile": (1024, 2048, 4096, 8192)},
+    ("rejection_sampling", "tpu"): {"tile": (4096, 8192, 16384, 32768)},
+    ("rejection_sampling", "gpu"): {"tile": (1024, 2048, 4096, 8192, 16384)},
+}
+
+
+class TuneError(Exception):
+    """A kernel that does not work cannot be tuned."""
+
+
+def heuristic(work: Work, implementation: str) -> Sizes:
+    """Return what the kernel takes by itself where that depends on several sizes."""
+    if (work.operation, implementation) != ("paged_attention", "gpu"):
+        return {}
+    pages, table, _ = work.turns[0]
+    tiles = choose_tiles(
+        work.carry.shape,
+        pages.shape,
+        table=table.shape[1],
+        itemsize=product_dtype(work.carry.dtype, pages.dtype).itemsize,
+        window=work.case.window,
+    )
+    return dataclasses.asdict(tiles)
+
+
+def sized(work: Work, implementation: str, sizes: Sizes) -> Callable[..., Any]:
+    """Return the implementation with these sizes; {} is its own choice."""
+    path = f"jaxspec_kernels.{work.operation}.{implementation}"
+    run = getattr(importlib.import_module(path), work.operation)
+    if sizes and (work.operation, implementation) == ("paged_attention", "gpu"):
+        return functools.partial(run, tiles=Tiles(**sizes))
+    return functools.partial(run, **sizes)
+
+
+def search(
+    start: Sizes, axes: Axes, seconds: Callable[[Sizes], float | None]
+) -> tuple[Sizes, float] | None:
+    """Return the fastest sizes found, changing one after the other from `start`.
+
+    Args:
+        seconds: None where a candidate does not compile or is wrong.
+
+    Returns:
+        None if no candidate with sizes of its own has a time.
+    """
+    best, least = start, seconds(start) if start else None
+    for name, values in axes.items():
+        at_start = best
+        for value in values:
+            candidate = at_start | {name: value}
+            if candidate == at_start:
+                continue
+            found = seconds(candidate)
+            if found is not None and (least is None or found < least):
+                best, least = candidate, found
+    return None if least is None else (best, least)
+
+
+def tune_case(
+    planned: bench.Planned, implementation: str, timer: Timer
+) -> tuple[Sizes, dict[str, float]] | None:
+    """Return the best sizes of a case and microseconds before and after.
+
+    Raises:
+        TuneError: The kernel fails with its own sizes.
+    """
+    work, ragged = planned.make(), planned.make(is_ragged=True)
+    truth = ragged.result(sized(ragged, "reference", {}))
+
+    def seconds(sizes: Sizes) -> float | None:
+        run = sized(work, implementation, sizes)
+        try:
+            result = ragged.result(sized(ragged, implementation, sizes))
+            if ragged.error(result, truth) > ragged.tolerance:
+                print(f"{planned.name}: {sizes} is wrong", file=sys.stderr)
+                return None
+            return timer(sizes, work.step(run), work)
+        except REFUSALS:
+            return None
+
+    own = seconds({})
+    if own is None:
+        raise TuneError(
+            f"{planned.operation} {planned.name}: the {implementation} implementation "
+            "fails with its own sizes; see `python -m jaxspec_kernels.bench --parity`"
+        )
+    found = search(
+        heuristic(work, implementation),
+        AXES[planned.operation, implementation],
+        seconds,
+    )
+    if found is None:
+        return None
+    best, least = found
+    return best, {
+        "heuristic": round(own * 1e6, 3),
+        "tuned": round(least * 1e6, 3),
+    }
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return what `--help` prints."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxspec_kernels.tune", description=__doc__
+    )
+    add = parser.add_argument
+    add("--operation", choices=tuning.OPERATIONS, action="append")
+    add("--case", default="*", metavar="GLOB", help="names of cases, as '9b/tp1/*'")
+    add("--implementation", choices=dispatch.IMPLEMENTATIONS)
+    add("--calls", type=int, default=32, help="calls in one timed loop")
+    add("--repeats", type=int, default=5, help="timings of every loop")
+    add("--budget-s", type=float, default=500, help="start no case after so long")
+    add("--again", action="store_true", help="measure what the table has already")
+    add("--quick", action="store_true", help="the small cases; needs --output")
+    add("--output", type=Path, metavar="FILE.json", help="default: the package's own")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None, timer: Timer | None = None) -> None:
+    """Measure what the arguments ask for; `timer` replaces the clock in tests."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = make_parser().parse_args(arguments)
+    options.operation = options.operation or list(tuning.OPERATIONS)
+    device = jax.devices()[0]
+    if device.platform == "cpu" and not options.quick:
+        raise SystemExit(
+            "jax has only a CPU here, whose sizes are not tuned. --quick tries the "
+            "tuner on the small cases"
+        )
+    if options.quick and options.output is None:
+        raise SystemExit("--quick measures nothing worth keeping: name an --output")
+    implementation = options.implementation
+    if implementation is None:
+        implementation = dispatch.implementation_for(device.platform)
+    path = options.output
+    if path is None:
+        path = Path(str(tuning.folder())) / tuning.file_name(device.device_kind)
+
+    def by_clock(sizes: Sizes, step: Callable[..., Any], work: Work) -> float:
+        calls, repeats = options.calls, options.repeats
+        return measure(
+            step, work.carry, work.turns, calls=calls, repeats=repeats
+        ).median_s
+
+    table = _begin(path, device.device_kind, arguments, is_again=options.again)
+    planned = bench.plan(options, device.platform)
+    start, failed = time.monotonic(), []
+    for case in tqdm(planned, unit="case", disable=None):
+        key = case.key
+        entries = table["entries"].setdefault(case.operation, {})
+        if key in entries or time.monotonic() - start > options.budget_s:
+            continue
+        try:
+            found = tune_case(case, implementation, timer or by_clock)
+        except TuneError as error:
+            failed.append(str(error))
+            continue
+        if found is None:
+            continue
+        entries[key], micros = found
+        table["measured_us"].setdefault(case.operation, {})[key] = micros
+        bench.save(path, table)
+    print(f"{path}: {sum(map(len, table['entries'].values()))} entries")
+    if failed:
+        raise SystemExit("\n".join(failed))
+
+
+def _begin(
+    path: Path, device_kind: str, arguments: Sequence[str], *, is_again: bool
+) -> dict[str, Any]:
+    """The table of an earlier run of the same code, to go on with, or an empty one."""
+    now = datetime.datetime.now(datetime.UTC)
+    table: dict[str, Any] = {
+        "device": device_kind,
+        "jax": jax.__version__,
+        "date": now.isoformat(timespec="seconds").removesuffix("+00:00"),
+        "command": bench.command("tune", arguments),
+        "commit": bench.commit() or "unknown",
+        "entries": {},
+        "measured_us": {},
+    }
+    if is_again or not path.is_file():
+        return table
+    before = tuning.read(path, device_kind)
+    if any(before[name] != table[name] for name in ("jax", "commit")):
+        return table
+    names = ("entries", "measured_us")
+    return table | {name: before.get(name, {}) for name in names}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""The benchmark times what it says, compares truly, and hides no goal or failure."""
+
+import functools
+import itertools
+import json
+import re
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxspec_kernels import bench, bench_work
+from jaxspec_kernels.bench_clock import Spread, copy_bandwidth, loop_of, measure
+from jaxspec_kernels.paged_attention.cases import REAL_CASES, Case
+from jaxspec_kernels.rejection_sampling.cases import Case as SamplingCase
+from jaxspec_kernels.write_kv_pages.cases import Case as WritingCase
+from tests.kernels import aot_gpu, aot_tpu
+
+INSTALL = "install the compilers with `make .venv/.installed-test`"
+HAS_PLUGIN = bool(find_spec("jax_plugins")) and bool(
+    find_spec("jax_plugins.xla_cuda12")
+)
+
+SMALL = Case(
+    seqs=2,
+    queries=3,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=8,
+    page_size=4,
+    context=30,
+    window=None,
+    scale=0.3,
+)
+WINDOW = Case(**vars(SMALL) | {"window": 6})
+SAMPLED = SamplingCase(seqs=2, drafts=3, vocab_size=64, columns=64)
+WRITES = WritingCase(tokens=3, pages=4, page_size=4, kv_heads=1, head_dim=8)
+
+
+@functools.cache
+def attention(case: Case, **settings: Any) -> bench_work.Work:
+    given: dict[str, Any] = {"pool_bytes": 0} | settings
+    return bench_work.attention(case, "float32", **given)
+
+
+def by_reference(work: bench_work.Work) -> Any:
+    return functools.partial(work.run, implementation="reference")
+
+
+WORKS = ("attention", "window", "greedy", "top-p", "writing")
+
+
+@functools.cache
+def works() -> dict[str, bench_work.Work]:
+    return {
+        "attention": attention(SMALL),
+        "window": attention(WINDOW),
+        "greedy": bench_work.sampling(SAMPLED, "greedy", "float32", logit_bytes=0),
+        "top-p": bench_work.sampling(SAMPLED, "top-p", "float32", logit_bytes=0),
+        "writing": bench_work.writing(WRITES, "float32"),
+    }
+
+
+def test_a_loop_makes_every_call():
+    """Digits of base 10: turns one after the other, the round's number at the end."""
+
+    def step(carry, number, digit):
+        return carry * 10 + digit, number
+
+    def call(carry, number, digit):
+        return step(carry[0], number, digit)
+
+    turns = [(jnp.int32(1),), (jnp.int32(2),)]
+    result = jax.jit(loop_of(call, 3))((jnp.int32(0), jnp.int32(0)), *turns)
+    assert [int(value) for value in result] == [121212, 2]
+
+
+def test_a_time_is_that_of_one_call():
+    # Each timing asks twice: they take 12, 24 and 60 seconds for 3 rounds of 2 turns.
+    times = iter([0.0, 12.0, 20.0, 44.0, 50.0, 110.0])
+    spread = measure(
+        lambda carry, number: carry + 1,
+        jnp.int32(0),
+        [(), ()],
+        calls=5,
+        repeats=3,
+        clock=lambda: next(times),
+    )
+    assert spread == Spread(median_s=4.0, least_s=2.0, most_s=10.0)
+    assert spread.in_microseconds() == {"median": 4e6, "least": 2e6, "most": 10e6}
+
+
+def test_the_callers_arrays_are_not_donated():
+    carry = jnp.zeros(3)
+    measure(lambda carry, number: carry + 1, carry, [()], calls=1, repeats=1)
+    np.testing.assert_array_equal(carry, 0)
+
+
+def test_copies_are_read_and_written(monkeypatch):
+    seen = {}
+
+    def fake(step: Any, carry: Any, turns: Any, **timing: Any) -> Spread:
+        seen["bytes"] = carry.nbytes
+        return Spread.of([2.0])
+
+    monkeypatch.setattr("jaxspec_kernels.bench_clock.measure", fake)
+    assert copy_bandwidth(4000, calls=1, repeats=1) == pytest.approx(4e-6)
+    assert seen == {"bytes": 4000}
+
+
+def test_bytes_that_must_be_read():
+    found = {name: work.num_bytes for name, work in works().items()}
+    page = 4 * 4 * 8 * 4  # slots, keys and values of two heads, head_dim, float32
+    query = 2 * 3 * 4 * 8 * 4
+    # 30 tokens are 8 pages; a window of 6 from position 27 on begins in page 5.
+    assert found["attention"] == 2 * 8 * page + 2 * query
+    assert found["window"] == 2 * 3 * page + 2 * query
+    assert found["greedy"] == 2 * 4 * 64 * 4
+    assert found["top-p"] == 2 * 4 * 64 * 4 + 2 * 64 * 4
+    assert found["writing"] == 2 * (3 * 2 * 8 * 4)
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+@pytest.mark.parametrize("case", [SMALL, WINDOW])
+def test_slots_out_of_sight_are_poisoned(case, is_ragged):
+    work = attention(case, is_ragged=is_ragged)
+    pages, table, kv_len = (np.asarray(array) for array in work.turns[0])
+    lengths = [15, 29] if is_ragged else [30, 30]
+    assert kv_len.tolist() == lengths
+    finite = set(zip(*np.nonzero(np.isfinite(pages).all(axis=(2, 3))), strict=True))
+    seen = {
+        (table[seq, at // 4], at % 4)
+        for seq, length in enumerate(lengths)
+        for at in range(length)
+        if case.window is None or at >= length - 3 - 6 + 1
+    }
+    assert finite == seen
+    assert np.isfinite(work.result(by_reference(work))).all()
+
+
+def test_every_call_of_a_loop_reads_other_pages():
+    work = attention(SMALL, pool_bytes=3 * 2 * 8 * 512)
+    pages, table, kv_len = work.turns[0]
+    assert pages.shape[0] == 3 * 16
+    first, second = (
+        work.call(by_reference(work), work.carry, jnp.int32(number), *work.turns[0])
+        for number in (0, 1)
+    )
+    assert np.isfinite(second).all()
+    assert np.abs(np.asarray(first) - np.asarray(second)).max() > 0.01
+    moved = work.call(
+        by_reference(work), work.carry, jnp.int32(0), pages[16:], table, kv_len
+    )
+    np.testing.assert_array_equal(second, moved)
+
+
+def test_logits_are_other_ones_from_call_to_call():
+    size = 2 * 4 * 64 * 4
+    work = bench_work.sampling(SAMPLED, "greedy", "float32", logit_bytes=3 * size)
+    logits = [np.asarray(turn[0]) for turn in work.turns]
+    assert len(logits) == 3
+    for one, other in itertools.combinations(logits, 2):
+        assert (one != other).any()
+    many = bench_work.sampling(SAMPLED, "greedy", "float32", logit_bytes=99 * size)
+    assert len(many.turns) == bench_work.MAX_TURNS
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_a_chain_of_calls_is_as_long_as_asked(name):
+    """Two steps are two calls, the second from what the first left."""
+    work, made = works()[name], []
+
+    def run(*arrays: Any, **settings: Any) -> Any:
+        made.append(arrays[0])
+        return by_reference(work)(*arrays, **settings)
+
+    def two(carry: Any, *arrays: Any) -> Any:
+        step = work.step(run)
+        return step(step(carry, jnp.int32(0), *arrays), jnp.int32(1), *arrays)
+
+    carry = jax.eval_shape(two, work.carry, *work.turns[0])
+    assert len(made) == 2
+    assert made[0] is not made[1]
+    shapes = [array.shape for array in jax.tree.leaves(carry)]
+    assert shapes == [array.shape for array in jax.tree.leaves(work.carry)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_PLUGIN, reason=f"no CUDA plugin; {INSTALL}")
+@pytest.mark.parametrize("controls", list(bench_work.CONTROLS))
+def test_no_read_of_logits_is_moved_out_of_the_loop(controls):
+    """On a GPU: a read that depends on no result could be made once for all calls."""
+    case = SamplingCase(seqs=1, drafts=5, vocab_size=32_768, columns=32_768)
+    one = NamedSharding(aot_gpu.mesh(), PartitionSpec())
+    work = bench_work.sampling(case, controls, "float32", logit_bytes=2 * 6 * 4 * 32768)
+    assert len(work.turns) == 2
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one),
+        (work.carry, *work.turns),
+    )
+    loop = loop_of(work.step(by_reference(work)), 2)
+    with (
+        aot_tpu.no_compilation_cache(),
+        jax.sharding.use_abstract_mesh(one.mesh.abstract_mesh),
+    ):
+        text = jax.jit(loop, donate_argnums=0).lower(*shapes).compile().as_text()
+    assert text is not None
+    entry = text[text.index("\nENTRY") :].splitlines()[2:]
+    names = "parameter|tuple|get-tuple-element|bitcast|while"
+    made = [line for line in entry if not re.search(rf" ({names})\(", line)]
+    assert any(" while(" in line for line in entry)
+    reads = [line for line in made if re.search(r"\[[0-9,]*32768\]", line)]
+    assert not reads
+
+
+def test_parity_sees_a_wrong_result(monkeypatch):
+    make = functools.partial(attention, SMALL)
+    planned = bench.Planned("paged_attention", "tiny/x", SMALL, None, make)
+    right = bench.compare(planned, "reference")
+    assert right == {"error": 0.0, "is_within_tolerance": True}
+    true = bench_work.paged_attention
+    attention.cache_clear()
+
+    def wrong(*arrays: Any, implementation: str, **settings: Any) -> Any:
+        off = 1.0 if implementation == "gpu" else 0.0
+        return true(*arrays, implementation="reference", **settings) + jnp.float32(off)
+
+    monkeypatch.setattr(bench_work, "paged_attention", wrong)
+    row = bench.compare(planned, "gpu")
+    assert row["error"] == pytest.approx(1.0)
+    assert not row["is_within_tolerance"]
+    attention.cache_clear()
+    result = {"rows": [{"operation": "a", "case": "b"} | row]}
+    assert bench.failures(result) == ["a b"]
+
+
+@pytest.mark.parametrize("name", ["attention", "greedy", "writing"])
+def test_a_result_that_is_no_number_or_differs_is_an_error(name):
+    work = works()[name]
+    result = work.result(by_reference(work))
+    assert work.error(result, result) == 0
+    bad = jax.tree.map(
+        lambda leaf: leaf.at[0].set(jnp.nan if leaf.dtype == jnp.float32 else 99),
+        result,
+    )
+    assert work.error(bad, result) > work.tolerance
+
+
+def run_quick(tmp_path, *more: str) -> dict[str, Any]:
+    path = tmp_path / "result.json"
+    given = ["--quick", "--rivals", "none", "--output", str(path), *more]
+    result = bench.main(given)
+    assert json.loads(path.read_text()) == result
+    return result
+
+
+@pytest.mark.slow
+def test_a_quick_run(tmp_path, capsys):
+    result = run_quick(tmp_path, "--case", "tiny/verify*")
+    rows = {(row["operation"], row["case"]): row for row in result["rows"]}
+    assert sorted(rows) == [
+        ("paged_attention", "tiny/verify"),
+        ("rejection_sampling", "tiny/verify/greedy"),
+        ("rejection_sampling", "tiny/verify/sampled"),
+        ("rejection_sampling", "tiny/verify/top-p"),
+        ("write_kv_pages", "tiny/verify"),
+    ]
+    for row in rows.values():
+        assert row["implementation"] == "reference"
+        micros = row["back_to_back_us"]
+        assert 0 < micros["least"] <= micros["median"] <= micros["most"]
+        gb_per_s = row["num_bytes"] / micros["median"] / 1e3
+        assert row["gb_per_s"] == pytest.approx(gb_per_s, abs=0.01)
+    assert result["copy_gb_per_s"] > 0
+    assert result["command"].endswith("--quick --rivals none --case 'tiny/verify*'")
+    assert str(tmp_path) not in json.dumps(result)
+    assert {goal["is_met"] for goal in result["goals"]} == {None}
+    assert bench.failures(result) == []
+    printed = capsys.readouterr().out
+    assert printed.count("not measured") == len(result["goals"])
+    assert "share_of_copy" in printed.splitlines()[-1]
+
+
+def test_what_fails_is_told(tmp_path, monkeypatch, capsys):
+    def broken(*arrays: Any, **settings: Any) -> None:
+        raise RuntimeError("out of something\nand a page of details")
+
+    monkeypatch.setattr(bench_work, "write_kv_pages", broken)
+    more = ["--case", "tiny/verify", "--operation", "write_kv_pages"]
+    result = run_quick(tmp_path, *more)
+    assert result["rows"][0]["failed"] == "RuntimeError: out of something"
+    assert bench.failures(result) == ["write_kv_pages tiny/verify"]
+    assert "FAILED: RuntimeError" in capsys.readouterr().out
+
+
+def test_what_a_backend_cannot_do_is_skipped_with_the_reason(tmp_path, monkeypatch):
+    def refuse(*arrays: Any, **settings: Any) -> None:
+        raise NotImplementedError("no such pages")
+
+    monkeypatch.setattr(bench_work, "write_kv_pages", refuse)
+    more = ["--case", "tiny/verify", "--operation", "write_kv_pages"]
+    result = run_quick(tmp_path, *more)
+    assert result["rows"][0]["skipped"] == "NotImplementedError: no such pages"
+    assert bench.failures(result) == []
+
+
+def test_no_case_is_begun_after_the_budget(tmp_path):
+    result = run_quick(tmp_path, "--case", "tiny/*", "--budget-s", "-1")
+    assert {row["skipped"] for row in result["rows"]} == {"not begun within -1 s"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "jax has only a CPU here"),
+        (["--quick", "--case", "nothing"], "no case of paged_attention, .* 'nothing'"),
+        (["--quick", "--calls", "0"], "must be at least 1"),
+    ],
+)
+def test_what_cannot_be_run_is_told(arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        bench.main(arguments)
+
+
+def test_the_plan_of_a_real_device():
+    """All real shapes in the types of the device, goals first."""
+    options = bench.make_parser().parse_args([])
+    planned = bench.plan(options, "gpu")
+    names = [(case.operation, case.name) for case in planned]
+    assert len(set(names)) == len(names)
+    attends = {name for operation, name in names if operation == "paged_attention"}
+    assert attends == set(REAL_CASES)
+    is_goal = [case.is_goal for case in planned]
+    assert is_goal == sorted(is_goal, reverse=True)
+    assert sum(is_goal) == 3 * 2 + 3 + 3 * 2  # attention, sampling, writing's names
+    assert {case.key.split("-")[-1] for case in planned if case.key} == {
+        "bfloat16",
+        "float32",
+    }
