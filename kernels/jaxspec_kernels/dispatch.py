@@ -32,7 +32,8 @@ def implementation_for(platform: str) -> str:
     """
     if platform not in _OF_PLATFORM:
         raise NotImplementedError(
-            f"no kernels for platform {platform!r}, only for {', '.join(_OF_PLATFORM)}; "
+            f"no kernels for platform {platform!r}; there are for "
+            f"{', '.join(_OF_PLATFORM)}. "
             "implementation='reference' runs wherever XLA does, slowly"
         )
     return _OF_PLATFORM[platform]
@@ -41,6 +42,23 @@ def implementation_for(platform: str) -> str:
 @functools.cache
 def _log_choice(operation: str, implementation: str) -> None:
     _log.info("%s: %s implementation", operation, implementation)
+
+
+def resolve(operation: str, implementation: str | None) -> str:
+    """Return the name of an implementation; None is that of jax's default backend.
+
+    Raises:
+        ValueError: `implementation` is not a name from `IMPLEMENTATIONS`.
+        NotImplementedError: There are no kernels for the default backend.
+    """
+    if implementation is None:
+        return implementation_for(jax.default_backend())
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation={implementation!r} of {operation}: choose one of "
+            f"{', '.join(IMPLEMENTATIONS)}, or None for that of the default backend"
+        )
+    return implementation
 
 
 def choose(
@@ -54,21 +72,13 @@ def choose(
     Args:
         available: The module of each implementation that exists; `reference` always
             does, and serves another platform too where it is as good as a kernel.
-        implementation: A name from `IMPLEMENTATIONS`; None is the one for jax's default
-            backend.
+        implementation: As in `resolve`.
 
     Raises:
         ValueError: `implementation` is not a name from `IMPLEMENTATIONS`.
-        NotImplementedError: The operation has no such implementation, or the default
-            backend none at all.
+        NotImplementedError: The operation has no such implementation.
     """
-    if implementation is None:
-        implementation = implementation_for(jax.default_backend())
-    elif implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation={implementation!r} of {operation}: choose one of "
-            f"{', '.join(IMPLEMENTATIONS)}, or None for that of the default backend"
-        )
+    implementation = resolve(operation, implementation)
     if implementation not in available:
         raise NotImplementedError(
             f"{operation} has no {implementation!r} implementation; "

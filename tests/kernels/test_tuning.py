@@ -1,5 +1,7 @@
 """Tuned sizes: what a table says is what a kernel gets, and a broken table is told."""
 
+import functools
+import importlib
 import json
 import zipfile
 from typing import Any
@@ -8,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec_kernels import bench, tune, tuning
+from jaxspec_kernels import bench, paged_attention, tune, tuning
 from jaxspec_kernels.bench_work import attention_key, sampling_key
 from jaxspec_kernels.paged_attention.cases import CASES
+from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
 from jaxspec_kernels.rejection_sampling.cases import CASES as SAMPLING_CASES
 
 FACTS: dict[str, Any] = dict(
@@ -287,3 +290,48 @@ def test_every_tuned_operation_has_axes():
         (operation, backend) for operation in tuning.OPERATIONS for backend in backends
     }
     assert set(tuning.OPERATIONS) < set(bench.OPERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "sizes"),
+    [
+        ("reference", {"block_tokens": 32}),
+        ("tpu", {"block_tokens": 256}),
+        ("gpu", dict(rows=16, keys=32, splits=3, num_warps=4, num_stages=2)),
+    ],
+)
+def test_attention_takes_the_sizes_of_its_device(
+    implementation, sizes, folder, monkeypatch
+):
+    case = CASES["tiny/verify"]
+    key = attention_key(case, "float32")
+    write(folder, table(entries={"paged_attention": {key: sizes}}))
+    given = {}
+
+    def spy(query, *arrays, **settings):
+        given.update(settings)
+        return query
+
+    module = importlib.import_module(
+        f"jaxspec_kernels.paged_attention.{implementation}"
+    )
+    monkeypatch.setattr(module, "paged_attention", spy)
+    heads = (2 * case.kv_heads, case.head_dim)
+    arrays = (
+        jnp.zeros((case.seqs, case.queries, case.q_heads, case.head_dim)),
+        jnp.zeros((4, case.page_size, *heads)),
+        jnp.zeros((case.seqs, -(-case.context // case.page_size)), jnp.int32),
+        jnp.zeros(case.seqs, jnp.int32),
+    )
+    call = functools.partial(
+        paged_attention,
+        *arrays,
+        scale=case.scale,
+        window=case.window,
+        implementation=implementation,
+    )
+    call()
+    assert not given.keys() & {"block_tokens", "tiles"}
+    call(device_kind="Test Chip 9")
+    expected = {"tiles": Tiles(**sizes)} if implementation == "gpu" else sizes
+    assert {name: given[name] for name in expected} == expected

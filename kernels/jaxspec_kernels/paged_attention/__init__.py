@@ -1,8 +1,11 @@
 """Attention of a few queries per sequence over paged keys and values."""
 
+from typing import Any
+
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from jaxspec_kernels import dispatch
+from jaxspec_kernels import dispatch, tuning
+from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
 
 __all__ = ["paged_attention"]
 
@@ -20,6 +23,7 @@ def paged_attention(
     window: int | None = None,
     ancestor_mask: Bool[Array, "seq token token"] | None = None,
     implementation: str | None = None,
+    device_kind: str | None = None,
 ) -> Float[Array, "seq token q_head head_dim"]:
     """Attend from the last `token` positions of every sequence to its pages.
 
@@ -46,6 +50,9 @@ def paged_attention(
             included; None is the causal chain. Depth, and so the window, counts
             ancestors.
         implementation: A name to force; None is that of jax's default backend.
+        device_kind: Takes tile sizes from what was measured on this kind of device, as
+            in `device.device_kind`; None, or a device without a table, is the kernel's
+            own choice.
 
     Returns:
         In the query's type.
@@ -58,7 +65,24 @@ def paged_attention(
             f"{query.shape[2]} query heads cannot share {kv_pages.shape[2] // 2} KV "
             "heads: the first must be a multiple of the second"
         )
-    run = dispatch.choose("paged_attention", _MODULES, implementation)
+    name = dispatch.resolve("paged_attention", implementation)
+    tuned: dict[str, Any] = {}
+    if device_kind is not None:
+        page_size, kv_heads = kv_pages.shape[1], kv_pages.shape[2] // 2
+        key = tuning.attention_key(
+            seqs=query.shape[0],
+            queries=query.shape[1],
+            q_heads=query.shape[2],
+            kv_heads=kv_heads,
+            head_dim=query.shape[3],
+            page_size=page_size,
+            context=page_table.shape[1] * page_size,
+            window=window,
+            dtype=str(kv_pages.dtype),
+        )
+        sizes = tuning.sizes("paged_attention", device_kind, key) or {}
+        tuned = {"tiles": Tiles(**sizes)} if name == "gpu" and sizes else sizes
+    run = dispatch.choose("paged_attention", _MODULES, name)
     return run(
         query,
         kv_pages,
@@ -68,4 +92,5 @@ def paged_attention(
         soft_cap=soft_cap,
         window=window,
         ancestor_mask=ancestor_mask,
+        **tuned,
     )
