@@ -32,6 +32,11 @@ class Backend:
     mesh: Mesh | None = None
     mesh_axes: tuple[str, ...] = ()
 
+    @property
+    def device_kind(self) -> str | None:
+        """Whose measured tile sizes the kernels take."""
+        return None if self.mesh is None else self.mesh.devices.flat[0].device_kind
+
     def split(
         self, function: Callable[..., Any], in_specs: Any, out_specs: Any
     ) -> Callable[..., Any]:
@@ -90,6 +95,7 @@ class Backend:
                 soft_cap=soft_cap,
                 window=window,
                 implementation=self.implementation,
+                device_kind=self.device_kind,
             )
 
         attend = self.split(run, (heads, heads, whole, whole), heads)
