@@ -1,0 +1,145 @@
+"""Tile sizes that were measured on a device, as data.
+
+`tuned/<device kind>.json` is written by `python -m jaxspec_kernels.tune`, never by
+hand, and says where its numbers come from. A shape that was not measured has no entry:
+the kernel's own heuristics apply. This module asks no device: callers name its kind.
+"""
+
+import functools
+import importlib.resources
+import json
+import re
+from importlib.resources.abc import Traversable
+from typing import Any
+
+OPERATIONS = ("paged_attention", "rejection_sampling")
+# Where a table comes from; every one is a text that is not empty.
+PROVENANCE = ("device", "jax", "date", "command", "commit")
+
+Sizes = dict[str, int]
+
+
+def attention_key(
+    *,
+    seqs: int,
+    queries: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    context: int,
+    window: int | None,
+    dtype: str,
+) -> str:
+    """Name the shapes of a call of `paged_attention`.
+
+    Sequences and context count as the next power of two, since an engine's differ from
+    those that were measured.
+
+    Args:
+        context: Tokens that a row of the page table can hold.
+        dtype: Of the pages.
+    """
+    near = "all" if window is None else str(window)
+    return (
+        f"seqs{_power_of_two(seqs)}-queries{queries}-heads{q_heads}/{kv_heads}"
+        f"-dim{head_dim}-page{page_size}-context{_power_of_two(context)}"
+        f"-window{near}-{dtype}"
+    )
+
+
+def sampling_key(*, rows: int, columns: int, dtype: str) -> str:
+    """Name the shapes of a call of `rejection_sampling`.
+
+    Args:
+        rows: Of logits: sequences times (drafts + 1), as the next power of two.
+        columns: Of the vocabulary that one device holds.
+    """
+    return f"rows{_power_of_two(rows)}-columns{columns}-{dtype}"
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def file_name(device_kind: str) -> str:
+    """Return the name of a device's table: `NVIDIA H200` is in `nvidia-h200.json`."""
+    return re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-") + ".json"
+
+
+def folder() -> Traversable:
+    """Return the place of the tables that came with the package."""
+    return importlib.resources.files("jaxspec_kernels") / "tuned"
+
+
+def sizes(operation: str, device_kind: str, key: str) -> Sizes | None:
+    """Return the measured sizes for a call, None where nothing was measured.
+
+    Args:
+        device_kind: As jax names it, `device.device_kind`.
+        key: From `attention_key` or `sampling_key`.
+
+    Raises:
+        ValueError: There is no such tuned operation, or the device's table is broken.
+    """
+    if operation not in OPERATIONS:
+        raise ValueError(
+            f"operation {operation!r} has no sizes to tune; those that have: "
+            f"{', '.join(OPERATIONS)}"
+        )
+    found = _table(folder(), device_kind).get(operation, {}).get(key)
+    return None if found is None else dict(found)
+
+
+@functools.cache
+def _table(place: Traversable, device_kind: str) -> dict[str, dict[str, Sizes]]:
+    path = place / file_name(device_kind)
+    if not path.is_file():
+        return {}
+    return read(path, device_kind)["entries"]
+
+
+def read(path: Traversable, device_kind: str) -> dict[str, Any]:
+    """Return a table that is well formed and of this device.
+
+    Raises:
+        ValueError: It is not.
+    """
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise _broken(path, f"is not JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise _broken(path, f"holds a {type(table).__name__}, not an object")
+    for name in PROVENANCE:
+        value = table.get(name)
+        if not isinstance(value, str) or not value:
+            raise _broken(path, f"says {name} = {value!r}, where a text is needed")
+    if table["device"] != device_kind:
+        raise _broken(path, f"was measured on {table['device']}, not on {device_kind}")
+    entries = table.get("entries")
+    if not isinstance(entries, dict) or not set(entries) <= set(OPERATIONS):
+        raise _broken(path, f"needs entries for some of {', '.join(OPERATIONS)}")
+    for operation, keys in entries.items():
+        if not isinstance(keys, dict):
+            raise _broken(path, f"holds no object as entries of {operation}")
+        for key, found in keys.items():
+            _check_sizes(path, f"{operation}, {key}", found)
+    return table
+
+
+def _check_sizes(path: Traversable, where: str, found: Any) -> None:
+    is_object = isinstance(found, dict) and bool(found)
+    # True is an int to Python.
+    if not is_object or not all(
+        type(size) is int and size > 0 for size in found.values()
+    ):
+        raise _broken(path, f"has {where}: {found!r}; sizes are whole numbers above 0")
+
+
+def _broken(path: Traversable, what: str) -> ValueError:
+    return ValueError(
+        f"tuned table {path.name} {what}. Measure it anew on the device with "
+        "`python -m jaxspec_kernels.tune --again`, or remove the file: the kernels' "
+        "own heuristics then apply"
+    )
