@@ -1,60 +1,120 @@
 """Compiles kernels for TPUs that are not there, with libtpu from PyPI.
 
-`JAX_PLATFORMS=cpu python -m tests.kernels.aot_tpu` prints JSON, a case and chip a line.
+`python -m tests.kernels.aot_tpu` compiles every program in `PROGRAMS` for every chip in
+`CHIPS` and writes `benchmarks/results/aot_tpu.json`. Nothing runs: no figure here is a
+time.
 """
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
 import re
-import time
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache, partial
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.layout import Format, Layout
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import (
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 from jax.typing import DTypeLike
 
 from jaxspec_kernels.paged_attention import tpu
 from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_tpu.json"
 # One chip of each kind, and the shape that says so.
 CHIPS = {
     "v5e": ("v5e:1x1", (1, 1, 1)),
     "v5p": ("v5p:1x1x1", (1, 1, 1)),
     "v6e": ("v6e:1x1", (1, 1, 1)),
 }
-MISSING = None if importlib.util.find_spec("libtpu") else "libtpu is not installed"
+# Of the 128, 64 and 128 MiB of a chip, what libtpu gives a kernel that does not ask for
+# more; XLA keeps the rest for itself. A kernel beyond it does not compile.
+SCOPED_VMEM_BYTES = {"v5e": 16 * 2**20, "v5p": 16 * 2**20, "v6e": 32 * 2**20}
+MISSING = (
+    None
+    if importlib.util.find_spec("libtpu")
+    else "libtpu is not installed: make .venv/.installed-test"
+)
+_COLLECTIVES = r" (?:all-\w+|reduce-scatter|collective-\w+)(?:-start)?\("
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
     """What the compiler says about one kernel in a program of its own."""
 
-    chip: str
     vmem_bytes: int  # scoped: buffers, scratch and what Mosaic adds
-    whole_copies: int  # operations that make an array as large as the pool
-    compile_s: float
+    whole_copies: int  # operations that make an array as large as a chip's pool
+    collectives: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One call of `paged_attention`; `is_row_major` fixes the layout of the pool."""
+
+    case: Case
+    dtype: str = "bfloat16"
+    has_tree: bool = False
+    is_row_major: bool = False
+    block_tokens: int | None = None
+
+
+def _programs() -> dict[str, Program]:
+    programs = {name: Program(case=case) for name, case in (CASES | REAL_CASES).items()}
+    for name in ("9b/tp1/verify-window", "2b/tp8/verify"):
+        case = REAL_CASES[name]
+        programs[f"{name}/tree"] = Program(case=case, has_tree=True)
+        programs[f"{name}/float32"] = Program(case=case, dtype="float32")
+    base = REAL_CASES["9b/tp8/verify-window"]
+    for head_dim in (64, 128, 256):
+        case = replace(base, q_heads=8, kv_heads=1, head_dim=head_dim)
+        programs[f"8-to-1/{head_dim}"] = Program(case=case)
+    # What the compiler does with a long pool of narrow heads depends on its layout.
+    case = replace(CASES["tiny/verify"], context=8192)
+    programs["tiny/verify/long"] = Program(case=case)
+    programs["tiny/verify/long/row-major"] = Program(case=case, is_row_major=True)
+    return programs
+
+
+PROGRAMS = _programs()
+
+
+def _topology(name: str, host: tuple[int, ...] | None = None) -> list[Any]:
+    # No metadata server to ask, and other processes of a test run compile too.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    settings = {} if host is None else {"chips_per_host_bounds": host}
+    return topologies.get_topology_desc(
+        platform="tpu", topology_name=name, **settings
+    ).devices
 
 
 @cache
 def sharding(chip: str) -> SingleDeviceSharding:
     """Placement on a chip that exists for the compiler only."""
-    # No metadata server to ask, and other processes of a test run compile too.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    name, shape = CHIPS[chip]
-    topology = topologies.get_topology_desc(
-        platform="tpu", topology_name=name, chips_per_host_bounds=shape
-    )
-    return SingleDeviceSharding(topology.devices[0])
+    return SingleDeviceSharding(_topology(*CHIPS[chip])[0])
+
+
+@cache
+def mesh(topology: str, shape: tuple[int, int, int]) -> Mesh:
+    """Chips that exist for the compiler only, with the axes of the step program."""
+    devices = np.array(_topology(topology)).reshape(shape)
+    return Mesh(devices, ("data", "replica", "model"))
 
 
 @contextlib.contextmanager
@@ -76,7 +136,6 @@ def no_compilation_cache() -> Iterator[None]:
 def compile_kernel(
     function: Callable[..., Any],
     shapes: Sequence[jax.ShapeDtypeStruct],
-    chip: str,
     *,
     pool: int,
 ) -> Compiled:
@@ -85,10 +144,8 @@ def compile_kernel(
     Raises:
         jax.errors.JaxRuntimeError: the compiler refuses it.
     """
-    start = time.monotonic()
     with no_compilation_cache():
         text = jax.jit(function).lower(*shapes).compile().as_text()
-    elapsed = time.monotonic() - start
     assert text is not None
     (call,) = (line for line in text.splitlines() if '"tpu_custom_call"' in line)
     used = re.search(
@@ -96,40 +153,37 @@ def compile_kernel(
         call,
     )
     assert used, call
-    dimensions = ",".join(str(size) for size in shapes[pool].shape)
+    placed = shapes[pool].sharding
+    assert placed is not None
+    dimensions = ",".join(map(str, placed.shard_shape(shapes[pool].shape)))
     made = re.findall(rf"= \(?\w+\[{dimensions}\]\S* ([\w-]+)\(", text)
     return Compiled(
-        chip=chip,
         vmem_bytes=int(used[1]),
         whole_copies=sum(operation != "parameter" for operation in made),
-        compile_s=round(elapsed, 2),
+        collectives=len(re.findall(_COLLECTIVES, text)),
     )
 
 
-def compile_attention(
-    case: Case,
-    chip: str,
-    *,
-    dtype: DTypeLike = jnp.bfloat16,
-    block_tokens: int | None = None,
-    has_tree: bool = False,
-    is_row_major: bool = False,
-) -> Compiled:
-    """Compile `paged_attention` for a case; `is_row_major` fixes the pool's layout."""
-    one = sharding(chip)
-    shape = partial(jax.ShapeDtypeStruct, sharding=one)
+def _arguments(
+    case: Case, dtype: DTypeLike, placements: Sequence[Sharding | Format]
+) -> list[jax.ShapeDtypeStruct]:
+    """Query, pool, page table, lengths and, if a fifth placement is given, the mask."""
     table_len = -(-case.context // case.page_size)
     pool = (case.seqs * table_len, case.page_size, 2 * case.kv_heads, case.head_dim)
-    layout = Format(Layout((0, 1, 2, 3)), one) if is_row_major else one
-    shapes = [
-        shape((case.seqs, case.queries, case.q_heads, case.head_dim), dtype),
-        jax.ShapeDtypeStruct(pool, dtype, sharding=layout),
-        shape((case.seqs, table_len), jnp.int32),
-        shape((case.seqs,), jnp.int32),
+    made = [
+        ((case.seqs, case.queries, case.q_heads, case.head_dim), dtype),
+        (pool, dtype),
+        ((case.seqs, table_len), jnp.int32),
+        ((case.seqs,), jnp.int32),
+        ((case.seqs, case.queries, case.queries), jnp.bool_),
     ]
-    if has_tree:
-        shapes.append(shape((case.seqs, case.queries, case.queries), jnp.bool_))
+    return [
+        jax.ShapeDtypeStruct(shape, kind, sharding=placement)
+        for (shape, kind), placement in zip(made, placements, strict=False)
+    ]
 
+
+def _attend(case: Case, block_tokens: int | None = None) -> Callable[..., jax.Array]:
     def attend(query, kv_pages, page_table, kv_len, mask=None):
         return tpu.paged_attention(
             query,
@@ -143,14 +197,60 @@ def compile_attention(
             block_tokens=block_tokens,
         )
 
-    return compile_kernel(attend, shapes, chip, pool=1)
+    return attend
+
+
+@cache
+def compile_attention(program: Program, chip: str) -> Compiled:
+    """Compile `paged_attention` for one chip; equal programs once."""
+    one = sharding(chip)
+    pool = Format(Layout((0, 1, 2, 3)), one) if program.is_row_major else one
+    placements = [one, pool, one, one, *[one] * program.has_tree]
+    shapes = _arguments(program.case, program.dtype, placements)
+    return compile_kernel(_attend(program.case, program.block_tokens), shapes, pool=1)
+
+
+def compile_split(case: Case, topology: str, shape: tuple[int, int, int]) -> Compiled:
+    """Compile a case of the whole model under `shard_map`, as the step program has it.
+
+    Sequences are split over `data`, heads over `model`.
+    """
+    heads = PartitionSpec("data", None, "model", None)
+    pages = PartitionSpec(None, None, "model", None)
+    table, lengths = PartitionSpec("data", None), PartitionSpec("data")
+    specs = (heads, pages, table, lengths)
+    chips = mesh(topology, shape)
+    split = jax.shard_map(
+        _attend(case), mesh=chips, in_specs=specs, out_specs=heads, check_vma=False
+    )
+    placements = [NamedSharding(chips, spec) for spec in specs]
+    return compile_kernel(split, _arguments(case, jnp.bfloat16, placements), pool=1)
+
+
+def versions() -> dict[str, str]:
+    """What the figures depend on."""
+    return {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
 
 
 def main() -> None:
-    """Compile every case for every chip."""
-    for name, case in (CASES | REAL_CASES).items():
-        for chip in CHIPS:
-            print(json.dumps({"case": name, **asdict(compile_attention(case, chip))}))
+    """Compile every program for every chip and write what the compiler says."""
+    # Compilers live beside the environment, see the Makefile.
+    sys.path.append(str(Path(sys.prefix) / "aot"))
+    jax.config.update("jax_platforms", "cpu")
+    lines = []
+    for name, program in PROGRAMS.items():
+        row = {chip: asdict(compile_attention(program, chip)) for chip in CHIPS}
+        lines.append(f"{json.dumps(name)}: {json.dumps(row)}")
+        print(lines[-1], flush=True)
+    head = {
+        "command": "python -m tests.kernels.aot_tpu",
+        "versions": versions(),
+        "scoped_vmem_bytes": SCOPED_VMEM_BYTES,
+    }
+    rows = ",\n    ".join(lines)
+    text = json.dumps(head, indent=2)[:-2]
+    text += f',\n  "paged_attention": {{\n    {rows}\n  }}\n}}\n'
+    RESULTS.write_text(text)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ not the page table. A block in which nothing is visible leaves the statistics bi
 bit as they were; a row's result does not depend on the other rows' lengths.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
@@ -40,116 +42,134 @@ def paged_attention(
     missing = -page_table.shape[1] % block_pages
     page_table = jnp.pad(page_table, ((0, 0), (0, missing)))
 
-    # Rows of one KV head side by side: [seq, kv_head, token * group, head_dim].
-    rows = (query.astype(jnp.float32) * scale).reshape(
-        seqs, queries, kv_heads, group, head_dim
+    rows = fold(query.astype(jnp.float32) * scale, kv_heads)
+    see = functools.partial(
+        _visible,
+        queries=queries,
+        kv_len=kv_len,
+        window=window,
+        ancestor_mask=ancestor_mask,
     )
-    rows = rows.transpose(0, 2, 1, 3, 4)
-    rows = rows.reshape(seqs, kv_heads, queries * group, head_dim)
-    reach = _Reach(queries, kv_len, window, ancestor_mask)
 
     def visit(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        number, maximum, total, mixed = carry
+        number, *statistics = carry
         pages = jax.lax.dynamic_slice_in_dim(
             page_table, number * block_pages, block_pages, axis=1
         )
         kv = from_storage(kv_pages.at[pages].get(mode="clip"))
         kv = kv.reshape(seqs, block, kv_heads, 2, head_dim)
-        key_position = number * block + jnp.arange(block, dtype=jnp.int32)
-        visible = reach.visible(key_position)  # [seq, token, key]
+        visible = see(number * block + jnp.arange(block, dtype=jnp.int32))
         # A slot that no query sees may hold NaN, and 0 * NaN is NaN.
         live = visible.any(axis=1)[:, :, None, None]
         key = jnp.where(live, kv[:, :, :, 0], 0.0)
         value = jnp.where(live, kv[:, :, :, 1], 0.0)
         visible = jnp.repeat(visible, group, axis=1)[:, None]  # [seq, 1, row, key]
-        # s seq  h kv head  r row  t key  d head_dim
-        scores = _einsum("shrd,sthd->shrt", rows, key)
-        if soft_cap is not None:
-            scores = jnp.tanh(scores / soft_cap) * soft_cap
-        scores = jnp.where(visible, scores, _MASKED)
-        new_maximum = jnp.maximum(maximum, scores.max(axis=-1, keepdims=True))
-        weights = jnp.where(visible, jnp.exp(scores - new_maximum), 0.0)
-        rescale = jnp.exp(maximum - new_maximum)
-        total = total * rescale + weights.sum(axis=-1, keepdims=True)
-        mixed = mixed * rescale + _einsum("shrt,sthd->shrd", weights, value)
-        return number + 1, new_maximum, total, mixed
+        return number + 1, *_add(statistics, rows, key, value, visible, soft_cap)
 
-    first, last = reach.blocks(block)
+    first, last = _blocks(kv_len, queries=queries, window=window, block=block)
     last = jnp.minimum(last, page_table.shape[1] // block_pages)
-    column = (seqs, kv_heads, queries * group, 1)
+    column = (*rows.shape[:3], 1)
     start = (
         first,
         jnp.full(column, _MASKED, jnp.float32),
         jnp.zeros(column, jnp.float32),
-        jnp.zeros((seqs, kv_heads, queries * group, head_dim), jnp.float32),
+        jnp.zeros(rows.shape, jnp.float32),
     )
     _, _, total, mixed = jax.lax.while_loop(lambda carry: carry[0] < last, visit, start)
     mixed = mixed / jnp.where(total > 0, total, 1.0)
-    mixed = mixed.reshape(seqs, kv_heads, queries, group, head_dim)
-    mixed = mixed.transpose(0, 2, 1, 3, 4).reshape(query.shape)
-    return mixed.astype(query.dtype)
+    return unfold(mixed, query.shape).astype(query.dtype)
+
+
+def fold(
+    query: Float[Array, "seq token q_head head_dim"], kv_heads: int
+) -> Float[Array, "seq kv_head row head_dim"]:
+    """Rows of one KV head side by side, `group` of them a token."""
+    seqs, queries, q_heads, head_dim = query.shape
+    rows = query.reshape(seqs, queries, kv_heads, q_heads // kv_heads, head_dim)
+    return rows.transpose(0, 2, 1, 3, 4).reshape(seqs, kv_heads, -1, head_dim)
+
+
+def unfold(
+    rows: Float[Array, "seq kv_head row head_dim"], shape: tuple[int, ...]
+) -> Float[Array, "seq token q_head head_dim"]:
+    """The inverse of `fold`, for queries of a shape."""
+    seqs, queries, _, head_dim = shape
+    rows = rows.reshape(seqs, rows.shape[1], queries, -1, head_dim)
+    return rows.transpose(0, 2, 1, 3, 4).reshape(shape)
+
+
+def _add(
+    statistics: list[Array],
+    rows: Float[Array, "seq kv_head row head_dim"],
+    key: Float[Array, "seq key kv_head head_dim"],
+    value: Float[Array, "seq key kv_head head_dim"],
+    visible: Bool[Array, "seq 1 row key"],
+    soft_cap: float | None,
+) -> tuple[Array, Array, Array]:
+    """Running maximum, sum of weights and mixed values, with one block more."""
+    maximum, total, mixed = statistics
+    # s seq  h kv head  r row  t key  d head_dim
+    scores = _einsum("shrd,sthd->shrt", rows, key)
+    if soft_cap is not None:
+        scores = jnp.tanh(scores / soft_cap) * soft_cap
+    scores = jnp.where(visible, scores, _MASKED)
+    new_maximum = jnp.maximum(maximum, scores.max(axis=-1, keepdims=True))
+    weights = jnp.where(visible, jnp.exp(scores - new_maximum), 0.0)
+    rescale = jnp.exp(maximum - new_maximum)
+    total = total * rescale + weights.sum(axis=-1, keepdims=True)
+    mixed = mixed * rescale + _einsum("shrt,sthd->shrd", weights, value)
+    return new_maximum, total, mixed
 
 
 def _einsum(form: str, left: Array, right: Array) -> Array:
     return jnp.einsum(form, left, right, precision=jax.lax.Precision.HIGHEST)
 
 
-class _Reach:
+def _visible(
+    key: Int[Array, " key"],
+    *,
+    queries: int,
+    kv_len: Int[Array, " seq"],
+    window: int | None,
+    ancestor_mask: Bool[Array, "seq token token"] | None,
+) -> Bool[Array, "seq token key"]:
     """Which key positions each query sees."""
-
-    def __init__(
-        self,
-        queries: int,
-        kv_len: Int[Array, " seq"],
-        window: int | None,
-        ancestor_mask: Bool[Array, "seq token token"] | None,
-    ):
-        self.start = kv_len - queries  # position of the first query, may be negative
-        self.kv_len = kv_len
-        self.window = window
-        self.ancestor_mask = ancestor_mask
-        depth = jnp.arange(queries, dtype=jnp.int32)[None]
-        if ancestor_mask is not None:
-            depth = ancestor_mask.sum(axis=-1, dtype=jnp.int32) - 1
-        self.depth = depth  # [seq or 1, token], below `start`
-
-    def visible(self, key_position: Int[Array, " key"]) -> Bool[Array, "seq token key"]:
-        start = self.start[:, None, None]
-        position = start + self.depth[:, :, None]
-        key = jnp.broadcast_to(
-            key_position[None, None, :],
-            (self.start.shape[0], 1, key_position.shape[0]),
+    start = (kv_len - queries)[:, None, None]  # of the first query, may be negative
+    key = jnp.broadcast_to(key[None, None, :], (kv_len.shape[0], 1, key.shape[0]))
+    if ancestor_mask is None:
+        position = start + jnp.arange(queries, dtype=jnp.int32)[None, :, None]
+        seen = (key <= position) & (position >= 0)
+        distance = position - key
+    else:
+        depth = ancestor_mask.sum(axis=-1, dtype=jnp.int32) - 1
+        position = start + depth[:, :, None]
+        # Keys of the tree are seen by descendants; their depth replaces the slot.
+        node = key - start
+        inside = (node >= 0) & (node < queries)
+        node = jnp.clip(node, 0, queries - 1)
+        seen = jnp.take_along_axis(
+            ancestor_mask,
+            jnp.broadcast_to(node, (*ancestor_mask.shape[:2], key.shape[2])),
+            axis=2,
         )
-        if self.ancestor_mask is None:
-            seen = (key <= position) & (position >= 0)
-            distance = position - key
-        else:
-            # Keys of the tree are seen by descendants; their depth replaces the slot.
-            node = key - start
-            inside = (node >= 0) & (node < self.depth.shape[1])
-            node = jnp.clip(node, 0, self.depth.shape[1] - 1)
-            seen = jnp.take_along_axis(
-                self.ancestor_mask,
-                jnp.broadcast_to(
-                    node, (*self.ancestor_mask.shape[:2], key_position.shape[0])
-                ),
-                axis=2,
-            )
-            seen = jnp.where(inside, seen, node == 0)
-            seen &= key < self.kv_len[:, None, None]
-            key_depth = jnp.take_along_axis(self.depth, node[:, 0], axis=1)[:, None]
-            distance = position - jnp.where(inside, start + key_depth, key)
-        if self.window is not None:
-            seen &= distance < self.window
-        return seen & (key >= 0)
+        seen = jnp.where(inside, seen, node == 0)
+        seen &= key < kv_len[:, None, None]
+        key_depth = jnp.take_along_axis(depth, node[:, 0], axis=1)[:, None]
+        distance = position - jnp.where(inside, start + key_depth, key)
+    if window is not None:
+        seen &= distance < window
+    return seen
 
-    def blocks(self, block: int) -> tuple[Array, Array]:
-        """First and one-past-last block that any query of any sequence sees."""
-        last = (self.kv_len.max() + block - 1) // block
-        if self.window is None:
-            return jnp.zeros_like(last), last
-        # An empty row (kv_len 0) must not pull the walk to the first block.
-        lowest = jnp.where(
-            self.kv_len > 0, self.start - self.window + 1, jnp.iinfo(jnp.int32).max
-        )
-        return jnp.maximum(lowest.min(), 0) // block, last
+
+def _blocks(
+    kv_len: Int[Array, " seq"], *, queries: int, window: int | None, block: int
+) -> tuple[Array, Array]:
+    """First and one-past-last block that any query of any sequence sees."""
+    last = (kv_len.max() + block - 1) // block
+    if window is None:
+        return jnp.zeros_like(last), last
+    # An empty row (kv_len 0) must not pull the walk to the first block.
+    lowest = jnp.where(
+        kv_len > 0, kv_len - queries - window + 1, jnp.iinfo(jnp.int32).max
+    )
+    return jnp.maximum(lowest.min(), 0) // block, last

@@ -18,6 +18,9 @@ it compiles for every head_dim, and for 8 KV heads of 256 in 1661 bundles per 12
 A pool of head_dim 64 works but is dear: XLA keeps it with the pages in the lanes and
 copies it whole for the kernel, unless the program's argument has the row-major layout
 (`jax.experimental.layout`), in which half of every tile is padding.
+
+Of the two cores that a v5p chip has, one works: the buffers go from one sequence to the
+next, so the grid cannot be split.
 """
 
 import functools
@@ -28,6 +31,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int, Num
+
+from jaxspec_kernels.paged_attention.reference import fold, unfold
 
 # One block: enough bytes that a copy hides its latency, few enough that two blocks and
 # what the compiler keeps beside them stay far below the 16 MiB that v5e gives a kernel.
@@ -275,62 +280,73 @@ def paged_attention(
         NotImplementedError: a type other than bfloat16 and float32.
     """
     _check(query, kv_pages)
-    seqs, queries, q_heads, head_dim = query.shape
-    page_size, kv_heads = kv_pages.shape[1], kv_pages.shape[2] // 2
-    group = q_heads // kv_heads
+    queries, page_size = query.shape[1], kv_pages.shape[1]
     if block_tokens is None:
         block_tokens = default_block_tokens(kv_pages, page_table.shape[1] * page_size)
-    block_pages = max(1, block_tokens // page_size)
     page_table, kv_len = page_table.astype(jnp.int32), kv_len.astype(jnp.int32)
-
-    # Rows of one KV head side by side: [seq, kv_head, token * group, head_dim].
-    rows = query.reshape(seqs, queries, kv_heads, group, head_dim)
-    rows = rows.transpose(0, 2, 1, 3, 4)
-    rows = rows.reshape(seqs, kv_heads, queries * group, head_dim)
-    depth, tree = jnp.arange(queries, dtype=jnp.int32)[None], []
-    if ancestor_mask is not None:
-        depth = ancestor_mask.sum(axis=-1, dtype=jnp.int32) - 1
-        if window is not None:
-            ancestor_mask &= depth[:, :, None] - depth[:, None, :] < window
-        tree = [jnp.repeat(ancestor_mask.astype(jnp.bfloat16), group, axis=1)]
-    depth = jnp.repeat(depth, group, axis=1)[:, :, None]  # [seq or 1, row, 1]
-
     lowest = jnp.zeros_like(kv_len)
     if window is not None:
         lowest = jnp.maximum(jnp.maximum(kv_len - queries, 0) - window + 1, 0)
     walks = _walks(kv_len, page_table, page_size=page_size, lowest=lowest)
+    rows = fold(query, kv_pages.shape[2] // 2)
+    group = rows.shape[2] // queries
+    depth, *tree = _depths(ancestor_mask, queries=queries, group=group, window=window)
+    kernel = functools.partial(
+        _kernel,
+        scale=scale,
+        soft_cap=soft_cap,
+        window=window,
+        num_queries=queries,
+        has_tree=bool(tree),
+    )
     mixed = pl.pallas_call(
-        functools.partial(
-            _kernel,
-            scale=scale,
-            soft_cap=soft_cap,
-            window=window,
-            num_queries=queries,
-            has_tree=bool(tree),
-        ),
+        kernel,
         out_shape=jax.ShapeDtypeStruct(rows.shape, query.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(walks),
-            grid=(seqs,),
+            grid=(rows.shape[0],),
             in_specs=[_per_seq(array) for array in (rows, depth, *tree)]
             + [pl.BlockSpec(memory_space=pl.ANY)],
             out_specs=_per_seq(rows),
-            scratch_shapes=[
-                pltpu.VMEM((2, block_pages, *kv_pages.shape[1:]), kv_pages.dtype),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SMEM((1,), jnp.int32),
-                pltpu.VMEM((kv_heads, queries * group, 1), jnp.float32),
-                pltpu.VMEM((kv_heads, queries * group, 1), jnp.float32),
-                pltpu.VMEM((kv_heads, queries * group, head_dim), jnp.float32),
-            ],
+            scratch_shapes=_scratch(rows, kv_pages, max(1, block_tokens // page_size)),
         ),
         # A sequence hands its buffers over to the next: the order matters.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
         name="paged_attention",
     )(*walks, rows, depth, *tree, kv_pages)
-    mixed = mixed.reshape(seqs, kv_heads, queries, group, head_dim)
-    return mixed.transpose(0, 2, 1, 3, 4).reshape(query.shape)
+    return unfold(mixed, query.shape)
+
+
+def _depths(
+    mask: Bool[Array, "seq token token"] | None,
+    *,
+    queries: int,
+    group: int,
+    window: int | None,
+) -> list[Array]:
+    """Per row its query's depth; for trees also which nodes it sees."""
+    if mask is None:
+        depth = jnp.arange(queries, dtype=jnp.int32)[None]
+        return [jnp.repeat(depth, group, axis=1)[:, :, None]]  # [1, row, 1]
+    depth = mask.sum(axis=-1, dtype=jnp.int32) - 1
+    if window is not None:
+        mask = mask & (depth[:, :, None] - depth[:, None, :] < window)
+    tree = jnp.repeat(mask.astype(jnp.bfloat16), group, axis=1)
+    return [jnp.repeat(depth, group, axis=1)[:, :, None], tree]  # [seq, row, 1 or node]
+
+
+def _scratch(rows: Array, kv_pages: Array, block_pages: int) -> list[Any]:
+    """In the order of the kernel's arguments."""
+    _, kv_heads, num_rows, head_dim = rows.shape
+    return [
+        pltpu.VMEM((2, block_pages, *kv_pages.shape[1:]), kv_pages.dtype),
+        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.SMEM((1,), jnp.int32),
+        pltpu.VMEM((kv_heads, num_rows, 1), jnp.float32),
+        pltpu.VMEM((kv_heads, num_rows, 1), jnp.float32),
+        pltpu.VMEM((kv_heads, num_rows, head_dim), jnp.float32),
+    ]
 
 
 def _per_seq(array: Array) -> pl.BlockSpec:

@@ -1,0 +1,275 @@
+"""Known bugs of attention kernels, put into each implementation one at a time.
+
+The machinery is that of `tests/mutants.py`: a mutant rewrites one place of one
+function, and its check must fail. The table has every bug of `BUGS` for every
+implementation. `rejection_mutants.py` is the same for rejection sampling.
+"""
+
+import contextlib
+import importlib
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import jax
+import pytest
+
+from jaxspec_kernels.paged_attention import gpu, reference, tpu
+from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
+from tests.kernels.oracle import EXACT, SMALL, Call, build, error
+from tests.kernels.test_paged_attention import test_walk_visits_only_blocks_in_reach
+from tests.kernels.test_paged_attention_tpu import run_strictly, strict_case
+from tests.mutants import Mutant, rewritten
+
+BUGS = (
+    "mask off by one",
+    "window off by one",
+    "cap after mask",
+    "page read past the end",
+    "wrong GQA row",
+    "bf16 statistics",
+    "missing rescale",
+)
+
+# One block, then two, three, two: of two buffers, the one that comes next alternates.
+CALL = build(replace(SMALL, window=35), kv_len=[3, 41, 90, 17])
+# The reference begins where the earliest window does: here no row's is at zero.
+LATE = build(replace(SMALL, window=35), kv_len=[90, 79, 85, 88])
+# Shares of one block and of two, between which statistics are rescaled.
+TILES = Tiles(rows=16, keys=16, splits=2)
+
+
+def run(attend: Callable[..., jax.Array], call: Call, **settings) -> jax.Array:
+    """In a jit of its own, which has not traced the code without the bug."""
+    attend = partial(attend, ancestor_mask=None, **call.settings, **settings)
+    return jax.jit(attend)(*call.arrays)
+
+
+def check_reference() -> None:
+    result = run(reference.paged_attention, LATE, block_tokens=16)
+    assert error(LATE, result) <= EXACT
+
+
+def check_tpu() -> None:
+    result = run(tpu.paged_attention, CALL, block_tokens=16, interpret=True)
+    assert error(CALL, result) <= EXACT
+
+
+def check_gpu() -> None:
+    result = run(gpu.paged_attention, CALL, tiles=TILES, interpret=True)
+    assert error(CALL, result) <= EXACT
+
+
+def check_walk() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_walk_visits_only_blocks_in_reach(patch, None, [16, 1, 0, 0], 1)
+
+
+def check_copies() -> None:
+    call, printed = strict_case(7), io.StringIO()
+    attend = jax.jit(
+        partial(tpu.paged_attention),
+        static_argnames=("scale", "soft_cap", "window", "block_tokens", "interpret"),
+    )
+    try:
+        with contextlib.redirect_stdout(printed):
+            result = run_strictly(call, attend)
+    except jax.errors.JaxRuntimeError as raised:
+        raise AssertionError("a read out of bounds") from raised
+    assert "RACE DETECTED" not in printed.getvalue()
+    assert error(call, result) <= EXACT
+
+
+CHECKS = {"reference": check_reference, "tpu": check_tpu, "gpu": check_gpu}
+
+
+def mutant(
+    bug: str, place: str, old: str, new: str, check: Callable[[], None] | None = None
+) -> Mutant:
+    implementation, function = place.split(".")
+    return Mutant(
+        name=f"{implementation}: {bug}",
+        module=f"jaxspec_kernels.paged_attention.{implementation}",
+        function=function,
+        old=old,
+        new=new,
+        check=check or CHECKS[implementation],
+    )
+
+
+def rounded(statistic: str) -> str:
+    """To the bits of bfloat16; a pair of casts XLA may leave out."""
+    return f"jax.lax.reduce_precision({statistic}, 8, 7)"
+
+
+R_SUM = "total * rescale + weights.sum(axis=-1, keepdims=True)"
+R_SCORES = """if soft_cap is not None:
+        scores = jnp.tanh(scores / soft_cap) * soft_cap
+    scores = jnp.where(visible, scores, _MASKED)
+    new_maximum = jnp.maximum(maximum, scores.max(axis=-1, keepdims=True))
+    weights = jnp.where(visible, jnp.exp(scores - new_maximum), 0.0)
+"""
+R_CAPPED_LATE = """scores = jnp.where(visible, scores, _MASKED)
+    scores = jnp.tanh(scores / soft_cap) * soft_cap
+    new_maximum = jnp.maximum(maximum, scores.max(axis=-1, keepdims=True))
+    weights = jnp.exp(scores - new_maximum)
+"""
+REFERENCE = [
+    mutant("mask off by one", "reference._visible", "<= position", "< position"),
+    mutant("mask one too far", "reference._visible", "<= position", "<= position + 1"),
+    mutant("window off by one", "reference._visible", "< window", "<= window"),
+    mutant("window too narrow", "reference._visible", "< window", "< window - 1"),
+    mutant("cap after mask", "reference._add", R_SCORES, R_CAPPED_LATE),
+    mutant(
+        "page read past the end",
+        "reference._blocks",
+        "(kv_len.max() + block - 1) // block",
+        "kv_len.max() // block + 1",
+        check_walk,
+    ),
+    mutant(
+        "unseen slots used",
+        "reference.paged_attention",
+        "jnp.where(live, kv[:, :, :, 1], 0.0)",
+        "kv[:, :, :, 1]",
+    ),
+    mutant(
+        "wrong GQA row",
+        "reference.paged_attention",
+        "jnp.repeat(visible, group, axis=1)",
+        "jnp.tile(visible, (1, group, 1))",
+    ),
+    mutant("wrong head", "reference.fold", ".transpose(0, 2, 1, 3, 4)", ""),
+    mutant("bf16 statistics", "reference._add", R_SUM, rounded(R_SUM)),
+    mutant("missing rescale", "reference._add", "mixed * rescale", "mixed"),
+    mutant("sum not rescaled", "reference._add", "total * rescale", "total"),
+    mutant("window starts late", "reference._blocks", "- window + 1", "- window + 17"),
+]
+
+T_SUM = "total[head] * rescale + weights.sum(axis=1, keepdims=True)"
+T_SCORES = """if soft_cap is not None:
+                scores = jnp.tanh(scores / soft_cap) * soft_cap
+            scores = jnp.where(seen, scores, _MASKED)
+            old_maximum = maximum[head]
+            new_maximum = jnp.maximum(old_maximum, scores.max(axis=1, keepdims=True))
+            weights = jnp.where(seen, jnp.exp(scores - new_maximum), 0.0)
+"""
+T_CAPPED_LATE = """scores = jnp.where(seen, scores, _MASKED)
+            scores = jnp.tanh(scores / soft_cap) * soft_cap
+            old_maximum = maximum[head]
+            new_maximum = jnp.maximum(old_maximum, scores.max(axis=1, keepdims=True))
+            weights = jnp.exp(scores - new_maximum)
+"""
+TPU = [
+    mutant("mask off by one", "tpu._kernel", "key <= position", "key < position"),
+    mutant("mask one too far", "tpu._kernel", "key <= position", "key <= position + 1"),
+    mutant("window off by one", "tpu._kernel", "key < window", "key <= window"),
+    mutant("window too narrow", "tpu._kernel", "key < window", "key < window - 1"),
+    mutant("cap after mask", "tpu._kernel", T_SCORES, T_CAPPED_LATE),
+    mutant(
+        "page read past the end",
+        "tpu._kernel",
+        "end_page[of_seq] -",
+        "end_page[of_seq] + 1 -",
+        check_copies,
+    ),
+    mutant("slot past the end used", "tpu._kernel", "(at < length)", "(at <= length)"),
+    mutant("unseen slots used", "tpu._kernel", "(at >= lowest[seq]) &", ""),
+    mutant(
+        "wrong GQA row",
+        "tpu._depths",
+        "return [jnp.repeat(depth, group, axis=1)[:, :, None]]",
+        "return [jnp.tile(depth, (1, group))[:, :, None]]",
+    ),
+    mutant("wrong head", "tpu._kernel", "lane = 2 * head", "lane = 0 * head"),
+    mutant(
+        "keys for values",
+        "tpu._kernel",
+        "lane + head_dim : lane + 2",
+        "lane : lane + 1",
+    ),
+    mutant("bf16 statistics", "tpu._kernel", T_SUM, rounded(T_SUM)),
+    mutant("missing rescale", "tpu._kernel", "mixed[head] * rescale", "mixed[head]"),
+    mutant("sum not rescaled", "tpu._kernel", "total[head] * rescale", "total[head]"),
+    mutant(
+        "window starts late", "tpu.paged_attention", "window + 1, 0", "window + 2, 0"
+    ),
+    mutant("buffer of another block", "tpu._kernel", "return 1 - slot", "return slot"),
+    mutant(
+        "buffers not handed over",
+        "tpu._kernel",
+        "next_slot[0] = jax.lax.f",
+        "jax.lax.f",
+    ),
+    mutant(
+        "no wait",
+        "tpu._kernel",
+        'each_page(seq, number, slot, "wait")',
+        "pass",
+        check_copies,
+    ),
+    mutant(
+        "one buffer",
+        "tpu._kernel",
+        "buffers.at[slot, at]",
+        "buffers.at[0, at]",
+        check_copies,
+    ),
+]
+
+G_SUM = "total * rescale + weights.sum(axis=1)"
+G_WEIGHTS = """scores = jnp.where(visible, scores, _MASKED)
+        new_maximum = jnp.maximum(maximum, scores.max(axis=1))
+        weights = jnp.exp2(scores - new_maximum[:, None])
+        weights = jnp.where(visible, weights, 0.0)
+"""
+# What a cap makes of the score of a masked key.
+G_CAPPED_LATE = """scores = jnp.where(visible, scores, -soft_cap * _LOG2_E)
+        new_maximum = jnp.maximum(maximum, scores.max(axis=1))
+        weights = jnp.exp2(scores - new_maximum[:, None])
+"""
+GPU = [
+    mutant("mask off by one", "gpu._attend", "distance >= 0", "distance >= 1"),
+    mutant("mask one too far", "gpu._attend", "distance >= 0", "distance >= -1"),
+    mutant(
+        "window off by one", "gpu._attend", "distance < window", "distance <= window"
+    ),
+    mutant(
+        "window too narrow", "gpu._attend", "distance < window", "distance < window - 1"
+    ),
+    mutant("cap after mask", "gpu._attend", G_WEIGHTS, G_CAPPED_LATE),
+    mutant("page read past the end", "gpu._attend", "at < end", "at < end + page_size"),
+    mutant("wrong GQA row", "gpu._attend", "kv_head * group + row", "kv_head + row"),
+    mutant(
+        "keys for values", "gpu._attend", "2 * kv_head + 1, lane", "2 * kv_head, lane"
+    ),
+    mutant("bf16 statistics", "gpu._attend", G_SUM, rounded(G_SUM)),
+    mutant("missing rescale", "gpu._attend", "mixed * rescale[:, None]", "mixed"),
+    mutant("sum not rescaled", "gpu._attend", "total * rescale", "total"),
+    mutant("split not weighted", "gpu._combine", "mixed * weights[:, None]", "mixed"),
+]
+
+MUTANTS = [*REFERENCE, *TPU, *GPU]
+
+
+@contextlib.contextmanager
+def applied(one: Mutant) -> Iterator[None]:
+    """Put the mutant into its module, through which all calls of it go."""
+    module = importlib.import_module(one.module)
+    real, fake = rewritten(one)
+    setattr(module, one.function, fake)
+    try:
+        yield
+    finally:
+        setattr(module, one.function, real)
+
+
+def is_killed(one: Mutant) -> bool:
+    """Whether the mutant's check fails with an assertion."""
+    with applied(one):
+        try:
+            one.check()
+        except AssertionError:
+            return True
+    return False

@@ -1,0 +1,80 @@
+"""The TPU kernel compiles for real chips, within half of what they give a kernel."""
+
+import json
+from dataclasses import replace
+
+import jax
+import pytest
+
+from jaxspec_kernels.paged_attention.cases import REAL_CASES
+from tests.kernels import aot_tpu
+from tests.kernels.aot_tpu import CHIPS, PROGRAMS, SCOPED_VMEM_BYTES, Compiled
+
+RECORDED = json.loads(aot_tpu.RESULTS.read_text())["paged_attention"]
+FAST = ("2b/tp8/verify-window", "v5e")
+# Long pools of heads of 64 in the layout that XLA prefers: see the docstring of tpu.py.
+COPIED = ("8-to-1/64", "tiny/verify/long")
+
+needs_libtpu = pytest.mark.skipif(
+    aot_tpu.MISSING is not None, reason=str(aot_tpu.MISSING)
+)
+
+
+def check_fits(result: Compiled, chip: str) -> None:
+    # The other half is for longer blocks, found by tuning.
+    assert result.vmem_bytes <= SCOPED_VMEM_BYTES[chip] // 2
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    [
+        pytest.param(name, chip, marks=() if is_fast else pytest.mark.slow)
+        for chip in CHIPS
+        for name in PROGRAMS
+        for is_fast in [(name, chip) == FAST]
+    ],
+)
+def test_program_compiles_and_fits(name, chip):
+    result = aot_tpu.compile_attention(PROGRAMS[name], chip)
+    check_fits(result, chip)
+    assert not result.collectives
+    assert bool(result.whole_copies) == (name in COPIED)
+
+
+def test_every_program_is_recorded_and_fits():
+    assert list(RECORDED) == list(PROGRAMS)
+    for name, chips in RECORDED.items():
+        assert list(chips) == list(CHIPS)
+        for chip, row in chips.items():
+            check_fits(Compiled(**row), chip)
+            assert bool(row["whole_copies"]) == (name in COPIED)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "topology", "shape", "of_one_chip"),
+    [
+        ("9b/tp1/verify-window", "v5e:2x4", (1, 1, 8), "9b/tp8/verify-window"),
+        # A draft whose heads are fewer than the chips: two copies of each.
+        ("2b/tp1/decode-two", "v5e:2x4", (1, 2, 4), "2b/tp4/decode-two"),
+    ],
+)
+def test_chips_of_a_mesh_run_the_kernel_of_their_part(
+    name, topology, shape, of_one_chip
+):
+    """Under `shard_map`, with the KV heads split: no chip needs another's."""
+    split = aot_tpu.compile_split(REAL_CASES[name], topology, shape)
+    assert split == aot_tpu.compile_attention(PROGRAMS[of_one_chip], "v5e")
+    assert not split.collectives and not split.whole_copies
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("chip", "block_tokens"), [("v5e", 1024), ("v6e", 1536)])
+def test_block_that_does_not_fit_is_refused(chip, block_tokens):
+    """And names the limit that the other tests go by."""
+    program = replace(PROGRAMS["9b/tp1/decode"], block_tokens=block_tokens)
+    limit = SCOPED_VMEM_BYTES[chip] // 2**20
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"limit {limit}.00M exceeded"):
+        aot_tpu.compile_attention(program, chip)
