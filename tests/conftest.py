@@ -4,8 +4,10 @@ It must not import jaxspec: tests import it, after the settings are made.
 """
 
 import collections
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,24 @@ if DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
 # the Makefile): on the path of a normal run, jax would try to start their devices.
 sys.path.append(str(Path(sys.prefix) / "aot"))
 
-import jax  # noqa: E402 the environment above must be set first
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the CUDA plugin's lines, in every process, that there is no GPU."""
+    stderr = os.dup(2)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
+with _quiet():
+    import jax  # the environment above must be set first
+
+    jax.devices()
 
 MARKED_PLATFORMS = ("tpu", "gpu")
 

@@ -4,33 +4,16 @@ A mutant rewrites one place of one function; its check, taken from the tests, mu
 `python tests/mutants.py` prints the table and exits with 1 if a mutant survives.
 """
 
-import ast
-import contextlib
-import importlib
-import inspect
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
+from tests.mutation import Mutant, is_killed
 from tests.program.propose.test_draft_model import check_self_draft
 from tests.program.test_accept import BLOCK, COUPLED, STANDARD, check_mixed_batch
 from tests.program.test_commit import check_append, check_truncate
 from tests.program.test_rounds import play_round, test_joint_law_over_rounds
 from tests.program.test_sampling import check_distribution, check_draw
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mutant:
-    """One bug: `old` becomes `new` in `module.function`, and `check` must see it."""
-
-    name: str
-    module: str
-    function: str
-    old: str
-    new: str
-    check: Callable[[], object]
 
 
 def check_rounds(rule: str) -> None:
@@ -140,58 +123,6 @@ MUTANTS = [
         check=check_self_draft,
     ),
 ]
-
-
-def rewritten(one: Mutant) -> tuple[Callable, Callable]:
-    """The real function and its mutant, which lives in the same module's globals."""
-    module = importlib.import_module(one.module)
-    real = getattr(module, one.function)
-    file = inspect.getsourcefile(module)
-    assert file is not None
-    with open(file, encoding="utf-8") as source:
-        text = source.read()
-    (node,) = (
-        node
-        for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef) and node.name == one.function
-    )
-    body = "\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno])
-    count = body.count(one.old)
-    assert count == 1, f"{one.name}: {one.old!r} is {count} times in {one.function}"
-    code = textwrap.dedent(body.replace(one.old, one.new))
-    made: dict[str, Callable] = {}
-    exec(compile(code, f"<{one.name}>", "exec"), module.__dict__, made)
-    return real, made[one.function]
-
-
-@contextlib.contextmanager
-def applied(one: Mutant) -> Iterator[None]:
-    """Put the mutant wherever the package refers to the real function."""
-    real, fake = rewritten(one)
-    places = [
-        (module, name)
-        for path, module in list(sys.modules.items())
-        if path.startswith(("jaxspec.", "tests."))
-        for name, value in vars(module).items()
-        if value is real
-    ]
-    for module, name in places:
-        setattr(module, name, fake)
-    try:
-        yield
-    finally:
-        for module, name in places:
-            setattr(module, name, real)
-
-
-def is_killed(one: Mutant) -> bool:
-    """Whether the mutant's check fails with an assertion."""
-    with applied(one):
-        try:
-            one.check()
-        except AssertionError:
-            return True
-    return False
 
 
 def main() -> int:

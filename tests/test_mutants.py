@@ -4,7 +4,8 @@ import importlib
 
 import pytest
 
-from tests.mutants import MUTANTS, Mutant, applied, is_killed
+from tests.mutants import MUTANTS
+from tests.mutation import Mutant, applied, is_killed
 
 
 @pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.name)

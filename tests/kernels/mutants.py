@@ -1,14 +1,12 @@
 """Known bugs of attention kernels, put into each implementation one at a time.
 
-The machinery is that of `tests/mutants.py`: a mutant rewrites one place of one
-function, and its check must fail. The table has every bug of `BUGS` for every
+The table has every bug of `BUGS` for every
 implementation. `rejection_mutants.py` is the same for rejection sampling.
 """
 
 import contextlib
-import importlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +18,7 @@ from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
 from tests.kernels.oracle import EXACT, SMALL, Call, build, error
 from tests.kernels.test_paged_attention import test_walk_visits_only_blocks_in_reach
 from tests.kernels.test_paged_attention_tpu import run_strictly, strict_case
-from tests.mutants import Mutant, rewritten
+from tests.mutation import Mutant
 
 BUGS = (
     "mask off by one",
@@ -251,25 +249,3 @@ GPU = [
 ]
 
 MUTANTS = [*REFERENCE, *TPU, *GPU]
-
-
-@contextlib.contextmanager
-def applied(one: Mutant) -> Iterator[None]:
-    """Put the mutant into its module, through which all calls of it go."""
-    module = importlib.import_module(one.module)
-    real, fake = rewritten(one)
-    setattr(module, one.function, fake)
-    try:
-        yield
-    finally:
-        setattr(module, one.function, real)
-
-
-def is_killed(one: Mutant) -> bool:
-    """Whether the mutant's check fails with an assertion."""
-    with applied(one):
-        try:
-            one.check()
-        except AssertionError:
-            return True
-    return False

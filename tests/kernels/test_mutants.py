@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.kernels.mutants import BUGS, CHECKS, MUTANTS, applied, is_killed
+from tests.kernels.mutants import BUGS, CHECKS, MUTANTS
+from tests.mutation import applied, is_killed
 
 slow = pytest.mark.slow
 
