@@ -59,7 +59,9 @@ def accept(
                 active.min_p,
             ),
             rule=active.rule,
-            **numbers._asdict(),
+            accept_uniform=numbers.accept_uniform,
+            sample_uniform=numbers.sample_uniform,
+            noise_words=numbers.noise_words,
             vocab_size=vocab_size,
             axis_name=axes,
             implementation=backend.implementation,
@@ -93,7 +95,7 @@ def _draw_numbers(active: Active, position: Int[Array, "seq width"]) -> _Numbers
             active.seed, active.num_tokens, randomness.SAMPLE
         )
 
-    drawn = jax.lax.cond(
+    accept_uniform, sample_uniform = jax.lax.cond(
         active.is_sampled.any(),
         uniforms,
         lambda: (jnp.zeros((seqs, width - 1)), jnp.zeros(seqs)),
@@ -105,4 +107,4 @@ def _draw_numbers(active: Active, position: Int[Array, "seq width"]) -> _Numbers
         ),
         lambda: jnp.zeros_like(seed),
     )
-    return _Numbers(*drawn, words)
+    return _Numbers(accept_uniform, sample_uniform, words)

@@ -243,11 +243,11 @@ def test_repeated_heads_are_copies(make):
     config = make_config(**WIDE | dict(num_key_value_heads=2))
     heads = []
     for shards in (1, 8):
-        options = dict(mesh=make_mesh(shards))
+        mesh = make_mesh(shards)
         if make == "load":
-            params = load(config, make_tensors(config), **options)
+            params = load(config, make_tensors(config), mesh=mesh)
         else:
-            params = random_params(config, seed=0, dtype=FLOAT32, **options)
+            params = random_params(config, seed=0, dtype=FLOAT32, mesh=mesh)
         layer = params["layers"]["1"]["attention"]["kv_proj"]
         heads.append(np.asarray(layer).reshape(-1, 2 * config.head_dim, 48))
     np.testing.assert_array_equal(heads[1], np.repeat(heads[0], 4, axis=0))

@@ -151,7 +151,8 @@ def compile_pair(
         abstract_params(target, dtype=dtype, mesh=mesh),
         abstract_params(draft, dtype=dtype, mesh=mesh, mesh_axes=DRAFT_MESH_AXES),
     )
-    state = EngineState(
+    forms: Any = EngineState  # of arrays that are not there
+    state = forms(
         rows=jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(
                 leaf.shape, leaf.dtype, sharding=replicated(mesh)

@@ -81,7 +81,7 @@ def propose(
         unroll=model.config.num_layers <= MAX_UNROLLED_LAYERS,
     )
     tokens = jnp.concatenate([token[None], tokens]).T
-    if probs is not None:
+    if probs is not None and rest is not None:
         probs = jnp.concatenate([probs[None], rest]).transpose(1, 0, 2)
     parent = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None] - 1
     parent = jnp.broadcast_to(parent, tokens.shape)
