@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -83,6 +84,9 @@ _MOVES = (
     "all-gather", "all-to-all", "collective-permute", "copy", "reduce-scatter",
     "transpose",
 )  # fmt: skip
+_COLLECTIVES = (
+    "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter",
+)  # fmt: skip
 _BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1, "s8": 1, "u8": 1}
 _OPERATION = re.compile(r"= \(?(\w+)\[([\d,]*)\]\{?([^ ]*) .*?([a-z][\w-]*)\(")
 
@@ -101,6 +105,7 @@ class Report:
     kernels: int
     all_reduces: dict[str, int]  # by shape, as often as the program's text has it
     moves: dict[str, int]  # the largest ones in HBM, with their bytes
+    copied: list[str]  # those of a weight or of a layer's pages
     compile_s: float
 
 
@@ -169,6 +174,10 @@ def compile_pair(
         compiled: Any = compile_step(config, shape, (*params, state))
     elapsed = time.monotonic() - start
     text = compiled.as_text()
+    kept = set()
+    for leaf in jax.tree.leaves((params, state.target_pages, state.draft_pages)):
+        local = leaf.sharding.shard_shape(leaf.shape)
+        kept |= {tuple(sorted(local)), tuple(sorted(_as_slots(local)))}
     memory = compiled.memory_analysis()
     used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     used += memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -184,7 +193,8 @@ def compile_pair(
             re.findall(r'custom_call_target="(?:tpu_custom|__gpu\$xla\.gpu)', text)
         ),
         all_reduces=_all_reduces(text),
-        moves=_moves(text),
+        moves=_largest(_moves(text)),
+        copied=[move for move in _moves(text) if _sizes_of(move) in kept],
         compile_s=round(elapsed, 1),
     )
     _log.info("%s", json.dumps(asdict(report)))
@@ -215,15 +225,40 @@ def _all_reduces(text: str) -> dict[str, int]:
     return dict(sorted(counted.items()))
 
 
-def _moves(text: str, largest: int = 8) -> dict[str, int]:
-    moved = {
+def largest_collective(text: str, *, but: tuple[int, ...]) -> int:
+    """Numbers in the largest collective that is not of a layer's hidden rows."""
+    sizes = [0]
+    for name, shape, _, _ in _operations(text):
+        dimensions = _sizes_of(shape)
+        is_hidden = bool(dimensions) and dimensions[-1] in but
+        if name.removesuffix("-start") in _COLLECTIVES and not is_hidden:
+            sizes.append(math.prod(dimensions))
+    return max(sizes)
+
+
+def _as_slots(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Pages as the scatter sees them."""
+    return (shape[0] * shape[1], *shape[2:]) if len(shape) == 4 else shape
+
+
+def _sizes_of(move: str) -> tuple[int, ...]:
+    """Its dimensions in order of size: a transposed weight is a copy too."""
+    sizes = re.sub(r".*\[(.*)\]", r"\1", move).split(",")
+    return tuple(sorted(int(size) for size in sizes if size))
+
+
+def _moves(text: str) -> dict[str, int]:
+    return {
         f"{name} {shape}": size
         for name, shape, size, layout in _operations(text)
         # S(1) is on-chip memory: XLA fetches weights there before it needs them.
         if name.removesuffix("-start") in _MOVES and "S(1)" not in layout
     }
-    order = sorted(moved, key=lambda move: -moved[move])
-    return {move: moved[move] for move in order[:largest]}
+
+
+def _largest(moves: dict[str, int], count: int = 8) -> dict[str, int]:
+    order = sorted(moves, key=lambda move: -moves[move])
+    return {move: moves[move] for move in order[:count]}
 
 
 def main(names: list[str]) -> None:
@@ -235,4 +270,6 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    # Not on the path of a normal run: see the Makefile.
+    sys.path.append(str(Path(sys.prefix) / "aot"))
     main(sys.argv[1:])
