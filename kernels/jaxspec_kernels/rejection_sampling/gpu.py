@@ -1,0 +1,299 @@
+"""Rejection sampling for GPU: the passes over all rows in Triton, through Pallas.
+
+Grid: (row, split). One program reads one tile of one row, which stays in registers, and
+writes what it found; so few rows fill the chip, and a pass is one launch that reads the
+logits once. What the splits of a row found is put together by XLA. The drawing from one
+row per sequence is plain jnp: XLA makes two kernels of it, and writes that row once.
+
+Source: Milakov and Gimelshein 2018, arXiv:1805.02867 (the sum beside the maximum).
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jaxspec_kernels.rejection_sampling import passes, reference
+from jaxspec_kernels.rejection_sampling.noise import exponential
+from jaxspec_kernels.rejection_sampling.passes import (
+    Draft,
+    Kernels,
+    Law,
+    Slice,
+    Statistics,
+)
+from jaxspec_kernels.rejection_sampling.reference import Verdict
+
+# 16 logits per thread, in loads of 16 bytes; 6 rows of 256,000 are 378 programs.
+TILE, NUM_WARPS = 4096, 8
+
+
+def _scalar(array: Any, *index: Any) -> Array:
+    # Interpretation takes no Python integers as indices.
+    return plgpu.load(array.at[tuple(jnp.int32(i) for i in index)])
+
+
+def _read(
+    logits: Any, row: Array, offset: Any, *, tile: int, vocab_size: int
+) -> tuple[Array, Array, Array]:
+    """This split of a row, its ids, and which of them are tokens with a number."""
+    column = pl.program_id(1) * tile + jnp.arange(tile, dtype=jnp.int32)
+    is_held = column < logits.shape[1]
+    values = plgpu.load(logits.at[row, column], mask=is_held, other=-jnp.inf)
+    values = values.astype(jnp.float32)
+    ids = _scalar(offset, 0) + column
+    # A NaN is not equal to itself.
+    is_token = is_held & (ids < vocab_size) & (values == values)
+    values = jnp.where(is_token, jnp.minimum(values, passes.LARGEST), -jnp.inf)
+    return values, ids, is_token
+
+
+def _weigh(values: Array, law: Any, row: Array) -> Array:
+    """As `passes.weigh`; `law` is f32[row, 3]."""
+    heat, maximum, threshold = (_scalar(law, row, i) for i in range(3))
+    weights = jnp.exp((values - passes.peak(maximum)) / heat)
+    return jnp.where(values >= threshold, weights, 0.0)
+
+
+def _statistics(
+    # In
+    logits: Any,  # [row, vocab]
+    offset: Any,  # i32[1]
+    temperature: Any,  # f32[row]
+    tokens: Any,  # i32[row]
+    # Out
+    maximum: Any,  # f32[row, split]
+    best: Any,  # i32[row, split]
+    total: Any,  # f32[row, split]
+    drafted: Any,  # f32[row, split]
+    **shape: int,
+):
+    here = row, _ = pl.program_id(0), pl.program_id(1)
+    values, ids, is_token = _read(logits, row, offset, **shape)
+    top = values.max()
+    at = jnp.where((values == top) & is_token, ids, passes.NO_ID).min()
+    heat, token = _scalar(temperature, row), _scalar(tokens, row)
+    plgpu.store(maximum.at[here], top)
+    plgpu.store(best.at[here], at)
+    plgpu.store(total.at[here], jnp.exp((values - passes.peak(top)) / heat).sum())
+    plgpu.store(drafted.at[here], jnp.where(ids == token, values, -jnp.inf).max())
+
+
+def _amounts(
+    # In
+    logits: Any,  # [row, vocab]
+    offset: Any,  # i32[1]
+    law: Any,  # f32[row, 3]
+    limits: Any,  # f32[row, try]
+    # Out
+    amounts: Any,  # f32[try, row, split]
+    *,
+    counts: bool,
+    **shape: int,
+):
+    row, split = pl.program_id(0), pl.program_id(1)
+    values, _, is_token = _read(logits, row, offset, **shape)
+    weights = is_token.astype(jnp.float32) if counts else _weigh(values, law, row)
+    for number in range(limits.shape[1]):
+        is_in = values >= _scalar(limits, row, number)
+        amount = jnp.where(is_in, weights, 0.0).sum()
+        plgpu.store(amounts.at[jnp.int32(number), row, split], amount)
+
+
+def _race(
+    # In
+    logits: Any,  # [row, vocab]
+    offset: Any,  # i32[1]
+    law: Any,  # f32[row, 3]
+    words: Any,  # u32[row, 2]
+    # Out
+    score: Any,  # f32[row, split]
+    best: Any,  # i32[row, split]
+    **shape: int,
+):
+    here = row, _ = pl.program_id(0), pl.program_id(1)
+    values, ids, is_token = _read(logits, row, offset, **shape)
+    first, second = (_scalar(words, row, i) for i in range(2))
+    scores = _weigh(values, law, row) / exponential(first, second, ids)
+    top = scores.max()
+    at = jnp.where((scores == top) & is_token, ids, passes.NO_ID).min()
+    plgpu.store(score.at[here], top)
+    plgpu.store(best.at[here], at)
+
+
+def _excess(
+    # In
+    logits: Any,  # [row, vocab]
+    offset: Any,  # i32[1]
+    law: Any,  # f32[row, 3]
+    total: Any,  # f32[row]
+    joint: Any,  # f32[seq, inner]
+    proposal: Any,  # [seq, draft, vocab], or of point masses i32[seq, draft]
+    # Out
+    amount: Any,  # f32[pair, split]
+    **shape: int,
+):
+    pair, split = pl.program_id(0), pl.program_id(1)
+    inner = joint.shape[1]
+    # The first of the rows between the first and last judges the second draft.
+    seq, index = pair // inner, pair % inner + 1
+    row = seq * (inner + 2) + index
+    values, ids, _ = _read(logits, row, offset, **shape)
+    if len(proposal.shape) == 2:
+        draft = (ids == _scalar(proposal, seq, index)).astype(jnp.float32)
+    else:
+        column = ids - _scalar(offset, 0)
+        is_held = column < logits.shape[1]
+        at = seq, index, column
+        draft = plgpu.load(proposal.at[at], mask=is_held, other=0.0)
+        draft = draft.astype(jnp.float32)
+    target = passes.normalise(_weigh(values, law, row), _scalar(total, row))
+    above = _scalar(joint, seq, index - 1) * target - draft
+    plgpu.store(amount.at[pair, split], jnp.maximum(above, 0.0).sum())
+
+
+def _launch(
+    kernel: Callable,
+    part: Slice,
+    logits: Float[Array, "row vocab"],
+    *others: Array,
+    results: Sequence[DTypeLike],
+    before: tuple[int, ...] = (),
+    rows: int | None = None,
+    tile: int = TILE,
+    interpret: bool = False,
+) -> Sequence[Array]:
+    """Run a kernel on every tile of every row; results are `[*before, row, split]`."""
+    grid = rows or logits.shape[0], pl.cdiv(logits.shape[1], tile)
+    return pl.pallas_call(
+        functools.partial(kernel, tile=tile, vocab_size=part.vocab_size),
+        grid=grid,
+        out_shape=[jax.ShapeDtypeStruct((*before, *grid), dtype) for dtype in results],
+        compiler_params=plgpu.CompilerParams(num_warps=NUM_WARPS, num_stages=1),
+        interpret=interpret,
+        name=f"rejection_sampling{kernel.__name__}",
+    )(logits, jnp.asarray(part.offset, jnp.int32).reshape(1), *others)
+
+
+def statistics(
+    part: Slice,
+    logits: Float[Array, "row vocab"],
+    temperature: Float[Array, " row"],
+    tokens: Int[Array, " row"],
+    is_sampled: Bool[Array, " row"] | None = None,
+    *,
+    tile: int = TILE,
+    interpret: bool = False,
+) -> Statistics:
+    """See `passes.statistics`; sums are made for every row."""
+    del is_sampled
+    floats = jnp.float32
+    results = floats, jnp.int32, floats, floats
+    maximum, best, total, drafted = _launch(
+        _statistics,
+        part,
+        logits,
+        temperature,
+        tokens,
+        results=results,
+        tile=tile,
+        interpret=interpret,
+    )
+    top, at = passes.lowest(maximum, best)
+    at = jnp.where(at == passes.NO_ID, part.offset, at)
+    law = Law(temperature, top, jnp.full_like(top, -jnp.inf), top)
+    total = (total * passes.weigh(maximum, law)).sum(axis=1)
+    return Statistics(top, at, total, drafted.max(axis=1))
+
+
+def amounts(
+    part: Slice,
+    logits: Float[Array, "row vocab"],
+    law: Law,
+    limits: Float[Array, "row tries"],
+    *,
+    counts: bool,
+    **launch: Any,
+) -> Float[Array, "row tries"]:
+    """See `passes.amounts`."""
+    kernel = functools.partial(_amounts, counts=counts)
+    kernel.__name__ = _amounts.__name__  # pyright: ignore[reportAttributeAccessIssue]
+    [found] = _launch(
+        kernel,
+        part,
+        logits,
+        jnp.stack(law[:3], axis=1),
+        limits,
+        results=[jnp.float32],
+        before=limits.shape[1:],
+        **launch,
+    )
+    return found.sum(axis=2).T
+
+
+def race(
+    part: Slice,
+    logits: Float[Array, "row vocab"],
+    law: Law,
+    words: UInt32[Array, "row 2"],
+    **launch: Any,
+) -> tuple[Float[Array, " row"], Int[Array, " row"]]:
+    """See `passes.race`."""
+    shared = jnp.stack(law[:3], axis=1)
+    results = jnp.float32, jnp.int32
+    found = _launch(_race, part, logits, shared, words, results=results, **launch)
+    score, best = passes.lowest(*found)
+    return score, jnp.where(score > 0, best, part.offset)
+
+
+def excess(
+    part: Slice,
+    logits: Float[Array, "row vocab"],
+    law: Law,
+    draft: Draft,
+    joint: Float[Array, "seq inner"],
+    **launch: Any,
+) -> Float[Array, "seq inner"]:
+    """See `passes.excess`."""
+    [found] = _launch(
+        _excess,
+        part,
+        logits,
+        jnp.stack(law[:3], axis=1),
+        law.total,
+        joint,
+        draft.tokens if draft.probs is None else draft.probs,
+        results=[jnp.float32],
+        rows=joint.size,
+        **launch,
+    )
+    return found.sum(axis=1).reshape(joint.shape)
+
+
+def rejection_sampling(
+    *arguments: Any, tile: int = TILE, interpret: bool = False, **settings: Any
+) -> Verdict:
+    """See `jaxspec_kernels.rejection_sampling`; `tile` is a power of two.
+
+    Under `shard_map`, with `check_vma=False`.
+    """
+    launch: dict[str, Any] = dict(tile=tile, interpret=interpret)
+    kernels = Kernels(
+        functools.partial(statistics, **launch),
+        functools.partial(amounts, **launch),
+        functools.partial(race, **launch),
+        functools.partial(excess, **launch),
+        fan=16,
+    )
+    return reference.rejection_sampling(
+        *arguments,
+        tile=arguments[2].shape[2],
+        kernels=kernels,
+        **settings,
+    )

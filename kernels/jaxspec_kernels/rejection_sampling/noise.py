@@ -1,0 +1,21 @@
+"""Noise that a draft and the target share, made anew wherever it is needed."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt32
+
+
+def exponential(first: Array, second: Array, ids: Array) -> Float[Array, "..."]:
+    """Exponential noise by a counter hash of two words and ids; strictly positive.
+
+    References: the finaliser of MurmurHash3 (Appleby 2011).
+    """
+    bits = _mix(_mix(ids.astype(jnp.uint32) + first) ^ second)
+    # Centred in its cell, so that neither 0 nor 1 comes out.
+    unit = ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
+    return -jnp.log(unit)
+
+
+def _mix(bits: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+    return bits ^ (bits >> 16)
