@@ -13,10 +13,10 @@ from jaxspec_kernels.rejection_sampling import (
     COUPLED,
     STANDARD,
     Controls,
-    passes,
     rejection_sampling,
 )
-from jaxspec_kernels.rejection_sampling.passes import Law, Slice
+from jaxspec_kernels.rejection_sampling.passes import Kernels, Law, Slice
+from jaxspec_kernels.rejection_sampling.search import search
 from tests.enumeration import LARGEST_UNIFORM
 from tests.kernels.rejection_rounds import GREEDY, make_round
 from tests.kernels.test_rejection_sampling import RULES, plain_controls, run, tiled
@@ -180,9 +180,10 @@ def whole(columns: int, tile: int) -> Slice:
     return Slice(columns=columns, tile=tile, vocab_size=columns, axis_name=None)
 
 
+@pytest.mark.parametrize("fan", [2, 8, 16])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("counts", [True, False])
-def test_threshold_is_the_one_that_sorting_finds(dtype, counts):
+def test_threshold_is_the_one_that_sorting_finds(dtype, counts, fan):
     random = np.random.default_rng(0)
     rows, columns = 12, 90
     logits = (
@@ -194,14 +195,18 @@ def test_threshold_is_the_one_that_sorting_finds(dtype, counts):
     logits = jnp.asarray(logits, dtype)
     exact = np.asarray(logits, np.float64)
     maximum = jnp.asarray(exact.max(axis=1), jnp.float32)
-    ones = jnp.ones(rows, jnp.float32)
-    law = Law(ones, maximum, jnp.full(rows, -jnp.inf), ones)
-    weights = np.ones_like(exact) if counts else np.exp(exact - exact.max(1)[:, None])
+    above = np.exp(exact - exact.max(axis=1, keepdims=True))
+    heat = jnp.ones(rows, jnp.float32)
+    total = jnp.asarray(above.sum(axis=1), jnp.float32)
+    law = Law(heat, maximum, jnp.full(rows, -jnp.inf), total)
+    weights = (above.astype(np.float32) > 0) * 1.0 if counts else above
     share = random.uniform(0.05, 0.95, rows)
-    wanted = np.ceil(share * columns) if counts else share * weights.sum(axis=1)
+    wanted = share * weights.sum(axis=1)
+    wanted = np.ceil(wanted) if counts else wanted
     is_searched = np.arange(rows) != 5
-    found = passes.search(
+    found, amount = search(
         whole(columns, 32),
+        Kernels(fan=fan),
         logits,
         law,
         jnp.asarray(wanted, jnp.float32),
@@ -214,6 +219,8 @@ def test_threshold_is_the_one_that_sorting_finds(dtype, counts):
         expected = exact[row][order][np.argmax(reached)] if is_searched[row] else -INF
         kept = exact[row] >= float(found[row])
         np.testing.assert_array_equal(kept, exact[row] >= expected)
+        if is_searched[row]:
+            np.testing.assert_allclose(amount[row], weights[row][kept].sum(), 1e-5)
 
 
 def count_tiles(monkeypatch, one, **changes) -> int:
@@ -260,16 +267,17 @@ def test_passes_over_the_logits_are_few(monkeypatch, kind, controls, limit):
     assert passes_made == limit if limit <= 2 else 2 < passes_made <= limit
 
 
-def test_bfloat16_is_searched_in_half_the_passes(monkeypatch):
+def test_equal_bfloat16_logits_are_searched_in_few_passes(monkeypatch):
+    """A border among equal logits ends with the last bit: one pass, then 16 bits."""
     one = make_round(6, seed=1, is_filtered=False)
     one = replace(
         one,
         kind=np.zeros(6, int),
         temperature=np.ones(6, np.float32),
         top_k=np.full(6, 5),
-        logits=np.asarray(one.logits, jnp.bfloat16),
+        logits=np.asarray(np.round(one.logits), jnp.bfloat16),
     )
-    assert count_tiles(monkeypatch, one) <= 1 + 4 + 1
+    assert count_tiles(monkeypatch, one) <= 1 + (1 + 6) + 1
 
 
 def test_no_array_of_probabilities_is_made():

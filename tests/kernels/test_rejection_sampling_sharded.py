@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxspec_kernels.rejection_sampling import reference
-from jaxspec_kernels.rejection_sampling.passes import FAN
+from jaxspec_kernels.rejection_sampling.passes import Kernels
 from tests.kernels.rejection_rounds import Round, by_engine, make_round, uncached
 
 COLLECTIVE = re.compile(
@@ -118,7 +118,7 @@ def test_collectives_carry_a_few_numbers_per_row():
     assert hlo is not None
     found = sizes(hlo)
     assert found, "no collective: the pattern does not fit this HLO"
-    assert max(found) == seqs * (drafts + 1) * (FAN - 1)
+    assert max(found) == seqs * (drafts + 1) * (Kernels().fan - 1)
     # Beside the borders of a search: single numbers per row, per draft, per device.
     few = max(seqs * (drafts + 1), seqs * 8)
     assert sum(size > few for size in found) == 2

@@ -1,7 +1,7 @@
 """Draws one token per sequence from one of its rows: the second and last reading.
 
-By inverting the cumulative sum at one uniform, in three levels: devices, tiles, then
-the columns of the one tile that holds the token.
+By inverting the cumulative sum at one uniform, in three levels: devices, pieces of
+tiles, then the columns of the one piece that holds the token.
 """
 
 import jax
@@ -39,42 +39,42 @@ def draw(
     """
     law = Law(*(values[row] for values in law))
 
-    def read(number: Array) -> tuple[Array, Array]:
-        """A tile of each sequence's row: the target's chances, and the residual."""
-
-        def one(row: Array, start: Array) -> Array:
-            return jax.lax.dynamic_slice(logits, (row, start), (1, part.tile))[0]
-
-        tile = clean(jax.vmap(one)(row, part.start(number)), part.ids(number))
-        target = normalise(weigh(tile, law), law.total[:, None])
+    def read(number: Array, within: Array | int, size: int) -> tuple[Array, Array]:
+        """Columns of each sequence's row: the target's chances, and the residual."""
+        ids = part.ids(number, within, size)
+        columns = part.rows(logits, row, number, within, size)
+        target = normalise(weigh(clean(columns, ids), law), law.total[:, None])
         if not draft.tokens.shape[1]:
             return target, target
-        own = draft.tile_of(part, index, number)
+        own = draft.rows(part, index, number, within, size)
         return target, jnp.maximum(joint[:, None] * target - own, 0.0)
 
     def sums(kept: tuple[Array, Array], number: Array) -> tuple[Array, Array]:
-        tiles = read(jnp.full_like(row, number))
+        columns = read(jnp.full_like(row, number), 0, part.tile)
         added = [
-            amount.at[:, number].set(tile.sum(axis=1))
-            for amount, tile in zip(kept, tiles, strict=True)
+            amount.at[:, number].set(values.reshape(*amount[:, 0].shape, -1).sum(-1))
+            for amount, values in zip(kept, columns, strict=True)
         ]
         return added[0], added[1]
 
-    empty = jnp.zeros((row.shape[0], part.num_tiles), jnp.float32)
+    seqs, pieces = row.shape[0], part.tile // part.lanes
+    empty = jnp.zeros((seqs, part.num_tiles, pieces), jnp.float32)
     target, residual = part.walk(sums, (empty, empty), logits)
-    is_residual = is_rejected & (part.sum(residual.sum(axis=1)) > 0)
-    amounts = jnp.where(is_residual[:, None], residual, target)
+    is_residual = is_rejected & (part.sum(residual.sum(axis=(1, 2))) > 0)
+    amounts = jnp.where(is_residual[:, None, None], residual, target)
+    amounts = amounts.reshape(seqs, -1)
 
     goal, is_here = _choose_device(part, amounts, uniform)
-    number, goal = _descend(amounts, goal)
-    target, residual = read(number)
+    piece, goal = _descend(amounts, goal)
+    number, within = piece // pieces, piece % pieces * part.lanes
+    target, residual = read(number, within, part.lanes)
     column, _ = _descend(jnp.where(is_residual[:, None], residual, target), goal)
-    token = part.offset + part.start(number) + column
+    token = part.offset + part.start(number) + within + column
     return part.sum(jnp.where(is_here, token, 0)).astype(jnp.int32)
 
 
 def _choose_device(
-    part: Slice, amounts: Float[Array, "seq tile"], uniform: Float[Array, " seq"]
+    part: Slice, amounts: Float[Array, "seq piece"], uniform: Float[Array, " seq"]
 ) -> tuple[Array, Array]:
     """How far into this device's slice the token lies, and whether it does."""
     own = jnp.cumsum(amounts, axis=1)[:, -1]

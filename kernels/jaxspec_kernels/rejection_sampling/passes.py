@@ -1,23 +1,24 @@
 """Passes over the vocabulary, one tile at a time; no array of it is ever made.
 
-A pass reads every logit once and keeps a few numbers per row. Each function here is one
-pass, but for `search`, which counts its own, and `draw`, which ends with one tile more.
+A pass reads every logit once and keeps a few numbers per row.
 A row is one target row of one sequence: row `seq * (draft + 1) + i`. Under `shard_map`
 each device walks its own slice of the vocabulary, and what it keeps is combined.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-# Columns walked at once.
-TILE = 2048
-# A pass of `search` tells this many parts of its range apart: four bits of a float.
-FAN = 16
+from jaxspec_kernels.rejection_sampling.noise import exponential
+
+# Columns walked at once, on CPU. A sum over the vocabulary keeps this many partial sums
+# per row and adds them up at the end: XLA:CPU does not vectorise sums along a row.
+TILE = LANES = 512
 
 LARGEST = float(jnp.finfo(jnp.float32).max)
 NO_ID = jnp.iinfo(jnp.int32).max  # of a column that holds no token, or one seen before
@@ -66,6 +67,18 @@ class Slice:
         return -(-self.columns // self.tile)
 
     @property
+    def whole(self) -> int:
+        """Ids held by all devices, pads included."""
+        if self.axis_name is None:
+            return self.columns
+        return self.columns * jax.lax.axis_size(self.axis_name)
+
+    @property
+    def lanes(self) -> int:
+        """Partial sums that a row keeps."""
+        return self.tile if self.tile % LANES else LANES
+
+    @property
     def offset(self) -> Array | int:
         """The first id held."""
         return 0 if self.axis_name is None else self.index * self.columns
@@ -80,10 +93,17 @@ class Slice:
         """Column at which a tile is read; the last one overlaps its neighbour."""
         return jnp.minimum(number * self.tile, self.columns - self.tile)
 
-    def ids(self, number: Int[Array, " n"]) -> Int[Array, "n tile"]:
-        """Ids of each tile's columns; `NO_ID` for pads and for repeated columns."""
-        within = jnp.arange(self.tile, dtype=jnp.int32)[None]
-        column = self.start(number)[:, None] + within
+    def ids(
+        self, number: Int[Array, " n"], within: Array | int = 0, size: int = 0
+    ) -> Int[Array, "n size"]:
+        """Ids of each tile's columns; `NO_ID` for pads and for repeated columns.
+
+        Args:
+            within: The first column wanted, counted from the tile's first.
+            size: How many are wanted; 0 is the whole tile.
+        """
+        column = jnp.arange(size or self.tile, dtype=jnp.int32)[None]
+        column = (self.start(number) + within)[:, None] + column
         ids = self.offset + column
         is_new = (column >= number[:, None] * self.tile) & (ids < self.vocab_size)
         return jnp.where(is_new, ids, NO_ID)
@@ -96,6 +116,16 @@ class Slice:
         ids = self.ids(number[None])
         return clean(tile, ids), ids
 
+    def rows(
+        self, array: Array, row: Array, number: Array, within: Array | int, size: int
+    ) -> Float[Array, "n size"]:
+        """`size` columns of one row each of an array, from inside a tile on."""
+
+        def read(row: Array, start: Array) -> Array:
+            return jax.lax.dynamic_slice(array, (row, start), (1, size))[0]
+
+        return jax.vmap(read)(row, self.start(number) + within)
+
     def walk(self, visit: Callable, kept: Any, like: Array) -> Any:
         """Fold `visit(kept, number)` over the tiles.
 
@@ -103,10 +133,29 @@ class Slice:
             like: A sharded array. What is kept must be typed, under `shard_map`, as
                 varying where it varies; the select does no more than that.
         """
+        if self.num_tiles == 1:
+            return visit(kept, jnp.int32(0))
         pivot = like.reshape(-1)[0] == 0
         kept = jax.tree.map(lambda leaf: jnp.where(pivot, leaf, leaf), kept)
         body = lambda number, kept: visit(kept, number)  # noqa: E731
         return jax.lax.fori_loop(0, self.num_tiles, body, kept)
+
+    def total(self, visit: Callable, rows: tuple[int, ...], like: Array) -> Array:
+        """Sum `visit(number)`, a tile of each of `rows`, over this device's tiles."""
+        if self.num_tiles == 1:
+            return visit(jnp.int32(0)).sum(axis=-1)
+
+        def add(amount: Array, number: Array) -> Array:
+            return amount + self.fold(visit(number))
+
+        amount = self.walk(add, jnp.zeros((*rows, self.lanes), jnp.float32), like)
+        return amount.sum(axis=-1)
+
+    def fold(self, tile: Float[Array, "*batch tile"]) -> Float[Array, "*batch lane"]:
+        """Partial sums of a tile."""
+        if self.tile == self.lanes:
+            return tile
+        return tile.reshape(*tile.shape[:-1], -1, self.lanes).sum(axis=-2)
 
     def local(self, tokens: Int[Array, "*batch"]) -> tuple[Array, Array]:
         """Columns of tokens, and which of them this device holds."""
@@ -142,16 +191,19 @@ class Draft(NamedTuple):
         tile = jax.lax.dynamic_slice_in_dim(self.probs, start, part.tile, 2)
         return tile.astype(jnp.float32)
 
-    def tile_of(self, part: Slice, row: Array, number: Array) -> Array:
-        """A tile of its own of one row per sequence: `[seq, tile]`."""
+    def rows(
+        self, part: Slice, index: Array, number: Array, within: Array | int, size: int
+    ) -> Float[Array, "seq size"]:
+        """`size` columns of one row per sequence, from inside a tile of its own on."""
         if self.probs is None:
-            token = jnp.take_along_axis(self.tokens, row[:, None], axis=1)
-            return (token == part.ids(number)).astype(jnp.float32)
+            token = jnp.take_along_axis(self.tokens, index[:, None], axis=1)
+            return (token == part.ids(number, within, size)).astype(jnp.float32)
 
-        def read(rows: Array, row: Array, start: Array) -> Array:
-            return jax.lax.dynamic_slice(rows, (row, start), (1, part.tile))[0]
+        def read(probs: Array, index: Array, start: Array) -> Array:
+            return jax.lax.dynamic_slice(probs, (index, start), (1, size))[0]
 
-        return jax.vmap(read)(self.probs, row, part.start(number)).astype(jnp.float32)
+        start = part.start(number) + within
+        return jax.vmap(read)(self.probs, index, start).astype(jnp.float32)
 
     def chance(self, part: Slice) -> Float[Array, "seq draft"]:
         """Probability of each draft token."""
@@ -201,30 +253,45 @@ def statistics(
     logits: Float[Array, "row vocab"],
     temperature: Float[Array, " row"],
     tokens: Int[Array, " row"],
+    is_sampled: Bool[Array, " row"],
 ) -> Statistics:
-    """Maximum, its id, the sum of exp, and one logit, of this device's slice."""
+    """Maximum, its id, the sum of exp, and one logit, of this device's slice.
+
+    Args:
+        is_sampled: Rows whose sum is wanted; without any, sums are 0.
+    """
     rows = logits.shape[0]
     column, is_held = part.local(tokens)
     drafted = jnp.take_along_axis(logits, column[:, None], axis=1)
     drafted = clean(drafted, jnp.where(is_held, tokens, NO_ID)[:, None])[:, 0]
 
-    def visit(kept: tuple[Array, ...], number: Array) -> tuple[Array, ...]:
-        maximum, best, total = kept
-        tile, ids = part.read(logits, number)
-        top, at = lowest(tile, ids)
-        best = jnp.where(top > maximum, at, best)
+    def visit(kept: tuple[Array, ...], number: Array, has_sum: bool):
+        maximum, at, total = kept
+        tile, _ = part.read(logits, number)
+        top = tile.max(axis=1)
+        at = jnp.where(top > maximum, number, at)
         top = jnp.maximum(top, maximum)
-        law = Law(temperature, top, jnp.full_like(top, -jnp.inf), total)
-        before = weigh(maximum[:, None], law)[:, 0]
-        return top, best, total * before + weigh(tile, law).sum(axis=1)
+        if has_sum:
+            law = Law(temperature, top, jnp.full_like(top, -jnp.inf), top)
+            total = total * weigh(maximum[:, None], law) + part.fold(weigh(tile, law))
+        return top, at, total
 
     start = (
         jnp.full(rows, -jnp.inf, jnp.float32),
-        jnp.full(rows, part.offset, jnp.int32),
-        jnp.zeros(rows, jnp.float32),
+        jnp.zeros(rows, jnp.int32),
+        jnp.zeros((rows, part.lanes), jnp.float32),
     )
-    maximum, best, total = part.walk(visit, start, logits)
-    return Statistics(maximum, best, total, drafted)
+    maximum, at, total = jax.lax.cond(
+        is_sampled.any(),
+        lambda: part.walk(partial(visit, has_sum=True), start, logits),
+        lambda: part.walk(partial(visit, has_sum=False), start, logits),
+    )
+    # The first tile with the maximum is read again, for the lowest id that has it.
+    every = jnp.arange(rows, dtype=jnp.int32)
+    top = part.rows(logits, every, at, 0, part.tile)
+    _, best = lowest(clean(top, part.ids(at)), part.ids(at))
+    best = jnp.where(best == NO_ID, part.offset, best)
+    return Statistics(maximum, best, total.sum(axis=1), drafted)
 
 
 def combine(part: Slice, own: Statistics, temperature: Array) -> Statistics:
@@ -236,75 +303,27 @@ def combine(part: Slice, own: Statistics, temperature: Array) -> Statistics:
     return Statistics(maximum, best, total, part.max(own.drafted))
 
 
-def total(part: Slice, logits: Array, law: Law) -> Float[Array, " row"]:
-    """The sum of the weights that the threshold leaves."""
-
-    def visit(amount: Array, number: Array) -> Array:
-        return amount + weigh(part.read(logits, number)[0], law).sum(axis=1)
-
-    start = jnp.zeros(logits.shape[0], jnp.float32)
-    return part.sum(part.walk(visit, start, logits))
-
-
-def search(
+def amounts(
     part: Slice,
     logits: Float[Array, "row vocab"],
     law: Law,
-    wanted: Float[Array, " row"],
-    is_searched: Bool[Array, " row"],
+    limits: Float[Array, "row tries"],
     *,
     counts: bool,
-) -> Float[Array, " row"]:
-    """The largest logit such that what is at or above it is still enough.
-
-    Bisection over the bits of floats, which are ordered as integers once the negative
-    ones are flipped; each pass tries 15 logits. float32 takes eight passes, bfloat16
-    four, and rows that are not searched none; those get -inf. Comparisons are between
-    given logits, so the border is exact however a pass is fused.
+) -> Float[Array, "row tries"]:
+    """How much of this device's slice is at or above each limit.
 
     Args:
-        wanted: Tokens, or weight as `weigh` has it.
+        counts: Tokens, instead of the weights that the threshold leaves.
     """
-    unused = 16 if logits.dtype == jnp.bfloat16 else 0
-    lowest_key = _to_key(jnp.full_like(law.maximum, -jnp.inf)) >> unused
-    highest_key = jnp.where(is_searched, _to_key(law.maximum) >> unused, lowest_key)
-    tries = jnp.arange(1, FAN, dtype=jnp.uint32)[None]
 
-    def narrow(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds
-        step = (high - low) // FAN + 1
-        keys = low[:, None] + step[:, None] * tries
-        limits = _from_key(keys << unused)
+    def visit(number: Array) -> Array:
+        tile = part.read(logits, number)[0]
+        weights = jnp.ones_like(tile) if counts else weigh(tile, law)
+        is_in = tile[:, None] >= limits[:, :, None]
+        return jnp.where(is_in, weights[:, None], 0.0)
 
-        def visit(amount: Array, number: Array) -> Array:
-            tile, _ = part.read(logits, number)
-            weights = jnp.ones_like(tile) if counts else weigh(tile, law)
-            is_in = tile[:, None] >= limits[:, :, None]
-            return amount + jnp.where(is_in, weights[:, None], 0.0).sum(axis=2)
-
-        amount = jnp.zeros(keys.shape, jnp.float32)
-        amount = part.sum(part.walk(visit, amount, logits))
-        is_enough = (amount >= wanted[:, None]) & (keys <= high[:, None])
-        num_enough = is_enough.sum(axis=1, dtype=jnp.uint32)
-        low = low + num_enough * step
-        return low, jnp.minimum(high, low + step - 1)
-
-    low, _ = jax.lax.while_loop(
-        lambda bounds: (bounds[0] < bounds[1]).any(), narrow, (lowest_key, highest_key)
-    )
-    return jnp.where(is_searched, _from_key(low << unused), -jnp.inf)
-
-
-def _to_key(values: Float[Array, "..."]) -> UInt32[Array, "..."]:
-    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
-    is_negative = (bits >> 31) == 1
-    return jnp.where(is_negative, ~bits, bits | jnp.uint32(0x80000000))
-
-
-def _from_key(keys: UInt32[Array, "..."]) -> Float[Array, "..."]:
-    is_negative = (keys >> 31) == 0
-    bits = jnp.where(is_negative, ~keys, keys & jnp.uint32(0x7FFFFFFF))
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return part.total(visit, limits.shape, logits)
 
 
 def excess(
@@ -314,20 +333,20 @@ def excess(
     draft: Draft,
     joint: Float[Array, "seq inner"],
 ) -> Float[Array, "seq inner"]:
-    """Sum of max(joint * target - draft, 0) in the rows between the first and last."""
-    seqs, inner = joint.shape
-    if not inner:
-        return joint
+    """Sum of max(joint * target - draft, 0) in the rows between the first and last.
 
-    def visit(amount: Array, number: Array) -> Array:
+    Of this device's slice; `joint` has a column at least.
+    """
+    seqs, inner = joint.shape
+
+    def visit(number: Array) -> Array:
         weights = weigh(part.read(logits, number)[0], law)
         target = normalise(weights, law.total[:, None])
         target = target.reshape(seqs, inner + 2, part.tile)[:, 1:-1]
         above = joint[:, :, None] * target - draft.tile(part, number)[:, 1:]
-        return amount + jnp.maximum(above, 0.0).sum(axis=2)
+        return jnp.maximum(above, 0.0)
 
-    start = jnp.zeros((seqs, inner), jnp.float32)
-    return part.sum(part.walk(visit, start, logits))
+    return part.total(visit, (seqs, inner), logits)
 
 
 def race(
@@ -335,39 +354,32 @@ def race(
     logits: Float[Array, "row vocab"],
     law: Law,
     words: UInt32[Array, "row 2"],
-) -> Int[Array, " row"]:
-    """The argmax of weight / noise; the noise of an id depends on the two words only.
+) -> tuple[Float[Array, " row"], Int[Array, " row"]]:
+    """The largest weight / noise of this device's slice, and the lowest id that has it.
 
-    Weights are not normalised, so that the choice does not depend on how a sum of the
-    vocabulary is ordered, nor on the number of devices.
+    The noise of an id depends on the two words only. Weights are not normalised, so
+    that the choice does not depend on how a sum of the vocabulary is ordered, nor on
+    the number of devices.
     """
 
     def visit(kept: tuple[Array, Array], number: Array) -> tuple[Array, Array]:
         score, best = kept
         tile, ids = part.read(logits, number)
-        top, at = lowest(weigh(tile, law) / exponential(words, ids), ids)
+        noise = exponential(words[:, :1], words[:, 1:], ids)
+        top, at = lowest(weigh(tile, law) / noise, ids)
         return jnp.maximum(top, score), jnp.where(top > score, at, best)
 
     rows = logits.shape[0]
     start = jnp.zeros(rows, jnp.float32), jnp.full(rows, part.offset, jnp.int32)
-    score, best = part.walk(visit, start, logits)
-    return part.min(jnp.where(score == part.max(score), best, NO_ID))
+    return part.walk(visit, start, logits)
 
 
-def exponential(
-    words: UInt32[Array, "row 2"], ids: Int[Array, "1 tile"]
-) -> Float[Array, "row tile"]:
-    """Exponential noise by a counter hash; strictly positive.
+class Kernels(NamedTuple):
+    """Passes that an implementation makes in its own way, over one device's slice."""
 
-    References: the finaliser of MurmurHash3 (Appleby 2011).
-    """
-    bits = _mix(_mix(ids.astype(jnp.uint32) + words[:, :1]) ^ words[:, 1:])
-    # Centred in its cell, so that neither 0 nor 1 comes out.
-    unit = ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
-    return -jnp.log(unit)
-
-
-def _mix(bits: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
-    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
-    return bits ^ (bits >> 16)
+    statistics: Callable[..., Statistics] = statistics
+    amounts: Callable[..., Float[Array, "row tries"]] = amounts
+    race: Callable[..., tuple[Float[Array, " row"], Int[Array, " row"]]] = race
+    excess: Callable[..., Float[Array, "seq inner"]] = excess
+    # Parts of its range that a pass of the search tells apart. On CPU each costs a sum.
+    fan: int = 8

@@ -5,7 +5,6 @@ and one per sum; one where a sequence is coupled, one where one follows the bloc
 one over a single row of each sequence to draw. What no sequence asks for is not run.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,7 +13,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxspec_kernels.rejection_sampling import passes
 from jaxspec_kernels.rejection_sampling.draw import draw
-from jaxspec_kernels.rejection_sampling.passes import Draft, Law, Slice
+from jaxspec_kernels.rejection_sampling.passes import Draft, Kernels, Law, Slice
+from jaxspec_kernels.rejection_sampling.search import search
 
 STANDARD, BLOCK, COUPLED = 0, 1, 2
 
@@ -49,12 +49,12 @@ def rejection_sampling(
     vocab_size: int,
     axis_name: str | tuple[str, ...] | None,
     tile: int = passes.TILE,
-    statistics: Callable[..., passes.Statistics] = passes.statistics,
+    kernels: Kernels = Kernels(),  # noqa: B008 immutable
 ) -> Verdict:
     """See `jaxspec_kernels.rejection_sampling`.
 
     Args:
-        statistics: Makes the first pass over one device's slice.
+        kernels: Make the passes over one device's slice.
     """
     seqs, width, columns = target_logits.shape
     part = Slice(
@@ -70,24 +70,25 @@ def rejection_sampling(
     temperature = jnp.where(hot, row_controls.temperature, 1.0)
     # The last row of a sequence judges no draft.
     tokens = jnp.pad(draft_tokens, ((0, 0), (0, 1))).reshape(-1)
-    own = statistics(part, logits, temperature, tokens)
+    own = kernels.statistics(part, logits, temperature, tokens, hot)
     found = passes.combine(part, own, temperature)
     best = found.best.reshape(seqs, width)
 
     def with_sampling() -> Verdict:
         open_end = jnp.full_like(found.maximum, -jnp.inf)
         law = Law(temperature, found.maximum, open_end, found.total)
-        law = _filter(part, logits, law, row_controls, hot)
+        law = _filter(part, kernels, logits, law, row_controls, hot)
         is_coupled = jnp.zeros_like(is_sampled)
         choices = best
         if noise_words is not None:
             is_coupled = is_sampled & (rule == COUPLED)
-            raced = _race(part, logits, law, noise_words, is_coupled)
+            raced = _race(part, kernels, logits, law, noise_words, is_coupled)
             choices = jnp.where(is_coupled[:, None], raced, best)
         drafted = passes.weigh(found.drafted[:, None], law)[:, 0]
         drafted = passes.normalise(drafted, law.total).reshape(seqs, width)[:, :-1]
         drawn = _by_chance(
             part,
+            kernels,
             logits,
             law,
             Draft(draft_tokens, draft_probs),
@@ -112,6 +113,7 @@ def rejection_sampling(
 
 def _race(
     part: Slice,
+    kernels: Kernels,
     logits: Float[Array, "row vocab"],
     law: Law,
     noise_words: UInt32[Array, "seq width 2"],
@@ -119,16 +121,20 @@ def _race(
 ) -> Int[Array, "seq width"]:
     """The coupled choice of every row, where a sequence asks for it."""
     words = noise_words.reshape(-1, 2)
+
+    def raced() -> Array:
+        score, best = kernels.race(part, logits, law, words)
+        return part.min(jnp.where(score == part.max(score), best, passes.NO_ID))
+
     choices = jax.lax.cond(
-        is_coupled.any(),
-        lambda: passes.race(part, logits, law, words),
-        lambda: jnp.zeros(logits.shape[0], jnp.int32),
+        is_coupled.any(), raced, lambda: jnp.zeros(logits.shape[0], jnp.int32)
     )
     return choices.reshape(noise_words.shape[:2])
 
 
 def _filter(
     part: Slice,
+    kernels: Kernels,
     logits: Float[Array, "row vocab"],
     law: Law,
     controls: Controls,
@@ -139,26 +145,34 @@ def _filter(
     by_p = is_sampled & (controls.top_p < 1)
     by_min = is_sampled & (controls.min_p > 0)
 
+    def total(law: Law) -> Float[Array, " row"]:
+        limits = law.threshold[:, None]
+        amounts = kernels.amounts(part, logits, law, limits, counts=False)
+        return part.sum(amounts)[:, 0]
+
     def narrowed(law: Law, threshold: Array, is_filtered: Array) -> Law:
         law = law._replace(threshold=jnp.maximum(law.threshold, threshold))
         # Rows that nothing filters keep their sum: it must not depend on neighbours.
         amount = jax.lax.cond(
             is_filtered.any(),
-            lambda: passes.total(part, logits, law),
+            lambda: total(law),
             lambda: law.total,
         )
         return law._replace(total=jnp.where(is_filtered, amount, law.total))
 
     wanted = controls.top_k.astype(jnp.float32)
-    threshold = passes.search(part, logits, law, wanted, by_k, counts=True)
+    threshold, _ = search(part, kernels, logits, law, wanted, by_k, counts=True)
     law = narrowed(law, threshold, by_k)
     wanted = controls.top_p * law.total
-    threshold = passes.search(part, logits, law, wanted, by_p, counts=False)
+    threshold, amount = search(part, kernels, logits, law, wanted, by_p, counts=False)
+    law = law._replace(
+        threshold=jnp.maximum(law.threshold, threshold),
+        total=jnp.where(by_p, amount, law.total),
+    )
     # log(1) is 0 and the maximum itself stays, whatever rounding does to a product.
     room = law.temperature * jnp.log(jnp.where(by_min, controls.min_p, 1.0))
     above = jnp.minimum(law.maximum + room, law.maximum)
-    threshold = jnp.maximum(threshold, jnp.where(by_min, above, -jnp.inf))
-    return narrowed(law, threshold, by_p | by_min)
+    return narrowed(law, jnp.where(by_min, above, -jnp.inf), by_min)
 
 
 def _by_choices(
@@ -173,6 +187,7 @@ def _by_choices(
 
 def _by_chance(
     part: Slice,
+    kernels: Kernels,
     logits: Float[Array, "row vocab"],
     law: Law,
     draft: Draft,
@@ -197,7 +212,9 @@ def _by_chance(
 
         def by_block() -> tuple[Array, Array]:
             joint = _joint(draft_chance, target_chance)
-            excess = passes.excess(part, logits, law, draft, joint[:, 1:-1])
+            excess = joint[:, 1:-1]
+            if excess.shape[1]:
+                excess = part.sum(kernels.excess(part, logits, law, draft, excess))
             return _longest(accept_uniform, num_draft, joint, excess), joint
 
         by_rule = jax.lax.cond(is_block.any(), by_block, lambda: (num_accepted, joint))

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec_kernels.rejection_sampling import passes, reference
-from jaxspec_kernels.rejection_sampling.passes import Slice, Statistics
+from jaxspec_kernels.rejection_sampling.passes import Kernels, Slice, Statistics
 from jaxspec_kernels.rejection_sampling.reference import Verdict
 
 # Two buffers of 32 rows of this many float32 columns are 4 MiB, a quarter of what v5e
@@ -81,10 +81,12 @@ def statistics(
     logits: Float[Array, "row vocab"],
     temperature: Float[Array, " row"],
     tokens: Int[Array, " row"],
+    is_sampled: Bool[Array, " row"] | None = None,
     *,
     interpret: Any = False,
 ) -> Statistics:
-    """See `passes.statistics`."""
+    """See `passes.statistics`; sums are made for every row."""
+    del is_sampled
     rows, columns = logits.shape
     block_rows = min(rows, BLOCK_ROWS)
     tile = min(part.tile, columns)
@@ -131,6 +133,6 @@ def rejection_sampling(
     return reference.rejection_sampling(
         *arguments,
         tile=tile,
-        statistics=functools.partial(statistics, interpret=interpret),
+        kernels=Kernels(functools.partial(statistics, interpret=interpret), fan=16),
         **settings,
     )

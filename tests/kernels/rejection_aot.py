@@ -1,0 +1,284 @@
+"""Rejection sampling compiled for chips that are not there.
+
+`python -m tests.kernels.rejection_aot` writes `benchmarks/results/aot_rejection.json`.
+Nothing runs: no figure here is a time.
+"""
+
+import json
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from jaxspec_kernels.rejection_sampling import Controls, gpu, tpu
+from jaxspec_kernels.rejection_sampling.cases import CASES, Case
+from jaxspec_kernels.rejection_sampling.passes import Slice
+from tests.kernels import aot_gpu, aot_tpu
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_rejection.json"
+# What a batch asks for; the rest of its controls are constants that XLA folds.
+KINDS = ("greedy", "standard", "top_p", "everything")
+GOAL = Case(seqs=1, drafts=5, vocab_size=256_000, columns=256_000)  # 6 rows
+FLOATS, INTS = jnp.float32, jnp.int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What the compiler says about the whole operation on one chip."""
+
+    logits_bytes: int
+    temp_bytes: int
+    made: tuple[str, ...]  # arrays as wide as the vocabulary, and what made them
+    launches: int = 0  # GPU: of kernels and copies, in all branches and loop bodies
+    kernels: tuple[aot_gpu.Kernel, ...] = ()
+
+
+def shapes(
+    case: Case, place: Callable[[PartitionSpec], Sharding], columns: int, dtype: Any
+) -> list[Any]:
+    """Arguments of `operation`; logits have one row per token, as the model gives.
+
+    The draft's probabilities lie step by step, as the drafting loop stacks them. With
+    another layout in memory, XLA:TPU would copy them to this one first.
+    """
+    seqs, drafts = case.seqs, case.drafts
+    deep = place(PartitionSpec(None, None, "model"))
+    steps = jax.ShapeDtypeStruct(
+        (seqs, drafts, columns),
+        FLOATS,
+        sharding=Format(Layout((1, 0, 2)), deep) if drafts else deep,
+    )
+
+    def array(kind: Any, *shape: int, spec: tuple = ()) -> Any:
+        placement = place(PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(shape, kind, sharding=placement)
+
+    return [
+        array(dtype, seqs * (drafts + 1), columns, spec=(None, "model")),
+        steps,
+        array(INTS, seqs, drafts),
+        array(INTS, seqs),
+        array(FLOATS, seqs, drafts),
+        array(FLOATS, seqs),
+        array(jnp.uint32, seqs, drafts + 1, 2),
+        Controls(
+            array(FLOATS, seqs),
+            array(INTS, seqs),
+            array(FLOATS, seqs),
+            array(FLOATS, seqs),
+        ),
+    ]
+
+
+def operation(
+    run: Callable, case: Case, kind: str, axis_name: str | None = None
+) -> Callable:
+    """The operation on one device's slice, with the controls of a kind of batch."""
+
+    def call(logits, draft, tokens, num_draft, accept, sample, words, controls):
+        seqs, drafts = tokens.shape
+        rule = num_draft
+        if kind != "everything":
+            off, none = jnp.zeros(seqs, FLOATS), jnp.zeros(seqs, INTS)
+            heat = off if kind == "greedy" else controls.temperature
+            top_p = controls.top_p if kind == "top_p" else off + 1.0
+            controls, rule, words = Controls(heat, none, top_p, off), none, None
+        return run(
+            tokens,
+            draft if drafts else None,
+            logits.reshape(seqs, drafts + 1, -1),
+            num_draft,
+            controls,
+            rule=rule,
+            accept_uniform=accept,
+            sample_uniform=sample,
+            noise_words=words,
+            vocab_size=case.vocab_size,
+            axis_name=axis_name,
+        )
+
+    return call
+
+
+def arrays(text: str, columns: int) -> tuple[str, ...]:
+    """Arrays of so many columns that a program writes, whatever the operation.
+
+    Parameters and names for what exists are left out, and so is what lies inside of a
+    fusion: it is never in memory.
+    """
+    found = set()
+    for part in text.split("\n\n"):
+        if re.match(r"%?(?:fused_|bitcast_fusion|\S*fused_computation)", part.lstrip()):
+            continue
+        made = re.findall(rf"= \(?(\w+\[[\d,]*\b{columns}\])\S* ([\w-]+)\(", part)
+        found |= {f"{name} {shape}" for shape, name in made}
+    names = "parameter", "bitcast", "get-tuple-element", "tuple"
+    return tuple(sorted(one for one in found if one.split()[0] not in names))
+
+
+def _compiled(program: Any, case: Case, columns: int, **more: Any) -> Compiled:
+    memory = program.memory_analysis()
+    assert memory is not None
+    return Compiled(
+        logits_bytes=case.seqs * (case.drafts + 1) * columns * 4,
+        temp_bytes=memory.temp_size_in_bytes,
+        made=arrays(program.as_text(), columns),
+        **more,
+    )
+
+
+@cache
+def for_tpu(case: Case, chip: str, kind: str = "everything") -> Compiled:
+    """One chip's slice of the vocabulary, without collectives."""
+    columns, placement = case.columns // case.shards, aot_tpu.sharding(chip)
+    given = shapes(case, lambda _: placement, columns, FLOATS)
+    with aot_tpu.no_compilation_cache():
+        run = operation(tpu.rejection_sampling, case, kind)
+        program = jax.jit(run).lower(*given).compile()
+    return _compiled(program, case, columns)
+
+
+@cache
+def split_for_tpu(case: Case) -> tuple[Compiled, list[int]]:
+    """Under `shard_map` on eight v5e, and the elements of every collective's result."""
+    shards = case.shards
+    chips = aot_tpu.mesh("v5e:2x4", (1, 8 // shards, shards))
+    given = shapes(case, partial(NamedSharding, chips), case.columns, FLOATS)
+    split = jax.shard_map(
+        operation(tpu.rejection_sampling, case, "everything", "model"),
+        mesh=chips,
+        in_specs=jax.tree.map(lambda one: one.sharding.spec, tuple(given)),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    with aot_tpu.no_compilation_cache():
+        program = jax.jit(split).lower(*given).compile()
+    text = program.as_text()
+    assert text is not None
+    return _compiled(program, case, case.columns // shards), collectives(text)
+
+
+def collectives(hlo: str) -> list[int]:
+    """Elements of every array that a collective makes."""
+    names = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-[a-z]+"
+    found = re.findall(rf"= (.*?) (?:{names})(?:-start)?\(", hlo)
+    sizes = []
+    for types in found:
+        for dims in re.findall(r"\w+\[([\d,]*)\]", types):
+            size = 1
+            for n in filter(None, dims.split(",")):
+                size *= int(n)
+            sizes.append(size)
+    return sizes
+
+
+@cache
+def tpu_kernel(case: Case, chip: str, dtype: str = "float32") -> aot_tpu.Compiled:
+    """The first pass by itself, with the VMEM that it takes."""
+    columns = case.columns // case.shards
+    placement = aot_tpu.sharding(chip)
+    rows = case.seqs * (case.drafts + 1)
+    part = Slice(
+        columns=columns,
+        tile=min(tpu.TILE, columns),
+        vocab_size=case.vocab_size,
+        axis_name=None,
+    )
+    given = [
+        jax.ShapeDtypeStruct(shape, kind, sharding=placement)
+        for shape, kind in (
+            ((rows, columns), dtype),
+            ((rows,), FLOATS),
+            ((rows,), INTS),
+        )
+    ]
+    return aot_tpu.compile_kernel(partial(tpu.statistics, part), given, pool=0)
+
+
+@cache
+def for_gpu(kind: str, case: Case = GOAL, dtype: str = "float32") -> Compiled:
+    """On one H200; the Triton kernels with what each needs."""
+    chips: Mesh = aot_gpu.mesh()
+    given = shapes(
+        case, lambda _: NamedSharding(chips, PartitionSpec()), case.columns, dtype
+    )
+    # From jax 0.11 on, assembly has to be asked for.
+    wanted = {"xla_dump_emitter_re": "ptx"} if jax.__version_info__ >= (0, 11) else {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        aot_gpu.uncached(),
+        warnings.catch_warnings(),
+        jax.sharding.use_abstract_mesh(chips.abstract_mesh),
+    ):
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
+        lowered = jax.jit(operation(gpu.rejection_sampling, case, kind)).lower(*given)
+        program = lowered.compile(compiler_options={"xla_dump_to": folder, **wanted})
+        launches, kernels = _launches(Path(folder))
+    return _compiled(program, case, case.columns, launches=launches, kernels=kernels)
+
+
+def _launches(folder: Path) -> tuple[int, tuple[aot_gpu.Kernel, ...]]:
+    [listed] = folder.glob("*.thunk_sequence.txt")
+    text = listed.read_text()
+    needs: dict[str, Any] = {}
+    for source in folder.glob("*.ptx"):
+        if "rejection_sampling_" in source.read_text():
+            needs |= aot_gpu._assemble(source)
+    found = re.findall(
+        r"(rejection_sampling_\w+) grid: \[(.*?)\] threads: \[(\d+), 1, 1\]"
+        r"\s+shared_memory: (\d+) bytes",
+        text,
+    )
+    kernels = {
+        name: aot_gpu.Kernel(
+            name=name,
+            grid=tuple(int(size) for size in grid.split(",")),
+            threads=int(threads),
+            shared_bytes=int(shared),
+            **needs[name],
+        )
+        for name, grid, threads, shared in found
+    }
+    return len(re.findall(r": k(?:CustomKernel|Copy|Kernel)\b", text)), tuple(
+        kernels.values()
+    )
+
+
+def main() -> None:
+    """Compile everything and write what the compilers say."""
+    # Compilers live beside the environment, see the Makefile.
+    sys.path.append(str(Path(sys.prefix) / "aot"))
+    jax.config.update("jax_platforms", "cpu")
+    lines = {
+        f"tpu kernel {name} {chip}": {"vmem_bytes": tpu_kernel(case, chip).vmem_bytes}
+        for name, case in CASES.items()
+        for chip in aot_tpu.CHIPS
+    }
+    for name, case in CASES.items():
+        for chip in aot_tpu.CHIPS:
+            lines[f"tpu {name} {chip}"] = asdict(for_tpu(case, chip))
+        if case.shards > 1:
+            lines[f"tpu v5e:2x4 {name}"] = asdict(split_for_tpu(case)[0])
+    for kind in KINDS:
+        lines[f"H200 6 rows, {kind}"] = asdict(for_gpu(kind))
+    rows = [f"  {json.dumps(name)}: {json.dumps(line)}" for name, line in lines.items()]
+    head = {
+        "command": "python -m tests.kernels.rejection_aot",
+        "versions": aot_tpu.versions() | aot_gpu.versions(),
+    }
+    text = json.dumps(head, indent=2)[:-2] + ",\n" + ",\n".join(rows) + "\n}\n"
+    RESULTS.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

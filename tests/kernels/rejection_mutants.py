@@ -1,0 +1,281 @@
+"""Known bugs of rejection sampling, put into the code one at a time.
+
+The machinery is that of `tests/mutants.py`: a mutant rewrites one place of one
+function, and its check must fail.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxspec_kernels.rejection_sampling import (
+    BLOCK,
+    STANDARD,
+    gpu,
+    passes,
+    reference,
+    tpu,
+)
+from jaxspec_kernels.rejection_sampling.passes import Kernels
+from tests.kernels.rejection_rounds import (
+    GREEDY,
+    Round,
+    by_engine,
+    make_round,
+    uncached,
+    with_kind,
+)
+from tests.kernels.test_rejection_sampling import plain_controls
+from tests.mutants import Mutant, rewritten
+
+PACKAGE = "jaxspec_kernels.rejection_sampling"
+VOCAB, COLUMNS = 290, 296  # pads are worth more than any token
+
+
+def padded(one: Round) -> tuple:
+    tokens, draft, logits, num_draft, controls = one.arrays
+    pads = ((0, 0), (0, 0), (0, COLUMNS - VOCAB))
+    logits = jnp.pad(logits, pads, constant_values=50.0)
+    return tokens, jnp.pad(draft, pads), logits, num_draft, controls
+
+
+def by_reference(**settings: Any) -> Callable:
+    """With the passes as they are now: defaults were bound when the code was read."""
+    own = passes.statistics, passes.amounts, passes.race, passes.excess
+    return partial(reference.rejection_sampling, kernels=Kernels(*own), **settings)
+
+
+IMPLEMENTATIONS: dict[str, Callable[[], Callable]] = {
+    "reference": lambda: by_reference(tile=64),
+    "tpu": lambda: partial(tpu.rejection_sampling, tile=128, interpret=True),
+    "gpu": lambda: partial(gpu.rejection_sampling, tile=128, interpret=True),
+}
+
+
+def check_rounds(implementation: str) -> None:
+    """Verdicts are the engine's: in a mixed batch, and of the block rule."""
+    run = partial(IMPLEMENTATIONS[implementation](), vocab_size=VOCAB, axis_name=None)
+    run = jax.jit(run)
+    mixed = make_round(48, vocab=VOCAB, seed=3)
+    # Equal logits: several tokens are the argmax.
+    logits = np.where(mixed.kind[:, None, None] == GREEDY, 4.0, mixed.logits)
+    mixed = replace(mixed, logits=logits.astype(np.float32))
+    rounds = (
+        mixed,
+        *(with_kind(make_round(48, vocab=VOCAB, seed=4 + n), BLOCK) for n in range(4)),
+    )
+    for one in rounds:
+        np.testing.assert_array_equal(run(*padded(one), **one.numbers), by_engine(one))
+
+
+def check_slices() -> None:
+    """Two devices that hold a half each find the engine's verdicts."""
+    split = P(None, None, "model")
+    decide = by_reference(tile=64, vocab_size=VOCAB, axis_name="model")
+    run = jax.jit(
+        jax.shard_map(
+            lambda *arrays: decide(*arrays[:-1], **arrays[-1]),
+            mesh=Mesh(np.array(jax.devices()[:2]), ("model",)),
+            in_specs=(P(), split, split, P(), P(), P()),
+            out_specs=P(),
+        )
+    )
+    one = make_round(48, vocab=VOCAB, seed=3)
+    with uncached():
+        found = run(*padded(one), one.numbers)
+    np.testing.assert_array_equal(found, by_engine(one))
+
+
+def check_limits() -> None:
+    """What random rounds do not meet: equal products, empty residuals, weights of 0."""
+
+    def verdict(logits, drafts, u, v=0.0, draft=None) -> tuple[int, int]:
+        one = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (1, 2, len(logits)))
+        probs = None if draft is None else jnp.asarray(draft, jnp.float32)[None, None]
+        # In a jit of its own, which has not traced the code without the bug.
+        found = jax.jit(by_reference(vocab_size=2**30, axis_name=None))(
+            jnp.asarray([drafts], jnp.int32),
+            probs,
+            one,
+            jnp.ones(1, jnp.int32),
+            plain_controls(1),
+            rule=jnp.full(1, STANDARD, jnp.int32),
+            accept_uniform=jnp.full((1, 1), u, jnp.float32),
+            sample_uniform=jnp.full(1, v, jnp.float32),
+            noise_words=None,
+        )
+        return int(found.num_accepted[0]), int(found.next_token[0])
+
+    none = -np.inf
+    assert verdict([0.0, 0.0, none, none], [0], 0.5, draft=[1.0, 0, 0, 0]) == (0, 1)
+    assert verdict([none, 1.0, none], [0], 0.0) == (0, 1)
+    assert verdict([0.0, 0.0, none, 0.0], [0], 0.99, 0.4, [0.5] * 4) == (0, 1)
+    assert verdict([none, none, 1.0], [2], 0.5, 0.0) == (1, 2)
+
+
+def mutant(
+    name: str, place: str, old: str, new: str, check: Callable | None = None
+) -> Mutant:
+    module, function = place.split(".")
+    implementation = module if module in IMPLEMENTATIONS else "reference"
+    return Mutant(
+        name=f"{module}: {name}",
+        module=f"{PACKAGE}.{module}",
+        function=function,
+        old=old,
+        new=new,
+        check=check or CHECKS[implementation],
+    )
+
+
+CHECKS = {name: partial(check_rounds, name) for name in IMPLEMENTATIONS}
+G_TOTAL = "total * passes.weigh(maximum, law)"
+MUTANTS = [
+    mutant(
+        "shared noise", "passes.race", "words[:, :1], words", "words[:1, :1], words"
+    ),
+    mutant("shared noise", "gpu._race", "(words, row, i)", "(words, 0, i)"),
+    mutant("noise without ids", "noise.exponential", "ids.astype", "(0 * ids).astype"),
+    mutant(
+        "not strict",
+        "reference._by_chance",
+        "accept_uniform * draft_chance < target_chance",
+        "accept_uniform * draft_chance <= target_chance",
+        check_limits,
+    ),
+    mutant(
+        "no prefix",
+        "reference._prefix_length",
+        "jnp.cumprod(is_accepted.astype(jnp.int32), axis=1)",
+        "is_accepted.astype(jnp.int32)",
+    ),
+    mutant(
+        "residual without max",
+        "draw.draw",
+        "jnp.maximum(joint[:, None] * target - own, 0.0)",
+        "joint[:, None] * target - own",
+    ),
+    mutant(
+        "residual with the token's joint",
+        "draw.draw",
+        "joint[:, None] * target",
+        "target",
+    ),
+    mutant(
+        "empty residual drawn from",
+        "draw.draw",
+        "is_rejected & (part.sum(residual.sum(axis=(1, 2))) > 0)",
+        "is_rejected",
+        check_limits,
+    ),
+    mutant(
+        "bonus from the residual",
+        "reference._by_chance",
+        "is_rejected=num_accepted < num_draft",
+        "is_rejected=num_accepted <= num_draft",
+    ),
+    mutant(
+        "weight of 0 drawn",
+        "draw._descend",
+        "has_weight & (sums > goal[:, None])",
+        "sums >= goal[:, None]",
+        check_limits,
+    ),
+    mutant(
+        "threshold off by one",
+        "search._narrowed",
+        "amounts >= wanted[:, None]",
+        "amounts > wanted[:, None]",
+    ),
+    mutant("search ends early", "search.search", ">= 2 * one", ">= 3 * one"),
+    mutant(
+        "top-p of more than the mass",
+        "reference._filter",
+        "controls.top_p * law.total",
+        "controls.top_p * law.total * 1.02",
+    ),
+    mutant(
+        "sum of what is dropped",
+        "reference._filter",
+        "jnp.where(by_p, amount, law.total)",
+        "law.total",
+    ),
+    mutant(
+        "pad counted",
+        "passes.clean",
+        "jnp.isnan(logits) | (ids == NO_ID)",
+        "jnp.isnan(logits)",
+    ),
+    mutant("pad counted", "tpu._kernel", "& (ids < vocab_size)", ""),
+    mutant("pad counted", "gpu._read", "& (ids < vocab_size)", ""),
+    mutant(
+        "combined without rescale",
+        "passes.combine",
+        "own.total * weigh(own.maximum[:, None], law)[:, 0]",
+        "own.total",
+        check_slices,
+    ),
+    mutant(
+        "tiles without rescale",
+        "passes.statistics",
+        "total * weigh(maximum[:, None], law)",
+        "total",
+    ),
+    mutant(
+        "tiles without rescale",
+        "tpu._kernel",
+        "total[...] * jnp.exp((before - peak) / heat)",
+        "total[...]",
+    ),
+    mutant("splits without rescale", "gpu.statistics", G_TOTAL, "total"),
+    mutant(
+        "highest id of equals", "gpu._statistics", "passes.NO_ID).min()", "-1).max()"
+    ),
+    mutant(
+        "block row off by one",
+        "passes.excess",
+        "[:, 1:-1]",
+        "[:, 2:]",
+    ),
+    mutant("block row off by one", "gpu._excess", "(inner + 2) + index", "(inner + 2)"),
+]
+
+
+@contextlib.contextmanager
+def applied(one: Mutant) -> Iterator[None]:
+    """Put the mutant wherever the package refers to the real function."""
+    real, fake = rewritten(one)
+    places = [
+        (module, name)
+        for path, module in list(sys.modules.items())
+        if path.startswith(PACKAGE)
+        for name, value in vars(module).items()
+        if value is real
+    ]
+    assert places, one.name
+    for module, name in places:
+        setattr(module, name, fake)
+    try:
+        yield
+    finally:
+        for module, name in places:
+            setattr(module, name, real)
+
+
+def is_killed(one: Mutant) -> bool:
+    """Whether the mutant's check fails with an assertion."""
+    with applied(one):
+        try:
+            one.check()
+        except AssertionError:
+            return True
+    return False

@@ -1,0 +1,24 @@
+"""Every known bug of rejection sampling is seen by a check of its verdicts."""
+
+import pytest
+
+from tests.kernels.rejection_mutants import CHECKS, MUTANTS, applied, is_killed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.name)
+def test_mutant_is_killed(one):
+    assert is_killed(one), f"{one.name} survived: {one.old} -> {one.new}"
+
+
+@pytest.mark.slow
+def test_checks_pass_without_a_mutant():
+    for check in dict.fromkeys([*CHECKS.values(), *(one.check for one in MUTANTS)]):
+        check()
+
+
+def test_mutants_can_be_made():
+    """The code they rewrite is still there."""
+    for one in MUTANTS:
+        with applied(one):
+            pass
