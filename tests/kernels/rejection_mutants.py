@@ -29,7 +29,7 @@ from jaxspec_kernels.rejection_sampling.passes import Kernels
 from tests.kernels.rejection_rounds import (
     GREEDY,
     Round,
-    by_engine,
+    by_whole_rows,
     make_round,
     uncached,
     with_kind,
@@ -62,7 +62,7 @@ IMPLEMENTATIONS: dict[str, Callable[[], Callable]] = {
 
 
 def check_rounds(implementation: str) -> None:
-    """Verdicts are the engine's: in a mixed batch, and of the block rule."""
+    """Verdicts are those of whole rows: in a mixed batch, and of the block rule."""
     run = partial(IMPLEMENTATIONS[implementation](), vocab_size=VOCAB, axis_name=None)
     run = jax.jit(run)
     mixed = make_round(48, vocab=VOCAB, seed=3)
@@ -74,11 +74,13 @@ def check_rounds(implementation: str) -> None:
         *(with_kind(make_round(48, vocab=VOCAB, seed=4 + n), BLOCK) for n in range(4)),
     )
     for one in rounds:
-        np.testing.assert_array_equal(run(*padded(one), **one.numbers), by_engine(one))
+        np.testing.assert_array_equal(
+            run(*padded(one), **one.numbers), by_whole_rows(one)
+        )
 
 
 def check_slices() -> None:
-    """Two devices that hold a half each find the engine's verdicts."""
+    """Two devices that hold a half each find the verdicts of whole rows."""
     split = P(None, None, "model")
     decide = by_reference(tile=64, vocab_size=VOCAB, axis_name="model")
     run = jax.jit(
@@ -92,7 +94,7 @@ def check_slices() -> None:
     one = make_round(48, vocab=VOCAB, seed=3)
     with uncached():
         found = run(*padded(one), one.numbers)
-    np.testing.assert_array_equal(found, by_engine(one))
+    np.testing.assert_array_equal(found, by_whole_rows(one))
 
 
 def check_limits() -> None:

@@ -1,4 +1,4 @@
-"""Rounds of rejection sampling, and what the engine's own rules make of them."""
+"""Rounds of rejection sampling, and what the rules make of whole rows."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.program import accept, randomness
+from jaxspec.program import randomness
 from jaxspec.program.propose import Proposal
 from jaxspec.program.randomness import ACCEPT, SAMPLE
 from jaxspec_kernels.rejection_sampling import BLOCK, COUPLED, STANDARD, Controls
+from tests.kernels import whole_rows
 from tests.laws import filtered_law
 from tests.rows import make_active
 
@@ -76,7 +77,7 @@ class Round:
         index = jnp.arange(drafts + 1, dtype=jnp.int32)[None]
         index = jnp.broadcast_to(index, (seqs, drafts + 1))
         start = jnp.full_like(index, START)
-        words = randomness._words(each, START + index, jnp.full_like(index, SAMPLE))
+        words = randomness.words(each, START + index, jnp.full_like(index, SAMPLE))
         return dict(
             rule=jnp.asarray(np.maximum(self.kind, 0), jnp.int32),
             accept_uniform=randomness.uniform(each, start, ACCEPT, index)[:, :-1],
@@ -141,8 +142,8 @@ def _noise(keys: np.ndarray, drafts: int, vocab: int) -> jax.Array:
     return randomness.exponential(each, position, SAMPLE, vocab)
 
 
-def by_engine(one: Round) -> tuple[np.ndarray, np.ndarray]:
-    """The verdict of the step program, from the same logits and seeds."""
+def by_whole_rows(one: Round) -> tuple[np.ndarray, np.ndarray]:
+    """The verdict of the rules on whole rows, from the same logits and seeds."""
     seqs, drafts = one.tokens.shape
     active = make_active(
         seqs,
@@ -157,7 +158,7 @@ def by_engine(one: Round) -> tuple[np.ndarray, np.ndarray]:
     tokens, draft, logits, num_draft, _ = one.arrays
     proposal = Proposal(tokens, jnp.zeros_like(tokens), draft)
     flat = logits.astype(jnp.float32).reshape(seqs * (drafts + 1), -1)
-    verdict = jax.jit(accept.accept)(proposal, flat, num_draft, active)
+    verdict = jax.jit(whole_rows.decide)(proposal, flat, num_draft, active)
     return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)
 
 

@@ -1,4 +1,4 @@
-"""Every round gets the engine's verdict, from logits that are read a tile at a time."""
+"""Every round gets the verdict of whole rows, from logits that are read a tile at a time."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -25,7 +25,7 @@ from tests.kernels.rejection_rounds import (
     GREEDY,
     START,
     Round,
-    by_engine,
+    by_whole_rows,
     make_round,
     with_kind,
 )
@@ -55,22 +55,22 @@ def run(one: Round, tile: int = TILE, **changes) -> tuple[np.ndarray, np.ndarray
     return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)
 
 
-def check_engine(seeds: int = 6) -> None:
+def check_rules(seeds: int = 6) -> None:
     """All rules, all filters, all counts of drafts side by side."""
     for seed in range(seeds):
         one = make_round(seed=seed)
-        np.testing.assert_array_equal(run(one), by_engine(one))
+        np.testing.assert_array_equal(run(one), by_whole_rows(one))
 
 
-def test_verdicts_are_those_of_the_engine():
-    check_engine()
+def test_verdicts_are_those_of_whole_rows():
+    check_rules()
 
 
 @pytest.mark.parametrize("tile", [50, 2048, 7])
 def test_tile_size_does_not_matter(tile):
     for seed in range(6, 9):
         one = make_round(seed=seed)
-        np.testing.assert_array_equal(run(one, tile), by_engine(one))
+        np.testing.assert_array_equal(run(one, tile), by_whole_rows(one))
 
 
 def test_rules_are_numbered_as_in_the_plan():
@@ -220,7 +220,7 @@ def test_bfloat16_logits_equal_their_float32_values():
         *(small if i == 2 else array for i, array in enumerate(one.arrays)),
         **one.numbers,
     )
-    np.testing.assert_array_equal(found, by_engine(wide))
+    np.testing.assert_array_equal(found, by_whole_rows(wide))
 
 
 def test_row_does_not_depend_on_the_other_rows():
@@ -243,14 +243,14 @@ def test_row_does_not_depend_on_the_other_rows():
 def test_verdict_under_jit_and_by_the_public_name():
     one = make_round(seed=1)
     found = jax.jit(rejection_sampling)(*one.arrays, **one.numbers)
-    np.testing.assert_array_equal(found, by_engine(one))
+    np.testing.assert_array_equal(found, by_whole_rows(one))
 
 
 def test_without_noise_a_coupled_sequence_keeps_the_law():
     one = make_round(seed=6)
     found = rejection_sampling(*one.arrays, **one.numbers | dict(noise_words=None))
     kind = np.where(one.kind == COUPLED, STANDARD, one.kind)
-    np.testing.assert_array_equal(found, by_engine(replace(one, kind=kind)))
+    np.testing.assert_array_equal(found, by_whole_rows(replace(one, kind=kind)))
 
 
 def test_missing_implementation_is_not_replaced():

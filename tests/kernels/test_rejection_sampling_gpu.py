@@ -1,4 +1,4 @@
-"""The GPU kernels' sums are float64's, and the verdicts are the engine's."""
+"""The GPU kernels' sums are float64's, and the verdicts are those of whole rows."""
 
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspec_kernels.rejection_sampling import gpu
 from jaxspec_kernels.rejection_sampling.noise import exponential
 from jaxspec_kernels.rejection_sampling.passes import Draft, Law, Slice
-from tests.kernels.rejection_rounds import by_engine, make_round
+from tests.kernels.rejection_rounds import by_whole_rows, make_round
 from tests.kernels.test_rejection_sampling_tpu import (
     COLUMNS,
     VOCAB_SIZE,
@@ -111,12 +111,12 @@ def test_excess_equals_float64(is_certain):
     np.testing.assert_allclose(found, above.sum(axis=2), rtol=1e-5, atol=1e-7)
 
 
-def test_verdicts_are_those_of_the_engine():
+def test_verdicts_are_those_of_whole_rows():
     run = jax.jit(
         partial(gpu.rejection_sampling, vocab_size=290, axis_name=None, **LAUNCH)
     )
     one = make_round(16, vocab=290)
-    np.testing.assert_array_equal(run(*one.arrays, **one.numbers), by_engine(one))
+    np.testing.assert_array_equal(run(*one.arrays, **one.numbers), by_whole_rows(one))
 
 
 def test_slices_agree_on_the_verdict():
@@ -135,4 +135,4 @@ def test_slices_agree_on_the_verdict():
         )
     )
     one = make_round(16, vocab=290, seed=1)
-    np.testing.assert_array_equal(run(*one.arrays, one.numbers), by_engine(one))
+    np.testing.assert_array_equal(run(*one.arrays, one.numbers), by_whole_rows(one))

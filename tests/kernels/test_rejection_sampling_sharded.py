@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec_kernels.rejection_sampling import reference
 from jaxspec_kernels.rejection_sampling.passes import Kernels
-from tests.kernels.rejection_rounds import Round, by_engine, make_round, uncached
+from tests.kernels.rejection_rounds import Round, by_whole_rows, make_round, uncached
 
 COLLECTIVE = re.compile(
     r"= (?P<types>.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|"
@@ -72,11 +72,11 @@ def padded(one: Round) -> tuple:
 
 
 @pytest.mark.parametrize("shape", [(8,), (2, 4)])
-def test_verdicts_are_those_of_the_engine(shape):
+def test_verdicts_are_those_of_whole_rows(shape):
     run = on_mesh(shape)
     for seed in range(5):
         one = make_round(seed=seed)
-        np.testing.assert_array_equal(run(*padded(one)), by_engine(one))
+        np.testing.assert_array_equal(run(*padded(one)), by_whole_rows(one))
 
 
 def test_point_mass_needs_no_array():
@@ -87,7 +87,7 @@ def test_point_mass_needs_no_array():
     one = Round(**{**vars(one), "tokens": tokens, "draft": certain})
     tokens, _, *rest = padded(one)
     found = on_mesh((8,), has_probs=False)(tokens, None, *rest)
-    np.testing.assert_array_equal(found, by_engine(one))
+    np.testing.assert_array_equal(found, by_whole_rows(one))
 
 
 @pytest.mark.parametrize("bad", [-np.inf, np.nan])

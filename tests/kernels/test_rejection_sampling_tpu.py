@@ -1,4 +1,4 @@
-"""The TPU kernel's statistics are float64's, and the verdicts are the engine's."""
+"""The TPU kernel's statistics are float64's, and the verdicts are those of whole rows."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec_kernels.rejection_sampling import tpu
 from jaxspec_kernels.rejection_sampling.passes import Slice
-from tests.kernels.rejection_rounds import by_engine, make_round
+from tests.kernels.rejection_rounds import by_whole_rows, make_round
 
 COLUMNS, VOCAB_SIZE, TILE = 300, 290, 128  # the third tile is cut, and has pads
 # Reads out of bounds raise, memory that nobody wrote is NaN.
@@ -68,7 +68,7 @@ def test_statistics_equal_float64(rows, dtype):
     np.testing.assert_array_equal(found.drafted, expected[3].astype(np.float32))
 
 
-def test_verdicts_are_those_of_the_engine():
+def test_verdicts_are_those_of_whole_rows():
     run = jax.jit(
         partial(
             tpu.rejection_sampling,
@@ -79,7 +79,7 @@ def test_verdicts_are_those_of_the_engine():
         )
     )
     one = make_round(16, vocab=290)
-    np.testing.assert_array_equal(run(*one.arrays, **one.numbers), by_engine(one))
+    np.testing.assert_array_equal(run(*one.arrays, **one.numbers), by_whole_rows(one))
 
 
 def test_slices_agree_on_the_verdict():
@@ -111,4 +111,4 @@ def test_slices_agree_on_the_verdict():
     )
     one = make_round(16, vocab=290, seed=1)
     found = run(*one.arrays, one.numbers)
-    np.testing.assert_array_equal(found, by_engine(one))
+    np.testing.assert_array_equal(found, by_whole_rows(one))

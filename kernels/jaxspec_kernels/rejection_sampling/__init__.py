@@ -20,7 +20,7 @@ __all__ = [
     "rejection_sampling",
 ]
 
-_MODULES = {"reference": "reference", "tpu": "tpu"}
+_MODULES = {"reference": "reference", "tpu": "tpu", "gpu": "gpu"}
 
 
 def rejection_sampling(
