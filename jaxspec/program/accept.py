@@ -65,6 +65,7 @@ def accept(
             vocab_size=vocab_size,
             axis_name=axes,
             implementation=backend.implementation,
+            device_kind=backend.device_kind,
         )
 
     whole = PartitionSpec()

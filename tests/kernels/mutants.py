@@ -1,7 +1,7 @@
 """Known bugs of attention kernels, put into each implementation one at a time.
 
-The table has every bug of `BUGS` for every
-implementation. `rejection_mutants.py` is the same for rejection sampling.
+The table has every bug of `BUGS` for every implementation. `rejection_mutants.py` is
+the same for rejection sampling.
 """
 
 import contextlib

@@ -1,12 +1,9 @@
 """Known bugs of rejection sampling, put into the code one at a time.
 
-The machinery is that of `tests/mutants.py`: a mutant rewrites one place of one
-function, and its check must fail.
+See `tests/mutation.py`. "Shared noise" is among them.
 """
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,7 +32,7 @@ from tests.kernels.rejection_rounds import (
     with_kind,
 )
 from tests.kernels.test_rejection_sampling import plain_controls
-from tests.mutants import Mutant, rewritten
+from tests.mutation import Mutant
 
 PACKAGE = "jaxspec_kernels.rejection_sampling"
 VOCAB, COLUMNS = 290, 296  # pads are worth more than any token
@@ -250,34 +247,3 @@ MUTANTS = [
     ),
     mutant("block row off by one", "gpu._excess", "(inner + 2) + index", "(inner + 2)"),
 ]
-
-
-@contextlib.contextmanager
-def applied(one: Mutant) -> Iterator[None]:
-    """Put the mutant wherever the package refers to the real function."""
-    real, fake = rewritten(one)
-    places = [
-        (module, name)
-        for path, module in list(sys.modules.items())
-        if path.startswith(PACKAGE)
-        for name, value in vars(module).items()
-        if value is real
-    ]
-    assert places, one.name
-    for module, name in places:
-        setattr(module, name, fake)
-    try:
-        yield
-    finally:
-        for module, name in places:
-            setattr(module, name, real)
-
-
-def is_killed(one: Mutant) -> bool:
-    """Whether the mutant's check fails with an assertion."""
-    with applied(one):
-        try:
-            one.check()
-        except AssertionError:
-            return True
-    return False

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.kernels.rejection_mutants import CHECKS, MUTANTS, applied, is_killed
+from tests.kernels.rejection_mutants import CHECKS, MUTANTS
+from tests.mutation import applied, is_killed
 
 
 @pytest.mark.slow

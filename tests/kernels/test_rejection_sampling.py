@@ -1,4 +1,4 @@
-"""Every round gets the verdict of whole rows, from logits that are read a tile at a time."""
+"""A round gets the verdict of whole rows, from logits that are read in tiles."""
 
 from dataclasses import replace
 from functools import cache, partial

@@ -1,4 +1,4 @@
-"""The TPU kernel's statistics are float64's, and the verdicts are those of whole rows."""
+"""The TPU kernel's statistics are float64's, the verdicts those of whole rows."""
 
 from functools import partial
 

@@ -14,6 +14,7 @@ from jaxspec_kernels import bench, paged_attention, tune, tuning
 from jaxspec_kernels.bench_work import attention_key, sampling_key
 from jaxspec_kernels.paged_attention.cases import CASES
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
+from jaxspec_kernels.rejection_sampling import Controls, Verdict, rejection_sampling
 from jaxspec_kernels.rejection_sampling.cases import CASES as SAMPLING_CASES
 
 FACTS: dict[str, Any] = dict(
@@ -335,3 +336,36 @@ def test_attention_takes_the_sizes_of_its_device(
     call(device_kind="Test Chip 9")
     expected = {"tiles": Tiles(**sizes)} if implementation == "gpu" else sizes
     assert {name: given[name] for name in expected} == expected
+
+
+def test_sampling_takes_the_tile_of_its_device(folder, monkeypatch):
+    case = SAMPLING_CASES["tiny/verify"]
+    sizes = {"tile": 1024}
+    key = sampling_key(case, "float32")
+    write(folder, table(entries={"rejection_sampling": {key: sizes}}))
+    given = {}
+
+    def spy(tokens, *arrays, **settings):
+        given.update(settings)
+        return Verdict(tokens[:, 0], tokens[:, 0])
+
+    path = "jaxspec_kernels.rejection_sampling.reference"
+    monkeypatch.setattr(importlib.import_module(path), "rejection_sampling", spy)
+    whole = jnp.zeros(case.seqs, jnp.int32)
+    ones = jnp.ones(case.seqs)
+    call = functools.partial(
+        rejection_sampling,
+        jnp.zeros((case.seqs, case.drafts), jnp.int32),
+        None,
+        jnp.zeros((case.seqs, case.drafts + 1, case.columns)),
+        whole,
+        Controls(ones, whole, ones, ones),
+        rule=whole,
+        accept_uniform=jnp.zeros((case.seqs, case.drafts)),
+        sample_uniform=jnp.zeros(case.seqs),
+        implementation="reference",
+    )
+    call()
+    assert "tile" not in given
+    call(device_kind="Test Chip 9")
+    assert given["tile"] == 1024

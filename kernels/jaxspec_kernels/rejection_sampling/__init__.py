@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxspec_kernels import dispatch
+from jaxspec_kernels import dispatch, tuning
 from jaxspec_kernels.rejection_sampling.reference import (
     BLOCK,
     COUPLED,
@@ -37,6 +37,7 @@ def rejection_sampling(
     vocab_size: int | None = None,
     axis_name: str | tuple[str, ...] | None = None,
     implementation: str | None = None,
+    device_kind: str | None = None,
 ) -> Verdict:
     """Accept a prefix of `draft_tokens`, then choose one token from the target.
 
@@ -87,10 +88,20 @@ def rejection_sampling(
         vocab_size: Of the whole vocabulary; None where no column is a pad.
         axis_name: Mesh axes that split the vocabulary, major first.
         implementation: A name to force; None is that of jax's default backend.
+        device_kind: Takes the tile size that was measured on this kind of device, as in
+            `device.device_kind`; None, or a device without a table, is the
+            implementation's own choice.
 
     References: Leviathan et al. 2023, arXiv:2211.17192; Sun et al. 2024,
         arXiv:2403.10444 (block); Daliri et al. 2024, arXiv:2408.07978 (coupling).
     """
+    tuned: dict[str, int] = {}
+    if device_kind is not None:
+        seqs, width, columns = target_logits.shape
+        key = tuning.sampling_key(
+            rows=seqs * width, columns=columns, dtype=str(target_logits.dtype)
+        )
+        tuned = tuning.sizes("rejection_sampling", device_kind, key) or {}
     run = dispatch.choose("rejection_sampling", _MODULES, implementation)
     return run(
         draft_tokens,
@@ -104,4 +115,5 @@ def rejection_sampling(
         noise_words=noise_words,
         vocab_size=2**30 if vocab_size is None else vocab_size,
         axis_name=axis_name,
+        **tuned,
     )

@@ -20,6 +20,10 @@ from jaxspec_kernels.rejection_sampling.noise import exponential
 # per row and adds them up at the end: XLA:CPU does not vectorise sums along a row.
 TILE = LANES = 512
 
+# Up to so many sequences, the draft's rows are cut out one by one: for a gather,
+# XLA:TPU may copy all of its probabilities to another layout.
+MAX_SLICES = 64
+
 LARGEST = float(jnp.finfo(jnp.float32).max)
 NO_ID = jnp.iinfo(jnp.int32).max  # of a column that holds no token, or one seen before
 
@@ -203,7 +207,13 @@ class Draft(NamedTuple):
             return jax.lax.dynamic_slice(probs, (index, start), (1, size))[0]
 
         start = part.start(number) + within
-        return jax.vmap(read)(self.probs, index, start).astype(jnp.float32)
+        if index.shape[0] > MAX_SLICES:
+            return jax.vmap(read)(self.probs, index, start).astype(jnp.float32)
+        columns = [
+            jax.lax.dynamic_slice(self.probs, (i, index[i], start[i]), (1, 1, size))
+            for i in range(index.shape[0])
+        ]
+        return jnp.concatenate(columns)[:, 0].astype(jnp.float32)
 
     def chance(self, part: Slice) -> Float[Array, "seq draft"]:
         """Probability of each draft token."""

@@ -1,8 +1,9 @@
 """Rejection sampling in plain jnp: the specification, and what runs on CPU.
 
-Passes over the logits: one for statistics; for filtered batches up to eight per filter
-and one per sum; one where a sequence is coupled, one where one follows the block rule;
-one over a single row of each sequence to draw. What no sequence asks for is not run.
+Passes over the logits: one for statistics, a few per filter (`search`), one more for
+top-k and for min-p, one where a sequence is coupled, one where one follows the block
+rule; then one over a single row of each sequence to draw. What no sequence asks for is
+not run. An implementation may bring its own `Kernels` for the passes over all rows.
 """
 
 from typing import NamedTuple
