@@ -1,11 +1,11 @@
 """Compiles the step program at full size for devices that are not there.
 
-`python -m tests.program.aot_step [PLACE ...]` prints what the compiler says of each
-place, a JSON line each: memory of a chip, kernels, collectives, copies.
+`python -m tests.program.aot_step` writes what the compiler says of each place to
+`benchmarks/results/aot_step.json`: memory of a chip, kernels, collectives, copies. With
+names of places behind it, it prints those. Nothing runs: no figure here is a speed.
 """
 
 import collections
-import contextlib
 import json
 import logging
 import math
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh
+from tqdm.auto import tqdm
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.weights import abstract_params
@@ -39,6 +40,7 @@ from tests.kernels import aot_gpu, aot_tpu
 
 _log = logging.getLogger(__name__)
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_step.json"
 GIB = 2**30
 PAGE_SIZE = 16
 
@@ -262,11 +264,16 @@ def _largest(moves: dict[str, int], count: int = 8) -> dict[str, int]:
 
 
 def main(names: list[str]) -> None:
-    """Compile for every place that is named, for all if none is."""
-    for name in names or PLACES:
-        with contextlib.redirect_stdout(sys.stderr):
-            report, _ = compile_pair(name)
-        print(json.dumps(asdict(report)), flush=True)
+    """Compile for the places that are named, or for all and write that down."""
+    rows = []
+    for name in tqdm(names or PLACES, unit="place"):
+        report, _ = compile_pair(name)
+        rows.append(asdict(report))
+    if names:
+        print(json.dumps(rows, indent=2))
+        return
+    result = {"versions": aot_tpu.versions(), "rows": rows}
+    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
