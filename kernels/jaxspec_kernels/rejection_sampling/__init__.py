@@ -45,8 +45,9 @@ def rejection_sampling(
     and min-p, in that order; equal logits at a filter's border all stay. Emitted tokens
     follow them exactly, but for float32 rounding and the 24 bits of a uniform. They are
     never written to memory: row statistics and the draft tokens' probabilities come
-    from one pass over the logits, and only the row that the token is drawn from is read
-    again. Sequences with different rules share a batch:
+    from one pass over the logits, top-k and top-p add a few passes where a sequence
+    asks for them, and then only the row that the token is drawn from is read again.
+    Sequences with different rules share a batch:
 
     - greedy (temperature 0, whatever `rule` says): drafts stay while they equal the
       argmax, the lowest id of equal logits; then comes the argmax.
@@ -72,7 +73,7 @@ def rejection_sampling(
     Under `shard_map` with the vocabulary split, pass each device's slice of logits and
     `draft_probs`, the rest whole, and the mesh axes as `axis_name`. Every device gets
     the same verdict; none receives more than 15 numbers per target row at once. The TPU
-    implementation needs `check_vma=False` there.
+    and GPU implementations need `check_vma=False` there.
 
     Args:
         draft_tokens: May have no columns: plain decoding.
