@@ -144,7 +144,9 @@ class Attention(nnx.Module):
         query = project(inputs, self.q_proj[...])[:tokens].reshape(heads)
         key_value = project(inputs, self.kv_proj[...])[:tokens]
         key_value = key_value.reshape(tokens, -1, 2, config.head_dim)
-        query = rotate(query, tables)
+        # In the type of the pages: float32 queries on bfloat16 keys would take products
+        # that no tensor core has, and HuggingFace rounds them too.
+        query = rotate(query, tables).astype(self.q_proj[...].dtype)
         key, value = rotate(key_value[:, :, 0], tables), key_value[:, :, 1]
         kv_pages = self.backend.write(
             kv_pages, key, value, batch.slot_mapping, config.num_q_heads

@@ -17,8 +17,9 @@ def make_region(
     """A batch of one region; queries are right-aligned at `kv_len`.
 
     Args:
-        is_written: Whose keys and values are kept. A position without a reserved page
-            (its table entry is the pad page) is not written either.
+        is_written: Whose keys and values are kept; a sequence with none attends to
+            nothing. A position without a reserved page (its table entry is the pad
+            page) is not written either.
     """
     count = tokens.shape[1]
     offset = jnp.arange(count, dtype=jnp.int32)[None] - count
@@ -29,7 +30,9 @@ def make_region(
     slots = pages * pool.page_size + positions % pool.page_size
     inside = is_written & (positions >= 0) & (positions < pool.max_model_len)
     slots = jnp.where(inside, slots, num_slots)
-    region = Region(page_table=page_table, kv_len=kv_len, num_queries=count)
+    # Whose results nobody reads sees nothing: its pages may not be there.
+    seen = jnp.where(is_written.any(axis=1), kv_len, 0)
+    region = Region(page_table=page_table, kv_len=seen, num_queries=count)
     return TokenBatch(
         tokens=tokens.reshape(-1),
         positions=positions.reshape(-1),

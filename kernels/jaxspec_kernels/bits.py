@@ -18,6 +18,20 @@ def storage_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:
     return dtype
 
 
+def check_storage(dtype: jnp.dtype) -> None:
+    """Refuse pools of a type that no implementation reads.
+
+    Raises:
+        NotImplementedError: It is one of those.
+    """
+    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.uint16):
+        raise NotImplementedError(
+            f"pages of {jnp.dtype(dtype)}: keys and values are kept as bfloat16, "
+            "float16 or float32, or as bits of bfloat16 in uint16; quantised pages "
+            "are not there yet"
+        )
+
+
 def to_storage(rows: Array, dtype: jnp.dtype) -> Array:
     """Rows as a pool of type `dtype` keeps them."""
     if dtype != jnp.uint16:

@@ -64,7 +64,8 @@ def _power_of_two(size: int) -> int:
 
 def file_name(device_kind: str) -> str:
     """Return the name of a device's table: `NVIDIA H200` is in `nvidia-h200.json`."""
-    return re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-") + ".json"
+    name = re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
+    return (name or "unnamed") + ".json"
 
 
 def folder() -> Traversable:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec_kernels import paged_attention, write_kv_pages
 from jaxspec_kernels.bits import from_storage, storage_dtype, to_storage
 
 UINT16 = jnp.dtype(jnp.uint16)
@@ -50,3 +51,26 @@ def test_float_pools_hold_values(dtype):
     assert kept.dtype == dtype
     np.testing.assert_array_equal(kept, rows.astype(dtype))
     assert from_storage(kept).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.float8_e4m3fn])
+def test_other_types_of_pages_are_refused(dtype):
+    """Keys would be cut to whole numbers, in silence."""
+    pages = jnp.zeros((2, 4, 2, 8), dtype)
+    rows, slots = jnp.ones((1, 1, 8)), jnp.zeros(1, jnp.int32)
+    with pytest.raises(NotImplementedError, match="quantised pages are not there yet"):
+        write_kv_pages(pages, rows, rows, slots)
+    with pytest.raises(NotImplementedError, match="quantised pages are not there yet"):
+        paged_attention(
+            rows[:, None], pages, jnp.zeros((1, 2), jnp.int32), slots + 1, scale=1.0
+        )
+
+
+def test_float16_pages_are_read():
+    key = jax.random.normal(jax.random.key(0), (4, 1, 8))
+    table, length = jnp.zeros((1, 1), jnp.int32), jnp.array([4])
+    results = []
+    for dtype in (jnp.float32, jnp.float16):
+        pages = write_kv_pages(jnp.zeros((1, 4, 2, 8), dtype), key, key, jnp.arange(4))
+        results.append(paged_attention(key[None, :1], pages, table, length, scale=1.0))
+    np.testing.assert_allclose(*results, atol=4e-3)

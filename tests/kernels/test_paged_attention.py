@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from jaxspec_kernels import paged_attention
 from jaxspec_kernels.bits import to_storage
-from jaxspec_kernels.paged_attention import reference
+from jaxspec_kernels.paged_attention import gpu, reference, tpu
 from jaxspec_kernels.paged_attention.cases import CASES
 from tests.kernels.oracle import (
     EXACT,
@@ -233,3 +234,48 @@ def test_unknown_implementation_is_an_error():
     call = build(SMALL)
     with pytest.raises(ValueError, match="paged_attention: choose one of"):
         paged_attention(*call.arrays, scale=1.0, implementation="fast")
+
+
+IMPLEMENTATIONS = {
+    "reference": reference.paged_attention,
+    "tpu": partial(
+        tpu.paged_attention,
+        interpret=pltpu.InterpretParams(uninitialized_memory="nan"),
+        block_tokens=128,
+    ),
+    "gpu": partial(gpu.paged_attention, interpret=True),
+}
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_positions_past_the_page_table_hold_nothing(name, window):
+    """A last round reaches past what was reserved, with queries that nobody reads."""
+    page_size, table = 16, jnp.arange(1, 10, dtype=jnp.int32)[None]
+    query, pages = (
+        jax.random.normal(key, shape)
+        for key, shape in zip(
+            jax.random.split(jax.random.key(0)),
+            [(1, 5, 2, 128), (20, page_size, 2, 128)],
+            strict=True,
+        )
+    )
+    pages = pages.at[0].set(jnp.nan)  # somebody else's
+    length = table.size * page_size + 3
+    settings = dict(scale=0.1, soft_cap=None, window=window, ancestor_mask=None)
+    found = IMPLEMENTATIONS[name](query, pages, table, jnp.array([length]), **settings)[
+        0, :2
+    ]
+    # The two queries that are inside, asked alone.
+    inside = jnp.array([length - 3])
+    expected = reference.paged_attention(
+        query[:, :2], pages, table, inside, **settings
+    )[0]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_keys_without_values_are_an_error():
+    query, table = jnp.zeros((1, 1, 2, 8)), jnp.zeros((1, 4), jnp.int32)
+    pages = jnp.zeros((4, 4, 3, 8))
+    with pytest.raises(ValueError, match="must hold keys and values in turn"):
+        paged_attention(query, pages, table, jnp.array([3]), scale=1.0)

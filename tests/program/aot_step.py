@@ -90,7 +90,10 @@ _COLLECTIVES = (
     "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter",
 )  # fmt: skip
 _BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1, "s8": 1, "u8": 1}
-_OPERATION = re.compile(r"= \(?(\w+)\[([\d,]*)\]\{?([^ ]*) .*?([a-z][\w-]*)\(")
+# The result's shapes, one or several in parentheses, then the operation's name.
+_OPERATION = re.compile(r" = (\(.*?\)|\S+) ([a-z][\w-]*)\(")
+_NOTHING = (0, "()", "")
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{(\S*?)\})?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,14 +212,21 @@ def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 def _operations(text: str) -> Iterator[tuple[str, str, int, str]]:
-    """Name, shape, bytes and layout of every operation's (first) result."""
+    """Name, shape, bytes and layout of every operation's (largest) result."""
     for line in text.splitlines():
         found = _OPERATION.search(line)
         if found is None:
             continue
-        kind, sizes, layout, name = found.groups()
-        count = math.prod(int(size) for size in sizes.split(",") if size)
-        yield name, f"{kind}[{sizes}]", count * _BYTES.get(kind, 4), layout
+        results, name = found.groups()
+        arrays = []
+        for kind, sizes, layout in _ARRAY.findall(results):
+            count = math.prod(int(size) for size in sizes.split(",") if size)
+            bytes_ = count * _BYTES.get(kind, 4)
+            arrays.append((bytes_, f"{kind}[{sizes}]", layout))
+        # An asynchronous one lists operands too: a gather's are smaller, and of a
+        # copy's two the first is where it goes.
+        size, shape, layout = max(arrays, key=lambda array: array[0], default=_NOTHING)
+        yield name, shape, size, layout
 
 
 def _all_reduces(text: str) -> dict[str, int]:

@@ -72,3 +72,11 @@ def test_joined_regions_stay_in_order():
     assert [r.num_queries for r in both.regions] == [3, 1]
     assert sum(r.num_rows for r in both.regions) == both.tokens.shape[0]
     assert join([first]) is first
+
+
+def test_what_is_not_kept_sees_nothing():
+    """Pads share the last row's page table, whose pages may not be there."""
+    batch = region([6, 6], 3, is_written=[[True, False, True], [False] * 3])
+    (part,) = batch.regions
+    assert np.asarray(part.kv_len).tolist() == [6, 0]
+    assert np.asarray(batch.positions).tolist() == [3, 4, 5, 3, 4, 5]

@@ -42,7 +42,8 @@ def paged_attention(
             the bits of bfloat16 (see `jaxspec_kernels.bits`).
         page_table: Page ids in order of position; entries past the end of a sequence
             may hold anything.
-        kv_len: Visible tokens, the queries' own included.
+        kv_len: Visible tokens, the queries' own included. Positions that the page table
+            has no room for hold no keys.
         scale: Multiplies the scores, before the cap.
         soft_cap: Scores become `cap * tanh(score / cap)`, before the mask.
         window: Sliding window, in tokens, the query's own included.
@@ -60,6 +61,12 @@ def paged_attention(
     References: Kwon et al. 2023, arXiv:2309.06180 (pages); Gemma Team 2024,
         arXiv:2408.00118 (soft-capping, alternating windows).
     """
+    if query.shape[3] != kv_pages.shape[3] or kv_pages.shape[2] % 2:
+        raise ValueError(
+            f"query {query.shape} on pages {kv_pages.shape}: the last axes must be of "
+            "one size, head_dim, and the pages' third axis must hold keys and values "
+            "in turn"
+        )
     if query.shape[2] * 2 % kv_pages.shape[2]:
         raise ValueError(
             f"{query.shape[2]} query heads cannot share {kv_pages.shape[2] // 2} KV "

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from jaxspec_kernels.bits import from_storage
+from jaxspec_kernels.bits import check_storage, from_storage
 
 # Tokens walked at once. Below 128 the loop's overhead shows on CPU, above it short
 # contexts pay for empty slots.
@@ -34,11 +34,13 @@ def paged_attention(
     block_tokens: int = BLOCK_TOKENS,
 ) -> Float[Array, "seq token q_head head_dim"]:
     """See `jaxspec_kernels.paged_attention`; `block_tokens` is rounded to pages."""
+    check_storage(kv_pages.dtype)
     seqs, queries, q_heads, head_dim = query.shape
     page_size, kv_heads = kv_pages.shape[1], kv_pages.shape[2] // 2
     group = q_heads // kv_heads
     block_pages = max(1, min(block_tokens // page_size, page_table.shape[1]))
     block = block_pages * page_size
+    capacity = page_table.shape[1] * page_size
     missing = -page_table.shape[1] % block_pages
     page_table = jnp.pad(page_table, ((0, 0), (0, missing)))
 
@@ -58,7 +60,8 @@ def paged_attention(
         )
         kv = from_storage(kv_pages.at[pages].get(mode="clip"))
         kv = kv.reshape(seqs, block, kv_heads, 2, head_dim)
-        visible = see(number * block + jnp.arange(block, dtype=jnp.int32))
+        at = number * block + jnp.arange(block, dtype=jnp.int32)
+        visible = see(at) & (at < capacity)[None, None]
         # A slot that no query sees may hold NaN, and 0 * NaN is NaN.
         live = visible.any(axis=1)[:, :, None, None]
         key = jnp.where(live, kv[:, :, :, 0], 0.0)

@@ -109,6 +109,8 @@ def _kernel(
     mixed[...] = jnp.zeros_like(mixed)
     length = kv_len[seq]
     start = length - num_queries  # position of the first query, may be negative
+    # No slot past the last page was copied.
+    limit = jnp.minimum(length, end_page[seq] * page_size)
     num_blocks = pl.cdiv(end_page[seq] - first_page[seq], block_pages)
 
     def visible(base: Array) -> Array:
@@ -132,7 +134,7 @@ def _kernel(
             near = position - key < window
             # The tree's own mask has the window in it: a slot there is not a position.
             seen &= near if tree is None else near | (key >= start)
-        return seen & (key < length)
+        return seen & (key < limit)
 
     def visit(number: Array, slot: Array) -> Array:
         is_last = number + 1 == num_blocks
@@ -146,12 +148,12 @@ def _kernel(
         base = (first_page[seq] + number * block_pages) * page_size
 
         # A slot that no query sees may hold NaN, and 0 * NaN is NaN.
-        @pl.when((base < lowest[seq]) | (base + block > length))
+        @pl.when((base < lowest[seq]) | (base + block > limit))
         def _():
             shape = buffers.shape[1:]
             at = base + page_size * jax.lax.broadcasted_iota(jnp.int32, shape, 0)
             at += jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-            kept = (at >= lowest[seq]) & (at < length)
+            kept = (at >= lowest[seq]) & (at < limit)
             kv = buffers[slot]
             buffers[slot] = jnp.where(kept, kv, jnp.zeros_like(kv))
 

@@ -25,7 +25,8 @@ def write_kv_pages(
 
     Args:
         key: Cast to the pages' type.
-        slot_mapping: page * page_size + offset.
+        slot_mapping: page * page_size + offset; not negative, which jax would count
+            from the end.
         implementation: A name to force; None is that of jax's default backend.
     """
     run = dispatch.choose("write_kv_pages", _MODULES, implementation)

@@ -17,7 +17,7 @@ the argument's memory, without temporaries: so no backend has a kernel of its ow
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from jaxspec_kernels.bits import to_storage
+from jaxspec_kernels.bits import check_storage, to_storage
 
 
 def write_kv_pages(
@@ -27,6 +27,7 @@ def write_kv_pages(
     slot_mapping: Int[Array, " token"],
 ) -> Num[Array, "page page_size two_kv_head head_dim"]:
     """See `jaxspec_kernels.write_kv_pages`."""
+    check_storage(kv_pages.dtype)
     pages, page_size, double_heads, head_dim = kv_pages.shape
     # Keys even, values odd. Joined along the lanes: a new axis between heads and
     # head_dim is a tile of its own on TPU, for 5 fusions instead of 2.
