@@ -5,6 +5,7 @@ Slots that no query sees hold NaN in every pool made here.
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -262,7 +263,7 @@ def test_positions_past_the_page_table_hold_nothing(name, window):
     )
     pages = pages.at[0].set(jnp.nan)  # somebody else's
     length = table.size * page_size + 3
-    settings = dict(scale=0.1, soft_cap=None, window=window, ancestor_mask=None)
+    settings: Any = dict(scale=0.1, soft_cap=None, window=window, ancestor_mask=None)
     found = IMPLEMENTATIONS[name](query, pages, table, jnp.array([length]), **settings)[
         0, :2
     ]
