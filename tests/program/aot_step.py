@@ -1,8 +1,9 @@
 """Compiles the step program at full size for devices that are not there.
 
-`python -m tests.program.aot_step` writes what the compiler says of each place to
-`benchmarks/results/aot_step.json`: memory of a chip, kernels, collectives, copies. With
-names of places behind it, it prints those. Nothing runs: no figure here is a speed.
+`PYTHONPATH=.venv/aot python -m tests.program.aot_step` writes what the compiler says of
+each place to `benchmarks/results/aot_step.json`: memory of a chip, kernels, collectives,
+copies. With names of places behind it, it prints those. Nothing runs: no figure here is
+a speed. jax looks for its compilers when it starts, so the path must be there before.
 """
 
 import collections
@@ -287,6 +288,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Not on the path of a normal run: see the Makefile.
-    sys.path.append(str(Path(sys.prefix) / "aot"))
     main(sys.argv[1:])
