@@ -52,11 +52,18 @@ pyright: $(installed_test)
 lint-imports: $(installed_test)
 	@$(bin)/lint-imports
 
+# Tests that compile for TPU and GPU, in a run of their own: see tests/conftest.py.
+aot_tests := $(shell grep -lsE 'aot_(tpu|gpu|step)|rejection_aot' tests/*/test_*.py)
+aot_run := JAXSPEC_AOT=1 JAX_ENABLE_COMPILATION_CACHE=false $(pytest)
+other_run := $(pytest) $(addprefix --ignore=,$(aot_tests))
+
 test: $(installed_test)
-	@$(pytest) $(PYTEST_ARGS)
+	@$(aot_run) $(PYTEST_ARGS) $(aot_tests)
+	@$(other_run) $(PYTEST_ARGS)
 
 test-fast: $(installed_test)
-	@$(pytest) -m "not slow" $(PYTEST_ARGS)
+	@$(aot_run) -m "not slow" $(PYTEST_ARGS) $(aot_tests)
+	@$(other_run) -m "not slow" $(PYTEST_ARGS)
 
 format: $(installed_test)
 	@$(bin)/ruff check --fix .

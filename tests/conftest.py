@@ -19,9 +19,12 @@ DEVICE_FLAG = "--xla_force_host_platform_device_count"
 if DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_FLAG}=8"
 
-# Compilers for accelerators that are not here. They live in a folder of their own (see
-# the Makefile): on the path of a normal run, jax would try to start their devices.
-sys.path.append(str(Path(sys.prefix) / "aot"))
+# Compilers for accelerators that are not here. They live in a folder of their own, and
+# the tests that compile with them run in processes of their own (see the Makefile): jax
+# looks for devices of theirs when it starts, and a process that had loaded them crashed
+# when it stored a program for the CPU.
+if os.environ.get("JAXSPEC_AOT"):
+    sys.path.append(str(Path(sys.prefix) / "aot"))
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
 """Compiles the step program at full size for devices that are not there.
 
 `PYTHONPATH=.venv/aot python -m tests.program.aot_step` writes what the compiler says of
-each place to `benchmarks/results/aot_step.json`: memory of a chip, kernels, collectives,
-copies. With names of places behind it, it prints those. Nothing runs: no figure here is
-a speed. jax looks for its compilers when it starts, so the path must be there before.
+each place to `benchmarks/results/aot_step.json`: memory, kernels, collectives, copies.
+With names of places behind it, it prints those. Nothing runs: no figure is a speed.
+jax looks for its compilers when it starts, so the path must be there before.
 """
 
 import collections
