@@ -72,9 +72,17 @@ def replicated(sizes: Sizes, num_devices: int) -> dict[str, str]:
         (("down_proj",), sizes.intermediate_size, "down columns"),
     ]
     for names, count, reason in groups:
-        if count % num_devices:
+        is_repeated = names[0] == "k_proj" and _holds_one_head(sizes, num_devices)
+        if count % num_devices and not is_repeated:
             whole |= dict.fromkeys(names, reason)
     return whole
+
+
+def _holds_one_head(sizes: Sizes, num_devices: int) -> bool:
+    """Whether a device holds a copy of the one KV head that it reads, and no other."""
+    is_even = num_devices % sizes.num_kv_heads == 0
+    is_even &= sizes.num_q_heads % num_devices == 0
+    return is_even and num_devices > sizes.num_kv_heads
 
 
 def size(num_bytes: float) -> str:
@@ -95,7 +103,10 @@ def _placement(checkpoint: Checkpoint, num_devices: int) -> str:
     copied, per_device = dict[str, int](), 0
     for name, tensor in checkpoint.tensors.items():
         reason = whole.get(name.split(".")[-2])
-        if reason is None:
+        if reason is None and name.split(".")[-2] in ("k_proj", "v_proj"):
+            heads = min(num_devices, checkpoint.sizes.num_kv_heads)
+            per_device += tensor.num_bytes // heads
+        elif reason is None:
             per_device += tensor.num_bytes // num_devices
         else:
             per_device += tensor.num_bytes

@@ -86,15 +86,10 @@ def speculative_step(
     active = gather(rows, fields["decode_row"])
 
     proposal, draft_pages = _propose(
-        draft_params,
-        state.draft_pages,
-        active,
-        rows,
-        tiles,
-        config=config,
-        shape=shape,
+        draft_params, state.draft_pages, active, rows, tiles, config=config, shape=shape
     )
-    target = bind(config.target, target_params, config.backend(TARGET_MESH_AXES))
+    backend = config.backend(TARGET_MESH_AXES)
+    target = bind(config.target, target_params, backend)
     known = active.last_tokens[:, 1:]
     drafts = known[:, :0] if proposal is None else proposal.tokens
     round_tokens = jnp.concatenate([known, drafts], axis=1)
@@ -107,13 +102,7 @@ def speculative_step(
     hidden, target_pages = target.hidden(join(batches), state.target_pages)
     logits, tile_logits = _logits(target, hidden, seqs * width)
 
-    verdict = _verdict(
-        proposal,
-        logits,
-        fields["decode_draft"],
-        active,
-        config.backend(TARGET_MESH_AXES),
-    )
+    verdict = _verdict(proposal, logits, fields["decode_draft"], active, backend)
     tokens = _place_next(drafts, verdict)
     emitted = truncate(tokens, verdict.num_accepted + 1, active)
     rows = append(rows, active, emitted)

@@ -76,10 +76,15 @@ def test_large_sizes_have_no_exponent():
     assert size(1_234_000_000_000) == "1234 GB"
 
 
-def test_published_sizes_need_copies_of_the_2b_only():
-    """Eight devices: 2B has four KV heads, 9B eight and 27B sixteen."""
-    config = tiny_config("2b") | dict(vocab_size=256000, intermediate_size=9216)
-    assert "4 KV heads" in replicated(Sizes.from_config(config), 8).values()
-    config = tiny_config("9b") | dict(vocab_size=256000, intermediate_size=14336)
-    assert set(replicated(Sizes.from_config(config), 8).values()) == {"norms"}
-    assert "model.norm.weight" in tensor_shapes(Sizes.from_config(config))
+def test_published_sizes_need_whole_norms_only():
+    """Eight devices: of the 2B's four KV heads, each holds the one that it reads."""
+    for name, hidden in (("2b", 9216), ("9b", 14336)):
+        config = tiny_config(name) | dict(vocab_size=256000, intermediate_size=hidden)
+        assert set(replicated(Sizes.from_config(config), 8).values()) == {"norms"}
+        assert "model.norm.weight" in tensor_shapes(Sizes.from_config(config))
+
+
+def test_heads_that_do_not_come_out_even_are_whole():
+    changes = dict(num_attention_heads=12, num_key_value_heads=3)
+    sizes = Sizes.from_config(tiny_config("2b") | changes)
+    assert replicated(sizes, 4)["k_proj"] == "3 KV heads"

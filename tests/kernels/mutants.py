@@ -172,7 +172,7 @@ TPU = [
         "end_page[of_seq] + 1 -",
         check_copies,
     ),
-    mutant("slot past the end used", "tpu._kernel", "(at < length)", "(at <= length)"),
+    mutant("slot past the end used", "tpu._kernel", "(at < limit)", "(at <= limit)"),
     mutant("unseen slots used", "tpu._kernel", "(at >= lowest[seq]) &", ""),
     mutant(
         "wrong GQA row",

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +158,8 @@ def compile_pair(
         page_size=PAGE_SIZE,
         max_model_len=target.max_position_embeddings,
     )
-    dtype = jnp.dtype(jnp.bfloat16)
-    params = (
-        abstract_params(target, dtype=dtype, mesh=mesh),
-        abstract_params(draft, dtype=dtype, mesh=mesh, mesh_axes=DRAFT_MESH_AXES),
-    )
+    form: Any = partial(abstract_params, dtype=jnp.dtype(jnp.bfloat16), mesh=mesh)
+    params = form(target), form(draft, mesh_axes=DRAFT_MESH_AXES)
     forms: Any = EngineState  # of arrays that are not there
     state = forms(
         rows=jax.tree.map(
@@ -178,7 +176,7 @@ def compile_pair(
     start = time.monotonic()
     with aot_tpu.no_compilation_cache():
         compiled: Any = compile_step(config, shape, (*params, state))
-    elapsed = time.monotonic() - start
+        elapsed = time.monotonic() - start
     text = compiled.as_text()
     kept = set()
     for leaf in jax.tree.leaves((params, state.target_pages, state.draft_pages)):
