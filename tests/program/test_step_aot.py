@@ -37,7 +37,7 @@ def test_9b_with_a_2b_draft_compiles_for(name):
     assert max(report.moves.values()) <= LARGEST_MOVE[name], report.moves
 
     # One attention per layer: the target's, and the draft's first and looped pass.
-    attention = re.findall(r'op_name="[^"]*/paged_attention"', text)
+    attention = re.findall(r'op_name="[^"]*/paged_attention[/"]', text)
     assert len(attention) >= target_layers + 2 * draft_layers
     if place.devices > 1:
         # One after attention and one after the feed-forward part, in every layer.
