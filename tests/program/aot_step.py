@@ -94,7 +94,7 @@ _COLLECTIVES = (
 _BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1, "s8": 1, "u8": 1}
 # The result's shapes, one or several in parentheses, then the operation's name.
 _OPERATION = re.compile(r" = (\(.*?\)|\S+) ([a-z][\w-]*)\(")
-_NOTHING = (0, "()", "")
+_NOTHING = (0, "u8[]", "")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{(\S*?)\})?")
 
 
