@@ -92,11 +92,6 @@ def num_positional_of(function: Function) -> int:
     return len(names) - (names[:1] in (["self"], ["cls"]))
 
 
-def is_method(function: Function) -> bool:
-    """Whether its first argument is an object or a class."""
-    return [arg.arg for arg in function.args.args[:1]] in (["self"], ["cls"])
-
-
 def defines_something(path: Path) -> bool:
     """Whether a module holds code of its own; an alias or a reading order does not."""
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
@@ -134,10 +129,7 @@ def test_sizes_are_within_limits(path: Path) -> None:
     for function in functions_of(path):
         where = f"{path}:{function.lineno} {function.name}"
         assert num_lines_of(function) <= max_lines_of(path, function), where
-        # Pallas and `shard_map` give arrays by position, to kernels and to closures.
-        is_closure = function.col_offset > 0 and not is_method(function)
-        if path.parts[0] != "kernels" and not is_closure:
-            assert num_positional_of(function) <= MAX_POSITIONAL, f"{where}: use `*`"
+        assert num_positional_of(function) <= MAX_POSITIONAL, f"{where}: use `*`"
 
 
 def test_names_say_what_a_file_owns() -> None:

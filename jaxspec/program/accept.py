@@ -43,7 +43,8 @@ def accept(
     offset = jnp.arange(width, dtype=jnp.int32)[None]
     position = active.num_tokens[:, None] + offset
 
-    def decide(logits, probs, tokens, num_draft, active, position, numbers) -> Verdict:
+    def decide(logits: Array, probs: Array | None, whole: tuple) -> Verdict:
+        tokens, num_draft, active, position, numbers = whole
         logits = forbid_early_stop(
             logits, position.reshape(-1), active.repeat(width), axes
         )
@@ -71,15 +72,9 @@ def accept(
     whole = PartitionSpec()
     rows = PartitionSpec(None, axes)
     probs = PartitionSpec(None, None, axes)
-    specs = (rows, probs, whole, whole, whole, whole, whole)
-    return backend.split(decide, specs, whole)(
-        logits,
-        proposal.probs,
-        proposal.tokens,
-        num_draft,
-        active,
-        position,
-        _draw_numbers(active, position),
+    numbers = _draw_numbers(active, position)
+    return backend.split(decide, (rows, probs, whole), whole)(
+        logits, proposal.probs, (proposal.tokens, num_draft, active, position, numbers)
     )
 
 

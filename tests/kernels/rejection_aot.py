@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxspec_kernels.rejection_sampling import Controls, gpu, tpu
 from jaxspec_kernels.rejection_sampling.cases import CASES, Case
 from jaxspec_kernels.rejection_sampling.passes import Slice
+from jaxspec_kernels.rejection_sampling.reference import Verdict
 from tests.kernels import aot_gpu, aot_tpu
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_rejection.json"
@@ -85,7 +86,8 @@ def operation(
 ) -> Callable:
     """The operation on one device's slice, with the controls of a kind of batch."""
 
-    def call(logits, draft, tokens, num_draft, accept, sample, words, controls):
+    def call(*arrays: Any) -> Verdict:
+        logits, draft, tokens, num_draft, accept, sample, words, controls = arrays
         seqs, drafts = tokens.shape
         rule = num_draft
         if kind != "everything":

@@ -210,7 +210,7 @@ def test_threshold_is_the_one_that_sorting_finds(dtype, counts, fan):
         logits,
         law,
         jnp.asarray(wanted, jnp.float32),
-        jnp.asarray(is_searched),
+        is_searched=jnp.asarray(is_searched),
         counts=counts,
     )
     for row in range(rows):

@@ -41,13 +41,10 @@ def on_mesh(shape: tuple[int, ...], *, has_probs: bool = True, tile: int = 3):
     mesh = Mesh(np.array(jax.devices()[:size]).reshape(shape), names)
     split = P(None, None, names)
 
-    def call(tokens, draft, logits, num_draft, controls, numbers):
+    def call(*arrays):
+        *arrays, numbers = arrays
         return reference.rejection_sampling(
-            tokens,
-            draft,
-            logits,
-            num_draft,
-            controls,
+            *arrays,
             **numbers,
             vocab_size=VOCAB,
             axis_name=names,

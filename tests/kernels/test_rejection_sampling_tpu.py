@@ -86,13 +86,10 @@ def test_slices_agree_on_the_verdict():
     mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
     split = P(None, None, "model")
 
-    def call(tokens, draft, logits, num_draft, controls, numbers):
+    def call(*arrays):
+        *arrays, numbers = arrays
         return tpu.rejection_sampling(
-            tokens,
-            draft,
-            logits,
-            num_draft,
-            controls,
+            *arrays,
             **numbers,
             vocab_size=2**30,
             axis_name="model",

@@ -9,8 +9,14 @@ from tests.program.aot_step import PLACES
 
 # Of a chip. Rounds need logits, hidden rows and what the compiler fetches ahead.
 TEMP_BYTES = {"v5e-8": 2**27, "v5e-8/draft-2": 2**28, "v6e-1": 2**29, "h200": 2**29}
-# The drafts' probabilities, 8 x 4 x 256,000 floats on one chip, and nothing larger.
-LARGEST_MOVE = {"v5e-8": 2**21, "v5e-8/draft-2": 2**23, "v6e-1": 2**25, "h200": 2**26}
+# A round's logits, 8 x 5 x 256,000 floats on one chip, and nothing larger.
+LOGITS = 8 * 5 * 256_000 * 4
+LARGEST_MOVE = {
+    "v5e-8": LOGITS // 8,
+    "v5e-8/draft-2": LOGITS // 2,
+    "v6e-1": LOGITS,
+    "h200": LOGITS,
+}
 # Of numbers: a few per row and candidate. A vocabulary is 256,000 per row.
 LARGEST_COLLECTIVE = 2**13
 

@@ -43,22 +43,24 @@ _WORD = 32  # bits of an ancestor mask in one integer
 
 
 def _attend(
-    # In
-    query_ref: Any,  # [seq, token, q_head, head_dim]
-    pages_ref: Any,  # [page, page_size, 2 * kv_head, head_dim]
-    table_ref: Any,  # i32[seq, table]
-    kv_len_ref: Any,  # i32[seq]
-    depth_ref: Any,  # i32[seq, token], trees only
-    words_ref: Any,  # i32[seq, token, word], trees only: see `_pack_tree`
-    # Out
-    mixed_ref: Any,  # [split, seq, token, q_head, head_dim]
-    lse_ref: Any,  # f32[split, seq, token, q_head]
-    *,
+    *refs: Any,
     scale: float,
     soft_cap: float | None,
     window: int | None,
     tiles: Tiles,
 ):
+    (
+        # In
+        query_ref,  # [seq, token, q_head, head_dim]
+        pages_ref,  # [page, page_size, 2 * kv_head, head_dim]
+        table_ref,  # i32[seq, table]
+        kv_len_ref,  # i32[seq]
+        depth_ref,  # i32[seq, token], trees only
+        words_ref,  # i32[seq, token, word], trees only: see `_pack_tree`
+        # Out
+        mixed_ref,  # [split, seq, token, q_head, head_dim]
+        lse_ref,  # f32[split, seq, token, q_head]
+    ) = refs
     _, queries, q_heads, head_dim = query_ref.shape
     page_size, kv_heads = pages_ref.shape[1], pages_ref.shape[2] // 2
     group = q_heads // kv_heads

@@ -67,7 +67,8 @@ def paged_attention(
         key = jnp.where(live, kv[:, :, :, 0], 0.0)
         value = jnp.where(live, kv[:, :, :, 1], 0.0)
         visible = jnp.repeat(visible, group, axis=1)[:, None]  # [seq, 1, row, key]
-        return number + 1, *_add(statistics, rows, key, value, visible, soft_cap)
+        added = _add(statistics, rows, key, value, visible, soft_cap=soft_cap)
+        return number + 1, *added
 
     first, last = _blocks(kv_len, queries=queries, window=window, block=block)
     last = jnp.minimum(last, page_table.shape[1] // block_pages)
@@ -107,6 +108,7 @@ def _add(
     key: Float[Array, "seq key kv_head head_dim"],
     value: Float[Array, "seq key kv_head head_dim"],
     visible: Bool[Array, "seq 1 row key"],
+    *,
     soft_cap: float | None,
 ) -> tuple[Array, Array, Array]:
     """Running maximum, sum of weights and mixed values, with one block more."""

@@ -61,19 +61,19 @@ def _weigh(values: Array, law: Any, row: Array) -> Array:
     return jnp.where(values >= threshold, weights, 0.0)
 
 
-def _statistics(
-    # In
-    logits: Any,  # [row, vocab]
-    offset: Any,  # i32[1]
-    temperature: Any,  # f32[row]
-    tokens: Any,  # i32[row]
-    # Out
-    maximum: Any,  # f32[row, split]
-    best: Any,  # i32[row, split]
-    total: Any,  # f32[row, split]
-    drafted: Any,  # f32[row, split]
-    **shape: int,
-):
+def _statistics(*refs: Any, **shape: int):
+    (
+        # In
+        logits,  # [row, vocab]
+        offset,  # i32[1]
+        temperature,  # f32[row]
+        tokens,  # i32[row]
+        # Out
+        maximum,  # f32[row, split]
+        best,  # i32[row, split]
+        total,  # f32[row, split]
+        drafted,  # f32[row, split]
+    ) = refs
     here = row, _ = pl.program_id(0), pl.program_id(1)
     values, ids, is_token = _read(logits, row, offset, **shape)
     top = values.max()
@@ -85,18 +85,16 @@ def _statistics(
     plgpu.store(drafted.at[here], jnp.where(ids == token, values, -jnp.inf).max())
 
 
-def _amounts(
-    # In
-    logits: Any,  # [row, vocab]
-    offset: Any,  # i32[1]
-    law: Any,  # f32[row, 3]
-    limits: Any,  # f32[row, try]
-    # Out
-    amounts: Any,  # f32[try, row, split]
-    *,
-    counts: bool,
-    **shape: int,
-):
+def _amounts(*refs: Any, counts: bool, **shape: int):
+    (
+        # In
+        logits,  # [row, vocab]
+        offset,  # i32[1]
+        law,  # f32[row, 3]
+        limits,  # f32[row, try]
+        # Out
+        amounts,  # f32[try, row, split]
+    ) = refs
     row, split = pl.program_id(0), pl.program_id(1)
     values, _, is_token = _read(logits, row, offset, **shape)
     weights = is_token.astype(jnp.float32) if counts else _weigh(values, law, row)
@@ -106,17 +104,17 @@ def _amounts(
         plgpu.store(amounts.at[jnp.int32(number), row, split], amount)
 
 
-def _race(
-    # In
-    logits: Any,  # [row, vocab]
-    offset: Any,  # i32[1]
-    law: Any,  # f32[row, 3]
-    words: Any,  # u32[row, 2]
-    # Out
-    score: Any,  # f32[row, split]
-    best: Any,  # i32[row, split]
-    **shape: int,
-):
+def _race(*refs: Any, **shape: int):
+    (
+        # In
+        logits,  # [row, vocab]
+        offset,  # i32[1]
+        law,  # f32[row, 3]
+        words,  # u32[row, 2]
+        # Out
+        score,  # f32[row, split]
+        best,  # i32[row, split]
+    ) = refs
     here = row, _ = pl.program_id(0), pl.program_id(1)
     values, ids, is_token = _read(logits, row, offset, **shape)
     first, second = (_scalar(words, row, i) for i in range(2))
@@ -127,18 +125,18 @@ def _race(
     plgpu.store(best.at[here], at)
 
 
-def _excess(
-    # In
-    logits: Any,  # [row, vocab]
-    offset: Any,  # i32[1]
-    law: Any,  # f32[row, 3]
-    total: Any,  # f32[row]
-    joint: Any,  # f32[seq, inner]
-    proposal: Any,  # [seq, draft, vocab], or of point masses i32[seq, draft]
-    # Out
-    amount: Any,  # f32[pair, split]
-    **shape: int,
-):
+def _excess(*refs: Any, **shape: int):
+    (
+        # In
+        logits,  # [row, vocab]
+        offset,  # i32[1]
+        law,  # f32[row, 3]
+        total,  # f32[row]
+        joint,  # f32[seq, inner]
+        proposal,  # [seq, draft, vocab], or of point masses i32[seq, draft]
+        # Out
+        amount,  # f32[pair, split]
+    ) = refs
     pair, split = pl.program_id(0), pl.program_id(1)
     inner = joint.shape[1]
     # The first of the rows between the first and last judges the second draft.

@@ -6,6 +6,7 @@ rule; then one over a single row of each sequence to draw. What no sequence asks
 not run. An implementation may bring its own `Kernels` for the passes over all rows.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -78,12 +79,19 @@ def rejection_sampling(
     def with_sampling() -> Verdict:
         open_end = jnp.full_like(found.maximum, -jnp.inf)
         law = Law(temperature, found.maximum, open_end, found.total)
-        law = _filter(part, kernels, logits, law, row_controls, hot)
+        law = _filter(part, kernels, logits, law, row_controls, is_sampled=hot)
         is_coupled = jnp.zeros_like(is_sampled)
         choices = best
         if noise_words is not None:
             is_coupled = is_sampled & (rule == COUPLED)
-            raced = _race(part, kernels, logits, law, noise_words, is_coupled)
+            raced = _race(
+                part,
+                kernels,
+                logits,
+                law,
+                noise_words=noise_words,
+                is_coupled=is_coupled,
+            )
             choices = jnp.where(is_coupled[:, None], raced, best)
         drafted = passes.weigh(found.drafted[:, None], law)[:, 0]
         drafted = passes.normalise(drafted, law.total).reshape(seqs, width)[:, :-1]
@@ -93,7 +101,7 @@ def rejection_sampling(
             logits,
             law,
             Draft(draft_tokens, draft_probs),
-            drafted,
+            target_chance=drafted,
             num_draft=num_draft,
             is_block=is_sampled & (rule == BLOCK),
             accept_uniform=accept_uniform,
@@ -117,6 +125,7 @@ def _race(
     kernels: Kernels,
     logits: Float[Array, "row vocab"],
     law: Law,
+    *,
     noise_words: UInt32[Array, "seq width 2"],
     is_coupled: Bool[Array, " seq"],
 ) -> Int[Array, "seq width"]:
@@ -139,6 +148,7 @@ def _filter(
     logits: Float[Array, "row vocab"],
     law: Law,
     controls: Controls,
+    *,
     is_sampled: Bool[Array, " row"],
 ) -> Law:
     """Raise the thresholds to what top-k, top-p and min-p leave, in that order."""
@@ -161,11 +171,12 @@ def _filter(
         )
         return law._replace(total=jnp.where(is_filtered, amount, law.total))
 
+    find = partial(search, part, kernels, logits)
     wanted = controls.top_k.astype(jnp.float32)
-    threshold, _ = search(part, kernels, logits, law, wanted, by_k, counts=True)
+    threshold, _ = find(law, wanted, is_searched=by_k, counts=True)
     law = narrowed(law, threshold, by_k)
     wanted = controls.top_p * law.total
-    threshold, amount = search(part, kernels, logits, law, wanted, by_p, counts=False)
+    threshold, amount = find(law, wanted, is_searched=by_p, counts=False)
     law = law._replace(
         threshold=jnp.maximum(law.threshold, threshold),
         total=jnp.where(by_p, amount, law.total),
@@ -192,8 +203,8 @@ def _by_chance(
     logits: Float[Array, "row vocab"],
     law: Law,
     draft: Draft,
-    target_chance: Float[Array, "seq draft"],
     *,
+    target_chance: Float[Array, "seq draft"],
     num_draft: Int[Array, " seq"],
     is_block: Bool[Array, " seq"],
     accept_uniform: Float[Array, "seq draft"],

@@ -28,8 +28,8 @@ def search(
     logits: Float[Array, "row vocab"],
     law: Law,
     wanted: Float[Array, " row"],
-    is_searched: Bool[Array, " row"],
     *,
+    is_searched: Bool[Array, " row"],
     counts: bool,
 ) -> tuple[Float[Array, " row"], Float[Array, " row"]]:
     """A logit such that what is at or above it is just enough, and how much that is.

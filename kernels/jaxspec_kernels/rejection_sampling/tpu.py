@@ -25,22 +25,20 @@ TILE = 16_384
 BLOCK_ROWS = 32
 
 
-def _kernel(
-    # Scalar prefetch
-    offset: Any,  # i32[1]
-    # In
-    logits: Any,  # [row, tile]
-    temperature: Any,  # f32[row, 1]
-    tokens: Any,  # i32[row, 1]
-    # Out
-    maximum: Any,  # f32[row, 1]
-    best: Any,  # i32[row, 1]
-    total: Any,  # f32[row, 1]
-    drafted: Any,  # f32[row, 1]
-    *,
-    columns: int,
-    vocab_size: int,
-):
+def _kernel(*refs: Any, columns: int, vocab_size: int):
+    (
+        # Scalar prefetch
+        offset,  # i32[1]
+        # In
+        logits,  # [row, tile]
+        temperature,  # f32[row, 1]
+        tokens,  # i32[row, 1]
+        # Out
+        maximum,  # f32[row, 1]
+        best,  # i32[row, 1]
+        total,  # f32[row, 1]
+        drafted,  # f32[row, 1]
+    ) = refs
     number = pl.program_id(1)
     rows, tile = logits.shape
 
