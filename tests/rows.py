@@ -8,7 +8,15 @@ import numpy as np
 from jaxspec.program.active import Active
 from jaxspec.program.plan import MAX_STOP_IDS, NO_TOKEN
 
-INTEGERS = ("row", "num_tokens", "min_total", "max_total", "top_k", "rule")
+INTEGERS = (
+    "row",
+    "num_tokens",
+    "num_prompt",
+    "min_total",
+    "max_total",
+    "top_k",
+    "rule",
+)
 FLOATS = ("temperature", "top_p", "min_p")
 
 
@@ -22,6 +30,7 @@ def make_active(count: int, **fields: Any) -> Active:
     given = dict(
         row=np.arange(count),
         num_tokens=10,
+        num_prompt=5,
         min_total=0,
         max_total=1000,
         temperature=0.0,

@@ -18,7 +18,13 @@ from jax.sharding import Mesh
 from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.models.weights import Params
 from jaxspec.program.plan import PlanLayout, PoolShape, StepPlan, StepResult, StepShape
-from jaxspec.program.state import EngineState, init_pages, init_rows, page_forms
+from jaxspec.program.state import (
+    EngineState,
+    init_pages,
+    init_rows,
+    init_token_pages,
+    page_forms,
+)
 from jaxspec.program.step import ProgramConfig, compile_step
 from jaxspec.sharding import (
     DRAFT_MESH_AXES,
@@ -77,6 +83,9 @@ class Runner:
         target, draft = self.program.target, self.program.draft
         return EngineState(
             rows=jax.device_put(init_rows(self.pool), replicated(self.mesh)),
+            token_pages=jax.device_put(
+                init_token_pages(self.pool), replicated(self.mesh)
+            ),
             target_pages=pages(target, self.params[0], TARGET_MESH_AXES),
             draft_pages=pages(draft, self.params[1], DRAFT_MESH_AXES),
         )

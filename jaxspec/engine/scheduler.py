@@ -83,14 +83,16 @@ class Scheduler:
         decode = []
         for request, wanted in zip(decoding, drafts, strict=True):
             # The draft writes num_draft positions whatever the request wants.
-            updates += self._grow(request, request.most_tokens + num_draft)
+            # One more: the target's token has a place there, if no keys and values.
+            updates += self._grow(request, request.most_tokens + num_draft + 1)
             left = request.max_total - request.fewest_tokens - 1
             decode.append((request.row, max(0, min(wanted, left))))
             request.in_flight.append(min(wanted, max(left, 0)))
             # A drafting round leaves at most its last draft and the target's token.
             request.draft_gap = 2 if num_draft else request.draft_gap + 1
         for tile, request in zip(tiles, tiled, strict=True):
-            updates += self._grow(request, tile.start + len(tile.tokens))
+            end = tile.start + len(tile.tokens)
+            updates += self._grow(request, end + tile.is_last)
             if tile.is_last:
                 request.in_flight.append(0)
         plan = StepPlan(
@@ -270,6 +272,7 @@ def _admission(request: Request) -> Admission:
     params = request.params
     return Admission(
         row=request.row,
+        num_prompt=request.num_prompt_tokens,
         min_total=request.num_prompt_tokens + params.min_tokens,
         max_total=request.max_total,
         temperature=params.temperature,

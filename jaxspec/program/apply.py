@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jaxspec.program import history
 from jaxspec.program.plan import TILE, PlanLayout, PoolShape
 from jaxspec.program.state import Rows
 
@@ -56,8 +57,12 @@ def read_tiles(fields: dict[str, Array]) -> Tiles:
 
 
 def apply_plan(
-    rows: Rows, fields: dict[str, Array], tiles: Tiles, pool: PoolShape
-) -> Rows:
+    rows: Rows,
+    token_pages: Int[Array, "page page_size"],
+    fields: dict[str, Array],
+    tiles: Tiles,
+    pool: PoolShape,
+) -> tuple[Rows, Int[Array, "page page_size"]]:
     """Admit requests, then add new pages, then the prompt tokens of this launch."""
     row = fields["admit_row"]
 
@@ -70,6 +75,7 @@ def apply_plan(
     rows = dataclasses.replace(
         rows,
         num_tokens=admit(rows.num_tokens, jnp.zeros_like(row)),
+        num_prompt=admit(rows.num_prompt, fields["admit_num_prompt"]),
         is_done=admit(rows.is_done, jnp.zeros_like(row, bool)),
         min_total=admit(rows.min_total, fields["admit_min_total"]),
         max_total=admit(rows.max_total, fields["admit_max_total"]),
@@ -88,13 +94,12 @@ def apply_plan(
     no_pages = jnp.full((row.shape[0], pool.table_len), pool.num_pages, jnp.int32)
     page_table = admit(rows.page_table, no_pages)
     update_row, update_index, update_page = fields["page_update"]
-    position = jnp.where(tiles.is_token, tiles.position, rows.history.shape[1])
-    return dataclasses.replace(
-        rows,
-        page_table=page_table.at[update_row, update_index].set(
-            update_page, mode="drop"
-        ),
-        history=rows.history.at[tiles.row[:, None], position].set(
-            tiles.tokens, mode="drop"
-        ),
+    page_table = page_table.at[update_row, update_index].set(update_page, mode="drop")
+    token_pages = history.write(
+        token_pages,
+        page_table.at[tiles.row].get(mode="clip"),
+        tiles.position,
+        tiles.tokens,
+        tiles.is_token & (tiles.row < pool.num_rows)[:, None],
     )
+    return dataclasses.replace(rows, page_table=page_table), token_pages

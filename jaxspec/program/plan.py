@@ -22,6 +22,37 @@ RULES = {"standard": STANDARD, "block": BLOCK, "coupled": COUPLED}
 
 
 @dataclass(frozen=True, kw_only=True)
+class Features:
+    """What requests may need beyond temperature, top-k, top-p and min-p.
+
+    Each is a part of the program that the common one does without.
+
+    Attributes:
+        has_controls: Penalties, logit bias, allowed ids, bad words.
+        has_grammar: Token masks that the host makes from the drafts.
+        num_logprobs: Most probable tokens told per generated token; None tells nothing,
+            0 the generated token's own log-probability alone.
+        num_prompt_logprobs: The same for the tokens of prompts.
+    """
+
+    has_controls: bool = False
+    has_grammar: bool = False
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+
+    def __or__(self, other: "Features") -> "Features":
+        """What two requests in one launch need."""
+        return Features(
+            has_controls=self.has_controls or other.has_controls,
+            has_grammar=self.has_grammar or other.has_grammar,
+            num_logprobs=_most(self.num_logprobs, other.num_logprobs),
+            num_prompt_logprobs=_most(
+                self.num_prompt_logprobs, other.num_prompt_logprobs
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepShape:
     """The static sizes of one executable.
 
@@ -29,11 +60,13 @@ class StepShape:
         num_seqs: Rows of the decode region.
         num_draft_tokens: K; 0 leaves the draft model out of the program.
         chunk: Prompt tokens fed, a multiple of `TILE` (or 0).
+        features: What the requests of the launch need.
     """
 
     num_seqs: int
     num_draft_tokens: int
     chunk: int
+    features: Features = Features()
 
     @property
     def num_tiles(self) -> int:
@@ -68,12 +101,14 @@ class Admission:
     """A request's values that the device keeps in the request's row.
 
     Attributes:
+        num_prompt: Tokens of the prompt; the others are output.
         min_total: No stop id before the sequence has this many tokens.
         max_total: The sequence ends at this many tokens.
         rule: An index of `RULES`.
     """
 
     row: int
+    num_prompt: int
     min_total: int
     max_total: int
     temperature: float
@@ -117,6 +152,10 @@ class StepPlan:
     pages: list[tuple[int, int, int]] = field(default_factory=list)
 
 
+def _most(left: int | None, right: int | None) -> int | None:
+    return max((n for n in (left, right) if n is not None), default=None)
+
+
 class PlanLayout:
     """Where each part of a plan lies in the vector, for one pair of shapes."""
 
@@ -151,6 +190,7 @@ class PlanLayout:
             "tile_is_last": (tiles,),
             "tile_is_draft_only": (tiles,),
             "admit_row": (tiles,),
+            "admit_num_prompt": (tiles,),
             "admit_min_total": (tiles,),
             "admit_max_total": (tiles,),
             "admit_temperature": (tiles,),  # the bits of a float32, as the next two
@@ -211,7 +251,7 @@ class PlanLayout:
         self, vector: np.ndarray, index: int, admission: Admission
     ) -> None:
         at = self.offsets
-        for name in ("row", "min_total", "max_total", "top_k", "rule"):
+        for name in ("row", "num_prompt", "min_total", "max_total", "top_k", "rule"):
             vector[at[f"admit_{name}"] + index] = getattr(admission, name)
         for name in ("temperature", "top_p", "min_p"):
             bits = np.float32(getattr(admission, name)).view(np.int32)

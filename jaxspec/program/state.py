@@ -21,8 +21,8 @@ from jaxspec_kernels import storage_dtype
 class Rows:
     """One entry per admitted request."""
 
-    history: Int[Array, "row max_len"]  # known tokens, prompt and output
     num_tokens: Int[Array, " row"]  # 0 until the prompt's last tile is in
+    num_prompt: Int[Array, " row"]
     is_done: Bool[Array, " row"]
     page_table: Int[Array, "row table"]  # pads hold the number of pages
     min_total: Int[Array, " row"]
@@ -43,6 +43,7 @@ class EngineState:
     """Pages of both models and the rows; donated to every launch."""
 
     rows: Rows
+    token_pages: Int[Array, "page page_size"]  # known tokens, prompt and output
     target_pages: tuple[Num[Array, "page page_size two_kv_head head_dim"], ...]
     draft_pages: tuple[Num[Array, "page page_size two_kv_head head_dim"], ...]
 
@@ -72,6 +73,11 @@ def init_pages(forms: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[Array, ...]:
     )
 
 
+def init_token_pages(pool: PoolShape) -> Int[Array, "page page_size"]:
+    """Pages of tokens, none of which is known yet."""
+    return jnp.zeros((pool.num_pages, pool.page_size), jnp.int32)
+
+
 def init_rows(pool: PoolShape) -> Rows:
     """Rows without requests. Every leaf is an array of its own: donation wants it."""
     rows = pool.num_rows
@@ -83,8 +89,8 @@ def init_rows(pool: PoolShape) -> Rows:
         return jnp.full((rows,), fill, jnp.float32)
 
     return Rows(
-        history=integers(pool.max_model_len),
         num_tokens=integers(),
+        num_prompt=integers(),
         is_done=jnp.ones((rows,), bool),
         page_table=integers(pool.table_len, fill=pool.num_pages),
         min_total=integers(),

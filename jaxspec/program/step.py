@@ -82,8 +82,8 @@ def speculative_step(
     pool = config.pool
     fields = unpack(plan, PlanLayout(shape, pool))
     tiles = read_tiles(fields)
-    rows = apply_plan(state.rows, fields, tiles, pool)
-    active = gather(rows, fields["decode_row"])
+    rows, token_pages = apply_plan(state.rows, state.token_pages, fields, tiles, pool)
+    active = gather(rows, token_pages, fields["decode_row"])
 
     proposal, draft_pages = _propose(
         draft_params, state.draft_pages, active, rows, tiles, config=config, shape=shape
@@ -105,12 +105,19 @@ def speculative_step(
     verdict = _verdict(proposal, logits, fields["decode_draft"], active, backend)
     tokens = _place_next(drafts, verdict)
     emitted = truncate(tokens, verdict.num_accepted + 1, active)
-    rows = append(rows, active, emitted)
+    rows, token_pages = append(rows, token_pages, active, emitted)
     result = [_pack_result(emitted, verdict)]
     if shape.chunk:
-        rows, first = _finish_prompts(rows, tiles, tile_logits)
+        rows, token_pages, first = _finish_prompts(
+            rows, token_pages, tiles, tile_logits
+        )
         result.append(_pack_first(first))
-    state = EngineState(rows=rows, target_pages=target_pages, draft_pages=draft_pages)
+    state = EngineState(
+        rows=rows,
+        token_pages=token_pages,
+        target_pages=target_pages,
+        draft_pages=draft_pages,
+    )
     return state, jnp.concatenate([part.reshape(-1) for part in result])
 
 
@@ -202,16 +209,19 @@ def _pack_first(first: Emitted) -> Int[Array, "tile 2"]:
 
 
 def _finish_prompts(
-    rows: Rows, tiles: Tiles, logits: Float[Array, "tile vocab"]
-) -> tuple[Rows, Emitted]:
+    rows: Rows,
+    token_pages: Int[Array, "page page_size"],
+    tiles: Tiles,
+    logits: Float[Array, "tile vocab"],
+) -> tuple[Rows, Int[Array, "page page_size"], Emitted]:
     """Sample the first token of every prompt whose last tile has come in."""
     num_rows = rows.num_tokens.shape[0]
     row = jnp.where(tiles.is_last, tiles.row, num_rows)
-    active = gather(rows, row, num_tokens=tiles.start + tiles.length)
+    active = gather(rows, token_pages, row, num_tokens=tiles.start + tiles.length)
     logits = forbid_early_stop(logits, active.num_tokens, active)
     token, _ = choose_token(logits, active.num_tokens, active, role=randomness.SAMPLE)
     emitted = truncate(token[:, None], jnp.ones_like(token), active)
-    return append(rows, active, emitted), emitted
+    return *append(rows, token_pages, active, emitted), emitted
 
 
 def compile_step(

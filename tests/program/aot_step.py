@@ -29,7 +29,12 @@ from tqdm.auto import tqdm
 from jaxspec.config import ModelConfig
 from jaxspec.models.weights import abstract_params
 from jaxspec.program.plan import PoolShape, StepShape
-from jaxspec.program.state import EngineState, init_rows, page_forms
+from jaxspec.program.state import (
+    EngineState,
+    init_rows,
+    init_token_pages,
+    page_forms,
+)
 from jaxspec.program.step import ProgramConfig, compile_step
 from jaxspec.sharding import (
     DRAFT_MESH_AXES,
@@ -161,13 +166,15 @@ def compile_pair(
     form: Any = partial(abstract_params, dtype=jnp.dtype(jnp.bfloat16), mesh=mesh)
     params = form(target), form(draft, mesh_axes=DRAFT_MESH_AXES)
     forms: Any = EngineState  # of arrays that are not there
-    state = forms(
-        rows=jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=replicated(mesh)
-            ),
-            jax.eval_shape(lambda: init_rows(pool)),
+    rows, token_pages = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=replicated(mesh)
         ),
+        jax.eval_shape(lambda: (init_rows(pool), init_token_pages(pool))),
+    )
+    state = forms(
+        rows=rows,
+        token_pages=token_pages,
         target_pages=page_forms(target, params[0], pool, mesh, TARGET_MESH_AXES),
         draft_pages=page_forms(draft, params[1], pool, mesh, DRAFT_MESH_AXES),
     )

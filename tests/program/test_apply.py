@@ -22,22 +22,46 @@ from jaxspec.program.plan import (
     StepShape,
     Tile,
 )
-from jaxspec.program.state import Rows, init_rows
+from jaxspec.program.state import Rows, init_rows, init_token_pages
 from tests.program.test_plan import ADMISSION
 
-POOL = PoolShape(num_rows=4, num_pages=40, page_size=4, max_model_len=50)
+POOL = PoolShape(num_rows=4, num_pages=60, page_size=4, max_model_len=50)
 SHAPE = StepShape(num_seqs=4, num_draft_tokens=1, chunk=2 * TILE)
 LAYOUT = PlanLayout(SHAPE, POOL)
 
 
 @jax.jit
-def apply_vector(rows: Rows, vector: jax.Array) -> Rows:
+def apply_vector(
+    rows: Rows, token_pages: jax.Array, vector: jax.Array
+) -> tuple[Rows, jax.Array]:
     fields = unpack(vector, LAYOUT)
-    return apply_plan(rows, fields, read_tiles(fields), POOL)
+    return apply_plan(rows, token_pages, fields, read_tiles(fields), POOL)
 
 
 def apply(rows: Rows, plan: StepPlan) -> Rows:
-    return apply_vector(rows, jnp.asarray(LAYOUT.pack(plan)))
+    vector = jnp.asarray(LAYOUT.pack(plan))
+    after, token_pages = apply_vector(rows, used_tokens(), vector)
+    if not plan.tiles:
+        assert (token_pages == used_tokens()).all()
+    return after
+
+
+def tokens_after(rows: Rows, plan: StepPlan) -> np.ndarray:
+    """Every row's tokens by position."""
+    vector = jnp.asarray(LAYOUT.pack(plan))
+    after, token_pages = apply_vector(rows, used_tokens(), vector)
+    assert changed_rows(rows, after) == {}
+    return by_position(after, token_pages)
+
+
+def by_position(rows: Rows, token_pages: jax.Array) -> np.ndarray:
+    found = np.array(token_pages)[np.asarray(rows.page_table)]
+    return found.reshape(POOL.num_rows, -1)
+
+
+def used_tokens() -> jax.Array:
+    pages = init_token_pages(POOL)
+    return jnp.arange(pages.size, dtype=pages.dtype).reshape(pages.shape) + 1000
 
 
 def used_rows() -> Rows:
@@ -71,7 +95,7 @@ def test_an_admission_overwrites_its_row_alone():
     rows = used_rows()
     after = apply(rows, StepPlan(admissions=[ADMISSION]))
     assert {row for rows in changed_rows(rows, after).values() for row in rows} == {3}
-    for name in ("min_total", "max_total", "top_k", "rule"):
+    for name in ("num_prompt", "min_total", "max_total", "top_k", "rule"):
         assert getattr(after, name)[3] == getattr(ADMISSION, name)
     for name in ("temperature", "top_p", "min_p"):
         assert getattr(after, name)[3] == np.float32(getattr(ADMISSION, name))
@@ -97,20 +121,29 @@ def test_tiles_write_their_tokens_and_no_pads():
         Tile(row=1, start=5, tokens=np.array([91, 92, 93]), is_last=True),
         Tile(row=2, start=0, tokens=np.arange(200, 232), is_last=False),
     ]
-    after = apply(rows, StepPlan(tiles=tiles))
-    assert changed_rows(rows, after) == {"history": [1, 2]}
-    expected = np.array(rows.history)
+    found = tokens_after(rows, StepPlan(tiles=tiles))
+    expected = by_position(rows, used_tokens())
     expected[1, 5:8] = [91, 92, 93]
     expected[2, :TILE] = np.arange(200, 232)
-    assert np.asarray(after.history).tolist() == expected.tolist()
+    assert found.tolist() == expected.tolist()
 
 
 def test_a_tile_at_the_end_of_the_context_stays_inside():
     tile = Tile(row=0, start=49, tokens=np.array([77]), is_last=True)
-    after = apply(used_rows(), StepPlan(tiles=[tile]))
-    expected = np.array(used_rows().history)
+    found = tokens_after(used_rows(), StepPlan(tiles=[tile]))
+    expected = by_position(used_rows(), used_tokens())
     expected[0, 49] = 77
-    assert np.asarray(after.history).tolist() == expected.tolist()
+    assert found.tolist() == expected.tolist()
+
+
+def test_tokens_without_a_page_are_written_nowhere():
+    rows = dataclasses.replace(
+        used_rows(), page_table=jnp.full((4, 13), POOL.num_pages, jnp.int32)
+    )
+    tile = Tile(row=1, start=5, tokens=np.array([91, 92, 93]), is_last=True)
+    vector = jnp.asarray(LAYOUT.pack(StepPlan(tiles=[tile])))
+    _, token_pages = apply_vector(rows, used_tokens(), vector)
+    assert (token_pages == used_tokens()).all()
 
 
 def test_gathered_sequences_are_their_rows():
@@ -122,12 +155,12 @@ def test_gathered_sequences_are_their_rows():
         temperature=jnp.array([0.5, 0.5, 0.5, 0.0], jnp.float32),
     )
     order = [3, 0, 1, POOL.num_rows]
-    active = gather(rows, jnp.array(order, jnp.int32))
+    active = gather(rows, used_tokens(), jnp.array(order, jnp.int32))
     # A done row and the pad take no part.
     assert active.is_active.tolist() == [True, True, False, False]
     assert active.is_sampled.tolist() == [False, True, False, False]
     assert active.is_coupled.tolist() == [False, True, False, False]
-    history = np.asarray(rows.history)
+    history = by_position(rows, used_tokens())
     newest = [history[3, 48:50].tolist(), history[0, 7:9].tolist()]
     assert active.last_tokens[:2].tolist() == newest
     for name in ("page_table", "min_total", "max_total", "top_k", "seed", "stop_ids"):
@@ -135,14 +168,18 @@ def test_gathered_sequences_are_their_rows():
         assert np.asarray(getattr(active, name))[:3].tolist() == expected.tolist()
     # A prompt that has just come in: its length is not in the rows yet.
     active = gather(
-        rows, jnp.array([2], jnp.int32), num_tokens=jnp.array([20], jnp.int32)
+        rows,
+        used_tokens(),
+        jnp.array([2], jnp.int32),
+        num_tokens=jnp.array([20], jnp.int32),
     )
     assert active.num_tokens.tolist() == [20]
     assert active.last_tokens.tolist() == [history[2, 18:20].tolist()]
 
 
 def test_repeated_sequences_stay_side_by_side():
-    active = gather(used_rows(), jnp.array([2, 0], jnp.int32)).repeat(3)
+    row = jnp.array([2, 0], jnp.int32)
+    active = gather(used_rows(), used_tokens(), row).repeat(3)
     assert active.row.tolist() == [2, 2, 2, 0, 0, 0]
     assert active.seed.shape == (6, 2)
     assert active.controls.top_k.tolist() == active.top_k.tolist()

@@ -25,6 +25,7 @@ PAD_ROW = POOL.num_rows
 
 ADMISSION = Admission(
     row=3,
+    num_prompt=6,
     min_total=9,
     max_total=20,
     temperature=0.7,
