@@ -189,13 +189,17 @@ class PlanLayout:
         """New pages one launch can need: every sequence's lookahead, and the chunk's.
 
         Two launches may be planned before the first is read, so a sequence's bound
-        can move by twice the lookahead.
+        can move by twice the lookahead. A prompt that begins as an earlier one did
+        takes over pages at once, at most as many as a sequence has; the launch of
+        several such prompts has room for them all, or some come with the next.
         """
         size = self.pool.page_size
         lookahead = 2 * (self.shape.num_draft_tokens + 1)
         per_seq = -(-lookahead // size) + 1
         tiles = self.shape.num_tiles
-        return self.shape.num_seqs * per_seq + tiles * (-(-TILE // size) + 1 + per_seq)
+        fed = tiles * (-(-TILE // size) + 1 + per_seq)
+        shared = self.pool.table_len if tiles else 0
+        return self.shape.num_seqs * per_seq + fed + shared
 
     @cached_property
     def fields(self) -> dict[str, tuple[int, ...]]:
