@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.models.backend import Backend
 from jaxspec.models.gemma2 import Gemma2
-from jaxspec.program.plan import NO_TOKEN
+from jaxspec.program.plan import NO_TOKEN, TILE, StepShape
 
 
 def tell(
@@ -81,22 +81,49 @@ def _tell(
     return jnp.concatenate([*single, ids, bits(top)], axis=1)
 
 
+def tell_some(
+    logits: Float[Array, "token vocab"],
+    tokens: Int[Array, "seq width"],
+    *,
+    shape: StepShape,
+    backend: Backend,
+) -> list[Int[Array, "seq width column"]]:
+    """`tell`, where the shape asks for it: one part of the result vector, or none.
+
+    Args:
+        logits: Row i of a sequence says what its i-th token is drawn from.
+    """
+    num_top = shape.features.num_logprobs
+    if num_top is None:
+        return []
+    told = tell(logits, tokens.reshape(-1), num_top=num_top, backend=backend)
+    return [told.reshape(*tokens.shape, -1)]
+
+
 def tell_prompt(
     model: Gemma2,
-    hidden: Float[Array, "tile token model"],
-    next_tokens: Int[Array, "tile token"],
+    hidden: Float[Array, "token model"],
+    tokens: Int[Array, " token"],
+    after: Int[Array, " tile"],
     *,
-    num_top: int,
+    shape: StepShape,
     backend: Backend,
-) -> Int[Array, "tile token column"]:
-    """The same for every token of prompt tiles: what each says about the next.
+) -> list[Int[Array, "tile token column"]]:
+    """The same for prompt tiles: what every token of theirs says about the next.
 
     Tile by tile: the logits of a whole chunk would be the launch's largest array.
+
+    Args:
+        after: The token after each tile's last.
     """
+    num_top = shape.features.num_prompt_logprobs
+    assert num_top is not None
+    following = tokens.reshape(-1, TILE)[:, 1:]
+    following = jnp.concatenate([following, after[:, None]], axis=1)
 
     def tell_tile(tile: tuple[Array, Array]) -> Array:
-        hidden, tokens = tile
-        logits = model.logits(hidden)
-        return tell(logits, tokens, num_top=num_top, backend=backend)
+        logits = model.logits(tile[0])
+        return tell(logits, tile[1], num_top=num_top, backend=backend)
 
-    return jax.lax.map(tell_tile, (hidden, next_tokens))
+    tiles = hidden.reshape(*following.shape, -1), following
+    return [jax.lax.map(tell_tile, tiles)]

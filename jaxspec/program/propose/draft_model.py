@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.gemma2 import Gemma2
-from jaxspec.program import controls, randomness, sampling
+from jaxspec.program import randomness, sampling
 from jaxspec.program.active import Active
 from jaxspec.program.choose import choose_token, forbid_early_stop
+from jaxspec.program.controls import Adjust
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.region import join, make_region
@@ -37,7 +37,7 @@ def propose(
     num_draft_tokens: int,
     pool: PoolShape,
     is_greedy: bool = False,
-    controlled: tuple[controls.Effects, Backend] | None = None,
+    adjust: Adjust | None = None,
 ) -> tuple[Proposal, Pages]:
     """Draw `num_draft_tokens` tokens per sequence from the draft model.
 
@@ -47,21 +47,14 @@ def propose(
 
     Args:
         is_greedy: Propose the argmax, a point mass, also where the request samples.
-        controlled: What requests ask of single tokens, and where the draft runs.
+        adjust: What requests ask of single tokens; None where none asks anything.
     """
 
-    def draw(hidden: Array, position: Array, drafts: Array | None):
+    def draw(hidden: Array, step: Array | int, drafts: Array | None):
+        position = active.num_tokens + step
         logits = model.logits(hidden)
-        if controlled is not None:
-            assert drafts is not None
-            effects, backend = controlled
-            logits = controls.adjust(
-                logits[:, None],
-                effects,
-                drafts,
-                backend=backend,
-                num_before=position[0] - active.num_tokens[0],
-            )[:, 0]
+        if adjust is not None:
+            logits = adjust(logits[:, None], drafts, num_before=step)[:, 0]
         logits = forbid_early_stop(logits, position, active)
         if is_greedy:
             return sampling.argmax(logits), None
@@ -76,8 +69,8 @@ def propose(
     hidden, pages = model.hidden(batch, pages)
     newest = hidden[: 2 * seqs].reshape(seqs, 2, -1)[:, 1]
     # Only controls ask which drafts came before.
-    drafts = controlled and jnp.zeros((seqs, num_draft_tokens), jnp.int32)
-    token, probs = draw(newest, active.num_tokens, drafts)
+    drafts = None if adjust is None else jnp.zeros((seqs, num_draft_tokens), jnp.int32)
+    token, probs = draw(newest, 0, drafts)
 
     def extend(carry: tuple[Array, Pages, Array | None], step: Array):
         token, pages, drafts = carry
@@ -88,7 +81,7 @@ def propose(
             token[:, None], kv_len, active.page_table, active.is_active[:, None], pool
         )
         hidden, pages = model.hidden(batch, pages)
-        token, probs = draw(hidden, kv_len, drafts)
+        token, probs = draw(hidden, step, drafts)
         return (token, pages, drafts), (token, probs)
 
     steps = jnp.arange(1, num_draft_tokens, dtype=jnp.int32)
