@@ -55,7 +55,12 @@ def _tell(
 
     largest = most(logits.max(axis=1))
     amount = total(jnp.exp(logits - largest[:, None]).sum(axis=1))
-    norm = largest + jnp.log(amount)
+
+    def logprob(values: Array) -> Array:
+        # The difference first: logits are large where their sum rounds.
+        shape = -1, *(1,) * (values.ndim - 1)
+        return (values - largest.reshape(shape)) - jnp.log(amount).reshape(shape)
+
     column = tokens - first
     is_here = (column >= 0) & (column < size)
     found = jnp.take_along_axis(logits, jnp.clip(column, 0, size - 1)[:, None], axis=1)
@@ -71,13 +76,13 @@ def _tell(
         top, place = jax.lax.top_k(top, min(num_top, top.shape[1]))
         ids = jnp.take_along_axis(ids, place, axis=1)
     pads = (0, 0), (0, num_top - top.shape[1])
-    top = jnp.pad(top - norm[:, None], pads, constant_values=-jnp.inf)
+    top = jnp.pad(logprob(top), pads, constant_values=-jnp.inf)
     ids = jnp.pad(ids, pads, constant_values=NO_TOKEN)
 
     def bits(values: Array) -> Array:
         return jax.lax.bitcast_convert_type(values, jnp.int32)
 
-    single = bits(own - norm)[:, None], rank[:, None]
+    single = bits(logprob(own))[:, None], rank[:, None]
     return jnp.concatenate([*single, ids, bits(top)], axis=1)
 
 
