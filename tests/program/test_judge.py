@@ -21,7 +21,7 @@ from tests.laws import check_counts, controlled, filtered_law
 from tests.program.test_rounds import DRAFT, TARGET
 from tests.rows import make_active, make_control_rows
 
-VOCAB, DRAFTS, LENGTH, SEQS = len(TARGET), 3, 4, 40_000
+VOCAB, DRAFTS, LENGTH, SEQS = len(TARGET), 3, 4, 15_000
 PROMPT = (0, 3)
 TEMPERATURE = 0.7
 # Strong enough that each changes the law of four tokens beyond doubt.
