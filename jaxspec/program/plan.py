@@ -270,7 +270,8 @@ class StepResult:
 
     Attributes:
         tokens: `[seq, K + 1]`, the first `num_emitted[s]` of row s count.
-        num_accepted: Draft tokens among them.
+        num_draft: Draft tokens that were proposed: a lookup may find fewer than asked.
+        num_accepted: Draft tokens among `tokens`.
         is_done: The sequence ended on the device.
         tile_token: `[tile]`, sampled where the tile was the prompt's last.
         tile_is_done: As `is_done`, for those.
@@ -278,6 +279,7 @@ class StepResult:
 
     tokens: np.ndarray
     num_emitted: np.ndarray
+    num_draft: np.ndarray
     num_accepted: np.ndarray
     is_done: np.ndarray
     tile_token: np.ndarray
@@ -286,12 +288,13 @@ class StepResult:
     @classmethod
     def unpack(cls, vector: np.ndarray, shape: StepShape) -> "StepResult":
         """Read the vector that `step.speculative_step` returns."""
-        width = shape.num_draft_tokens + 4
+        width = shape.num_draft_tokens + 5
         decode = vector[: shape.num_seqs * width].reshape(shape.num_seqs, width)
         tiles = vector[shape.num_seqs * width :].reshape(shape.num_tiles, 2)
         return cls(
             tokens=decode[:, : shape.num_draft_tokens + 1],
-            num_emitted=decode[:, -3],
+            num_emitted=decode[:, -4],
+            num_draft=decode[:, -3],
             num_accepted=decode[:, -2],
             is_done=decode[:, -1].astype(bool),
             tile_token=tiles[:, 0],

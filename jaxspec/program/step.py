@@ -6,6 +6,7 @@ engine's state. The host passes one plan vector and reads one result vector.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from jaxspec.program.apply import Tiles, apply_plan, read_tiles, unpack
 from jaxspec.program.choose import choose_token, forbid_early_stop
 from jaxspec.program.commit import Emitted, append, truncate
 from jaxspec.program.plan import TILE, PlanLayout, PoolShape, StepShape
-from jaxspec.program.propose import Proposal, draft_model
+from jaxspec.program.propose import Proposal, draft_model, ngram
 from jaxspec.program.region import join, make_region
 from jaxspec.program.state import EngineState, Rows
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, replicated
@@ -38,6 +39,7 @@ class ProgramConfig:
 
     Attributes:
         has_greedy_draft: Drafts are the argmax whatever the request samples.
+        lookup: Drafts come from the sequence itself first; None for the model alone.
         mesh: The devices, whose platform chooses the kernels.
     """
 
@@ -45,6 +47,7 @@ class ProgramConfig:
     draft: ModelConfig | None
     pool: PoolShape
     has_greedy_draft: bool = False
+    lookup: ngram.Lookup | None = None
     mesh: Mesh
 
     def backend(self, mesh_axes: tuple[str, ...]) -> Backend:
@@ -85,40 +88,58 @@ def speculative_step(
     rows, token_pages = apply_plan(state.rows, state.token_pages, fields, tiles, pool)
     active = gather(rows, token_pages, fields["decode_row"])
 
+    found = _look_up(active, token_pages, config=config, shape=shape)
     proposal, draft_pages = _propose(
-        draft_params, state.draft_pages, active, rows, tiles, config=config, shape=shape
+        draft_params,
+        state.draft_pages,
+        active,
+        rows,
+        tiles,
+        found=found,
+        config=config,
+        shape=shape,
     )
-    backend = config.backend(TARGET_MESH_AXES)
-    target = bind(config.target, target_params, backend)
-    known = active.last_tokens[:, 1:]
-    drafts = known[:, :0] if proposal is None else proposal.tokens
-    round_tokens = jnp.concatenate([known, drafts], axis=1)
-    seqs, width = round_tokens.shape
-    is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
-    kv_len = active.num_tokens + width - 1
-    batches = [make_region(round_tokens, kv_len, active.page_table, is_written, pool)]
-    if shape.chunk:
-        batches.append(_tile_batch(rows, tiles, pool, is_draft=False))
-    hidden, target_pages = target.hidden(join(batches), state.target_pages)
-    logits, tile_logits = _logits(target, hidden, seqs * width)
-
-    verdict = _verdict(proposal, logits, fields["decode_draft"], active, backend)
-    tokens = _place_next(drafts, verdict)
-    emitted = truncate(tokens, verdict.num_accepted + 1, active)
+    num_draft = fields["decode_draft"]
+    if found is not None and config.draft is None:
+        num_draft = jnp.minimum(num_draft, found.num_found)
+    judged = _judge_round(
+        target_params,
+        state.target_pages,
+        proposal,
+        active,
+        num_draft,
+        prompts=_tile_batch(rows, tiles, pool, is_draft=False) if shape.chunk else None,
+        config=config,
+        shape=shape,
+    )
+    emitted = truncate(judged.tokens, judged.num_accepted + 1, active)
     rows, token_pages = append(rows, token_pages, active, emitted)
-    result = [_pack_result(emitted, verdict)]
+    result = [_pack_result(emitted, judged.num_accepted, num_draft)]
     if shape.chunk:
         rows, token_pages, first = _finish_prompts(
-            rows, token_pages, tiles, tile_logits
+            rows, token_pages, tiles, judged.tile_logits
         )
         result.append(_pack_first(first))
     state = EngineState(
         rows=rows,
         token_pages=token_pages,
-        target_pages=target_pages,
+        target_pages=judged.pages,
         draft_pages=draft_pages,
     )
     return state, jnp.concatenate([part.reshape(-1) for part in result])
+
+
+def _look_up(
+    active: Active,
+    token_pages: Int[Array, "page page_size"],
+    *,
+    config: ProgramConfig,
+    shape: StepShape,
+) -> ngram.Found | None:
+    if config.lookup is None or not shape.num_draft_tokens:
+        return None
+    count = shape.num_draft_tokens
+    return ngram.look_up(active, token_pages, config.lookup, num_draft_tokens=count)
 
 
 def _propose(
@@ -128,9 +149,12 @@ def _propose(
     rows: Rows,
     tiles: Tiles,
     *,
+    found: ngram.Found | None,
     config: ProgramConfig,
     shape: StepShape,
 ) -> tuple[Proposal | None, tuple[Array, ...]]:
+    if config.draft is None and found is not None:
+        return found.proposal, pages
     if config.draft is None or (not shape.num_draft_tokens and not shape.chunk):
         return None, pages
     assert params is not None, "a draft config came without parameters"
@@ -149,6 +173,60 @@ def _propose(
         num_draft_tokens=shape.num_draft_tokens,
         pool=config.pool,
         is_greedy=config.has_greedy_draft,
+        found=found,
+    )
+
+
+class _Judged(NamedTuple):
+    """What the target made of a round; with K + 1 tokens, however many were fed."""
+
+    tokens: Int[Array, "seq width"]  # accepted drafts, then the target's own
+    num_accepted: Int[Array, " seq"]
+    tile_logits: Float[Array, "tile vocab"]
+    pages: tuple[Array, ...]
+
+
+def _judge_round(
+    params: Params,
+    pages: tuple[Array, ...],
+    proposal: Proposal | None,
+    active: Active,
+    num_draft: Int[Array, " seq"],
+    *,
+    prompts: TokenBatch | None,
+    config: ProgramConfig,
+    shape: StepShape,
+) -> _Judged:
+    """One target pass over the newest tokens, their drafts and the prompt tiles."""
+    backend = config.backend(TARGET_MESH_AXES)
+    known = active.last_tokens[:, 1:]
+
+    def judge(pages: tuple[Array, ...], proposal: Proposal | None) -> _Judged:
+        target = bind(config.target, params, backend)
+        drafts = known[:, :0] if proposal is None else proposal.tokens
+        tokens = jnp.concatenate([known, drafts], axis=1)
+        seqs, width = tokens.shape
+        is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
+        kv_len = active.num_tokens + width - 1
+        batches = [
+            make_region(tokens, kv_len, active.page_table, is_written, config.pool)
+        ]
+        if prompts is not None:
+            batches.append(prompts)
+        hidden, pages = target.hidden(join(batches), pages)
+        logits, tile_logits = _logits(target, hidden, seqs * width)
+        verdict = _verdict(proposal, logits, num_draft, active, backend)
+        tokens = _place_next(drafts, verdict, shape.num_draft_tokens + 1)
+        return _Judged(tokens, verdict.num_accepted, tile_logits, pages)
+
+    if config.draft is not None or proposal is None or prompts is not None:
+        return judge(pages, proposal)
+    # Where nothing was found, the round is a plain one and costs no more than that.
+    return jax.lax.cond(
+        (num_draft > 0).any(),
+        lambda pages: judge(pages, proposal),
+        lambda pages: judge(pages, None),
+        pages,
     )
 
 
@@ -187,19 +265,24 @@ def _verdict(
     return Verdict(jnp.zeros_like(token), token)
 
 
-def _place_next(drafts: Array, verdict: Verdict) -> Int[Array, "seq width"]:
-    """Accepted drafts, then the target's token: `[seq, K + 1]`."""
-    seqs = drafts.shape[0]
-    padded = jnp.pad(drafts, ((0, 0), (0, 1)))
+def _place_next(
+    drafts: Int[Array, "seq draft"], verdict: Verdict, width: int
+) -> Int[Array, "seq width"]:
+    """Accepted drafts, then the target's token, then pads."""
+    seqs, count = drafts.shape
+    padded = jnp.pad(drafts, ((0, 0), (0, width - count)))
     row = jnp.arange(seqs, dtype=jnp.int32)
     return padded.at[row, verdict.num_accepted].set(verdict.next_token)
 
 
-def _pack_result(emitted: Emitted, verdict: Verdict) -> Int[Array, "seq field"]:
+def _pack_result(
+    emitted: Emitted, num_accepted: Int[Array, " seq"], num_draft: Int[Array, " seq"]
+) -> Int[Array, "seq field"]:
     # A sequence that ends inside an accepted run keeps only the drafts before the end.
-    accepted = jnp.minimum(verdict.num_accepted, emitted.num_emitted)
+    accepted = jnp.minimum(num_accepted, emitted.num_emitted)
     is_done = emitted.is_done.astype(jnp.int32)
-    columns = jnp.stack([emitted.num_emitted, accepted, is_done], axis=1)
+    columns = [emitted.num_emitted, num_draft, accepted, is_done]
+    columns = jnp.stack(columns, axis=1)
     return jnp.concatenate([emitted.tokens, columns], axis=1)
 
 

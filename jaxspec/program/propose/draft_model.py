@@ -10,6 +10,7 @@ from jaxspec.program import randomness, sampling
 from jaxspec.program.active import Active
 from jaxspec.program.choose import choose_token, forbid_early_stop
 from jaxspec.program.plan import PoolShape
+from jaxspec.program.propose.ngram import Found
 from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.region import join, make_region
 
@@ -36,6 +37,7 @@ def propose(
     num_draft_tokens: int,
     pool: PoolShape,
     is_greedy: bool = False,
+    found: Found | None = None,
 ) -> tuple[Proposal, Pages]:
     """Draw `num_draft_tokens` tokens per sequence from the draft model.
 
@@ -45,13 +47,19 @@ def propose(
 
     Args:
         is_greedy: Propose the argmax, a point mass, also where the request samples.
+        found: Drafts known beforehand, which the model is fed in place of its own; it
+            goes on where they end.
     """
 
     def draw(hidden: Array, position: Array) -> tuple[Array, Array | None]:
         logits = forbid_early_stop(model.logits(hidden), position, active)
         if is_greedy:
-            return sampling.argmax(logits), None
-        return choose_token(logits, position, active, role=randomness.DRAFT)
+            token, probs = sampling.argmax(logits), None
+        else:
+            token, probs = choose_token(logits, position, active, role=randomness.DRAFT)
+        if found is None:
+            return token, probs
+        return found.before(position - active.num_tokens, token, probs)
 
     seqs = active.row.shape[0]
     is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, 2))
