@@ -98,5 +98,5 @@ def _match_lengths(
         # Position p against the token `back` places before it; there is none before 0.
         here = (tokens == newest)[:, : tokens.shape[1] - back]
         is_equal &= jnp.pad(here, ((0, 0), (back, 0)))
-        length += is_equal
+        length += is_equal.astype(jnp.int32)
     return length

@@ -104,6 +104,7 @@ def test_random_texts(lookup: tuple[int, int], num_draft: int):
         random.integers(0, size, length).tolist()
         for size, length in zip(vocab, lengths, strict=True)
     ]
+    texts += [[0], [0, 1]]
     one = ngram.Lookup(*lookup)
     expected = [search(text, one, num_draft) for text in texts]
     assert found_in(texts, one, num_draft=num_draft) == expected
