@@ -58,7 +58,8 @@ class FakeDevice:
     """Runs plans in order.
 
     Attributes:
-        has_draft: Whether the program has a draft model.
+        has_draft: Whether the program has a draft model; without one, drafts are
+            looked up, as many as there happen to be.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class FakeDevice:
         result = StepResult(
             tokens=np.zeros((shape.num_seqs, width), np.int32),
             num_emitted=np.zeros(shape.num_seqs, np.int32),
+            num_draft=np.zeros(shape.num_seqs, np.int32),
             num_accepted=np.zeros(shape.num_seqs, np.int32),
             is_done=np.ones(shape.num_seqs, bool),
             tile_token=np.array([token for token, _ in tiles], np.int32),
@@ -99,11 +101,14 @@ class FakeDevice:
         )
         for index, (row, drafts) in enumerate(plan.decode):
             assert 0 <= drafts <= shape.num_draft_tokens
+            if not self.has_draft:  # an n-gram lookup may find fewer
+                drafts = int(self._random.integers(0, drafts + 1))
             tokens, accepted = self._round(
                 self.rows[row], drafts, shape.num_draft_tokens
             )
             result.tokens[index, : len(tokens)] = tokens
             result.num_emitted[index] = len(tokens)
+            result.num_draft[index] = drafts
             result.num_accepted[index] = accepted
             result.is_done[index] = self.rows[row].is_done
         return result
@@ -140,7 +145,7 @@ class FakeDevice:
         accepted = int(self._random.integers(0, drafts + 1))
         ahead = [self._truth(row, known + i) for i in range(accepted)]
         ahead += [JUNK] * (lookahead - accepted)
-        if lookahead:
+        if lookahead and self.has_draft:
             if drafts:
                 self._check(row, self.draft_kv, known - 2)
             self._write(row, self.draft_kv, range(known - 2, known), row.tokens[-2:])
@@ -209,7 +214,7 @@ class FakeRunner(Runner):
             max_model_len=config.max_model_len,
             vocab_size=config.model_config.vocab_size,
         )
-        has_draft = config.speculative is not None
+        has_draft = config.draft_model_config is not None
         self.device = FakeDevice(pool, truth, has_draft=has_draft, seed=seed)
         self.events: list[tuple[str, int]] = []
         self.plans: list[tuple[StepPlan, StepShape]] = []

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.models.weights import Params
 from jaxspec.program.plan import PlanLayout, PoolShape, StepPlan, StepResult, StepShape
+from jaxspec.program.propose.ngram import Lookup
 from jaxspec.program.state import (
     EngineState,
     init_pages,
@@ -66,6 +67,7 @@ class Runner:
             pool=self.pool,
             has_greedy_draft=config.speculative is not None
             and config.speculative.draft_sample_method == "greedy",
+            lookup=_lookup(config),
             mesh=mesh,
         )
         self.params = (target_params, draft_params)
@@ -123,6 +125,16 @@ class Runner:
     def fetch(self, result: jax.Array, shape: StepShape) -> StepResult:
         """Wait for a round and read what it did: the one copy to the host."""
         return StepResult.unpack(np.asarray(jax.device_get(result)), shape)
+
+
+def _lookup(config: EngineConfig) -> Lookup | None:
+    speculative = config.speculative
+    if speculative is None or not speculative.has_lookup:
+        return None
+    longest, shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
+    assert longest is not None
+    assert shortest is not None
+    return Lookup(longest, shortest)
 
 
 def build_mesh(config: EngineConfig) -> Mesh:

@@ -99,7 +99,8 @@ class Scheduler:
             decode.append((request.row, max(0, min(wanted, left))))
             request.in_flight.append(min(wanted, max(left, 0)))
             # A drafting round leaves at most its last draft and the target's token.
-            request.draft_gap = 2 if num_draft else request.draft_gap + 1
+            if self.config.draft_model_config is not None:
+                request.draft_gap = 2 if num_draft else request.draft_gap + 1
         for tile, request in zip(tiles, tiled, strict=True):
             end = tile.start + len(tile.tokens)
             updates += self._grow(request, end + tile.is_last)
@@ -237,6 +238,7 @@ class Scheduler:
             count = int(result.num_emitted[index])
             tokens = result.tokens[index, :count].tolist()
             request.output_token_ids += tokens
+            drafts = min(int(result.num_draft[index]), drafts)
             accepted = min(int(result.num_accepted[index]), drafts)
             if drafts and count and request.spec_metrics is not None:
                 request.spec_metrics.record_step(drafts, accepted)

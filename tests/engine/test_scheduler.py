@@ -95,7 +95,7 @@ class Loop:
         self.device = FakeDevice(
             self.pool,
             self.truth,
-            has_draft=config.speculative is not None,
+            has_draft=config.draft_model_config is not None,
             seed=seed,
         )
         self.launched: deque = deque()
