@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
@@ -199,12 +199,11 @@ def _judge_round(
 ) -> _Judged:
     """One target pass over the newest tokens, their drafts and the prompt tiles."""
     backend = config.backend(TARGET_MESH_AXES)
-    known = active.last_tokens[:, 1:]
 
-    def judge(pages: tuple[Array, ...], proposal: Proposal | None) -> _Judged:
+    def judge(
+        proposal: Proposal | None, tokens: Array, pages: tuple[Array, ...]
+    ) -> _Judged:
         target = bind(config.target, params, backend)
-        drafts = known[:, :0] if proposal is None else proposal.tokens
-        tokens = jnp.concatenate([known, drafts], axis=1)
         seqs, width = tokens.shape
         is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
         kv_len = active.num_tokens + width - 1
@@ -216,18 +215,27 @@ def _judge_round(
         hidden, pages = target.hidden(join(batches), pages)
         logits, tile_logits = _logits(target, hidden, seqs * width)
         verdict = _verdict(proposal, logits, num_draft, active, backend)
+        drafts = tokens[:, 1:]
         tokens = _place_next(drafts, verdict, shape.num_draft_tokens + 1)
         return _Judged(tokens, verdict.num_accepted, tile_logits, pages)
 
+    tokens = active.last_tokens[:, 1:]
+    if proposal is not None:
+        tokens = jnp.concatenate([tokens, proposal.tokens], axis=1)
     if config.draft is not None or proposal is None or prompts is not None:
-        return judge(pages, proposal)
+        return judge(proposal, tokens, pages)
+
     # Where nothing was found, the round is a plain one and costs no more than that.
-    return jax.lax.cond(
-        (num_draft > 0).any(),
-        lambda pages: judge(pages, proposal),
-        lambda pages: judge(pages, None),
-        pages,
-    )
+    def wide(judged: _Judged) -> _Judged:
+        return judge(proposal, judged.tokens, judged.pages)
+
+    def plain(judged: _Judged) -> _Judged:
+        return judge(None, judged.tokens[:, :1], judged.pages)
+
+    has_drafts = (num_draft > 0).any()
+    no_logits = jnp.zeros((0, config.target.vocab_size), jnp.float32)
+    judged = _Judged(tokens, jnp.zeros_like(num_draft), no_logits, pages)
+    return _run_if(~has_drafts, plain, _run_if(has_drafts, wide, judged))
 
 
 def _tile_batch(
@@ -263,6 +271,20 @@ def _verdict(
     logits = forbid_early_stop(logits, active.num_tokens, active)
     token, _ = choose_token(logits, active.num_tokens, active, role=randomness.SAMPLE)
     return Verdict(jnp.zeros_like(token), token)
+
+
+def _run_if(
+    is_wanted: Bool[Array, ""], function: Callable[[_Judged], _Judged], value: _Judged
+) -> _Judged:
+    """`function(value)` where that is wanted, else `value`: a loop of one turn or none.
+
+    Not `cond`: XLA copies what both of its branches write to in place.
+    """
+
+    def turn(carry: tuple[Array, _Judged]) -> tuple[Array, _Judged]:
+        return jnp.zeros_like(is_wanted), function(carry[1])
+
+    return jax.lax.while_loop(lambda carry: carry[0], turn, (is_wanted, value))[1]
 
 
 def _place_next(
