@@ -6,31 +6,29 @@ engine's state. The host passes one plan vector and reads one result vector.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.gemma2 import Gemma2
 from jaxspec.models.weights import Params, bind
-from jaxspec.program import randomness
-from jaxspec.program.accept import accept
+from jaxspec.program import controls, logprobs
 from jaxspec.program.active import Active, gather
 from jaxspec.program.apply import Tiles, apply_plan, read_tiles, unpack
-from jaxspec.program.choose import choose_token, forbid_early_stop
 from jaxspec.program.commit import Emitted, append, truncate
-from jaxspec.program.plan import TILE, PlanLayout, PoolShape, StepShape
+from jaxspec.program.judge import choose_next
+from jaxspec.program.plan import PlanLayout, PoolShape, StepShape
 from jaxspec.program.propose import Proposal, draft_model, ngram
-from jaxspec.program.region import join, make_region
+from jaxspec.program.region import make_region
+from jaxspec.program.round import Round
 from jaxspec.program.state import EngineState, Rows
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, replicated
 from jaxspec_kernels.dispatch import implementation_for
-from jaxspec_kernels.rejection_sampling import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +87,7 @@ def speculative_step(
     active = gather(rows, token_pages, fields["decode_row"])
 
     found = _look_up(active, token_pages, config=config, shape=shape)
+    adjuster = partial(_adjuster, rows, token_pages, active, config=config, shape=shape)
     proposal, draft_pages = _propose(
         draft_params,
         state.draft_pages,
@@ -96,30 +95,33 @@ def speculative_step(
         rows,
         tiles,
         found=found,
+        adjust=adjuster(DRAFT_MESH_AXES),
         config=config,
         shape=shape,
     )
-    num_draft = fields["decode_draft"]
-    if found is not None and config.draft is None:
-        num_draft = jnp.minimum(num_draft, found.num_found)
-    judged = _judge_round(
-        target_params,
-        state.target_pages,
-        proposal,
-        active,
-        num_draft,
+    num_draft = _num_drafted(fields["decode_draft"], found, config)
+    backend = config.backend(TARGET_MESH_AXES)
+    this_round = Round(
+        target=bind(config.target, target_params, backend),
+        active=active,
+        num_draft=num_draft,
+        may_be_plain=config.draft is None,
         prompts=_tile_batch(rows, tiles, pool, is_draft=False) if shape.chunk else None,
-        config=config,
+        after_prompts=fields.get("tile_next_token"),
+        adjust=adjuster(TARGET_MESH_AXES),
+        backend=backend,
+        pool=pool,
         shape=shape,
     )
+    judged = this_round.judge(proposal, state.target_pages)
     emitted = truncate(judged.tokens, judged.num_accepted + 1, active)
     rows, token_pages = append(rows, token_pages, active, emitted)
-    result = [_pack_result(emitted, judged.num_accepted, num_draft)]
+    result = [_pack_result(emitted, judged.num_accepted, num_draft), *judged.told]
     if shape.chunk:
         rows, token_pages, first = _finish_prompts(
-            rows, token_pages, tiles, judged.tile_logits
+            rows, token_pages, tiles, judged.tile_logits, config=config, shape=shape
         )
-        result.append(_pack_first(first))
+        result += first
     state = EngineState(
         rows=rows,
         token_pages=token_pages,
@@ -142,6 +144,14 @@ def _look_up(
     return ngram.look_up(active, token_pages, config.lookup, num_draft_tokens=count)
 
 
+def _num_drafted(
+    wanted: Int[Array, " seq"], found: ngram.Found | None, config: ProgramConfig
+) -> Int[Array, " seq"]:
+    if found is None or config.draft is not None:
+        return wanted
+    return jnp.minimum(wanted, found.num_found)
+
+
 def _propose(
     params: Params | None,
     pages: tuple[Array, ...],
@@ -150,6 +160,7 @@ def _propose(
     tiles: Tiles,
     *,
     found: ngram.Found | None,
+    adjust: controls.Adjust | None,
     config: ProgramConfig,
     shape: StepShape,
 ) -> tuple[Proposal | None, tuple[Array, ...]]:
@@ -174,68 +185,8 @@ def _propose(
         pool=config.pool,
         is_greedy=config.has_greedy_draft,
         found=found,
+        adjust=adjust,
     )
-
-
-class _Judged(NamedTuple):
-    """What the target made of a round; with K + 1 tokens, however many were fed."""
-
-    tokens: Int[Array, "seq width"]  # accepted drafts, then the target's own
-    num_accepted: Int[Array, " seq"]
-    tile_logits: Float[Array, "tile vocab"]
-    pages: tuple[Array, ...]
-
-
-def _judge_round(
-    params: Params,
-    pages: tuple[Array, ...],
-    proposal: Proposal | None,
-    active: Active,
-    num_draft: Int[Array, " seq"],
-    *,
-    prompts: TokenBatch | None,
-    config: ProgramConfig,
-    shape: StepShape,
-) -> _Judged:
-    """One target pass over the newest tokens, their drafts and the prompt tiles."""
-    backend = config.backend(TARGET_MESH_AXES)
-
-    def judge(
-        proposal: Proposal | None, tokens: Array, pages: tuple[Array, ...]
-    ) -> _Judged:
-        target = bind(config.target, params, backend)
-        seqs, width = tokens.shape
-        is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
-        kv_len = active.num_tokens + width - 1
-        batches = [
-            make_region(tokens, kv_len, active.page_table, is_written, config.pool)
-        ]
-        if prompts is not None:
-            batches.append(prompts)
-        hidden, pages = target.hidden(join(batches), pages)
-        logits, tile_logits = _logits(target, hidden, seqs * width)
-        verdict = _verdict(proposal, logits, num_draft, active, backend)
-        drafts = tokens[:, 1:]
-        tokens = _place_next(drafts, verdict, shape.num_draft_tokens + 1)
-        return _Judged(tokens, verdict.num_accepted, tile_logits, pages)
-
-    tokens = active.last_tokens[:, 1:]
-    if proposal is not None:
-        tokens = jnp.concatenate([tokens, proposal.tokens], axis=1)
-    if config.draft is not None or proposal is None or prompts is not None:
-        return judge(proposal, tokens, pages)
-
-    # Where nothing was found, the round is a plain one and costs no more than that.
-    def wide(judged: _Judged) -> _Judged:
-        return judge(proposal, judged.tokens, judged.pages)
-
-    def plain(judged: _Judged) -> _Judged:
-        return judge(None, judged.tokens[:, :1], judged.pages)
-
-    has_drafts = (num_draft > 0).any()
-    no_logits = jnp.zeros((0, config.target.vocab_size), jnp.float32)
-    judged = _Judged(tokens, jnp.zeros_like(num_draft), no_logits, pages)
-    return _run_if(~has_drafts, plain, _run_if(has_drafts, wide, judged))
 
 
 def _tile_batch(
@@ -250,53 +201,6 @@ def _tile_batch(
     return make_region(tiles.tokens, kv_len, page_table, is_written, pool)
 
 
-def _logits(
-    model: Gemma2, hidden: Float[Array, "token model"], num_decode: int
-) -> tuple[Float[Array, "decode vocab"], Float[Array, "tile vocab"]]:
-    """Logits of all decode rows and of the last row of every tile."""
-    last = hidden[num_decode:].reshape(-1, TILE, hidden.shape[1])[:, -1]
-    logits = model.logits(jnp.concatenate([hidden[:num_decode], last]))
-    return logits[:num_decode], logits[num_decode:]
-
-
-def _verdict(
-    proposal: Proposal | None,
-    logits: Float[Array, "token vocab"],
-    num_draft: Int[Array, " seq"],
-    active: Active,
-    backend: Backend,
-) -> Verdict:
-    if proposal is not None:
-        return accept(proposal, logits, num_draft, active, backend)
-    logits = forbid_early_stop(logits, active.num_tokens, active)
-    token, _ = choose_token(logits, active.num_tokens, active, role=randomness.SAMPLE)
-    return Verdict(jnp.zeros_like(token), token)
-
-
-def _run_if(
-    is_wanted: Bool[Array, ""], function: Callable[[_Judged], _Judged], value: _Judged
-) -> _Judged:
-    """`function(value)` where that is wanted, else `value`: a loop of one turn or none.
-
-    Not `cond`: XLA copies what both of its branches write to in place.
-    """
-
-    def turn(carry: tuple[Array, _Judged]) -> tuple[Array, _Judged]:
-        return jnp.zeros_like(is_wanted), function(carry[1])
-
-    return jax.lax.while_loop(lambda carry: carry[0], turn, (is_wanted, value))[1]
-
-
-def _place_next(
-    drafts: Int[Array, "seq draft"], verdict: Verdict, width: int
-) -> Int[Array, "seq width"]:
-    """Accepted drafts, then the target's token, then pads."""
-    seqs, count = drafts.shape
-    padded = jnp.pad(drafts, ((0, 0), (0, width - count)))
-    row = jnp.arange(seqs, dtype=jnp.int32)
-    return padded.at[row, verdict.num_accepted].set(verdict.next_token)
-
-
 def _pack_result(
     emitted: Emitted, num_accepted: Int[Array, " seq"], num_draft: Int[Array, " seq"]
 ) -> Int[Array, "seq field"]:
@@ -304,8 +208,7 @@ def _pack_result(
     accepted = jnp.minimum(num_accepted, emitted.num_emitted)
     is_done = emitted.is_done.astype(jnp.int32)
     columns = [emitted.num_emitted, num_draft, accepted, is_done]
-    columns = jnp.stack(columns, axis=1)
-    return jnp.concatenate([emitted.tokens, columns], axis=1)
+    return jnp.concatenate([emitted.tokens, jnp.stack(columns, axis=1)], axis=1)
 
 
 def _pack_first(first: Emitted) -> Int[Array, "tile 2"]:
@@ -318,15 +221,47 @@ def _finish_prompts(
     token_pages: Int[Array, "page page_size"],
     tiles: Tiles,
     logits: Float[Array, "tile vocab"],
-) -> tuple[Rows, Int[Array, "page page_size"], Emitted]:
-    """Sample the first token of every prompt whose last tile has come in."""
+    *,
+    config: ProgramConfig,
+    shape: StepShape,
+) -> tuple[Rows, Int[Array, "page page_size"], list[Int[Array, "..."]]]:
+    """Sample the first token of every prompt whose last tile has come in.
+
+    Returns:
+        Rows and tokens with them, and their parts of the result vector.
+    """
     num_rows = rows.num_tokens.shape[0]
     row = jnp.where(tiles.is_last, tiles.row, num_rows)
     active = gather(rows, token_pages, row, num_tokens=tiles.start + tiles.length)
-    logits = forbid_early_stop(logits, active.num_tokens, active)
-    token, _ = choose_token(logits, active.num_tokens, active, role=randomness.SAMPLE)
+    adjust = _adjuster(
+        rows, token_pages, active, TARGET_MESH_AXES, config=config, shape=shape
+    )
+    token = choose_next(logits, active, adjust=adjust)
     emitted = truncate(token[:, None], jnp.ones_like(token), active)
-    return *append(rows, token_pages, active, emitted), emitted
+    backend = config.backend(TARGET_MESH_AXES)
+    told = logprobs.tell_some(logits, emitted.tokens, shape=shape, backend=backend)
+    result = [_pack_first(emitted), *told]
+    return *append(rows, token_pages, active, emitted), result
+
+
+def _adjuster(
+    rows: Rows,
+    token_pages: Int[Array, "page page_size"],
+    active: Active,
+    mesh_axes: tuple[str, ...],
+    *,
+    config: ProgramConfig,
+    shape: StepShape,
+) -> controls.Adjust | None:
+    if not shape.features.has_controls:
+        return None
+    return controls.adjuster(
+        rows.controls,
+        token_pages,
+        active,
+        vocab_size=config.pool.vocab_size,
+        backend=config.backend(mesh_axes),
+    )
 
 
 def compile_step(
