@@ -85,7 +85,6 @@ def speculative_step(
     tiles = read_tiles(fields)
     rows, token_pages = apply_plan(state.rows, state.token_pages, fields, tiles, pool)
     active = gather(rows, token_pages, fields["decode_row"])
-
     found = _look_up(active, token_pages, config=config, shape=shape)
     adjuster = partial(_adjuster, rows, token_pages, active, config=config, shape=shape)
     proposal, draft_pages = _propose(
@@ -101,7 +100,7 @@ def speculative_step(
     )
     num_draft = _num_drafted(fields["decode_draft"], found, config)
     backend = config.backend(TARGET_MESH_AXES)
-    this_round = Round(
+    judged = Round(
         target=bind(config.target, target_params, backend),
         active=active,
         num_draft=num_draft,
@@ -112,8 +111,7 @@ def speculative_step(
         backend=backend,
         pool=pool,
         shape=shape,
-    )
-    judged = this_round.judge(proposal, state.target_pages)
+    ).judge(proposal, state.target_pages)
     emitted = truncate(judged.tokens, judged.num_accepted + 1, active)
     rows, token_pages = append(rows, token_pages, active, emitted)
     result = [_pack_result(emitted, judged.num_accepted, num_draft), *judged.told]

@@ -49,8 +49,7 @@ def propose(
 
     Args:
         is_greedy: Propose the argmax, a point mass, also where the request samples.
-        found: Drafts known beforehand, which the model is fed in place of its own; it
-            goes on where they end.
+        found: Drafts that the model is fed in place of its own, as far as they go.
         adjust: What requests ask of single tokens; None where none asks anything.
     """
 
@@ -60,13 +59,10 @@ def propose(
         if adjust is not None:
             logits = adjust(logits[:, None], drafts, num_before=step)[:, 0]
         logits = forbid_early_stop(logits, position, active)
-        if is_greedy:
-            token, probs = sampling.argmax(logits), None
-        else:
-            token, probs = choose_token(logits, position, active, role=randomness.DRAFT)
-        if found is None:
-            return token, probs
-        return found.before(position - active.num_tokens, token, probs)
+        drawn = sampling.argmax(logits), None
+        if not is_greedy:
+            drawn = choose_token(logits, position, active, role=randomness.DRAFT)
+        return drawn if found is None else found.before(step, *drawn)
 
     seqs = active.row.shape[0]
     is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, 2))
@@ -75,7 +71,7 @@ def propose(
     )
     batch = first if tiles is None else join([first, tiles])
     hidden, pages = model.hidden(batch, pages)
-    newest = hidden[: 2 * seqs].reshape(seqs, 2, -1)[:, 1]
+    newest = hidden[1 : 2 * seqs : 2]
     # Only controls ask which drafts came before.
     drafts = None if adjust is None else jnp.zeros((seqs, num_draft_tokens), jnp.int32)
     token, probs = draw(newest, 0, drafts)
