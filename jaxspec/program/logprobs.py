@@ -105,6 +105,16 @@ def tell_some(
     return [told.reshape(*tokens.shape, -1)]
 
 
+def blank(
+    tokens: Int[Array, "seq width"], *, shape: StepShape
+) -> list[Int[Array, "seq width column"]]:
+    """What `tell_some` returns, before anything is known."""
+    num_top = shape.features.num_logprobs
+    if num_top is None:
+        return []
+    return [jnp.zeros((*tokens.shape, 2 + 2 * num_top), jnp.int32)]
+
+
 def tell_prompt(
     model: Gemma2,
     hidden: Float[Array, "token model"],

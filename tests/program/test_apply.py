@@ -114,7 +114,7 @@ def test_an_admission_overwrites_its_row_alone():
 
 
 def check_forgotten_controls() -> None:
-    apply_vector.clear_cache()  # pyright: ignore[reportFunctionMemberAccess]
+    apply_vector.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
     rows = used_rows()
     assert rows.controls.is_controlled.all()
     changes = changed_rows(rows, apply(rows, StepPlan(admissions=[ADMISSION])))

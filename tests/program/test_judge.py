@@ -104,7 +104,8 @@ def controlled_law() -> np.ndarray:
     """Probability of every text of `LENGTH` tokens, by enumeration in float64."""
     law = []
     for text in itertools.product(range(VOCAB), repeat=LENGTH):
-        known, chance = list(PROMPT), 1.0
+        known: list[int] = list(PROMPT)
+        chance = 1.0
         for token in text:
             row = controlled(np.log(TARGET[known[-1]]), known, len(PROMPT), ASKED)
             chance *= filtered_law(row, TEMPERATURE)[token]
@@ -114,7 +115,7 @@ def controlled_law() -> np.ndarray:
 
 
 def check_law(rule: str, *, is_plain: bool = False) -> None:
-    play_round.clear_cache()  # pyright: ignore[reportFunctionMemberAccess]
+    play_round.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
     active, tokens = start(rule)
     asked = make_control_rows([ASKED], VOCAB)
     # What lies past these places are pads.
