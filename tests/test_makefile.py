@@ -42,7 +42,7 @@ def venv(tmp_path):
         (2, 5, 1, False),
     ],
 )
-def test_status_of_both_runs(target, aot, other, runs, is_green, venv):
+def test_status_of_both_runs(venv, target, *, aot, other, runs, is_green):
     words = ["make", f"VENV={venv}", target, "PYTEST_ARGS=-k x"]
     environment = os.environ | {"AOT": str(aot), "OTHER": str(other)}
     made = subprocess.run(

@@ -94,8 +94,7 @@ def check_slices() -> None:
             mesh=Mesh(np.array(jax.devices()[:2]), ("model",)),
             in_specs=(P(), split, split, P(), P(), P()),
             out_specs=P(),
-        ),
-        compiler_options=UNOPTIMISED,
+        )
     )
     arrays, numbers, verdict = rounds()[1]
     with uncached():

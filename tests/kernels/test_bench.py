@@ -18,6 +18,8 @@ from jaxspec_kernels.paged_attention.cases import REAL_CASES, Case
 from jaxspec_kernels.rejection_sampling.cases import Case as SamplingCase
 from jaxspec_kernels.write_kv_pages.cases import Case as WritingCase
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
+
 SMALL = Case(
     seqs=2,
     queries=3,
@@ -42,14 +44,6 @@ def attention(case: Case, **settings: Any) -> bench_work.Work:
 
 def by_reference(work: bench_work.Work) -> Any:
     return functools.partial(work.run, implementation="reference")
-
-
-@pytest.fixture(autouse=True)
-def unoptimised():
-    """Nothing here is fast or slow: compiling is all that takes long."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 WORKS = ("attention", "window", "greedy", "top-p", "writing")
