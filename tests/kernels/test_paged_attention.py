@@ -308,7 +308,7 @@ def test_shapes_that_do_not_fit_are_an_error(change, message, monkeypatch):
         "ancestor_mask": (2, 5, 5),
     } | change
     kinds = {"page_table": jnp.int32, "kv_len": jnp.int32, "ancestor_mask": bool}
-    arrays = {
+    arrays: dict[str, Any] = {
         name: jnp.zeros(shape, kinds.get(name, jnp.float32))
         for name, shape in shapes.items()
     }

@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +143,7 @@ def test_unknown_implementation_is_an_error():
 def test_shapes_that_do_not_fit_are_an_error(name, shape, monkeypatch):
     """Where nothing checks the annotations, as with a user."""
     monkeypatch.setattr(config, "jaxtyping_disable", True)
-    arrays = {
+    arrays: dict[str, Any] = {
         name: jnp.asarray(value) for name, value in build(CASES["tiny/verify"]).items()
     }
     arrays[name] = jnp.zeros(shape, arrays[name].dtype)
