@@ -293,7 +293,7 @@ def test_shapes_that_do_not_fit_are_an_error(name, shape, monkeypatch):
         given["controls"] = one.controls._replace(**{name: jnp.zeros(shape)})
     else:
         given[name] = jnp.zeros(shape, given[name].dtype)
-    with pytest.raises(ValueError, match=re.escape(f"of shape {shape}")) as raised:
+    with pytest.raises(ValueError, match=re.escape(str(shape))) as raised:
         rejection_sampling(**given)
     # A wrong array of logits is what the others are compared with.
     assert name == "target_logits" or str(raised.value).startswith(name)
