@@ -137,7 +137,7 @@ class LLMEngine:
         if speculative is not None:
             rule = speculative.rejection_sample_method
         if params.seed is not None:
-            # The same text with any K, drafter or batch: see DESIGN, acceptance rules.
+            # The same text with any K, drafter or batch: see `program.randomness`.
             seed = (params.seed >> 32 & 0xFFFFFFFF, params.seed & 0xFFFFFFFF)
             rule = "coupled"
         stop_ids = tuple(params.stop_token_ids or ())
