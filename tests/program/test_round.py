@@ -10,7 +10,7 @@ from tests.e2e import pair
 from tests.engines import generate, make_engine, tokens_of
 from tests.program.test_step import check_program
 
-LOOKUP = (3, 2)
+LOOKUP = (5, 5)
 
 
 def make_lookup_engine(**changes):

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.program import history
 from jaxspec.program.active import Active
-from jaxspec.program.propose.proposal import Proposal
+from jaxspec.program.propose.proposal import Proposal, chain
 
 
 class Lookup(NamedTuple):
@@ -31,8 +31,7 @@ class Found(NamedTuple):
     @property
     def proposal(self) -> Proposal:
         """A chain of certain tokens."""
-        parent = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None] - 1
-        return Proposal(self.tokens, jnp.broadcast_to(parent, self.tokens.shape), None)
+        return chain(self.tokens, None)
 
     def before(
         self,
