@@ -48,8 +48,8 @@ class LLMEngine:
         self.tokenizer = tokenizer or read_tokenizer(config)
         self.runner = runner or make_runner(config)
         self.controller = Controller(config.speculative)
-        self.scheduler = Scheduler(config, self.controller)
         self.stats = EngineStats()
+        self.scheduler = Scheduler(config, self.controller, self.stats)
         self._requests: dict[str, Request] = {}
         self._streams: dict[str, TextStream] = {}
         self._sent: dict[str, tuple[int, int]] = {}  # characters, tokens
@@ -182,14 +182,17 @@ class LLMEngine:
     def _reset(self) -> None:
         for request_id in list(self._requests):
             self._forget(self._requests[request_id])
-        self.scheduler = Scheduler(self.config, self.controller)
+        self.scheduler = Scheduler(self.config, self.controller, self.stats)
         self._launched.clear()
         self._planned = None
 
     def _step(self) -> list[RequestOutput]:
         start = time.monotonic()
         launch, self._planned = self._planned, None
-        if launch is None or launch.is_over():
+        if launch is not None and launch.is_over():
+            self.scheduler.discard(launch)
+            launch = None
+        if launch is None:
             launch = self.scheduler.plan()
         if launch is not None:
             if self._launched and not self.runner.is_compiled(launch.shape):
@@ -216,7 +219,6 @@ class LLMEngine:
     def _advance(self, part: Progress) -> list[RequestOutput]:
         """Turn new tokens into text, and end the request where they end it."""
         request, stream = part.request, self._streams[part.request.request_id]
-        self.stats.record(part.num_draft_tokens, part.num_accepted, len(part.token_ids))
         if part.token_ids:
             now = time.monotonic()
             stats = request.stats
@@ -288,7 +290,7 @@ class LLMEngine:
                 outputs=[completion],
                 finished=is_finished,
                 metrics=request.stats,
-                num_cached_tokens=0,
+                num_cached_tokens=request.num_cached_tokens,
             )
         ]
 
