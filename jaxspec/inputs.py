@@ -28,7 +28,7 @@ _UNSUPPORTED_KEYS = {
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text. `cache_salt` has no effect."""
+    """A prompt as text; only prompts of one `cache_salt` share cached pages."""
 
     prompt: str
     cache_salt: NotRequired[str]
@@ -54,10 +54,15 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedPrompt:
-    """A checked prompt; `text` is None when only token ids were given."""
+    """A checked prompt; `text` is None when only token ids were given.
+
+    Attributes:
+        cache_salt: Only prompts of one salt share cached pages.
+    """
 
     text: str | None
     token_ids: list[int]
+    cache_salt: str | None = None
 
 
 def split_prompts(prompts: Any) -> list[Any]:
@@ -103,7 +108,11 @@ def parse_prompt(
             parameter="prompt",
             value=len(token_ids),
         )
-    return ParsedPrompt(text=text, token_ids=token_ids)
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is not None and not (isinstance(salt, str) and salt):
+        name, allowed = "prompt['cache_salt']", "a non-empty string"
+        raise wrong_argument(RequestError, name, allowed, salt)
+    return ParsedPrompt(text=text, token_ids=token_ids, cache_salt=salt)
 
 
 def _text_and_ids(prompt: object) -> tuple[str | None, Any]:
