@@ -47,6 +47,16 @@ def wrong_argument(
     return error(message, parameter=name, value=value)
 
 
+def refuse(name: str, value: object) -> None:
+    """Raise `UnsupportedError` unless `value` is None."""
+    if value is not None:
+        raise UnsupportedError(
+            f"{name}={value!r} is not supported yet; leave it out.",
+            parameter=name,
+            value=value,
+        )
+
+
 def check_integer(
     error: type[ArgumentError],
     name: str,

@@ -143,6 +143,7 @@ class Intake:
             ),
             priority=priority,
             cache_salt=parsed.cache_salt,
+            can_read_prefix_cache=_may_read_cache(params),
             stats=RequestStateStats(
                 arrival_time=time.time() if arrival_time is None else arrival_time,
                 queued_ts=time.monotonic(),
@@ -184,6 +185,11 @@ def check_supported(params: SamplingParams) -> None:
                 parameter=name,
                 value=value,
             )
+
+
+def _may_read_cache(params: SamplingParams) -> bool:
+    """Whether cached pages serve: what is not computed has no log-probabilities."""
+    return params.prompt_logprobs is None and not params.skip_reading_prefix_cache
 
 
 def _if_asked(asked: int | None, told: int) -> int | None:

@@ -2,30 +2,30 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, no_type_check
-
-import numpy as np
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.controller import Controller
+from jaxspec.engine.intake import Intake
 from jaxspec.engine.loading import make_runner, read_tokenizer
+from jaxspec.engine.logprobs import LogprobStream
+from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.output import TextStream
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Launch, Progress, Scheduler
+from jaxspec.engine.sleeping import Sleep
 from jaxspec.engine.stats import EngineStats
-from jaxspec.errors import RequestError
-from jaxspec.inputs import parse_prompt
-from jaxspec.outputs import (
-    CompletionOutput,
-    RequestOutput,
-    RequestSpecDecodeMetrics,
-    RequestStateStats,
+from jaxspec.errors import (
+    ConfigError,
+    RequestError,
+    refuse,
 )
-from jaxspec.program.plan import RULES
-from jaxspec.sampling_params import RequestOutputKind, SamplingParams, check_supported
+from jaxspec.metrics import Metric
+from jaxspec.outputs import CompletionOutput, RequestOutput
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.tokenizer import Tokenizer
 
 
@@ -50,119 +50,70 @@ class LLMEngine:
         self.controller = Controller(config.speculative)
         self.scheduler = Scheduler(config, self.controller)
         self.stats = EngineStats()
+        self.metrics = EngineMetrics(config, self.stats)
+        self._intake = Intake(config, self.tokenizer)
         self._requests: dict[str, Request] = {}
         self._streams: dict[str, TextStream] = {}
+        self._logprobs: dict[str, LogprobStream] = {}
         self._sent: dict[str, tuple[int, int]] = {}  # characters, tokens
         self._launched: deque[tuple[Launch, Any]] = deque()
         self._planned: Launch | None = None
-        # Seeds of requests that name none; a seeded engine repeats itself.
-        self._random = np.random.default_rng(config.seed)
+        self._sleep = Sleep(config, self.runner)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
         """Build an engine from vLLM's arguments."""
         return cls(engine_args.create_engine_config())
 
-    @no_type_check  # it has its own checks, with better errors
+    @no_type_check  # `Intake` checks, with better errors
     def add_request(
         self,
         request_id: str,
         prompt: Any,
         params: SamplingParams,
-        *,
         arrival_time: float | None = None,
+        lora_request: Any = None,
+        *,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: dict[str, str] | None = None,
+        priority: int = 0,
     ) -> str:
         """Validate and queue one request; nothing has run on the device yet.
 
+        Args:
+            priority: Lower goes first, with `scheduling_policy="priority"`.
+            lora_request: Not supported, as the two after it.
+
         Raises:
-            RequestError: The prompt or a sampling value is not acceptable, or the id
-                is in use.
-            NotImplementedError: A sampling value that is not supported yet.
+            RequestError: The prompt or a sampling value is not acceptable, the id is in
+                use, or the engine sleeps.
+            NotImplementedError: An argument or a sampling value that is not supported.
         """
-        if not isinstance(request_id, str):
+        refuse("lora_request", lora_request)
+        refuse("tokenization_kwargs", tokenization_kwargs or None)
+        refuse("trace_headers", trace_headers or None)
+        if self.is_sleeping():
             raise RequestError(
-                f"request_id must be a string, got {type(request_id).__name__}",
-                parameter="request_id",
-                value=request_id,
+                "The engine sleeps and takes no requests: call wake_up() first."
             )
-        if request_id in self._requests:
+        if isinstance(request_id, str) and request_id in self._requests:
             raise RequestError(
                 f"request_id {request_id!r} is running already: choose another",
                 parameter="request_id",
                 value=request_id,
             )
-        if not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"params must be SamplingParams, got {type(params).__name__}",
-                parameter="params",
-                value=params,
-            )
-        model = self.config.model_config
-        params = params.clone()
-        speculative = self.config.speculative
-        params.validate_for(
-            model.vocab_size,
-            num_draft_tokens=speculative and speculative.num_speculative_tokens,
+        request = self._intake.make(
+            request_id, prompt, params, arrival_time=arrival_time, priority=priority
         )
-        check_supported(params)
-        parsed = parse_prompt(
-            prompt, self.tokenizer, model.vocab_size, self.config.max_model_len
-        )
-        request = self._make_request(request_id, parsed, params, arrival_time)
+        params = request.params
         self._requests[request_id] = request
         self._streams[request_id] = TextStream(self.tokenizer, params)
+        self._logprobs[request_id] = LogprobStream(
+            self.tokenizer, params, request.prompt_token_ids
+        )
         self._sent[request_id] = (0, 0)
         self.scheduler.add(request)
         return request_id
-
-    def _make_request(
-        self,
-        request_id: str,
-        parsed: Any,
-        params: SamplingParams,
-        arrival_time: float | None,
-    ) -> Request:
-        config = self.config
-        model, speculative = config.model_config, config.speculative
-        num_prompt = len(parsed.token_ids)
-        limit = config.max_model_len
-        if params.max_tokens is not None:
-            limit = min(limit, num_prompt + params.max_tokens)
-        num_draft = config.num_draft_tokens
-        wanted = (params.extra_args or {}).get("num_speculative_tokens")
-        if wanted is not None:
-            num_draft = min(num_draft, wanted)
-        drawn = self._random.integers(0, 2**32, size=2, dtype=np.uint32)
-        seed, rule = (int(drawn[0]), int(drawn[1])), "standard"
-        if speculative is not None:
-            rule = speculative.rejection_sample_method
-        if params.seed is not None:
-            # The same text with any K, drafter or batch: see DESIGN, acceptance rules.
-            seed = (params.seed >> 32 & 0xFFFFFFFF, params.seed & 0xFFFFFFFF)
-            rule = "coupled"
-        stop_ids = tuple(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            ends = (*model.eos_token_ids, *self.tokenizer.turn_end_ids)
-            stop_ids = tuple(dict.fromkeys((*ends, *stop_ids)))
-        metrics = None
-        if num_draft:
-            metrics = RequestSpecDecodeMetrics.empty(config.num_draft_tokens)
-        return Request(
-            request_id=request_id,
-            prompt=parsed.text,
-            prompt_token_ids=parsed.token_ids,
-            params=params,
-            max_total=limit,
-            num_draft_tokens=num_draft,
-            seed=seed,
-            rule=RULES[rule],
-            stop_ids=stop_ids,
-            stats=RequestStateStats(
-                arrival_time=time.time() if arrival_time is None else arrival_time,
-                queued_ts=time.monotonic(),
-            ),
-            spec_metrics=metrics,
-        )
 
     def step(self) -> list[RequestOutput]:
         """Launch the next round, read the one before it, return what is new.
@@ -216,10 +167,16 @@ class LLMEngine:
     def _advance(self, part: Progress) -> list[RequestOutput]:
         """Turn new tokens into text, and end the request where they end it."""
         request, stream = part.request, self._streams[part.request.request_id]
+        logprobs = self._logprobs[request.request_id]
+        if part.prompt_logprobs is not None:
+            logprobs.push_prompt(part.prompt_logprobs)
+        logprobs.push(part.token_ids, part.logprobs)
         self.stats.record(part.num_draft_tokens, part.num_accepted, len(part.token_ids))
         if part.token_ids:
             now = time.monotonic()
             stats = request.stats
+            if not self.config.disable_log_stats:
+                self.metrics.add_tokens(request, now)
             if not stats.num_generation_tokens:
                 stats.first_token_ts = now
                 stats.first_token_latency = now - stats.queued_ts
@@ -238,6 +195,7 @@ class LLMEngine:
             surplus = len(part.token_ids) - count
             if surplus:
                 del request.output_token_ids[-surplus:]
+                logprobs.keep(len(request.output_token_ids))
                 request.stats.num_generation_tokens -= surplus
                 self.stats.num_generated_tokens -= surplus
             self.scheduler.finish(request, "stop", stop)
@@ -265,17 +223,23 @@ class LLMEngine:
         text = stream.visible(is_finished=is_finished)
         tokens = request.output_token_ids
         characters, count = self._sent[request.request_id]
+        logprobs = self._logprobs[request.request_id]
+        told, prompt_told = logprobs.since(0), logprobs.prompt
         if kind is RequestOutputKind.DELTA:
             if not is_finished and len(tokens) == count:
                 return []
             self._sent[request.request_id] = (len(text), len(tokens))
             text, tokens = text[characters:], tokens[count:]
+            told = logprobs.since(count)
+            prompt_told = None if count else prompt_told
         if is_finished:
             self._forget(request)
         completion = CompletionOutput(
             index=0,
             text=text,
             token_ids=list(tokens),
+            cumulative_logprob=logprobs.cumulative,
+            logprobs=told,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             spec_decode_metrics=request.spec_metrics,
@@ -285,16 +249,20 @@ class LLMEngine:
                 request_id=request.request_id,
                 prompt=request.prompt,
                 prompt_token_ids=request.prompt_token_ids,
+                prompt_logprobs=prompt_told,
                 outputs=[completion],
                 finished=is_finished,
                 metrics=request.stats,
-                num_cached_tokens=0,
+                num_cached_tokens=request.num_cached_tokens,
             )
         ]
 
     def _forget(self, request: Request) -> None:
+        if request.finish_reason is not None and not self.config.disable_log_stats:
+            self.metrics.add_finished(request)
         del self._requests[request.request_id]
         del self._streams[request.request_id]
+        del self._logprobs[request.request_id]
         del self._sent[request.request_id]
 
     def has_unfinished_requests(self) -> bool:
@@ -313,6 +281,72 @@ class LLMEngine:
             if request is not None:
                 self.scheduler.finish(request, "abort", None)
                 self._forget(request)
+
+    def get_metrics(self) -> list[Metric]:
+        """Return counts and distributions since the start, in vLLM's names.
+
+        Raises:
+            ConfigError: The engine was made with `disable_log_stats=True`.
+        """
+        if self.config.disable_log_stats:
+            raise ConfigError(
+                "Stat logging disabled: make the engine with disable_log_stats=False.",
+                parameter="disable_log_stats",
+                value=True,
+            )
+        return self.metrics.read(self._load())
+
+    def do_log_stats(self) -> None:
+        """Log what happened since the last time; `step` does so every ten seconds."""
+        if not self.config.disable_log_stats:
+            self.metrics.log(self._load())
+
+    def _load(self) -> Load:
+        scheduler, pages = self.scheduler, self.scheduler.pages
+        return Load(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_usage=1 - pages.num_free / pages.num_pages,
+            sleep_level=self._sleep.level,
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the pages of ended requests; False while pages are in use."""
+        return self.scheduler.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the devices' memory until `wake_up`.
+
+        Args:
+            level: 1 keeps the weights on the host; 2 reads them from the checkpoint
+                again. Pages are dropped in both.
+
+        Raises:
+            RequestError: Requests run, or another level.
+        """
+        if self.has_unfinished_requests():
+            raise RequestError(
+                f"sleep() needs an idle engine, and {len(self._requests)} requests "
+                "run: finish or abort them first."
+            )
+        self.reset_prefix_cache()
+        self._sleep.begin(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Bring back what `sleep` freed: outputs are then the same as before.
+
+        Args:
+            tags: "weights", "kv_cache" or both (None).
+        """
+        self._sleep.end(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether any part is off the devices."""
+        return self._sleep.level > 0
+
+    def announce_compiles(self, tell: Callable[[str], None] | None) -> None:
+        """Have `tell` called with what is compiled, and with "" when that is done."""
+        self.runner.announce = tell
 
     def warm_up(self, prompt_tokens: int | None = None) -> None:
         """Compile every executable that requests can need.

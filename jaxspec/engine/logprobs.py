@@ -66,21 +66,14 @@ class LogprobStream:
         """What was told after the first `count` tokens; None if none was asked."""
         return None if self.cumulative is None else self._told[count:]
 
-    def push_prompt(self, start: int, values: TokenLogprobs) -> None:
-        """Add a part of the prompt: entry i is about the token at `start + 1 + i`.
-
-        What is told already is left alone: a preempted request is fed again.
-        """
+    def push_prompt(self, values: TokenLogprobs) -> None:
+        """Add a part of the prompt: the next tokens of which nothing was told."""
         asked = self._params.prompt_logprobs
         if asked is None:
             return
-        first = start + 1
-        last = min(first + len(values.own), len(self._prompt_ids))
-        assert first <= len(self._prompt), "a part of the prompt was not told"
-        for position in range(max(first, len(self._prompt)), last):
-            token = self._prompt_ids[position]
-            entry = self._position(token, values, position - first, asked)
-            self._prompt.append(entry)
+        for index in range(len(values.own)):
+            token = self._prompt_ids[len(self._prompt)]
+            self._prompt.append(self._position(token, values, index, asked))
 
     @property
     def prompt(self) -> Told | None:
