@@ -49,12 +49,12 @@ class Load:
 class Distribution:
     """Counts of values between rising bounds."""
 
-    def __init__(self, bounds: tuple[float, ...]):
+    def __init__(self, bounds: tuple[float | int, ...]):
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def add(self, value: float) -> None:
+    def add(self, value: float | int) -> None:
         """Count one value; a bound itself belongs to what lies below it."""
         self._counts[bisect.bisect_left(self._bounds, value)] += 1
         self._sum += value
@@ -223,7 +223,7 @@ class EngineMetrics:
             *(self._gauge(f"spec_decode_{key}", x) for key, x in gauges.items()),
         ]
 
-    def _gauge(self, name: str, value: float, **labels: str) -> Gauge:
+    def _gauge(self, name: str, value: float | int, **labels: str) -> Gauge:
         return Gauge(
             name=f"vllm:{name}", labels=self._labels | labels, value=float(value)
         )
@@ -283,7 +283,7 @@ class EngineMetrics:
         )
 
 
-def lengths_up_to(limit: int) -> tuple[float, ...]:
+def lengths_up_to(limit: int) -> tuple[int, ...]:
     """Return 1, 2, 5, 10, 20, 50 and so on, none above `limit`."""
     powers = [10**power for power in range(len(str(limit)))]
     steps = (digit * power for power in powers for digit in (1, 2, 5))
