@@ -31,6 +31,11 @@ class Launch:
     registered: list[int]
     charged_s: float | None = None
 
+    @property
+    def num_fed(self) -> int:
+        """Tokens of prompts."""
+        return sum(len(tile.tokens) for tile in self.plan.tiles)
+
     def is_over(self) -> bool:
         """Whether all its requests have ended since it was planned."""
         requests = (*self.decoding, *self.tiled)

@@ -52,9 +52,8 @@ def run_one(engine: LLMEngine, params: SamplingParams, prompt: Any = PROMPT) -> 
 
 def assert_idle(engine: LLMEngine) -> None:
     engine.scheduler.check_idle()
-    assert not engine._requests
-    assert not engine._streams
-    assert not engine._sent
+    assert not engine._delivery.streams
+    assert not engine._parents
 
 
 def letters(tokens: list[int]) -> str:
