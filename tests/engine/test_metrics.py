@@ -10,7 +10,7 @@ from jaxspec.engine.metrics import Distribution, EngineMetrics, Load, lengths_up
 from jaxspec.engine.stats import EngineStats
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
 from tests.engine.test_intake import make
-from tests.engine.test_scheduler import make_config
+from tests.loops import make_config
 
 # vLLM's names, written down from the reference.
 COUNTERS = """
@@ -178,7 +178,7 @@ def test_the_log_tells_what_is_new(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, "jaxspec")
     stats.record_round(*np.array([[3], [2], [3]]))
     metrics.log(Load(num_running=1, kv_usage=0.5, num_prefix_queries=4))
-    stats.record(3, 1, 2)
+    stats.record_round(*np.array([[3], [1], [2]]))
     stats.record(3, 3, 4)
     metrics.log(Load())
     metrics.log(Load())
