@@ -1,5 +1,7 @@
 """Preempted and sharing requests say on the real program what they say alone."""
 
+from typing import Any
+
 import pytest
 
 from jaxspec.sampling_params import SamplingParams
@@ -26,23 +28,23 @@ def target():
 @pytest.mark.parametrize("seed", [None, 5])
 def test_few_pages_change_nothing_but_the_order(target, num_draft, seed):
     draft = make_draft_of(target) if num_draft else None
-    wanted = {}
-    for name, sizes in {
-        "alone": dict(max_num_seqs=1, num_pages=64),
-        "crowded": dict(max_num_seqs=4, num_pages=14),
-    }.items():
+
+    def run(max_num_seqs: int, num_pages: int) -> tuple[list[list[int]], Any]:
         engine = make_engine(
             target,
             draft,
             num_draft_tokens=num_draft,
             max_model_len=48,
             has_one_shape=True,
-            **sizes,
+            max_num_seqs=max_num_seqs,
+            num_pages=num_pages,
         )
-        if name == "alone":
-            engine.scheduler.reset_prefix_cache()
-        wanted[name] = tokens_of(generate(engine, PROMPTS, params(seed)))
+        said = tokens_of(generate(engine, PROMPTS, params(seed)))
         engine.scheduler.check_idle()
-    assert wanted["crowded"] == wanted["alone"]
-    assert engine.stats.num_preemptions > 0
-    assert engine.stats.num_prefix_hits > 0
+        return said, engine.stats
+
+    alone, _ = run(1, 64)
+    crowded, stats = run(4, 14)
+    assert crowded == alone
+    assert stats.num_preemptions > 0
+    assert stats.num_prefix_hits > 0
