@@ -43,7 +43,9 @@ def _commit_rounds(
     count = len(launch.rows)
     emitted = result.num_emitted[:count]
     is_there = rows.owner[launch.rows] == launch.owners
-    rows.read(launch.rows[is_there], launch.drafts[is_there], emitted[is_there])
+    planned = launch.drafts[is_there]
+    rows.read(launch.rows[is_there], planned, emitted[is_there])
+    # A lookup in the sequence may have found fewer than were planned.
     drafts = np.minimum(result.num_draft[:count], launch.drafts)
     accepted = np.minimum(result.num_accepted[:count], drafts)
     columns = zip(

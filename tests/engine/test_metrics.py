@@ -179,7 +179,7 @@ def test_the_log_tells_what_is_new(caplog: pytest.LogCaptureFixture):
     stats.record_round(*np.array([[3], [2], [3]]))
     metrics.log(Load(num_running=1, kv_usage=0.5, num_prefix_queries=4))
     stats.record_round(*np.array([[3], [1], [2]]))
-    stats.record(3, 3, 4)
+    stats.record_round(*np.array([[3], [3], [4]]))
     metrics.log(Load())
     metrics.log(Load())
     first, drafts, second, more, third = caplog.messages
