@@ -268,10 +268,14 @@ def test_drafts_per_request_are_at_most_the_engines():
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_logprobs_are_at_most_the_engines(name: str):
-    SamplingParams(**{name: 20}).validate_for(100, max_logprobs=20)
-    SamplingParams(**{name: -1}).validate_for(20, max_logprobs=20)
+    def ask(count: int) -> SamplingParams:
+        fields: dict[str, Any] = {name: count}
+        return SamplingParams(**fields)
+
+    ask(20).validate_for(100, max_logprobs=20)
+    ask(-1).validate_for(20, max_logprobs=20)
     for asked in (21, -1):
-        params = SamplingParams(**{name: asked})
+        params = ask(asked)
         params.validate_for(100)
         with pytest.raises(RequestError, match=rf"{name} must be at most 20, got"):
             params.validate_for(100, max_logprobs=20)

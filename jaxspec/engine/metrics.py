@@ -40,9 +40,6 @@ class Load:
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0
-    num_preemptions: int = 0
-    num_prefix_queries: int = 0
-    num_prefix_hits: int = 0
     sleep_level: int = 0
 
 
@@ -152,9 +149,9 @@ class EngineMetrics:
             "kv_cache_usage_perc": load.kv_usage,
         }
         counters = {
-            "prefix_cache_queries": load.num_prefix_queries,
-            "prefix_cache_hits": load.num_prefix_hits,
-            "num_preemptions": load.num_preemptions,
+            "prefix_cache_queries": self._stats.num_prefix_queries,
+            "prefix_cache_hits": self._stats.num_prefix_hits,
+            "num_preemptions": self._stats.num_preemptions,
             "prompt_tokens": self.num_prompt_tokens,
             "prompt_tokens_cached": self.num_cached_tokens,
             "generation_tokens": self._stats.num_generated_tokens,
@@ -242,7 +239,7 @@ class EngineMetrics:
         seconds = max(now - then, 1e-9)
         self._last_log = (now, self.num_prompt_tokens, copy.deepcopy(stats))
         generated = stats.num_generated_tokens - before.num_generated_tokens
-        hits = load.num_prefix_hits / max(load.num_prefix_queries, 1)
+        hits = stats.num_prefix_hits / max(stats.num_prefix_queries, 1)
         _log.info(
             "Avg prompt throughput: %.1f tokens/s, "
             "Avg generation throughput: %.1f tokens/s, Running: %d reqs, "

@@ -75,6 +75,9 @@ class Scheduler:
         """Whether anything waits or runs."""
         return bool(self.waiting or self.running)
 
+    def reset_prefix_cache(self) -> bool:
+        return True
+
     def plan(self) -> Launch | None:
         """Plan the next launch; None when nothing can be done before a read."""
         limit = self.controller.limit(len(self.running) + bool(self.waiting))

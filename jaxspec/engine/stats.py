@@ -9,6 +9,9 @@ class EngineStats:
 
     Attributes:
         num_rounds: Launches read back.
+        num_preemptions: Times that a request lost its pages to another.
+        num_prefix_queries: Prompt tokens that were looked for in earlier pages.
+        num_prefix_hits: Those found there.
         host_s: Seconds that `step` spent outside of waiting for the device.
         wait_s: Seconds that `step` waited for the device.
         accepted_per_position: Entry i counts rounds that kept draft i (from 0).
@@ -19,6 +22,9 @@ class EngineStats:
     num_draft_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_preemptions: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
     host_s: float = 0.0
     wait_s: float = 0.0
     accepted_per_position: list[int] = field(default_factory=list)

@@ -70,6 +70,19 @@ def test_names_and_kinds_are_those_of_vllm():
             assert one.labels["engine"] == "0"
 
 
+def add_rounds(
+    stats: EngineStats, *, rounds: int, drafts: int, kept: list[int], tokens: int
+) -> None:
+    stats.num_draft_rounds += rounds
+    stats.num_draft_tokens += drafts
+    stats.num_accepted_tokens += sum(kept)
+    stats.num_generated_tokens += tokens
+    before = [*stats.accepted_per_position, *[0] * len(kept)]
+    stats.accepted_per_position[:] = [
+        old + new for old, new in zip(before, kept, strict=False)
+    ]
+
+
 def test_without_drafts_there_is_nothing_to_tell_about_them():
     found = by_name(make_metrics(num_draft_tokens=0)[0])
     assert found
@@ -78,8 +91,8 @@ def test_without_drafts_there_is_nothing_to_tell_about_them():
 
 def test_drafts():
     metrics, stats = make_metrics(num_draft_tokens=3)
-    for drafts, accepted, generated in [(3, 2, 3), (3, 0, 1), (2, 2, 3), (0, 0, 1)]:
-        stats.record(drafts, accepted, generated)
+    # Rounds of 3, 3 and 2 drafts, of which 2, 0 and 2 were accepted, and a plain one.
+    add_rounds(stats, rounds=3, drafts=8, kept=[2, 2], tokens=8)
     found = by_name(metrics)
     assert value_of(found, "spec_decode_num_drafts") == 3
     assert value_of(found, "spec_decode_num_draft_tokens") == 8
@@ -94,12 +107,16 @@ def test_drafts():
 
 
 def test_what_the_engine_holds():
-    load = dict(num_running=2, num_waiting=5, kv_usage=0.25, num_preemptions=1)
-    found = by_name(make_metrics()[0], sleep_level=1, **load)
+    load = dict(num_running=2, num_waiting=5, kv_usage=0.25, sleep_level=1)
+    metrics, stats = make_metrics()
+    stats.num_preemptions, stats.num_prefix_queries, stats.num_prefix_hits = 1, 9, 4
+    found = by_name(metrics, **load)
     assert value_of(found, "num_requests_running") == 2
     assert value_of(found, "num_requests_waiting") == 5
     assert value_of(found, "kv_cache_usage_perc") == 0.25
     assert value_of(found, "num_preemptions") == 1
+    assert value_of(found, "prefix_cache_queries") == 9
+    assert value_of(found, "prefix_cache_hits") == 4
     states = {one.labels["sleep_state"]: one for one in found["engine_sleep_state"]}
     assert [getattr(state, "value", None) for state in states.values()] == [0, 1, 0]
     assert list(states) == ["awake", "weights_offloaded", "discard_all"]
@@ -175,15 +192,15 @@ def test_bounds_of_lengths():
 def test_the_log_tells_what_is_new(caplog: pytest.LogCaptureFixture):
     metrics, stats = make_metrics(num_draft_tokens=3)
     caplog.set_level(logging.INFO, "jaxspec")
-    stats.record(3, 2, 3)
-    metrics.log(Load(num_running=1, kv_usage=0.5, num_prefix_queries=4))
-    stats.record(3, 1, 2)
-    stats.record(3, 3, 4)
+    stats.num_prefix_queries, stats.num_prefix_hits = 8, 2
+    add_rounds(stats, rounds=1, drafts=3, kept=[1, 1], tokens=3)
+    metrics.log(Load(num_running=1, kv_usage=0.5))
+    add_rounds(stats, rounds=2, drafts=6, kept=[2, 1, 1], tokens=6)
     metrics.log(Load())
     metrics.log(Load())
     first, drafts, second, more, third = caplog.messages
     assert "Running: 1 reqs, Waiting: 0 reqs, GPU KV cache usage: 50.0%" in first
-    assert first.endswith("Prefix cache hit rate: 0.0%")
+    assert first.endswith("Prefix cache hit rate: 25.0%")
     assert drafts.startswith("SpecDecoding metrics: Mean acceptance length: 3.00, ")
     assert "Accepted: 4 tokens, Drafted: 6 tokens" in more
     assert "Per-position acceptance rate: 1.000, 0.500, 0.500" in more
