@@ -1,12 +1,12 @@
 """Owns the log-probabilities of one text: from arrays of a launch to vLLM's dicts."""
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jaxspec.logprobs import FlatLogprobs, Logprob, LogprobsOnePosition
 from jaxspec.program.plan import TokenLogprobs
 from jaxspec.sampling_params import SamplingParams
 
-Told = list[LogprobsOnePosition | None] | FlatLogprobs
+Told = list[Any] | FlatLogprobs
 
 
 @runtime_checkable

@@ -75,7 +75,7 @@ class EngineMetrics:
         self._labels = {"model_name": config.served_model_name, "engine": "0"}
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-        self._finished = dict.fromkeys(_FINISH_REASONS, 0)
+        self._finished: dict[str, int] = dict.fromkeys(_FINISH_REASONS, 0)
         per_request = "e2e_request_latency", "request_queue_time"
         per_request += "request_inference_time", "request_prefill_time"
         bounds = {

@@ -58,7 +58,7 @@ def test_a_text_told_in_rounds(count: int):
     stream = make_stream(logprobs=count)
     for start, stop in [(0, 1), (1, 4), (4, 4), (4, 9)]:
         stream.push(tokens[start:stop], tell(table[start:stop], tokens[start:stop]))
-    told = stream.since(0)
+    told: list[Any] = list(stream.since(0) or [])
     assert told == [
         expected(row, token, count) for row, token in zip(table, tokens, strict=True)
     ]
