@@ -1,5 +1,7 @@
 """The engine: requests in, outputs out, one launch ahead of what has been read."""
 
+import functools
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -8,14 +10,13 @@ from typing import Any, no_type_check
 from jaxspec.config import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.controller import Controller
+from jaxspec.engine.delivery import Delivery
 from jaxspec.engine.intake import Intake
 from jaxspec.engine.loading import make_runner, read_tokenizer
-from jaxspec.engine.logprobs import LogprobStream
 from jaxspec.engine.metrics import EngineMetrics, Load
-from jaxspec.engine.output import TextStream
-from jaxspec.engine.request import Request
+from jaxspec.engine.parent import Parent
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.scheduler import Launch, Progress, Scheduler
+from jaxspec.engine.scheduler import Launch, Scheduler
 from jaxspec.engine.sleeping import Sleep
 from jaxspec.engine.stats import EngineStats
 from jaxspec.errors import (
@@ -24,8 +25,8 @@ from jaxspec.errors import (
     refuse,
 )
 from jaxspec.metrics import Metric
-from jaxspec.outputs import CompletionOutput, RequestOutput
-from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.outputs import RequestOutput
+from jaxspec.sampling_params import SamplingParams
 from jaxspec.tokenizer import Tokenizer
 
 
@@ -48,15 +49,16 @@ class LLMEngine:
         self.tokenizer = tokenizer or read_tokenizer(config)
         self.runner = runner or make_runner(config)
         self.controller = Controller(config.speculative)
-        self.scheduler = Scheduler(config, self.controller)
         self.stats = EngineStats()
+        self.scheduler = Scheduler(config, self.controller, self.stats)
         self.metrics = EngineMetrics(config, self.stats)
+        self._delivery = Delivery(config, self.tokenizer, self.metrics, self.stats)
         self._intake = Intake(config, self.tokenizer)
-        self._requests: dict[str, Request] = {}
-        self._streams: dict[str, TextStream] = {}
-        self._logprobs: dict[str, LogprobStream] = {}
-        self._sent: dict[str, tuple[int, int]] = {}  # characters, tokens
-        self._launched: deque[tuple[Launch, Any]] = deque()
+        self._parents: dict[str, Parent] = {}
+        self._groups = itertools.count()
+        # With the time of each launch.
+        self._launched: deque[tuple[Launch, Any, float]] = deque()
+        self._last_read_ts = 0.0
         self._planned: Launch | None = None
         self._sleep = Sleep(config, self.runner)
 
@@ -96,24 +98,36 @@ class LLMEngine:
             raise RequestError(
                 "The engine sleeps and takes no requests: call wake_up() first."
             )
-        if isinstance(request_id, str) and request_id in self._requests:
+        if self._is_running(request_id):
             raise RequestError(
                 f"request_id {request_id!r} is running already: choose another",
                 parameter="request_id",
                 value=request_id,
             )
-        request = self._intake.make(
-            request_id, prompt, params, arrival_time=arrival_time, priority=priority
+        make = functools.partial(
+            self._intake.make, arrival_time=arrival_time, priority=priority
         )
-        params = request.params
-        self._requests[request_id] = request
-        self._streams[request_id] = TextStream(self.tokenizer, params)
-        self._logprobs[request_id] = LogprobStream(
-            self.tokenizer, params, request.prompt_token_ids
-        )
-        self._sent[request_id] = (0, 0)
-        self.scheduler.add(request)
+        if not isinstance(params, SamplingParams) or params.n == 1:
+            request = make(request_id, prompt, params)
+            self._delivery.open(request)
+            self.scheduler.add(request)
+            return request_id
+        parent = Parent(request_id, params)
+        # The texts share the prompt's pages, also where nothing else is shared.
+        group = next(self._groups)
+        children = [
+            make(child_id, prompt, parent.child_params(index))
+            for index, child_id in enumerate(parent.children)
+        ]
+        self._parents[request_id] = parent
+        for index, child in enumerate(children):
+            child.cache_group = group
+            self._delivery.open(child, (parent, index))
+            self.scheduler.add(child)
         return request_id
+
+    def _is_running(self, request_id: object) -> bool:
+        return request_id in self._delivery or request_id in self._parents
 
     def step(self) -> list[RequestOutput]:
         """Launch the next round, read the one before it, return what is new.
@@ -131,139 +145,57 @@ class LLMEngine:
             raise
 
     def _reset(self) -> None:
-        for request_id in list(self._requests):
-            self._forget(self._requests[request_id])
-        self.scheduler = Scheduler(self.config, self.controller)
+        for request in self._delivery:
+            self._delivery.close(request)
+        self._parents.clear()
+        self.scheduler = Scheduler(self.config, self.controller, self.stats)
         self._launched.clear()
         self._planned = None
 
     def _step(self) -> list[RequestOutput]:
         start = time.monotonic()
         launch, self._planned = self._planned, None
-        if launch is None or launch.is_over():
+        if launch is not None and launch.is_over():
+            self.scheduler.discard(launch)
+            launch = None
+        if launch is None:
             launch = self.scheduler.plan()
         if launch is not None:
             if self._launched and not self.runner.is_compiled(launch.shape):
                 self._planned = launch  # tokens must not wait for a compile
             else:
                 result = self.runner.launch(launch.plan, launch.shape)
-                self._launched.append((launch, result))
+                self._launched.append((launch, result, time.monotonic()))
         waited = 0.0
         outputs: list[RequestOutput] = []
         is_full = len(self._launched) > 1
         if self._launched and (launch is None or self._planned or is_full):
-            oldest, result = self._launched.popleft()
-            before = time.monotonic()
-            fetched = self.runner.fetch(result, oldest.shape)
-            waited = time.monotonic() - before
-            progress = self.scheduler.commit(oldest, fetched)
-            self.stats.num_rounds += 1
-            for part in progress:
-                outputs += self._advance(part)
+            outputs, waited = self._read()
         self.stats.wait_s += waited
         self.stats.host_s += time.monotonic() - start - waited
         return outputs
 
-    def _advance(self, part: Progress) -> list[RequestOutput]:
-        """Turn new tokens into text, and end the request where they end it."""
-        request, stream = part.request, self._streams[part.request.request_id]
-        logprobs = self._logprobs[request.request_id]
-        if part.prompt_logprobs is not None:
-            logprobs.push_prompt(part.prompt_logprobs)
-        logprobs.push(part.token_ids, part.logprobs)
-        self.stats.record(part.num_draft_tokens, part.num_accepted, len(part.token_ids))
-        if part.token_ids:
-            now = time.monotonic()
-            stats = request.stats
-            if not self.config.disable_log_stats:
-                self.metrics.add_tokens(request, now)
-            if not stats.num_generation_tokens:
-                stats.first_token_ts = now
-                stats.first_token_latency = now - stats.queued_ts
-            stats.last_token_ts = now
-            stats.num_generation_tokens += len(part.token_ids)
-        ended_by_id = part.is_done and _is_stop(request)
-        shown = part.token_ids
-        if ended_by_id and not self._shows_stop_token(request):
-            shown = part.token_ids[:-1]
-        matched = stream.push(shown)
-        if matched is None and part.is_done:
-            text = stream.finish()
-            matched = None if text is None else (text, len(part.token_ids))
-        if matched is not None:
-            stop, count = matched
-            surplus = len(part.token_ids) - count
-            if surplus:
-                del request.output_token_ids[-surplus:]
-                logprobs.keep(len(request.output_token_ids))
-                request.stats.num_generation_tokens -= surplus
-                self.stats.num_generated_tokens -= surplus
-            self.scheduler.finish(request, "stop", stop)
-        elif part.is_done:
-            last = request.output_token_ids[-1]
-            # As in vLLM: the first end id is the EOS, the others are stop ids.
-            is_eos = last == self.config.model_config.eos_token_ids[0]
-            stop_id = None if is_eos and not request.params.ignore_eos else last
-            if ended_by_id:
-                self.scheduler.finish(request, "stop", stop_id)
-            else:
-                self.scheduler.finish(request, "length", None)
-        return self._emit(request)
-
-    def _shows_stop_token(self, request: Request) -> bool:
-        return request.params.include_stop_str_in_output
-
-    def _emit(self, request: Request) -> list[RequestOutput]:
-        """The output that the request's `output_kind` asks for now, if any."""
-        kind = request.params.output_kind
-        is_finished = request.finish_reason is not None
-        if kind is RequestOutputKind.FINAL_ONLY and not is_finished:
-            return []
-        stream = self._streams[request.request_id]
-        text = stream.visible(is_finished=is_finished)
-        tokens = request.output_token_ids
-        characters, count = self._sent[request.request_id]
-        logprobs = self._logprobs[request.request_id]
-        told, prompt_told = logprobs.since(0), logprobs.prompt
-        if kind is RequestOutputKind.DELTA:
-            if not is_finished and len(tokens) == count:
-                return []
-            self._sent[request.request_id] = (len(text), len(tokens))
-            text, tokens = text[characters:], tokens[count:]
-            told = logprobs.since(count)
-            prompt_told = None if count else prompt_told
-        if is_finished:
-            self._forget(request)
-        completion = CompletionOutput(
-            index=0,
-            text=text,
-            token_ids=list(tokens),
-            cumulative_logprob=logprobs.cumulative,
-            logprobs=told,
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            spec_decode_metrics=request.spec_metrics,
-        )
-        return [
-            RequestOutput(
-                request_id=request.request_id,
-                prompt=request.prompt,
-                prompt_token_ids=request.prompt_token_ids,
-                prompt_logprobs=prompt_told,
-                outputs=[completion],
-                finished=is_finished,
-                metrics=request.stats,
-                num_cached_tokens=request.num_cached_tokens,
-            )
-        ]
-
-    def _forget(self, request: Request) -> None:
-        if request.finish_reason is not None and not self.config.disable_log_stats:
-            self.metrics.add_finished(request)
-        del self._requests[request.request_id]
-        del self._streams[request.request_id]
-        del self._logprobs[request.request_id]
-        del self._sent[request.request_id]
+    def _read(self) -> tuple[list[RequestOutput], float]:
+        """Take in the oldest launch; its outputs, and the seconds waited for it."""
+        launch, result, launched_ts = self._launched.popleft()
+        before = time.monotonic()
+        fetched = self.runner.fetch(result, launch.shape)
+        now = time.monotonic()
+        # The device runs one launch at a time.
+        took_s = now - max(launched_ts, self._last_read_ts)
+        self._last_read_ts = now
+        self.scheduler.record_time(launch, took_s)
+        num_before = self.stats.num_generated_tokens
+        progress = self.scheduler.commit(launch, fetched)
+        if not self.config.disable_log_stats:
+            generated = self.stats.num_generated_tokens - num_before
+            self.metrics.add_round(launch.num_fed + generated)
+        self.stats.num_rounds += 1
+        outputs = self._delivery.advance(progress, self.scheduler.finish)
+        for output in outputs:
+            if output.finished:
+                self._parents.pop(output.request_id, None)
+        return outputs, now - before
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do."""
@@ -271,16 +203,18 @@ class LLMEngine:
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run."""
-        return len(self._requests)
+        return len(self._delivery.streams)
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """End requests at once, without an output; unknown ids are ignored."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         for one in ids:
-            request = self._requests.get(one)
-            if request is not None:
-                self.scheduler.finish(request, "abort", None)
-                self._forget(request)
+            parent = self._parents.pop(one, None)
+            for name in [one] if parent is None else parent.children:
+                stream = self._delivery.streams.get(name)
+                if stream is not None:
+                    self.scheduler.finish(stream.request, "abort", None)
+                    self._delivery.close(stream.request)
 
     def get_metrics(self) -> list[Metric]:
         """Return counts and distributions since the start, in vLLM's names.
@@ -325,9 +259,10 @@ class LLMEngine:
             RequestError: Requests run, or another level.
         """
         if self.has_unfinished_requests():
+            count = self.get_num_unfinished_requests()
             raise RequestError(
-                f"sleep() needs an idle engine, and {len(self._requests)} requests "
-                "run: finish or abort them first."
+                f"sleep() needs an idle engine, and {count} requests run: finish or "
+                "abort them first."
             )
         self.reset_prefix_cache()
         self._sleep.begin(level)
@@ -359,15 +294,9 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         """End all requests and wait for the device."""
-        self.abort_request(list(self._requests))
+        self.abort_request([request.request_id for request in self._delivery])
+        self._parents.clear()
         self._planned = None
         while self._launched:
-            launch, result = self._launched.popleft()
+            launch, result, _ = self._launched.popleft()
             self.runner.fetch(result, launch.shape)
-
-
-def _is_stop(request: Request) -> bool:
-    """Whether the newest token ended the request, rather than its length."""
-    last = request.num_tokens - 1
-    first_allowed = request.num_prompt_tokens + request.params.min_tokens
-    return last >= first_allowed and request.output_token_ids[-1] in request.stop_ids

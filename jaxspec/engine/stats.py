@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 
 @dataclass(kw_only=True)
 class EngineStats:
@@ -39,15 +41,23 @@ class EngineStats:
         """Tokens per drafting round and sequence, the target's own included."""
         return 1 + self.num_accepted_tokens / max(self.num_draft_rounds, 1)
 
-    def record(self, drafts: int, accepted: int, generated: int) -> None:
-        """Count one sequence's part in a round."""
-        self.num_generated_tokens += generated
-        if not drafts:
+    def record_round(
+        self, drafts: np.ndarray, accepted: np.ndarray, generated: np.ndarray
+    ) -> None:
+        """Count one round; an entry per sequence.
+
+        One that had ended on the device generates nothing and its drafts do not count.
+        """
+        self.num_generated_tokens += int(generated.sum())
+        counts = (drafts > 0) & (generated > 0)
+        deepest = int(drafts[counts].max(initial=0))
+        if not deepest:
             return
-        self.num_draft_rounds += 1
-        self.num_draft_tokens += drafts
-        self.num_accepted_tokens += accepted
-        missing = drafts - len(self.accepted_per_position)
+        kept = accepted[counts]
+        self.num_draft_rounds += len(kept)
+        self.num_draft_tokens += int(drafts[counts].sum())
+        self.num_accepted_tokens += int(kept.sum())
+        missing = deepest - len(self.accepted_per_position)
         self.accepted_per_position += [0] * max(missing, 0)
-        for position in range(accepted):
-            self.accepted_per_position[position] += 1
+        for position in range(int(kept.max())):
+            self.accepted_per_position[position] += int((kept > position).sum())
