@@ -9,8 +9,8 @@ from jaxspec.engine.request import Request
 from jaxspec.errors import RequestError, UnsupportedError
 from jaxspec.program.plan import COUPLED, STANDARD, Features, TokenControls
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.engine.test_scheduler import make_config
 from tests.engines import StubTokenizer
+from tests.loops import make_config
 
 EOS = 1
 
