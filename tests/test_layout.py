@@ -51,10 +51,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/kernels/test_tuning.py",
         "its cases are what is tuned",
     ),
-    "kernels/jaxspec_kernels/tune.py": (
-        "tests/kernels/test_tuning.py",
-        "the command writes what the module reads",
-    ),
     "jaxspec/__init__.py": (
         "tests/test_public_names.py",
         "what it owns is the list of public names",
