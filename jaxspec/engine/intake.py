@@ -69,12 +69,7 @@ class Intake:
                 parameter="request_id",
                 value=request_id,
             )
-        if not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"params must be SamplingParams, got {type(params).__name__}",
-                parameter="params",
-                value=params,
-            )
+        params = self.checked(params)
         priority = check_integer(
             RequestError, "priority", priority, low=-(2**31), high=2**31 - 1
         )
@@ -82,8 +77,6 @@ class Intake:
             hint = "Make the engine with scheduling_policy='priority'."
             allowed = "0 where requests are served first come, first served"
             raise wrong_argument(RequestError, "priority", allowed, priority, hint)
-        params = params.clone()
-        self._check(params)
         parsed = parse_prompt(
             prompt,
             self._tokenizer,
@@ -92,8 +85,21 @@ class Intake:
         )
         return self._make(request_id, parsed, params, arrival_time, priority)
 
-    def _check(self, params: SamplingParams) -> None:
-        config = self._config
+    @no_type_check
+    def checked(self, params: SamplingParams) -> SamplingParams:
+        """Return a copy of what a request asks for, which may be several texts.
+
+        Raises:
+            RequestError: A sampling value is not acceptable.
+            NotImplementedError: A sampling value asks for what the engine does not do.
+        """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"params must be SamplingParams, got {type(params).__name__}",
+                parameter="params",
+                value=params,
+            )
+        config, params = self._config, params.clone()
         speculative = config.speculative
         params.validate_for(
             config.model_config.vocab_size,
@@ -101,6 +107,7 @@ class Intake:
             max_logprobs=config.max_logprobs,
         )
         check_supported(params)
+        return params
 
     def _make(
         self,

@@ -71,7 +71,7 @@ class Runner:
             lookup=_lookup(config),
             mesh=mesh,
         )
-        self.params = (target_params, draft_params)
+        self.params: tuple[Params, Params | None] = (target_params, draft_params)
         self.state = self._init_state()
         self.num_compiles = 0
         self.num_launches = 0
@@ -152,8 +152,10 @@ class Runner:
             assert self._host_params is not None, "the weights were not kept"
             # Arrays that were deleted still know where they lay.
             placements = jax.tree.map(lambda array: array.sharding, self.params)
-            loaded = jax.device_put(self._host_params, placements)
-        self.params, self._host_params = loaded, None
+            self.params = jax.device_put(self._host_params, placements)
+        else:
+            self.params = loaded
+        self._host_params = None
 
     def start_profile(self, folder: str) -> None:
         """Record what the devices do, for TensorBoard or Perfetto, into a folder."""
