@@ -1,0 +1,132 @@
+"""Answers the device's question: which tokens may come next, and after each draft?
+
+Owns one matcher per running request with a grammar. The device asks in the middle of
+its program, from a thread of its own, and may be rounds ahead of what the engine has
+read: a question brings the newest known tokens along, so nothing else is needed.
+"""
+
+import itertools
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import llguidance
+import numpy as np
+
+_log = logging.getLogger(__name__)
+
+WORD = 32
+EVERYTHING = np.uint32(0xFFFFFFFF)
+
+
+@dataclass(kw_only=True)
+class Reading:
+    """A matcher and what it has read of its request's text.
+
+    Invariant: the matcher has consumed `tokens[:num_consumed]`. It takes no more once
+    the text is complete; what comes then is end tokens.
+    """
+
+    matcher: llguidance.LLMatcher
+    num_prompt: int
+    tokens: list[int] = field(default_factory=list)
+    num_consumed: int = 0
+
+    def catch_up(self, num_tokens: int, newest: Sequence[int]) -> None:
+        """Read on to the known tokens, back where they are others than before.
+
+        Args:
+            num_tokens: Known tokens of the sequence, its prompt included.
+            newest: The last of them; those before are known here.
+        """
+        length = num_tokens - self.num_prompt
+        assert length >= 0, "asked about a sequence before its prompt was in"
+        first = max(length - len(newest), 0)
+        assert first <= len(self.tokens), "the device is further ahead than it tells"
+        new = list(newest[len(newest) - (length - first) :])
+        known = self.tokens[first:]
+        same = 0
+        while same < min(len(known), len(new)) and known[same] == new[same]:
+            same += 1
+        self._back_to(first + same)
+        for token in new[same:]:
+            self._read(token)
+
+    def _back_to(self, length: int) -> None:
+        del self.tokens[length:]
+        if self.num_consumed > length:
+            self.matcher.rollback(self.num_consumed - length)
+            self.num_consumed = length
+
+    def _read(self, token: int) -> None:
+        is_next = self.num_consumed == len(self.tokens)
+        self.tokens.append(token)
+        if is_next and not self.matcher.is_stopped():
+            # A token that it would refuse must not reach it: it would never recover.
+            if self.matcher.validate_tokens([token]):
+                self.matcher.consume_token(token)
+                self.num_consumed += 1
+
+    def masks(self, drafts: Sequence[int], masks: np.ndarray) -> None:
+        """Write the mask after the known tokens, and after each draft, into rows.
+
+        From the first draft on that is not allowed, which cannot be accepted, rows
+        stay as they are.
+        """
+        known, words = len(self.tokens), masks.shape[1]
+        for row, draft in enumerate([*drafts, None]):
+            bits = self.matcher.compute_bitmask()
+            masks[row] = np.frombuffer(bits, np.uint32)[:words]
+            if draft is None or not masks[row, draft // WORD] >> (draft % WORD) & 1:
+                break
+            self._read(draft)
+        self._back_to(known)
+
+
+class TokenMasks:
+    """The readings of all running requests, by id.
+
+    Attributes:
+        num_questions: Launches that asked, for tests and statistics.
+    """
+
+    def __init__(self, vocab_size: int):
+        self._words = -(-vocab_size // WORD)
+        self._readings: dict[int, Reading] = {}
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self.num_questions = 0
+
+    def open(self, matcher: llguidance.LLMatcher, *, num_prompt: int) -> int:
+        """Begin a text; returns the id by which the device asks about it."""
+        with self._lock:
+            grammar_id = next(self._ids)
+            self._readings[grammar_id] = Reading(matcher=matcher, num_prompt=num_prompt)
+            return grammar_id
+
+    def close(self, grammar_id: int) -> None:
+        """Forget a text. A launch under way may still ask: everything is allowed."""
+        with self._lock:
+            del self._readings[grammar_id]
+
+    def __len__(self) -> int:
+        return len(self._readings)
+
+    def __call__(
+        self, grammar_id: Any, num_tokens: Any, newest: Any, drafts: Any
+    ) -> np.ndarray:
+        """See `jaxspec.program.grammar.MaskSource`."""
+        ids, drafts = np.asarray(grammar_id), np.asarray(drafts)
+        num_tokens, newest = np.asarray(num_tokens), np.asarray(newest)
+        shape = (len(ids), drafts.shape[1] + 1, self._words)
+        masks = np.full(shape, EVERYTHING)
+        with self._lock:
+            self.num_questions += 1
+            for row in np.flatnonzero(ids).tolist():
+                reading = self._readings.get(int(ids[row]))
+                if reading is not None:
+                    reading.catch_up(int(num_tokens[row]), newest[row].tolist())
+                    reading.masks(drafts[row].tolist(), masks[row])
+        return masks
