@@ -207,6 +207,7 @@ class FakeRunner(Runner):
             num_pages=config.num_pages,
             page_size=config.page_size,
             max_model_len=config.max_model_len,
+            vocab_size=config.model_config.vocab_size,
         )
         has_draft = config.speculative is not None
         self.device = FakeDevice(pool, truth, has_draft=has_draft, seed=seed)

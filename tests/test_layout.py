@@ -57,6 +57,10 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/test_public_names.py",
         "what it owns is the list of public names",
     ),
+    "jaxspec/model_config.py": (
+        "tests/test_config.py",
+        "a part of the engine's config, which re-exports it",
+    ),
     "jaxspec/program/active.py": (
         "tests/program/test_apply.py",
         "rows are gathered from what a plan has put into them",

@@ -2,8 +2,10 @@
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxspec.outputs import RequestSpecDecodeMetrics, RequestStateStats
+from jaxspec.program.plan import Features
 from jaxspec.sampling_params import SamplingParams
 
 
@@ -26,6 +28,12 @@ class Request:
         max_total: Tokens at which the sequence ends, prompt included.
         num_draft_tokens: Most drafts per round that this request wants.
         rule: An index of `jaxspec.program.plan.RULES`.
+        features: What the program must have for this request.
+        controls: `jaxspec.program.plan.TokenControls`, or None.
+        priority: A lower value goes first, where the engine goes by priority.
+        cache_salt: Pages are shared only among requests of equal salt.
+        can_read_prefix_cache: Whether it may begin with pages of earlier requests.
+        num_cached_tokens: Prompt tokens that came with such pages; None before it ran.
         num_fed: Prompt tokens handed to the device.
         draft_gap: Most known tokens at the sequence's end for which the draft model
             may lack keys and values, once all that is launched has run. Its first
@@ -44,6 +52,12 @@ class Request:
     stop_ids: tuple[int, ...]
     stats: RequestStateStats
     spec_metrics: RequestSpecDecodeMetrics | None
+    features: Features = Features()
+    controls: Any = None
+    priority: int = 0
+    cache_salt: str | None = None
+    can_read_prefix_cache: bool = True
+    num_cached_tokens: int | None = None
     status: Status = Status.WAITING
     row: int = -1
     num_fed: int = 0

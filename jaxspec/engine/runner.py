@@ -58,6 +58,7 @@ class Runner:
             num_pages=config.num_pages,
             page_size=config.page_size,
             max_model_len=config.max_model_len,
+            vocab_size=config.model_config.vocab_size,
         )
         self.program = ProgramConfig(
             target=config.model_config,

@@ -8,6 +8,7 @@ and pages; knows nothing of texts or devices.
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -38,13 +39,22 @@ class Launch:
 
 @dataclass(kw_only=True)
 class Progress:
-    """What a launch added to one request."""
+    """What a launch added to one request.
+
+    Attributes:
+        logprobs: `plan.TokenLogprobs` of `token_ids`, one entry per token, where the
+            request wants any.
+        prompt_logprobs: The same for the next prompt tokens of which nothing has been
+            told yet, in order, from the prompt's second token on.
+    """
 
     request: Request
     token_ids: list[int]
     is_done: bool
     num_draft_tokens: int = 0
     num_accepted: int = 0
+    logprobs: Any = None
+    prompt_logprobs: Any = None
 
 
 class Scheduler:

@@ -89,6 +89,7 @@ class Loop:
             num_pages=config.num_pages,
             page_size=config.page_size,
             max_model_len=config.max_model_len,
+            vocab_size=config.model_config.vocab_size,
         )
         self.truth = random_truth(VOCAB)
         self.device = FakeDevice(

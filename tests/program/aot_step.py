@@ -162,6 +162,7 @@ def compile_pair(
         num_pages=place.num_pages,
         page_size=PAGE_SIZE,
         max_model_len=target.max_position_embeddings,
+        vocab_size=target.vocab_size,
     )
     form: Any = partial(abstract_params, dtype=jnp.dtype(jnp.bfloat16), mesh=mesh)
     params = form(target), form(draft, mesh_axes=DRAFT_MESH_AXES)

@@ -25,7 +25,7 @@ from jaxspec.program.plan import (
 from jaxspec.program.state import Rows, init_rows, init_token_pages
 from tests.program.test_plan import ADMISSION
 
-POOL = PoolShape(num_rows=4, num_pages=60, page_size=4, max_model_len=50)
+POOL = PoolShape(num_rows=4, num_pages=60, page_size=4, max_model_len=50, vocab_size=70)
 SHAPE = StepShape(num_seqs=4, num_draft_tokens=1, chunk=2 * TILE)
 LAYOUT = PlanLayout(SHAPE, POOL)
 

@@ -74,7 +74,9 @@ def check_truncate() -> None:
 def check_append() -> None:
     """Tokens arrive behind the known ones, and nowhere else."""
     random = np.random.default_rng(1)
-    pool = PoolShape(num_rows=6, num_pages=20, page_size=4, max_model_len=12)
+    pool = PoolShape(
+        num_rows=6, num_pages=20, page_size=4, max_model_len=12, vocab_size=16
+    )
     page_table = random.permutation(20)[:18].reshape(6, 3)
     rows = init_rows(pool)
     known = random.integers(0, VOCAB, (6, 12))
