@@ -21,6 +21,10 @@ from jaxspec.errors import (
     check_number,
     wrong_argument,
 )
+from jaxspec.structured_outputs import (
+    StructuredOutputsParams as StructuredOutputsParams,
+)
+from jaxspec.structured_outputs import check_structured_outputs
 
 # Below this a temperature counts as zero: the most likely token is taken.
 GREEDY_TEMPERATURE = 1e-5
@@ -285,6 +289,7 @@ class SamplingParams:
                 )
             self.allowed_token_ids = allowed
         self.bad_words = _strings("bad_words", self.bad_words)
+        check_structured_outputs(self.structured_outputs)
         if self.logit_bias is not None:
             self.logit_bias = _logit_bias(self.logit_bias)
         if self.extra_args is not None:
@@ -327,7 +332,6 @@ def check_supported(params: SamplingParams) -> None:
         "logprob_token_ids": None,
         "flat_logprobs": False,
         "stream_interval": None,
-        "structured_outputs": None,
         "logit_bias": None,
         "allowed_token_ids": None,
         "bad_words": [],

@@ -49,6 +49,10 @@ class StubTokenizer(Tokenizer):
     def encode(self, text: str, *_: object, **__: object) -> list[int]:
         return [ord(character) - FIRST_CHARACTER for character in text]
 
+    def token_bytes(self, token_id: int) -> bytes:
+        is_text = token_id < self.vocab_size and token_id not in (0, 1, 2, 3)
+        return self.decode([token_id]).encode() if is_text else b""
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(FIRST_CHARACTER + token) for token in ids)
 
@@ -68,6 +72,7 @@ class OneShapeRunner(Runner):
                 shape.num_draft_tokens if plan.decode else config.num_draft_tokens
             ),
             chunk=config.max_num_batched_tokens if shape.chunk else 0,
+            features=shape.features,
         )
         return super().launch(plan, padded), padded
 

@@ -58,8 +58,10 @@ class GrammarCompiler:
             is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
                 grammar, self._vocabulary
             )
-            matcher = None if is_error else llguidance.LLMatcher(
-                self._vocabulary, grammar, log_level=0
+            matcher = (
+                None
+                if is_error
+                else llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
             )
             if matcher is None or matcher.is_error():
                 told = messages[0] if matcher is None else matcher.get_error()

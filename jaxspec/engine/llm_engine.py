@@ -10,6 +10,7 @@ import numpy as np
 from jaxspec.config import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.controller import Controller
+from jaxspec.engine.grammar import GrammarCompiler
 from jaxspec.engine.loading import make_runner, read_tokenizer
 from jaxspec.engine.output import TextStream
 from jaxspec.engine.request import Request
@@ -24,7 +25,7 @@ from jaxspec.outputs import (
     RequestSpecDecodeMetrics,
     RequestStateStats,
 )
-from jaxspec.program.plan import RULES
+from jaxspec.program.plan import RULES, Features
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams, check_supported
 from jaxspec.tokenizer import Tokenizer
 
@@ -50,6 +51,11 @@ class LLMEngine:
         self.controller = Controller(config.speculative)
         self.scheduler = Scheduler(config, self.controller)
         self.stats = EngineStats()
+        self.grammars = GrammarCompiler(
+            self.tokenizer,
+            config.model_config.vocab_size,
+            (*config.model_config.eos_token_ids, *self.tokenizer.turn_end_ids),
+        )
         self._requests: dict[str, Request] = {}
         self._streams: dict[str, TextStream] = {}
         self._sent: dict[str, tuple[int, int]] = {}  # characters, tokens
@@ -147,6 +153,10 @@ class LLMEngine:
         metrics = None
         if num_draft:
             metrics = RequestSpecDecodeMetrics.empty(config.num_draft_tokens)
+        grammar_id = 0
+        if params.structured_outputs is not None:
+            matcher = self.grammars.matcher(params.structured_outputs)
+            grammar_id = self.runner.token_masks.open(matcher, num_prompt=num_prompt)
         return Request(
             request_id=request_id,
             prompt=parsed.text,
@@ -162,6 +172,8 @@ class LLMEngine:
                 queued_ts=time.monotonic(),
             ),
             spec_metrics=metrics,
+            features=Features(has_grammar=grammar_id > 0),
+            grammar_id=grammar_id,
         )
 
     def step(self) -> list[RequestOutput]:
@@ -293,6 +305,8 @@ class LLMEngine:
         ]
 
     def _forget(self, request: Request) -> None:
+        if request.grammar_id:
+            self.runner.token_masks.close(request.grammar_id)
         del self._requests[request.request_id]
         del self._streams[request.request_id]
         del self._sent[request.request_id]

@@ -30,6 +30,7 @@ class Request:
         rule: An index of `jaxspec.program.plan.RULES`.
         features: What the program must have for this request.
         controls: `jaxspec.program.plan.TokenControls`, or None.
+        grammar_id: Of its grammar in the runner's `token_masks`; 0 for none.
         priority: A lower value goes first, where the engine goes by priority.
         cache_salt: Pages are shared only among requests of equal salt.
         can_read_prefix_cache: Whether it may begin with pages of earlier requests.
@@ -54,6 +55,7 @@ class Request:
     spec_metrics: RequestSpecDecodeMetrics | None
     features: Features = Features()
     controls: Any = None
+    grammar_id: int = 0
     priority: int = 0
     cache_salt: str | None = None
     can_read_prefix_cache: bool = True

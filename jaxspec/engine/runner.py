@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.config import EngineConfig, ModelConfig
+from jaxspec.engine.token_masks import TokenMasks
 from jaxspec.models.weights import Params
 from jaxspec.program.plan import PlanLayout, PoolShape, StepPlan, StepResult, StepShape
 from jaxspec.program.state import (
@@ -42,6 +43,7 @@ class Runner:
     Attributes:
         num_compiles: Executables built so far; constant after warm-up.
         num_launches: Programs launched so far: one per round.
+        token_masks: Whom the programs of requests with grammars ask.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Runner:
         draft_params: Params | None,
     ):
         self.config, self.mesh = config, mesh
+        self.token_masks = TokenMasks(config.model_config.vocab_size)
         self._plan_placement = replicated(mesh)
         self.pool = PoolShape(
             num_rows=config.max_num_seqs,
@@ -67,6 +70,7 @@ class Runner:
             has_greedy_draft=config.speculative is not None
             and config.speculative.draft_sample_method == "greedy",
             mesh=mesh,
+            mask_source=self.token_masks,
         )
         self.params = (target_params, draft_params)
         self.state = self._init_state()

@@ -5,9 +5,11 @@ with bounds on lengths: the device alone knows how many drafts were accepted. Ow
 and pages; knows nothing of texts or devices.
 """
 
+import operator
 import time
 from collections import deque
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,15 @@ from jaxspec.config import EngineConfig
 from jaxspec.engine.controller import Controller
 from jaxspec.engine.pages import PagePool
 from jaxspec.engine.request import Request, Status
-from jaxspec.program.plan import TILE, Admission, StepPlan, StepResult, StepShape, Tile
+from jaxspec.program.plan import (
+    TILE,
+    Admission,
+    Features,
+    StepPlan,
+    StepResult,
+    StepShape,
+    Tile,
+)
 
 # Prompt tokens per launch for which executables may be built.
 CHUNK_LADDER = (0, 32, 128, 512, 2048)
@@ -88,6 +98,9 @@ class Scheduler:
             num_seqs=_power_of_two(max(len(decoding), 1)),
             num_draft_tokens=num_draft,
             chunk=chunk,
+            features=reduce(
+                operator.or_, (one.features for one in (*decoding, *tiled)), Features()
+            ),
         )
         updates = []
         decode = []
@@ -106,7 +119,15 @@ class Scheduler:
             if tile.is_last:
                 request.in_flight.append(0)
         plan = StepPlan(
-            decode=decode, tiles=tiles, admissions=admissions, pages=updates
+            decode=decode,
+            tiles=tiles,
+            admissions=admissions,
+            pages=updates,
+            grammars={
+                request.row: request.grammar_id
+                for request in (*decoding, *tiled)
+                if request.grammar_id
+            },
         )
         return Launch(plan=plan, shape=shape, decoding=decoding, tiled=tiled)
 

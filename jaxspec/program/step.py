@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.gemma2 import Gemma2
 from jaxspec.models.weights import Params, bind
-from jaxspec.program import randomness
+from jaxspec.program import grammar, randomness
 from jaxspec.program.accept import accept
 from jaxspec.program.active import Active, gather
 from jaxspec.program.apply import Tiles, apply_plan, read_tiles, unpack
@@ -31,6 +31,8 @@ from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, replicated
 from jaxspec_kernels.dispatch import implementation_for
 from jaxspec_kernels.rejection_sampling import Verdict
 
+Masks = UInt32[Array, "seq width word"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramConfig:
@@ -39,6 +41,7 @@ class ProgramConfig:
     Attributes:
         has_greedy_draft: Drafts are the argmax whatever the request samples.
         mesh: The devices, whose platform chooses the kernels.
+        mask_source: Whom shapes with grammars ask for masks.
     """
 
     target: ModelConfig
@@ -46,6 +49,7 @@ class ProgramConfig:
     pool: PoolShape
     has_greedy_draft: bool = False
     mesh: Mesh
+    mask_source: grammar.MaskSource | None = None
 
     def backend(self, mesh_axes: tuple[str, ...]) -> Backend:
         """Where a model runs whose heads are split over these axes."""
@@ -102,14 +106,17 @@ def speculative_step(
     hidden, target_pages = target.hidden(join(batches), state.target_pages)
     logits, tile_logits = _logits(target, hidden, seqs * width)
 
-    verdict = _verdict(proposal, logits, fields["decode_draft"], active, backend)
+    masks = _masks(config, fields, active, token_pages, drafts)
+    verdict = _verdict(
+        proposal, logits, fields["decode_draft"], active, backend, masks=masks
+    )
     tokens = _place_next(drafts, verdict)
     emitted = truncate(tokens, verdict.num_accepted + 1, active)
     rows, token_pages = append(rows, token_pages, active, emitted)
     result = [_pack_result(emitted, verdict)]
     if shape.chunk:
         rows, token_pages, first = _finish_prompts(
-            rows, token_pages, tiles, tile_logits
+            rows, token_pages, tiles, tile_logits, config=config, fields=fields
         )
         result.append(_pack_first(first))
     state = EngineState(
@@ -179,12 +186,45 @@ def _verdict(
     num_draft: Int[Array, " seq"],
     active: Active,
     backend: Backend,
+    *,
+    masks: Masks | None,
 ) -> Verdict:
     if proposal is not None:
-        return accept(proposal, logits, num_draft, active, backend)
-    logits = forbid_early_stop(logits, active.num_tokens, active)
-    token, _ = choose_token(logits, active.num_tokens, active, role=randomness.SAMPLE)
+        return accept(proposal, logits, num_draft, active, backend, masks=masks)
+    token = _choose_one(logits, active, masks)
     return Verdict(jnp.zeros_like(token), token)
+
+
+def _choose_one(
+    raw: Float[Array, "seq vocab"], active: Active, masks: Masks | None
+) -> Int[Array, " seq"]:
+    """The next token of every sequence, without drafts."""
+    logits = forbid_early_stop(raw, active.num_tokens, active)
+    if masks is not None:
+        logits = grammar.restrict(logits, raw, masks[:, 0])
+    token, _ = choose_token(logits, active.num_tokens, active, role=randomness.SAMPLE)
+    return token
+
+
+def _masks(
+    config: ProgramConfig,
+    fields: dict[str, Array],
+    active: Active,
+    token_pages: Int[Array, "page page_size"],
+    drafts: Int[Array, "seq draft"],
+) -> Masks | None:
+    """What grammars allow after known tokens and drafts; None in other shapes."""
+    if "grammar_id" not in fields:
+        return None
+    assert config.mask_source is not None, "nobody knows the grammars"
+    return grammar.ask(
+        config.mask_source,
+        fields["grammar_id"].at[active.row].get(mode="clip"),
+        active,
+        token_pages,
+        drafts,
+        vocab_size=config.pool.vocab_size,
+    )
 
 
 def _place_next(drafts: Array, verdict: Verdict) -> Int[Array, "seq width"]:
@@ -213,13 +253,17 @@ def _finish_prompts(
     token_pages: Int[Array, "page page_size"],
     tiles: Tiles,
     logits: Float[Array, "tile vocab"],
+    *,
+    config: ProgramConfig,
+    fields: dict[str, Array],
 ) -> tuple[Rows, Int[Array, "page page_size"], Emitted]:
     """Sample the first token of every prompt whose last tile has come in."""
     num_rows = rows.num_tokens.shape[0]
     row = jnp.where(tiles.is_last, tiles.row, num_rows)
     active = gather(rows, token_pages, row, num_tokens=tiles.start + tiles.length)
-    logits = forbid_early_stop(logits, active.num_tokens, active)
-    token, _ = choose_token(logits, active.num_tokens, active, role=randomness.SAMPLE)
+    no_drafts = jnp.zeros((row.shape[0], 0), jnp.int32)
+    masks = _masks(config, fields, active, token_pages, no_drafts)
+    token = _choose_one(logits, active, masks)
     emitted = truncate(token[:, None], jnp.ones_like(token), active)
     return *append(rows, token_pages, active, emitted), emitted
 

@@ -1,0 +1,144 @@
+"""Answers equal those of a matcher that reads every text from its beginning."""
+
+import numpy as np
+import pytest
+
+from jaxspec.engine.grammar import GrammarCompiler
+from jaxspec.engine.token_masks import EVERYTHING, TokenMasks
+from jaxspec.sampling_params import StructuredOutputsParams
+from tests.engines import StubTokenizer
+
+VOCAB, EOS, NUM_PROMPT, WINDOW, DRAFTS = 40, 1, 5, 18, 3
+WORDS = 2
+FORM = StructuredOutputsParams(regex=r"([%-*]{2,4}-)+[0-5]{0,6}")
+COMPILER = GrammarCompiler(StubTokenizer(VOCAB), VOCAB, (EOS,))
+
+
+def fresh_masks(text: list[int], drafts: list[int]) -> np.ndarray:
+    """What the answer must be: one new matcher for every row."""
+    masks = np.full((len(drafts) + 1, WORDS), EVERYTHING)
+    for row in range(len(drafts) + 1):
+        matcher = COMPILER.matcher(FORM)
+        path = [token for token in [*text, *drafts[:row]] if token != EOS]
+        if not matcher.consume_tokens(path):
+            break
+        if EOS in [*text, *drafts[:row]]:
+            matcher.consume_token(EOS)
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+        masks[row] = bits[:WORDS]
+        if row < len(drafts) and drafts[row] not in ids_of(masks[row]):
+            break
+    return masks
+
+
+def ids_of(mask: np.ndarray) -> list[int]:
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]
+    return np.flatnonzero(bits).tolist()
+
+
+def ask(masks: TokenMasks, *rows: tuple[int, list[int], list[int]]) -> np.ndarray:
+    """Ask about (id, text, drafts) of several sequences at once."""
+    newest = np.zeros((len(rows), WINDOW), np.int32)
+    for index, (_, text, _) in enumerate(rows):
+        known = [7] * NUM_PROMPT + text
+        newest[index, -len(known) :] = known[-WINDOW:]
+    return masks(
+        np.array([row[0] for row in rows], np.int32),
+        np.array([NUM_PROMPT + len(row[1]) for row in rows], np.int32),
+        newest,
+        np.array([row[2] for row in rows], np.int32).reshape(len(rows), -1),
+    )
+
+
+def opened() -> tuple[TokenMasks, int]:
+    masks = TokenMasks(VOCAB)
+    return masks, masks.open(COMPILER.matcher(FORM), num_prompt=NUM_PROMPT)
+
+
+def drawn(text: list[int], count: int, random: np.random.Generator) -> list[int]:
+    """Tokens that mostly go on with the text, now and then any."""
+    tokens: list[int] = []
+    for _ in range(count):
+        choices = ids_of(fresh_masks([*text, *tokens], [])[0])
+        if EOS in choices and len(choices) > 1 and random.random() < 0.7:
+            choices.remove(EOS)
+        is_any = random.random() < 0.15
+        tokens.append(int(random.integers(4, VOCAB) if is_any else choices[0]))
+        if not is_any:
+            tokens[-1] = int(random.choice(choices))
+        else:
+            break
+    rest = random.integers(4, VOCAB, count - len(tokens))
+    return tokens + rest.tolist()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rounds_of_a_text(seed):
+    random = np.random.default_rng(seed)
+    masks, grammar_id = opened()
+    text: list[int] = []
+    while EOS not in text and len(text) < 60:
+        drafts = drawn(text, DRAFTS, random)
+        answer = ask(masks, (grammar_id, text, drafts))
+        np.testing.assert_array_equal(answer[0], fresh_masks(text, drafts))
+        # Asked again, as a program that runs twice would: the same.
+        np.testing.assert_array_equal(ask(masks, (grammar_id, text, drafts)), answer)
+        accepted = 0
+        while accepted < DRAFTS and drafts[accepted] in ids_of(answer[0, accepted]):
+            accepted += 1
+        kept = drafts[: random.integers(0, accepted + 1)]
+        choices = ids_of(fresh_masks([*text, *kept], [])[0])
+        text += [*kept, int(random.choice(choices))]
+        if EOS in text:
+            text = text[: text.index(EOS) + 1]
+        if random.random() < 0.2:  # a prompt's last tile asks without drafts
+            answer = ask(masks, (grammar_id, text, []))
+            np.testing.assert_array_equal(answer[0], fresh_masks(text, []))
+
+
+def test_after_the_end_only_the_end_is_allowed():
+    masks, grammar_id = opened()
+    text = [4, 5, 12, EOS]  # "%&-"
+    for end in ([EOS], [EOS, EOS, EOS]):
+        answer = ask(masks, (grammar_id, text + end, [EOS, EOS, 4]))[0]
+        assert [ids_of(row) for row in answer[:3]] == [[EOS]] * 3
+        assert (answer[3] == EVERYTHING).all()  # after a draft that cannot be
+
+
+def test_a_text_taken_back_is_read_anew():
+    masks, grammar_id = opened()
+    ask(masks, (grammar_id, [4, 5, 12, 20], [20, 20, 20]))
+    for text in ([4, 5, 6], [4, 5, 12], [], [7, 7, 12, EOS]):
+        answer = ask(masks, (grammar_id, text, [4, 4, 12]))
+        np.testing.assert_array_equal(answer[0], fresh_masks(text, [4, 4, 12]))
+
+
+def test_many_tokens_at_once_up_to_the_window():
+    masks, grammar_id = opened()
+    text = [4, 5, 12] * 6
+    answer = ask(masks, (grammar_id, text, [4, 5, 12]))
+    np.testing.assert_array_equal(answer[0], fresh_masks(text, [4, 5, 12]))
+    masks, grammar_id = opened()
+    with pytest.raises(AssertionError, match="further ahead than it tells"):
+        ask(masks, (grammar_id, [*text, 4], [4, 5, 12]))
+
+
+def test_rows_without_grammar_and_unknown_ids_allow_everything():
+    masks, grammar_id = opened()
+    answer = ask(
+        masks,
+        (0, [9], [4, 4, 4]),
+        (grammar_id, [], [4, 5, 12]),
+        (grammar_id + 7, [9], [4, 4, 4]),
+    )
+    assert (answer[[0, 2]] == EVERYTHING).all()
+    np.testing.assert_array_equal(answer[1], fresh_masks([], [4, 5, 12]))
+    masks.close(grammar_id)
+    assert (ask(masks, (grammar_id, [], [4, 5, 12])) == EVERYTHING).all()
+    assert len(masks) == 0 and masks.num_questions == 2
+
+
+def test_ids_are_not_given_twice():
+    masks, first = opened()
+    masks.close(first)
+    assert masks.open(COMPILER.matcher(FORM), num_prompt=0) != first
