@@ -96,6 +96,7 @@ def make_engine(
     dtype: str = "float32",
     draft_sample_method: str = "probabilistic",
     has_one_shape: bool = False,
+    runner: type[Runner] | None = None,
     tensor_parallel_size: int = 1,
     draft_tensor_parallel_size: int = 1,
 ) -> LLMEngine:
@@ -103,6 +104,7 @@ def make_engine(
 
     Args:
         has_one_shape: Run every launch in the largest shape: far fewer compilations.
+        runner: The kind of runner, where it is neither of the two.
     """
     assert (draft is None) == (num_draft_tokens == 0)
     speculative = None
@@ -131,7 +133,7 @@ def make_engine(
         speculative=speculative,
         draft_model_config=None if draft is None else model_config(draft),
     )
-    kind = OneShapeRunner if has_one_shape else Runner
+    kind = runner or (OneShapeRunner if has_one_shape else Runner)
     return _over(config, _make_runner(kind, config, target, draft))
 
 
@@ -213,6 +215,7 @@ def with_draft(engine: LLMEngine, draft: Any) -> LLMEngine:
     runner = type(old)(config, old.mesh, target_params, params)
     # Executables take the parameters as arguments.
     runner._executables, runner._layouts = old._executables, old._layouts
+    runner.token_masks = old.token_masks  # whom they ask
     return _over(config, runner)
 
 

@@ -1,5 +1,6 @@
 """Texts of a form, with drafts and without: equal, complete, and of the right law."""
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -10,14 +11,17 @@ import pytest
 import torch
 
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.program.plan import Features, StepPlan, StepShape
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.e2e import pair
 from tests.engines import (
+    OneShapeRunner,
     generate,
     make_draft_of,
     make_engine,
     make_micro,
     tokens_of,
+    with_draft,
     with_settings,
 )
 from tests.laws import check_counts, filtered_law
@@ -25,7 +29,7 @@ from tests.laws import check_counts, filtered_law
 PATTERNS = [r"[A-Z]{3,6}(,[0-9]{1,3}){2,4};", r"(ABRA|CADABRA|[0-9A-C]{2}=){1,4}[<>]"]
 CHOICES = ["YES", "NO", "YES,BUT", "42"]
 # A test compiles one program with drafts, one without, each with and without tiles.
-SETTINGS: dict[str, Any] = pair.settings(max_num_seqs=4, has_one_shape=True)
+SETTINGS: dict[str, Any] = pair.settings(max_num_seqs=4)
 
 
 def form_of(index: int) -> StructuredOutputsParams | None:
@@ -59,7 +63,7 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def texts(prompts) -> list[list[int]]:
     """What plain decoding says under the same masks."""
-    engine = make_engine(pair.target(), **SETTINGS)
+    engine = make_engine(pair.target(), runner=GrammarRunner, **SETTINGS)
     outputs = generate(engine, prompts, params_of(len(prompts)))
     said = [output.outputs[0] for output in outputs]
     assert all(fits(index, one.text) for index, one in enumerate(said)), said
@@ -68,10 +72,31 @@ def texts(prompts) -> list[list[int]]:
     return tokens_of(outputs)
 
 
+class GrammarRunner(OneShapeRunner):
+    """One shape for requests with and without grammars."""
+
+    def launch(self, plan: StepPlan, shape: StepShape) -> Any:
+        shape = dataclasses.replace(shape, features=Features(has_grammar=True))
+        return super().launch(plan, shape)
+
+
+@functools.cache
+def made(kind: str) -> LLMEngine:
+    """All drafts share executables."""
+    if kind != "noisy":
+        return with_draft(made("noisy"), pair.draft(kind))
+    return make_engine(
+        pair.target(),
+        pair.draft(kind),
+        num_draft_tokens=3,
+        runner=GrammarRunner,
+        **SETTINGS,
+    )
+
+
 @pytest.fixture(scope="module", params=["noisy", "unrelated"])
 def engine(request) -> LLMEngine:
-    draft = pair.draft(request.param)
-    return make_engine(pair.target(), draft, num_draft_tokens=3, **SETTINGS)
+    return made(request.param)
 
 
 def test_drafts_change_nothing(engine, prompts, texts):
@@ -95,7 +120,7 @@ def test_seeded_texts_do_not_depend_on_the_drafts(engine, prompts):
         one.seed = index
     texts = tokens_of(generate(with_settings(engine), prompts, params))
     for index, one in enumerate(params):
-        one.extra_args = {"num_speculative_tokens": (0, 1, 2)[index % 3]}
+        one.extra_args = {"num_speculative_tokens": (0, 1, 3)[index % 3]}
     assert tokens_of(generate(with_settings(engine), prompts, params)) == texts
 
 
@@ -154,7 +179,7 @@ def test_a_stop_string_and_min_tokens_go_with_a_form(engine, prompts):
     outputs = generate(with_settings(engine), prompts[:3], [cut, longer, ignoring])
     first, second, third = (output.outputs[0] for output in outputs)
     assert re.fullmatch("[A-F]{4}", first.text) and first.stop_reason == ","
-    for one, ends in ((second, 6), (third, 3)):
+    for one, ends in ((second, 7), (third, 3)):
         said = "".join(chr(33 + token) for token in one.token_ids[:14])
         assert re.fullmatch("[A-F]{4},[0-9]{9}", said)
         assert list(one.token_ids[14:]) == [pair.EOS] * ends
@@ -213,7 +238,7 @@ def law_pair() -> tuple[Any, LLMEngine]:
         max_num_batched_tokens=2048,
         num_pages=1024,
         max_model_len=32,
-        has_one_shape=True,
+        runner=GrammarRunner,
     )
     return target, engine
 

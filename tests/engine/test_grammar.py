@@ -99,20 +99,20 @@ FORMS = {
     "json": (dict(json=SCHEMA), is_person),
     "json_text": (dict(json=json.dumps(SCHEMA)), is_person),
     "regex": (
-        dict(regex=r"(\d{3}-){2}[a-zé]+"),
-        lambda text: re.fullmatch(r"(\d{3}-){2}[a-zé]+", text),
+        dict(regex=r"([0-9]{3}-){2}[a-zé]+"),
+        lambda text: re.fullmatch(r"([0-9]{3}-){2}[a-zé]+", text),
     ),
     "choice": (
         dict(choice=['say "hi"', "日本\\n", "a|b"]),
         lambda text: text in ('say "hi"', "日本\\n", "a|b"),
     ),
     "lark": (
-        dict(grammar='start: "<" /[a-z]+/ ("," /[0-9]/)* ">"'),
-        lambda text: re.fullmatch("<[a-z]+(,[0-9])*>", text),
+        dict(grammar='start: "<" /[a-z]{1,5}/ ("," /[0-9]/)* ">"'),
+        lambda text: re.fullmatch("<[a-z]{1,5}(,[0-9])*>", text),
     ),
     "gbnf": (
-        dict(grammar='root ::= "<" [a-z]+ ("," [0-9])* ">"'),
-        lambda text: re.fullmatch("<[a-z]+(,[0-9])*>", text),
+        dict(grammar='root ::= "<" [a-z] [a-z]? ("," [0-9])* ">"'),
+        lambda text: re.fullmatch("<[a-z]{1,2}(,[0-9])*>", text),
     ),
 }
 
@@ -123,16 +123,16 @@ def test_whatever_is_allowed_fits_the_form(form, bundled):
     compiler = GrammarCompiler(bundled, 8200, (EOS, end))  # pad rows at the end
     given, fits = FORMS[form]
     params = StructuredOutputsParams(**given)
-    texts = [texts_of(compiler, bundled, params, seed, end) for seed in range(20)]
+    texts = [texts_of(compiler, bundled, params, seed, end) for seed in range(8)]
     texts = [text for text in texts if text]
-    assert len(texts) > 10 and all(map(fits, texts)), texts
+    assert len(texts) > 5 and all(map(fits, texts)), texts
 
 
 def test_white_space_and_additional_properties_of_json(bundled):
     schema = {"type": "object", "properties": {"a": {"type": "object"}}}
+    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,))
 
     def accepts(text: str, **options: object) -> bool:
-        compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,))
         form = StructuredOutputsParams(json=schema, **options)
         matcher = compiler.matcher(form)
         tokens = bundled.encode(text, add_special_tokens=False)
