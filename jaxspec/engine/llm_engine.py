@@ -17,6 +17,7 @@ from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Launch, Progress, Scheduler
 from jaxspec.engine.stats import EngineStats
+from jaxspec.engine.token_masks import Reading
 from jaxspec.errors import RequestError
 from jaxspec.inputs import parse_prompt
 from jaxspec.outputs import (
@@ -155,8 +156,15 @@ class LLMEngine:
             metrics = RequestSpecDecodeMetrics.empty(config.num_draft_tokens)
         grammar_id = 0
         if params.structured_outputs is not None:
-            matcher = self.grammars.matcher(params.structured_outputs)
-            grammar_id = self.runner.token_masks.open(matcher, num_prompt=num_prompt)
+            reading = Reading(
+                matcher=self.grammars.matcher(params.structured_outputs),
+                num_prompt=num_prompt,
+                min_tokens=params.min_tokens,
+                stop_ids=stop_ids,
+            )
+            grammar_id = self.runner.token_masks.open(reading)
+            # The masks see to it; the device does not know when a text is complete.
+            params.min_tokens = 0
         return Request(
             request_id=request_id,
             prompt=parsed.text,

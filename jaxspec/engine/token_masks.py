@@ -27,10 +27,16 @@ class Reading:
 
     Invariant: the matcher has consumed `tokens[:num_consumed]`. It takes no more once
     the text is complete; what comes then is end tokens.
+
+    Attributes:
+        stop_ids: Tokens that end the sequence: none of them before it has
+            `min_tokens`, unless the text is complete.
     """
 
     matcher: llguidance.LLMatcher
     num_prompt: int
+    min_tokens: int = 0
+    stop_ids: Sequence[int] = ()
     tokens: list[int] = field(default_factory=list)
     num_consumed: int = 0
 
@@ -69,20 +75,34 @@ class Reading:
                 self.matcher.consume_token(token)
                 self.num_consumed += 1
 
-    def masks(self, drafts: Sequence[int], masks: np.ndarray) -> None:
-        """Write the mask after the known tokens, and after each draft, into rows.
+    def masks(self, drafts: Sequence[int], first: int, masks: np.ndarray) -> None:
+        """Write masks into rows: after the known tokens and `first` drafts, and on.
 
         From the first draft on that is not allowed, which cannot be accepted, rows
         stay as they are.
         """
-        known, words = len(self.tokens), masks.shape[1]
-        for row, draft in enumerate([*drafts, None]):
-            bits = self.matcher.compute_bitmask()
-            masks[row] = np.frombuffer(bits, np.uint32)[:words]
-            if draft is None or not masks[row, draft // WORD] >> (draft % WORD) & 1:
+        known = len(self.tokens)
+        for draft in drafts[:first]:
+            self._read(draft)
+        for row in range(len(masks)):
+            self._write_mask(masks[row])
+            if row + 1 == len(masks):
+                break
+            draft = drafts[first + row]
+            if not masks[row, draft // WORD] >> (draft % WORD) & 1:
                 break
             self._read(draft)
         self._back_to(known)
+
+    def _write_mask(self, mask: np.ndarray) -> None:
+        mask[:] = np.frombuffer(self.matcher.compute_bitmask(), np.uint32)[: len(mask)]
+        if len(self.tokens) >= self.min_tokens:
+            return
+        longer = mask.copy()
+        for token in self.stop_ids:
+            longer[token // WORD] &= ~np.uint32(1 << token % WORD)
+        if longer.any():
+            mask[:] = longer
 
 
 class TokenMasks:
@@ -99,11 +119,11 @@ class TokenMasks:
         self._lock = threading.Lock()
         self.num_questions = 0
 
-    def open(self, matcher: llguidance.LLMatcher, *, num_prompt: int) -> int:
+    def open(self, reading: Reading) -> int:
         """Begin a text; returns the id by which the device asks about it."""
         with self._lock:
             grammar_id = next(self._ids)
-            self._readings[grammar_id] = Reading(matcher=matcher, num_prompt=num_prompt)
+            self._readings[grammar_id] = reading
             return grammar_id
 
     def close(self, grammar_id: int) -> None:
@@ -115,18 +135,18 @@ class TokenMasks:
         return len(self._readings)
 
     def __call__(
-        self, grammar_id: Any, num_tokens: Any, newest: Any, drafts: Any
+        self, grammar_id: Any, num_tokens: Any, newest: Any, drafts: Any, before: Any
     ) -> np.ndarray:
         """See `jaxspec.program.grammar.MaskSource`."""
         ids, drafts = np.asarray(grammar_id), np.asarray(drafts)
         num_tokens, newest = np.asarray(num_tokens), np.asarray(newest)
-        shape = (len(ids), drafts.shape[1] + 1, self._words)
-        masks = np.full(shape, EVERYTHING)
+        before = np.asarray(before)
+        masks = np.full((len(ids), len(before), self._words), EVERYTHING)
         with self._lock:
             self.num_questions += 1
             for row in np.flatnonzero(ids).tolist():
                 reading = self._readings.get(int(ids[row]))
                 if reading is not None:
                     reading.catch_up(int(num_tokens[row]), newest[row].tolist())
-                    reading.masks(drafts[row].tolist(), masks[row])
+                    reading.masks(drafts[row].tolist(), int(before[0]), masks[row])
         return masks

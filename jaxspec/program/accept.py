@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxspec.models.backend import Backend
-from jaxspec.program import grammar, randomness
+from jaxspec.program import randomness
 from jaxspec.program.active import Active
 from jaxspec.program.choose import forbid_early_stop
 from jaxspec.program.propose import Proposal
@@ -29,15 +29,12 @@ def accept(
     num_draft: Int[Array, " seq"],
     active: Active,
     backend: Backend,
-    *,
-    masks: UInt32[Array, "seq width word"] | None = None,
 ) -> Verdict:
     """Decide a round; greedy, coupled, standard and block sequences side by side.
 
     Args:
         logits: Target rows, sequence-major: row i of a sequence follows its i-th draft.
         num_draft: Drafts of each sequence that count.
-        masks: What `grammar.ask` gives.
     """
     seqs, draft = proposal.tokens.shape
     width = draft + 1
@@ -46,15 +43,11 @@ def accept(
     offset = jnp.arange(width, dtype=jnp.int32)[None]
     position = active.num_tokens[:, None] + offset
 
-    def decide(raw: Array, probs: Array | None, whole: tuple) -> Verdict:
-        tokens, num_draft, active, position, numbers, masks = whole
+    def decide(logits: Array, probs: Array | None, whole: tuple) -> Verdict:
+        tokens, num_draft, active, position, numbers = whole
         logits = forbid_early_stop(
-            raw, position.reshape(-1), active.repeat(width), axes
+            logits, position.reshape(-1), active.repeat(width), axes
         )
-        if masks is not None:
-            logits = grammar.restrict(
-                logits, raw, masks.reshape(seqs * width, -1), axes
-            )
         return rejection_sampling(
             tokens,
             probs,
@@ -81,9 +74,7 @@ def accept(
     probs = PartitionSpec(None, None, axes)
     numbers = _draw_numbers(active, position)
     return backend.split(decide, (rows, probs, whole), whole)(
-        logits,
-        proposal.probs,
-        (proposal.tokens, num_draft, active, position, numbers, masks),
+        logits, proposal.probs, (proposal.tokens, num_draft, active, position, numbers)
     )
 
 

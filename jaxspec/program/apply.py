@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from jaxspec.program import history
 from jaxspec.program.plan import TILE, PlanLayout, PoolShape
-from jaxspec.program.state import Rows
+from jaxspec.program.state import ControlRows, Rows
 
 
 class Tiles(NamedTuple):
@@ -89,6 +89,7 @@ def apply_plan(
         ),
         rule=admit(rows.rule, fields["admit_rule"]),
         stop_ids=admit(rows.stop_ids, fields["admit_stop_ids"]),
+        controls=_admit_controls(rows.controls, fields),
     )
     # A new request must not reach the pages of the row's last one.
     no_pages = jnp.full((row.shape[0], pool.table_len), pool.num_pages, jnp.int32)
@@ -103,3 +104,26 @@ def apply_plan(
         tiles.is_token & (tiles.row < pool.num_rows)[:, None],
     )
     return dataclasses.replace(rows, page_table=page_table), token_pages
+
+
+def _admit_controls(controls: ControlRows, fields: dict[str, Array]) -> ControlRows:
+    """Forget the controls of each admitted row's last request, then note the new."""
+    row = fields["admit_row"]
+    cleared = controls.is_controlled.at[row].set(jnp.zeros_like(row, bool), mode="drop")
+    controls = dataclasses.replace(controls, is_controlled=cleared)
+    if "control_row" not in fields:
+        return controls
+    row = fields["control_row"]
+
+    def admit(name: str, values: Array) -> Array:
+        leaf = getattr(controls, name)
+        if values.dtype != leaf.dtype:
+            values = jax.lax.bitcast_convert_type(values, leaf.dtype)
+        return leaf.at[row].set(values, mode="drop")
+
+    names = ("penalties", "bias_ids", "bias_values", "allowed", "bad_words")
+    return dataclasses.replace(
+        controls,
+        is_controlled=cleared.at[row].set(jnp.ones_like(row, bool), mode="drop"),
+        **{name: admit(name, fields[f"control_{name}"]) for name in names},
+    )

@@ -3,6 +3,9 @@
 Which tokens a grammar lets come next depends on the drafts before them, and those are
 known on the device only, in the middle of the program. So the program asks: known
 tokens and drafts go out, masks come back, as bits. What a grammar is, the host knows.
+
+The draft model asks before each of its tokens: without, it would propose what cannot
+be accepted. The target asks once, for all rows of a round.
 """
 
 from collections.abc import Callable
@@ -10,11 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, UInt32
 
 from jaxspec.config import MAX_DRAFT_TOKENS
+from jaxspec.models.backend import Backend
 from jaxspec.program import history
 from jaxspec.program.active import Active
+from jaxspec.program.controls import Adjust, unpack_bits
 
 # Bits of one word of a mask.
 WORD = 32
@@ -22,69 +28,73 @@ WORD = 32
 # sequence lies one round, or two where the answer to one was never used.
 WINDOW = 2 * (MAX_DRAFT_TOKENS + 1)
 
-# (grammar id, known tokens, the newest of them, drafts) -> uint32[seq, draft + 1, word]
-MaskSource = Callable[[Any, Any, Any, Any], Any]
+# (grammar id, known tokens, the newest of them, drafts, drafts before each row)
+# -> uint32[seq, row, word]
+MaskSource = Callable[[Any, Any, Any, Any, Any], Any]
 
 
-def ask(
+def adjuster(
     source: MaskSource,
-    grammar_id: Int[Array, " seq"],
-    active: Active,
+    grammar_id: Int[Array, " row"],
     token_pages: Int[Array, "page page_size"],
-    drafts: Int[Array, "seq draft"],
+    active: Active,
     *,
-    vocab_size: int,
-) -> UInt32[Array, "seq width word"]:
-    """Ask the host which tokens may come after the known ones, and after each draft.
+    inner: Adjust | None,
+    backend: Backend,
+) -> Adjust:
+    """A `controls.Adjust` that forbids what the grammars of sequences leave out.
+
+    A grammar outranks the other controls: where those leave none of its tokens, they
+    keep their raw logits.
 
     Args:
-        grammar_id: 0 for a sequence without grammar, whose masks allow everything.
-        vocab_size: Bit t of a mask, counted from the low end of its words, is token t.
+        grammar_id: By row of the state; 0 for none, which allows everything.
+        inner: The other controls, which come first.
     """
-    seqs, num_drafts = drafts.shape
+    ids = grammar_id.at[active.row].get(mode="clip")
+    ids = jnp.where(active.is_active, ids, 0)
     offset = jnp.arange(WINDOW, dtype=jnp.int32)[None] - WINDOW
-    position = active.num_tokens[:, None] + offset
-    newest = history.read(token_pages, active.page_table, jnp.maximum(position, 0))
-    words = -(-vocab_size // WORD)
-    form = jax.ShapeDtypeStruct((seqs, num_drafts + 1, words), jnp.uint32)
-    grammar_id = jnp.where(active.is_active, grammar_id, 0)
-    return jax.pure_callback(
-        source, form, grammar_id, active.num_tokens, newest, drafts
-    )
+    position = jnp.maximum(active.num_tokens[:, None] + offset, 0)
+    newest = history.read(token_pages, active.page_table, position)
+
+    def adjust(
+        raw: Float[Array, "seq width vocab"],
+        drafts: Int[Array, "seq draft"],
+        num_before: Int[Array, ""] | int = 0,
+    ) -> Float[Array, "seq width vocab"]:
+        logits = raw
+        if inner is not None:
+            logits = inner(raw, drafts, num_before=num_before)
+        before = num_before + jnp.arange(raw.shape[1], dtype=jnp.int32)
+        words = -(-raw.shape[2] // WORD)
+        form = jax.ShapeDtypeStruct((*raw.shape[:2], words), jnp.uint32)
+        masks = jax.pure_callback(
+            source, form, ids, active.num_tokens, newest, drafts, before
+        )
+        return restrict(logits, raw, masks, backend=backend)
+
+    return adjust
 
 
 def restrict(
-    logits: Float[Array, "token vocab"],
-    raw: Float[Array, "token vocab"],
-    words: UInt32[Array, "token word"],
-    axes: tuple[str, ...] | None = None,
-) -> Float[Array, "token vocab"]:
-    """Forbid what the masks leave out.
+    logits: Float[Array, "seq width vocab"],
+    raw: Float[Array, "seq width vocab"],
+    masks: UInt32[Array, "seq width word"],
+    *,
+    backend: Backend,
+) -> Float[Array, "seq width vocab"]:
+    """Forbid what the masks leave out; of nothing that is left, keep the raw logits."""
+    axes = backend.vocab_axes(logits.shape[2])
+    rows, whole = PartitionSpec(None, None, axes), PartitionSpec()
 
-    A grammar outranks every other control: where those leave none of its tokens (a
-    text that is complete before `min_tokens`, say), its tokens keep their raw logits.
+    def run(logits: Array, raw: Array, masks: Array) -> Array:
+        size = logits.shape[2]
+        first = 0 if axes is None else jax.lax.axis_index(axes) * size
+        is_allowed = unpack_bits(masks, first, size)
+        kept = jnp.where(is_allowed, logits, -jnp.inf)
+        is_left = (kept > -jnp.inf).any(axis=2, keepdims=True)
+        if axes is not None:
+            is_left = jax.lax.pmax(is_left.astype(jnp.int32), axes) > 0
+        return jnp.where(is_left | ~is_allowed, kept, raw)
 
-    Args:
-        logits: After all other controls.
-        raw: Before them.
-        axes: Mesh axes that split the vocabulary, inside `shard_map`.
-    """
-    vocab = logits.shape[1]
-    first = 0 if axes is None else jax.lax.axis_index(axes) * vocab
-    is_allowed = _unpack(words, first, vocab)
-    kept = jnp.where(is_allowed, logits, -jnp.inf)
-    is_left = (kept > -jnp.inf).any(axis=1)
-    if axes is not None:
-        is_left = jax.lax.pmax(is_left.astype(jnp.int32), axes) > 0
-    return jnp.where(is_left[:, None] | ~is_allowed, kept, raw)
-
-
-def _unpack(
-    words: UInt32[Array, "token word"], first: int | Array, vocab: int
-) -> Bool[Array, "token vocab"]:
-    """Bits `first` to `first + vocab` of every row."""
-    shift = jnp.arange(WORD, dtype=jnp.uint32)[None, None]
-    bits = (words[:, :, None] >> shift) & 1 > 0
-    return jax.lax.dynamic_slice_in_dim(
-        bits.reshape(words.shape[0], -1), first, vocab, axis=1
-    )
+    return backend.split(run, (rows, rows, whole), rows)(logits, raw, masks)

@@ -353,9 +353,7 @@ class StepResult:
         seqs, tiles, width = shape.num_seqs, shape.num_tiles, shape.num_draft_tokens + 4
         decode, rest = np.split(vector, [seqs * width])
         decode = decode.reshape(seqs, width)
-        first, rest = np.split(rest, [2 * tiles])
-        first = first.reshape(tiles, 2)
-        logprobs = tile_logprobs = prompt_logprobs = None
+        logprobs = prompt_logprobs = tile_logprobs = None
         top, prompt_top = (
             shape.features.num_logprobs,
             shape.features.num_prompt_logprobs,
@@ -363,9 +361,12 @@ class StepResult:
         if top is not None:
             leading = seqs, shape.num_draft_tokens + 1
             logprobs, rest = read_logprobs(rest, leading, top)
-            tile_logprobs, rest = read_logprobs(rest, (tiles,), top)
         if prompt_top is not None:
             prompt_logprobs, rest = read_logprobs(rest, (tiles, TILE), prompt_top)
+        first, rest = np.split(rest, [2 * tiles])
+        first = first.reshape(tiles, 2)
+        if top is not None:
+            tile_logprobs, rest = read_logprobs(rest, (tiles,), top)
         assert not rest.size, f"{rest.size} numbers of the result were not read"
         return cls(
             tokens=decode[:, : shape.num_draft_tokens + 1],

@@ -6,32 +6,29 @@ engine's state. The host passes one plan vector and reads one result vector.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.gemma2 import Gemma2
 from jaxspec.models.weights import Params, bind
-from jaxspec.program import grammar, randomness
-from jaxspec.program.accept import accept
+from jaxspec.program import controls, grammar, logprobs
 from jaxspec.program.active import Active, gather
 from jaxspec.program.apply import Tiles, apply_plan, read_tiles, unpack
-from jaxspec.program.choose import choose_token, forbid_early_stop
 from jaxspec.program.commit import Emitted, append, truncate
-from jaxspec.program.plan import TILE, PlanLayout, PoolShape, StepShape
+from jaxspec.program.judge import choose_next, judge, logits_of, place_next
+from jaxspec.program.plan import PlanLayout, PoolShape, StepShape
 from jaxspec.program.propose import Proposal, draft_model
 from jaxspec.program.region import join, make_region
 from jaxspec.program.state import EngineState, Rows
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, replicated
 from jaxspec_kernels.dispatch import implementation_for
-from jaxspec_kernels.rejection_sampling import Verdict
-
-Masks = UInt32[Array, "seq width word"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,40 +86,56 @@ def speculative_step(
     rows, token_pages = apply_plan(state.rows, state.token_pages, fields, tiles, pool)
     active = gather(rows, token_pages, fields["decode_row"])
 
+    adjuster = partial(
+        _adjuster,
+        rows,
+        token_pages,
+        active,
+        grammar_id=fields.get("grammar_id"),
+        config=config,
+        shape=shape,
+    )
     proposal, draft_pages = _propose(
-        draft_params, state.draft_pages, active, rows, tiles, config=config, shape=shape
+        draft_params,
+        state.draft_pages,
+        active,
+        rows,
+        tiles,
+        adjust=adjuster(DRAFT_MESH_AXES),
+        config=config,
+        shape=shape,
     )
-    backend = config.backend(TARGET_MESH_AXES)
-    target = bind(config.target, target_params, backend)
-    known = active.last_tokens[:, 1:]
-    drafts = known[:, :0] if proposal is None else proposal.tokens
-    round_tokens = jnp.concatenate([known, drafts], axis=1)
-    seqs, width = round_tokens.shape
-    is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
-    kv_len = active.num_tokens + width - 1
-    batches = [make_region(round_tokens, kv_len, active.page_table, is_written, pool)]
-    if shape.chunk:
-        batches.append(_tile_batch(rows, tiles, pool, is_draft=False))
-    hidden, target_pages = target.hidden(join(batches), state.target_pages)
-    logits, tile_logits = _logits(target, hidden, seqs * width)
-
-    masks = _masks(config, fields, active, token_pages, drafts)
-    verdict = _verdict(
-        proposal, logits, fields["decode_draft"], active, backend, masks=masks
+    num_draft = fields["decode_draft"]
+    judged = _judge_round(
+        target_params,
+        state.target_pages,
+        proposal,
+        active,
+        num_draft,
+        prompts=_tile_batch(rows, tiles, pool, is_draft=False) if shape.chunk else None,
+        after_prompts=fields.get("tile_next_token"),
+        adjust=adjuster(TARGET_MESH_AXES),
+        config=config,
+        shape=shape,
     )
-    tokens = _place_next(drafts, verdict)
-    emitted = truncate(tokens, verdict.num_accepted + 1, active)
+    emitted = truncate(judged.tokens, judged.num_accepted + 1, active)
     rows, token_pages = append(rows, token_pages, active, emitted)
-    result = [_pack_result(emitted, verdict)]
+    result = [_pack_result(emitted, judged.num_accepted), *judged.told]
     if shape.chunk:
         rows, token_pages, first = _finish_prompts(
-            rows, token_pages, tiles, tile_logits, config=config, fields=fields
+            rows,
+            token_pages,
+            tiles,
+            judged.tile_logits,
+            grammar_id=fields.get("grammar_id"),
+            config=config,
+            shape=shape,
         )
-        result.append(_pack_first(first))
+        result += first
     state = EngineState(
         rows=rows,
         token_pages=token_pages,
-        target_pages=target_pages,
+        target_pages=judged.pages,
         draft_pages=draft_pages,
     )
     return state, jnp.concatenate([part.reshape(-1) for part in result])
@@ -135,6 +148,7 @@ def _propose(
     rows: Rows,
     tiles: Tiles,
     *,
+    adjust: controls.Adjust | None,
     config: ProgramConfig,
     shape: StepShape,
 ) -> tuple[Proposal | None, tuple[Array, ...]]:
@@ -156,7 +170,60 @@ def _propose(
         num_draft_tokens=shape.num_draft_tokens,
         pool=config.pool,
         is_greedy=config.has_greedy_draft,
+        adjust=adjust,
     )
+
+
+class _Judged(NamedTuple):
+    """What the target made of a round."""
+
+    tokens: Int[Array, "seq width"]  # accepted drafts, then the target's own
+    num_accepted: Int[Array, " seq"]
+    tile_logits: Float[Array, "tile vocab"]
+    told: list[Int[Array, "..."]]  # of the result vector: log-probabilities
+    pages: tuple[Array, ...]
+
+
+def _judge_round(
+    params: Params,
+    pages: tuple[Array, ...],
+    proposal: Proposal | None,
+    active: Active,
+    num_draft: Int[Array, " seq"],
+    *,
+    prompts: TokenBatch | None,
+    after_prompts: Int[Array, " tile"] | None,
+    adjust: controls.Adjust | None,
+    config: ProgramConfig,
+    shape: StepShape,
+) -> _Judged:
+    """One target pass over the newest tokens, their drafts and the prompt tiles."""
+    backend = config.backend(TARGET_MESH_AXES)
+    target = bind(config.target, params, backend)
+    known = active.last_tokens[:, 1:]
+    drafts = known[:, :0] if proposal is None else proposal.tokens
+    tokens = jnp.concatenate([known, drafts], axis=1)
+    seqs, width = tokens.shape
+    is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
+    kv_len = active.num_tokens + width - 1
+    batches = [make_region(tokens, kv_len, active.page_table, is_written, config.pool)]
+    if prompts is not None:
+        batches.append(prompts)
+    hidden, pages = target.hidden(join(batches), pages)
+    logits, tile_logits = logits_of(target, hidden, seqs * width)
+    verdict = judge(proposal, logits, num_draft, active, backend, adjust=adjust)
+    tokens = place_next(drafts, verdict)
+    told = logprobs.tell_some(logits, tokens, shape=shape, backend=backend)
+    if prompts is not None and after_prompts is not None:
+        told += logprobs.tell_prompt(
+            target,
+            hidden[seqs * width :],
+            prompts.tokens,
+            after_prompts,
+            shape=shape,
+            backend=backend,
+        )
+    return _Judged(tokens, verdict.num_accepted, tile_logits, told, pages)
 
 
 def _tile_batch(
@@ -171,73 +238,11 @@ def _tile_batch(
     return make_region(tiles.tokens, kv_len, page_table, is_written, pool)
 
 
-def _logits(
-    model: Gemma2, hidden: Float[Array, "token model"], num_decode: int
-) -> tuple[Float[Array, "decode vocab"], Float[Array, "tile vocab"]]:
-    """Logits of all decode rows and of the last row of every tile."""
-    last = hidden[num_decode:].reshape(-1, TILE, hidden.shape[1])[:, -1]
-    logits = model.logits(jnp.concatenate([hidden[:num_decode], last]))
-    return logits[:num_decode], logits[num_decode:]
-
-
-def _verdict(
-    proposal: Proposal | None,
-    logits: Float[Array, "token vocab"],
-    num_draft: Int[Array, " seq"],
-    active: Active,
-    backend: Backend,
-    *,
-    masks: Masks | None,
-) -> Verdict:
-    if proposal is not None:
-        return accept(proposal, logits, num_draft, active, backend, masks=masks)
-    token = _choose_one(logits, active, masks)
-    return Verdict(jnp.zeros_like(token), token)
-
-
-def _choose_one(
-    raw: Float[Array, "seq vocab"], active: Active, masks: Masks | None
-) -> Int[Array, " seq"]:
-    """The next token of every sequence, without drafts."""
-    logits = forbid_early_stop(raw, active.num_tokens, active)
-    if masks is not None:
-        logits = grammar.restrict(logits, raw, masks[:, 0])
-    token, _ = choose_token(logits, active.num_tokens, active, role=randomness.SAMPLE)
-    return token
-
-
-def _masks(
-    config: ProgramConfig,
-    fields: dict[str, Array],
-    active: Active,
-    token_pages: Int[Array, "page page_size"],
-    drafts: Int[Array, "seq draft"],
-) -> Masks | None:
-    """What grammars allow after known tokens and drafts; None in other shapes."""
-    if "grammar_id" not in fields:
-        return None
-    assert config.mask_source is not None, "nobody knows the grammars"
-    return grammar.ask(
-        config.mask_source,
-        fields["grammar_id"].at[active.row].get(mode="clip"),
-        active,
-        token_pages,
-        drafts,
-        vocab_size=config.pool.vocab_size,
-    )
-
-
-def _place_next(drafts: Array, verdict: Verdict) -> Int[Array, "seq width"]:
-    """Accepted drafts, then the target's token: `[seq, K + 1]`."""
-    seqs = drafts.shape[0]
-    padded = jnp.pad(drafts, ((0, 0), (0, 1)))
-    row = jnp.arange(seqs, dtype=jnp.int32)
-    return padded.at[row, verdict.num_accepted].set(verdict.next_token)
-
-
-def _pack_result(emitted: Emitted, verdict: Verdict) -> Int[Array, "seq field"]:
+def _pack_result(
+    emitted: Emitted, num_accepted: Int[Array, " seq"]
+) -> Int[Array, "seq field"]:
     # A sequence that ends inside an accepted run keeps only the drafts before the end.
-    accepted = jnp.minimum(verdict.num_accepted, emitted.num_emitted)
+    accepted = jnp.minimum(num_accepted, emitted.num_emitted)
     is_done = emitted.is_done.astype(jnp.int32)
     columns = jnp.stack([emitted.num_emitted, accepted, is_done], axis=1)
     return jnp.concatenate([emitted.tokens, columns], axis=1)
@@ -254,18 +259,63 @@ def _finish_prompts(
     tiles: Tiles,
     logits: Float[Array, "tile vocab"],
     *,
+    grammar_id: Int[Array, " row"] | None,
     config: ProgramConfig,
-    fields: dict[str, Array],
-) -> tuple[Rows, Int[Array, "page page_size"], Emitted]:
-    """Sample the first token of every prompt whose last tile has come in."""
+    shape: StepShape,
+) -> tuple[Rows, Int[Array, "page page_size"], list[Int[Array, "..."]]]:
+    """Sample the first token of every prompt whose last tile has come in.
+
+    Returns:
+        Rows and tokens with them, and their parts of the result vector.
+    """
     num_rows = rows.num_tokens.shape[0]
     row = jnp.where(tiles.is_last, tiles.row, num_rows)
     active = gather(rows, token_pages, row, num_tokens=tiles.start + tiles.length)
-    no_drafts = jnp.zeros((row.shape[0], 0), jnp.int32)
-    masks = _masks(config, fields, active, token_pages, no_drafts)
-    token = _choose_one(logits, active, masks)
+    adjust = _adjuster(
+        rows,
+        token_pages,
+        active,
+        TARGET_MESH_AXES,
+        grammar_id=grammar_id,
+        config=config,
+        shape=shape,
+    )
+    token = choose_next(logits, active, adjust=adjust)
     emitted = truncate(token[:, None], jnp.ones_like(token), active)
-    return *append(rows, token_pages, active, emitted), emitted
+    backend = config.backend(TARGET_MESH_AXES)
+    told = logprobs.tell_some(logits, emitted.tokens, shape=shape, backend=backend)
+    result = [_pack_first(emitted), *told]
+    return *append(rows, token_pages, active, emitted), result
+
+
+def _adjuster(
+    rows: Rows,
+    token_pages: Int[Array, "page page_size"],
+    active: Active,
+    mesh_axes: tuple[str, ...],
+    *,
+    grammar_id: Int[Array, " row"] | None,
+    config: ProgramConfig,
+    shape: StepShape,
+) -> controls.Adjust | None:
+    """What the launch's requests ask of single tokens: controls, then grammars."""
+    vocab_size, backend = config.pool.vocab_size, config.backend(mesh_axes)
+    adjust = None
+    if shape.features.has_controls:
+        adjust = controls.adjuster(
+            rows.controls, token_pages, active, vocab_size=vocab_size, backend=backend
+        )
+    if grammar_id is not None:
+        assert config.mask_source is not None, "nobody knows the grammars"
+        adjust = grammar.adjuster(
+            config.mask_source,
+            grammar_id,
+            token_pages,
+            active,
+            inner=adjust,
+            backend=backend,
+        )
+    return adjust
 
 
 def compile_step(

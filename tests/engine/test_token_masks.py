@@ -1,10 +1,12 @@
 """Answers equal those of a matcher that reads every text from its beginning."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from jaxspec.engine.grammar import GrammarCompiler
-from jaxspec.engine.token_masks import EVERYTHING, TokenMasks
+from jaxspec.engine.token_masks import EVERYTHING, Reading, TokenMasks
 from jaxspec.sampling_params import StructuredOutputsParams
 from tests.engines import StubTokenizer
 
@@ -47,12 +49,17 @@ def ask(masks: TokenMasks, *rows: tuple[int, list[int], list[int]]) -> np.ndarra
         np.array([NUM_PROMPT + len(row[1]) for row in rows], np.int32),
         newest,
         np.array([row[2] for row in rows], np.int32).reshape(len(rows), -1),
+        np.arange(len(rows[0][2]) + 1),
     )
 
 
 def opened() -> tuple[TokenMasks, int]:
     masks = TokenMasks(VOCAB)
-    return masks, masks.open(COMPILER.matcher(FORM), num_prompt=NUM_PROMPT)
+    return masks, masks.open(reading(NUM_PROMPT))
+
+
+def reading(num_prompt: int, **changes: Any) -> Reading:
+    return Reading(matcher=COMPILER.matcher(FORM), num_prompt=num_prompt, **changes)
 
 
 def drawn(text: list[int], count: int, random: np.random.Generator) -> list[int]:
@@ -141,4 +148,46 @@ def test_rows_without_grammar_and_unknown_ids_allow_everything():
 def test_ids_are_not_given_twice():
     masks, first = opened()
     masks.close(first)
-    assert masks.open(COMPILER.matcher(FORM), num_prompt=0) != first
+    assert masks.open(reading(0)) != first
+
+
+def test_the_draft_asks_for_one_row_at_a_time():
+    masks, grammar_id = opened()
+    text, drafts = [4, 5], [12, 4, 5]
+    expected = fresh_masks(text, drafts)
+    newest = np.zeros((1, WINDOW), np.int32)
+    newest[0, -2:] = text
+    for before in range(DRAFTS):
+        # What is not drawn yet is junk.
+        asked = [drafts[:before] + [39] * (DRAFTS - before)]
+        answer = masks(
+            np.array([grammar_id]),
+            np.array([NUM_PROMPT + len(text)]),
+            newest,
+            np.array(asked),
+            np.array([before]),
+        )
+        np.testing.assert_array_equal(answer[0, 0], expected[before])
+    np.testing.assert_array_equal(ask(masks, (grammar_id, text, drafts))[0], expected)
+
+
+def test_no_end_before_min_tokens_unless_the_text_is_complete():
+    form = StructuredOutputsParams(regex="%&(%)?")
+    masks = TokenMasks(VOCAB)
+    asked = []
+    for min_tokens in (0, 3, 9):
+        matcher = COMPILER.matcher(form)
+        asked.append(
+            masks.open(
+                Reading(
+                    matcher=matcher,
+                    num_prompt=NUM_PROMPT,
+                    min_tokens=min_tokens,
+                    stop_ids=(EOS, 35),
+                )
+            )
+        )
+    answer = ask(masks, *((one, [4, 5], [4, EOS]) for one in asked))
+    found = [[ids_of(row) for row in rows] for rows in answer]
+    assert found[0] == [[EOS, 4], [EOS], [EOS]]
+    assert found[1] == found[2] == [[4], [EOS], [EOS]]

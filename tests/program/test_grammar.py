@@ -1,10 +1,11 @@
 """Masks reach the logits bit by bit, and the host is asked about the right tokens."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from jaxspec.models.backend import Backend
 from jaxspec.program import grammar
@@ -51,29 +52,24 @@ def expect(logits: np.ndarray, raw: np.ndarray, is_allowed: np.ndarray) -> np.nd
 
 
 @pytest.mark.parametrize("vocab", [16, 32, 40, 64, 8192])
-def test_restrict_keeps_what_the_words_allow(vocab):
+@pytest.mark.parametrize("shards", [1, 8])
+def test_restrict_keeps_what_the_masks_allow(vocab, shards):
     logits, raw, words, is_allowed = make_rows(vocab)
-    found = jax.jit(grammar.restrict)(logits, raw, words)
+    backend = Backend(mesh=make_mesh(shards), mesh_axes=TARGET_MESH_AXES)
+
+    @jax.jit
+    def run(*arguments):
+        # Two sequences of three rows.
+        parts = [part.reshape(2, 3, -1) for part in arguments]
+        return grammar.restrict(*parts, backend=backend)
+
+    found = run(logits, raw, words).reshape(ROWS, vocab)
     np.testing.assert_array_equal(found, expect(logits, raw, is_allowed))
 
 
-@pytest.mark.parametrize("vocab", [16, 40, 64, 512])
-def test_restrict_with_a_split_vocabulary(vocab):
-    logits, raw, words, is_allowed = make_rows(vocab)
-    mesh = make_mesh(8)
-    backend = Backend(mesh=mesh, mesh_axes=TARGET_MESH_AXES)
-    columns, whole = PartitionSpec(None, TARGET_MESH_AXES), PartitionSpec()
-
-    def run(logits, raw, words):
-        return grammar.restrict(logits, raw, words, TARGET_MESH_AXES)
-
-    split = backend.split(run, (columns, columns, whole), columns)
-    found = jax.jit(split)(logits, raw, words)
-    np.testing.assert_array_equal(found, expect(logits, raw, is_allowed))
-
-
-def test_ask_tells_the_newest_tokens_and_the_drafts():
-    page_size, num_pages = 4, 16
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_the_host_is_told_the_newest_tokens_and_the_drafts(num_before):
+    page_size, num_pages, vocab = 4, 16, 40
     token_pages = np.random.default_rng(0).integers(4, 90, (num_pages, page_size))
     lengths = [3, 18, 30, 7]
     table = np.full((4, 8), num_pages)
@@ -82,33 +78,42 @@ def test_ask_tells_the_newest_tokens_and_the_drafts():
     table[0, 0], table[3, :2] = 5, [6, 8]
     drafts = np.arange(8).reshape(4, 2)
     asked = []
+    masks = np.random.default_rng(1).integers(0, 2**32, (4, 2, 2), dtype=np.uint32)
 
     def source(*arguments):
         asked.append([np.asarray(argument) for argument in arguments])
-        return np.arange(4 * 3 * 2, dtype=np.uint32).reshape(4, 3, 2)
+        return masks
 
     active = make_active(
-        4, num_tokens=np.array(lengths), is_active=[True, True, True, False]
+        4,
+        row=[3, 1, 0, 2],
+        num_tokens=np.array(lengths),
+        is_active=[True, True, True, False],
     )
-    fields = {name: getattr(active, name) for name in active.__dataclass_fields__}
-    active = type(active)(**(fields | {"page_table": jnp.asarray(table, jnp.int32)}))
+    active = dataclasses.replace(active, page_table=jnp.asarray(table, jnp.int32))
+    logits = np.random.default_rng(2).normal(size=(4, 2, vocab)).astype(np.float32)
 
     @jax.jit
-    def run(token_pages):
-        return grammar.ask(
+    def run(logits, token_pages, before):
+        adjust = grammar.adjuster(
             source,
-            jnp.array([5, 0, 9, 7], jnp.int32),
-            active,
+            jnp.array([9, 0, 7, 5], jnp.int32),
             token_pages,
-            jnp.asarray(drafts, jnp.int32),
-            vocab_size=40,
+            active,
+            inner=lambda logits, drafts, num_before: 2 * logits,
+            backend=Backend(),
         )
+        return adjust(logits, jnp.asarray(drafts, jnp.int32), num_before=before)
 
-    answer = np.asarray(run(jnp.asarray(token_pages, jnp.int32)))
-    np.testing.assert_array_equal(answer.reshape(-1), np.arange(24))
-    ((ids, num_tokens, newest, told),) = asked
+    pages = jnp.asarray(token_pages, jnp.int32)
+    found = run(logits, pages, jnp.asarray(num_before, jnp.int32))
+    bits = np.unpackbits(masks.view(np.uint8), axis=2, bitorder="little")
+    expected = np.where(bits[:, :, :vocab], 2 * logits, -np.inf)
+    np.testing.assert_array_equal(found, expected)
+    ((ids, num_tokens, newest, told, before),) = asked
     assert ids.tolist() == [5, 0, 9, 0]  # a row that is done needs no answer
     assert num_tokens.tolist() == lengths
+    assert before.tolist() == [num_before, num_before + 1]
     np.testing.assert_array_equal(told, drafts)
     for row, length in enumerate(lengths):
         known = token_pages[table[row][table[row] < num_pages]].reshape(-1)[:length]

@@ -154,21 +154,21 @@ def test_a_result_is_read_by_sequence_and_tile():
     assert result.logprobs is result.tile_logprobs is result.prompt_logprobs is None
 
 
-def test_log_probabilities_come_after_the_tokens():
+def test_log_probabilities_come_after_their_tokens():
     shape = dataclasses.replace(SHAPE, features=ALL_FEATURES)
-    sizes = [4 * 7, 2 * 2, 4 * 4 * 6, 2 * 6, 2 * TILE * 8]
+    sizes = [4 * 7, 4 * 4 * 6, 2 * TILE * 8, 2 * 2, 2 * 6]
     parts = [np.full(size, number, np.int32) for number, size in enumerate(sizes)]
     result = StepResult.unpack(np.concatenate(parts), shape)
-    found = result.logprobs, result.tile_logprobs, result.prompt_logprobs
-    leadings = (4, 4), (2,), (2, TILE)
-    for number, (one, leading) in enumerate(zip(found, leadings, strict=True), 2):
+    found = result.logprobs, result.prompt_logprobs, result.tile_logprobs
+    leadings = (4, 4), (2, TILE), (2,)
+    for number, one, leading in zip((1, 2, 4), found, leadings, strict=True):
         assert one is not None
         assert one.own.shape == one.rank.shape == leading
-        tops = 3 if number == 4 else 2
+        tops = 3 if number == 2 else 2
         assert one.top_ids.shape == one.top.shape == (*leading, tops)
         for values in one:
             assert (values.view(np.int32) == number).all()
-    assert (result.tile_token == 1).all()
+    assert (result.tile_token == 3).all()
 
 
 def test_the_token_after_a_tile_is_told_for_its_log_probability():

@@ -9,6 +9,7 @@ from jaxspec.models.gemma2 import Gemma2
 from jaxspec.program import randomness, sampling
 from jaxspec.program.active import Active
 from jaxspec.program.choose import choose_token, forbid_early_stop
+from jaxspec.program.controls import Adjust
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.region import join, make_region
@@ -36,6 +37,7 @@ def propose(
     num_draft_tokens: int,
     pool: PoolShape,
     is_greedy: bool = False,
+    adjust: Adjust | None = None,
 ) -> tuple[Proposal, Pages]:
     """Draw `num_draft_tokens` tokens per sequence from the draft model.
 
@@ -45,10 +47,15 @@ def propose(
 
     Args:
         is_greedy: Propose the argmax, a point mass, also where the request samples.
+        adjust: What requests ask of single tokens; None where none asks anything.
     """
 
-    def draw(hidden: Array, position: Array) -> tuple[Array, Array | None]:
-        logits = forbid_early_stop(model.logits(hidden), position, active)
+    def draw(hidden: Array, step: Array | int, drafts: Array | None):
+        position = active.num_tokens + step
+        logits = model.logits(hidden)
+        if adjust is not None:
+            logits = adjust(logits[:, None], drafts, num_before=step)[:, 0]
+        logits = forbid_early_stop(logits, position, active)
         if is_greedy:
             return sampling.argmax(logits), None
         return choose_token(logits, position, active, role=randomness.DRAFT)
@@ -61,28 +68,35 @@ def propose(
     batch = first if tiles is None else join([first, tiles])
     hidden, pages = model.hidden(batch, pages)
     newest = hidden[: 2 * seqs].reshape(seqs, 2, -1)[:, 1]
-    token, probs = draw(newest, active.num_tokens)
+    # Only controls ask which drafts came before.
+    drafts = None if adjust is None else jnp.zeros((seqs, num_draft_tokens), jnp.int32)
+    token, probs = draw(newest, 0, drafts)
 
-    def extend(carry: tuple[Array, Pages], step: Array):
-        token, pages = carry
+    def extend(carry: tuple[Array, Pages, Array | None], step: Array):
+        token, pages, drafts = carry
+        if drafts is not None:
+            drafts = drafts.at[:, step - 1].set(token)
         kv_len = active.num_tokens + step
         batch = make_region(
             token[:, None], kv_len, active.page_table, active.is_active[:, None], pool
         )
         hidden, pages = model.hidden(batch, pages)
-        token, probs = draw(hidden, kv_len)
-        return (token, pages), (token, probs)
+        token, probs = draw(hidden, step, drafts)
+        return (token, pages, drafts), (token, probs)
 
     steps = jnp.arange(1, num_draft_tokens, dtype=jnp.int32)
-    (_, pages), (tokens, rest) = jax.lax.scan(
+    (_, pages, _), (tokens, rest) = jax.lax.scan(
         extend,
-        (token, pages),
+        (token, pages, drafts),
         steps,
         unroll=model.config.num_layers <= MAX_UNROLLED_LAYERS,
     )
     tokens = jnp.concatenate([token[None], tokens]).T
     if probs is not None and rest is not None:
         probs = jnp.concatenate([probs[None], rest]).transpose(1, 0, 2)
-    parent = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None] - 1
-    parent = jnp.broadcast_to(parent, tokens.shape)
-    return Proposal(tokens, parent, probs), pages
+    return _chain(tokens, probs), pages
+
+
+def _chain(tokens: Array, probs: Array | None) -> Proposal:
+    parent = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] - 1
+    return Proposal(tokens, jnp.broadcast_to(parent, tokens.shape), probs)
