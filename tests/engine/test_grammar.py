@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,7 +133,7 @@ def test_white_space_and_additional_properties_of_json(bundled):
     schema = {"type": "object", "properties": {"a": {"type": "object"}}}
     compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,))
 
-    def accepts(text: str, **options: object) -> bool:
+    def accepts(text: str, **options: Any) -> bool:
         form = StructuredOutputsParams(json=schema, **options)
         matcher = compiler.matcher(form)
         tokens = bundled.encode(text, add_special_tokens=False)
