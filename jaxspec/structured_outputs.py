@@ -112,5 +112,6 @@ def check_structured_outputs(given: object) -> None:
 
 
 def _is_choice(value: object) -> bool:
-    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-    return is_list and bool(value) and all(isinstance(text, str) for text in value)
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        return False
+    return bool(value) and all(isinstance(text, str) for text in value)

@@ -96,14 +96,16 @@ class _Vocabulary:
 
 def _grammar_of(params: StructuredOutputsParams) -> str:
     """The constraint in llguidance's own form."""
-    kind = params.kind
-    if kind in ("json", "json_object"):
-        return llguidance.LLMatcher.grammar_from_json_schema(
-            _schema_of(params), overrides=_white_space_of(params)
-        )
-    value = getattr(params, kind)
-    text = json.dumps(list(value)) if kind == "choice" else value
-    return llguidance.grammar_from(kind, text)
+    if params.regex is not None:
+        return llguidance.LLMatcher.grammar_from_regex(params.regex)
+    if params.choice is not None:
+        return llguidance.grammar_from("choice", json.dumps(list(params.choice)))
+    if params.grammar is not None:
+        return llguidance.grammar_from("grammar", params.grammar)
+    options: Any = _white_space_of(params)
+    return llguidance.LLMatcher.grammar_from_json_schema(
+        _schema_of(params), overrides=options
+    )
 
 
 def _schema_of(params: StructuredOutputsParams) -> dict[str, Any]:

@@ -154,17 +154,7 @@ class LLMEngine:
         metrics = None
         if num_draft:
             metrics = RequestSpecDecodeMetrics.empty(config.num_draft_tokens)
-        grammar_id = 0
-        if params.structured_outputs is not None:
-            reading = Reading(
-                matcher=self.grammars.matcher(params.structured_outputs),
-                num_prompt=num_prompt,
-                min_tokens=params.min_tokens,
-                stop_ids=stop_ids,
-            )
-            grammar_id = self.runner.token_masks.open(reading)
-            # The masks see to it; the device does not know when a text is complete.
-            params.min_tokens = 0
+        grammar_id = self._begin_grammar(params, num_prompt, stop_ids)
         return Request(
             request_id=request_id,
             prompt=parsed.text,
@@ -183,6 +173,21 @@ class LLMEngine:
             features=Features(has_grammar=grammar_id > 0),
             grammar_id=grammar_id,
         )
+
+    def _begin_grammar(
+        self, params: SamplingParams, num_prompt: int, stop_ids: tuple[int, ...]
+    ) -> int:
+        if params.structured_outputs is None:
+            return 0
+        reading = Reading(
+            matcher=self.grammars.matcher(params.structured_outputs),
+            num_prompt=num_prompt,
+            min_tokens=params.min_tokens,
+            stop_ids=stop_ids,
+        )
+        # The masks see to it: the device does not know when a text is complete.
+        params.min_tokens = 0
+        return self.runner.token_masks.open(reading)
 
     def step(self) -> list[RequestOutput]:
         """Launch the next round, read the one before it, return what is new.

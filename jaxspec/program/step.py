@@ -87,13 +87,7 @@ def speculative_step(
     active = gather(rows, token_pages, fields["decode_row"])
 
     adjuster = partial(
-        _adjuster,
-        rows,
-        token_pages,
-        active,
-        grammar_id=fields.get("grammar_id"),
-        config=config,
-        shape=shape,
+        _adjuster, rows, token_pages, active, fields, config=config, shape=shape
     )
     proposal, draft_pages = _propose(
         draft_params,
@@ -105,13 +99,12 @@ def speculative_step(
         config=config,
         shape=shape,
     )
-    num_draft = fields["decode_draft"]
     judged = _judge_round(
         target_params,
         state.target_pages,
         proposal,
         active,
-        num_draft,
+        fields["decode_draft"],
         prompts=_tile_batch(rows, tiles, pool, is_draft=False) if shape.chunk else None,
         after_prompts=fields.get("tile_next_token"),
         adjust=adjuster(TARGET_MESH_AXES),
@@ -127,7 +120,7 @@ def speculative_step(
             token_pages,
             tiles,
             judged.tile_logits,
-            grammar_id=fields.get("grammar_id"),
+            fields,
             config=config,
             shape=shape,
         )
@@ -258,8 +251,8 @@ def _finish_prompts(
     token_pages: Int[Array, "page page_size"],
     tiles: Tiles,
     logits: Float[Array, "tile vocab"],
+    fields: dict[str, Array],
     *,
-    grammar_id: Int[Array, " row"] | None,
     config: ProgramConfig,
     shape: StepShape,
 ) -> tuple[Rows, Int[Array, "page page_size"], list[Int[Array, "..."]]]:
@@ -275,8 +268,8 @@ def _finish_prompts(
         rows,
         token_pages,
         active,
+        fields,
         TARGET_MESH_AXES,
-        grammar_id=grammar_id,
         config=config,
         shape=shape,
     )
@@ -292,9 +285,9 @@ def _adjuster(
     rows: Rows,
     token_pages: Int[Array, "page page_size"],
     active: Active,
+    fields: dict[str, Array],
     mesh_axes: tuple[str, ...],
     *,
-    grammar_id: Int[Array, " row"] | None,
     config: ProgramConfig,
     shape: StepShape,
 ) -> controls.Adjust | None:
@@ -305,11 +298,11 @@ def _adjuster(
         adjust = controls.adjuster(
             rows.controls, token_pages, active, vocab_size=vocab_size, backend=backend
         )
-    if grammar_id is not None:
+    if shape.features.has_grammar:
         assert config.mask_source is not None, "nobody knows the grammars"
         adjust = grammar.adjuster(
             config.mask_source,
-            grammar_id,
+            fields["grammar_id"],
             token_pages,
             active,
             inner=adjust,
