@@ -8,6 +8,7 @@ read: a question brings the newest known tokens along, so nothing else is needed
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ WORD = 32
 EVERYTHING = np.uint32(0xFFFFFFFF)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Reading:
     """A matcher and what it has read of its request's text.
 
@@ -29,6 +30,7 @@ class Reading:
     the text is complete; what comes then is end tokens.
 
     Attributes:
+        grammar_id: How the device calls it; 0 before the first launch.
         stop_ids: Tokens that end the sequence: none of them before it has
             `min_tokens`, unless the text is complete.
     """
@@ -37,6 +39,7 @@ class Reading:
     num_prompt: int
     min_tokens: int = 0
     stop_ids: Sequence[int] = ()
+    grammar_id: int = 0
     tokens: list[int] = field(default_factory=list)
     num_consumed: int = 0
 
@@ -108,28 +111,27 @@ class Reading:
 class TokenMasks:
     """The readings of all running requests, by id.
 
+    Requests and launches hold them: once those are gone, so is the reading.
+
     Attributes:
         num_questions: Launches that asked, for tests and statistics.
     """
 
     def __init__(self, vocab_size: int):
         self._words = -(-vocab_size // WORD)
-        self._readings: dict[int, Reading] = {}
+        self._readings: weakref.WeakValueDictionary[int, Reading] = (
+            weakref.WeakValueDictionary()
+        )
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self.num_questions = 0
 
-    def open(self, reading: Reading) -> int:
-        """Begin a text; returns the id by which the device asks about it."""
+    def add(self, reading: Reading) -> None:
+        """Give a text the id by which the device asks about it, if it has none yet."""
         with self._lock:
-            grammar_id = next(self._ids)
-            self._readings[grammar_id] = reading
-            return grammar_id
-
-    def close(self, grammar_id: int) -> None:
-        """Forget a text. A launch under way may still ask: everything is allowed."""
-        with self._lock:
-            del self._readings[grammar_id]
+            if not reading.grammar_id:
+                reading.grammar_id = next(self._ids)
+                self._readings[reading.grammar_id] = reading
 
     def __len__(self) -> int:
         return len(self._readings)

@@ -8,6 +8,7 @@ import itertools
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,9 @@ from jaxspec.program.token_logprobs import TokenLogprobs, read_logprobs
 TILE = 32
 # End-of-text ids plus a request's own stop_token_ids.
 MAX_STOP_IDS = 40
+
+# A row, an index in the row's page table, a page id.
+PageUpdate = tuple[int, int, int]
 
 STANDARD, BLOCK, COUPLED = 0, 1, 2
 RULES = {"standard": STANDARD, "block": BLOCK, "coupled": COUPLED}
@@ -166,14 +170,14 @@ class StepPlan:
     Attributes:
         decode: (row, draft tokens) of every decoding sequence.
         pages: (row, index in the row's page table, page id).
-        grammars: Ids of grammars by row, where the shape has any.
+        grammars: Who answers for the text of a row, by its number `grammar_id`.
     """
 
     decode: list[tuple[int, int]] = field(default_factory=list)
     tiles: list[Tile] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     pages: list[tuple[int, int, int]] = field(default_factory=list)
-    grammars: dict[int, int] = field(default_factory=dict)
+    grammars: dict[int, Any] = field(default_factory=dict)
 
 
 def _most(left: int | None, right: int | None) -> int | None:
@@ -284,8 +288,8 @@ class PlanLayout:
                 vector[at["tile_next_token"] + index] = tile.next_token
         for index, admission in enumerate(plan.admissions):
             self._pack_admission(vector, index, admission)
-        for row, grammar_id in plan.grammars.items():
-            vector[at["grammar_id"] + row] = grammar_id
+        for row, reading in plan.grammars.items():
+            vector[at["grammar_id"] + row] = reading.grammar_id
         controlled = [one for one in plan.admissions if one.controls is not None]
         most = self.shape.max_controlled
         assert len(controlled) <= most, f"{len(controlled)} controlled over {most}"

@@ -51,12 +51,9 @@ def run_one(engine: LLMEngine, params: SamplingParams, prompt: Any = PROMPT) -> 
 
 
 def assert_idle(engine: LLMEngine) -> None:
-    pages = engine.scheduler.pages
-    pages.check()
-    assert (pages.num_free, pages.num_reserved) == (engine.config.num_pages, 0)
-    assert not engine._requests
-    assert not engine._streams
-    assert not engine._sent
+    engine.scheduler.check_idle()
+    assert not engine._delivery.streams
+    assert not engine._parents
 
 
 def letters(tokens: list[int]) -> str:

@@ -1,6 +1,7 @@
 """Masks reach the logits bit by bit, and the host is asked about the right tokens."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +122,10 @@ def test_the_host_is_told_the_newest_tokens_and_the_drafts(num_before):
         assert newest[row, -count:].tolist() == known[-count:].tolist()
 
 
+class Named(NamedTuple):
+    grammar_id: int
+
+
 def test_ids_travel_by_row_in_shapes_with_grammars_alone():
     pool = PoolShape(
         num_rows=5, num_pages=40, page_size=4, max_model_len=50, vocab_size=16
@@ -130,7 +135,7 @@ def test_ids_travel_by_row_in_shapes_with_grammars_alone():
         num_seqs=4, num_draft_tokens=3, chunk=0, features=Features(has_grammar=True)
     )
     layout = PlanLayout(shape, pool)
-    vector = layout.pack(StepPlan(grammars={4: 77, 0: 2**31 - 1}))
+    vector = layout.pack(StepPlan(grammars={4: Named(77), 0: Named(2**31 - 1)}))
     fields = unpack(jnp.asarray(vector), layout)
     assert fields["grammar_id"].tolist() == [2**31 - 1, 0, 0, 0, 77]
     assert "grammar_id" not in PlanLayout(plain, pool).fields
