@@ -165,6 +165,34 @@ def test_the_rest_of_a_batch_goes_on_when_some_are_aborted(engine, prompts, text
     assert_nothing_is_held(engine)
 
 
+def test_a_preempted_text_goes_on_where_it_was(engine):
+    # Four of these do not fit into the pages together.
+    random = np.random.default_rng(8)
+    prompts = random.integers(3, 64, (6, 60)).tolist()
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=50,
+        structured_outputs=StructuredOutputsParams(regex="([A-Z]{3}[0-9]){11}"),
+    )
+    alone = [
+        tokens_of(generate(with_settings(engine), [prompt], params))[0]
+        for prompt in prompts
+    ]
+    together = with_settings(engine)
+    assert tokens_of(generate(together, prompts, params)) == alone
+    assert together.stats.num_preemptions
+    assert all(len(tokens) == 45 for tokens in alone)
+
+
+def test_texts_of_one_request_are_read_apart(engine, prompts):
+    params = SamplingParams(
+        n=3, temperature=1.0, seed=4, max_tokens=40, structured_outputs=form_of(0)
+    )
+    (output,) = generate(with_settings(engine), prompts[:1], params)
+    texts = [one.text for one in output.outputs]
+    assert len(set(texts)) == 3 and all(fits(0, text) for text in texts)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7])
 def test_max_tokens_cuts_a_text_at_every_offset(engine, count, prompts, texts):
     params = params_of(8, max_tokens=count)
