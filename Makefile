@@ -57,13 +57,18 @@ aot_tests := $(shell grep -lsE 'aot_(tpu|gpu|step)|rejection_aot' tests/*/test_*
 aot_run := JAXSPEC_AOT=1 JAX_ENABLE_COMPILATION_CACHE=false $(pytest)
 other_run := $(pytest) $(addprefix --ignore=,$(aot_tests))
 
+# pytest's status 5 says that a run has no test that PYTEST_ARGS chooses: a mistake only
+# if the other run has none either. Any other failure ends both.
+both_runs = $(aot_run) $(1) $(PYTEST_ARGS) $(aot_tests); first=$$?; \
+  [ $$first = 0 ] || [ $$first = 5 ] || exit $$first; \
+  $(other_run) $(1) $(PYTEST_ARGS); second=$$?; \
+  [ $$second != 5 ] || exit $$first; exit $$second
+
 test: $(installed_test)
-	@$(aot_run) $(PYTEST_ARGS) $(aot_tests)
-	@$(other_run) $(PYTEST_ARGS)
+	@$(call both_runs)
 
 test-fast: $(installed_test)
-	@$(aot_run) -m "not slow" $(PYTEST_ARGS) $(aot_tests)
-	@$(other_run) -m "not slow" $(PYTEST_ARGS)
+	@$(call both_runs,-m "not slow")
 
 format: $(installed_test)
 	@$(bin)/ruff check --fix .

@@ -2,14 +2,19 @@
 
 Reading order, from a user's call down to the device:
 
-1. `jaxspec.llm`: text in, text out.
-2. `jaxspec.sampling_params`, `jaxspec.inputs`, `jaxspec.outputs`: what goes in and out.
-3. `jaxspec.engine.arg_utils` and `jaxspec.config`: arguments become one configuration.
-4. `jaxspec.engine.llm_engine`: add a request, step, collect outputs.
-5. `jaxspec.engine.scheduler` and `jaxspec.engine.pages`: what the next step does.
-6. `jaxspec.engine.runner`: the door between the host and the device.
-7. `jaxspec.program.step`: the program; then `propose`, `verify` and `sampling`.
-8. `jaxspec.models.gemma2`: the network.
+1. `jaxspec.llm`: text in, text out. `jaxspec.__main__` and `jaxspec.generate` are the
+   command line, `jaxspec.entrypoints` has vLLM's import paths.
+2. `jaxspec.sampling_params`, `jaxspec.inputs`, `jaxspec.outputs`, `jaxspec.logprobs`:
+   what goes in and out. `jaxspec.errors`: what is refused.
+3. `jaxspec.tokenizer`, `jaxspec.pieces`, `jaxspec.chat`, `jaxspec.chat_template`: the
+   way between text and tokens.
+4. `jaxspec.engine.arg_utils` and `jaxspec.config`: arguments become one configuration;
+   `jaxspec.engine.loading` makes an engine of it.
+5. `jaxspec.engine.llm_engine`: add a request, step, collect outputs.
+6. `jaxspec.engine.scheduler` and `jaxspec.engine.pages`: what the next step does.
+7. `jaxspec.engine.runner`: the door between the host and the device.
+8. `jaxspec.program.step`: the program; then `propose`, `accept` and `sampling`.
+9. `jaxspec.models.gemma2`: the network. `jaxspec.sharding`: how it lies on devices.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Owns the engine's configuration: model sizes, speculation, engine sizes.
+"""Owns the engine's configuration: model sizes, engine sizes.
 
 Everything here is frozen and checked when it is made, so the code below never asks
 again. Knows nothing about command lines, folders of model hubs or older argument names:
@@ -13,18 +13,15 @@ from typing import Any, no_type_check
 
 from jaxspec.errors import (
     ConfigError,
-    UnsupportedError,
     check_choice,
     check_flag,
     check_integer,
     wrong_argument,
 )
 from jaxspec.model_config import ModelConfig as ModelConfig
+from jaxspec.speculation import SpeculativeConfig
 from jaxspec_checkpoints import CheckpointError, files, model_files
 
-# The step program is compiled for a ladder of draft lengths; 8 is its last rung.
-MAX_DRAFT_TOKENS = 8
-DEFAULT_DRAFT_TOKENS = 5
 DTYPES = ("auto", "float32", "bfloat16")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 # What "auto" becomes is known on the device only; float32 is the larger outcome.
@@ -35,61 +32,6 @@ PAIR_HINT = (
     "Choose a draft of the target's family; of Gemma 2, these pairs work (target <- "
     "draft): 27b <- 9b, 27b <- 2b, 9b <- 2b."
 )
-
-
-@no_type_check
-@dataclass(frozen=True, kw_only=True)
-class SpeculativeConfig:
-    """How drafts are proposed and judged.
-
-    Attributes:
-        model: Folder of the draft model.
-        num_speculative_tokens: Draft tokens per step; a request may ask for fewer.
-        rejection_sample_method: Rule that decides which draft tokens stay.
-        draft_sample_method: Draw drafts from the draft's distribution, or its argmax.
-        disable_by_batch_size: With more running requests, none is drafted for.
-        max_model_len: Sequences longer than this are not drafted for.
-        draft_tensor_parallel_size: Devices one copy of the draft is spread over.
-    """
-
-    method: str = "draft_model"
-    model: str
-    num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS
-    rejection_sample_method: str = "standard"
-    draft_sample_method: str = "probabilistic"
-    disable_by_batch_size: int | None = None
-    max_model_len: int | None = None
-    draft_tensor_parallel_size: int = 1
-
-    def __post_init__(self):
-        if self.method != "draft_model":
-            hint = "No other kind of draft is supported yet."
-            raise wrong_argument(
-                UnsupportedError, "method", "'draft_model'", self.method, hint
-            )
-        check_integer(
-            ConfigError,
-            "num_speculative_tokens",
-            self.num_speculative_tokens,
-            low=1,
-            high=MAX_DRAFT_TOKENS,
-            hint="The step program is compiled for a ladder of draft lengths that ends "
-            f"at {MAX_DRAFT_TOKENS}; to decode without drafts, name no draft model.",
-        )
-        choices = {
-            "rejection_sample_method": ("standard", "block", "coupled"),
-            "draft_sample_method": ("probabilistic", "greedy"),
-        }
-        for name, allowed in choices.items():
-            check_choice(ConfigError, name, getattr(self, name), allowed)
-        lowest = {
-            "disable_by_batch_size": 2,
-            "max_model_len": 1,
-            "draft_tensor_parallel_size": 1,
-        }
-        for name, low in lowest.items():
-            if getattr(self, name) is not None:
-                check_integer(ConfigError, name, getattr(self, name), low=low)
 
 
 @no_type_check
@@ -176,8 +118,10 @@ class EngineConfig:
         self._check_draft()
 
     def _check_draft(self) -> None:
-        assert (self.speculative is None) == (self.draft_model_config is None)
-        if self.speculative is None or self.draft_model_config is None:
+        speculative = self.speculative
+        has_model = speculative is not None and speculative.has_draft_model
+        assert has_model == (self.draft_model_config is not None)
+        if speculative is None or self.draft_model_config is None:
             return
         target_vocab = self.model_config.vocab_size
         draft_vocab = self.draft_model_config.vocab_size
@@ -186,9 +130,9 @@ class EngineConfig:
                 "Target and draft must share one vocabulary: the target has "
                 f"{target_vocab} tokens, the draft {draft_vocab}. {PAIR_HINT}",
                 parameter="speculative_model",
-                value=self.speculative.model,
+                value=speculative.model,
             )
-        draft_parallel = self.speculative.draft_tensor_parallel_size
+        draft_parallel = speculative.draft_tensor_parallel_size
         if self.tensor_parallel_size % draft_parallel:
             raise wrong_argument(
                 ConfigError,

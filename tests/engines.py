@@ -99,18 +99,23 @@ def make_engine(
     runner: type[Runner] | None = None,
     tensor_parallel_size: int = 1,
     draft_tensor_parallel_size: int = 1,
+    lookup: tuple[int, int] | None = None,
 ) -> LLMEngine:
-    """An engine over HuggingFace models; without a draft it decodes plainly.
+    """An engine over HuggingFace models; without any drafts it decodes plainly.
 
     Args:
+        lookup: Most and fewest tokens of n-gram drafts, beside the model's or alone.
         has_one_shape: Run every launch in the largest shape: far fewer compilations.
-        runner: The kind of runner, where it is neither of the two.
     """
-    assert (draft is None) == (num_draft_tokens == 0)
+    assert (draft is None and lookup is None) == (num_draft_tokens == 0)
     speculative = None
-    if draft is not None:
+    if num_draft_tokens:
+        kinds = {"ngram": lookup, "draft_model": draft}
         speculative = SpeculativeConfig(
-            model="draft",
+            method="+".join(name for name, kind in kinds.items() if kind is not None),
+            model=None if draft is None else "draft",
+            prompt_lookup_max=lookup and lookup[0],
+            prompt_lookup_min=lookup and lookup[1],
             num_speculative_tokens=num_draft_tokens,
             rejection_sample_method=rule,
             draft_sample_method=draft_sample_method,

@@ -99,7 +99,8 @@ class FakeDevice:
     """Runs plans in order.
 
     Attributes:
-        has_draft: Whether the program has a draft model.
+        has_draft: Whether the program has a draft model; without one, drafts are
+            looked up, as many as there happen to be.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class FakeDevice:
         result = StepResult(
             tokens=np.zeros((shape.num_seqs, width), np.int32),
             num_emitted=np.zeros(shape.num_seqs, np.int32),
+            num_draft=np.zeros(shape.num_seqs, np.int32),
             num_accepted=np.zeros(shape.num_seqs, np.int32),
             is_done=np.ones(shape.num_seqs, bool),
             tile_token=np.array([token for token, _ in tiles], np.int32),
@@ -144,11 +146,14 @@ class FakeDevice:
         )
         for index, (row, drafts) in enumerate(plan.decode):
             assert 0 <= drafts <= shape.num_draft_tokens
+            if not self.has_draft:  # an n-gram lookup may find fewer
+                drafts = int(self._random.integers(0, drafts + 1))
             tokens, accepted = self._round(
                 self.rows[row], drafts, shape.num_draft_tokens
             )
             result.tokens[index, : len(tokens)] = tokens
             result.num_emitted[index] = len(tokens)
+            result.num_draft[index] = drafts
             result.num_accepted[index] = accepted
             result.is_done[index] = self.rows[row].is_done
         return result

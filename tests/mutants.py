@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from tests.mutation import Mutant, is_killed
 from tests.program.propose.test_draft_model import check_self_draft
+from tests.program.propose.test_ngram import check_chosen_texts
 from tests.program.test_accept import BLOCK, COUPLED, STANDARD, check_mixed_batch
 from tests.program.test_commit import check_append, check_truncate
 from tests.program.test_rounds import play_round, test_joint_law_over_rounds
@@ -121,6 +122,42 @@ MUTANTS = [
         "jnp.broadcast_to(active.is_active[:, None], (seqs, 2))",
         "active.is_active[:, None] & jnp.array([[False, True]])",
         check=check_self_draft,
+    ),
+    mutant(
+        "lookup_takes_the_earliest_match",
+        "propose/ngram.look_up",
+        "length * tokens.shape[1] + position, 0)\n    best = rank.max(axis=1)",
+        "(length + 1) * tokens.shape[1] - 1 - position, 0)\n"
+        "    best = -rank.max(axis=1) - 1",
+        check=check_chosen_texts,
+    ),
+    mutant(
+        "lookup_matches_the_last_token_with_itself",
+        "propose/ngram.look_up",
+        "position < active.num_tokens[:, None] - 1",
+        "position < active.num_tokens[:, None]",
+        check=check_chosen_texts,
+    ),
+    mutant(
+        "lookup_drafts_what_is_not_known",
+        "propose/ngram.look_up",
+        "jnp.minimum(num_known, num_draft_tokens)",
+        "num_draft_tokens",
+        check=check_chosen_texts,
+    ),
+    mutant(
+        "lookup_starts_one_late",
+        "propose/ngram.look_up",
+        "jnp.arange(1, num_draft_tokens + 1, dtype=jnp.int32)",
+        "jnp.arange(2, num_draft_tokens + 2, dtype=jnp.int32)",
+        check=check_chosen_texts,
+    ),
+    mutant(
+        "lookup_prefers_the_recent_to_the_long",
+        "propose/ngram.look_up",
+        "length * tokens.shape[1] + position",
+        "position",
+        check=check_chosen_texts,
     ),
 ]
 

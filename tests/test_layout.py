@@ -51,10 +51,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/kernels/test_tuning.py",
         "its cases are what is tuned",
     ),
-    "kernels/jaxspec_kernels/tune.py": (
-        "tests/kernels/test_tuning.py",
-        "the command writes what the module reads",
-    ),
     "jaxspec/__init__.py": (
         "tests/test_public_names.py",
         "what it owns is the list of public names",
@@ -70,6 +66,18 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
     "jaxspec/utils.py": (
         "tests/test_vllm_paths.py",
         "it is there to be imported",
+    ),
+    "jaxspec/engine/delivery.py": (
+        "tests/engine/test_llm_engine.py",
+        "what the engine returns is what delivery makes",
+    ),
+    "jaxspec/engine/launch.py": (
+        "tests/engine/test_scheduler.py",
+        "a plan and its owners, read by every test of the scheduler",
+    ),
+    "jaxspec/engine/prefill.py": (
+        "tests/engine/test_scheduler.py",
+        "the prefill part of the plans that the fake device checks",
     ),
     "jaxspec/program/active.py": (
         "tests/program/test_apply.py",

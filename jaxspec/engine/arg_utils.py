@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any, no_type_check
 
 from jaxspec.config import (
-    DEFAULT_DRAFT_TOKENS,
     MAX_DTYPE_BYTES,
     MAX_LOGPROBS,
     EngineConfig,
     ModelConfig,
-    SpeculativeConfig,
 )
 from jaxspec.engine.folders import model_folder
 from jaxspec.engine.generation_defaults import recommended_sampling
@@ -31,6 +29,7 @@ from jaxspec.errors import (
     check_integer,
     wrong_argument,
 )
+from jaxspec.speculation import DEFAULT_DRAFT_TOKENS, SpeculativeConfig
 from jaxspec_checkpoints.published import PAD_ROWS
 
 DEFAULT_MAX_NUM_SEQS = 8
@@ -299,9 +298,12 @@ def _speculative(
     merged = merge_speculative_arguments(vars(args))
     if merged is None:
         return None, None
-    revision = (args.speculative_config or {}).get("revision")
-    folder = _fetched(args, merged["model"], "speculative_model", revision=revision)
-    draft = ModelConfig.from_folder(folder)
+    draft = None
+    if "model" in merged:
+        revision = (args.speculative_config or {}).get("revision")
+        folder = _fetched(args, merged["model"], "speculative_model", revision=revision)
+        draft = ModelConfig.from_folder(folder)
+        merged["model"] = str(folder)
     if "num_speculative_tokens" not in merged:
         merged["num_speculative_tokens"] = DEFAULT_DRAFT_TOKENS
         warnings.warn(
@@ -310,17 +312,19 @@ def _speculative(
             UserWarning,
             stacklevel=4,
         )
+    most = None if draft is None else draft.max_position_embeddings
     longest = check_integer(
         ConfigError,
         "speculative_max_model_len",
-        merged.get("max_model_len", draft.max_position_embeddings),
+        merged.get("max_model_len", most or max_model_len),
         low=1,
-        high=draft.max_position_embeddings,
-        hint="The upper end is the draft's max_position_embeddings.",
+        high=most,
+        hint=""
+        if most is None
+        else "The upper end is the draft's max_position_embeddings.",
     )
     merged["max_model_len"] = min(longest, max_model_len)
     merged.setdefault("draft_tensor_parallel_size", args.tensor_parallel_size)
-    merged["model"] = str(folder)
     return SpeculativeConfig(**merged), draft
 
 

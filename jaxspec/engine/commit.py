@@ -40,11 +40,14 @@ def commit(
 def _commit_rounds(
     launch: Launch, result: StepResult, rows: RowTable, stats: EngineStats
 ) -> list[Progress]:
-    count, drafts = len(launch.rows), launch.drafts
+    count = len(launch.rows)
+    # A lookup in the sequence may have found fewer than were planned.
+    drafts = np.minimum(result.num_draft[:count], launch.drafts)
     emitted = result.num_emitted[:count]
     accepted = np.minimum(result.num_accepted[:count], drafts)
     is_there = rows.owner[launch.rows] == launch.owners
-    rows.read(launch.rows[is_there], drafts[is_there], emitted[is_there])
+    planned = launch.drafts[is_there]
+    rows.read(launch.rows[is_there], planned, emitted[is_there])
     columns = zip(
         launch.decoding,
         is_there.tolist(),

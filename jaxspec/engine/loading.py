@@ -40,8 +40,8 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
             parameter="tokenizer",
             value=config.tokenizer,
         )
-    if config.speculative is not None:
-        folder = config.speculative.model
+    folder = config.speculative and config.speculative.model
+    if folder is not None:
         # A draft without a tokenizer of its own was trained for the target's.
         if {"tokenizer.model", "tokenizer.json"} & model_files(folder).keys():
             check_same_tokenizer(tokenizer, Tokenizer.from_folder(folder))
@@ -69,8 +69,9 @@ def load_weights(config: EngineConfig, mesh: Mesh) -> tuple[Params, Params | Non
     # Both are checked before either is read: a wrong draft must not cost minutes.
     tensors = _open(config, config.model, "model")
     draft_tensors = None
-    if config.speculative is not None:
-        draft_tensors = _open(config, config.speculative.model, "speculative_model")
+    folder = config.speculative and config.speculative.model
+    if folder is not None:
+        draft_tensors = _open(config, folder, "speculative_model")
     draft = None
     try:
         target = load_params(

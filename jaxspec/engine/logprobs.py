@@ -46,7 +46,7 @@ class LogprobStream:
     def push(self, token_ids: list[int], values: TokenLogprobs | None) -> None:
         """Add generated tokens; entry i of `values` is about token i."""
         asked = self._params.logprobs
-        if asked is None or self.cumulative is None:
+        if asked is None or self.cumulative is None or not token_ids:
             return
         assert values is not None, "a launch told no logprobs"
         own = values.own.tolist()

@@ -6,6 +6,7 @@ lengths. Knows nothing of who reads it.
 
 import bisect
 import copy
+import dataclasses
 import logging
 import time
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from jaxspec.engine.stats import EngineStats
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
 
 _log = logging.getLogger(__name__)
+
+# Dashboards look for vLLM's; a script whose imports were renamed looks for ours.
+PREFIXES = ("vllm", "jaxspec")
 
 _TO_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
 _TO_FIRST_TOKEN_S += (1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
@@ -142,7 +146,7 @@ class EngineMetrics:
             seen[name].add(value)
 
     def read(self, load: Load) -> list[Metric]:
-        """Return everything, in vLLM's names."""
+        """Return everything in vLLM's names, once for each of `PREFIXES`."""
         gauges = {
             "num_requests_running": load.num_running,
             "num_requests_waiting": load.num_waiting,
@@ -156,7 +160,7 @@ class EngineMetrics:
             "prompt_tokens_cached": self.num_cached_tokens,
             "generation_tokens": self._stats.num_generated_tokens,
         }
-        return [
+        found = [
             *(self._gauge(name, value) for name, value in gauges.items()),
             *self._states(load),
             *(self._counter(name, value) for name, value in counters.items()),
@@ -165,10 +169,12 @@ class EngineMetrics:
                 for reason, count in self._finished.items()
             ),
             *self._drafts(),
-            *(
-                seen.read(f"vllm:{name}", dict(self._labels))
-                for name, seen in self._seen.items()
-            ),
+            *(seen.read(name, dict(self._labels)) for name, seen in self._seen.items()),
+        ]
+        return [
+            dataclasses.replace(metric, name=f"{prefix}:{metric.name}")
+            for prefix in PREFIXES
+            for metric in found
         ]
 
     def _states(self, load: Load) -> list[Metric]:
@@ -210,7 +216,7 @@ class EngineMetrics:
             "efficiency": emitted / max(rounds * (width + 1), 1),
         }
         per_position = Vector(
-            name="vllm:spec_decode_num_accepted_tokens_per_pos",
+            name="spec_decode_num_accepted_tokens_per_pos",
             labels=dict(self._labels),
             values=[*kept, *[0] * (width - len(kept))],
         )
@@ -221,12 +227,10 @@ class EngineMetrics:
         ]
 
     def _gauge(self, name: str, value: float | int, **labels: str) -> Gauge:
-        return Gauge(
-            name=f"vllm:{name}", labels=self._labels | labels, value=float(value)
-        )
+        return Gauge(name=name, labels=self._labels | labels, value=float(value))
 
     def _counter(self, name: str, value: int, **labels: str) -> Counter:
-        return Counter(name=f"vllm:{name}", labels=self._labels | labels, value=value)
+        return Counter(name=name, labels=self._labels | labels, value=value)
 
     def seconds_since_log(self) -> float:
         """Seconds since the last line, or since the start."""

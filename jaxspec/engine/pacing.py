@@ -6,6 +6,7 @@ decide how many go along: over the rounds of a prefill, the mean time is held at
 """
 
 import dataclasses
+import math
 
 from jaxspec.program.plan import StepShape
 
@@ -77,13 +78,17 @@ class Pacer:
     def _costs(
         self, plain: StepShape, base: float, chunks: tuple[int, ...]
     ) -> list[float]:
-        """Measured times; what is not known is taken as in proportion to the last."""
-        costs: list[float] = []
-        for index, size in enumerate(chunks):
-            known = self.times.get(dataclasses.replace(plain, chunk=size))
-            if known is None and not index:
-                known = base  # the smallest one is tried
-            elif known is None:
-                known = base + (costs[-1] - base) * size / chunks[index - 1]
+        """Measured times; what is not known is taken as in proportion to the last.
+
+        While nothing is known, the smallest chunk is tried and no other.
+        """
+        found = [self.times.get(dataclasses.replace(plain, chunk=c)) for c in chunks]
+        if found[0] is None:
+            return [base] + [math.inf] * (len(chunks) - 1)
+        costs = [found[0]]
+        for index, known in enumerate(found[1:], 1):
+            if known is None:
+                more = costs[-1] - base
+                known = base + more * chunks[index] / chunks[index - 1]
             costs.append(known)
         return costs

@@ -19,6 +19,7 @@ from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.engine.token_masks import TokenMasks
 from jaxspec.models.weights import Params
 from jaxspec.program.plan import PlanLayout, PoolShape, StepPlan, StepResult, StepShape
+from jaxspec.program.propose.ngram import Lookup
 from jaxspec.program.state import (
     EngineState,
     init_pages,
@@ -70,6 +71,7 @@ class Runner:
             pool=self.pool,
             has_greedy_draft=config.speculative is not None
             and config.speculative.draft_sample_method == "greedy",
+            lookup=_lookup(config),
             mesh=mesh,
             mask_source=self.token_masks,
         )
@@ -175,6 +177,16 @@ def _sizes(shape: StepShape) -> str:
         f"{shape.num_seqs} sequences x {shape.num_draft_tokens} drafts "
         f"+ {shape.chunk} prompt tokens"
     )
+
+
+def _lookup(config: EngineConfig) -> Lookup | None:
+    speculative = config.speculative
+    if speculative is None or not speculative.has_lookup:
+        return None
+    longest, shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
+    assert longest is not None
+    assert shortest is not None
+    return Lookup(longest, shortest)
 
 
 def build_mesh(config: EngineConfig) -> Mesh:

@@ -330,7 +330,8 @@ class StepResult:
 
     Attributes:
         tokens: `[seq, K + 1]`, the first `num_emitted[s]` of row s count.
-        num_accepted: Draft tokens among them.
+        num_draft: Draft tokens that were proposed: a lookup may find fewer than asked.
+        num_accepted: Draft tokens among `tokens`.
         is_done: The sequence ended on the device.
         tile_token: `[tile]`, sampled where the tile was the prompt's last.
         tile_is_done: As `is_done`, for those.
@@ -343,6 +344,7 @@ class StepResult:
 
     tokens: np.ndarray
     num_emitted: np.ndarray
+    num_draft: np.ndarray
     num_accepted: np.ndarray
     is_done: np.ndarray
     tile_token: np.ndarray
@@ -354,7 +356,7 @@ class StepResult:
     @classmethod
     def unpack(cls, vector: np.ndarray, shape: StepShape) -> "StepResult":
         """Read the vector that `step.speculative_step` returns."""
-        seqs, tiles, width = shape.num_seqs, shape.num_tiles, shape.num_draft_tokens + 4
+        seqs, tiles, width = shape.num_seqs, shape.num_tiles, shape.num_draft_tokens + 5
         decode, rest = np.split(vector, [seqs * width])
         decode = decode.reshape(seqs, width)
         logprobs = prompt_logprobs = tile_logprobs = None
@@ -374,7 +376,8 @@ class StepResult:
         assert not rest.size, f"{rest.size} numbers of the result were not read"
         return cls(
             tokens=decode[:, : shape.num_draft_tokens + 1],
-            num_emitted=decode[:, -3],
+            num_emitted=decode[:, -4],
+            num_draft=decode[:, -3],
             num_accepted=decode[:, -2],
             is_done=decode[:, -1].astype(bool),
             tile_token=first[:, 0],

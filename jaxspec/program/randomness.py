@@ -1,14 +1,18 @@
 """Random numbers that depend on a request's seed, positions and a role, only.
 
-Not on the step, the row, the batch or K: the same request draws the same numbers
-however it is scheduled. Uniforms come from threefry. The noise of the coupled rule has
-one number per vocabulary entry, for which threefry is too slow on CPU (8 ms for 256,000
-entries); it comes from a counter hash that threefry keys.
+Not on the step, the row or the batch: the same request draws the same numbers beside
+any others. Uniforms come from threefry, by the position where a round starts, so they
+follow how many tokens the rounds before it kept. The noise of the coupled rule is keyed
+by the position of its own token: it is the same with any K. It has one number per
+vocabulary entry, too many for threefry on CPU, and comes from a counter hash that
+threefry keys. Kernels make it themselves from the same `words`, with the same function.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
+
+from jaxspec_kernels.rejection_sampling import noise
 
 # Roles: independent numbers at the same position.
 DRAFT, ACCEPT, SAMPLE = 0, 1, 2
@@ -63,17 +67,4 @@ def exponential(
     keys = words(seed, position, jnp.full_like(position, role))
     counter = jnp.arange(size, dtype=jnp.uint32)
     counter = counter.reshape((1,) * position.ndim + (size,))
-    bits = _mix(_mix(counter + keys[..., :1]) ^ keys[..., 1:])
-    # Centred in its cell, so that neither 0 nor 1 comes out.
-    unit = ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
-    return -jnp.log(unit)
-
-
-def _mix(bits: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """A bijection of 32 bits in which every input bit changes half of the output.
-
-    References: the finaliser of MurmurHash3 (Appleby 2011).
-    """
-    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
-    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
-    return bits ^ (bits >> 16)
+    return noise.exponential(keys[..., :1], keys[..., 1:], counter)

@@ -24,7 +24,7 @@ from jaxspec.program.apply import Tiles, apply_plan, read_tiles, unpack
 from jaxspec.program.commit import Emitted, append, truncate
 from jaxspec.program.judge import choose_next, judge, logits_of, place_next
 from jaxspec.program.plan import PlanLayout, PoolShape, StepShape
-from jaxspec.program.propose import Proposal, draft_model
+from jaxspec.program.propose import Proposal, draft_model, ngram
 from jaxspec.program.region import join, make_region
 from jaxspec.program.state import EngineState, Rows
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, replicated
@@ -37,6 +37,7 @@ class ProgramConfig:
 
     Attributes:
         has_greedy_draft: Drafts are the argmax whatever the request samples.
+        lookup: Drafts come from the sequence itself first; None for the model alone.
         mesh: The devices, whose platform chooses the kernels.
         mask_source: Whom shapes with grammars ask for masks.
     """
@@ -45,6 +46,7 @@ class ProgramConfig:
     draft: ModelConfig | None
     pool: PoolShape
     has_greedy_draft: bool = False
+    lookup: ngram.Lookup | None = None
     mesh: Mesh
     mask_source: grammar.MaskSource | None = None
 
@@ -89,6 +91,7 @@ def speculative_step(
     adjuster = partial(
         _adjuster, rows, token_pages, active, fields, config=config, shape=shape
     )
+    found = _look_up(active, token_pages, config=config, shape=shape)
     proposal, draft_pages = _propose(
         draft_params,
         state.draft_pages,
@@ -96,15 +99,19 @@ def speculative_step(
         rows,
         tiles,
         adjust=adjuster(DRAFT_MESH_AXES),
+        found=found,
         config=config,
         shape=shape,
     )
+    num_draft = fields["decode_draft"]
+    if found is not None and config.draft is None:
+        num_draft = jnp.minimum(num_draft, found.num_found)
     judged = _judge_round(
         target_params,
         state.target_pages,
         proposal,
         active,
-        fields["decode_draft"],
+        num_draft,
         prompts=_tile_batch(rows, tiles, pool, is_draft=False) if shape.chunk else None,
         after_prompts=fields.get("tile_next_token"),
         adjust=adjuster(TARGET_MESH_AXES),
@@ -113,7 +120,7 @@ def speculative_step(
     )
     emitted = truncate(judged.tokens, judged.num_accepted + 1, active)
     rows, token_pages = append(rows, token_pages, active, emitted)
-    result = [_pack_result(emitted, judged.num_accepted), *judged.told]
+    result = [_pack_result(emitted, judged.num_accepted, num_draft), *judged.told]
     if shape.chunk:
         rows, token_pages, first = _finish_prompts(
             rows,
@@ -134,6 +141,19 @@ def speculative_step(
     return state, jnp.concatenate([part.reshape(-1) for part in result])
 
 
+def _look_up(
+    active: Active,
+    token_pages: Int[Array, "page page_size"],
+    *,
+    config: ProgramConfig,
+    shape: StepShape,
+) -> ngram.Found | None:
+    if config.lookup is None or not shape.num_draft_tokens:
+        return None
+    count = shape.num_draft_tokens
+    return ngram.look_up(active, token_pages, config.lookup, num_draft_tokens=count)
+
+
 def _propose(
     params: Params | None,
     pages: tuple[Array, ...],
@@ -142,9 +162,12 @@ def _propose(
     tiles: Tiles,
     *,
     adjust: controls.Adjust | None,
+    found: ngram.Found | None,
     config: ProgramConfig,
     shape: StepShape,
 ) -> tuple[Proposal | None, tuple[Array, ...]]:
+    if config.draft is None and found is not None:
+        return found.proposal, pages
     if config.draft is None or (not shape.num_draft_tokens and not shape.chunk):
         return None, pages
     assert params is not None, "a draft config came without parameters"
@@ -164,11 +187,12 @@ def _propose(
         pool=config.pool,
         is_greedy=config.has_greedy_draft,
         adjust=adjust,
+        found=found,
     )
 
 
 class _Judged(NamedTuple):
-    """What the target made of a round."""
+    """What the target made of a round; with K + 1 tokens, however many were fed."""
 
     tokens: Int[Array, "seq width"]  # accepted drafts, then the target's own
     num_accepted: Int[Array, " seq"]
@@ -192,31 +216,46 @@ def _judge_round(
 ) -> _Judged:
     """One target pass over the newest tokens, their drafts and the prompt tiles."""
     backend = config.backend(TARGET_MESH_AXES)
-    target = bind(config.target, params, backend)
     known = active.last_tokens[:, 1:]
-    drafts = known[:, :0] if proposal is None else proposal.tokens
-    tokens = jnp.concatenate([known, drafts], axis=1)
-    seqs, width = tokens.shape
-    is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
-    kv_len = active.num_tokens + width - 1
-    batches = [make_region(tokens, kv_len, active.page_table, is_written, config.pool)]
-    if prompts is not None:
-        batches.append(prompts)
-    hidden, pages = target.hidden(join(batches), pages)
-    logits, tile_logits = logits_of(target, hidden, seqs * width)
-    verdict = judge(proposal, logits, num_draft, active, backend, adjust=adjust)
-    tokens = place_next(drafts, verdict)
-    told = logprobs.tell_some(logits, tokens, shape=shape, backend=backend)
-    if prompts is not None and after_prompts is not None:
-        told += logprobs.tell_prompt(
-            target,
-            hidden[seqs * width :],
-            prompts.tokens,
-            after_prompts,
-            shape=shape,
-            backend=backend,
-        )
-    return _Judged(tokens, verdict.num_accepted, tile_logits, told, pages)
+
+    def look(pages: tuple[Array, ...], proposal: Proposal | None) -> _Judged:
+        target = bind(config.target, params, backend)
+        drafts = known[:, :0] if proposal is None else proposal.tokens
+        tokens = jnp.concatenate([known, drafts], axis=1)
+        seqs, width = tokens.shape
+        is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
+        kv_len = active.num_tokens + width - 1
+        batches = [
+            make_region(tokens, kv_len, active.page_table, is_written, config.pool)
+        ]
+        if prompts is not None:
+            batches.append(prompts)
+        hidden, pages = target.hidden(join(batches), pages)
+        logits, tile_logits = logits_of(target, hidden, seqs * width)
+        verdict = judge(proposal, logits, num_draft, active, backend, adjust=adjust)
+        tokens = place_next(drafts, verdict, shape.num_draft_tokens + 1)
+        told = logprobs.tell_some(logits, tokens, shape=shape, backend=backend)
+        if prompts is not None and after_prompts is not None:
+            told += logprobs.tell_prompt(
+                target,
+                hidden[seqs * width :],
+                prompts.tokens,
+                after_prompts,
+                shape=shape,
+                backend=backend,
+            )
+        return _Judged(tokens, verdict.num_accepted, tile_logits, told, pages)
+
+    has_one_form = config.draft is not None or proposal is None or prompts is not None
+    if has_one_form or shape.features.num_logprobs is not None:
+        return look(pages, proposal)
+    # Where nothing was found, the round is a plain one and costs no more than that.
+    return jax.lax.cond(
+        (num_draft > 0).any(),
+        lambda pages: look(pages, proposal),
+        lambda pages: look(pages, None),
+        pages,
+    )
 
 
 def _tile_batch(
@@ -232,12 +271,13 @@ def _tile_batch(
 
 
 def _pack_result(
-    emitted: Emitted, num_accepted: Int[Array, " seq"]
+    emitted: Emitted, num_accepted: Int[Array, " seq"], num_draft: Int[Array, " seq"]
 ) -> Int[Array, "seq field"]:
     # A sequence that ends inside an accepted run keeps only the drafts before the end.
     accepted = jnp.minimum(num_accepted, emitted.num_emitted)
     is_done = emitted.is_done.astype(jnp.int32)
-    columns = jnp.stack([emitted.num_emitted, accepted, is_done], axis=1)
+    columns = [emitted.num_emitted, num_draft, accepted, is_done]
+    columns = jnp.stack(columns, axis=1)
     return jnp.concatenate([emitted.tokens, columns], axis=1)
 
 

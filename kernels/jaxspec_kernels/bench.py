@@ -39,6 +39,8 @@ from jaxspec_kernels.rejection_sampling import cases as sampling_cases
 from jaxspec_kernels.write_kv_pages import cases as writing_cases
 
 OPERATIONS = ("paged_attention", "rejection_sampling", "write_kv_pages")
+# Of the checkout: where `tune` and benchmarks put what they measured.
+_WRITTEN = ("kernels/jaxspec_kernels/tuned", "benchmarks/results")
 _GOAL = sampling_cases.Case(seqs=1, drafts=5, vocab_size=256_000, columns=256_000)
 
 
@@ -54,11 +56,14 @@ class Planned(NamedTuple):
     @property
     def is_goal(self) -> bool:
         """Whether a goal speaks of it."""
-        attends = [f"{model}/tp1/{call}" for model in MODELS for call in _GOAL_CALLS]
-        return self.name in attends or self.name.startswith(GOAL_SAMPLING)
+        return (self.operation, self.name) in _GOALS
 
 
-_GOAL_CALLS = ("verify", "decode")
+_GOALS = {
+    ("paged_attention", f"{model}/tp1/{call}")
+    for model in MODELS
+    for call in ("verify", "decode")
+} | {("rejection_sampling", f"{GOAL_SAMPLING}/{controls}") for controls in CONTROLS}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -244,13 +249,18 @@ def command(module: str, arguments: Sequence[str]) -> str:
 
 
 def commit() -> str | None:
-    """Return the checkout's commit, with a + where files differ from it."""
+    """Return the checkout's commit, with a + where files differ from it.
+
+    What measurements write does not count: a run would make its own successor's commit
+    another one.
+    """
     git = ["git", "-C", str(Path(__file__).parent)]
     options: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
     try:
         head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], **options)
-        status = ["status", "--porcelain", "--untracked-files=no"]
-        changes = subprocess.run([*git, *status], **options)
+        status = ["status", "--porcelain", "--untracked-files=no", "--", ":/"]
+        written = [f":(top,exclude){folder}" for folder in _WRITTEN]
+        changes = subprocess.run([*git, *status, *written], **options)
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.stdout.strip() + ("+" if changes.stdout.strip() else "")

@@ -1,8 +1,9 @@
 """`python -m jaxspec_kernels.tune`: measures tile sizes on the device that jax has.
 
-Writes the device's table, which `tuning` reads, entry by entry: stopping a run loses
-nothing, and the next one goes on. Each candidate must agree with the reference before
-it is timed.
+Writes the device's table, which `tuning` reads, entry by entry. A run that was stopped
+goes on where it was, at the same commit and jax only: with others, the table begins
+anew. Cases that share a key are tuned once, as the first of them. Each candidate must
+agree with the reference before it is timed.
 """
 
 import argparse
@@ -50,7 +51,7 @@ class TuneError(Exception):
 
 
 def heuristic(work: Work, implementation: str) -> Sizes:
-    """Return what the kernel takes by itself where that depends on several sizes."""
+    """Return what attention on GPU takes by itself; {} elsewhere: one size is tried."""
     if (work.operation, implementation) != ("paged_attention", "gpu"):
         return {}
     pages, table, _ = work.turns[0]
@@ -184,32 +185,53 @@ def main(arguments: Sequence[str] | None = None, timer: Timer | None = None) -> 
         ).median_s
 
     table = _begin(path, device.device_kind, arguments, is_again=options.again)
-    planned = bench.plan(options, device.platform)
-    start, failed = time.monotonic(), []
+    planned = _missing(bench.plan(options, device.platform), table, implementation)
+    start, failed, left = time.monotonic(), [], []
     for case in tqdm(planned, unit="case", disable=None):
-        key = case.key
-        entries = table["entries"].setdefault(case.operation, {})
-        if key in entries or time.monotonic() - start > options.budget_s:
+        if time.monotonic() - start > options.budget_s:
+            left.append(f"{case.operation} {case.name}")
             continue
         try:
             found = tune_case(case, implementation, timer or by_clock)
         except TuneError as error:
             failed.append(str(error))
             continue
-        if found is None:
-            continue
-        entries[key], micros = found
-        table["measured_us"].setdefault(case.operation, {})[key] = micros
-        bench.save(path, table)
-    print(f"{path}: {sum(map(len, table['entries'].values()))} entries")
+        if found is not None:
+            for name, value in zip(("entries", "measured_us"), found, strict=True):
+                of_operation = table[name].setdefault(case.operation, {})
+                of_operation.setdefault(implementation, {})[case.key] = value
+            bench.save(path, table)
+    print(f"{path}: {_num_entries(table)} entries")
+    if left:
+        print(f"not begun within {options.budget_s:g} s, run again: {', '.join(left)}")
     if failed:
         raise SystemExit("\n".join(failed))
+
+
+def _missing(
+    planned: Sequence[bench.Planned], table: dict[str, Any], implementation: str
+) -> list[bench.Planned]:
+    """The first case of every key that has no entry."""
+    first: dict[tuple[str, str | None], bench.Planned] = {}
+    for case in planned:
+        of_operation = table["entries"].get(case.operation, {})
+        if case.key not in of_operation.get(implementation, {}):
+            first.setdefault((case.operation, case.key), case)
+    return list(first.values())
+
+
+def _num_entries(table: dict[str, Any]) -> int:
+    every = table["entries"].values()
+    return sum(len(keys) for found in every for keys in found.values())
 
 
 def _begin(
     path: Path, device_kind: str, arguments: Sequence[str], *, is_again: bool
 ) -> dict[str, Any]:
-    """The table of an earlier run of the same code, to go on with, or an empty one."""
+    """The table of an earlier run to go on with, or an empty one.
+
+    Only of a run at the same commit and jax: figures of other code are not comparable.
+    """
     now = datetime.datetime.now(datetime.UTC)
     table: dict[str, Any] = {
         "device": device_kind,

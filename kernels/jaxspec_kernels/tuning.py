@@ -12,11 +12,14 @@ import re
 from importlib.resources.abc import Traversable
 from typing import Any
 
+from jaxspec_kernels import dispatch
+
 OPERATIONS = ("paged_attention", "rejection_sampling")
 # Where a table comes from; every one is a text that is not empty.
 PROVENANCE = ("device", "jax", "date", "command", "commit")
 
 Sizes = dict[str, int]
+Entries = dict[str, dict[str, dict[str, Sizes]]]  # operation, implementation, key
 
 
 def attention_key(
@@ -33,8 +36,8 @@ def attention_key(
 ) -> str:
     """Name the shapes of a call of `paged_attention`.
 
-    Sequences and context count as the next power of two, since an engine's differ from
-    those that were measured.
+    Sequences, queries and context count as the next power of two, since an engine's
+    differ from those that were measured.
 
     Args:
         context: Tokens that a row of the page table can hold.
@@ -42,9 +45,9 @@ def attention_key(
     """
     near = "all" if window is None else str(window)
     return (
-        f"seqs{_power_of_two(seqs)}-queries{queries}-heads{q_heads}/{kv_heads}"
-        f"-dim{head_dim}-page{page_size}-context{_power_of_two(context)}"
-        f"-window{near}-{dtype}"
+        f"seqs{_power_of_two(seqs)}-queries{_power_of_two(queries)}"
+        f"-heads{q_heads}/{kv_heads}-dim{head_dim}-page{page_size}"
+        f"-context{_power_of_two(context)}-window{near}-{dtype}"
     )
 
 
@@ -73,10 +76,13 @@ def folder() -> Traversable:
     return importlib.resources.files("jaxspec_kernels") / "tuned"
 
 
-def sizes(operation: str, device_kind: str, key: str) -> Sizes | None:
+def sizes(
+    operation: str, implementation: str, device_kind: str, key: str
+) -> Sizes | None:
     """Return the measured sizes for a call, None where nothing was measured.
 
     Args:
+        implementation: Which of them was measured: each has sizes of its own.
         device_kind: As jax names it, `device.device_kind`.
         key: From `attention_key` or `sampling_key`.
 
@@ -88,12 +94,13 @@ def sizes(operation: str, device_kind: str, key: str) -> Sizes | None:
             f"operation {operation!r} has no sizes to tune; those that have: "
             f"{', '.join(OPERATIONS)}"
         )
-    found = _table(folder(), device_kind).get(operation, {}).get(key)
+    of_operation = _table(folder(), device_kind).get(operation, {})
+    found = of_operation.get(implementation, {}).get(key)
     return None if found is None else dict(found)
 
 
 @functools.cache
-def _table(place: Traversable, device_kind: str) -> dict[str, dict[str, Sizes]]:
+def _table(place: Traversable, device_kind: str) -> Entries:
     path = place / file_name(device_kind)
     if not path.is_file():
         return {}
@@ -121,11 +128,18 @@ def read(path: Traversable, device_kind: str) -> dict[str, Any]:
     entries = table.get("entries")
     if not isinstance(entries, dict) or not set(entries) <= set(OPERATIONS):
         raise _broken(path, f"needs entries for some of {', '.join(OPERATIONS)}")
-    for operation, keys in entries.items():
-        if not isinstance(keys, dict):
-            raise _broken(path, f"holds no object as entries of {operation}")
-        for key, found in keys.items():
-            _check_sizes(path, f"{operation}, {key}", found)
+    for operation, of_operation in entries.items():
+        if not isinstance(of_operation, dict) or not (
+            set(of_operation) <= set(dispatch.IMPLEMENTATIONS)
+        ):
+            names = ", ".join(dispatch.IMPLEMENTATIONS)
+            raise _broken(path, f"needs entries of {operation} for some of {names}")
+        for implementation, keys in of_operation.items():
+            where = f"{operation}, {implementation}"
+            if not isinstance(keys, dict):
+                raise _broken(path, f"holds no object as entries of {where}")
+            for key, found in keys.items():
+                _check_sizes(path, f"{where}, {key}", found)
     return table
 
 

@@ -13,8 +13,8 @@ from jaxspec.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from tests.engine.test_scheduler import make_config
 from tests.engines import StubTokenizer
+from tests.loops import make_config
 
 EOS = 1
 

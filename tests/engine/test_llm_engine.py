@@ -13,9 +13,9 @@ from jaxspec.errors import RequestError
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import COUPLED, STANDARD
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.engine.test_scheduler import make_config
 from tests.engines import StubTokenizer
 from tests.fake_device import FakeRunner, repeat_truth
+from tests.loops import make_config
 
 EOS = 1
 PROMPT = [2, 3, 4]

@@ -68,6 +68,13 @@ def test_a_text_told_in_rounds(count: int):
     assert stream.cumulative == pytest.approx(sum(own), abs=1e-5)
 
 
+def test_a_launch_that_only_fed_a_prompt_tells_of_no_tokens():
+    stream = make_stream(logprobs=1)
+    stream.push([], None)
+    assert stream.since(0) == []
+    assert stream.cumulative == 0.0
+
+
 def test_the_whole_vocabulary():
     table = random_table(1)
     stream = make_stream(logprobs=-1)

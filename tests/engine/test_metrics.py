@@ -39,7 +39,9 @@ def make_metrics(**changes: Any) -> tuple[EngineMetrics, EngineStats]:
 
 def by_name(metrics: EngineMetrics, **load: Any) -> dict[str, list[Metric]]:
     found: dict[str, list[Metric]] = {}
-    for metric in metrics.read(Load(**load)):
+    metrics_twice = metrics.read(Load(**load))
+    ours = [one for one in metrics_twice if one.name.startswith("vllm:")]
+    for metric in ours:
         found.setdefault(metric.name.removeprefix("vllm:"), []).append(metric)
     return found
 
@@ -63,6 +65,9 @@ def test_names_and_kinds_are_those_of_vllm():
     for kind, names in kinds.items():
         same = {name for name, ones in found.items() if type(ones[0]) is kind}
         assert same == set(names.split())
+    names = [metric.name for metric in make_metrics()[0].read(Load())]
+    half = len(names) // 2
+    assert [name.replace("vllm:", "jaxspec:") for name in names[:half]] == names[half:]
     for ones in found.values():
         for one in ones:
             assert one.name.startswith("vllm:")

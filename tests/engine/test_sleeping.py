@@ -11,6 +11,8 @@ from jaxspec.errors import RequestError
 from jaxspec.sampling_params import SamplingParams
 from tests.engines import generate, make_draft_of, make_engine, make_micro, tokens_of
 
+pytestmark = pytest.mark.slow  # three programs to compile
+
 PROMPTS = [[2, 5, 6, 7], [2, 9]]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
@@ -24,8 +26,9 @@ def engine() -> LLMEngine:
     return make_engine(
         target,
         make_draft_of(target),
-        num_draft_tokens=2,
+        num_draft_tokens=1,
         max_num_seqs=2,
+        max_num_batched_tokens=32,
         has_one_shape=True,
     )
 

@@ -183,7 +183,10 @@ def _arguments(
     ]
 
 
+@cache
 def _attend(case: Case, block_tokens: int | None = None) -> Callable[..., jax.Array]:
+    """The call, the same function for every chip: jax traces it once."""
+
     def attend(query, kv_pages, page_table, kv_len, mask=None):
         return tpu.paged_attention(
             query,

@@ -15,7 +15,7 @@ import pytest
 
 from jaxspec_kernels.paged_attention import gpu, reference, tpu
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
-from tests.kernels.oracle import EXACT, SMALL, Call, build, error
+from tests.kernels.oracle import EXACT, SMALL, UNOPTIMISED, Call, build, error
 from tests.kernels.test_paged_attention import test_walk_visits_only_blocks_in_reach
 from tests.kernels.test_paged_attention_tpu import run_strictly, strict_case
 from tests.mutation import Mutant
@@ -41,7 +41,7 @@ TILES = Tiles(rows=16, keys=16, splits=2)
 def run(attend: Callable[..., jax.Array], call: Call, **settings) -> jax.Array:
     """In a jit of its own, which has not traced the code without the bug."""
     attend = partial(attend, ancestor_mask=None, **call.settings, **settings)
-    return jax.jit(attend)(*call.arrays)
+    return jax.jit(attend, compiler_options=UNOPTIMISED)(*call.arrays)
 
 
 def check_reference() -> None:
@@ -69,6 +69,7 @@ def check_copies() -> None:
     attend = jax.jit(
         partial(tpu.paged_attention),
         static_argnames=("scale", "soft_cap", "window", "block_tokens", "interpret"),
+        compiler_options=UNOPTIMISED,
     )
     try:
         with contextlib.redirect_stdout(printed):

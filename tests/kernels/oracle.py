@@ -5,6 +5,7 @@ of a sequence.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,8 @@ from jax.typing import DTypeLike
 from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
 
 EXACT = 1e-5  # what float32 loses over a hundred terms
+# Of `jax.jit`: compiling takes far longer than running what is compiled.
+UNOPTIMISED: dict[str, Any] = {"xla_backend_optimization_level": 0}
 
 # Contexts end in the middle of a page and of a block, windows start in one.
 SMALL = Case(

@@ -5,7 +5,7 @@ See `tests/mutation.py`. "Shared noise" is among them.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jaxspec_kernels.rejection_sampling import (
     tpu,
 )
 from jaxspec_kernels.rejection_sampling.passes import Kernels
+from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import (
     GREEDY,
     Round,
@@ -58,22 +59,29 @@ IMPLEMENTATIONS: dict[str, Callable[[], Callable]] = {
 }
 
 
-def check_rounds(implementation: str) -> None:
-    """Verdicts are those of whole rows: in a mixed batch, and of the block rule."""
-    run = partial(IMPLEMENTATIONS[implementation](), vocab_size=VOCAB, axis_name=None)
-    run = jax.jit(run)
+@cache
+def rounds() -> tuple[tuple[tuple, dict, Any], ...]:
+    """Arguments and verdicts of whole rows; made once, while nothing is a mutant.
+
+    A mixed batch with equal logits, where several tokens are the argmax; the same as it
+    was; and the block rule.
+    """
     mixed = make_round(48, vocab=VOCAB, seed=3)
-    # Equal logits: several tokens are the argmax.
     logits = np.where(mixed.kind[:, None, None] == GREEDY, 4.0, mixed.logits)
-    mixed = replace(mixed, logits=logits.astype(np.float32))
-    rounds = (
+    every = (
+        replace(mixed, logits=logits.astype(np.float32)),
         mixed,
         *(with_kind(make_round(48, vocab=VOCAB, seed=4 + n), BLOCK) for n in range(4)),
     )
-    for one in rounds:
-        np.testing.assert_array_equal(
-            run(*padded(one), **one.numbers), by_whole_rows(one)
-        )
+    return tuple((padded(one), one.numbers, by_whole_rows(one)) for one in every)
+
+
+def check_rounds(implementation: str) -> None:
+    """Verdicts are those of whole rows: in a mixed batch, and of the block rule."""
+    run = partial(IMPLEMENTATIONS[implementation](), vocab_size=VOCAB, axis_name=None)
+    run = jax.jit(run, compiler_options=UNOPTIMISED)
+    for arrays, numbers, verdict in rounds():
+        np.testing.assert_array_equal(run(*arrays, **numbers), verdict)
 
 
 def check_slices() -> None:
@@ -88,10 +96,10 @@ def check_slices() -> None:
             out_specs=P(),
         )
     )
-    one = make_round(48, vocab=VOCAB, seed=3)
+    arrays, numbers, verdict = rounds()[1]
     with uncached():
-        found = run(*padded(one), one.numbers)
-    np.testing.assert_array_equal(found, by_whole_rows(one))
+        found = run(*arrays, numbers)
+    np.testing.assert_array_equal(found, verdict)
 
 
 def check_limits() -> None:
@@ -101,7 +109,8 @@ def check_limits() -> None:
         one = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (1, 2, len(logits)))
         probs = None if draft is None else jnp.asarray(draft, jnp.float32)[None, None]
         # In a jit of its own, which has not traced the code without the bug.
-        found = jax.jit(by_reference(vocab_size=2**30, axis_name=None))(
+        run = by_reference(vocab_size=2**30, axis_name=None)
+        found = jax.jit(run, compiler_options=UNOPTIMISED)(
             jnp.asarray([drafts], jnp.int32),
             probs,
             one,

@@ -3,6 +3,7 @@
 Slots that no query sees hold NaN in every pool made here.
 """
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import config
 
 from jaxspec_kernels import paged_attention
 from jaxspec_kernels.bits import to_storage
@@ -280,3 +282,42 @@ def test_keys_without_values_are_an_error():
     pages = jnp.zeros((4, 4, 3, 8))
     with pytest.raises(ValueError, match="must hold keys and values in turn"):
         paged_attention(query, pages, table, jnp.array([3]), scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": (5, 4, 8)}, "query (5, 4, 8) on pages"),
+        ({"kv_pages": (4, 4, 8)}, "on pages (4, 4, 8)"),
+        ({"page_table": (3, 4)}, "page_table (3, 4) and kv_len (2,)"),
+        ({"page_table": (2,)}, "page_table (2,) and kv_len (2,)"),
+        ({"kv_len": (1,)}, "page_table (2, 4) and kv_len (1,)"),
+        ({"kv_len": (2, 1)}, "and kv_len (2, 1)"),
+        ({"ancestor_mask": (1, 5, 5)}, "ancestor_mask (1, 5, 5)"),
+        ({"ancestor_mask": (2, 5, 6)}, "(2, 5, 5) is needed"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_an_error(change, message, monkeypatch):
+    """Where nothing checks the annotations, as with a user."""
+    monkeypatch.setattr(config, "jaxtyping_disable", True)
+    shapes = {
+        "query": (2, 5, 4, 8),
+        "kv_pages": (4, 4, 4, 8),
+        "page_table": (2, 4),
+        "kv_len": (2,),
+        "ancestor_mask": (2, 5, 5),
+    } | change
+    kinds = {"page_table": jnp.int32, "kv_len": jnp.int32, "ancestor_mask": bool}
+    arrays: dict[str, Any] = {
+        name: jnp.zeros(shape, kinds.get(name, jnp.float32))
+        for name, shape in shapes.items()
+    }
+    with pytest.raises(ValueError, match=re.escape(message)):
+        paged_attention(**arrays, scale=1.0)
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_window_without_the_query_itself_is_an_error(window):
+    call = build(SMALL)
+    with pytest.raises(ValueError, match=f"window={window}: .* at least 1"):
+        paged_attention(*call.arrays, scale=1.0, window=window)

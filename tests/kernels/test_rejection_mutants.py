@@ -2,11 +2,18 @@
 
 import pytest
 
-from tests.kernels.rejection_mutants import CHECKS, MUTANTS
+from tests.kernels.rejection_mutants import CHECKS, MUTANTS, rounds
 from tests.mutation import applied, is_killed
 
 
+@pytest.fixture
+def truth():
+    """Before a mutant is applied."""
+    rounds()
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("truth")
 @pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.name)
 def test_mutant_is_killed(one):
     assert is_killed(one), f"{one.name} survived: {one.old} -> {one.new}"

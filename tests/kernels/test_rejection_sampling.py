@@ -1,5 +1,6 @@
 """A round gets the verdict of whole rows, from logits that are read in tiles."""
 
+import re
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import config
 
 from jaxspec.program import plan, randomness
 from jaxspec.program.choose import choose_token
@@ -258,3 +260,40 @@ def test_named_implementation_is_not_replaced(name):
     one = make_round(4)
     with pytest.raises(ValueError, match="interpret mode is supported on CPU"):
         rejection_sampling(*one.arrays, **one.numbers, implementation=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("draft_tokens", (8, 4)),
+        ("draft_tokens", (7, 3)),
+        ("draft_probs", (8, 3, 49)),
+        ("draft_probs", (8, 2, 50)),
+        ("target_logits", (8, 3, 50)),
+        ("target_logits", (32, 50)),
+        ("target_logits", (8, 0, 50)),
+        ("num_draft", (7,)),
+        ("rule", (8, 1)),
+        ("accept_uniform", (8, 4)),
+        ("sample_uniform", (1,)),
+        ("noise_words", (8, 3, 2)),
+        ("temperature", (7,)),
+        ("top_k", (8, 4)),
+        ("top_p", (1,)),
+        ("min_p", ()),
+    ],
+)
+def test_shapes_that_do_not_fit_are_an_error(name, shape, monkeypatch):
+    """Where nothing checks the annotations, as with a user."""
+    monkeypatch.setattr(config, "jaxtyping_disable", True)
+    one = make_round(8)
+    names = "draft_tokens", "draft_probs", "target_logits", "num_draft", "controls"
+    given: dict[str, Any] = dict(zip(names, one.arrays, strict=True)) | one.numbers
+    if name in Controls._fields:
+        given["controls"] = one.controls._replace(**{name: jnp.zeros(shape)})
+    else:
+        given[name] = jnp.zeros(shape, given[name].dtype)
+    with pytest.raises(ValueError, match=re.escape(str(shape))) as raised:
+        rejection_sampling(**given)
+    # A wrong array of logits is what the others are compared with.
+    assert name == "target_logits" or str(raised.value).startswith(name)

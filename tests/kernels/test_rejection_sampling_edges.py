@@ -18,6 +18,7 @@ from jaxspec_kernels.rejection_sampling import (
 from jaxspec_kernels.rejection_sampling.passes import Kernels, Law, Slice
 from jaxspec_kernels.rejection_sampling.search import search
 from tests.enumeration import LARGEST_UNIFORM
+from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import GREEDY, make_round
 from tests.kernels.test_rejection_sampling import RULES, plain_controls, run, tiled
 
@@ -233,9 +234,11 @@ def count_tiles(monkeypatch, one, **changes) -> int:
         return real(self, logits, number)
 
     monkeypatch.setattr(Slice, "read", read)
-    found = jax.jit(lambda *args, **more: rejection_sampling(*args, **more))(
-        *one.arrays, **one.numbers | changes
+    counted = jax.jit(
+        lambda *args, **more: rejection_sampling(*args, **more),
+        compiler_options=UNOPTIMISED,
     )
+    found = counted(*one.arrays, **one.numbers | changes)
     jax.block_until_ready(found)
     jax.effects_barrier()
     return len(visited)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspec_kernels.rejection_sampling import gpu
 from jaxspec_kernels.rejection_sampling.noise import exponential
 from jaxspec_kernels.rejection_sampling.passes import Draft, Law, Slice
+from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import by_whole_rows, make_round
 from tests.kernels.test_rejection_sampling_tpu import (
     COLUMNS,
@@ -113,7 +114,8 @@ def test_excess_equals_float64(is_certain):
 
 def test_verdicts_are_those_of_whole_rows():
     run = jax.jit(
-        partial(gpu.rejection_sampling, vocab_size=290, axis_name=None, **LAUNCH)
+        partial(gpu.rejection_sampling, vocab_size=290, axis_name=None, **LAUNCH),
+        compiler_options=UNOPTIMISED,
     )
     one = make_round(16, vocab=290)
     np.testing.assert_array_equal(run(*one.arrays, **one.numbers), by_whole_rows(one))

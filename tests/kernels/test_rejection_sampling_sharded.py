@@ -68,7 +68,7 @@ def padded(one: Round) -> tuple:
     return tokens, jnp.pad(draft, pads), logits, num_draft, controls, one.numbers
 
 
-@pytest.mark.parametrize("shape", [(8,), (2, 4)])
+@pytest.mark.parametrize("shape", [(8,), pytest.param((2, 4), marks=pytest.mark.slow)])
 def test_verdicts_are_those_of_whole_rows(shape):
     run = on_mesh(shape)
     for seed in range(5):

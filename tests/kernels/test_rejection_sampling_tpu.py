@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec_kernels.rejection_sampling import tpu
 from jaxspec_kernels.rejection_sampling.passes import Slice
+from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import by_whole_rows, make_round
 
 COLUMNS, VOCAB_SIZE, TILE = 300, 290, 128  # the third tile is cut, and has pads
@@ -76,7 +77,8 @@ def test_verdicts_are_those_of_whole_rows():
             axis_name=None,
             tile=128,
             interpret=True,
-        )
+        ),
+        compiler_options=UNOPTIMISED,
     )
     one = make_round(16, vocab=290)
     np.testing.assert_array_equal(run(*one.arrays, **one.numbers), by_whole_rows(one))

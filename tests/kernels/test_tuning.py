@@ -6,11 +6,10 @@ import json
 import zipfile
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec_kernels import bench, paged_attention, tune, tuning
+from jaxspec_kernels import dispatch, paged_attention, tuning
 from jaxspec_kernels.bench_work import attention_key, sampling_key
 from jaxspec_kernels.paged_attention.cases import CASES
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
@@ -38,6 +37,16 @@ def key_of(**changes: Any) -> str:
 KEY = key_of()
 
 
+def sizes(**changes: str) -> tuning.Sizes | None:
+    call = dict(
+        operation="paged_attention",
+        implementation="tpu",
+        device_kind="Test Chip 9",
+        key=KEY,
+    )
+    return tuning.sizes(**call | changes)
+
+
 def table(**changes: Any) -> dict[str, Any]:
     whole = {
         "device": "Test Chip 9",
@@ -45,9 +54,13 @@ def table(**changes: Any) -> dict[str, Any]:
         "date": "2026-11-21T00:00:00",
         "command": "python -m jaxspec_kernels.tune",
         "commit": "0123456789ab",
-        "entries": {"paged_attention": {KEY: {"block_tokens": 256}}},
+        "entries": {"paged_attention": {"tpu": {KEY: {"block_tokens": 256}}}},
     }
     return whole | changes
+
+
+def gpu_table(entries: Any) -> dict[str, Any]:
+    return table(entries={"paged_attention": {"gpu": entries}})
 
 
 @pytest.fixture
@@ -64,31 +77,30 @@ def write(folder, content: str | dict[str, Any]) -> None:
 
 def test_a_measured_shape_has_its_sizes(folder):
     write(folder, table())
-    assert tuning.sizes("paged_attention", "Test Chip 9", KEY) == {"block_tokens": 256}
+    assert sizes() == {"block_tokens": 256}
 
 
 def test_what_was_not_measured_has_none(folder):
     write(folder, table())
-    other = key_of(queries=5)
-    assert tuning.sizes("paged_attention", "Test Chip 9", other) is None
-    assert tuning.sizes("rejection_sampling", "Test Chip 9", KEY) is None
-    assert tuning.sizes("paged_attention", "Test Chip 10", KEY) is None
+    assert sizes(key=key_of(queries=9)) is None
+    assert sizes(operation="rejection_sampling") is None
+    assert sizes(device_kind="Test Chip 10") is None
+    assert sizes(implementation="gpu") is None
 
 
 def test_a_caller_cannot_change_the_table(folder):
     write(folder, table())
-    found = tuning.sizes("paged_attention", "Test Chip 9", KEY)
+    found = sizes()
     assert found is not None
     found["block_tokens"] = 1
-    again = tuning.sizes("paged_attention", "Test Chip 9", KEY)
-    assert again == {"block_tokens": 256}
+    assert sizes() == {"block_tokens": 256}
 
 
 def test_a_table_is_read_once(folder):
     write(folder, table())
-    tuning.sizes("paged_attention", "Test Chip 9", KEY)
+    sizes()
     (folder / "test-chip-9.json").unlink()
-    assert tuning.sizes("paged_attention", "Test Chip 9", KEY) is not None
+    assert sizes() is not None
 
 
 def test_a_table_in_a_zipped_package_is_read(tmp_path, monkeypatch):
@@ -96,7 +108,7 @@ def test_a_table_in_a_zipped_package_is_read(tmp_path, monkeypatch):
     with zipfile.ZipFile(path, "w") as package:
         package.writestr("tuned/test-chip-9.json", json.dumps(table()))
     monkeypatch.setattr(tuning, "folder", lambda: zipfile.Path(path) / "tuned")
-    assert tuning.sizes("paged_attention", "Test Chip 9", KEY) == {"block_tokens": 256}
+    assert sizes() == {"block_tokens": 256}
 
 
 def test_the_package_brings_its_folder():
@@ -121,17 +133,20 @@ def test_every_table_in_the_package_is_whole():
         (table(command=7), "says command = 7"),
         (table(entries=None), "needs entries for some of"),
         (table(entries={"write_kv_pages": {}}), "needs entries for some of"),
-        (table(entries={"paged_attention": []}), "no object as entries of paged_"),
-        (table(entries={"paged_attention": {"k": {}}}), "paged_attention, k: {}"),
-        (table(entries={"paged_attention": {"k": {"a": 0}}}), "whole numbers above 0"),
-        (table(entries={"paged_attention": {"k": {"a": 1.5}}}), "whole numbers above"),
-        (table(entries={"paged_attention": {"k": {"a": True}}}), "whole numbers above"),
+        (table(entries={"paged_attention": []}), "needs entries of paged_attention"),
+        # The form before entries were told apart by implementation.
+        (table(entries={"paged_attention": {KEY: {"a": 1}}}), "needs entries of paged"),
+        (gpu_table([]), "holds no object as entries of paged_attention, gpu"),
+        (gpu_table({"k": {}}), "paged_attention, gpu, k: {}"),
+        (gpu_table({"k": {"a": 0}}), "whole numbers above 0"),
+        (gpu_table({"k": {"a": 1.5}}), "whole numbers above 0"),
+        (gpu_table({"k": {"a": True}}), "whole numbers above 0"),
     ],
 )
 def test_a_broken_table_is_an_error(content, message, folder):
     write(folder, content)
     with pytest.raises(ValueError, match=r"tuned table test-chip-9\.json") as caught:
-        tuning.sizes("paged_attention", "Test Chip 9", KEY)
+        sizes()
     assert message in str(caught.value)
     assert "--again" in str(caught.value)
 
@@ -142,19 +157,19 @@ def test_a_table_says_where_it_is_from(name, folder):
     del content[name]
     write(folder, content)
     with pytest.raises(ValueError, match=f"says {name} = None"):
-        tuning.sizes("paged_attention", "Test Chip 9", KEY)
+        sizes()
 
 
 def test_an_operation_without_sizes_is_an_error():
     with pytest.raises(ValueError, match="'write_kv_pages' has no sizes to tune"):
-        tuning.sizes("write_kv_pages", "Test Chip 9", KEY)
+        sizes(operation="write_kv_pages")
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"seqs": 16},
-        {"queries": 5},
+        {"queries": 9},
         {"q_heads": 8},
         {"kv_heads": 4},
         {"head_dim": 128},
@@ -170,127 +185,19 @@ def test_every_fact_counts(change):
 
 def test_near_sizes_share_a_key():
     assert key_of(seqs=5, context=5000) == KEY
+    for queries in (5, 7, 8):  # K = 4, 6 and 7; what was measured is K = 5
+        assert key_of(queries=queries) == KEY
     key = tuning.sampling_key(rows=33, columns=256_000, dtype="float32")
     assert key == "rows64-columns256000-float32"
 
 
 def test_keys_of_cases():
     assert attention_key(CASES["tiny/verify"], "bfloat16") == (
-        "seqs4-queries6-heads6/2-dim64-page16-context512-window128-bfloat16"
+        "seqs4-queries8-heads6/2-dim64-page16-context512-window128-bfloat16"
     )
     # 8 sequences of 5 rows, a quarter of the vocabulary.
     key = sampling_key(SAMPLING_CASES["9b/tp4"], "float32")
     assert key == "rows64-columns64000-float32"
-
-
-def test_search_changes_one_size_after_the_other():
-    """Times are 10 a + b: what the first size became is kept for the second."""
-    asked = []
-
-    def seconds(sizes: tuning.Sizes) -> float | None:
-        asked.append(dict(sizes))
-        return None if sizes["a"] == 1 else 10.0 * sizes["a"] + sizes["b"]
-
-    start = {"a": 4, "b": 4}
-    found = tune.search(start, {"a": (1, 2, 4), "b": (3, 5)}, seconds)
-    assert found == ({"a": 2, "b": 3}, 23.0)
-    assert asked == [
-        {"a": 4, "b": 4},
-        {"a": 1, "b": 4},
-        {"a": 2, "b": 4},
-        {"a": 2, "b": 3},
-        {"a": 2, "b": 5},
-    ]
-
-
-def test_search_without_any_time_finds_nothing():
-    assert tune.search({}, {"tile": (1, 2)}, lambda sizes: None) is None
-
-
-def arguments(path, *more: str) -> list[str]:
-    given = ["--quick", "--case", "tiny/decode", "--operation", "paged_attention"]
-    return [*given, "--output", str(path), *more]
-
-
-def best_is_64(sizes: tuning.Sizes, step: Any, work: Any) -> float:
-    return float(abs(sizes.get("block_tokens", 128) - 64) + 1) * 1e-6
-
-
-def test_the_tuner_writes_a_table_that_is_read(folder):
-    device = jax.devices()[0].device_kind
-    path = folder / tuning.file_name(device)
-    tune.main(arguments(path), timer=best_is_64)
-    key = attention_key(CASES["tiny/decode"], "float32")
-    assert tuning.sizes("paged_attention", device, key) == {"block_tokens": 64}
-    written = json.loads(path.read_text())
-    assert written["jax"] == jax.__version__
-    assert written["command"].startswith("python -m jaxspec_kernels.tune --quick")
-    assert str(folder) not in path.read_text()
-    micros = written["measured_us"]["paged_attention"][key]
-    assert micros == {"heuristic": 65.0, "tuned": 1.0}
-
-
-def test_the_tuner_goes_on_where_it_stopped(folder):
-    path, asked = folder / "cpu.json", []
-
-    def timer(sizes: tuning.Sizes, step: Any, work: Any) -> float:
-        asked.append(sizes)
-        return 1.0
-
-    tune.main(arguments(path), timer=timer)
-    num_asked = len(asked)
-    tune.main(arguments(path), timer=timer)
-    assert len(asked) == num_asked
-    tune.main(arguments(path, "--again"), timer=timer)
-    assert len(asked) == 2 * num_asked
-
-
-def test_a_wrong_candidate_is_never_chosen(folder, monkeypatch, capsys):
-    true = tune.sized
-
-    def broken(work: Any, implementation: str, sizes: tuning.Sizes) -> Any:
-        run = true(work, implementation, sizes)
-        if sizes.get("block_tokens") != 64:
-            return run
-        return lambda *arrays, **settings: run(*arrays, **settings) + jnp.float32(1)
-
-    monkeypatch.setattr(tune, "sized", broken)
-    tune.main(arguments(folder / "cpu.json"), timer=best_is_64)
-    [found] = json.loads((folder / "cpu.json").read_text())["entries"][
-        "paged_attention"
-    ].values()
-    assert found == {"block_tokens": 128}
-    assert "{'block_tokens': 64} is wrong" in capsys.readouterr().err
-
-
-def test_a_kernel_that_fails_by_itself_is_told(folder, monkeypatch):
-    def refuse(*_: Any, **__: Any) -> None:
-        raise NotImplementedError("not today")
-
-    def broken(work: Any, implementation: str, sizes: tuning.Sizes) -> Any:
-        # The first is the truth that others are compared with.
-        return refuse if calls.pop() else true(work, implementation, sizes)
-
-    true, calls = tune.sized, [True] * 3 + [False]
-    monkeypatch.setattr(tune, "sized", broken)
-    with pytest.raises(SystemExit, match="tiny/decode: the reference implementation"):
-        tune.main(arguments(folder / "cpu.json"), timer=best_is_64)
-    assert not (folder / "cpu.json").exists()
-
-
-def test_a_cpu_is_not_tuned():
-    with pytest.raises(SystemExit, match="only a CPU here"):
-        tune.main([])
-    with pytest.raises(SystemExit, match="name an --output"):
-        tune.main(["--quick"])
-
-
-def test_every_tuned_operation_has_axes():
-    backends = ("reference", "tpu", "gpu")
-    assert set(tune.AXES) == {
-        (operation, backend) for operation in tuning.OPERATIONS for backend in backends
-    }
-    assert set(tuning.OPERATIONS) < set(bench.OPERATIONS)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +213,9 @@ def test_attention_takes_the_sizes_of_its_device(
 ):
     case = CASES["tiny/verify"]
     key = attention_key(case, "float32")
-    write(folder, table(entries={"paged_attention": {key: sizes}}))
+    other = next(name for name in dispatch.IMPLEMENTATIONS if name != implementation)
+    entries = {implementation: {key: sizes}, other: {key: {"unknown": 1}}}
+    write(folder, table(entries={"paged_attention": entries}))
     given = {}
 
     def spy(query, *arrays, **settings):
@@ -334,6 +243,7 @@ def test_attention_takes_the_sizes_of_its_device(
     call()
     assert not given.keys() & {"block_tokens", "tiles"}
     call(device_kind="Test Chip 9")
+    assert "unknown" not in given
     expected = {"tiles": Tiles(**sizes)} if implementation == "gpu" else sizes
     assert {name: given[name] for name in expected} == expected
 
@@ -342,7 +252,8 @@ def test_sampling_takes_the_tile_of_its_device(folder, monkeypatch):
     case = SAMPLING_CASES["tiny/verify"]
     sizes = {"tile": 1024}
     key = sampling_key(case, "float32")
-    write(folder, table(entries={"rejection_sampling": {key: sizes}}))
+    entries = {"reference": {key: sizes}, "gpu": {key: {"tile": 2048}}}
+    write(folder, table(entries={"rejection_sampling": entries}))
     given = {}
 
     def spy(tokens, *arrays, **settings):

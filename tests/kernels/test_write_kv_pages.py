@@ -1,11 +1,14 @@
 """Rows land in their slots, keys even and values odd; nothing else changes."""
 
+import re
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import config
 
 from jaxspec_kernels import write_kv_pages
 from jaxspec_kernels.write_kv_pages.cases import CASES, Case
@@ -122,3 +125,27 @@ def test_unknown_implementation_is_an_error():
     }
     with pytest.raises(ValueError, match="'cuda' of write_kv_pages: choose one of"):
         write_kv_pages(**arrays, implementation="cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("key", (5, 2, 64)),
+        ("key", (6, 1, 64)),
+        ("value", (6, 2, 32)),
+        ("value", (6, 2)),
+        ("slot_mapping", (7,)),
+        ("slot_mapping", (6, 1)),
+        ("kv_pages", (40, 16, 3, 64)),
+        ("kv_pages", (640, 4, 64)),
+    ],
+)
+def test_shapes_that_do_not_fit_are_an_error(name, shape, monkeypatch):
+    """Where nothing checks the annotations, as with a user."""
+    monkeypatch.setattr(config, "jaxtyping_disable", True)
+    arrays: dict[str, Any] = {
+        name: jnp.asarray(value) for name, value in build(CASES["tiny/verify"]).items()
+    }
+    arrays[name] = jnp.zeros(shape, arrays[name].dtype)
+    with pytest.raises(ValueError, match=re.escape(str(shape))):
+        write_kv_pages(**arrays)

@@ -99,6 +99,25 @@ def noise_of(seeds: np.ndarray, positions: np.ndarray, size: int) -> np.ndarray:
     return np.asarray(noise)
 
 
+def mix(bits: np.ndarray) -> np.ndarray:
+    """The finaliser of MurmurHash3, in numpy."""
+    bits = (bits ^ (bits >> 16)) * np.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * np.uint32(0xC2B2AE35)
+    return bits ^ (bits >> 16)
+
+
+def test_noise_is_the_hash_of_ids_and_words():
+    """The logarithm aside, bit for bit: a draft and the kernels must share it."""
+    seeds, positions = np.arange(3), np.array([5, 5, 70_000])
+    words = randomness.words(
+        seeds_of(seeds), jnp.asarray(positions, jnp.int32), jnp.full(3, SAMPLE)
+    )
+    first, second = np.asarray(words)[:, :1], np.asarray(words)[:, 1:]
+    bits = mix(mix(np.arange(1000, dtype=np.uint32) + first) ^ second)
+    unit = ((bits >> 9) + 0.5) / 2.0**23
+    np.testing.assert_allclose(noise_of(seeds, positions, 1000), -np.log(unit), 2e-7)
+
+
 def test_noise_is_exponential_and_positive():
     noise = noise_of(np.zeros(1), np.zeros(1), 200_000)[0]
     assert noise.min() > 0 and np.isfinite(noise).all()

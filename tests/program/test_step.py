@@ -99,7 +99,8 @@ def num_bytes(tree: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
-def check_program(engine: LLMEngine, shape: StepShape) -> None:
+def check_program(engine: LLMEngine, shape: StepShape) -> str:
+    """Look for copies in a compiled program; returns its text."""
     runner: Any = engine.runner
     executable = runner.executable(shape)
     # Every leaf of the state is updated in place, pages and rows alike.
@@ -112,6 +113,7 @@ def check_program(engine: LLMEngine, shape: StepShape) -> None:
     assert {one.shape for one in scatters} & PAGE_SHAPES, "the check sees no pages"
     assert materialized(program, PAGE_SHAPES) == []
     assert materialized(program, weight_shapes(runner.params)) == []
+    return str(program)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

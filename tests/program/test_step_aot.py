@@ -1,14 +1,17 @@
 """The full-size step is one executable that fits its chips and copies no page."""
 
+import json
 import re
 
 import pytest
 
 from tests.program import aot_step
-from tests.program.aot_step import PLACES
+from tests.program.aot_step import PLACES, Report
 
 # Of a chip. Rounds need logits, hidden rows and what the compiler fetches ahead.
 TEMP_BYTES = {"v5e-8": 2**27, "v5e-8/draft-2": 2**28, "v6e-1": 2**29, "h200": 2**29}
+# With all layers the second place takes 281 MB.
+TEMP_BYTES_OF_WHOLE = TEMP_BYTES | {"v5e-8/draft-2": 2**28 + 2**24}
 # A round's logits, 8 x 5 x 256,000 floats on one chip, and nothing larger.
 LOGITS = 8 * 5 * 256_000 * 4
 LARGEST_MOVE = {
@@ -21,6 +24,25 @@ LARGEST_MOVE = {
 LARGEST_COLLECTIVE = 2**13
 
 
+def check_report(report: Report, temp_bytes: dict[str, int]) -> None:
+    name = report.place
+    assert report.hbm_bytes < PLACES[name].hbm
+    assert report.temp_bytes < temp_bytes[name]
+    # The state is updated in place: pages and rows, to the last byte but padding.
+    assert report.donated_bytes >= report.state_bytes
+    assert report.copied == []
+    assert max(report.moves.values()) <= LARGEST_MOVE[name], report.moves
+
+
+def test_whole_models_are_recorded_for_every_place_and_fit():
+    rows = json.loads(aot_step.RESULTS.read_text())["rows"]
+    assert [row["place"] for row in rows] == list(PLACES)
+    whole = [aot_step.model(size).num_layers for size in ("9b", "2b")]
+    for row in rows:
+        assert row["layers"] == whole
+        check_report(Report(**row), TEMP_BYTES_OF_WHOLE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 def test_9b_with_a_2b_draft_compiles_for(name):
@@ -28,19 +50,13 @@ def test_9b_with_a_2b_draft_compiles_for(name):
     reason = aot_step.missing(place)
     if reason is not None:
         pytest.skip(reason)
-    # The parts of a program repeat by layer, so two places see a part of the models.
-    # `benchmarks/results/aot_step.json` has the whole of all four.
+    # The parts of a program repeat by layer, so two places see a part of the models;
+    # the test above has the whole of all four.
     layers = (None, None) if name in ("v5e-8", "v6e-1") else (4, 6)
     report, text = aot_step.compile_pair(name, layers=layers)
     print(report)
+    check_report(report, TEMP_BYTES)
     target_layers, draft_layers = report.layers
-
-    assert report.hbm_bytes < place.hbm
-    assert report.temp_bytes < TEMP_BYTES[name]
-    # The state is updated in place: pages and rows, to the last byte but padding.
-    assert report.donated_bytes >= report.state_bytes
-    assert report.copied == []
-    assert max(report.moves.values()) <= LARGEST_MOVE[name], report.moves
 
     # One attention per layer: the target's, and the draft's first and looped pass.
     attention = re.findall(r'op_name="[^"]*/paged_attention[/"]', text)

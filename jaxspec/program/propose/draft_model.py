@@ -11,6 +11,7 @@ from jaxspec.program.active import Active
 from jaxspec.program.choose import choose_token, forbid_early_stop
 from jaxspec.program.controls import Adjust
 from jaxspec.program.plan import PoolShape
+from jaxspec.program.propose.ngram import Found
 from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.region import join, make_region
 
@@ -38,6 +39,7 @@ def propose(
     pool: PoolShape,
     is_greedy: bool = False,
     adjust: Adjust | None = None,
+    found: Found | None = None,
 ) -> tuple[Proposal, Pages]:
     """Draw `num_draft_tokens` tokens per sequence from the draft model.
 
@@ -48,6 +50,8 @@ def propose(
     Args:
         is_greedy: Propose the argmax, a point mass, also where the request samples.
         adjust: What requests ask of single tokens; None where none asks anything.
+        found: Drafts known beforehand, which the model is fed in place of its own; it
+            goes on where they end.
     """
 
     def draw(hidden: Array, step: Array | int, drafts: Array | None):
@@ -57,8 +61,12 @@ def propose(
             logits = adjust(logits[:, None], drafts, num_before=step)[:, 0]
         logits = forbid_early_stop(logits, position, active)
         if is_greedy:
-            return sampling.argmax(logits), None
-        return choose_token(logits, position, active, role=randomness.DRAFT)
+            token, probs = sampling.argmax(logits), None
+        else:
+            token, probs = choose_token(logits, position, active, role=randomness.DRAFT)
+        if found is None:
+            return token, probs
+        return found.before(position - active.num_tokens, token, probs)
 
     seqs = active.row.shape[0]
     is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, 2))

@@ -58,19 +58,20 @@ def paged_attention(
     Returns:
         In the query's type.
 
+    Raises:
+        ValueError: Shapes do not fit each other, or `window` is less than 1.
+        NotImplementedError: The implementation does not take pages of this type.
+
     References: Kwon et al. 2023, arXiv:2309.06180 (pages); Gemma Team 2024,
         arXiv:2408.00118 (soft-capping, alternating windows).
     """
-    if query.shape[3] != kv_pages.shape[3] or kv_pages.shape[2] % 2:
+    _check_heads(query.shape, kv_pages.shape)
+    mask = None if ancestor_mask is None else ancestor_mask.shape
+    _check_seqs(query.shape, page_table.shape, kv_len.shape, mask)
+    if window is not None and window < 1:
         raise ValueError(
-            f"query {query.shape} on pages {kv_pages.shape}: the last axes must be of "
-            "one size, head_dim, and the pages' third axis must hold keys and values "
-            "in turn"
-        )
-    if query.shape[2] * 2 % kv_pages.shape[2]:
-        raise ValueError(
-            f"{query.shape[2]} query heads cannot share {kv_pages.shape[2] // 2} KV "
-            "heads: the first must be a multiple of the second"
+            f"window={window}: it counts the query's own token, so it is at least 1; "
+            "None is no window"
         )
     name = dispatch.resolve("paged_attention", implementation)
     tuned: dict[str, Any] = {}
@@ -87,7 +88,7 @@ def paged_attention(
             window=window,
             dtype=str(kv_pages.dtype),
         )
-        sizes = tuning.sizes("paged_attention", device_kind, key) or {}
+        sizes = tuning.sizes("paged_attention", name, device_kind, key) or {}
         tuned = {"tiles": Tiles(**sizes)} if name == "gpu" and sizes else sizes
     run = dispatch.choose("paged_attention", _MODULES, name)
     return run(
@@ -101,3 +102,41 @@ def paged_attention(
         ancestor_mask=ancestor_mask,
         **tuned,
     )
+
+
+def _check_heads(query: tuple[int, ...], kv_pages: tuple[int, ...]) -> None:
+    if len(query) != 4 or len(kv_pages) != 4:
+        raise ValueError(
+            f"query {query} on pages {kv_pages}: [seq, token, q_head, head_dim] and "
+            "[page, page_size, 2 * kv_head, head_dim] are needed"
+        )
+    if query[3] != kv_pages[3] or kv_pages[2] % 2:
+        raise ValueError(
+            f"query {query} on pages {kv_pages}: the last axes must be of "
+            "one size, head_dim, and the pages' third axis must hold keys and values "
+            "in turn"
+        )
+    if query[2] * 2 % kv_pages[2]:
+        raise ValueError(
+            f"{query[2]} query heads cannot share {kv_pages[2] // 2} KV "
+            "heads: the first must be a multiple of the second"
+        )
+
+
+def _check_seqs(
+    query: tuple[int, ...],
+    page_table: tuple[int, ...],
+    kv_len: tuple[int, ...],
+    ancestor_mask: tuple[int, ...] | None,
+) -> None:
+    seqs, tokens = query[:2]
+    if len(page_table) != 2 or page_table[0] != seqs or kv_len != (seqs,):
+        raise ValueError(
+            f"page_table {page_table} and kv_len {kv_len} for the query {query}: a row "
+            f"and a length for each of its {seqs} sequences are needed"
+        )
+    if ancestor_mask not in (None, (seqs, tokens, tokens)):
+        raise ValueError(
+            f"ancestor_mask {ancestor_mask} for the query {query}: "
+            f"{(seqs, tokens, tokens)} is needed"
+        )

@@ -12,8 +12,7 @@ running maximum, sum and output.
 
 A block is used as `[token, 2 * kv_head * head_dim]`, so that a head's keys or values
 are a slice of lanes. Mosaic refuses strided loads over rows of 256 lanes; this reshape
-it compiles for every head_dim, and for 8 KV heads of 256 in 1661 bundles per 128 tokens
-(v5e, matmuls included) where a transpose takes 1993 and a slice per head 3066.
+it compiles for every head_dim.
 
 A pool of head_dim 64 works but is dear: XLA keeps it with the pages in the lanes and
 copies it whole for the kernel, unless the program's argument has the row-major layout

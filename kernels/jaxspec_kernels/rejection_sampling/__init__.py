@@ -1,5 +1,7 @@
 """How many draft tokens stay, and which token follows, from the target's logits."""
 
+from typing import Any
+
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxspec_kernels import dispatch, tuning
@@ -93,17 +95,32 @@ def rejection_sampling(
             `device.device_kind`; None, or a device without a table, is the
             implementation's own choice.
 
+    Raises:
+        ValueError: The shapes do not fit each other.
+
     References: Leviathan et al. 2023, arXiv:2211.17192; Sun et al. 2024,
         arXiv:2403.10444 (block); Daliri et al. 2024, arXiv:2408.07978 (coupling).
     """
+    _check_shapes(
+        target_logits.shape,
+        draft_tokens=draft_tokens,
+        draft_probs=draft_probs,
+        num_draft=num_draft,
+        controls=controls,
+        rule=rule,
+        accept_uniform=accept_uniform,
+        sample_uniform=sample_uniform,
+        noise_words=noise_words,
+    )
+    name = dispatch.resolve("rejection_sampling", implementation)
     tuned: dict[str, int] = {}
     if device_kind is not None:
         seqs, width, columns = target_logits.shape
         key = tuning.sampling_key(
             rows=seqs * width, columns=columns, dtype=str(target_logits.dtype)
         )
-        tuned = tuning.sizes("rejection_sampling", device_kind, key) or {}
-    run = dispatch.choose("rejection_sampling", _MODULES, implementation)
+        tuned = tuning.sizes("rejection_sampling", name, device_kind, key) or {}
+    run = dispatch.choose("rejection_sampling", _MODULES, name)
     return run(
         draft_tokens,
         draft_probs,
@@ -118,3 +135,30 @@ def rejection_sampling(
         axis_name=axis_name,
         **tuned,
     )
+
+
+def _check_shapes(logits: tuple[int, ...], *, controls: Controls, **given: Any) -> None:
+    """Compare with the shape of the logits, of which each device may hold a slice."""
+    if len(logits) != 3 or not logits[1]:
+        raise ValueError(
+            f"target_logits of shape {logits}: [seq, draft + 1, vocab] is needed"
+        )
+    seqs, width, columns = logits
+    seq, draft = (seqs,), (seqs, width - 1)
+    expected = {
+        "draft_tokens": draft,
+        "draft_probs": (*draft, columns),
+        "num_draft": seq,
+        "rule": seq,
+        "accept_uniform": draft,
+        "sample_uniform": seq,
+        "noise_words": (seqs, width, 2),
+    }
+    given |= controls._asdict()
+    for name, array in given.items():
+        shape = expected.get(name, seq)
+        if array is not None and array.shape != shape:
+            raise ValueError(
+                f"{name} of shape {array.shape} with target_logits {logits}: {shape} "
+                f"is needed, for {seqs} sequences of {width - 1} drafts"
+            )

@@ -28,6 +28,30 @@ def write_kv_pages(
         slot_mapping: page * page_size + offset; not negative, which jax would count
             from the end.
         implementation: A name to force; None is that of jax's default backend.
+
+    Raises:
+        ValueError: The shapes do not fit each other.
     """
+    _check_shapes(kv_pages.shape, key.shape, value.shape, slot_mapping.shape)
     run = dispatch.choose("write_kv_pages", _MODULES, implementation)
     return run(kv_pages, key, value, slot_mapping)
+
+
+def _check_shapes(
+    kv_pages: tuple[int, ...],
+    key: tuple[int, ...],
+    value: tuple[int, ...],
+    slot_mapping: tuple[int, ...],
+) -> None:
+    if len(kv_pages) != 4 or kv_pages[2] % 2:
+        raise ValueError(
+            f"kv_pages of shape {kv_pages}: [page, page_size, 2 * kv_head, head_dim] "
+            "is needed, keys and values in turn"
+        )
+    rows = (*slot_mapping[:1], kv_pages[2] // 2, kv_pages[3])
+    if len(slot_mapping) != 1 or key != rows or value != rows:
+        raise ValueError(
+            f"key {key}, value {value} and slot_mapping {slot_mapping} for pages "
+            f"{kv_pages}: key and value must be [token, {kv_pages[2] // 2}, "
+            f"{kv_pages[3]}], with one slot per token"
+        )
