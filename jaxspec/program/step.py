@@ -7,7 +7,6 @@ engine's state. The host passes one plan vector and reads one result vector.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +21,11 @@ from jaxspec.program import controls, grammar, logprobs
 from jaxspec.program.active import Active, gather
 from jaxspec.program.apply import Tiles, apply_plan, read_tiles, unpack
 from jaxspec.program.commit import Emitted, append, truncate
-from jaxspec.program.judge import choose_next, judge, logits_of, place_next
+from jaxspec.program.judge import choose_next
 from jaxspec.program.plan import PlanLayout, PoolShape, StepShape
 from jaxspec.program.propose import Proposal, draft_model, ngram
-from jaxspec.program.region import join, make_region
+from jaxspec.program.region import make_region
+from jaxspec.program.round import Round
 from jaxspec.program.state import EngineState, Rows
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, replicated
 from jaxspec_kernels.dispatch import implementation_for
@@ -69,76 +69,56 @@ def speculative_step(
     config: ProgramConfig,
     shape: StepShape,
 ) -> tuple[EngineState, Int[Array, " result"]]:
-    """Run one round.
+    """Run one round; returns the new state, and what `StepResult.unpack` reads.
 
     Decoding sequences get K drafts, one target pass over K + 1 positions, a verdict
     and up to K + 1 tokens; prompt tiles ride in the same passes and, where a prompt
     ends, sample its first token. Rejected keys and values stay in their slots and are
-    overwritten: only lengths say what is visible.
-
-    Args:
-        plan: `PlanLayout.pack` of this shape.
-
-    Returns:
-        The new state, and what `StepResult.unpack` reads.
+    overwritten: only lengths say what is visible. The plan is `PlanLayout.pack`'s.
     """
     pool = config.pool
     fields = unpack(plan, PlanLayout(shape, pool))
     tiles = read_tiles(fields)
     rows, token_pages = apply_plan(state.rows, state.token_pages, fields, tiles, pool)
     active = gather(rows, token_pages, fields["decode_row"])
-
+    found = _look_up(active, token_pages, config=config, shape=shape)
     adjuster = partial(
         _adjuster, rows, token_pages, active, fields, config=config, shape=shape
     )
-    found = _look_up(active, token_pages, config=config, shape=shape)
     proposal, draft_pages = _propose(
         draft_params,
         state.draft_pages,
         active,
         rows,
         tiles,
-        adjust=adjuster(DRAFT_MESH_AXES),
         found=found,
+        adjust=adjuster(DRAFT_MESH_AXES),
         config=config,
         shape=shape,
     )
-    num_draft = fields["decode_draft"]
-    if found is not None and config.draft is None:
-        num_draft = jnp.minimum(num_draft, found.num_found)
-    judged = _judge_round(
-        target_params,
-        state.target_pages,
-        proposal,
-        active,
-        num_draft,
+    num_draft = _num_drafted(fields["decode_draft"], found, config)
+    backend = config.backend(TARGET_MESH_AXES)
+    judged = Round(
+        target=bind(config.target, target_params, backend),
+        active=active,
+        num_draft=num_draft,
+        may_be_plain=config.draft is None,
         prompts=_tile_batch(rows, tiles, pool, is_draft=False) if shape.chunk else None,
         after_prompts=fields.get("tile_next_token"),
         adjust=adjuster(TARGET_MESH_AXES),
-        config=config,
+        backend=backend,
+        pool=pool,
         shape=shape,
-    )
+    ).judge(proposal, state.target_pages)
     emitted = truncate(judged.tokens, judged.num_accepted + 1, active)
     rows, token_pages = append(rows, token_pages, active, emitted)
     result = [_pack_result(emitted, judged.num_accepted, num_draft), *judged.told]
-    if shape.chunk:
-        rows, token_pages, first = _finish_prompts(
-            rows,
-            token_pages,
-            tiles,
-            judged.tile_logits,
-            fields,
-            config=config,
-            shape=shape,
-        )
-        result += first
-    state = EngineState(
-        rows=rows,
-        token_pages=token_pages,
-        target_pages=judged.pages,
-        draft_pages=draft_pages,
+    rows, token_pages, first = _finish_prompts(
+        rows, token_pages, tiles, judged.tile_logits, fields, config=config, shape=shape
     )
-    return state, jnp.concatenate([part.reshape(-1) for part in result])
+    pages = {"target_pages": judged.pages, "draft_pages": draft_pages}
+    state = EngineState(rows=rows, token_pages=token_pages, **pages)
+    return state, jnp.concatenate([part.reshape(-1) for part in result + first])
 
 
 def _look_up(
@@ -154,6 +134,14 @@ def _look_up(
     return ngram.look_up(active, token_pages, config.lookup, num_draft_tokens=count)
 
 
+def _num_drafted(
+    wanted: Int[Array, " seq"], found: ngram.Found | None, config: ProgramConfig
+) -> Int[Array, " seq"]:
+    if found is None or config.draft is not None:
+        return wanted
+    return jnp.minimum(wanted, found.num_found)
+
+
 def _propose(
     params: Params | None,
     pages: tuple[Array, ...],
@@ -161,8 +149,8 @@ def _propose(
     rows: Rows,
     tiles: Tiles,
     *,
-    adjust: controls.Adjust | None,
     found: ngram.Found | None,
+    adjust: controls.Adjust | None,
     config: ProgramConfig,
     shape: StepShape,
 ) -> tuple[Proposal | None, tuple[Array, ...]]:
@@ -186,75 +174,8 @@ def _propose(
         num_draft_tokens=shape.num_draft_tokens,
         pool=config.pool,
         is_greedy=config.has_greedy_draft,
-        adjust=adjust,
         found=found,
-    )
-
-
-class _Judged(NamedTuple):
-    """What the target made of a round; with K + 1 tokens, however many were fed."""
-
-    tokens: Int[Array, "seq width"]  # accepted drafts, then the target's own
-    num_accepted: Int[Array, " seq"]
-    tile_logits: Float[Array, "tile vocab"]
-    told: list[Int[Array, "..."]]  # of the result vector: log-probabilities
-    pages: tuple[Array, ...]
-
-
-def _judge_round(
-    params: Params,
-    pages: tuple[Array, ...],
-    proposal: Proposal | None,
-    active: Active,
-    num_draft: Int[Array, " seq"],
-    *,
-    prompts: TokenBatch | None,
-    after_prompts: Int[Array, " tile"] | None,
-    adjust: controls.Adjust | None,
-    config: ProgramConfig,
-    shape: StepShape,
-) -> _Judged:
-    """One target pass over the newest tokens, their drafts and the prompt tiles."""
-    backend = config.backend(TARGET_MESH_AXES)
-    known = active.last_tokens[:, 1:]
-
-    def look(pages: tuple[Array, ...], proposal: Proposal | None) -> _Judged:
-        target = bind(config.target, params, backend)
-        drafts = known[:, :0] if proposal is None else proposal.tokens
-        tokens = jnp.concatenate([known, drafts], axis=1)
-        seqs, width = tokens.shape
-        is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
-        kv_len = active.num_tokens + width - 1
-        batches = [
-            make_region(tokens, kv_len, active.page_table, is_written, config.pool)
-        ]
-        if prompts is not None:
-            batches.append(prompts)
-        hidden, pages = target.hidden(join(batches), pages)
-        logits, tile_logits = logits_of(target, hidden, seqs * width)
-        verdict = judge(proposal, logits, num_draft, active, backend, adjust=adjust)
-        tokens = place_next(drafts, verdict, shape.num_draft_tokens + 1)
-        told = logprobs.tell_some(logits, tokens, shape=shape, backend=backend)
-        if prompts is not None and after_prompts is not None:
-            told += logprobs.tell_prompt(
-                target,
-                hidden[seqs * width :],
-                prompts.tokens,
-                after_prompts,
-                shape=shape,
-                backend=backend,
-            )
-        return _Judged(tokens, verdict.num_accepted, tile_logits, told, pages)
-
-    has_one_form = config.draft is not None or proposal is None or prompts is not None
-    if has_one_form or shape.features.num_logprobs is not None:
-        return look(pages, proposal)
-    # Where nothing was found, the round is a plain one and costs no more than that.
-    return jax.lax.cond(
-        (num_draft > 0).any(),
-        lambda pages: look(pages, proposal),
-        lambda pages: look(pages, None),
-        pages,
+        adjust=adjust,
     )
 
 
@@ -277,8 +198,7 @@ def _pack_result(
     accepted = jnp.minimum(num_accepted, emitted.num_emitted)
     is_done = emitted.is_done.astype(jnp.int32)
     columns = [emitted.num_emitted, num_draft, accepted, is_done]
-    columns = jnp.stack(columns, axis=1)
-    return jnp.concatenate([emitted.tokens, columns], axis=1)
+    return jnp.concatenate([emitted.tokens, jnp.stack(columns, axis=1)], axis=1)
 
 
 def _pack_first(first: Emitted) -> Int[Array, "tile 2"]:
@@ -301,6 +221,8 @@ def _finish_prompts(
     Returns:
         Rows and tokens with them, and their parts of the result vector.
     """
+    if not shape.chunk:
+        return rows, token_pages, []
     num_rows = rows.num_tokens.shape[0]
     row = jnp.where(tiles.is_last, tiles.row, num_rows)
     active = gather(rows, token_pages, row, num_tokens=tiles.start + tiles.length)

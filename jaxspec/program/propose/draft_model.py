@@ -1,8 +1,10 @@
 """The draft model proposes a chain: a first pass of two tokens, then one at a time."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.gemma2 import Gemma2
@@ -38,8 +40,8 @@ def propose(
     num_draft_tokens: int,
     pool: PoolShape,
     is_greedy: bool = False,
-    adjust: Adjust | None = None,
     found: Found | None = None,
+    adjust: Adjust | None = None,
 ) -> tuple[Proposal, Pages]:
     """Draw `num_draft_tokens` tokens per sequence from the draft model.
 
@@ -49,25 +51,10 @@ def propose(
 
     Args:
         is_greedy: Propose the argmax, a point mass, also where the request samples.
+        found: Drafts that the model is fed in place of its own, as far as they go.
         adjust: What requests ask of single tokens; None where none asks anything.
-        found: Drafts known beforehand, which the model is fed in place of its own; it
-            goes on where they end.
     """
-
-    def draw(hidden: Array, step: Array | int, drafts: Array | None):
-        position = active.num_tokens + step
-        logits = model.logits(hidden)
-        if adjust is not None:
-            logits = adjust(logits[:, None], drafts, num_before=step)[:, 0]
-        logits = forbid_early_stop(logits, position, active)
-        if is_greedy:
-            token, probs = sampling.argmax(logits), None
-        else:
-            token, probs = choose_token(logits, position, active, role=randomness.DRAFT)
-        if found is None:
-            return token, probs
-        return found.before(position - active.num_tokens, token, probs)
-
+    draw = partial(_draw, is_greedy=is_greedy, found=found, adjust=adjust)
     seqs = active.row.shape[0]
     is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, 2))
     first = make_region(
@@ -75,10 +62,10 @@ def propose(
     )
     batch = first if tiles is None else join([first, tiles])
     hidden, pages = model.hidden(batch, pages)
-    newest = hidden[: 2 * seqs].reshape(seqs, 2, -1)[:, 1]
+    newest = hidden[1 : 2 * seqs : 2]
     # Only controls ask which drafts came before.
     drafts = None if adjust is None else jnp.zeros((seqs, num_draft_tokens), jnp.int32)
-    token, probs = draw(newest, 0, drafts)
+    token, probs = draw(model.logits(newest), 0, drafts, active)
 
     def extend(carry: tuple[Array, Pages, Array | None], step: Array):
         token, pages, drafts = carry
@@ -89,7 +76,7 @@ def propose(
             token[:, None], kv_len, active.page_table, active.is_active[:, None], pool
         )
         hidden, pages = model.hidden(batch, pages)
-        token, probs = draw(hidden, step, drafts)
+        token, probs = draw(model.logits(hidden), step, drafts, active)
         return (token, pages, drafts), (token, probs)
 
     steps = jnp.arange(1, num_draft_tokens, dtype=jnp.int32)
@@ -99,12 +86,37 @@ def propose(
         steps,
         unroll=model.config.num_layers <= MAX_UNROLLED_LAYERS,
     )
+    return _chain((token, probs), (tokens, rest)), pages
+
+
+def _draw(
+    logits: Float[Array, "seq vocab"],
+    step: Int[Array, ""] | int,
+    drafts: Int[Array, "seq draft"] | None,
+    active: Active,
+    *,
+    is_greedy: bool,
+    found: Found | None,
+    adjust: Adjust | None,
+) -> tuple[Array, Array | None]:
+    """Draft `step` of each sequence, and what it was drawn from."""
+    if adjust is not None:
+        logits = adjust(logits[:, None], drafts, num_before=step)[:, 0]
+    position = active.num_tokens + step
+    logits = forbid_early_stop(logits, position, active)
+    if is_greedy:
+        drawn = sampling.argmax(logits), None
+    else:
+        drawn = choose_token(logits, position, active, role=randomness.DRAFT)
+    return drawn if found is None else found.before(step, *drawn)
+
+
+def _chain(
+    first: tuple[Array, Array | None], others: tuple[Array, Array | None]
+) -> Proposal:
+    (token, probs), (tokens, rest) = first, others
     tokens = jnp.concatenate([token[None], tokens]).T
     if probs is not None and rest is not None:
         probs = jnp.concatenate([probs[None], rest]).transpose(1, 0, 2)
-    return _chain(tokens, probs), pages
-
-
-def _chain(tokens: Array, probs: Array | None) -> Proposal:
     parent = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] - 1
     return Proposal(tokens, jnp.broadcast_to(parent, tokens.shape), probs)

@@ -36,7 +36,7 @@ class Found(NamedTuple):
 
     def before(
         self,
-        index: Int[Array, " seq"],
+        index: Int[Array, ""] | int,
         token: Int[Array, " seq"],
         probs: Float[Array, "seq vocab"] | None,
     ) -> tuple[Int[Array, " seq"], Float[Array, "seq vocab"] | None]:
@@ -47,9 +47,7 @@ class Found(NamedTuple):
             looked up.
         """
         is_found = index < self.num_found
-        column = jnp.minimum(index, self.tokens.shape[1] - 1)[:, None]
-        copied = jnp.take_along_axis(self.tokens, column, axis=1)[:, 0]
-        token = jnp.where(is_found, copied, token)
+        token = jnp.where(is_found, self.tokens[:, index], token)
         if probs is None:
             return token, None
         every = jnp.arange(probs.shape[1], dtype=jnp.int32)[None]

@@ -136,14 +136,13 @@ def test_a_proposal_is_a_chain_of_certain_tokens():
 
 def test_what_was_found_comes_before_what_was_drawn():
     found = ngram.Found(jnp.array([[4, 5], [6, 7], [1, 2]]), jnp.array([2, 1, 0]))
-    index = jnp.array([1, 1, 1], jnp.int32)
     drawn = jnp.array([0, 3, 3], jnp.int32)
     probs = jnp.full((3, 8), 0.125)
-    token, law = found.before(index, drawn, probs)
+    token, law = found.before(jnp.int32(1), drawn, probs)
     np.testing.assert_array_equal(token, [5, 3, 3])
     assert law is not None
     np.testing.assert_array_equal(law[0], np.arange(8) == 5)
     np.testing.assert_array_equal(law[1:], probs[1:])
-    token, law = found.before(index, drawn, None)
+    token, law = found.before(jnp.int32(1), drawn, None)
     np.testing.assert_array_equal(token, [5, 3, 3])
     assert law is None
