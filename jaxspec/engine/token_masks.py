@@ -42,6 +42,8 @@ class Reading:
     grammar_id: int = 0
     tokens: list[int] = field(default_factory=list)
     num_consumed: int = 0
+    # Masks after drafts of this round: the target asks for what the draft was told.
+    told: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
 
     def catch_up(self, num_tokens: int, newest: Sequence[int]) -> None:
         """Read on to the known tokens, back where they are others than before.
@@ -59,6 +61,8 @@ class Reading:
         same = 0
         while same < min(len(known), len(new)) and known[same] == new[same]:
             same += 1
+        if first + same < len(self.tokens) or new[same:]:
+            self.told.clear()
         self._back_to(first + same)
         for token in new[same:]:
             self._read(token)
@@ -88,7 +92,10 @@ class Reading:
         for draft in drafts[:first]:
             self._read(draft)
         for row in range(len(masks)):
-            self._write_mask(masks[row])
+            path = tuple(drafts[: first + row])
+            if path not in self.told:
+                self.told[path] = self._mask(masks.shape[1])
+            masks[row] = self.told[path]
             if row + 1 == len(masks):
                 break
             draft = drafts[first + row]
@@ -97,15 +104,14 @@ class Reading:
             self._read(draft)
         self._back_to(known)
 
-    def _write_mask(self, mask: np.ndarray) -> None:
-        mask[:] = np.frombuffer(self.matcher.compute_bitmask(), np.uint32)[: len(mask)]
+    def _mask(self, num_words: int) -> np.ndarray:
+        mask = np.frombuffer(self.matcher.compute_bitmask(), np.uint32)[:num_words]
         if len(self.tokens) >= self.min_tokens:
-            return
+            return mask
         longer = mask.copy()
         for token in self.stop_ids:
             longer[token // WORD] &= ~np.uint32(1 << token % WORD)
-        if longer.any():
-            mask[:] = longer
+        return longer if longer.any() else mask
 
 
 class TokenMasks:

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxspec.config import MAX_DRAFT_TOKENS
 from jaxspec.models.backend import Backend
 from jaxspec.program import history
 from jaxspec.program.active import Active
 from jaxspec.program.controls import Adjust, unpack_bits
+from jaxspec.speculation import MAX_DRAFT_TOKENS
 
 # Bits of one word of a mask.
 WORD = 32

@@ -177,6 +177,19 @@ def test_the_draft_asks_for_one_row_at_a_time():
     np.testing.assert_array_equal(ask(masks, (reading, text, drafts))[0], expected)
 
 
+def test_what_the_draft_was_told_is_not_worked_out_again():
+    masks, reading = opened()
+    ask(masks, (reading, [4], [5, 12, 4]))
+    told = dict(reading.told)
+    assert sorted(map(len, told)) == [0, 1, 2, 3]
+    ask(masks, (reading, [4], [5, 12, 4]))
+    assert all(reading.told[path] is mask for path, mask in told.items())
+    ask(masks, (reading, [4, 5], [12, 4, 4]))
+    np.testing.assert_array_equal(
+        ask(masks, (reading, [4, 5], [12, 4, 4]))[0], fresh_masks([4, 5], [12, 4, 4])
+    )
+
+
 def test_no_end_before_min_tokens_unless_the_text_is_complete():
     form = StructuredOutputsParams(regex="%&(%)?")
     masks = TokenMasks(VOCAB)
