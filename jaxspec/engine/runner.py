@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.engine.token_masks import TokenMasks
+from jaxspec.errors import ConfigError
 from jaxspec.models.weights import Params
 from jaxspec.program.plan import PlanLayout, PoolShape, StepPlan, StepResult, StepShape
 from jaxspec.program.propose.ngram import Lookup
@@ -104,6 +105,8 @@ class Runner:
         """The compiled program of a shape, built on first use."""
         if shape not in self._executables:
             start = time.monotonic()
+            if shape.features.has_grammar:
+                _check_callbacks()
             if self.announce is not None:
                 self.announce(f"Compiling {_sizes(shape)}")
             self._executables[shape] = compile_step(
@@ -187,6 +190,20 @@ def _lookup(config: EngineConfig) -> Lookup | None:
     assert longest is not None
     assert shortest is not None
     return Lookup(longest, shortest)
+
+
+def _check_callbacks() -> None:
+    """Check that programs can ask the host, which jax does through its CPU backend."""
+    try:
+        jax.devices("cpu")
+    except RuntimeError as error:
+        named = jax.config.values["jax_platforms"]
+        raise ConfigError(
+            f"structured_outputs need jax's CPU backend beside the accelerator's, and "
+            f"JAX_PLATFORMS={named!r} leaves it out: add ',cpu' to it.",
+            parameter="structured_outputs",
+            value=named,
+        ) from error
 
 
 def build_mesh(config: EngineConfig) -> Mesh:
