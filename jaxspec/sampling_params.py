@@ -302,6 +302,8 @@ class SamplingParams:
 
     def _check_logprobs(self) -> None:
         for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is True:
+                setattr(self, name, 1)  # as in vLLM, for OpenAI's older form
             if getattr(self, name) is not None:
                 hint = "-1 asks for the whole vocabulary."
                 self._integer(name, low=-1, hint=hint)

@@ -100,6 +100,7 @@ REFUSED = [
     ("min_tokens", 17, "from 0 to 16"),
     ("logprobs", -2, "at least -1"),
     ("prompt_logprobs", 1.5, "at least -1"),
+    ("logprobs", False, "at least -1"),
     ("output_kind", 2, "FINAL_ONLY"),
     ("logit_bias", [5], "a dict"),
     ("logit_bias", {"x": 1.0}, "an integer"),
@@ -178,6 +179,7 @@ def test_values_are_normalised():
         "top_p": np.float32(0.5),
         "stop_token_ids": (4, np.int32(5)),
         "logit_bias": {"42": 1},
+        "logprobs": True,
     }
     params = SamplingParams(**given)
     assert params.top_k == 0
@@ -188,6 +190,8 @@ def test_values_are_normalised():
     assert type(params.top_p) is float
     assert params.stop_token_ids == [4, 5]
     assert params.logit_bias == {42: 1.0}
+    assert type(params.logprobs) is int
+    assert params.logprobs == 1
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, 9e-6])

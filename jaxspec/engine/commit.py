@@ -41,13 +41,13 @@ def _commit_rounds(
     launch: Launch, result: StepResult, rows: RowTable, stats: EngineStats
 ) -> list[Progress]:
     count = len(launch.rows)
-    # A lookup in the sequence may have found fewer than were planned.
-    drafts = np.minimum(result.num_draft[:count], launch.drafts)
     emitted = result.num_emitted[:count]
-    accepted = np.minimum(result.num_accepted[:count], drafts)
     is_there = rows.owner[launch.rows] == launch.owners
     planned = launch.drafts[is_there]
     rows.read(launch.rows[is_there], planned, emitted[is_there])
+    # A lookup in the sequence may have found fewer than were planned.
+    drafts = np.minimum(result.num_draft[:count], launch.drafts)
+    accepted = np.minimum(result.num_accepted[:count], drafts)
     columns = zip(
         launch.decoding,
         is_there.tolist(),

@@ -57,6 +57,7 @@ def make_result(emitted: list[int]) -> StepResult:
     return StepResult(
         tokens=np.arange(16).reshape(4, 4),
         num_emitted=padded,
+        num_draft=np.where(padded > 0, 3, 0),
         num_accepted=np.maximum(padded - 1, 0),
         is_done=padded == 0,
         tile_token=np.array([14, 15]),

@@ -9,7 +9,7 @@ from jaxspec.engine.metrics import Distribution, EngineMetrics, Load, lengths_up
 from jaxspec.engine.stats import EngineStats
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
 from tests.engine.test_intake import make
-from tests.engine.test_scheduler import make_config
+from tests.loops import make_config
 
 # vLLM's names, written down from the reference.
 COUNTERS = """
