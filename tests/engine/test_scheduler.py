@@ -2,6 +2,7 @@
 
 `FakeDevice` asserts what a plan may not do: read a slot that holds something else,
 draft where the draft model lacks keys and values, write into another's page.
+The prefill part of a plan (`prefill.py`) is one of the things it looks at.
 """
 
 from collections import deque
