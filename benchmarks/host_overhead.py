@@ -83,7 +83,8 @@ class WaitingRunner(Runner):
         accepted = self._random.integers(0, drafts + 1)
         # Ids past the special and the byte tokens.
         tokens = self._random.integers(300, self._vocab_size, (seqs, width))
-        columns = np.stack([accepted + 1, accepted, np.zeros(seqs, int)], axis=1)
+        is_done = np.zeros(seqs, np.int32)
+        columns = np.stack([accepted + 1, drafts, accepted, is_done], axis=1)
         decode = np.concatenate([tokens, columns], axis=1)
         tiles = np.full((shape.num_tiles, 2), [300, 0])
         parts = [decode.reshape(-1), tiles.reshape(-1)]
@@ -150,7 +151,7 @@ def summary(samples: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Host seconds per round.")
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks/results/host-overhead.json"

@@ -190,15 +190,15 @@ MUTANTS = [
     mutant(
         "lookup_drafts_what_is_not_known",
         "propose/ngram.look_up",
-        "jnp.minimum(num_known, num_draft_tokens)",
-        "num_draft_tokens",
+        "offset % num_known[:, None]",
+        "offset",
         check=check_chosen_texts,
     ),
     mutant(
         "lookup_starts_one_late",
         "propose/ngram.look_up",
-        "jnp.arange(1, num_draft_tokens + 1, dtype=jnp.int32)",
-        "jnp.arange(2, num_draft_tokens + 2, dtype=jnp.int32)",
+        "best[:, None] + 1 +",
+        "best[:, None] + 2 +",
         check=check_chosen_texts,
     ),
     mutant(

@@ -43,8 +43,10 @@ def _commit_rounds(
     count = len(launch.rows)
     emitted = result.num_emitted[:count]
     is_there = rows.owner[launch.rows] == launch.owners
-    planned = launch.drafts[is_there]
-    rows.read(launch.rows[is_there], planned, emitted[is_there])
+    there, planned, new = launch.rows, launch.drafts, emitted
+    if not is_there.all():
+        there, planned, new = there[is_there], planned[is_there], new[is_there]
+    rows.read(there, planned, new)
     # A lookup in the sequence may have found fewer than were planned.
     drafts = np.minimum(result.num_draft[:count], launch.drafts)
     accepted = np.minimum(result.num_accepted[:count], drafts)
@@ -60,6 +62,7 @@ def _commit_rounds(
     )
     progress = []
     has_ended = []
+    logprobs = result.logprobs
     for index, (request, has_row, tokens, new, asked, kept, done) in enumerate(columns):
         if not has_row:
             if request.status is Status.FINISHED:
@@ -79,12 +82,13 @@ def _commit_rounds(
             num_draft_tokens=asked,
             num_accepted=kept,
         )
-        if request.features.num_logprobs is not None and result.logprobs is not None:
-            part.logprobs = _pick(result.logprobs, (index, slice(0, new)))
+        if logprobs is not None and request.features.num_logprobs is not None:
+            part.logprobs = _pick(logprobs, (index, slice(0, new)))
         progress.append(part)
-    counted = np.ones(count, bool)
-    counted[has_ended] = False
-    stats.record_round(drafts[counted], accepted[counted], emitted[counted])
+    if has_ended:
+        emitted = emitted.copy()
+        emitted[has_ended] = 0  # nobody gets it
+    stats.record_round(drafts, accepted, emitted)
     return progress
 
 

@@ -8,6 +8,8 @@ _BROKEN = "\ufffd"  # what decoding shows for a character whose bytes are incomp
 # Tokens decoded again with the new ones. SentencePiece joins no further than the bytes
 # of one character, four at most.
 _CONTEXT = 6
+# Up to so many the text of those is kept; then it is made anew of the last ones.
+_MOST_CONTEXT = 18
 
 
 @runtime_checkable
@@ -32,6 +34,8 @@ class TextStream:
         self._text = ""
         self._ids: list[int] = []
         self._read = 0  # ids whose text is in `_text`
+        self._start = 0  # the first of them that is decoded again
+        self._known = ""  # their text from there on
 
     @property
     def text(self) -> str:
@@ -92,16 +96,18 @@ class TextStream:
     def _advance(self, *, is_end: bool) -> None:
         if not self._params.detokenize or self._read == len(self._ids):
             return
-        start = max(0, self._read - _CONTEXT)
-        skip = self._params.skip_special_tokens
-        whole = self._tokenizer.decode(self._ids[start:], skip_special_tokens=skip)
+        if self._read - self._start > _MOST_CONTEXT:
+            self._start = self._read - _CONTEXT
+            self._known = self._decode(self._ids[self._start : self._read])
+        whole = self._decode(self._ids[self._start :])
         if whole.endswith(_BROKEN) and not is_end:
             return
-        known = self._tokenizer.decode(
-            self._ids[start : self._read], skip_special_tokens=skip
-        )
-        self._text += whole[len(known) :]
-        self._read = len(self._ids)
+        self._text += whole[len(self._known) :]
+        self._known, self._read = whole, len(self._ids)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        skip = self._params.skip_special_tokens
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip)
 
     def _match(self, before: int) -> str | None:
         """Cut the text at the first stop string that the new part completes."""

@@ -84,11 +84,12 @@ class RowTable:
         self.free.append(row)
         request.row = -1
 
-    def owner_of(self, row: int) -> Request:
-        """The request that has a row."""
-        request = self.requests[row]
-        assert request is not None, f"row {row} is free"
-        return request
+    def owners_of(self, rows: list[int]) -> list[Request]:
+        """The requests that have rows."""
+        requests = self.requests
+        found = [request for row in rows if (request := requests[row]) is not None]
+        assert len(found) == len(rows), f"of rows {rows} some are free"
+        return found
 
     def most_tokens(self, rows: np.ndarray) -> np.ndarray:
         """Tokens that the device may know by the end of what is launched."""
@@ -118,7 +119,7 @@ class RowTable:
         """Requests that are all read and whose draft model has to catch up."""
         late = self.is_decoding & (self.draft_gap > 2) & (self.num_draft > 0)
         late &= self.num_unread == 0
-        return [self.owner_of(row) for row in np.flatnonzero(late).tolist()]
+        return self.owners_of(np.flatnonzero(late).tolist())
 
     def launch(self, rows: np.ndarray, drafts: np.ndarray) -> None:
         """Count a round of which row i gets at most `drafts[i] + 1` tokens."""
@@ -150,7 +151,7 @@ class RowTable:
         assert (self.num_unread[taken] >= 0).all()
         assert (self.ahead[taken] >= self.num_unread[taken]).all()
         for row in taken.tolist():
-            request = self.owner_of(row)
+            (request,) = self.owners_of([row])
             request.check()
             assert request.row == row
             assert self.num_tokens[row] == request.num_tokens

@@ -6,6 +6,7 @@ texts or devices.
 """
 
 import time
+from typing import Any
 
 import numpy as np
 
@@ -74,9 +75,10 @@ class Scheduler:
         """Plan the next launch; None when nothing can be done before a read."""
         limit = self.controller.limit(len(self.running) + bool(self.waiting))
         rows, wanted = self.rows.decodable(limit)
-        plain = self._shape(rows, wanted)
-        room, charged_s = self._room(plain, rows)
-        going_on = self._going_on(room)
+        plain = shape = self._shape(rows, wanted)
+        prefilling = [r for r in self.running if r.status is Status.PREFILL]
+        room, charged_s = self._room(plain, rows, is_prefilling=bool(prefilling))
+        going_on = _going_on(prefilling, room)
         growing = self._growing(rows, plain.num_draft_tokens)
         updates, sitting_out = self._secure(growing + going_on)
         if sitting_out is not None:
@@ -95,7 +97,8 @@ class Scheduler:
             pass
         if not len(rows) and not work.tiles:
             return None
-        shape = self._shape(rows, wanted, work)
+        if work.tiles or sitting_out is not None:
+            shape = self._shape(rows, wanted, work)
         return self._launch(rows, wanted, shape, work, charged_s)
 
     def _most_tiles(self) -> int:
@@ -120,13 +123,12 @@ class Scheduler:
             features=features,
         )
 
-    def _room(self, plain: StepShape, rows: np.ndarray) -> tuple[int, float | None]:
+    def _room(
+        self, plain: StepShape, rows: np.ndarray, *, is_prefilling: bool
+    ) -> tuple[int, float | None]:
         """Tiles of prompts that the launch may take along."""
         most = self._most_tiles()
-        is_prompt_there = bool(self.waiting) or any(
-            request.status is Status.PREFILL for request in self.running
-        )
-        if not is_prompt_there:
+        if not is_prefilling and not self.waiting:
             self.pacer.rest()
             return most, None
         table = self.rows
@@ -146,18 +148,8 @@ class Scheduler:
         lengths = table.most_tokens(rows) + num_draft + 1
         lengths = np.minimum(lengths, table.longest[rows])
         is_growing = lengths > table.num_pages[rows] * self.config.page_size
-        rows, lengths = rows[is_growing].tolist(), lengths[is_growing].tolist()
-        return [(table.owner_of(r), n) for r, n in zip(rows, lengths, strict=True)]
-
-    def _going_on(self, room: int) -> list[Claim]:
-        """Requests whose prompts are continued, and the tokens that need pages then."""
-        claims = []
-        for request in self.running:
-            if request.status is Status.PREFILL and room > 0:
-                end = next_end(request, room)
-                room -= -(-(end - request.num_fed) // TILE)
-                claims.append((request, end + 1))
-        return claims
+        requests = table.owners_of(rows[is_growing].tolist())
+        return list(zip(requests, lengths[is_growing].tolist(), strict=True))
 
     def _secure(self, claims: list[Claim]) -> tuple[list[PageUpdate], list[int] | None]:
         """Take pages for all that the launch may write of requests that run.
@@ -263,29 +255,26 @@ class Scheduler:
         work: Prefill,
         charged_s: float | None,
     ) -> Launch:
-        left = self.rows.max_total[rows] - self.rows.fewest_tokens(rows) - 1
-        drafts = np.clip(wanted, 0, np.maximum(left, 0))
-        self.rows.launch(rows, drafts)
+        table = self.rows
+        left = table.max_total[rows] - table.fewest_tokens(rows) - 1
+        drafts = np.minimum(wanted, np.maximum(left, 0))
+        table.launch(rows, drafts)
         if self._has_draft_model:
-            self.rows.draft(rows, shape.num_draft_tokens)
+            table.draft(rows, shape.num_draft_tokens)
         listed = rows.tolist()
-        decoding = [self.rows.owner_of(row) for row in listed]
+        decoding = table.owners_of(listed)
         plan = StepPlan(
             decode=list(zip(listed, drafts.tolist(), strict=True)),
             tiles=work.tiles,
             admissions=work.admissions,
             pages=work.updates,
-            grammars={
-                request.row: request.reading
-                for request in (*decoding, *work.tiled)
-                if request.reading is not None
-            },
+            grammars=_readings(decoding, work) if shape.features.has_grammar else {},
         )
         return Launch(
             plan=plan,
             shape=shape,
             rows=rows,
-            owners=self.rows.owner[rows],
+            owners=table.owner[rows],
             drafts=drafts,
             decoding=decoding,
             tiled=work.tiled,
@@ -350,5 +339,25 @@ class Scheduler:
         assert len(self.rows.free) == self.config.max_num_seqs, "a row is taken"
 
 
+def _going_on(prefilling: list[Request], room: int) -> list[Claim]:
+    """Requests whose prompts are continued, and the tokens that need pages then."""
+    claims = []
+    for request in prefilling:
+        if room > 0:
+            end = next_end(request, room)
+            room -= -(-(end - request.num_fed) // TILE)
+            claims.append((request, end + 1))
+    return claims
+
+
 def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
+
+
+def _readings(decoding: list[Request], work: Prefill) -> dict[int, Any]:
+    """The grammar that each row's text follows, where it follows one."""
+    return {
+        request.row: request.reading
+        for request in (*decoding, *work.tiled)
+        if request.reading is not None
+    }

@@ -59,5 +59,7 @@ class EngineStats:
         self.num_accepted_tokens += int(kept.sum())
         missing = deepest - len(self.accepted_per_position)
         self.accepted_per_position += [0] * max(missing, 0)
-        for position in range(int(kept.max())):
-            self.accepted_per_position[position] += int((kept > position).sum())
+        # Rounds by what they kept, summed up from the most.
+        at_least = np.bincount(kept)[:0:-1].cumsum()[::-1]
+        for position, count in enumerate(at_least.tolist()):
+            self.accepted_per_position[position] += count

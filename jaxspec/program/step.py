@@ -6,7 +6,7 @@ engine's state. The host passes one plan vector and reads one result vector.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jaxspec.program.judge import choose_next
 from jaxspec.program.plan import PlanLayout, PoolShape, StepShape
 from jaxspec.program.propose import Proposal, draft_model, ngram
 from jaxspec.program.region import make_region
-from jaxspec.program.round import Round
+from jaxspec.program.round import Judged, Round
 from jaxspec.program.state import EngineState, Rows
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, replicated
 from jaxspec_kernels.dispatch import implementation_for
@@ -69,126 +69,168 @@ def speculative_step(
     config: ProgramConfig,
     shape: StepShape,
 ) -> tuple[EngineState, Int[Array, " result"]]:
-    """Run one round; returns the new state, and what `StepResult.unpack` reads.
+    """Run one round.
 
     Decoding sequences get K drafts, one target pass over K + 1 positions, a verdict
     and up to K + 1 tokens; prompt tiles ride in the same passes and, where a prompt
     ends, sample its first token. Rejected keys and values stay in their slots and are
-    overwritten: only lengths say what is visible. The plan is `PlanLayout.pack`'s.
+    overwritten: only lengths say what is visible.
+
+    Args:
+        plan: `PlanLayout.pack` of this shape.
+
+    Returns:
+        The new state, and what `StepResult.unpack` reads.
     """
-    pool = config.pool
+    launch = _read_plan(state, plan, config.pool, shape)
+    active = launch.active
+    proposal, num_draft, draft_pages = _propose(
+        draft_params, state.draft_pages, launch, config=config, shape=shape
+    )
+    judged = _judge(
+        target_params,
+        state.target_pages,
+        launch,
+        proposal,
+        num_draft,
+        config=config,
+        shape=shape,
+    )
+    emitted = truncate(judged.tokens, judged.num_accepted + 1, active)
+    rows, token_pages = append(launch.rows, launch.token_pages, active, emitted)
+    result = [_pack_result(emitted, judged.num_accepted, num_draft), *judged.told]
+    if shape.chunk:
+        rows, token_pages, first = _finish_prompts(
+            rows,
+            token_pages,
+            launch.tiles,
+            judged.tile_logits,
+            launch.fields,
+            config=config,
+            shape=shape,
+        )
+        result += first
+    state = EngineState(
+        rows=rows,
+        token_pages=token_pages,
+        target_pages=judged.pages,
+        draft_pages=draft_pages,
+    )
+    return state, jnp.concatenate([part.reshape(-1) for part in result])
+
+
+class _Launch(NamedTuple):
+    """The state once the plan has been applied, and who takes part."""
+
+    fields: dict[str, Array]
+    tiles: Tiles
+    rows: Rows
+    token_pages: Int[Array, "page page_size"]
+    active: Active
+
+    def batch(self, pool: PoolShape, *, is_draft: bool) -> TokenBatch:
+        """The prompt tiles, for one of the two models."""
+        tiles = self.tiles
+        page_table = self.rows.page_table.at[tiles.row].get(mode="clip")
+        is_row = tiles.row < pool.num_rows
+        is_written = tiles.is_token & is_row[:, None]
+        if not is_draft:
+            is_written &= ~tiles.is_draft_only[:, None]
+        kv_len = jnp.where(is_row, tiles.start + tiles.length, 0)
+        return make_region(tiles.tokens, kv_len, page_table, is_written, pool)
+
+
+def _read_plan(
+    state: EngineState, plan: Int[Array, " plan"], pool: PoolShape, shape: StepShape
+) -> _Launch:
     fields = unpack(plan, PlanLayout(shape, pool))
     tiles = read_tiles(fields)
     rows, token_pages = apply_plan(state.rows, state.token_pages, fields, tiles, pool)
     active = gather(rows, token_pages, fields["decode_row"])
-    found = _look_up(active, token_pages, config=config, shape=shape)
-    adjuster = partial(
-        _adjuster, rows, token_pages, active, fields, config=config, shape=shape
-    )
-    proposal, draft_pages = _propose(
-        draft_params,
-        state.draft_pages,
-        active,
-        rows,
-        tiles,
-        found=found,
-        adjust=adjuster(DRAFT_MESH_AXES),
-        config=config,
-        shape=shape,
-    )
-    num_draft = _num_drafted(fields["decode_draft"], found, config)
-    backend = config.backend(TARGET_MESH_AXES)
-    judged = Round(
-        target=bind(config.target, target_params, backend),
-        active=active,
-        num_draft=num_draft,
-        may_be_plain=config.draft is None,
-        prompts=_tile_batch(rows, tiles, pool, is_draft=False) if shape.chunk else None,
-        after_prompts=fields.get("tile_next_token"),
-        adjust=adjuster(TARGET_MESH_AXES),
-        backend=backend,
-        pool=pool,
-        shape=shape,
-    ).judge(proposal, state.target_pages)
-    emitted = truncate(judged.tokens, judged.num_accepted + 1, active)
-    rows, token_pages = append(rows, token_pages, active, emitted)
-    result = [_pack_result(emitted, judged.num_accepted, num_draft), *judged.told]
-    rows, token_pages, first = _finish_prompts(
-        rows, token_pages, tiles, judged.tile_logits, fields, config=config, shape=shape
-    )
-    pages = {"target_pages": judged.pages, "draft_pages": draft_pages}
-    state = EngineState(rows=rows, token_pages=token_pages, **pages)
-    return state, jnp.concatenate([part.reshape(-1) for part in result + first])
-
-
-def _look_up(
-    active: Active,
-    token_pages: Int[Array, "page page_size"],
-    *,
-    config: ProgramConfig,
-    shape: StepShape,
-) -> ngram.Found | None:
-    if config.lookup is None or not shape.num_draft_tokens:
-        return None
-    count = shape.num_draft_tokens
-    return ngram.look_up(active, token_pages, config.lookup, num_draft_tokens=count)
-
-
-def _num_drafted(
-    wanted: Int[Array, " seq"], found: ngram.Found | None, config: ProgramConfig
-) -> Int[Array, " seq"]:
-    if found is None or config.draft is not None:
-        return wanted
-    return jnp.minimum(wanted, found.num_found)
+    return _Launch(fields, tiles, rows, token_pages, active)
 
 
 def _propose(
     params: Params | None,
     pages: tuple[Array, ...],
-    active: Active,
-    rows: Rows,
-    tiles: Tiles,
+    launch: _Launch,
     *,
-    found: ngram.Found | None,
-    adjust: controls.Adjust | None,
     config: ProgramConfig,
     shape: StepShape,
-) -> tuple[Proposal | None, tuple[Array, ...]]:
-    if config.draft is None and found is not None:
-        return found.proposal, pages
-    if config.draft is None or (not shape.num_draft_tokens and not shape.chunk):
-        return None, pages
+) -> tuple[Proposal | None, Int[Array, " seq"], tuple[Array, ...]]:
+    """Drafts, how many of each sequence count, and the draft model's pages."""
+    count, active = shape.num_draft_tokens, launch.active
+    num_draft, found = launch.fields["decode_draft"], None
+    if config.lookup is not None and count:
+        found = ngram.look_up(
+            active, launch.token_pages, config.lookup, num_draft_tokens=count
+        )
+    if config.draft is None:
+        if found is None:
+            return None, num_draft, pages
+        return found.proposal, jnp.minimum(num_draft, found.num_found), pages
+    if not count and not shape.chunk:
+        return None, num_draft, pages
     assert params is not None, "a draft config came without parameters"
     model = bind(config.draft, params, config.backend(DRAFT_MESH_AXES))
-    batch = None
-    if shape.chunk:
-        batch = _tile_batch(rows, tiles, config.pool, is_draft=True)
-    if not shape.num_draft_tokens:
+    batch = launch.batch(config.pool, is_draft=True) if shape.chunk else None
+    if not count:
         assert batch is not None
-        return None, draft_model.feed_prompt(model, pages, batch)
-    return draft_model.propose(
+        return None, num_draft, draft_model.feed_prompt(model, pages, batch)
+    proposal, pages = draft_model.propose(
         model,
         pages,
         active,
         batch,
-        num_draft_tokens=shape.num_draft_tokens,
+        num_draft_tokens=count,
         pool=config.pool,
         is_greedy=config.has_greedy_draft,
         found=found,
-        adjust=adjust,
+        adjust=_adjuster(
+            launch.rows,
+            launch.token_pages,
+            active,
+            launch.fields,
+            DRAFT_MESH_AXES,
+            config=config,
+            shape=shape,
+        ),
     )
+    return proposal, num_draft, pages
 
 
-def _tile_batch(
-    rows: Rows, tiles: Tiles, pool: PoolShape, *, is_draft: bool
-) -> TokenBatch:
-    page_table = rows.page_table.at[tiles.row].get(mode="clip")
-    is_row = tiles.row < pool.num_rows
-    is_written = tiles.is_token & is_row[:, None]
-    if not is_draft:
-        is_written &= ~tiles.is_draft_only[:, None]
-    kv_len = jnp.where(is_row, tiles.start + tiles.length, 0)
-    return make_region(tiles.tokens, kv_len, page_table, is_written, pool)
+def _judge(
+    params: Params,
+    pages: tuple[Array, ...],
+    launch: _Launch,
+    proposal: Proposal | None,
+    num_draft: Int[Array, " seq"],
+    *,
+    config: ProgramConfig,
+    shape: StepShape,
+) -> Judged:
+    backend, pool = config.backend(TARGET_MESH_AXES), config.pool
+    this = Round(
+        target=bind(config.target, params, backend),
+        active=launch.active,
+        num_draft=num_draft,
+        may_be_plain=config.draft is None,
+        prompts=launch.batch(pool, is_draft=False) if shape.chunk else None,
+        after_prompts=launch.fields.get("tile_next_token"),
+        adjust=_adjuster(
+            launch.rows,
+            launch.token_pages,
+            launch.active,
+            launch.fields,
+            TARGET_MESH_AXES,
+            config=config,
+            shape=shape,
+        ),
+        backend=backend,
+        pool=pool,
+        shape=shape,
+    )
+    return this.judge(proposal, pages)
 
 
 def _pack_result(
@@ -221,8 +263,6 @@ def _finish_prompts(
     Returns:
         Rows and tokens with them, and their parts of the result vector.
     """
-    if not shape.chunk:
-        return rows, token_pages, []
     num_rows = rows.num_tokens.shape[0]
     row = jnp.where(tiles.is_last, tiles.row, num_rows)
     active = gather(rows, token_pages, row, num_tokens=tiles.start + tiles.length)

@@ -1,10 +1,8 @@
 """The draft model proposes a chain: a first pass of two tokens, then one at a time."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.gemma2 import Gemma2
@@ -14,7 +12,7 @@ from jaxspec.program.choose import choose_token, forbid_early_stop
 from jaxspec.program.controls import Adjust
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose.ngram import Found
-from jaxspec.program.propose.proposal import Proposal
+from jaxspec.program.propose.proposal import Proposal, chain
 from jaxspec.program.region import join, make_region
 
 Pages = tuple[Array, ...]
@@ -45,27 +43,31 @@ def propose(
 ) -> tuple[Proposal, Pages]:
     """Draw `num_draft_tokens` tokens per sequence from the draft model.
 
-    The first pass takes the two newest tokens: after a fully accepted round the draft
-    has no keys and values for the last draft token. Where it has them, the same values
-    are written again. Prompt tiles ride along in that pass.
+    The first pass takes the two newest tokens, and prompt tiles ride along in it.
 
     Args:
         is_greedy: Propose the argmax, a point mass, also where the request samples.
         found: Drafts that the model is fed in place of its own, as far as they go.
         adjust: What requests ask of single tokens; None where none asks anything.
     """
-    draw = partial(_draw, is_greedy=is_greedy, found=found, adjust=adjust)
+
+    def draw(hidden: Array, step: Array | int, drafts: Array | None):
+        position = active.num_tokens + step
+        logits = model.logits(hidden)
+        if adjust is not None:
+            logits = adjust(logits[:, None], drafts, num_before=step)[:, 0]
+        logits = forbid_early_stop(logits, position, active)
+        drawn = sampling.argmax(logits), None
+        if not is_greedy:
+            drawn = choose_token(logits, position, active, role=randomness.DRAFT)
+        return drawn if found is None else found.before(step, *drawn)
+
     seqs = active.row.shape[0]
-    is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, 2))
-    first = make_region(
-        active.last_tokens, active.num_tokens, active.page_table, is_written, pool
-    )
-    batch = first if tiles is None else join([first, tiles])
-    hidden, pages = model.hidden(batch, pages)
-    newest = hidden[1 : 2 * seqs : 2]
+    hidden, pages = model.hidden(_newest(active, tiles, pool), pages)
+    newest = hidden[: 2 * seqs].reshape(seqs, 2, -1)[:, 1]
     # Only controls ask which drafts came before.
     drafts = None if adjust is None else jnp.zeros((seqs, num_draft_tokens), jnp.int32)
-    token, probs = draw(model.logits(newest), 0, drafts, active)
+    token, probs = draw(newest, 0, drafts)
 
     def extend(carry: tuple[Array, Pages, Array | None], step: Array):
         token, pages, drafts = carry
@@ -76,47 +78,26 @@ def propose(
             token[:, None], kv_len, active.page_table, active.is_active[:, None], pool
         )
         hidden, pages = model.hidden(batch, pages)
-        token, probs = draw(model.logits(hidden), step, drafts, active)
+        token, probs = draw(hidden, step, drafts)
         return (token, pages, drafts), (token, probs)
 
     steps = jnp.arange(1, num_draft_tokens, dtype=jnp.int32)
+    is_shallow = model.config.num_layers <= MAX_UNROLLED_LAYERS
     (_, pages, _), (tokens, rest) = jax.lax.scan(
-        extend,
-        (token, pages, drafts),
-        steps,
-        unroll=model.config.num_layers <= MAX_UNROLLED_LAYERS,
+        extend, (token, pages, drafts), steps, unroll=is_shallow
     )
-    return _chain((token, probs), (tokens, rest)), pages
-
-
-def _draw(
-    logits: Float[Array, "seq vocab"],
-    step: Int[Array, ""] | int,
-    drafts: Int[Array, "seq draft"] | None,
-    active: Active,
-    *,
-    is_greedy: bool,
-    found: Found | None,
-    adjust: Adjust | None,
-) -> tuple[Array, Array | None]:
-    """Draft `step` of each sequence, and what it was drawn from."""
-    if adjust is not None:
-        logits = adjust(logits[:, None], drafts, num_before=step)[:, 0]
-    position = active.num_tokens + step
-    logits = forbid_early_stop(logits, position, active)
-    if is_greedy:
-        drawn = sampling.argmax(logits), None
-    else:
-        drawn = choose_token(logits, position, active, role=randomness.DRAFT)
-    return drawn if found is None else found.before(step, *drawn)
-
-
-def _chain(
-    first: tuple[Array, Array | None], others: tuple[Array, Array | None]
-) -> Proposal:
-    (token, probs), (tokens, rest) = first, others
-    tokens = jnp.concatenate([token[None], tokens]).T
     if probs is not None and rest is not None:
         probs = jnp.concatenate([probs[None], rest]).transpose(1, 0, 2)
-    parent = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] - 1
-    return Proposal(tokens, jnp.broadcast_to(parent, tokens.shape), probs)
+    return chain(jnp.concatenate([token[None], tokens]).T, probs), pages
+
+
+def _newest(active: Active, tiles: TokenBatch | None, pool: PoolShape) -> TokenBatch:
+    """The two newest tokens of every sequence, then the tiles.
+
+    Two: after a fully accepted round the draft has no keys and values for the last
+    draft token. Where it has them, the same values are written again.
+    """
+    tokens = active.last_tokens
+    is_written = jnp.broadcast_to(active.is_active[:, None], tokens.shape)
+    first = make_region(tokens, active.num_tokens, active.page_table, is_written, pool)
+    return first if tiles is None else join([first, tiles])
