@@ -27,6 +27,9 @@ from tests.engines import (
 )
 from tests.laws import check_counts, filtered_law
 
+# Programs of their own: these tests compile for a minute.
+pytestmark = pytest.mark.slow
+
 PATTERNS = [r"[A-Z]{3,6}(,[0-9]{1,3}){2,4};", r"(ABRA|CADABRA|[0-9A-C]{2}=){1,4}[<>]"]
 CHOICES = ["YES", "NO", "YES,BUT", "42"]
 # A test compiles one program with drafts, one without, each with and without tiles.
