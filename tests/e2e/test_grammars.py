@@ -115,6 +115,23 @@ def test_drafts_change_nothing(engine, prompts, texts):
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.parametrize("kind", ["ngram", "ngram+noisy", "two devices"])
+def test_other_drafts_and_devices_change_nothing(kind, prompts, texts):
+    settings: dict[str, Any] = dict(runner=GrammarRunner, **SETTINGS)
+    if kind == "two devices":
+        settings["tensor_parallel_size"] = 2
+    else:
+        settings["lookup"] = (2, 1)
+    draft = None if kind == "ngram" else pair.draft("noisy")
+    engine = make_engine(pair.target(), draft, num_draft_tokens=3, **settings)
+    # A prompt that holds the text already is where a look-up finds it.
+    assert tokens_of(generate(engine, prompts, params_of(len(prompts)))) == texts
+    again = [(prompt + text)[-60:] for prompt, text in zip(prompts, texts, strict=True)]
+    outputs = generate(engine, again, params_of(len(again)))
+    assert all(fits(index, one.outputs[0].text) for index, one in enumerate(outputs))
+    assert engine.stats.num_accepted_tokens
+
+
 @pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
 def test_sampled_texts_fit_their_forms(engine, rule, prompts):
     engine = with_settings(engine, seed=3, rejection_sample_method=rule)
