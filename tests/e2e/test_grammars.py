@@ -27,6 +27,9 @@ from tests.engines import (
 )
 from tests.laws import check_counts, filtered_law
 
+# Programs of their own: these tests compile for a minute.
+pytestmark = pytest.mark.slow
+
 PATTERNS = [r"[A-Z]{3,6}(,[0-9]{1,3}){2,4};", r"(ABRA|CADABRA|[0-9A-C]{2}=){1,4}[<>]"]
 CHOICES = ["YES", "NO", "YES,BUT", "42"]
 # A test compiles one program with drafts, one without, each with and without tiles.
@@ -110,6 +113,23 @@ def test_drafts_change_nothing(engine, prompts, texts):
     assert tokens_of(generate(engine, prompts, params_of(len(prompts)))) == texts
     assert engine.stats.num_accepted_tokens
     assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "ngram+noisy", "two devices"])
+def test_other_drafts_and_devices_change_nothing(kind, prompts, texts):
+    settings: dict[str, Any] = dict(runner=GrammarRunner, **SETTINGS)
+    if kind == "two devices":
+        settings["tensor_parallel_size"] = 2
+    else:
+        settings["lookup"] = (2, 1)
+    draft = None if kind == "ngram" else pair.draft("noisy")
+    engine = make_engine(pair.target(), draft, num_draft_tokens=3, **settings)
+    # A prompt that holds the text already is where a look-up finds it.
+    assert tokens_of(generate(engine, prompts, params_of(len(prompts)))) == texts
+    again = [(prompt + text)[-60:] for prompt, text in zip(prompts, texts, strict=True)]
+    outputs = generate(engine, again, params_of(len(again)))
+    assert all(fits(index, one.outputs[0].text) for index, one in enumerate(outputs))
+    assert engine.stats.num_accepted_tokens
 
 
 @pytest.mark.parametrize("rule", ["standard", "block", "coupled"])

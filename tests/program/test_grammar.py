@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.models.backend import Backend
 from jaxspec.program import grammar
@@ -68,8 +69,8 @@ def test_restrict_keeps_what_the_masks_allow(vocab, shards):
     np.testing.assert_array_equal(found, expect(logits, raw, is_allowed))
 
 
-@pytest.mark.parametrize("num_before", [0, 1])
-def test_the_host_is_told_the_newest_tokens_and_the_drafts(num_before):
+@pytest.mark.parametrize(("num_before", "shards"), [(0, 1), (1, 1), (1, 8)])
+def test_the_host_is_told_the_newest_tokens_and_the_drafts(num_before, shards):
     page_size, num_pages, vocab = 4, 16, 40
     token_pages = np.random.default_rng(0).integers(4, 90, (num_pages, page_size))
     lengths = [3, 18, 30, 7]
@@ -78,7 +79,7 @@ def test_the_host_is_told_the_newest_tokens_and_the_drafts(num_before):
     table[2, :8] = [15, 14, 13, 12, 11, 10, 1, 4]
     table[0, 0], table[3, :2] = 5, [6, 8]
     drafts = np.arange(8).reshape(4, 2)
-    asked = []
+    mesh, asked = make_mesh(shards), []
     masks = np.random.default_rng(1).integers(0, 2**32, (4, 2, 2), dtype=np.uint32)
 
     def source(*arguments):
@@ -102,14 +103,18 @@ def test_the_host_is_told_the_newest_tokens_and_the_drafts(num_before):
             token_pages,
             active,
             inner=lambda logits, drafts, num_before: 2 * logits,
-            backend=Backend(),
+            backend=Backend(mesh=mesh, mesh_axes=TARGET_MESH_AXES),
         )
         return adjust(logits, jnp.asarray(drafts, jnp.int32), num_before=before)
 
-    pages = jnp.asarray(token_pages, jnp.int32)
-    found = run(logits, pages, jnp.asarray(num_before, jnp.int32))
+    # As in an engine: logits are split by vocabulary, all else is everywhere.
+    whole = NamedSharding(mesh, PartitionSpec())
+    split = NamedSharding(mesh, PartitionSpec(None, None, TARGET_MESH_AXES))
+    logits = jax.device_put(logits, split)
+    pages = jax.device_put(jnp.asarray(token_pages, jnp.int32), whole)
+    found = run(logits, pages, jax.device_put(np.int32(num_before), whole))
     bits = np.unpackbits(masks.view(np.uint8), axis=2, bitorder="little")
-    expected = np.where(bits[:, :, :vocab], 2 * logits, -np.inf)
+    expected = np.where(bits[:, :, :vocab], 2 * np.asarray(logits), -np.inf)
     np.testing.assert_array_equal(found, expected)
     ((ids, num_tokens, newest, told, before),) = asked
     assert ids.tolist() == [5, 0, 9, 0]  # a row that is done needs no answer
