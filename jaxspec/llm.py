@@ -195,8 +195,7 @@ class LLM:
                 of a file with one.
             parse_special_tokens: Let special pieces spelled in messages count. Without
                 it "<end_of_turn>" in a message is text and cannot end its turn.
-            tools: Not supported.
-            lora_request: Not supported.
+            tools: Not supported, and `lora_request` neither.
             priority: As for `generate`, one per conversation.
 
         Raises:

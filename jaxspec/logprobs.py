@@ -29,7 +29,7 @@ LogprobsOnePosition = dict[int, Logprob]
 
 
 @dataclass
-class FlatLogprobs(Sequence[LogprobsOnePosition | None]):
+class FlatLogprobs(Sequence[Any]):
     """Reads like a list of dicts; position i is what `starts[i]` to `ends[i]` hold.
 
     A position without logprobs (the first of a prompt) reads as None.
@@ -52,7 +52,7 @@ class FlatLogprobs(Sequence[LogprobsOnePosition | None]):
             self.decoded_tokens.append(entry.decoded_token)
         self.end_indices.append(len(self.token_ids))
 
-    def extend(self, positions: Iterable[LogprobsOnePosition | None]) -> None:
+    def extend(self, positions: Iterable[Any]) -> None:
         """Add what is said about several more positions."""
         for position in positions:
             self.append(position)
@@ -82,5 +82,5 @@ class FlatLogprobs(Sequence[LogprobsOnePosition | None]):
             for at in range(start, end)
         }
 
-    def __iter__(self) -> Iterator[LogprobsOnePosition | None]:
+    def __iter__(self) -> Iterator[Any]:
         return (self[position] for position in range(len(self)))

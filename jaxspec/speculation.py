@@ -117,10 +117,12 @@ class SpeculativeConfig:
                     value = getattr(self, name)
                     raise wrong_argument(ConfigError, name, allowed, value, hint)
             return
-        for name in names:
-            value = getattr(self, name)
-            check_integer(ConfigError, name, value, low=1, high=MAX_PROMPT_LOOKUP)
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            allowed = f"at most prompt_lookup_max={self.prompt_lookup_max}"
-            value = self.prompt_lookup_min
-            raise wrong_argument(ConfigError, "prompt_lookup_min", allowed, value)
+        most, fewest = (
+            check_integer(
+                ConfigError, name, getattr(self, name), low=1, high=MAX_PROMPT_LOOKUP
+            )
+            for name in names
+        )
+        if fewest > most:
+            allowed = f"at most prompt_lookup_max={most}"
+            raise wrong_argument(ConfigError, "prompt_lookup_min", allowed, fewest)

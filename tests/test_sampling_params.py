@@ -100,6 +100,7 @@ REFUSED = [
     ("min_tokens", 17, "from 0 to 16"),
     ("logprobs", -2, "at least -1"),
     ("prompt_logprobs", 1.5, "at least -1"),
+    ("logprobs", False, "at least -1"),
     ("output_kind", 2, "FINAL_ONLY"),
     ("logit_bias", [5], "a dict"),
     ("logit_bias", {"x": 1.0}, "an integer"),
@@ -178,6 +179,7 @@ def test_values_are_normalised():
         "top_p": np.float32(0.5),
         "stop_token_ids": (4, np.int32(5)),
         "logit_bias": {"42": 1},
+        "logprobs": True,
     }
     params = SamplingParams(**given)
     assert params.top_k == 0
@@ -188,6 +190,8 @@ def test_values_are_normalised():
     assert type(params.top_p) is float
     assert params.stop_token_ids == [4, 5]
     assert params.logit_bias == {42: 1.0}
+    assert type(params.logprobs) is int
+    assert params.logprobs == 1
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, 9e-6])
@@ -268,10 +272,14 @@ def test_drafts_per_request_are_at_most_the_engines():
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_logprobs_are_at_most_the_engines(name: str):
-    SamplingParams(**{name: 20}).validate_for(100, max_logprobs=20)
-    SamplingParams(**{name: -1}).validate_for(20, max_logprobs=20)
+    def ask(count: int) -> SamplingParams:
+        fields: dict[str, Any] = {name: count}
+        return SamplingParams(**fields)
+
+    ask(20).validate_for(100, max_logprobs=20)
+    ask(-1).validate_for(20, max_logprobs=20)
     for asked in (21, -1):
-        params = SamplingParams(**{name: asked})
+        params = ask(asked)
         params.validate_for(100)
         with pytest.raises(RequestError, match=rf"{name} must be at most 20, got"):
             params.validate_for(100, max_logprobs=20)

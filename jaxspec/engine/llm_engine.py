@@ -29,6 +29,8 @@ from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.tokenizer import Tokenizer
 
+LOG_INTERVAL_S = 10.0
+
 
 class LLMEngine:
     """vLLM's engine interface: `add_request`, `step`, `abort_request`.
@@ -107,7 +109,8 @@ class LLMEngine:
         make = functools.partial(
             self._intake.make, arrival_time=arrival_time, priority=priority
         )
-        if not isinstance(params, SamplingParams) or params.n == 1:
+        params = self._intake.checked(params)
+        if params.n == 1:
             request = make(request_id, prompt, params)
             self._delivery.open(request)
             self.scheduler.add(request)
@@ -139,10 +142,13 @@ class LLMEngine:
         them is not known any more. The engine takes new ones.
         """
         try:
-            return self._step()
+            outputs = self._step()
         except BaseException:
             self._reset()
             raise
+        if self.metrics.seconds_since_log() > LOG_INTERVAL_S:
+            self.do_log_stats()
+        return outputs
 
     def _reset(self) -> None:
         for request in self._delivery:
@@ -232,8 +238,9 @@ class LLMEngine:
 
     def do_log_stats(self) -> None:
         """Log what happened since the last time; `step` does so every ten seconds."""
-        if not self.config.disable_log_stats:
-            self.metrics.log(self._load())
+        if self.config.disable_log_stats:
+            return
+        self.metrics.log(self._load())
 
     def _load(self) -> Load:
         scheduler, pages = self.scheduler, self.scheduler.pages

@@ -1,12 +1,12 @@
 """Owns the log-probabilities of one text: from arrays of a launch to vLLM's dicts."""
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jaxspec.logprobs import FlatLogprobs, Logprob, LogprobsOnePosition
 from jaxspec.program.plan import TokenLogprobs
 from jaxspec.sampling_params import SamplingParams
 
-Told = list[LogprobsOnePosition | None] | FlatLogprobs
+Told = list[Any] | FlatLogprobs
 
 
 @runtime_checkable
@@ -46,7 +46,7 @@ class LogprobStream:
     def push(self, token_ids: list[int], values: TokenLogprobs | None) -> None:
         """Add generated tokens; entry i of `values` is about token i."""
         asked = self._params.logprobs
-        if asked is None or self.cumulative is None:
+        if asked is None or self.cumulative is None or not token_ids:
             return
         assert values is not None, "a launch told no logprobs"
         own = values.own.tolist()

@@ -6,6 +6,7 @@ lengths. Knows nothing of who reads it.
 
 import bisect
 import copy
+import dataclasses
 import logging
 import time
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from jaxspec.engine.stats import EngineStats
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
 
 _log = logging.getLogger(__name__)
+
+# Dashboards look for vLLM's; a script whose imports were renamed looks for ours.
+PREFIXES = ("vllm", "jaxspec")
 
 _TO_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
 _TO_FIRST_TOKEN_S += (1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
@@ -40,9 +44,6 @@ class Load:
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0
-    num_preemptions: int = 0
-    num_prefix_queries: int = 0
-    num_prefix_hits: int = 0
     sleep_level: int = 0
 
 
@@ -78,7 +79,7 @@ class EngineMetrics:
         self._labels = {"model_name": config.served_model_name, "engine": "0"}
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-        self._finished = dict.fromkeys(_FINISH_REASONS, 0)
+        self._finished: dict[str, int] = dict.fromkeys(_FINISH_REASONS, 0)
         per_request = "e2e_request_latency", "request_queue_time"
         per_request += "request_inference_time", "request_prefill_time"
         bounds = {
@@ -145,21 +146,21 @@ class EngineMetrics:
             seen[name].add(value)
 
     def read(self, load: Load) -> list[Metric]:
-        """Return everything, in vLLM's names."""
+        """Return everything in vLLM's names, once for each of `PREFIXES`."""
         gauges = {
             "num_requests_running": load.num_running,
             "num_requests_waiting": load.num_waiting,
             "kv_cache_usage_perc": load.kv_usage,
         }
         counters = {
-            "prefix_cache_queries": load.num_prefix_queries,
-            "prefix_cache_hits": load.num_prefix_hits,
-            "num_preemptions": load.num_preemptions,
+            "prefix_cache_queries": self._stats.num_prefix_queries,
+            "prefix_cache_hits": self._stats.num_prefix_hits,
+            "num_preemptions": self._stats.num_preemptions,
             "prompt_tokens": self.num_prompt_tokens,
             "prompt_tokens_cached": self.num_cached_tokens,
             "generation_tokens": self._stats.num_generated_tokens,
         }
-        return [
+        found = [
             *(self._gauge(name, value) for name, value in gauges.items()),
             *self._states(load),
             *(self._counter(name, value) for name, value in counters.items()),
@@ -168,10 +169,12 @@ class EngineMetrics:
                 for reason, count in self._finished.items()
             ),
             *self._drafts(),
-            *(
-                seen.read(f"vllm:{name}", dict(self._labels))
-                for name, seen in self._seen.items()
-            ),
+            *(seen.read(name, dict(self._labels)) for name, seen in self._seen.items()),
+        ]
+        return [
+            dataclasses.replace(metric, name=f"{prefix}:{metric.name}")
+            for prefix in PREFIXES
+            for metric in found
         ]
 
     def _states(self, load: Load) -> list[Metric]:
@@ -213,7 +216,7 @@ class EngineMetrics:
             "efficiency": emitted / max(rounds * (width + 1), 1),
         }
         per_position = Vector(
-            name="vllm:spec_decode_num_accepted_tokens_per_pos",
+            name="spec_decode_num_accepted_tokens_per_pos",
             labels=dict(self._labels),
             values=[*kept, *[0] * (width - len(kept))],
         )
@@ -224,12 +227,10 @@ class EngineMetrics:
         ]
 
     def _gauge(self, name: str, value: float | int, **labels: str) -> Gauge:
-        return Gauge(
-            name=f"vllm:{name}", labels=self._labels | labels, value=float(value)
-        )
+        return Gauge(name=name, labels=self._labels | labels, value=float(value))
 
     def _counter(self, name: str, value: int, **labels: str) -> Counter:
-        return Counter(name=f"vllm:{name}", labels=self._labels | labels, value=value)
+        return Counter(name=name, labels=self._labels | labels, value=value)
 
     def seconds_since_log(self) -> float:
         """Seconds since the last line, or since the start."""
@@ -242,7 +243,7 @@ class EngineMetrics:
         seconds = max(now - then, 1e-9)
         self._last_log = (now, self.num_prompt_tokens, copy.deepcopy(stats))
         generated = stats.num_generated_tokens - before.num_generated_tokens
-        hits = load.num_prefix_hits / max(load.num_prefix_queries, 1)
+        hits = stats.num_prefix_hits / max(stats.num_prefix_queries, 1)
         _log.info(
             "Avg prompt throughput: %.1f tokens/s, "
             "Avg generation throughput: %.1f tokens/s, Running: %d reqs, "

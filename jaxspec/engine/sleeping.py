@@ -5,7 +5,7 @@ from jaxspec.engine.loading import load_weights
 from jaxspec.engine.runner import Runner
 from jaxspec.errors import RequestError, check_choice, check_integer
 
-_PARTS = ("weights", "kv_cache")
+_PARTS: tuple[str, ...] = ("weights", "kv_cache")
 
 
 class Sleep:

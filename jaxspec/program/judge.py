@@ -62,10 +62,10 @@ def choose_next(
 
 
 def place_next(
-    drafts: Int[Array, "seq draft"], verdict: Verdict, width: int
-) -> Int[Array, "seq width"]:
-    """Accepted drafts, then the target's token, then pads."""
-    seqs, count = drafts.shape
-    padded = jnp.pad(drafts, ((0, 0), (0, width - count)))
+    drafts: Int[Array, "seq draft"], verdict: Verdict
+) -> Int[Array, "seq draft+1"]:
+    """Accepted drafts, then the target's token."""
+    seqs = drafts.shape[0]
+    padded = jnp.pad(drafts, ((0, 0), (0, 1)))
     row = jnp.arange(seqs, dtype=jnp.int32)
     return padded.at[row, verdict.num_accepted].set(verdict.next_token)

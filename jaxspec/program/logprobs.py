@@ -69,7 +69,7 @@ def _tell(
 
     top, ids = jax.lax.top_k(logits, min(num_top, size))
     ids = ids + first
-    if axes is not None:
+    if axes is not None and num_top:
         # In order of the parts, so that of equal values the lowest id stays first.
         top = jax.lax.all_gather(top, axes, axis=1, tiled=True)
         ids = jax.lax.all_gather(ids, axes, axis=1, tiled=True)
@@ -103,6 +103,16 @@ def tell_some(
         return []
     told = tell(logits, tokens.reshape(-1), num_top=num_top, backend=backend)
     return [told.reshape(*tokens.shape, -1)]
+
+
+def blank(
+    tokens: Int[Array, "seq width"], *, shape: StepShape
+) -> list[Int[Array, "seq width column"]]:
+    """What `tell_some` returns, before anything is known."""
+    num_top = shape.features.num_logprobs
+    if num_top is None:
+        return []
+    return [jnp.zeros((*tokens.shape, 2 + 2 * num_top), jnp.int32)]
 
 
 def tell_prompt(

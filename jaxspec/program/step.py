@@ -6,7 +6,6 @@ engine's state. The host passes one plan vector and reads one result vector.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -18,14 +17,15 @@ from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.weights import Params, bind
-from jaxspec.program import controls, logprobs
+from jaxspec.program import controls, grammar, logprobs
 from jaxspec.program.active import Active, gather
 from jaxspec.program.apply import Tiles, apply_plan, read_tiles, unpack
 from jaxspec.program.commit import Emitted, append, truncate
-from jaxspec.program.judge import choose_next, judge, logits_of, place_next
+from jaxspec.program.judge import choose_next
 from jaxspec.program.plan import PlanLayout, PoolShape, StepShape
 from jaxspec.program.propose import Proposal, draft_model, ngram
-from jaxspec.program.region import join, make_region
+from jaxspec.program.region import make_region
+from jaxspec.program.round import Judged, Round
 from jaxspec.program.state import EngineState, Rows
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, replicated
 from jaxspec_kernels.dispatch import implementation_for
@@ -39,6 +39,7 @@ class ProgramConfig:
         has_greedy_draft: Drafts are the argmax whatever the request samples.
         lookup: Drafts come from the sequence itself first; None for the model alone.
         mesh: The devices, whose platform chooses the kernels.
+        mask_source: Whom shapes with grammars ask for masks.
     """
 
     target: ModelConfig
@@ -47,6 +48,7 @@ class ProgramConfig:
     has_greedy_draft: bool = False
     lookup: ngram.Lookup | None = None
     mesh: Mesh
+    mask_source: grammar.MaskSource | None = None
 
     def backend(self, mesh_axes: tuple[str, ...]) -> Backend:
         """Where a model runs whose heads are split over these axes."""
@@ -80,46 +82,32 @@ def speculative_step(
     Returns:
         The new state, and what `StepResult.unpack` reads.
     """
-    pool = config.pool
-    fields = unpack(plan, PlanLayout(shape, pool))
-    tiles = read_tiles(fields)
-    rows, token_pages = apply_plan(state.rows, state.token_pages, fields, tiles, pool)
-    active = gather(rows, token_pages, fields["decode_row"])
-
-    adjuster = partial(_adjuster, rows, token_pages, active, config=config, shape=shape)
-    found = _look_up(active, token_pages, config=config, shape=shape)
-    proposal, draft_pages = _propose(
-        draft_params,
-        state.draft_pages,
-        active,
-        rows,
-        tiles,
-        adjust=adjuster(DRAFT_MESH_AXES),
-        found=found,
-        config=config,
-        shape=shape,
+    launch = _read_plan(state, plan, config.pool, shape)
+    active = launch.active
+    proposal, num_draft, draft_pages = _propose(
+        draft_params, state.draft_pages, launch, config=config, shape=shape
     )
-    num_draft = fields["decode_draft"]
-    if found is not None and config.draft is None:
-        num_draft = jnp.minimum(num_draft, found.num_found)
-    judged = _judge_round(
+    judged = _judge(
         target_params,
         state.target_pages,
+        launch,
         proposal,
-        active,
         num_draft,
-        prompts=_tile_batch(rows, tiles, pool, is_draft=False) if shape.chunk else None,
-        after_prompts=fields.get("tile_next_token"),
-        adjust=adjuster(TARGET_MESH_AXES),
         config=config,
         shape=shape,
     )
     emitted = truncate(judged.tokens, judged.num_accepted + 1, active)
-    rows, token_pages = append(rows, token_pages, active, emitted)
+    rows, token_pages = append(launch.rows, launch.token_pages, active, emitted)
     result = [_pack_result(emitted, judged.num_accepted, num_draft), *judged.told]
     if shape.chunk:
         rows, token_pages, first = _finish_prompts(
-            rows, token_pages, tiles, judged.tile_logits, config=config, shape=shape
+            rows,
+            token_pages,
+            launch.tiles,
+            judged.tile_logits,
+            launch.fields,
+            config=config,
+            shape=shape,
         )
         result += first
     state = EngineState(
@@ -131,133 +119,118 @@ def speculative_step(
     return state, jnp.concatenate([part.reshape(-1) for part in result])
 
 
-def _look_up(
-    active: Active,
-    token_pages: Int[Array, "page page_size"],
-    *,
-    config: ProgramConfig,
-    shape: StepShape,
-) -> ngram.Found | None:
-    if config.lookup is None or not shape.num_draft_tokens:
-        return None
-    count = shape.num_draft_tokens
-    return ngram.look_up(active, token_pages, config.lookup, num_draft_tokens=count)
+class _Launch(NamedTuple):
+    """The state once the plan has been applied, and who takes part."""
+
+    fields: dict[str, Array]
+    tiles: Tiles
+    rows: Rows
+    token_pages: Int[Array, "page page_size"]
+    active: Active
+
+    def batch(self, pool: PoolShape, *, is_draft: bool) -> TokenBatch:
+        """The prompt tiles, for one of the two models."""
+        tiles = self.tiles
+        page_table = self.rows.page_table.at[tiles.row].get(mode="clip")
+        is_row = tiles.row < pool.num_rows
+        is_written = tiles.is_token & is_row[:, None]
+        if not is_draft:
+            is_written &= ~tiles.is_draft_only[:, None]
+        kv_len = jnp.where(is_row, tiles.start + tiles.length, 0)
+        return make_region(tiles.tokens, kv_len, page_table, is_written, pool)
+
+
+def _read_plan(
+    state: EngineState, plan: Int[Array, " plan"], pool: PoolShape, shape: StepShape
+) -> _Launch:
+    fields = unpack(plan, PlanLayout(shape, pool))
+    tiles = read_tiles(fields)
+    rows, token_pages = apply_plan(state.rows, state.token_pages, fields, tiles, pool)
+    active = gather(rows, token_pages, fields["decode_row"])
+    return _Launch(fields, tiles, rows, token_pages, active)
 
 
 def _propose(
     params: Params | None,
     pages: tuple[Array, ...],
-    active: Active,
-    rows: Rows,
-    tiles: Tiles,
+    launch: _Launch,
     *,
-    adjust: controls.Adjust | None,
-    found: ngram.Found | None,
     config: ProgramConfig,
     shape: StepShape,
-) -> tuple[Proposal | None, tuple[Array, ...]]:
-    if config.draft is None and found is not None:
-        return found.proposal, pages
-    if config.draft is None or (not shape.num_draft_tokens and not shape.chunk):
-        return None, pages
+) -> tuple[Proposal | None, Int[Array, " seq"], tuple[Array, ...]]:
+    """Drafts, how many of each sequence count, and the draft model's pages."""
+    count, active = shape.num_draft_tokens, launch.active
+    num_draft, found = launch.fields["decode_draft"], None
+    if config.lookup is not None and count:
+        found = ngram.look_up(
+            active, launch.token_pages, config.lookup, num_draft_tokens=count
+        )
+    if config.draft is None:
+        if found is None:
+            return None, num_draft, pages
+        return found.proposal, jnp.minimum(num_draft, found.num_found), pages
+    if not count and not shape.chunk:
+        return None, num_draft, pages
     assert params is not None, "a draft config came without parameters"
     model = bind(config.draft, params, config.backend(DRAFT_MESH_AXES))
-    batch = None
-    if shape.chunk:
-        batch = _tile_batch(rows, tiles, config.pool, is_draft=True)
-    if not shape.num_draft_tokens:
+    batch = launch.batch(config.pool, is_draft=True) if shape.chunk else None
+    if not count:
         assert batch is not None
-        return None, draft_model.feed_prompt(model, pages, batch)
-    return draft_model.propose(
+        return None, num_draft, draft_model.feed_prompt(model, pages, batch)
+    proposal, pages = draft_model.propose(
         model,
         pages,
         active,
         batch,
-        num_draft_tokens=shape.num_draft_tokens,
+        num_draft_tokens=count,
         pool=config.pool,
         is_greedy=config.has_greedy_draft,
-        adjust=adjust,
         found=found,
+        adjust=_adjuster(
+            launch.rows,
+            launch.token_pages,
+            active,
+            launch.fields,
+            DRAFT_MESH_AXES,
+            config=config,
+            shape=shape,
+        ),
     )
+    return proposal, num_draft, pages
 
 
-class _Judged(NamedTuple):
-    """What the target made of a round; with K + 1 tokens, however many were fed."""
-
-    tokens: Int[Array, "seq width"]  # accepted drafts, then the target's own
-    num_accepted: Int[Array, " seq"]
-    tile_logits: Float[Array, "tile vocab"]
-    told: list[Int[Array, "..."]]  # of the result vector: log-probabilities
-    pages: tuple[Array, ...]
-
-
-def _judge_round(
+def _judge(
     params: Params,
     pages: tuple[Array, ...],
+    launch: _Launch,
     proposal: Proposal | None,
-    active: Active,
     num_draft: Int[Array, " seq"],
     *,
-    prompts: TokenBatch | None,
-    after_prompts: Int[Array, " tile"] | None,
-    adjust: controls.Adjust | None,
     config: ProgramConfig,
     shape: StepShape,
-) -> _Judged:
-    """One target pass over the newest tokens, their drafts and the prompt tiles."""
-    backend = config.backend(TARGET_MESH_AXES)
-    known = active.last_tokens[:, 1:]
-
-    def look(pages: tuple[Array, ...], proposal: Proposal | None) -> _Judged:
-        target = bind(config.target, params, backend)
-        drafts = known[:, :0] if proposal is None else proposal.tokens
-        tokens = jnp.concatenate([known, drafts], axis=1)
-        seqs, width = tokens.shape
-        is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
-        kv_len = active.num_tokens + width - 1
-        batches = [
-            make_region(tokens, kv_len, active.page_table, is_written, config.pool)
-        ]
-        if prompts is not None:
-            batches.append(prompts)
-        hidden, pages = target.hidden(join(batches), pages)
-        logits, tile_logits = logits_of(target, hidden, seqs * width)
-        verdict = judge(proposal, logits, num_draft, active, backend, adjust=adjust)
-        tokens = place_next(drafts, verdict, shape.num_draft_tokens + 1)
-        told = logprobs.tell_some(logits, tokens, shape=shape, backend=backend)
-        if prompts is not None and after_prompts is not None:
-            told += logprobs.tell_prompt(
-                target,
-                hidden[seqs * width :],
-                prompts.tokens,
-                after_prompts,
-                shape=shape,
-                backend=backend,
-            )
-        return _Judged(tokens, verdict.num_accepted, tile_logits, told, pages)
-
-    has_one_form = config.draft is not None or proposal is None or prompts is not None
-    if has_one_form or shape.features.num_logprobs is not None:
-        return look(pages, proposal)
-    # Where nothing was found, the round is a plain one and costs no more than that.
-    return jax.lax.cond(
-        (num_draft > 0).any(),
-        lambda pages: look(pages, proposal),
-        lambda pages: look(pages, None),
-        pages,
+) -> Judged:
+    backend, pool = config.backend(TARGET_MESH_AXES), config.pool
+    this = Round(
+        target=bind(config.target, params, backend),
+        active=launch.active,
+        num_draft=num_draft,
+        may_be_plain=config.draft is None,
+        prompts=launch.batch(pool, is_draft=False) if shape.chunk else None,
+        after_prompts=launch.fields.get("tile_next_token"),
+        adjust=_adjuster(
+            launch.rows,
+            launch.token_pages,
+            launch.active,
+            launch.fields,
+            TARGET_MESH_AXES,
+            config=config,
+            shape=shape,
+        ),
+        backend=backend,
+        pool=pool,
+        shape=shape,
     )
-
-
-def _tile_batch(
-    rows: Rows, tiles: Tiles, pool: PoolShape, *, is_draft: bool
-) -> TokenBatch:
-    page_table = rows.page_table.at[tiles.row].get(mode="clip")
-    is_row = tiles.row < pool.num_rows
-    is_written = tiles.is_token & is_row[:, None]
-    if not is_draft:
-        is_written &= ~tiles.is_draft_only[:, None]
-    kv_len = jnp.where(is_row, tiles.start + tiles.length, 0)
-    return make_region(tiles.tokens, kv_len, page_table, is_written, pool)
+    return this.judge(proposal, pages)
 
 
 def _pack_result(
@@ -267,8 +240,7 @@ def _pack_result(
     accepted = jnp.minimum(num_accepted, emitted.num_emitted)
     is_done = emitted.is_done.astype(jnp.int32)
     columns = [emitted.num_emitted, num_draft, accepted, is_done]
-    columns = jnp.stack(columns, axis=1)
-    return jnp.concatenate([emitted.tokens, columns], axis=1)
+    return jnp.concatenate([emitted.tokens, jnp.stack(columns, axis=1)], axis=1)
 
 
 def _pack_first(first: Emitted) -> Int[Array, "tile 2"]:
@@ -281,6 +253,7 @@ def _finish_prompts(
     token_pages: Int[Array, "page page_size"],
     tiles: Tiles,
     logits: Float[Array, "tile vocab"],
+    fields: dict[str, Array],
     *,
     config: ProgramConfig,
     shape: StepShape,
@@ -294,7 +267,13 @@ def _finish_prompts(
     row = jnp.where(tiles.is_last, tiles.row, num_rows)
     active = gather(rows, token_pages, row, num_tokens=tiles.start + tiles.length)
     adjust = _adjuster(
-        rows, token_pages, active, TARGET_MESH_AXES, config=config, shape=shape
+        rows,
+        token_pages,
+        active,
+        fields,
+        TARGET_MESH_AXES,
+        config=config,
+        shape=shape,
     )
     token = choose_next(logits, active, adjust=adjust)
     emitted = truncate(token[:, None], jnp.ones_like(token), active)
@@ -308,20 +287,30 @@ def _adjuster(
     rows: Rows,
     token_pages: Int[Array, "page page_size"],
     active: Active,
+    fields: dict[str, Array],
     mesh_axes: tuple[str, ...],
     *,
     config: ProgramConfig,
     shape: StepShape,
 ) -> controls.Adjust | None:
-    if not shape.features.has_controls:
-        return None
-    return controls.adjuster(
-        rows.controls,
-        token_pages,
-        active,
-        vocab_size=config.pool.vocab_size,
-        backend=config.backend(mesh_axes),
-    )
+    """What the launch's requests ask of single tokens: controls, then grammars."""
+    vocab_size, backend = config.pool.vocab_size, config.backend(mesh_axes)
+    adjust = None
+    if shape.features.has_controls:
+        adjust = controls.adjuster(
+            rows.controls, token_pages, active, vocab_size=vocab_size, backend=backend
+        )
+    if shape.features.has_grammar:
+        assert config.mask_source is not None, "nobody knows the grammars"
+        adjust = grammar.adjuster(
+            config.mask_source,
+            fields["grammar_id"],
+            token_pages,
+            active,
+            inner=adjust,
+            backend=backend,
+        )
+    return adjust
 
 
 def compile_step(

@@ -266,24 +266,6 @@ def test_logprobs_of_the_whole_vocabulary_where_it_is_small(
         configure(larger, max_logprobs=-1)
 
 
-def test_recommended_sampling_is_read_and_overridden(tmp_path: Path, target: str):
-    recommended = {"temperature": 0.6, "top_k": 64, "max_new_tokens": 99, "bos": 2}
-    Path(target, "generation_config.json").write_text(json.dumps(recommended))
-    assert configure(target).generation_defaults == {
-        "temperature": 0.6,
-        "top_k": 64,
-        "max_tokens": 99,
-    }
-    assert configure(target, generation_config="vllm").generation_defaults == {}
-    changed = configure(target, override_generation_config={"top_k": 5})
-    assert changed.generation_defaults["top_k"] == 5
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "generation_config.json").write_text('{"top_p": 0.5}')
-    elsewhere = configure(target, generation_config=str(other))
-    assert elsewhere.generation_defaults == {"top_p": 0.5}
-
-
 def test_names_that_are_no_folders_name_their_argument(target: str):
     for argument in ("model", "tokenizer", "generation_config", "speculative_model"):
         arguments = {"model": target, "num_speculative_tokens": None} | {argument: "x"}

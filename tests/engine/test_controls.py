@@ -1,5 +1,7 @@
 """Words become token ids, and what the program has no room for is refused."""
 
+from typing import Any
+
 import pytest
 
 import jaxspec_checkpoints
@@ -39,7 +41,7 @@ def test_nothing_asked_is_nothing_to_do():
 
 
 def test_every_field_arrives():
-    given = {
+    given: dict[str, Any] = {
         "presence_penalty": 0.5,
         "frequency_penalty": -0.5,
         "repetition_penalty": 1.5,

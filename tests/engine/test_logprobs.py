@@ -58,7 +58,7 @@ def test_a_text_told_in_rounds(count: int):
     stream = make_stream(logprobs=count)
     for start, stop in [(0, 1), (1, 4), (4, 4), (4, 9)]:
         stream.push(tokens[start:stop], tell(table[start:stop], tokens[start:stop]))
-    told = stream.since(0)
+    told: list[Any] = list(stream.since(0) or [])
     assert told == [
         expected(row, token, count) for row, token in zip(table, tokens, strict=True)
     ]
@@ -66,6 +66,13 @@ def test_a_text_told_in_rounds(count: int):
     assert [next(iter(entry)) for entry in told if entry] == tokens
     own = [float(row[token]) for row, token in zip(table, tokens, strict=True)]
     assert stream.cumulative == pytest.approx(sum(own), abs=1e-5)
+
+
+def test_a_launch_that_only_fed_a_prompt_tells_of_no_tokens():
+    stream = make_stream(logprobs=1)
+    stream.push([], None)
+    assert stream.since(0) == []
+    assert stream.cumulative == 0.0
 
 
 def test_the_whole_vocabulary():

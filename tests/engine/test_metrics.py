@@ -3,7 +3,6 @@
 import logging
 from typing import Any
 
-import numpy as np
 import pytest
 
 from jaxspec.engine.metrics import Distribution, EngineMetrics, Load, lengths_up_to
@@ -40,7 +39,9 @@ def make_metrics(**changes: Any) -> tuple[EngineMetrics, EngineStats]:
 
 def by_name(metrics: EngineMetrics, **load: Any) -> dict[str, list[Metric]]:
     found: dict[str, list[Metric]] = {}
-    for metric in metrics.read(Load(**load)):
+    metrics_twice = metrics.read(Load(**load))
+    ours = [one for one in metrics_twice if one.name.startswith("vllm:")]
+    for metric in ours:
         found.setdefault(metric.name.removeprefix("vllm:"), []).append(metric)
     return found
 
@@ -64,11 +65,27 @@ def test_names_and_kinds_are_those_of_vllm():
     for kind, names in kinds.items():
         same = {name for name, ones in found.items() if type(ones[0]) is kind}
         assert same == set(names.split())
+    names = [metric.name for metric in make_metrics()[0].read(Load())]
+    half = len(names) // 2
+    assert [name.replace("vllm:", "jaxspec:") for name in names[:half]] == names[half:]
     for ones in found.values():
         for one in ones:
             assert one.name.startswith("vllm:")
             assert one.labels["model_name"] == "target"
             assert one.labels["engine"] == "0"
+
+
+def add_rounds(
+    stats: EngineStats, *, rounds: int, drafts: int, kept: list[int], tokens: int
+) -> None:
+    stats.num_draft_rounds += rounds
+    stats.num_draft_tokens += drafts
+    stats.num_accepted_tokens += sum(kept)
+    stats.num_generated_tokens += tokens
+    before = [*stats.accepted_per_position, *[0] * len(kept)]
+    stats.accepted_per_position[:] = [
+        old + new for old, new in zip(before, kept, strict=False)
+    ]
 
 
 def test_without_drafts_there_is_nothing_to_tell_about_them():
@@ -79,8 +96,8 @@ def test_without_drafts_there_is_nothing_to_tell_about_them():
 
 def test_drafts():
     metrics, stats = make_metrics(num_draft_tokens=3)
-    for drafts, accepted, generated in [(3, 2, 3), (3, 0, 1), (2, 2, 3), (0, 0, 1)]:
-        stats.record_round(*np.array([[drafts], [accepted], [generated]]))
+    # Rounds of 3, 3 and 2 drafts, of which 2, 0 and 2 were accepted, and a plain one.
+    add_rounds(stats, rounds=3, drafts=8, kept=[2, 2], tokens=8)
     found = by_name(metrics)
     assert value_of(found, "spec_decode_num_drafts") == 3
     assert value_of(found, "spec_decode_num_draft_tokens") == 8
@@ -95,12 +112,16 @@ def test_drafts():
 
 
 def test_what_the_engine_holds():
-    load = dict(num_running=2, num_waiting=5, kv_usage=0.25, num_preemptions=1)
-    found = by_name(make_metrics()[0], sleep_level=1, **load)
+    load = dict(num_running=2, num_waiting=5, kv_usage=0.25, sleep_level=1)
+    metrics, stats = make_metrics()
+    stats.num_preemptions, stats.num_prefix_queries, stats.num_prefix_hits = 1, 9, 4
+    found = by_name(metrics, **load)
     assert value_of(found, "num_requests_running") == 2
     assert value_of(found, "num_requests_waiting") == 5
     assert value_of(found, "kv_cache_usage_perc") == 0.25
     assert value_of(found, "num_preemptions") == 1
+    assert value_of(found, "prefix_cache_queries") == 9
+    assert value_of(found, "prefix_cache_hits") == 4
     states = {one.labels["sleep_state"]: one for one in found["engine_sleep_state"]}
     assert [getattr(state, "value", None) for state in states.values()] == [0, 1, 0]
     assert list(states) == ["awake", "weights_offloaded", "discard_all"]
@@ -176,15 +197,15 @@ def test_bounds_of_lengths():
 def test_the_log_tells_what_is_new(caplog: pytest.LogCaptureFixture):
     metrics, stats = make_metrics(num_draft_tokens=3)
     caplog.set_level(logging.INFO, "jaxspec")
-    stats.record_round(*np.array([[3], [2], [3]]))
-    metrics.log(Load(num_running=1, kv_usage=0.5, num_prefix_queries=4))
-    stats.record_round(*np.array([[3], [1], [2]]))
-    stats.record_round(*np.array([[3], [3], [4]]))
+    stats.num_prefix_queries, stats.num_prefix_hits = 8, 2
+    add_rounds(stats, rounds=1, drafts=3, kept=[1, 1], tokens=3)
+    metrics.log(Load(num_running=1, kv_usage=0.5))
+    add_rounds(stats, rounds=2, drafts=6, kept=[2, 1, 1], tokens=6)
     metrics.log(Load())
     metrics.log(Load())
     first, drafts, second, more, third = caplog.messages
     assert "Running: 1 reqs, Waiting: 0 reqs, GPU KV cache usage: 50.0%" in first
-    assert first.endswith("Prefix cache hit rate: 0.0%")
+    assert first.endswith("Prefix cache hit rate: 25.0%")
     assert drafts.startswith("SpecDecoding metrics: Mean acceptance length: 3.00, ")
     assert "Accepted: 4 tokens, Drafted: 6 tokens" in more
     assert "Per-position acceptance rate: 1.000, 0.500, 0.500" in more

@@ -12,7 +12,7 @@ from jaxspec.program.choose import choose_token, forbid_early_stop
 from jaxspec.program.controls import Adjust
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose.ngram import Found
-from jaxspec.program.propose.proposal import Proposal
+from jaxspec.program.propose.proposal import Proposal, chain
 from jaxspec.program.region import join, make_region
 
 Pages = tuple[Array, ...]
@@ -38,20 +38,17 @@ def propose(
     num_draft_tokens: int,
     pool: PoolShape,
     is_greedy: bool = False,
-    adjust: Adjust | None = None,
     found: Found | None = None,
+    adjust: Adjust | None = None,
 ) -> tuple[Proposal, Pages]:
     """Draw `num_draft_tokens` tokens per sequence from the draft model.
 
-    The first pass takes the two newest tokens: after a fully accepted round the draft
-    has no keys and values for the last draft token. Where it has them, the same values
-    are written again. Prompt tiles ride along in that pass.
+    The first pass takes the two newest tokens, and prompt tiles ride along in it.
 
     Args:
         is_greedy: Propose the argmax, a point mass, also where the request samples.
+        found: Drafts that the model is fed in place of its own, as far as they go.
         adjust: What requests ask of single tokens; None where none asks anything.
-        found: Drafts known beforehand, which the model is fed in place of its own; it
-            goes on where they end.
     """
 
     def draw(hidden: Array, step: Array | int, drafts: Array | None):
@@ -60,21 +57,13 @@ def propose(
         if adjust is not None:
             logits = adjust(logits[:, None], drafts, num_before=step)[:, 0]
         logits = forbid_early_stop(logits, position, active)
-        if is_greedy:
-            token, probs = sampling.argmax(logits), None
-        else:
-            token, probs = choose_token(logits, position, active, role=randomness.DRAFT)
-        if found is None:
-            return token, probs
-        return found.before(position - active.num_tokens, token, probs)
+        drawn = sampling.argmax(logits), None
+        if not is_greedy:
+            drawn = choose_token(logits, position, active, role=randomness.DRAFT)
+        return drawn if found is None else found.before(step, *drawn)
 
     seqs = active.row.shape[0]
-    is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, 2))
-    first = make_region(
-        active.last_tokens, active.num_tokens, active.page_table, is_written, pool
-    )
-    batch = first if tiles is None else join([first, tiles])
-    hidden, pages = model.hidden(batch, pages)
+    hidden, pages = model.hidden(_newest(active, tiles, pool), pages)
     newest = hidden[: 2 * seqs].reshape(seqs, 2, -1)[:, 1]
     # Only controls ask which drafts came before.
     drafts = None if adjust is None else jnp.zeros((seqs, num_draft_tokens), jnp.int32)
@@ -93,18 +82,22 @@ def propose(
         return (token, pages, drafts), (token, probs)
 
     steps = jnp.arange(1, num_draft_tokens, dtype=jnp.int32)
+    is_shallow = model.config.num_layers <= MAX_UNROLLED_LAYERS
     (_, pages, _), (tokens, rest) = jax.lax.scan(
-        extend,
-        (token, pages, drafts),
-        steps,
-        unroll=model.config.num_layers <= MAX_UNROLLED_LAYERS,
+        extend, (token, pages, drafts), steps, unroll=is_shallow
     )
-    tokens = jnp.concatenate([token[None], tokens]).T
     if probs is not None and rest is not None:
         probs = jnp.concatenate([probs[None], rest]).transpose(1, 0, 2)
-    return _chain(tokens, probs), pages
+    return chain(jnp.concatenate([token[None], tokens]).T, probs), pages
 
 
-def _chain(tokens: Array, probs: Array | None) -> Proposal:
-    parent = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] - 1
-    return Proposal(tokens, jnp.broadcast_to(parent, tokens.shape), probs)
+def _newest(active: Active, tiles: TokenBatch | None, pool: PoolShape) -> TokenBatch:
+    """The two newest tokens of every sequence, then the tiles.
+
+    Two: after a fully accepted round the draft has no keys and values for the last
+    draft token. Where it has them, the same values are written again.
+    """
+    tokens = active.last_tokens
+    is_written = jnp.broadcast_to(active.is_active[:, None], tokens.shape)
+    first = make_region(tokens, active.num_tokens, active.page_table, is_written, pool)
+    return first if tiles is None else join([first, tiles])

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.program import history
 from jaxspec.program.active import Active
-from jaxspec.program.propose.proposal import Proposal
+from jaxspec.program.propose.proposal import Proposal, chain
 
 
 class Lookup(NamedTuple):
@@ -31,12 +31,11 @@ class Found(NamedTuple):
     @property
     def proposal(self) -> Proposal:
         """A chain of certain tokens."""
-        parent = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None] - 1
-        return Proposal(self.tokens, jnp.broadcast_to(parent, self.tokens.shape), None)
+        return chain(self.tokens, None)
 
     def before(
         self,
-        index: Int[Array, " seq"],
+        index: Int[Array, ""] | int,
         token: Int[Array, " seq"],
         probs: Float[Array, "seq vocab"] | None,
     ) -> tuple[Int[Array, " seq"], Float[Array, "seq vocab"] | None]:
@@ -47,9 +46,7 @@ class Found(NamedTuple):
             looked up.
         """
         is_found = index < self.num_found
-        column = jnp.minimum(index, self.tokens.shape[1] - 1)[:, None]
-        copied = jnp.take_along_axis(self.tokens, column, axis=1)[:, 0]
-        token = jnp.where(is_found, copied, token)
+        token = jnp.where(is_found, self.tokens[:, index], token)
         if probs is None:
             return token, None
         every = jnp.arange(probs.shape[1], dtype=jnp.int32)[None]
@@ -67,8 +64,8 @@ def look_up(
     """Find what followed the newest tokens when they last came.
 
     The longest match wins, of equal ones the most recent. A match must end before the
-    last token and may overlap with what it matches; drafts end where the known tokens
-    do.
+    last token and may overlap with what it matches. Where what followed runs into the
+    end of the known tokens, it begins again: a text that repeats itself goes on so.
     """
     tokens = history.whole(token_pages, active.page_table)
     length = _match_lengths(tokens, active, lookup.longest)
@@ -78,12 +75,12 @@ def look_up(
     # A maximum and a remainder: XLA:CPU's argmax is many times slower.
     rank = jnp.where(is_match, length * tokens.shape[1] + position, 0)
     best = rank.max(axis=1) % tokens.shape[1]
-    num_known = active.num_tokens - 1 - best
     has_match = is_match.any(axis=1) & active.is_active
-    num_found = jnp.where(has_match, jnp.minimum(num_known, num_draft_tokens), 0)
-    offset = jnp.arange(1, num_draft_tokens + 1, dtype=jnp.int32)[None]
-    following = jnp.minimum(best[:, None] + offset, tokens.shape[1] - 1)
-    return Found(jnp.take_along_axis(tokens, following, axis=1), num_found)
+    num_known = jnp.maximum(active.num_tokens - 1 - best, 1)
+    offset = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None]
+    following = best[:, None] + 1 + offset % num_known[:, None]
+    drafts = jnp.take_along_axis(tokens, following, axis=1, mode="clip")
+    return Found(drafts, jnp.where(has_match, num_draft_tokens, 0))
 
 
 def _match_lengths(

@@ -16,11 +16,14 @@ JUNK = 9
 
 
 def search(tokens: list[int], lookup: ngram.Lookup, num_draft: int) -> list[int]:
-    """The specification: longest first, most recent first, known tokens only."""
+    """The specification: longest first, most recent first, known tokens only.
+
+    What followed begins again where the known tokens end.
+    """
     for length in range(lookup.longest, lookup.shortest - 1, -1):
         for start in range(len(tokens) - length - 1, -1, -1):
             if tokens[start : start + length] == tokens[len(tokens) - length :]:
-                return tokens[start + length :][:num_draft]
+                return (tokens[start + length :] * num_draft)[:num_draft]
     return []
 
 
@@ -70,18 +73,18 @@ def check_chosen_texts() -> None:
         # Nothing matches; one token; nothing at all but the token itself.
         ([1, 2, 3, 4], []),
         ([5], []),
-        ([5, 5], [5]),
+        ([5, 5], [5, 5, 5, 5]),
         # The longest match wins over a more recent shorter one.
         ([1, 2, 3, 7, 8, 4, 3, 6, 1, 2, 3], [7, 8, 4, 3]),
         # The most recent of two equally long ones.
         ([1, 2, 7, 4, 1, 2, 8, 5, 1, 2], [8, 5, 1, 2]),
-        # Drafts stop where the known tokens do.
-        ([6, 1, 2, 9, 1, 2], [9, 1, 2]),
+        # Where the known tokens end, what followed begins again.
+        ([6, 1, 2, 9, 1, 2], [9, 1, 2, 9]),
         # A match may overlap with the end, by all but one token.
-        ([4, 4, 4, 4, 4], [4]),
-        ([1, 2, 1, 2, 1], [2, 1]),
+        ([4, 4, 4, 4, 4], [4, 4, 4, 4]),
+        ([1, 2, 1, 2, 1], [2, 1, 2, 1]),
         # It may begin the text.
-        ([1, 2, 3, 1], [2, 3, 1]),
+        ([1, 2, 3, 1], [2, 3, 1, 2]),
     ]
     texts = [text for text, _ in cases]
     assert found_in(texts, lookup) == [drafts for _, drafts in cases]
@@ -117,13 +120,13 @@ def test_fewer_equal_tokens_than_the_fewest_are_no_match():
     texts = [[1, 2, 3, 4, 1, 2, 3], [9, 2, 3, 4, 1, 2, 3]]
     assert found_in(texts, ngram.Lookup(5, 3)) == [[4, 1, 2, 3], []]
     # One more token than the text before has.
-    assert found_in([[1, 1], [1, 1, 1]], ngram.Lookup(2, 2)) == [[], [1]]
+    assert found_in([[1, 1], [1, 1, 1]], ngram.Lookup(2, 2)) == [[], [1] * DRAFTS]
 
 
 def test_sequences_that_do_not_run_have_no_drafts():
     texts = [[1, 2, 1], [1, 2, 1]]
     found = found_in(texts, ngram.Lookup(1, 1), is_active=[True, False])
-    assert found == [[2, 1], []]
+    assert found == [[2, 1, 2, 1], []]
 
 
 def test_a_proposal_is_a_chain_of_certain_tokens():
@@ -136,14 +139,13 @@ def test_a_proposal_is_a_chain_of_certain_tokens():
 
 def test_what_was_found_comes_before_what_was_drawn():
     found = ngram.Found(jnp.array([[4, 5], [6, 7], [1, 2]]), jnp.array([2, 1, 0]))
-    index = jnp.array([1, 1, 1], jnp.int32)
     drawn = jnp.array([0, 3, 3], jnp.int32)
     probs = jnp.full((3, 8), 0.125)
-    token, law = found.before(index, drawn, probs)
+    token, law = found.before(jnp.int32(1), drawn, probs)
     np.testing.assert_array_equal(token, [5, 3, 3])
     assert law is not None
     np.testing.assert_array_equal(law[0], np.arange(8) == 5)
     np.testing.assert_array_equal(law[1:], probs[1:])
-    token, law = found.before(index, drawn, None)
+    token, law = found.before(jnp.int32(1), drawn, None)
     np.testing.assert_array_equal(token, [5, 3, 3])
     assert law is None
