@@ -139,15 +139,17 @@ def test_more_pages_than_a_launch_can_need_are_a_bug():
 
 
 def test_a_result_is_read_by_sequence_and_tile():
-    # [tokens x 4, emitted, accepted, done] of each sequence, then [token, done] a tile
-    rows = np.arange(4 * 7).reshape(4, 7)
-    rows[:, 6] = [0, 1, 1, 0]
+    # [tokens x 4, emitted, drafts, accepted, done] of each sequence, then [token, done]
+    # of each tile
+    rows = np.arange(4 * 8).reshape(4, 8)
+    rows[:, 7] = [0, 1, 1, 0]
     tiles = np.array([[50, 1], [60, 0]])
     vector = np.concatenate([rows.reshape(-1), tiles.reshape(-1)]).astype(np.int32)
     result = StepResult.unpack(vector, SHAPE)
     assert result.tokens.tolist() == rows[:, :4].tolist()
     assert result.num_emitted.tolist() == rows[:, 4].tolist()
-    assert result.num_accepted.tolist() == rows[:, 5].tolist()
+    assert result.num_draft.tolist() == rows[:, 5].tolist()
+    assert result.num_accepted.tolist() == rows[:, 6].tolist()
     assert result.is_done.tolist() == [False, True, True, False]
     assert result.tile_token.tolist() == [50, 60]
     assert result.tile_is_done.tolist() == [True, False]
@@ -156,7 +158,7 @@ def test_a_result_is_read_by_sequence_and_tile():
 
 def test_log_probabilities_come_after_their_tokens():
     shape = dataclasses.replace(SHAPE, features=ALL_FEATURES)
-    sizes = [4 * 7, 4 * 4 * 6, 2 * TILE * 8, 2 * 2, 2 * 6]
+    sizes = [4 * 8, 4 * 4 * 6, 2 * TILE * 8, 2 * 2, 2 * 6]
     parts = [np.full(size, number, np.int32) for number, size in enumerate(sizes)]
     result = StepResult.unpack(np.concatenate(parts), shape)
     found = result.logprobs, result.prompt_logprobs, result.tile_logprobs
