@@ -71,10 +71,10 @@ def make_request(number: int, random: np.random.Generator, config) -> Request:
         params=SamplingParams(
             max_tokens=budget,
             min_tokens=int(random.integers(0, budget + 1)),
-            output_kind=random.choice(list(RequestOutputKind)),
+            output_kind=list(RequestOutputKind)[random.integers(3)],
         ),
         priority=int(random.integers(3)),
-        cache_salt=random.choice([None, None, None, "a"]),
+        cache_salt="a" if random.random() < 0.25 else None,
         can_read_prefix_cache=bool(random.random() < 0.9),
         max_total=min(length + budget, config.max_model_len),
         num_draft_tokens=int(random.integers(0, config.num_draft_tokens + 1)),

@@ -1,8 +1,8 @@
 """Whatever is asked, every plan is one that the device can run, and all requests end.
 
 `FakeDevice` asserts what a plan may not do: read a slot that holds something else,
-draft where the draft model lacks keys and values, write into another's page.
-The prefill part of a plan (`prefill.py`) is one of the things it looks at.
+draft where the draft model lacks keys and values, write into another's page, prefill
+out of order.
 """
 
 from collections import deque
