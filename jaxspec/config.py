@@ -27,6 +27,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 # What "auto" becomes is known on the device only; float32 is the larger outcome.
 MAX_DTYPE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}
 MAX_PAGE_SIZE = 256
+MAX_LOGPROBS = 1024  # told per token: every launch brings them to the host
 PAIR_HINT = (
     "Choose a draft of the target's family; of Gemma 2, these pairs work (target <- "
     "draft): 27b <- 9b, 27b <- 2b, 9b <- 2b."
@@ -47,6 +48,7 @@ class EngineConfig:
             prompts that begin alike.
         scheduling_policy: Who goes first: "fcfs" by arrival, "priority" by the
             requests' priorities (a lower value first), then by arrival.
+        max_logprobs: Most likely tokens told per token, for requests that ask.
         chat_template: Used in place of the model's; a template, or a file's path.
         generation_defaults: Sampling parameters that the model folder recommends.
         compilation_cache_dir: Where compiled programs are kept; None for nowhere.
@@ -73,6 +75,7 @@ class EngineConfig:
     compilation_cache_dir: str | None = None
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
+    max_logprobs: int = 20
 
     def __post_init__(self):
         check_choice(ConfigError, "dtype", self.dtype, DTYPES)
@@ -83,6 +86,9 @@ class EngineConfig:
             SCHEDULING_POLICIES,
         )
         check_flag(ConfigError, "enable_prefix_caching", self.enable_prefix_caching)
+        check_integer(
+            ConfigError, "max_logprobs", self.max_logprobs, low=0, high=MAX_LOGPROBS
+        )
         check_integer(
             ConfigError,
             "max_model_len",
@@ -139,6 +145,11 @@ class EngineConfig:
     def pages_per_seq(self) -> int:
         """Pages of the longest sequence."""
         return math.ceil(self.max_model_len / self.page_size)
+
+    @property
+    def num_logprobs(self) -> int:
+        """Most likely tokens that a launch tells, where any request asks for them."""
+        return min(self.max_logprobs, self.model_config.vocab_size)
 
     @property
     def num_draft_tokens(self) -> int:

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxspec.engine.runner import Runner
 from jaxspec.program.plan import (
+    NO_TOKEN,
     RULES,
     TILE,
     Admission,
@@ -115,10 +116,13 @@ def _pages(runner: Runner, one: Played, length: int) -> list[tuple[int, int, int
 def _feed(runner: Runner, one: Played, start: int, shape: StepShape) -> None:
     end = min(start + TILE, len(one.prompt))
     is_last = end == len(one.prompt)
-    following = {} if is_last else {"next_token": one.prompt[end]}
     tokens = np.array(one.prompt[start:end], np.int32)
     tile = Tile(
-        row=one.admission.row, start=start, tokens=tokens, is_last=is_last, **following
+        row=one.admission.row,
+        start=start,
+        tokens=tokens,
+        is_last=is_last,
+        next_token=NO_TOKEN if is_last else one.prompt[end],
     )
     plan = StepPlan(
         tiles=[tile],

@@ -12,7 +12,10 @@ from tests.mutation import Mutant, is_killed
 from tests.program.propose.test_draft_model import check_self_draft
 from tests.program.propose.test_ngram import check_chosen_texts
 from tests.program.test_accept import BLOCK, COUPLED, STANDARD, check_mixed_batch
+from tests.program.test_apply import check_forgotten_controls
 from tests.program.test_commit import check_append, check_truncate
+from tests.program.test_controls import check_adjust
+from tests.program.test_judge import check_law
 from tests.program.test_rounds import play_round, test_joint_law_over_rounds
 from tests.program.test_sampling import check_distribution, check_draw
 
@@ -20,6 +23,10 @@ from tests.program.test_sampling import check_distribution, check_draw
 def check_rounds(rule: str) -> None:
     play_round.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
     test_joint_law_over_rounds(rule)
+
+
+def check_controlled_law() -> None:
+    check_law("standard")
 
 
 def mutant(name: str, place: str, old: str, new: str, *, check: Callable) -> Mutant:
@@ -122,6 +129,48 @@ MUTANTS = [
         "jnp.broadcast_to(active.is_active[:, None], (seqs, 2))",
         "active.is_active[:, None] & jnp.array([[False, True]])",
         check=check_self_draft,
+    ),
+    mutant(
+        "penalties_ignore_the_drafts_before_the_position",
+        "controls._count_drafts",
+        "is_token & is_before",
+        "is_token & ~is_token",
+        check=check_adjust,
+    ),
+    mutant(
+        "penalties_count_the_drafts_after_the_position",
+        "controls._count_drafts",
+        "index < before",
+        "index <= before",
+        check=check_adjust,
+    ),
+    mutant(
+        "prompt_counted_as_output",
+        "controls._spread",
+        "is_known & (position >= active.num_prompt[:, None])",
+        "is_known",
+        check=check_adjust,
+    ),
+    mutant(
+        "bad_word_off_by_one",
+        "controls._forbid_bad_words",
+        "window = before[:, None]",
+        "window = jnp.maximum(before[:, None] - 1, 0)",
+        check=check_adjust,
+    ),
+    mutant(
+        "controls_after_temperature_on_the_target_only",
+        "judge.judge",
+        "adjust(rows, proposal.tokens)",
+        "(rows + (adjust(rows, proposal.tokens) - rows) * active.temperature[0])",
+        check=check_controlled_law,
+    ),
+    mutant(
+        "controls_of_the_rows_last_request",
+        "apply._admit_controls",
+        "jnp.zeros_like(row, bool)",
+        "controls.is_controlled.at[row].get(mode='clip')",
+        check=check_forgotten_controls,
     ),
     mutant(
         "lookup_takes_the_earliest_match",

@@ -10,8 +10,8 @@ from jaxspec.engine.runner import (
     use_compilation_cache,
 )
 from jaxspec.errors import ConfigError, wrong_argument
-from jaxspec.models.weights import load_params
-from jaxspec.sharding import DRAFT_MESH_AXES
+from jaxspec.models.weights import Params, load_params
+from jaxspec.sharding import DRAFT_MESH_AXES, Mesh
 from jaxspec.tokenizer import Tokenizer, check_same_tokenizer
 from jaxspec_checkpoints import CheckpointError, Tensor, model_files, open_checkpoint
 from jaxspec_checkpoints.layout import EMBEDDING
@@ -56,6 +56,15 @@ def make_runner(config: EngineConfig) -> Runner:
     """
     use_compilation_cache(config.compilation_cache_dir)
     mesh = build_mesh(config)
+    return Runner(config, mesh, *load_weights(config, mesh))
+
+
+def load_weights(config: EngineConfig, mesh: Mesh) -> tuple[Params, Params | None]:
+    """Read the weights of target and draft.
+
+    Raises:
+        ConfigError: A checkpoint is incomplete or damaged.
+    """
     dtype = choose_dtype(config.dtype, mesh)
     # Both are checked before either is read: a wrong draft must not cost minutes.
     tensors = _open(config, config.model, "model")
@@ -83,7 +92,7 @@ def make_runner(config: EngineConfig) -> Runner:
             )
     except CheckpointError as error:
         raise ConfigError(str(error), parameter="model") from error
-    return Runner(config, mesh, target, draft)
+    return target, draft
 
 
 def _open(config: EngineConfig, folder: str, argument: str) -> Mapping[str, Tensor]:

@@ -43,6 +43,7 @@ class Runner:
     Attributes:
         num_compiles: Executables built so far; constant after warm-up.
         num_launches: Programs launched so far: one per round.
+        announce: Told what is being compiled, and "" when that is done.
     """
 
     def __init__(
@@ -70,10 +71,12 @@ class Runner:
             lookup=_lookup(config),
             mesh=mesh,
         )
-        self.params = (target_params, draft_params)
+        self.params: tuple[Params, Params | None] = (target_params, draft_params)
         self.state = self._init_state()
         self.num_compiles = 0
         self.num_launches = 0
+        self.announce: Callable[[str], None] | None = None
+        self._host_params: tuple[Params, Params | None] | None = None
         self._executables: dict[StepShape, Callable[..., Any]] = {}
         self._layouts: dict[StepShape, PlanLayout] = {}
 
@@ -97,11 +100,15 @@ class Runner:
         """The compiled program of a shape, built on first use."""
         if shape not in self._executables:
             start = time.monotonic()
+            if self.announce is not None:
+                self.announce(f"Compiling {_sizes(shape)}")
             self._executables[shape] = compile_step(
                 self.program, shape, (*self.params, self.state)
             )
             self._layouts[shape] = PlanLayout(shape, self.pool)
             self.num_compiles += 1
+            if self.announce is not None:
+                self.announce("")
             _log.info("compiled %s in %.1f s", shape, time.monotonic() - start)
         return self._executables[shape]
 
@@ -125,6 +132,45 @@ class Runner:
     def fetch(self, result: jax.Array, shape: StepShape) -> StepResult:
         """Wait for a round and read what it did: the one copy to the host."""
         return StepResult.unpack(np.asarray(jax.device_get(result)), shape)
+
+    def drop_pages(self) -> None:
+        """Free the memory of the pages; nothing that they hold is kept."""
+        jax.tree.map(lambda array: array.delete(), self.state)
+
+    def restore_pages(self) -> None:
+        """Allocate empty pages again."""
+        self.state = self._init_state()
+
+    def drop_weights(self, *, keep: bool) -> None:
+        """Free the weights' memory on the devices; `keep` leaves them on the host."""
+        self._host_params = jax.device_get(self.params) if keep else None
+        jax.tree.map(lambda array: array.delete(), self.params)
+
+    def restore_weights(self, loaded: tuple[Params, Params | None] | None) -> None:
+        """Bring the weights back: those read again, or (None) those on the host."""
+        if loaded is None:
+            assert self._host_params is not None, "the weights were not kept"
+            # Arrays that were deleted still know where they lay.
+            placements = jax.tree.map(lambda array: array.sharding, self.params)
+            self.params = jax.device_put(self._host_params, placements)
+        else:
+            self.params = loaded
+        self._host_params = None
+
+    def start_profile(self, folder: str) -> None:
+        """Record what the devices do, for TensorBoard or Perfetto, into a folder."""
+        jax.profiler.start_trace(folder)
+
+    def stop_profile(self) -> None:
+        """Write what was recorded."""
+        jax.profiler.stop_trace()
+
+
+def _sizes(shape: StepShape) -> str:
+    return (
+        f"{shape.num_seqs} sequences x {shape.num_draft_tokens} drafts "
+        f"+ {shape.chunk} prompt tokens"
+    )
 
 
 def _lookup(config: EngineConfig) -> Lookup | None:

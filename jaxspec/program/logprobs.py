@@ -69,7 +69,7 @@ def _tell(
 
     top, ids = jax.lax.top_k(logits, min(num_top, size))
     ids = ids + first
-    if axes is not None:
+    if axes is not None and num_top:
         # In order of the parts, so that of equal values the lowest id stays first.
         top = jax.lax.all_gather(top, axes, axis=1, tiled=True)
         ids = jax.lax.all_gather(ids, axes, axis=1, tiled=True)

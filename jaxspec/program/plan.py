@@ -28,6 +28,9 @@ TILE = 32
 # End-of-text ids plus a request's own stop_token_ids.
 MAX_STOP_IDS = 40
 
+# A row, an index in the row's page table, a page id.
+PageUpdate = tuple[int, int, int]
+
 STANDARD, BLOCK, COUPLED = 0, 1, 2
 RULES = {"standard": STANDARD, "block": BLOCK, "coupled": COUPLED}
 

@@ -13,9 +13,9 @@ from jaxspec.errors import RequestError
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import COUPLED, STANDARD
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.engine.test_scheduler import make_config
 from tests.engines import StubTokenizer
 from tests.fake_device import FakeRunner, repeat_truth
+from tests.loops import make_config
 
 EOS = 1
 PROMPT = [2, 3, 4]
@@ -51,12 +51,9 @@ def run_one(engine: LLMEngine, params: SamplingParams, prompt: Any = PROMPT) -> 
 
 
 def assert_idle(engine: LLMEngine) -> None:
-    pages = engine.scheduler.pages
-    pages.check()
-    assert (pages.num_free, pages.num_reserved) == (engine.config.num_pages, 0)
-    assert not engine._requests
-    assert not engine._streams
-    assert not engine._sent
+    engine.scheduler.check_idle()
+    assert not engine._delivery.streams
+    assert not engine._parents
 
 
 def letters(tokens: list[int]) -> str:

@@ -13,8 +13,8 @@ from jaxspec.errors import ConfigError
 from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.sampling_params import SamplingParams
 from tests.e2e import pair
-from tests.engine.test_scheduler import make_config
 from tests.engines import generate, make_draft_of, make_engine, make_micro
+from tests.loops import make_config
 from tests.oracles import model_config
 
 TRAFFIC = [

@@ -150,6 +150,17 @@ def model(name: str, num_layers: int | None = None) -> ModelConfig:
     return ModelConfig.from_hf(config)
 
 
+def pool_of(place: Place, target: ModelConfig) -> PoolShape:
+    """Eight sequences, as long as the model takes them."""
+    return PoolShape(
+        num_rows=8,
+        num_pages=place.num_pages,
+        page_size=PAGE_SIZE,
+        max_model_len=target.max_position_embeddings,
+        vocab_size=target.vocab_size,
+    )
+
+
 def compile_pair(
     name: str, *, layers: tuple[int | None, int | None] = (None, None)
 ) -> tuple[Report, str]:
@@ -157,13 +168,7 @@ def compile_pair(
     place = PLACES[name]
     mesh = describe(place)
     target, draft = model("9b", layers[0]), model("2b", layers[1])
-    pool = PoolShape(
-        num_rows=8,
-        num_pages=place.num_pages,
-        page_size=PAGE_SIZE,
-        max_model_len=target.max_position_embeddings,
-        vocab_size=target.vocab_size,
-    )
+    pool = pool_of(place, target)
     form: Any = partial(abstract_params, dtype=jnp.dtype(jnp.bfloat16), mesh=mesh)
     params = form(target), form(draft, mesh_axes=DRAFT_MESH_AXES)
     forms: Any = EngineState  # of arrays that are not there

@@ -16,18 +16,22 @@ from jaxspec.program.plan import (
     MAX_STOP_IDS,
     NO_TOKEN,
     TILE,
+    Features,
     PlanLayout,
     PoolShape,
     StepPlan,
     StepShape,
     Tile,
+    TokenControls,
 )
 from jaxspec.program.state import Rows, init_rows, init_token_pages
-from tests.program.test_plan import ADMISSION
+from tests.program.test_plan import ADMISSION, with_controls
+from tests.rows import make_control_rows
 
 POOL = PoolShape(num_rows=4, num_pages=60, page_size=4, max_model_len=50, vocab_size=70)
 SHAPE = StepShape(num_seqs=4, num_draft_tokens=1, chunk=2 * TILE)
 LAYOUT = PlanLayout(SHAPE, POOL)
+CONTROLLED = dataclasses.replace(SHAPE, features=Features(has_controls=True))
 
 
 @jax.jit
@@ -77,12 +81,14 @@ def used_rows() -> Rows:
 
 
 def changed_rows(before: Rows, after: Rows) -> dict[str, list[int]]:
+    """Rows that differ, by the name of the leaf."""
     changes = {}
-    for field in dataclasses.fields(Rows):
-        pair = [np.asarray(getattr(rows, field.name)) for rows in (before, after)]
-        differs = (pair[0] != pair[1]).reshape(POOL.num_rows, -1).any(axis=1)
+    leaves = (jax.tree.leaves_with_path(rows) for rows in (before, after))
+    for (path, old), (_, new) in zip(*leaves, strict=True):
+        differs = np.asarray(old != new).reshape(POOL.num_rows, -1).any(axis=1)
         if differs.any():
-            changes[field.name] = np.flatnonzero(differs).tolist()
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            changes[name] = np.flatnonzero(differs).tolist()
     return changes
 
 
@@ -105,6 +111,50 @@ def test_an_admission_overwrites_its_row_alone():
     assert (int(after.num_tokens[3]), bool(after.is_done[3])) == (0, False)
     # The last request's pages may be another's by now.
     assert (after.page_table[3] == POOL.num_pages).all()
+
+
+def check_forgotten_controls() -> None:
+    apply_vector.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+    rows = used_rows()
+    assert rows.controls.is_controlled.all()
+    changes = changed_rows(rows, apply(rows, StepPlan(admissions=[ADMISSION])))
+    found = {name: rows for name, rows in changes.items() if "controls" in name}
+    assert found == {"controls.is_controlled": [3]}
+
+
+def test_an_admission_without_controls_ends_those_of_the_last_request():
+    check_forgotten_controls()
+
+
+CONTROLS = TokenControls(
+    presence_penalty=-0.5,
+    frequency_penalty=1.25,
+    repetition_penalty=1.1,
+    bias=((5, -100.0), (69, 2.5)),
+    allowed=(0, 31, 32, 69),
+    bad_words=((7,), (1, 2, 3)),
+)
+
+
+def test_admitted_controls_are_kept_in_their_rows():
+    layout = PlanLayout(CONTROLLED, POOL)
+    asked = [with_controls(2, CONTROLS), dataclasses.replace(ADMISSION, row=1)]
+    vector = jnp.asarray(layout.pack(StepPlan(admissions=asked)))
+
+    @jax.jit
+    def run(rows: Rows) -> Rows:
+        fields = unpack(vector, layout)
+        tiles = read_tiles(fields)
+        return apply_plan(rows, used_tokens(), fields, tiles, POOL)[0]
+
+    rows = used_rows()
+    after = run(rows)
+    expected = make_control_rows([CONTROLS], POOL.vocab_size)
+    kept = jax.tree.map(lambda leaf: leaf[2:3], after.controls)
+    jax.tree.map(np.testing.assert_array_equal, kept, expected)
+    assert after.controls.is_controlled.tolist() == [True, False, True, True]
+    changes = changed_rows(rows, after)
+    assert changes["controls.bad_words"] == changes["controls.allowed"] == [2]
 
 
 def test_pages_come_after_the_admission_that_clears_the_table():

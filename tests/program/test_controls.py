@@ -180,7 +180,7 @@ def test_rows_one_at_a_time_are_the_rows_of_the_round():
 @pytest.mark.parametrize(("penalty", "text"), [(1.5, [1, 15]), (0.7, [1, 1, 15])])
 def test_frequency_penalty_stops_repeated_drafts(penalty, text):
     """As vLLM pins it: drafts [1, 1, 1] where 15 is the second best everywhere."""
-    asked = [TokenControls(frequency_penalty=penalty)]
+    asked: list[TokenControls | None] = [TokenControls(frequency_penalty=penalty)]
     logits = np.zeros((1, DRAFTS + 1, VOCAB), np.float32)
     logits[..., 1], logits[..., 15] = 100.0, 99.0
     made = dataclasses.replace(

@@ -21,7 +21,7 @@ from tests.laws import check_counts, controlled, filtered_law
 from tests.program.test_rounds import DRAFT, TARGET
 from tests.rows import make_active, make_control_rows
 
-VOCAB, DRAFTS, LENGTH, SEQS = len(TARGET), 3, 4, 40_000
+VOCAB, DRAFTS, LENGTH, SEQS = len(TARGET), 3, 4, 15_000
 PROMPT = (0, 3)
 TEMPERATURE = 0.7
 # Strong enough that each changes the law of four tokens beyond doubt.
@@ -104,7 +104,8 @@ def controlled_law() -> np.ndarray:
     """Probability of every text of `LENGTH` tokens, by enumeration in float64."""
     law = []
     for text in itertools.product(range(VOCAB), repeat=LENGTH):
-        known, chance = list(PROMPT), 1.0
+        known: list[int] = list(PROMPT)
+        chance = 1.0
         for token in text:
             row = controlled(np.log(TARGET[known[-1]]), known, len(PROMPT), ASKED)
             chance *= filtered_law(row, TEMPERATURE)[token]
@@ -114,7 +115,7 @@ def controlled_law() -> np.ndarray:
 
 
 def check_law(rule: str, *, is_plain: bool = False) -> None:
-    play_round.clear_cache()  # pyright: ignore[reportFunctionMemberAccess]
+    play_round.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
     active, tokens = start(rule)
     asked = make_control_rows([ASKED], VOCAB)
     # What lies past these places are pads.

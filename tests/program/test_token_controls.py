@@ -50,7 +50,7 @@ def test_every_value_arrives():
     pads = [POOL.num_rows] * (MAX_CONTROLLED - 1)
     assert fields["control_row"].tolist() == [1, *pads]
     penalties = fields["control_penalties"][0].view(np.float32)
-    np.testing.assert_array_equal(penalties, np.float32([-0.5, 1.25, 1.1]))
+    np.testing.assert_array_equal(penalties, np.array([-0.5, 1.25, 1.1], np.float32))
     ids = fields["control_bias_ids"][0]
     assert ids.tolist() == [5, 69] + [NO_TOKEN] * (MAX_BIAS - 2)
     values = fields["control_bias_values"][0].view(np.float32)

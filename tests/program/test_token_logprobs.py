@@ -16,7 +16,7 @@ def test_numbers_are_read_and_the_rest_is_left(num_top: int):
     columns = own.view(np.int32)[..., None], rank[..., None], top_ids
     table = np.concatenate([*columns, top.view(np.int32)], axis=-1)
     assert table.shape[-1] == num_columns(num_top)
-    vector = np.concatenate([table.reshape(-1), np.int32([8, 9])])
+    vector = np.concatenate([table.reshape(-1), np.array([8, 9], np.int32)])
     found, rest = read_logprobs(vector, (2, 3), num_top)
     for mine, theirs in zip(found, (own, rank, top_ids, top), strict=True):
         assert mine.dtype == theirs.dtype
