@@ -22,6 +22,10 @@ from jaxspec.errors import (
     check_token_ids,
     wrong_argument,
 )
+from jaxspec.structured_outputs import (
+    StructuredOutputsParams as StructuredOutputsParams,
+)
+from jaxspec.structured_outputs import check_structured_outputs
 
 # Below this a temperature counts as zero: the most likely token is taken.
 GREEDY_TEMPERATURE = 1e-5
@@ -319,6 +323,7 @@ class SamplingParams:
                 )
             self.allowed_token_ids = allowed
         self.bad_words = check_strings(RequestError, "bad_words", self.bad_words)
+        check_structured_outputs(self.structured_outputs)
         if self.logit_bias is not None:
             self.logit_bias = _logit_bias(self.logit_bias)
         if self.extra_args is not None:

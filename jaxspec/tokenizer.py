@@ -131,6 +131,15 @@ class Tokenizer:
         is_piece = 0 <= token_id < self.vocab_size
         return self.pieces.id_to_piece(int(token_id)) if is_piece else ""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what a token adds to a text: nothing for a special one or a pad."""
+        if self.is_special(token_id):
+            return b""
+        piece = self.id_to_piece(token_id)
+        if self.is_byte(token_id):
+            return bytes.fromhex(piece[3:5])  # <0x41>
+        return piece.replace("\u2581", " ").encode()
+
     def is_byte(self, token_id: int) -> bool:
         """Return whether the piece is one byte of a character without a piece."""
         return 0 <= token_id < self.vocab_size and self.pieces.is_byte(int(token_id))

@@ -49,6 +49,10 @@ class StubTokenizer(Tokenizer):
     def encode(self, text: str, *_: object, **__: object) -> list[int]:
         return [ord(character) - FIRST_CHARACTER for character in text]
 
+    def token_bytes(self, token_id: int) -> bytes:
+        is_text = token_id < self.vocab_size and token_id not in (0, 1, 2, 3)
+        return self.decode([token_id]).encode() if is_text else b""
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(FIRST_CHARACTER + token) for token in ids)
 
@@ -68,6 +72,7 @@ class OneShapeRunner(Runner):
                 shape.num_draft_tokens if plan.decode else config.num_draft_tokens
             ),
             chunk=config.max_num_batched_tokens if shape.chunk else 0,
+            features=shape.features,
         )
         return super().launch(plan, padded), padded
 
@@ -91,6 +96,7 @@ def make_engine(
     dtype: str = "float32",
     draft_sample_method: str = "probabilistic",
     has_one_shape: bool = False,
+    runner: type[Runner] | None = None,
     tensor_parallel_size: int = 1,
     draft_tensor_parallel_size: int = 1,
     lookup: tuple[int, int] | None = None,
@@ -132,7 +138,7 @@ def make_engine(
         speculative=speculative,
         draft_model_config=None if draft is None else model_config(draft),
     )
-    kind = OneShapeRunner if has_one_shape else Runner
+    kind = runner or (OneShapeRunner if has_one_shape else Runner)
     return _over(config, _make_runner(kind, config, target, draft))
 
 
@@ -214,6 +220,7 @@ def with_draft(engine: LLMEngine, draft: Any) -> LLMEngine:
     runner = type(old)(config, old.mesh, target_params, params)
     # Executables take the parameters as arguments.
     runner._executables, runner._layouts = old._executables, old._layouts
+    runner.token_masks = old.token_masks  # whom they ask
     return _over(config, runner)
 
 

@@ -11,7 +11,9 @@ import numpy as np
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.controls import make_controls
+from jaxspec.engine.grammar import GrammarCompiler
 from jaxspec.engine.request import Request
+from jaxspec.engine.token_masks import Reading
 from jaxspec.errors import (
     RequestError,
     UnsupportedError,
@@ -31,7 +33,6 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "prompt_logprob_start": (None, "prompt_logprobs are told for the whole prompt"),
     "logprob_token_ids": (None, "logprobs tells the most likely ones"),
     "stream_interval": (None, "every step that has new tokens gives an output"),
-    "structured_outputs": (None, "it is not built yet"),
     "thinking_token_budget": (None, "Gemma 2 marks no thinking"),
     "repetition_detection": (None, "use the penalties, or stop strings"),
     "routed_experts_prompt_start": (0, "Gemma 2 has no experts"),
@@ -44,6 +45,10 @@ class Intake:
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer):
         self._config, self._tokenizer = config, tokenizer
+        ends = (*config.model_config.eos_token_ids, *tokenizer.turn_end_ids)
+        self._grammars = GrammarCompiler(
+            tokenizer, config.model_config.vocab_size, ends
+        )
         # Seeds of requests that name none; a seeded engine repeats itself.
         self._random = np.random.default_rng(config.seed)
 
@@ -131,6 +136,7 @@ class Intake:
         seed, rule = self._seed_and_rule(params)
         stop_ids = self._stop_ids(params)
         controls = make_controls(params, self._tokenizer, stop_ids)
+        reading = self._begin_text(params, num_prompt, stop_ids)
         num_logprobs = config.num_logprobs
         return Request(
             request_id=request_id,
@@ -143,8 +149,10 @@ class Intake:
             rule=rule,
             stop_ids=stop_ids,
             controls=controls,
+            reading=reading,
             features=Features(
                 has_controls=controls is not None,
+                has_grammar=reading is not None,
                 num_logprobs=_if_asked(params.logprobs, num_logprobs),
                 num_prompt_logprobs=_if_asked(params.prompt_logprobs, num_logprobs),
             ),
@@ -157,6 +165,21 @@ class Intake:
             ),
             spec_metrics=metrics,
         )
+
+    def _begin_text(
+        self, params: SamplingParams, num_prompt: int, stop_ids: tuple[int, ...]
+    ) -> Reading | None:
+        if params.structured_outputs is None:
+            return None
+        reading = Reading(
+            matcher=self._grammars.matcher(params.structured_outputs),
+            num_prompt=num_prompt,
+            min_tokens=params.min_tokens,
+            stop_ids=stop_ids,
+        )
+        # The masks see to it: the device does not know when a text is complete.
+        params.min_tokens = 0
+        return reading
 
     def _seed_and_rule(self, params: SamplingParams) -> tuple[tuple[int, int], int]:
         drawn = self._random.integers(0, 2**32, size=2, dtype=np.uint32)

@@ -16,6 +16,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.config import EngineConfig, ModelConfig
+from jaxspec.engine.token_masks import TokenMasks
+from jaxspec.errors import ConfigError
 from jaxspec.models.weights import Params
 from jaxspec.program.plan import PlanLayout, PoolShape, StepPlan, StepResult, StepShape
 from jaxspec.program.propose.ngram import Lookup
@@ -43,6 +45,7 @@ class Runner:
     Attributes:
         num_compiles: Executables built so far; constant after warm-up.
         num_launches: Programs launched so far: one per round.
+        token_masks: Whom the programs of requests with grammars ask.
         announce: Told what is being compiled, and "" when that is done.
     """
 
@@ -54,6 +57,7 @@ class Runner:
         draft_params: Params | None,
     ):
         self.config, self.mesh = config, mesh
+        self.token_masks = TokenMasks(config.model_config.vocab_size)
         self._plan_placement = replicated(mesh)
         self.pool = PoolShape(
             num_rows=config.max_num_seqs,
@@ -70,6 +74,7 @@ class Runner:
             and config.speculative.draft_sample_method == "greedy",
             lookup=_lookup(config),
             mesh=mesh,
+            mask_source=self.token_masks,
         )
         self.params: tuple[Params, Params | None] = (target_params, draft_params)
         self.state = self._init_state()
@@ -100,6 +105,8 @@ class Runner:
         """The compiled program of a shape, built on first use."""
         if shape not in self._executables:
             start = time.monotonic()
+            if shape.features.has_grammar:
+                _check_callbacks()
             if self.announce is not None:
                 self.announce(f"Compiling {_sizes(shape)}")
             self._executables[shape] = compile_step(
@@ -123,6 +130,8 @@ class Runner:
             # An interrupt fell between the donation and the assignment below. The
             # engine has ended all requests, so an empty state is the right one.
             self.state = self._init_state()
+        for reading in plan.grammars.values():
+            self.token_masks.add(reading)
         vector = self._layouts[shape].pack(plan)
         device_plan = jax.device_put(vector, self._plan_placement)
         self.state, result = step(*self.params, self.state, device_plan)
@@ -181,6 +190,20 @@ def _lookup(config: EngineConfig) -> Lookup | None:
     assert longest is not None
     assert shortest is not None
     return Lookup(longest, shortest)
+
+
+def _check_callbacks() -> None:
+    """Check that programs can ask the host, which jax does through its CPU backend."""
+    try:
+        jax.devices("cpu")
+    except RuntimeError as error:
+        named = jax.config.values["jax_platforms"]
+        raise ConfigError(
+            f"structured_outputs need jax's CPU backend beside the accelerator's, and "
+            f"JAX_PLATFORMS={named!r} leaves it out: add ',cpu' to it.",
+            parameter="structured_outputs",
+            value=named,
+        ) from error
 
 
 def build_mesh(config: EngineConfig) -> Mesh:

@@ -6,6 +6,7 @@ texts or devices.
 """
 
 import time
+from typing import Any
 
 import numpy as np
 
@@ -261,11 +262,13 @@ class Scheduler:
         if self._has_draft_model:
             table.draft(rows, shape.num_draft_tokens)
         listed = rows.tolist()
+        decoding = table.owners_of(listed)
         plan = StepPlan(
             decode=list(zip(listed, drafts.tolist(), strict=True)),
             tiles=work.tiles,
             admissions=work.admissions,
             pages=work.updates,
+            grammars=_readings(decoding, work) if shape.features.has_grammar else {},
         )
         return Launch(
             plan=plan,
@@ -273,7 +276,7 @@ class Scheduler:
             rows=rows,
             owners=table.owner[rows],
             drafts=drafts,
-            decoding=table.owners_of(listed),
+            decoding=decoding,
             tiled=work.tiled,
             registered=work.registered,
             charged_s=charged_s,
@@ -349,3 +352,12 @@ def _going_on(prefilling: list[Request], room: int) -> list[Claim]:
 
 def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
+
+
+def _readings(decoding: list[Request], work: Prefill) -> dict[int, Any]:
+    """The grammar that each row's text follows, where it follows one."""
+    return {
+        request.row: request.reading
+        for request in (*decoding, *work.tiled)
+        if request.reading is not None
+    }

@@ -8,6 +8,7 @@ import itertools
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -169,12 +170,14 @@ class StepPlan:
     Attributes:
         decode: (row, draft tokens) of every decoding sequence.
         pages: (row, index in the row's page table, page id).
+        grammars: Who answers for the text of a row, by its number `grammar_id`.
     """
 
     decode: list[tuple[int, int]] = field(default_factory=list)
     tiles: list[Tile] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     pages: list[tuple[int, int, int]] = field(default_factory=list)
+    grammars: dict[int, Any] = field(default_factory=dict)
 
 
 def _most(left: int | None, right: int | None) -> int | None:
@@ -235,6 +238,8 @@ class PlanLayout:
             fields |= control_fields(count, vocab_size)
         if self.shape.features.num_prompt_logprobs is not None:
             fields["tile_next_token"] = (tiles,)
+        if self.shape.features.has_grammar:
+            fields["grammar_id"] = (self.pool.num_rows,)
         return fields
 
     @cached_property
@@ -283,6 +288,8 @@ class PlanLayout:
                 vector[at["tile_next_token"] + index] = tile.next_token
         for index, admission in enumerate(plan.admissions):
             self._pack_admission(vector, index, admission)
+        for row, reading in plan.grammars.items():
+            vector[at["grammar_id"] + row] = reading.grammar_id
         controlled = [one for one in plan.admissions if one.controls is not None]
         most = self.shape.max_controlled
         assert len(controlled) <= most, f"{len(controlled)} controlled over {most}"

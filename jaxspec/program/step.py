@@ -17,7 +17,7 @@ from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.weights import Params, bind
-from jaxspec.program import controls, logprobs
+from jaxspec.program import controls, grammar, logprobs
 from jaxspec.program.active import Active, gather
 from jaxspec.program.apply import Tiles, apply_plan, read_tiles, unpack
 from jaxspec.program.commit import Emitted, append, truncate
@@ -39,6 +39,7 @@ class ProgramConfig:
         has_greedy_draft: Drafts are the argmax whatever the request samples.
         lookup: Drafts come from the sequence itself first; None for the model alone.
         mesh: The devices, whose platform chooses the kernels.
+        mask_source: Whom shapes with grammars ask for masks.
     """
 
     target: ModelConfig
@@ -47,6 +48,7 @@ class ProgramConfig:
     has_greedy_draft: bool = False
     lookup: ngram.Lookup | None = None
     mesh: Mesh
+    mask_source: grammar.MaskSource | None = None
 
     def backend(self, mesh_axes: tuple[str, ...]) -> Backend:
         """Where a model runs whose heads are split over these axes."""
@@ -103,6 +105,7 @@ def speculative_step(
             token_pages,
             launch.tiles,
             judged.tile_logits,
+            launch.fields,
             config=config,
             shape=shape,
         )
@@ -187,6 +190,7 @@ def _propose(
             launch.rows,
             launch.token_pages,
             active,
+            launch.fields,
             DRAFT_MESH_AXES,
             config=config,
             shape=shape,
@@ -217,6 +221,7 @@ def _judge(
             launch.rows,
             launch.token_pages,
             launch.active,
+            launch.fields,
             TARGET_MESH_AXES,
             config=config,
             shape=shape,
@@ -248,6 +253,7 @@ def _finish_prompts(
     token_pages: Int[Array, "page page_size"],
     tiles: Tiles,
     logits: Float[Array, "tile vocab"],
+    fields: dict[str, Array],
     *,
     config: ProgramConfig,
     shape: StepShape,
@@ -261,7 +267,13 @@ def _finish_prompts(
     row = jnp.where(tiles.is_last, tiles.row, num_rows)
     active = gather(rows, token_pages, row, num_tokens=tiles.start + tiles.length)
     adjust = _adjuster(
-        rows, token_pages, active, TARGET_MESH_AXES, config=config, shape=shape
+        rows,
+        token_pages,
+        active,
+        fields,
+        TARGET_MESH_AXES,
+        config=config,
+        shape=shape,
     )
     token = choose_next(logits, active, adjust=adjust)
     emitted = truncate(token[:, None], jnp.ones_like(token), active)
@@ -275,20 +287,30 @@ def _adjuster(
     rows: Rows,
     token_pages: Int[Array, "page page_size"],
     active: Active,
+    fields: dict[str, Array],
     mesh_axes: tuple[str, ...],
     *,
     config: ProgramConfig,
     shape: StepShape,
 ) -> controls.Adjust | None:
-    if not shape.features.has_controls:
-        return None
-    return controls.adjuster(
-        rows.controls,
-        token_pages,
-        active,
-        vocab_size=config.pool.vocab_size,
-        backend=config.backend(mesh_axes),
-    )
+    """What the launch's requests ask of single tokens: controls, then grammars."""
+    vocab_size, backend = config.pool.vocab_size, config.backend(mesh_axes)
+    adjust = None
+    if shape.features.has_controls:
+        adjust = controls.adjuster(
+            rows.controls, token_pages, active, vocab_size=vocab_size, backend=backend
+        )
+    if shape.features.has_grammar:
+        assert config.mask_source is not None, "nobody knows the grammars"
+        adjust = grammar.adjuster(
+            config.mask_source,
+            fields["grammar_id"],
+            token_pages,
+            active,
+            inner=adjust,
+            backend=backend,
+        )
+    return adjust
 
 
 def compile_step(

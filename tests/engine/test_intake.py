@@ -8,7 +8,11 @@ from jaxspec.engine.intake import Intake, check_supported
 from jaxspec.engine.request import Request
 from jaxspec.errors import RequestError, UnsupportedError
 from jaxspec.program.plan import COUPLED, STANDARD, Features, TokenControls
-from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.sampling_params import (
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from tests.engines import StubTokenizer
 from tests.loops import make_config
 
@@ -119,7 +123,6 @@ def test_parameters_are_checked_again_and_copied():
         ("prompt_logprob_start", 1),
         ("logprob_token_ids", [3]),
         ("stream_interval", 4),
-        ("structured_outputs", {"json": {}}),
         ("thinking_token_budget", 4),
         ("repetition_detection", {"max_pattern_size": 2}),
         ("routed_experts_prompt_start", 1),
@@ -131,6 +134,23 @@ def test_what_the_engine_does_not_do_is_refused(name: str, value: Any):
         make(**{name: value})
     assert f"{name}={value!r} is not supported: " in str(caught.value)
     assert (caught.value.parameter, caught.value.value) == (name, value)
+
+
+def test_a_form_names_its_feature_and_outranks_min_tokens():
+    form = StructuredOutputsParams(regex="[A-F]+")
+    request = make(structured_outputs=form, min_tokens=4, stop_token_ids=[7])
+    assert request.features == Features(has_grammar=True)
+    reading = request.reading
+    assert (reading.num_prompt, reading.min_tokens) == (3, 4)
+    assert reading.stop_ids == (EOS, 7)
+    assert request.params.min_tokens == 0
+    assert make(min_tokens=4).params.min_tokens == 4
+
+
+@pytest.mark.parametrize("wrong", [{"regex": "(a"}, {"json": {"type": "strin"}}])
+def test_a_wrong_form_is_refused(wrong: dict[str, Any]):
+    with pytest.raises(RequestError, match="structured_outputs.* cannot be used"):
+        make(structured_outputs=StructuredOutputsParams(**wrong))
 
 
 def test_what_the_engine_does_is_not_refused():

@@ -10,7 +10,7 @@ import pytest
 from jaxspec.engine import runner as runner_module
 from jaxspec.engine.runner import build_mesh, choose_dtype, use_compilation_cache
 from jaxspec.errors import ConfigError
-from jaxspec.program.plan import StepPlan, StepShape
+from jaxspec.program.plan import Features, StepPlan, StepShape
 from jaxspec.sampling_params import SamplingParams
 from tests.e2e import pair
 from tests.engines import generate, make_draft_of, make_engine, make_micro
@@ -163,6 +163,19 @@ def test_dtype_auto_asks_the_processor(has_instructions, chosen, monkeypatch, ca
 def test_more_shards_than_devices_are_refused():
     with pytest.raises(ConfigError, match="tensor_parallel_size=16, but 8 cpu"):
         build_mesh(make_config(tensor_parallel_size=16))
+
+
+def test_grammars_need_the_cpu_backend_beside_an_accelerators(monkeypatch):
+    def devices(platform: str) -> None:
+        raise RuntimeError(f"Unknown backend {platform}")
+
+    monkeypatch.setattr(jax, "devices", devices)
+    runner = pair.engine().runner
+    shape = StepShape(
+        num_seqs=1, num_draft_tokens=0, chunk=0, features=Features(has_grammar=True)
+    )
+    with pytest.raises(ConfigError, match="add ',cpu' to it"):
+        runner.executable(shape)
 
 
 def test_a_cache_folder_of_the_users_own_is_left_alone(tmp_path, monkeypatch):
