@@ -85,7 +85,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     "jaxspec/program/propose/proposal.py": (
         "tests/program/propose/test_draft_model.py",
-        "a tuple without behaviour: the proposer's test reads every field",
+        "a tuple and a chain: the proposer's test reads every field",
     ),
 }
 
