@@ -15,7 +15,7 @@ from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import StepPlan, StepResult, StepShape
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.tokenizer import PlainTexts, Tokenizer
 from tests.oracles import hf_tensors, make_hf_model, model_config
 
 MICRO = dict(
@@ -45,6 +45,9 @@ class StubTokenizer(Tokenizer):
         self.unk_token_id = 3
         self.has_turns = False
         self.all_special_ids = []
+        # "!" and the three after it are special tokens' places, and text all the same.
+        self.plain_texts = PlainTexts(self)
+        self.plain_texts.update((i, self.decode([i])) for i in range(4))
 
     def encode(self, text: str, *_: object, **__: object) -> list[int]:
         return [ord(character) - FIRST_CHARACTER for character in text]
@@ -52,6 +55,9 @@ class StubTokenizer(Tokenizer):
     def token_bytes(self, token_id: int) -> bytes:
         is_text = token_id < self.vocab_size and token_id not in (0, 1, 2, 3)
         return self.decode([token_id]).encode() if is_text else b""
+
+    def is_byte(self, token_id: int) -> bool:
+        return False
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(FIRST_CHARACTER + token) for token in ids)

@@ -42,12 +42,14 @@ def make_config(**changes) -> EngineConfig:
     )
     num_draft = changes.pop("num_draft_tokens", 3)
     threshold = changes.pop("disable_by_batch_size", None)
+    longest_drafted = changes.pop("longest_drafted", None)
     if num_draft:
         values["draft_model_config"] = MODEL
         values["speculative"] = SpeculativeConfig(
             model="draft",
             num_speculative_tokens=num_draft,
             disable_by_batch_size=threshold,
+            max_model_len=longest_drafted,
         )
     return EngineConfig(**(values | changes))
 

@@ -1,5 +1,6 @@
 """From token ids to text, as they come: incremental decoding and stop strings."""
 
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from jaxspec.sampling_params import SamplingParams
@@ -18,6 +19,9 @@ class Decoder(Protocol):
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
+    @property
+    def plain_texts(self) -> Mapping[int, str | None]: ...
+
 
 class TextStream:
     """The text of one growing list of token ids.
@@ -35,7 +39,8 @@ class TextStream:
         self._ids: list[int] = []
         self._read = 0  # ids whose text is in `_text`
         self._start = 0  # the first of them that is decoded again
-        self._known = ""  # their text from there on
+        # Their text from there on; None where it was not needed for a while.
+        self._known: str | None = ""
 
     @property
     def text(self) -> str:
@@ -79,7 +84,7 @@ class TextStream:
         arrives in pieces would have been sent to a streaming client already.
         """
         text = self.text
-        if is_finished or self._params.include_stop_str_in_output:
+        if not self._stops or is_finished or self._params.include_stop_str_in_output:
             return text
         # "abST" with stop "STOP" -> "ab"
         held = max(
@@ -96,14 +101,32 @@ class TextStream:
     def _advance(self, *, is_end: bool) -> None:
         if not self._params.detokenize or self._read == len(self._ids):
             return
-        if self._read - self._start > _MOST_CONTEXT:
-            self._start = self._read - _CONTEXT
+        if self._read and self._append_plain():
+            return
+        if self._known is None or self._read - self._start > _MOST_CONTEXT:
+            self._start = max(0, self._read - _CONTEXT)
             self._known = self._decode(self._ids[self._start : self._read])
         whole = self._decode(self._ids[self._start :])
         if whole.endswith(_BROKEN) and not is_end:
             return
         self._text += whole[len(self._known) :]
         self._known, self._read = whole, len(self._ids)
+
+    def _append_plain(self) -> bool:
+        """Join the new tokens' texts, if each has one of its own; most tokens do.
+
+        Bytes that wait for the rest of their character are among the new tokens.
+        """
+        plain_texts = self._tokenizer.plain_texts
+        new = ""
+        for token in self._ids[self._read :]:
+            text = plain_texts[token]
+            if text is None:
+                return False
+            new += text
+        self._text += new
+        self._known, self._read = None, len(self._ids)
+        return True
 
     def _decode(self, token_ids: list[int]) -> str:
         skip = self._params.skip_special_tokens

@@ -36,7 +36,9 @@ class RowTable:
         has_features: Decoding needs more than the common program.
     """
 
-    def __init__(self, num_rows: int):
+    def __init__(self, num_rows: int, longest_drafted: int = 2**31 - 1):
+        """Make free rows; sequences of `longest_drafted` tokens get no drafts."""
+
         def integers(fill: int = 0) -> np.ndarray:
             return np.full(num_rows, fill, np.int64)
 
@@ -54,6 +56,7 @@ class RowTable:
         self.max_total, self.longest = integers(), integers()
         self.num_draft, self.draft_gap = integers(), integers(1)
         self.num_pages = integers()
+        self._longest_drafted = longest_drafted
         self._admissions = itertools.count()
 
     def admit(self, request: Request, longest: int) -> None:
@@ -111,6 +114,7 @@ class RowTable:
         may_be_over = self.most_tokens(rows) >= self.max_total[rows]
         may_be_over &= self.num_unread[rows] > 0
         wanted = np.minimum(limit, self.num_draft[rows])
+        wanted[self.most_tokens(rows) >= self._longest_drafted] = 0
         is_behind = (wanted > 0) & (self.draft_gap[rows] > 2)
         can_go_on = ~(may_be_over | is_behind)
         return rows[can_go_on], wanted[can_go_on]
@@ -119,7 +123,14 @@ class RowTable:
         """Requests that are all read and whose draft model has to catch up."""
         late = self.is_decoding & (self.draft_gap > 2) & (self.num_draft > 0)
         late &= self.num_unread == 0
+        late &= self.num_tokens < self._longest_drafted
         return self.owners_of(np.flatnonzero(late).tolist())
+
+    def possible_drafts(self, rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        """Of what each row wants, the drafts that its sequence has room for."""
+        left = self.max_total[rows] - self.fewest_tokens(rows) - 1
+        room = self._longest_drafted - self.most_tokens(rows)
+        return np.minimum(wanted, np.maximum(np.minimum(left, room), 0))
 
     def launch(self, rows: np.ndarray, drafts: np.ndarray) -> None:
         """Count a round of which row i gets at most `drafts[i] + 1` tokens."""

@@ -52,7 +52,10 @@ class Scheduler:
         self.stats = stats or EngineStats()
         self.tables = PageTables(config, self.stats)
         self.pages = self.tables.pool
-        self.rows = RowTable(config.max_num_seqs)
+        speculative = config.speculative
+        longest_drafted = speculative.max_model_len if speculative else None
+        longest_drafted = longest_drafted or config.max_model_len
+        self.rows = RowTable(config.max_num_seqs, longest_drafted)
         self.waiting = WaitingLine(config.scheduling_policy)
         self.running: list[Request] = []
         self.pacer = Pacer()
@@ -256,8 +259,7 @@ class Scheduler:
         charged_s: float | None,
     ) -> Launch:
         table = self.rows
-        left = table.max_total[rows] - table.fewest_tokens(rows) - 1
-        drafts = np.minimum(wanted, np.maximum(left, 0))
+        drafts = table.possible_drafts(rows, wanted)
         table.launch(rows, drafts)
         if self._has_draft_model:
             table.draft(rows, shape.num_draft_tokens)

@@ -216,6 +216,8 @@ def test_of_several_matches_the_first_in_the_text_wins(stops, expected):
     # One piece that brings "abc" at once: a character token for each would decide by
     # arrival instead.
     class OnePiece:
+        plain_texts = {0: "abc"}
+
         def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
             return "abc" * len(ids)
 

@@ -16,6 +16,7 @@ from jaxspec.engine.request import Request, Status
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import MAX_CONTROLLED, TILE, Features, TokenControls
 from jaxspec.sampling_params import SamplingParams
+from tests.fake_device import FakeDevice
 from tests.loops import Loop, make_config, make_request, make_requests, run_traffic
 
 CONFIGS = {
@@ -35,6 +36,7 @@ CONFIGS = {
     "many_tiles": dict(max_num_seqs=8, max_num_batched_tokens=512, num_pages=200),
     "tight_length": dict(max_model_len=75),
     "priorities": dict(scheduling_policy="priority", max_num_seqs=8, num_pages=30),
+    "short_drafts": dict(longest_drafted=20, max_num_seqs=4, num_pages=40),
     "without_cache": dict(enable_prefix_caching=False, max_num_seqs=8, num_pages=30),
 }
 
@@ -191,6 +193,30 @@ def test_nobody_drafts_past_the_end():
     # Four prompt tokens and the first generated one, then one at least per round.
     for known, (_, drafts) in enumerate(entries, 5):
         assert drafts <= 16 - known - 1
+
+
+@pytest.mark.parametrize("longest", [10, 11, 12])
+def test_long_sequences_are_not_drafted_for(monkeypatch, longest):
+    """No draft lies beyond, counted from the prompt on; later rounds are plain ones."""
+    known, run = [], FakeDevice.run
+
+    def note(device, plan, shape):
+        known.extend(len(device.rows[row].tokens) for row, _ in plan.decode)
+        return run(device, plan, shape)
+
+    monkeypatch.setattr(FakeDevice, "run", note)
+    loop = run_together(make_config(num_draft_tokens=3, longest_drafted=longest), 1)
+    rounds = [
+        (drafts, launch.shape.num_draft_tokens)
+        for launch in loop.launches
+        for _, drafts in launch.plan.decode
+    ]
+    for tokens, (drafts, width) in zip(known, rounds, strict=True):
+        assert tokens + drafts <= max(longest, tokens)
+        assert width == 3 or tokens + 3 + 1 >= longest  # a round that is not read
+        assert width == 0 or tokens < longest
+    assert {width for _, width in rounds} == {0, 3}
+    loop.assert_said_the_truth(loop.finished[0])
 
 
 def test_shapes_follow_the_prompts_that_are_expected():
