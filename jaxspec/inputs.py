@@ -145,6 +145,8 @@ def parse_prompt(
     if salt is not None and not (isinstance(salt, str) and salt):
         name, allowed = "prompt['cache_salt']", "a non-empty string"
         raise wrong_argument(RequestError, name, allowed, salt)
+    if salt is not None:
+        _check_utf8("prompt['cache_salt']", salt)
     return ParsedPrompt(text=text, token_ids=token_ids, cache_salt=salt)
 
 
@@ -174,12 +176,16 @@ def _text_and_ids(prompt: object) -> tuple[str | None, Any]:
     return text, token_ids
 
 
-def _encode(text: str, tokenizer: Encoder) -> list[int]:
+def _check_utf8(name: str, text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        name, allowed = "prompt", "text that UTF-8 can encode"
+        allowed = "text that UTF-8 can encode"
         raise wrong_argument(RequestError, name, allowed, text, str(error)) from error
+
+
+def _encode(text: str, tokenizer: Encoder) -> list[int]:
+    _check_utf8("prompt", text)
     token_ids = tokenizer.encode(text)
     if not token_ids:
         raise wrong_argument(RequestError, "prompt", "at least one token", text)

@@ -48,7 +48,8 @@ class LLM:
         """Load the models; `engine_arguments` are the other fields of `EngineArgs`.
 
         Args:
-            warm_up: Compile everything now, rather than with the first requests.
+            warm_up: Compile now what ordinary requests need, rather than when the
+                first ones come; see the method of that name.
 
         Raises:
             ConfigError: An argument cannot work, or there is none of that name.
@@ -82,6 +83,10 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         return self.llm_engine.tokenizer
+
+    def get_world_size(self) -> int:
+        """Return the number of devices the target is spread over."""
+        return self.llm_engine.config.tensor_parallel_size
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return vLLM's defaults, changed by the model's generation_config.json."""
@@ -154,8 +159,8 @@ class LLM:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params_list = _one_per_prompt(sampling_params, len(prompts))
-        ranks = [0] * len(prompts) if priority is None else list(priority)
-        if len(ranks) != len(prompts):
+        ranks = [0] * len(prompts) if priority is None else priority
+        if not isinstance(ranks, (list, tuple)) or len(ranks) != len(prompts):
             allowed = f"a list of {len(prompts)}, one per prompt"
             raise wrong_argument(RequestError, "priority", allowed, priority)
         request_ids: list[str] = []
@@ -267,12 +272,20 @@ class LLM:
         """Bring back what `sleep` freed: all, or "weights" or "kv_cache" alone."""
         self.llm_engine.wake_up(tags)
 
-    def warm_up(self, prompt_tokens: int | None = None) -> None:
-        """Compile what requests can need now, rather than when the first one comes.
+    def warm_up(
+        self,
+        prompt_tokens: int | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] = (),
+    ) -> None:
+        """Compile what requests need now, rather than when the first one comes.
 
         Args:
             prompt_tokens: Longest prompt to expect; None for any.
+            sampling_params: Also for requests like these, if they ask for logprobs,
+                penalties, bias, masks of tokens or structured outputs.
         """
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params]
         with tqdm(desc="Compiling", unit=" programs", dynamic_ncols=True) as bar:
 
             def tell(what: str) -> None:
@@ -283,7 +296,7 @@ class LLM:
 
             self.llm_engine.announce_compiles(tell)
             try:
-                self.llm_engine.warm_up(prompt_tokens)
+                self.llm_engine.warm_up(prompt_tokens, sampling_params)
             finally:
                 self.llm_engine.announce_compiles(None)
 
@@ -317,7 +330,17 @@ class LLM:
             raise
         finally:
             self.llm_engine.announce_compiles(None)
-        return [self._finished.pop(request_id) for request_id in request_ids]
+        lost = [one for one in request_ids if one not in self._finished]
+        found = [self._finished.pop(one) for one in request_ids if one not in lost]
+        if lost:
+            raise RequestError(
+                f"Requests {', '.join(lost)} ended without an output: they were "
+                "aborted, or a call before this one failed and ended all that ran. "
+                "Enqueue them again.",
+                parameter="request_id",
+                value=lost,
+            )
+        return found
 
     def _run(self, missing: set[str], bar: Any) -> None:
         """Step the engine until it is idle."""

@@ -96,6 +96,8 @@ class SamplingParams:
         bad_words: Never generated, with or without a space before them.
         max_tokens: Most tokens to generate; None for as many as the context holds.
         min_tokens: No end of text before this many tokens.
+        spaces_between_special_tokens: Of no effect: Gemma's pieces bring their own
+            spaces, and special ones have none, as with vLLM.
         extra_args: `{"num_speculative_tokens": k}` drafts at most k tokens a step.
     """
 
@@ -267,7 +269,8 @@ class SamplingParams:
         if self.seed == -1 and not isinstance(self.seed, bool):
             self.seed = None
         if self.seed is not None:
-            self._integer("seed", low=-(2**63), high=2**63 - 1)
+            hint = "Text i of n has the seed + i." if self.n > 1 else ""
+            self._integer("seed", low=-(2**63), high=2**63 - self.n, hint=hint)
         for name in _FLAGS:
             check_flag(RequestError, name, getattr(self, name))
         if not isinstance(self.output_kind, RequestOutputKind):

@@ -220,6 +220,8 @@ class FakeDevice:
         self._check(row, self.target_kv, known - 1)
         self._write(row, self.target_kv, known - 1, [row.prefix, *ahead])
         tokens = self._append(row, accepted + 1)
+        # What was accepted has its keys and values now; the target's token has not.
+        self._check(row, self.target_kv, row.num_tokens - 1)
         kept = min(accepted, len(tokens))
         self.num_accepted += kept
         self.num_proposed += drafts

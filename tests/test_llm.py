@@ -38,6 +38,7 @@ class Echo:
         self.priorities: list[int] = []
         self.num_steps = 0
         self.tell: Any = None
+        self.warmed_up: Any = None
         self.is_shut_down = False
 
     @classmethod
@@ -70,7 +71,8 @@ class Echo:
     def announce_compiles(self, tell: Any) -> None:
         self.tell = tell
 
-    def warm_up(self, prompt_tokens: int | None = None) -> None:
+    def warm_up(self, prompt_tokens: int | None = None, params: Any = ()) -> None:
+        self.warmed_up = prompt_tokens, list(params)
         for what in ("Compiling one", "", "Compiling two", ""):
             self.tell(what)
 
@@ -316,6 +318,14 @@ def test_enqueued_prompts_wait_for_their_own_call(llm: LLM):
         llm.enqueue("a", lora_request="x")
 
 
+def test_enqueued_prompts_that_are_gone_are_named(llm: LLM):
+    ids = llm.enqueue(["a", "b", "c"])
+    llm.llm_engine.abort_request([ids[1]])
+    with pytest.raises(RequestError, match="Requests 1 ended without an output"):
+        llm.wait_for_completion(use_tqdm=False)
+    assert llm.wait_for_completion(use_tqdm=False) == []
+
+
 def test_an_interrupted_wait_leaves_nothing_running(llm: LLM):
     llm.enqueue(["a", "interrupt"])
     with pytest.raises(KeyboardInterrupt):
@@ -341,3 +351,7 @@ def test_everything_can_be_compiled_at_the_start(
     llm = LLM("folder", warm_up=True)
     assert "Compiling two: 2 programs" in capsys.readouterr().err
     assert engine_of(llm).tell is None
+    assert engine_of(llm).warmed_up == (None, [])
+    params = SamplingParams(logprobs=2)
+    llm.warm_up(7, params)
+    assert engine_of(llm).warmed_up == (7, [params])

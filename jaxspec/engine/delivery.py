@@ -79,9 +79,17 @@ class Delivery:
 
     def close(self, request: Request) -> None:
         """Expect no more of a request."""
-        del self.streams[request.request_id]
-        if request.finish_reason is not None and not self._config.disable_log_stats:
-            self._metrics.add_finished(request)
+        stream = self.streams.pop(request.request_id)
+        if request.finish_reason is None or self._config.disable_log_stats:
+            return
+        self._metrics.add_finished(request)
+        num_tokens = len(request.output_token_ids)
+        if stream.parent is None:
+            self._metrics.add_answered(1, num_tokens)
+            return
+        parent, _ = stream.parent
+        if parent.is_last(num_tokens):
+            self._metrics.add_answered(len(parent.children), parent.most_tokens)
 
     def advance(self, progress: list[Progress], finish: Finish) -> list[RequestOutput]:
         """Turn new tokens into text, end requests where they end them.
@@ -199,5 +207,5 @@ class Delivery:
 def _is_stop(request: Request) -> bool:
     """Whether the newest token ended the request, rather than its length."""
     last = request.num_tokens - 1
-    first_allowed = request.num_prompt_tokens + request.params.min_tokens
-    return last >= first_allowed and request.output_token_ids[-1] in request.stop_ids
+    is_allowed = last >= request.min_total
+    return is_allowed and request.output_token_ids[-1] in request.stop_ids

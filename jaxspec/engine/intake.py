@@ -68,12 +68,6 @@ class Intake:
             RequestError: The prompt or a sampling value is not acceptable.
             NotImplementedError: A sampling value asks for what the engine does not do.
         """
-        if not isinstance(request_id, str):
-            raise RequestError(
-                f"request_id must be a string, got {type(request_id).__name__}",
-                parameter="request_id",
-                value=request_id,
-            )
         params = self.checked(params)
         priority = check_integer(
             RequestError, "priority", priority, low=-(2**31), high=2**31 - 1
@@ -114,6 +108,27 @@ class Intake:
         check_supported(params)
         return params
 
+    @no_type_check
+    def features(self, params: SamplingParams) -> Features:
+        """Return what the program must have for requests of these parameters.
+
+        Raises:
+            RequestError: A sampling value is not acceptable.
+            NotImplementedError: A sampling value asks for what the engine does not do.
+        """
+        params = self.checked(params)
+        controls = make_controls(params, self._tokenizer, self._stop_ids(params))
+        return self._features(params, has_controls=controls is not None)
+
+    def _features(self, params: SamplingParams, *, has_controls: bool) -> Features:
+        most = self._config.num_logprobs
+        return Features(
+            has_controls=has_controls,
+            has_grammar=params.structured_outputs is not None,
+            num_logprobs=_if_asked(params.logprobs, most),
+            num_prompt_logprobs=_if_asked(params.prompt_logprobs, most),
+        )
+
     def _make(
         self,
         request_id: str,
@@ -137,7 +152,6 @@ class Intake:
         stop_ids = self._stop_ids(params)
         controls = make_controls(params, self._tokenizer, stop_ids)
         reading = self._begin_text(params, num_prompt, stop_ids)
-        num_logprobs = config.num_logprobs
         return Request(
             request_id=request_id,
             prompt=parsed.text,
@@ -150,12 +164,7 @@ class Intake:
             stop_ids=stop_ids,
             controls=controls,
             reading=reading,
-            features=Features(
-                has_controls=controls is not None,
-                has_grammar=reading is not None,
-                num_logprobs=_if_asked(params.logprobs, num_logprobs),
-                num_prompt_logprobs=_if_asked(params.prompt_logprobs, num_logprobs),
-            ),
+            features=self._features(params, has_controls=controls is not None),
             priority=priority,
             cache_salt=parsed.cache_salt,
             can_read_prefix_cache=_may_read_cache(params),
@@ -171,15 +180,12 @@ class Intake:
     ) -> Reading | None:
         if params.structured_outputs is None:
             return None
-        reading = Reading(
+        return Reading(
             matcher=self._grammars.matcher(params.structured_outputs),
             num_prompt=num_prompt,
             min_tokens=params.min_tokens,
             stop_ids=stop_ids,
         )
-        # The masks see to it: the device does not know when a text is complete.
-        params.min_tokens = 0
-        return reading
 
     def _seed_and_rule(self, params: SamplingParams) -> tuple[tuple[int, int], int]:
         drawn = self._random.integers(0, 2**32, size=2, dtype=np.uint32)

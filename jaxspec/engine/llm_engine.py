@@ -1,5 +1,6 @@
 """The engine: requests in, outputs out, one launch ahead of what has been read."""
 
+import dataclasses
 import functools
 import itertools
 import time
@@ -26,6 +27,7 @@ from jaxspec.errors import (
 )
 from jaxspec.metrics import Metric
 from jaxspec.outputs import RequestOutput
+from jaxspec.program.plan import Features
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.tokenizer import Tokenizer
 
@@ -100,28 +102,27 @@ class LLMEngine:
             raise RequestError(
                 "The engine sleeps and takes no requests: call wake_up() first."
             )
-        if self._is_running(request_id):
-            raise RequestError(
-                f"request_id {request_id!r} is running already: choose another",
-                parameter="request_id",
-                value=request_id,
-            )
+        self._check_id(request_id)
         make = functools.partial(
             self._intake.make, arrival_time=arrival_time, priority=priority
         )
         params = self._intake.checked(params)
         if params.n == 1:
             request = make(request_id, prompt, params)
+            self.runner.check_features(request.features)
             self._delivery.open(request)
             self.scheduler.add(request)
             return request_id
         parent = Parent(request_id, params)
+        for child_id in parent.children:
+            self._check_id(child_id)
         # The texts share the prompt's pages, also where nothing else is shared.
         group = next(self._groups)
         children = [
             make(child_id, prompt, parent.child_params(index))
             for index, child_id in enumerate(parent.children)
         ]
+        self.runner.check_features(children[0].features)
         self._parents[request_id] = parent
         for index, child in enumerate(children):
             child.cache_group = group
@@ -129,8 +130,19 @@ class LLMEngine:
             self.scheduler.add(child)
         return request_id
 
-    def _is_running(self, request_id: object) -> bool:
-        return request_id in self._delivery or request_id in self._parents
+    def _check_id(self, request_id: object) -> None:
+        if not isinstance(request_id, str):
+            raise RequestError(
+                f"request_id must be a string, got {type(request_id).__name__}",
+                parameter="request_id",
+                value=request_id,
+            )
+        if request_id in self._delivery or request_id in self._parents:
+            raise RequestError(
+                f"request_id {request_id!r} is running already: choose another",
+                parameter="request_id",
+                value=request_id,
+            )
 
     def step(self) -> list[RequestOutput]:
         """Launch the next round, read the one before it, return what is new.
@@ -212,13 +224,16 @@ class LLMEngine:
         return len(self._delivery.streams)
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """End requests at once, without an output; unknown ids are ignored."""
+        """End requests at once, without an output; unknown ids are ignored.
+
+        Of a request for several texts all end, and none of them has an id of its own.
+        """
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         for one in ids:
             parent = self._parents.pop(one, None)
             for name in [one] if parent is None else parent.children:
                 stream = self._delivery.streams.get(name)
-                if stream is not None:
+                if stream is not None and (stream.parent is None or parent is not None):
                     self.scheduler.finish(stream.request, "abort", None)
                     self._delivery.close(stream.request)
 
@@ -265,12 +280,13 @@ class LLMEngine:
         Raises:
             RequestError: Requests run, or another level.
         """
-        if self.has_unfinished_requests():
-            count = self.get_num_unfinished_requests()
+        count = self.get_num_unfinished_requests()
+        if count:
             raise RequestError(
                 f"sleep() needs an idle engine, and {count} requests run: finish or "
                 "abort them first."
             )
+        self._drain()
         self.reset_prefix_cache()
         self._sleep.begin(level)
 
@@ -290,19 +306,41 @@ class LLMEngine:
         """Have `tell` called with what is compiled, and with "" when that is done."""
         self.runner.announce = tell
 
-    def warm_up(self, prompt_tokens: int | None = None) -> None:
-        """Compile every executable that requests can need.
+    @no_type_check  # `Intake` checks, with better errors
+    def warm_up(
+        self,
+        prompt_tokens: int | None = None,
+        sampling_params: Iterable[SamplingParams] = (),
+    ) -> None:
+        """Compile every executable that requests can need, of these parameters.
 
         Args:
             prompt_tokens: Longest prompt to expect; None for the whole budget.
+            sampling_params: Requests with logprobs, penalties, bias, masks of tokens
+                or structured outputs need executables of their own: those of requests
+                like one of these are compiled as well, alone and among plain ones.
+
+        Raises:
+            RequestError: As for `add_request`.
+            NotImplementedError: As for `add_request`.
         """
-        for shape in self.scheduler.shapes(prompt_tokens):
-            self.runner.executable(shape)
+        wanted = [Features()]
+        for params in sampling_params:
+            features = self._intake.features(params)
+            self.runner.check_features(features)
+            decoding = dataclasses.replace(features, num_prompt_logprobs=None)
+            wanted += [features, decoding]
+        for features in dict.fromkeys(wanted):
+            for shape in self.scheduler.shapes(prompt_tokens, features):
+                self.runner.executable(shape)
 
     def shutdown(self) -> None:
         """End all requests and wait for the device."""
-        self.abort_request([request.request_id for request in self._delivery])
-        self._parents.clear()
+        self.abort_request([*self._parents, *self._delivery.streams])
+        self._drain()
+
+    def _drain(self) -> None:
+        """Wait for what was launched for requests that have all ended."""
         self._planned = None
         while self._launched:
             launch, result, _ = self._launched.popleft()

@@ -124,8 +124,6 @@ class EngineMetrics:
             "request_prompt_tokens": request.num_prompt_tokens,
             "request_prefill_kv_computed_tokens": fed,
             "request_generation_tokens": generated,
-            "request_max_num_generation_tokens": generated,
-            "request_params_n": params.n,
         }
         if params.max_tokens is not None:
             values["request_params_max_tokens"] = params.max_tokens
@@ -144,6 +142,14 @@ class EngineMetrics:
             values["request_time_per_output_token_seconds"] = per_token
         for name, value in values.items():
             seen[name].add(value)
+
+    def add_answered(self, num_texts: int, most_tokens: int) -> None:
+        """Count a request that got its texts, of which the longest has so many tokens.
+
+        Every one of the texts is counted by `add_finished` as well.
+        """
+        self._seen["request_params_n"].add(num_texts)
+        self._seen["request_max_num_generation_tokens"].add(most_tokens)
 
     def read(self, load: Load) -> list[Metric]:
         """Return everything in vLLM's names, once for each of `PREFIXES`."""

@@ -13,6 +13,13 @@ from jaxspec.program.plan import StepShape
 MAX_SLOWDOWN = 1.5
 # The weight of the newest measurement.
 NEWEST = 0.25
+# What a round takes beyond this many times what it should says nothing of its
+# shape: the machine stood still.
+STALL = 4.0
+# What was saved for a chunk is enough for it, whatever the last bits say.
+ROUNDING = 1 + 1e-9
+# Prompts wait no longer than this, whatever the account says.
+MAX_WAIT_ROUNDS = 64
 
 
 class Pacer:
@@ -29,6 +36,7 @@ class Pacer:
     def __init__(self):
         self.times: dict[StepShape, float] = {}
         self.saved_s = 0.0
+        self._num_waited = 0
         self._seen: set[StepShape] = set()
 
     def record(
@@ -39,6 +47,9 @@ class Pacer:
         Args:
             charged_s: What `chunk` has paid out for it.
         """
+        expected = self.times.get(shape, charged_s)
+        if expected is not None:
+            seconds = min(seconds, STALL * expected)
         if charged_s is not None:
             self.saved_s += charged_s - seconds
         if shape not in self._seen:
@@ -51,7 +62,7 @@ class Pacer:
 
     def rest(self) -> None:
         """No prompt is coming in: the next prefill starts with an even account."""
-        self.saved_s = 0.0
+        self.saved_s, self._num_waited = 0.0, 0
 
     def chunk(
         self, plain: StepShape, chunks: tuple[int, ...]
@@ -69,8 +80,11 @@ class Pacer:
         costs = self._costs(plain, base, chunks)
         chosen, cost = 0, base
         for size, seconds in zip(chunks, costs, strict=True):
-            if seconds <= allowance + self.saved_s:
+            if seconds <= (allowance + self.saved_s) * ROUNDING:
                 chosen, cost = size, seconds
+        self._num_waited = 0 if chosen else self._num_waited + 1
+        if self._num_waited > MAX_WAIT_ROUNDS:
+            chosen, cost, self._num_waited = chunks[0], costs[0], 0
         most = max(costs[0] - allowance, 0.0)
         self.saved_s = min(self.saved_s + allowance, most + cost) - cost
         return chosen, cost

@@ -14,12 +14,14 @@ class Parent:
 
     Attributes:
         children: Ids of the requests that make the texts, by index.
+        most_tokens: Of the texts that have ended, the length of the longest.
     """
 
     def __init__(self, request_id: str, params: SamplingParams):
         self.request_id, self._params = request_id, params
         self.children = [f"{index}_{request_id}" for index in range(params.n)]
-        self._num_running = params.n
+        self.most_tokens = 0
+        self._num_running = self._num_open = params.n
         self._latest: dict[int, RequestOutput] = {}
         self._new: dict[int, RequestOutput] = {}
 
@@ -30,6 +32,12 @@ class Parent:
         if params.seed is not None:
             params.seed += index
         return params
+
+    def is_last(self, num_tokens: int) -> bool:
+        """Note that a text has ended, with so many tokens: whether no other goes on."""
+        self.most_tokens = max(self.most_tokens, num_tokens)
+        self._num_open -= 1
+        return not self._num_open
 
     def add(self, index: int, output: RequestOutput) -> None:
         """Take what a child has to tell."""

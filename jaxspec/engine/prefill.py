@@ -139,7 +139,7 @@ def _admission(request: Request) -> Admission:
     return Admission(
         row=request.row,
         num_prompt=request.num_prompt_tokens,
-        min_total=request.num_prompt_tokens + params.min_tokens,
+        min_total=request.min_total,
         max_total=request.max_total,
         temperature=params.temperature,
         top_k=max(params.top_k, 0),

@@ -83,6 +83,16 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def min_total(self) -> int:
+        """Tokens before which no token ends the sequence, prompt included.
+
+        Of a text that has a form the masks keep the ends out: the device does not know
+        when it is complete.
+        """
+        least = self.params.min_tokens if self.reading is None else 0
+        return self.num_prompt_tokens + least
+
+    @property
     def num_tokens(self) -> int:
         """Tokens whose values the host knows."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)

@@ -19,7 +19,14 @@ from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.engine.token_masks import TokenMasks
 from jaxspec.errors import ConfigError
 from jaxspec.models.weights import Params
-from jaxspec.program.plan import PlanLayout, PoolShape, StepPlan, StepResult, StepShape
+from jaxspec.program.plan import (
+    Features,
+    PlanLayout,
+    PoolShape,
+    StepPlan,
+    StepResult,
+    StepShape,
+)
 from jaxspec.program.propose.ngram import Lookup
 from jaxspec.program.state import (
     EngineState,
@@ -105,8 +112,6 @@ class Runner:
         """The compiled program of a shape, built on first use."""
         if shape not in self._executables:
             start = time.monotonic()
-            if shape.features.has_grammar:
-                _check_callbacks()
             if self.announce is not None:
                 self.announce(f"Compiling {_sizes(shape)}")
             self._executables[shape] = compile_step(
@@ -118,6 +123,26 @@ class Runner:
                 self.announce("")
             _log.info("compiled %s in %.1f s", shape, time.monotonic() - start)
         return self._executables[shape]
+
+    def check_features(self, features: Features) -> None:
+        """Refuse what programs cannot have on these devices.
+
+        Raises:
+            ConfigError: jax's CPU backend is missing, through which a program asks the
+                host for the masks of structured outputs.
+        """
+        if not features.has_grammar:
+            return
+        try:
+            jax.devices("cpu")
+        except RuntimeError as error:
+            named = jax.config.values["jax_platforms"]
+            raise ConfigError(
+                "structured_outputs need jax's CPU backend beside the accelerator's, "
+                f"and JAX_PLATFORMS={named!r} leaves it out: add ',cpu' to it.",
+                parameter="structured_outputs",
+                value=named,
+            ) from error
 
     def is_compiled(self, shape: StepShape) -> bool:
         """Whether a launch of this shape starts at once."""
@@ -190,20 +215,6 @@ def _lookup(config: EngineConfig) -> Lookup | None:
     assert longest is not None
     assert shortest is not None
     return Lookup(longest, shortest)
-
-
-def _check_callbacks() -> None:
-    """Check that programs can ask the host, which jax does through its CPU backend."""
-    try:
-        jax.devices("cpu")
-    except RuntimeError as error:
-        named = jax.config.values["jax_platforms"]
-        raise ConfigError(
-            f"structured_outputs need jax's CPU backend beside the accelerator's, and "
-            f"JAX_PLATFORMS={named!r} leaves it out: add ',cpu' to it.",
-            parameter="structured_outputs",
-            value=named,
-        ) from error
 
 
 def build_mesh(config: EngineConfig) -> Mesh:

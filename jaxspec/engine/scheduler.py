@@ -94,7 +94,8 @@ class Scheduler:
                 work.catch_up(request)
         work.room = min(work.room, room)
         for request, _ in going_on:
-            if request.row >= 0 and request.row not in (sitting_out or ()):
+            is_there = request.row >= 0 and request.row not in (sitting_out or ())
+            if work.room and is_there:  # the catching up takes room as well
                 work.feed(request)
         while sitting_out is None and work.room and self._admit(work):
             pass
@@ -298,8 +299,10 @@ class Scheduler:
             features: What requests will need; nothing special by default.
         """
         budget = self._most_tiles() * TILE
-        wanted = budget if prompt_tokens is None else min(prompt_tokens, budget)
-        last = next(c for c in CHUNK_LADDER if c >= wanted)
+        # Prompts come together, each in tiles of its own.
+        tiles = -(-(budget if prompt_tokens is None else prompt_tokens) // TILE)
+        wanted = tiles * TILE * self.config.max_num_seqs
+        last = next(c for c in CHUNK_LADDER if c >= min(wanted, budget))
         most = _power_of_two(self.config.max_num_seqs)
         return [
             StepShape(

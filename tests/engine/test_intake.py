@@ -143,8 +143,9 @@ def test_a_form_names_its_feature_and_outranks_min_tokens():
     reading = request.reading
     assert (reading.num_prompt, reading.min_tokens) == (3, 4)
     assert reading.stop_ids == (EOS, 7)
-    assert request.params.min_tokens == 0
-    assert make(min_tokens=4).params.min_tokens == 4
+    # The device knows of no least length, and stop strings do.
+    assert (request.min_total, request.params.min_tokens) == (3, 4)
+    assert make(min_tokens=4).min_total == 3 + 4
 
 
 @pytest.mark.parametrize("wrong", [{"regex": "(a"}, {"json": {"type": "strin"}}])

@@ -142,6 +142,7 @@ def test_times_and_lengths_of_a_request():
         request.output_token_ids += [3] * count
     request.finish_reason = "length"
     metrics.add_finished(request)
+    metrics.add_answered(1, 5)
     found = by_name(metrics)
     expected = {
         "time_to_first_token_seconds": 3.0,

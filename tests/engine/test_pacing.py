@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.engine.pacing import MAX_SLOWDOWN, Pacer
+from jaxspec.engine.pacing import MAX_SLOWDOWN, MAX_WAIT_ROUNDS, Pacer
 from jaxspec.engine.request import Status
 from jaxspec.program.plan import StepShape
 from jaxspec.sampling_params import RequestOutputKind
@@ -60,6 +60,44 @@ def test_an_account_does_not_outlast_its_prefill():
     pacer.saved_s = 5.0
     pacer.rest()
     assert pacer.saved_s == 0.0
+
+
+@pytest.mark.parametrize("stalled", [0, 32])
+def test_a_stall_does_not_keep_prompts_out(stalled):
+    """The machine stands still for a thousand rounds' time, once."""
+    costs = {0: 0.010, 32: 0.012}
+    pacer, chosen = Pacer(), []
+    for number in range(200):
+        chunk, charged = pacer.chunk(PLAIN, (32,))
+        chosen.append(chunk)
+        shape = dataclasses.replace(PLAIN, chunk=chunk)
+        seconds = costs[chunk]
+        if chunk == stalled and number > 20 and stalled is not None:
+            seconds, stalled = 10.0, None
+        pacer.record(shape, seconds, charged)
+    assert stalled is None or stalled == 0
+    assert chosen[:20].count(32) >= 15
+    assert chosen[60:].count(32) >= 135
+
+
+def test_prompts_wait_for_a_while_at_most():
+    """A first measure may be of a stall, and none mends it while nothing comes in."""
+    pacer, chosen = Pacer(), []
+    costs = {0: 0.010, 32: 0.012}
+    for _ in range(3):
+        pacer.record(PLAIN, costs[0])
+    wrong = dataclasses.replace(PLAIN, chunk=32)
+    pacer.times[wrong] = 1000.0
+    for _ in range(4000):
+        chunk, charged = pacer.chunk(PLAIN, (32,))
+        chosen.append(chunk)
+        shape = dataclasses.replace(PLAIN, chunk=chunk)
+        pacer.record(shape, costs[chunk], charged)
+    first = chosen.index(32)
+    assert first == MAX_WAIT_ROUNDS
+    waits = "".join(" " if one else "." for one in chosen).split()
+    assert max(map(len, waits)) == MAX_WAIT_ROUNDS
+    assert chosen[-10:] == [32] * 10
 
 
 def streaming_rounds(loop: Loop, prompt_tokens: int) -> list[float]:

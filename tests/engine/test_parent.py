@@ -3,6 +3,7 @@
 import pytest
 
 from jaxspec.errors import RequestError
+from jaxspec.metrics import Histogram
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.engine.test_llm_engine import (
     PROMPT,
@@ -85,6 +86,56 @@ def test_aborting_a_request_ends_all_its_texts(when):
     outputs = run_all(engine)
     assert outputs.keys() == {"b"}
     assert_idle(engine)
+
+
+def test_a_text_has_no_id_of_its_own():
+    engine, _ = make_fake_engine()
+    engine.add_request("a", PROMPT, several(RequestOutputKind.FINAL_ONLY))
+    engine.abort_request("0_a")
+    assert engine.get_num_unfinished_requests() == 3
+    with pytest.raises(RequestError, match="'1_a' is running already"):
+        engine.add_request("1_a", PROMPT, SamplingParams())
+    (output,) = run_all(engine)["a"]
+    assert len(output.outputs) == 3
+    assert_idle(engine)
+
+
+def test_ids_of_texts_that_are_in_use_are_refused():
+    engine, _ = make_fake_engine()
+    engine.add_request("0_a", PROMPT, SamplingParams(max_tokens=5))
+    with pytest.raises(RequestError, match="'0_a' is running already"):
+        engine.add_request("a", PROMPT, several(RequestOutputKind.FINAL_ONLY))
+    assert run_all(engine).keys() == {"0_a"}
+    assert_idle(engine)
+
+
+def test_seeds_of_all_texts_must_fit():
+    engine, _ = make_fake_engine()
+    last = 2**63 - 3
+    engine.add_request("a", PROMPT, several(RequestOutputKind.FINAL_ONLY, seed=last))
+    with pytest.raises(RequestError, match=f"seed .*to {last}.*Text i of n"):
+        several(RequestOutputKind.FINAL_ONLY, seed=last + 1)
+    run_all(engine)
+
+
+def test_metrics_count_one_request_and_its_longest_text():
+    engine, _ = make_fake_engine(disable_log_stats=False)
+    engine.add_request("a", PROMPT, several(RequestOutputKind.DELTA))
+    engine.add_request("b", PROMPT, SamplingParams(max_tokens=2))
+    run_all(engine)
+    engine.add_request("c", PROMPT, several(RequestOutputKind.DELTA, 2))
+    engine.abort_request("c")
+    found = {metric.name: metric for metric in engine.get_metrics()}
+    for name, values in (
+        ("params_n", (1, 2, 3)),
+        ("max_num_generation_tokens", (7, 2)),
+    ):
+        seen = found[f"vllm:request_{name}"]
+        assert isinstance(seen, Histogram)
+        assert (seen.count, seen.sum) == (3, sum(values))
+    seen = found["vllm:request_generation_tokens"]
+    assert isinstance(seen, Histogram)
+    assert (seen.count, seen.sum) == (6, 7 * 3 + 2)
 
 
 def test_an_id_in_use_is_refused():

@@ -35,15 +35,22 @@ def test_bounds_hold_whatever_the_device_does(rounds, unread):
     request = make_request(max_total=100)
     table, row = one_row(request)
     known, lacking = 3, 1  # tokens, and those at the end the draft has no keys for
+    played = []
     for drafts, width, emitted in rounds:
+        if table.draft_gap[row][0] > 2:  # it has to catch up before it gets drafts
+            drafts, emitted = 0, 1
+        played.append((drafts, emitted))
         table.launch(row, np.array([drafts]))
         table.draft(row, width)
         known += emitted
-        # A drafting round fills the two newest tokens and its drafts but the last.
-        lacking = min(lacking, 2) if width and lacking <= 2 else lacking + emitted
-        if not width:
-            assert emitted == 1 or drafts
-    for drafts, _, emitted in rounds[: len(rounds) - unread]:
+        # A drafting round fills the two newest tokens and its drafts but the last: of
+        # what comes of it, the target's token and the last draft are lacking.
+        if width and lacking <= 2:
+            lacking = 2 if emitted == width + 1 else 1
+        else:
+            lacking += emitted
+        assert lacking <= table.draft_gap[row][0]
+    for drafts, emitted in played[: len(rounds) - unread]:
         table.read(row, np.array([drafts]), np.array([emitted]))
     assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
 
@@ -118,3 +125,15 @@ def test_a_row_given_up_forgets_all_but_unread_launches():
     assert table.draft_gap[row].tolist() == [1]
     assert table.most_tokens(row).tolist() == [3]
     table.check()
+
+
+@pytest.mark.parametrize(
+    "name", ["num_tokens", "draft_gap", "num_unread", "ahead", "num_pages", "owner"]
+)
+def test_impossible_values_are_found(name):
+    table, row = one_row(make_request())
+    table.check()
+    values = getattr(table, name)
+    values[row] = {"num_tokens": 11, "draft_gap": 0, "num_pages": 1}.get(name, -1)
+    with pytest.raises(AssertionError):
+        table.check()

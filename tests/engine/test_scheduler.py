@@ -5,6 +5,7 @@ draft where the draft model lacks keys and values, write into another's page, pr
 out of order.
 """
 
+import dataclasses
 from collections import deque
 from typing import Any
 
@@ -17,7 +18,14 @@ from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import MAX_CONTROLLED, TILE, Features, TokenControls
 from jaxspec.sampling_params import SamplingParams
 from tests.fake_device import FakeDevice
-from tests.loops import Loop, make_config, make_request, make_requests, run_traffic
+from tests.loops import (
+    MODEL,
+    Loop,
+    make_config,
+    make_request,
+    make_requests,
+    run_traffic,
+)
 
 CONFIGS = {
     "base": {},
@@ -133,8 +141,10 @@ def test_decoding_never_waits_for_prompts():
     second = make_request(1, random, loop.config)
     second.prompt_token_ids, second.max_total = [1] * 90, 95
     loop.scheduler.add(second)
-    while second.status is Status.WAITING:
-        loop.step()  # first the time of a round without prompts becomes known
+    # First the time of a round without prompts becomes known.
+    for _ in range(4):
+        loop.step()
+    assert second.status is Status.PREFILL
     before = len(loop.launches) - 1
     while second.status is not Status.DECODE:
         loop.step()
@@ -176,6 +186,37 @@ def test_drafting_stops_in_a_crowd_and_comes_back():
     ]
     assert caught_up
     loop.assert_said_the_truth(requests[0])
+
+
+def test_a_prompt_waits_while_the_draft_model_catches_up():
+    """Both take tiles of one budget; who was there first fills it."""
+    config = make_config(
+        max_num_seqs=4,
+        num_pages=400,
+        max_model_len=400,
+        disable_by_batch_size=2,
+        model_config=dataclasses.replace(MODEL, max_position_embeddings=512),
+    )
+    loop = Loop(config, seed=0)
+    first, second, third, late = make_requests(config, 4, num_draft_tokens=3)
+    for request in (first, second, third):
+        request.prompt_token_ids, request.max_total = [1] * 5, 300
+        loop.scheduler.add(request)
+    for _ in range(100):
+        loop.step()
+    late.prompt_token_ids, late.max_total = [7] * 300, 350
+    loop.scheduler.add(late)
+    while late.status is Status.WAITING:
+        loop.step()
+    assert not late.num_fed == 300
+    for request in (second, third):
+        loop.scheduler.finish(request, "abort", None)
+    tiles = []
+    while loop.step():
+        tiles.append([one.is_draft_only for one in loop.launches[-1].plan.tiles])
+    assert [True] * 2 in tiles, "the budget was never all for catching up"
+    for request in (first, late):
+        loop.assert_said_the_truth(request)
 
 
 def test_the_program_drafts_no_more_than_anybody_asks_for():

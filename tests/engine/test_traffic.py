@@ -5,6 +5,7 @@ written for that very prefix; between launches nothing may be lost.
 """
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,10 +161,15 @@ def test_ten_thousand_steps():
 
 
 class ForgetfulRunner(FakeRunner):
-    """Keeps no list of what it was asked."""
+    """Keeps no list of what it was asked, but the shapes."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.shapes: set[StepShape] = set()
 
     def launch(self, plan: StepPlan, shape: StepShape) -> object:
         result = super().launch(plan, shape)
+        self.shapes.add(shape)
         self.events.clear()
         self.plans.clear()
         return result
@@ -208,7 +214,8 @@ def test_twenty_thousand_requests_leave_nothing_behind():
     while engine.has_unfinished_requests():
         engine.step()
     engine.scheduler.check_idle()
-    assert runner.num_compiles == 0
+    # `warm_up` compiles those, so that none of the requests would have to wait for one.
+    assert runner.shapes <= set(engine.scheduler.shapes())
     assert resident_bytes() <= 1.01 * middle
     assert not engine._delivery.streams
     assert not engine._parents
