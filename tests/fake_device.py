@@ -146,6 +146,8 @@ class FakeDevice:
         )
         for index, (row, drafts) in enumerate(plan.decode):
             assert 0 <= drafts <= shape.num_draft_tokens
+            left = self.rows[row].admission.max_total - self.rows[row].num_tokens
+            drafts = min(drafts, max(left - 1, 0))
             if not self.has_draft:  # an n-gram lookup may find fewer
                 drafts = int(self._random.integers(0, drafts + 1))
             tokens, accepted = self._round(

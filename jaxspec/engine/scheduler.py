@@ -6,6 +6,7 @@ texts or devices.
 """
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -101,8 +102,12 @@ class Scheduler:
             pass
         if not len(rows) and not work.tiles:
             return None
-        if work.tiles or sitting_out is not None:
+        if work.tiles:
             shape = self._shape(rows, wanted, work)
+        if sitting_out is not None:
+            # Pages were taken for the drafts of all: a plan of fewer may not list them.
+            sizes = plain.num_seqs, plain.num_draft_tokens
+            shape = replace(shape, num_seqs=sizes[0], num_draft_tokens=sizes[1])
         return self._launch(rows, wanted, shape, work, charged_s)
 
     def _most_tiles(self) -> int:

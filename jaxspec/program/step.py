@@ -160,7 +160,9 @@ def _propose(
 ) -> tuple[Proposal | None, Int[Array, " seq"], tuple[Array, ...]]:
     """Drafts, how many of each sequence count, and the draft model's pages."""
     count, active = shape.num_draft_tokens, launch.active
-    num_draft, found = launch.fields["decode_draft"], None
+    # The host may not have read how near the end is; a draft beyond it is none.
+    room = jnp.maximum(active.max_total - active.num_tokens - 1, 0)
+    num_draft, found = jnp.minimum(launch.fields["decode_draft"], room), None
     if config.lookup is not None and count:
         found = ngram.look_up(
             active, launch.token_pages, config.lookup, num_draft_tokens=count
