@@ -136,7 +136,7 @@ def main() -> None:
     options = parser.parse_args()
     target = make_micro(seed=3)
     engine, law = make(target), law_of_texts(target)
-    counts = []
+    counts, result = [], {}
     for rule in RULES:
         counts.append(count(engine, law, rule, -(-options.texts // len(RULES))))
         result = {

@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     cut = Cut(num_prompts=options.prompts, num_tokens=options.tokens)
-    start, plays = time.monotonic(), []
+    start, plays, result = time.monotonic(), [], {}
     versions = {"jax": jax.__version__, "python": platform.python_version()}
     for one in tqdm(play(cut), desc="combinations"):
         plays.append(asdict(one))
