@@ -285,6 +285,29 @@ def test_who_came_last_waits_again_when_pages_run_out(num_draft):
     assert ends == sorted(ends)
 
 
+def test_a_plan_lists_all_pages_that_were_taken():
+    """Pages are taken for the drafts of one who then sits out: the plan is smaller."""
+    config = make_config(
+        num_draft_tokens=8, num_pages=13, max_num_seqs=2, max_model_len=52
+    )
+    num_sat_out = 0
+    for num_prompt in range(20, 36):
+        loop = Loop(config, seed=0)
+        requests = make_requests(config, 2, stop_ids=(), can_read_prefix_cache=False)
+        for request, drafts in zip(requests, (0, 8), strict=True):
+            request.prompt_token_ids = [drafts + 1] * (5 if drafts else num_prompt)
+            request.max_total = request.num_prompt_tokens + 12
+            request.num_draft_tokens = drafts
+            loop.scheduler.add(request)
+        while loop.step():
+            rows = loop.scheduler.rows
+            num_sat_out += int(rows.is_decoding.sum()) > len(loop.launches[-1].rows)
+        for request in requests:
+            loop.assert_said_the_truth(request)
+        loop.assert_idle()
+    assert num_sat_out
+
+
 def test_a_preempted_request_finds_its_own_pages():
     """What nobody has taken meanwhile is not computed again."""
     config = make_config(max_num_seqs=2, num_pages=30, num_draft_tokens=0)
