@@ -35,12 +35,12 @@ from tests.engines import (
 from tests.laws import check_counts, filtered_law
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "enumerated.json"
-VOCAB, LENGTH, DRAFTS, BATCH = 16, 4, 3, 64
+VOCAB, LENGTH, DRAFTS = 16, 4, 3
 # Longer than the window; two whole pages are found again.
 PROMPT = [2, 7, 3, 11, 5, 14, 9, 4, 12, 6]
 RULES = ("standard", "block", "coupled")
 # Of so many requests one is a long neighbour, which is not counted.
-ONE_IN, NEIGHBOUR_TOKENS = 10, 40
+ONE_IN, NEIGHBOUR_TOKENS = 4, 40
 PART = 16_384
 
 
@@ -75,15 +75,16 @@ def law_of_texts(target: Any) -> np.ndarray:
     return law
 
 
-def make(target: Any) -> LLMEngine:
+def make(target: Any, *, batch: int = 64, has_one_shape: bool = False) -> LLMEngine:
     """With pages for a part of what a full batch would take."""
     return make_engine(
         target,
         make_draft_of(target, num_layers=2),
         num_draft_tokens=DRAFTS,
-        max_num_seqs=BATCH,
-        max_num_batched_tokens=2048,
-        num_pages=90,
+        max_num_seqs=batch,
+        max_num_batched_tokens=512,
+        num_pages=24 + batch // 2,
+        has_one_shape=has_one_shape,
         max_model_len=64,
     )
 
