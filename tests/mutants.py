@@ -125,8 +125,8 @@ MUTANTS = [
     ),
     mutant(
         "draft_misses_its_last_token",
-        "propose/draft_model.propose",
-        "jnp.broadcast_to(active.is_active[:, None], (seqs, 2))",
+        "propose/draft_model._newest",
+        "jnp.broadcast_to(active.is_active[:, None], tokens.shape)",
         "active.is_active[:, None] & jnp.array([[False, True]])",
         check=check_self_draft,
     ),

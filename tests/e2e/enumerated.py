@@ -23,7 +23,7 @@ import torch
 from tqdm.auto import tqdm
 
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.engines import (
     generate,
     make_draft_of,
@@ -91,8 +91,13 @@ def make(target: Any, *, batch: int = 64, has_one_shape: bool = False) -> LLMEng
 
 def requests_of(rule: str, first: int, count: int) -> list[SamplingParams]:
     """Texts to be counted, and neighbours; the coupled rule is that of seeds."""
-    long = SamplingParams(max_tokens=NEIGHBOUR_TOKENS, ignore_eos=True)
-    short = SamplingParams(max_tokens=LENGTH, ignore_eos=True, detokenize=False)
+    rest: dict[str, Any] = dict(
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    long = SamplingParams(max_tokens=NEIGHBOUR_TOKENS, **rest)
+    short = SamplingParams(max_tokens=LENGTH, **rest)
     params = []
     for number in range(first, first + count):
         own = (long if number % ONE_IN == 0 else short).clone()

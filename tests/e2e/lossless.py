@@ -25,7 +25,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.e2e import pair
 from tests.engines import generate, make_engine, tokens_of, with_settings
 
@@ -126,7 +126,8 @@ def engine_for(cut: Cut, proposer: str, batch: int) -> LLMEngine:
         num_draft_tokens=max(cut.drafts),
         max_num_seqs=batch,
         page_size=PAGE_SIZE,
-        num_pages=max(cut.pages_per_seq * batch, 1),
+        # Some more than a full batch takes: prefixes stay to be found.
+        num_pages=cut.pages_per_seq * (batch + 8),
         max_model_len=cut.max_model_len,
         max_num_batched_tokens=128,
         has_one_shape=True,
@@ -149,7 +150,12 @@ def on_path(engine: LLMEngine, cut: Cut, path: str) -> LLMEngine:
 
 def play(cut: Cut) -> Iterator[Play]:
     """Every combination of a cut, one after the other."""
-    params = SamplingParams(temperature=0, max_tokens=cut.num_tokens, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=cut.num_tokens,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
     prompts, texts = clear_texts(prompts_of(cut.num_prompts), params)
     for proposer, batch in itertools.product(cut.proposers, cut.batches):
         engine = engine_for(cut, proposer, batch)

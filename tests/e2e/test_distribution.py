@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.engines import (
     generate,
     make_draft_of,
@@ -101,6 +101,7 @@ def sample(
             max_tokens=LENGTH,
             ignore_eos=True,
             detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
             seed=number if rule == "seeded" else None,
         )
         for number in range(count)
