@@ -44,12 +44,8 @@ def write(
     slot = slots(
         page_table, position, is_kept, num_pages=num_pages, page_size=page_size
     )
-    flat = (
-        token_pages.reshape(-1)
-        .at[slot.reshape(-1)]
-        .set(tokens.reshape(-1), mode="drop")
-    )
-    return flat.reshape(token_pages.shape)
+    # Not in a flat view: on TPU a page's few tokens are padded to a row of 128 then.
+    return token_pages.at[slot // page_size, slot % page_size].set(tokens, mode="drop")
 
 
 def read(
