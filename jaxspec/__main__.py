@@ -56,7 +56,14 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument(
         "--speculative-model",
         metavar="NAME",
-        help=f"the draft model (default with the default model: {BUNDLED_DRAFT})",
+        help="the draft model, or '[ngram]' to copy from the text itself (default with "
+        f"the default model: {BUNDLED_DRAFT})",
+    )
+    models.add_argument(
+        "--ngram-prompt-lookup-max",
+        metavar="N",
+        type=int,
+        help="most tokens that '[ngram]' looks for (it needs this)",
     )
     models.add_argument(
         "--num-speculative-tokens",

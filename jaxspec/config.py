@@ -1,4 +1,4 @@
-"""Owns the engine's configuration: model sizes, speculation, engine sizes.
+"""Owns the engine's configuration: model sizes, engine sizes.
 
 Everything here is frozen and checked when it is made, so the code below never asks
 again. Knows nothing about command lines, folders of model hubs or older argument names:
@@ -12,226 +12,26 @@ from pathlib import Path
 from typing import Any, no_type_check
 
 from jaxspec.errors import (
-    ArgumentError,
     ConfigError,
-    UnsupportedError,
     check_choice,
+    check_flag,
     check_integer,
-    check_number,
     wrong_argument,
 )
-from jaxspec_checkpoints import CheckpointError, files, model_files, read_config
+from jaxspec.model_config import ModelConfig as ModelConfig
+from jaxspec.speculation import SpeculativeConfig
+from jaxspec_checkpoints import CheckpointError, files, model_files
 
-# The step program is compiled for a ladder of draft lengths; 8 is its last rung.
-MAX_DRAFT_TOKENS = 8
-DEFAULT_DRAFT_TOKENS = 5
 DTYPES = ("auto", "float32", "bfloat16")
+SCHEDULING_POLICIES = ("fcfs", "priority")
 # What "auto" becomes is known on the device only; float32 is the larger outcome.
 MAX_DTYPE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}
 MAX_PAGE_SIZE = 256
+MAX_LOGPROBS = 1024  # told per token: every launch brings them to the host
 PAIR_HINT = (
     "Choose a draft of the target's family; of Gemma 2, these pairs work (target <- "
     "draft): 27b <- 9b, 27b <- 2b, 9b <- 2b."
 )
-
-# Sizes have no sensible default. The other keys of a Gemma 2 config.json have the
-# defaults of the format, which writers may leave out.
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_q_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-}
-_DEFAULTS = {
-    "query_pre_attn_scalar": 256.0,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "sliding_window": 4096,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-6,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-    "tie_word_embeddings": True,
-}
-# What a writer may put in the file, and the only value the model code computes.
-_FIXED = {
-    "hidden_activation": "gelu_pytorch_tanh",
-    "attention_bias": False,
-    "use_bidirectional_attention": False,
-    "tie_word_embeddings": True,
-}
-
-
-# No checks by jaxtyping in the tests: the class has its own, with better errors.
-@no_type_check
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The numbers of one Gemma 2 network.
-
-    Attributes:
-        query_pre_attn_scalar: Queries are divided by the root of this.
-        attn_logit_softcapping: Cap c of `c * tanh(x / c)` on scores; None for no cap.
-        sliding_window: Tokens a local layer sees, the query's own included.
-        eos_token_ids: Any of these ends a text.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    query_pre_attn_scalar: float
-    attn_logit_softcapping: float | None
-    final_logit_softcapping: float | None
-    sliding_window: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_theta: float
-    pad_token_id: int
-    bos_token_id: int
-    eos_token_ids: tuple[int, ...]
-    tie_word_embeddings: bool
-
-    def __post_init__(self):
-        for name in (*_SIZES.values(), "sliding_window", "max_position_embeddings"):
-            check_integer(ConfigError, name, getattr(self, name), low=1)
-        for name in ("query_pre_attn_scalar", "rms_norm_eps", "rope_theta"):
-            check_number(ConfigError, name, getattr(self, name), low=0, open_low=True)
-        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-            cap = getattr(self, name)
-            if cap is not None:
-                check_number(ConfigError, name, cap, low=0, open_low=True)
-        for name in ("pad_token_id", "bos_token_id"):
-            self._check_token_id(name, getattr(self, name))
-        for token in self.eos_token_ids:
-            self._check_token_id("eos_token_id", token)
-        if self.num_q_heads % self.num_kv_heads:
-            allowed = f"a multiple of num_key_value_heads={self.num_kv_heads}"
-            raise wrong_argument(
-                ConfigError, "num_attention_heads", allowed, self.num_q_heads
-            )
-        if self.head_dim % 2:
-            allowed = "even, because rotary embeddings turn pairs"
-            raise wrong_argument(ConfigError, "head_dim", allowed, self.head_dim)
-
-    def _check_token_id(self, name: str, token: object) -> None:
-        check_integer(ConfigError, name, token, low=0, high=self.vocab_size - 1)
-
-    @classmethod
-    def from_hf(
-        cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
-    ) -> "ModelConfig":
-        """Read the content of a Hugging Face `config.json`.
-
-        End tokens in `generation`, that of `generation_config.json`, are added.
-
-        Raises:
-            ConfigError: Another architecture, or a size is missing.
-            NotImplementedError: A Gemma 2 variant that the model code does not compute.
-        """
-        _check_architecture(config)
-        values = {ours: config[theirs] for theirs, ours in _SIZES.items()}
-        values |= {name: config.get(name, value) for name, value in _DEFAULTS.items()}
-        for name, value in values.items():
-            if isinstance(_DEFAULTS.get(name), float) and type(value) is int:
-                values[name] = float(value) if value < 1e308 else math.inf
-        return cls(
-            **values,
-            rope_theta=_rope_theta(config),
-            eos_token_ids=_end_tokens(config, generation or {}),
-        )
-
-    @classmethod
-    def from_folder(cls, folder: str | Path) -> "ModelConfig":
-        """Read the config of a model folder, in any format of checkpoint.
-
-        Raises:
-            ConfigError: There is none, or it is no Gemma 2's.
-        """
-        try:
-            config, generation = read_config(folder)
-        except CheckpointError as error:
-            name = str(folder)
-            raise ConfigError(str(error), parameter="model", value=name) from error
-        try:
-            return cls.from_hf(config, generation)
-        except ArgumentError as error:
-            raise type(error)(
-                f"config.json of {folder}: {error}",
-                parameter=error.parameter,
-                value=error.value,
-            ) from error
-
-    def window(self, layer: int) -> int | None:
-        """Return how many tokens layer `layer` sees, None for all of them.
-
-        Gemma 2 alternates: even layers are local, odd ones global.
-        """
-        return self.sliding_window if layer % 2 == 0 else None
-
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes of keys and values of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
-
-
-@no_type_check
-@dataclass(frozen=True, kw_only=True)
-class SpeculativeConfig:
-    """How drafts are proposed and judged.
-
-    Attributes:
-        model: Folder of the draft model.
-        num_speculative_tokens: Draft tokens per step; a request may ask for fewer.
-        rejection_sample_method: Rule that decides which draft tokens stay.
-        draft_sample_method: Draw drafts from the draft's distribution, or its argmax.
-        disable_by_batch_size: With more running requests, none is drafted for.
-        max_model_len: Sequences longer than this are not drafted for.
-        draft_tensor_parallel_size: Devices one copy of the draft is spread over.
-    """
-
-    method: str = "draft_model"
-    model: str
-    num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS
-    rejection_sample_method: str = "standard"
-    draft_sample_method: str = "probabilistic"
-    disable_by_batch_size: int | None = None
-    max_model_len: int | None = None
-    draft_tensor_parallel_size: int = 1
-
-    def __post_init__(self):
-        if self.method != "draft_model":
-            hint = "No other kind of draft is supported yet."
-            raise wrong_argument(
-                UnsupportedError, "method", "'draft_model'", self.method, hint
-            )
-        check_integer(
-            ConfigError,
-            "num_speculative_tokens",
-            self.num_speculative_tokens,
-            low=1,
-            high=MAX_DRAFT_TOKENS,
-            hint="The step program is compiled for a ladder of draft lengths that ends "
-            f"at {MAX_DRAFT_TOKENS}; to decode without drafts, name no draft model.",
-        )
-        choices = {
-            "rejection_sample_method": ("standard", "block", "coupled"),
-            "draft_sample_method": ("probabilistic", "greedy"),
-        }
-        for name, allowed in choices.items():
-            check_choice(ConfigError, name, getattr(self, name), allowed)
-        lowest = {
-            "disable_by_batch_size": 2,
-            "max_model_len": 1,
-            "draft_tensor_parallel_size": 1,
-        }
-        for name, low in lowest.items():
-            if getattr(self, name) is not None:
-                check_integer(ConfigError, name, getattr(self, name), low=low)
 
 
 @no_type_check
@@ -244,6 +44,11 @@ class EngineConfig:
         max_model_len: Longest sequence, prompt and generated tokens together.
         max_num_batched_tokens: Most prompt tokens prefilled in one step.
         num_pages: Pages of the pool that target and draft share.
+        enable_prefix_caching: Keep full pages after their request and reuse them for
+            prompts that begin alike.
+        scheduling_policy: Who goes first: "fcfs" by arrival, "priority" by the
+            requests' priorities (a lower value first), then by arrival.
+        max_logprobs: Most likely tokens told per token, for requests that ask.
         chat_template: Used in place of the model's; a template, or a file's path.
         generation_defaults: Sampling parameters that the model folder recommends.
         compilation_cache_dir: Where compiled programs are kept; None for nowhere.
@@ -268,9 +73,22 @@ class EngineConfig:
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     disable_log_stats: bool = False
     compilation_cache_dir: str | None = None
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    max_logprobs: int = 20
 
     def __post_init__(self):
         check_choice(ConfigError, "dtype", self.dtype, DTYPES)
+        check_choice(
+            ConfigError,
+            "scheduling_policy",
+            self.scheduling_policy,
+            SCHEDULING_POLICIES,
+        )
+        check_flag(ConfigError, "enable_prefix_caching", self.enable_prefix_caching)
+        check_integer(
+            ConfigError, "max_logprobs", self.max_logprobs, low=0, high=MAX_LOGPROBS
+        )
         check_integer(
             ConfigError,
             "max_model_len",
@@ -300,8 +118,10 @@ class EngineConfig:
         self._check_draft()
 
     def _check_draft(self) -> None:
-        assert (self.speculative is None) == (self.draft_model_config is None)
-        if self.speculative is None or self.draft_model_config is None:
+        speculative = self.speculative
+        has_model = speculative is not None and speculative.has_draft_model
+        assert has_model == (self.draft_model_config is not None)
+        if speculative is None or self.draft_model_config is None:
             return
         target_vocab = self.model_config.vocab_size
         draft_vocab = self.draft_model_config.vocab_size
@@ -310,9 +130,9 @@ class EngineConfig:
                 "Target and draft must share one vocabulary: the target has "
                 f"{target_vocab} tokens, the draft {draft_vocab}. {PAIR_HINT}",
                 parameter="speculative_model",
-                value=self.speculative.model,
+                value=speculative.model,
             )
-        draft_parallel = self.speculative.draft_tensor_parallel_size
+        draft_parallel = speculative.draft_tensor_parallel_size
         if self.tensor_parallel_size % draft_parallel:
             raise wrong_argument(
                 ConfigError,
@@ -325,6 +145,11 @@ class EngineConfig:
     def pages_per_seq(self) -> int:
         """Pages of the longest sequence."""
         return math.ceil(self.max_model_len / self.page_size)
+
+    @property
+    def num_logprobs(self) -> int:
+        """Most likely tokens that a launch tells, where any request asks for them."""
+        return min(self.max_logprobs, self.model_config.vocab_size)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -344,57 +169,3 @@ def read_generation_config(folder: str | Path) -> Mapping[str, Any]:
     """Return the folder's `generation_config.json`, empty if there is none."""
     path = model_files(folder).get("generation_config.json")
     return read_json(path) if path else {}
-
-
-def _check_architecture(config: Mapping[str, Any]) -> None:
-    model_type = config.get("model_type")
-    if model_type != "gemma2":
-        allowed = "'gemma2', the one architecture of this engine"
-        raise wrong_argument(ConfigError, "model_type", allowed, model_type)
-    missing = [name for name in _SIZES if config.get(name) is None]
-    if missing:
-        raise ConfigError(
-            f"A Gemma 2 config needs {', '.join(missing)}; given were "
-            f"{', '.join(sorted(config))}.",
-            parameter=missing[0],
-        )
-    for name, computed in _FIXED.items():
-        if config.get(name, computed) not in (computed, None):
-            hint = "The model code computes nothing else."
-            raise wrong_argument(
-                UnsupportedError, name, repr(computed), config[name], hint
-            )
-    expected = ["sliding_attention", "full_attention"]
-    layers = config.get("layer_types") or []
-    for layer, kind in enumerate(layers if isinstance(layers, list) else [layers]):
-        if kind != expected[layer % 2]:
-            name, allowed = f"layer_types[{layer}]", repr(expected[layer % 2])
-            hint = "Even layers are local, odd ones global."
-            raise wrong_argument(UnsupportedError, name, allowed, kind, hint)
-
-
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    """Find the rotary base in both generations of the file's layout."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise wrong_argument(ConfigError, "rope_parameters", "an object", rope)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        hint = "Gemma 2 was trained without scaling of positions."
-        raise wrong_argument(UnsupportedError, "rope_type", "'default'", kind, hint)
-    theta = config.get("rope_theta") or rope.get("rope_theta") or 10000.0
-    return check_number(ConfigError, "rope_theta", theta, low=0, open_low=True)
-
-
-def _end_tokens(
-    config: Mapping[str, Any], generation: Mapping[str, Any]
-) -> tuple[Any, ...]:
-    """Join the end tokens of both files: copies of one model differ in theirs."""
-    tokens: list[Any] = []
-    for source in (config, generation):
-        given = source.get("eos_token_id")
-        given = given if isinstance(given, list) else [given]
-        tokens += [token for token in given if token is not None]
-    first = [token for at, token in enumerate(tokens) if token not in tokens[:at]]
-    # 1 is the format's default, for folders where neither file names one.
-    return tuple(first) or (1,)

@@ -6,6 +6,7 @@ Knows nothing about which arguments exist.
 
 import math
 import numbers
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class ArgumentError(Exception):
@@ -44,6 +45,16 @@ def wrong_argument(
     given = repr(value) if len(repr(value)) <= 200 else f"{repr(value)[:200]}..."
     message = f"{name} must be {allowed}, got {given}. {hint}".rstrip()
     return error(message, parameter=name, value=value)
+
+
+def refuse(name: str, value: object) -> None:
+    """Raise `UnsupportedError` unless `value` is None."""
+    if value is not None:
+        raise UnsupportedError(
+            f"{name}={value!r} is not supported yet; leave it out.",
+            parameter=name,
+            value=value,
+        )
 
 
 def check_integer(
@@ -116,3 +127,26 @@ def check_choice(
         allowed = "one of " + ", ".join(repr(choice) for choice in choices)
         raise wrong_argument(error, name, allowed, value, hint)
     return value
+
+
+def check_strings(error: type[ArgumentError], name: str, value: object) -> list[str]:
+    """Return `value` as a list if it is one of non-empty strings; None is empty."""
+    allowed = "a list of non-empty strings"
+    if value is None:
+        return []
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise wrong_argument(error, name, allowed, value)
+    texts = [text for text in value if isinstance(text, str) and text]
+    if len(texts) < len(value):
+        raise wrong_argument(error, name, allowed, value)
+    return texts
+
+
+def check_token_ids(error: type[ArgumentError], name: str, value: object) -> list[int]:
+    """Return `value` as a list if it holds integers of at least 0; None is empty."""
+    if value is None:
+        return []
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise wrong_argument(error, name, "a list of token ids", value)
+    label = f"Every id of {name}"
+    return [check_integer(error, label, token, low=0) for token in value]

@@ -63,6 +63,7 @@ def run(options: argparse.Namespace) -> None:
         model=options.model,
         speculative_model=options.speculative_model,
         num_speculative_tokens=options.num_speculative_tokens,
+        ngram_prompt_lookup_max=options.ngram_prompt_lookup_max,
         dtype=options.dtype,
         max_num_seqs=1,
         compilation_cache_dir=options.compilation_cache_dir,

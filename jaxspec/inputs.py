@@ -4,6 +4,7 @@ Everything wrong with a prompt is found here, on the host, before a request exis
 Knows tokenizers only as something that encodes text.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NotRequired, Protocol, TypedDict, runtime_checkable
@@ -28,7 +29,7 @@ _UNSUPPORTED_KEYS = {
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text. `cache_salt` has no effect."""
+    """A prompt as text; only prompts of one `cache_salt` share cached pages."""
 
     prompt: str
     cache_salt: NotRequired[str]
@@ -54,10 +55,15 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedPrompt:
-    """A checked prompt; `text` is None when only token ids were given."""
+    """A checked prompt; `text` is None when only token ids were given.
+
+    Attributes:
+        cache_salt: Only prompts of one salt share cached pages.
+    """
 
     text: str | None
     token_ids: list[int]
+    cache_salt: str | None = None
 
 
 def split_prompts(prompts: Any) -> list[Any]:
@@ -70,6 +76,38 @@ def split_prompts(prompts: Any) -> list[Any]:
     if prompts and _are_token_ids(prompts):
         return [list(prompts)]
     return list(prompts)
+
+
+def join_token_ids(prompts: Any, prompt_token_ids: Any) -> list[Any]:
+    """Bring the older pair (prompts, prompt_token_ids) into one list of prompts.
+
+    Raises:
+        RequestError: Neither is given, or both and not of one length.
+    """
+    if prompt_token_ids is None:
+        if prompts is None:
+            allowed = "a prompt or a list of prompts"
+            raise wrong_argument(RequestError, "prompts", allowed, prompts)
+        return split_prompts(prompts)
+    warnings.warn(
+        "prompt_token_ids= is deprecated: pass the ids, or "
+        "{'prompt_token_ids': ids}, as prompts.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    all_ids = split_prompts(prompt_token_ids)
+    texts = [None] * len(all_ids) if prompts is None else split_prompts(prompts)
+    if len(texts) != len(all_ids):
+        raise RequestError(
+            f"prompts and prompt_token_ids must have one length, got {len(texts)} and "
+            f"{len(all_ids)}.",
+            parameter="prompt_token_ids",
+            value=len(all_ids),
+        )
+    return [
+        {"prompt": text, "prompt_token_ids": token_ids}
+        for text, token_ids in zip(texts, all_ids, strict=True)
+    ]
 
 
 def parse_prompt(
@@ -103,7 +141,13 @@ def parse_prompt(
             parameter="prompt",
             value=len(token_ids),
         )
-    return ParsedPrompt(text=text, token_ids=token_ids)
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is not None and not (isinstance(salt, str) and salt):
+        name, allowed = "prompt['cache_salt']", "a non-empty string"
+        raise wrong_argument(RequestError, name, allowed, salt)
+    if salt is not None:
+        _check_utf8("prompt['cache_salt']", salt)
+    return ParsedPrompt(text=text, token_ids=token_ids, cache_salt=salt)
 
 
 def _text_and_ids(prompt: object) -> tuple[str | None, Any]:
@@ -132,12 +176,16 @@ def _text_and_ids(prompt: object) -> tuple[str | None, Any]:
     return text, token_ids
 
 
-def _encode(text: str, tokenizer: Encoder) -> list[int]:
+def _check_utf8(name: str, text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        name, allowed = "prompt", "text that UTF-8 can encode"
+        allowed = "text that UTF-8 can encode"
         raise wrong_argument(RequestError, name, allowed, text, str(error)) from error
+
+
+def _encode(text: str, tokenizer: Encoder) -> list[int]:
+    _check_utf8("prompt", text)
     token_ids = tokenizer.encode(text)
     if not token_ids:
         raise wrong_argument(RequestError, "prompt", "at least one token", text)

@@ -5,7 +5,6 @@ prompts. Knows nothing about scheduling or devices.
 """
 
 import itertools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,12 +13,14 @@ from tqdm.auto import tqdm
 from jaxspec.chat_template import given_template
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.errors import RequestError, UnsupportedError, wrong_argument
-from jaxspec.inputs import PromptType, TokensPrompt, split_prompts
+from jaxspec.errors import RequestError, refuse, wrong_argument
+from jaxspec.inputs import PromptType, TokensPrompt, join_token_ids, split_prompts
+from jaxspec.metrics import Metric
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.tokenizer import Tokenizer
 
+_DONE = "Processed prompts"
 Message = Mapping[str, Any]
 
 
@@ -41,9 +42,14 @@ class LLM:
         seed: int | None = 0,
         tensor_parallel_size: int = 1,
         disable_log_stats: bool = True,
+        warm_up: bool = False,
         **engine_arguments: Any,
     ):
         """Load the models; `engine_arguments` are the other fields of `EngineArgs`.
+
+        Args:
+            warm_up: Compile now what ordinary requests need, rather than when the
+                first ones come; see the method of that name.
 
         Raises:
             ConfigError: An argument cannot work, or there is none of that name.
@@ -60,6 +66,10 @@ class LLM:
         )
         self.llm_engine = LLMEngine.from_engine_args(args)
         self._request_ids = map(str, itertools.count())
+        self._enqueued: list[str] = []
+        self._finished: dict[str, RequestOutput] = {}
+        if warm_up:
+            self.warm_up()
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLM":
@@ -73,6 +83,10 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         return self.llm_engine.tokenizer
+
+    def get_world_size(self) -> int:
+        """Return the number of devices the target is spread over."""
+        return self.llm_engine.config.tensor_parallel_size
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return vLLM's defaults, changed by the model's generation_config.json."""
@@ -99,29 +113,66 @@ class LLM:
             use_tqdm: Show a progress bar; or what makes one in place of `tqdm`.
             prompt_token_ids: The older way to give token ids.
             lora_request: Not supported.
-            priority: Not supported; requests run first come, first served.
+            priority: One per prompt, for `scheduling_policy="priority"`: lower values
+                go first.
 
         Raises:
             RequestError: A prompt or its parameters cannot work; nothing was run.
             NotImplementedError: A parameter asks for what the engine does not do.
         """
-        _refuse("lora_request", lora_request)
-        _refuse("priority", priority if any(priority or ()) else None)
-        prompt_list = _join_token_ids(prompts, prompt_token_ids)
+        prompt_list = join_token_ids(prompts, prompt_token_ids)
+        refuse("lora_request", lora_request)
+        request_ids = self._add(prompt_list, sampling_params, priority)
+        return self._collect(request_ids, use_tqdm)
+
+    def enqueue(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[str]:
+        """Check and queue prompts as `generate` does, and return before they run.
+
+        `wait_for_completion` runs them. Returns their ids, in the order of the prompts.
+        """
+        refuse("lora_request", lora_request)
+        request_ids = self._add(split_prompts(prompts), sampling_params, priority)
+        self._enqueued += request_ids
+        return request_ids
+
+    def wait_for_completion(
+        self, use_tqdm: bool | Callable[..., Any] = True
+    ) -> list[RequestOutput]:
+        """Run what was enqueued since the last call; outputs in that order."""
+        request_ids, self._enqueued = self._enqueued, []
+        return self._collect(request_ids, use_tqdm)
+
+    def _add(
+        self,
+        prompts: list[Any],
+        sampling_params: Any,
+        priority: Sequence[int] | None,
+    ) -> list[str]:
+        """Queue all of the prompts, or (an error) none."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        params_list = _one_per_prompt(sampling_params, len(prompt_list))
+        params_list = _one_per_prompt(sampling_params, len(prompts))
+        ranks = [0] * len(prompts) if priority is None else priority
+        if not isinstance(ranks, (list, tuple)) or len(ranks) != len(prompts):
+            allowed = f"a list of {len(prompts)}, one per prompt"
+            raise wrong_argument(RequestError, "priority", allowed, priority)
         request_ids: list[str] = []
         try:
-            for prompt, params in zip(prompt_list, params_list, strict=True):
+            for prompt, params, rank in zip(prompts, params_list, ranks, strict=True):
                 request_id = next(self._request_ids)
-                self.llm_engine.add_request(request_id, prompt, params)
+                self.llm_engine.add_request(request_id, prompt, params, priority=rank)
                 request_ids.append(request_id)
-            return self._run(request_ids, use_tqdm)
         except BaseException:
-            # Also when the user interrupts: the next call must find an idle engine.
             self.llm_engine.abort_request(request_ids)
             raise
+        return request_ids
 
     def chat(
         self,
@@ -135,6 +186,7 @@ class LLM:
         parse_special_tokens: bool = False,
         tools: Any = None,
         lora_request: Any = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list of them.
 
@@ -148,14 +200,14 @@ class LLM:
                 of a file with one.
             parse_special_tokens: Let special pieces spelled in messages count. Without
                 it "<end_of_turn>" in a message is text and cannot end its turn.
-            tools: Not supported.
-            lora_request: Not supported.
+            tools: Not supported, and `lora_request` neither.
+            priority: As for `generate`, one per conversation.
 
         Raises:
             RequestError: The roles do not take turns, or as for `generate`.
             ConfigError: `chat_template` cannot be used.
         """
-        _refuse("tools", tools)
+        refuse("tools", tools)
         tokenizer = self.get_tokenizer()
         template = None if chat_template is None else given_template(chat_template)
         if not isinstance(messages, (list, tuple)):
@@ -176,12 +228,17 @@ class LLM:
             # The ids decide: in the text a message may spell a turn marker.
             prompts.append({"prompt": text, "prompt_token_ids": token_ids})
         return self.generate(
-            prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            priority=priority,
         )
 
     def beam_search(self, *_: object, **__: object) -> None:
         raise NotImplementedError(
-            "Beam search is not supported: drafts are verified along one sequence."
+            "Beam search is not supported: drafts are verified along one sequence. "
+            "SamplingParams(n=...) draws several texts, with logprobs to choose by."
         )
 
     def encode(self, *_: object, **__: object) -> None:
@@ -195,32 +252,119 @@ class LLM:
             "embed() belongs to pooling models; Gemma 2 generates text."
         )
 
-    def _run(
+    def get_metrics(self) -> list[Metric]:
+        """Return counts and distributions since the start, in vLLM's names.
+
+        Raises:
+            ConfigError: Stat logging is off; pass `disable_log_stats=False`.
+        """
+        return self.llm_engine.get_metrics()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the pages of ended requests; False while pages are in use."""
+        return self.llm_engine.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the devices' memory until `wake_up`; see `LLMEngine.sleep`."""
+        self.llm_engine.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Bring back what `sleep` freed: all, or "weights" or "kv_cache" alone."""
+        self.llm_engine.wake_up(tags)
+
+    def warm_up(
+        self,
+        prompt_tokens: int | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] = (),
+    ) -> None:
+        """Compile what requests need now, rather than when the first one comes.
+
+        Args:
+            prompt_tokens: Longest prompt to expect; None for any.
+            sampling_params: Also for requests like these, if they ask for logprobs,
+                penalties, bias, masks of tokens or structured outputs.
+        """
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params]
+        with tqdm(desc="Compiling", unit=" programs", dynamic_ncols=True) as bar:
+
+            def tell(what: str) -> None:
+                if what:
+                    bar.set_description_str(what)
+                else:
+                    bar.update(1)
+
+            self.llm_engine.announce_compiles(tell)
+            try:
+                self.llm_engine.warm_up(prompt_tokens, sampling_params)
+            finally:
+                self.llm_engine.announce_compiles(None)
+
+    def start_profile(self, folder: str = "jaxspec_profile") -> None:
+        """Record what the devices do, for TensorBoard or Perfetto, into a folder."""
+        self.llm_engine.runner.start_profile(folder)
+
+    def stop_profile(self) -> None:
+        """Write what was recorded."""
+        self.llm_engine.runner.stop_profile()
+
+    def _collect(
         self, request_ids: list[str], use_tqdm: bool | Callable[..., Any]
     ) -> list[RequestOutput]:
-        """Step the engine until it is idle; return the outputs in the order asked."""
-        finished: dict[str, RequestOutput] = {}
-        num_input = num_output = 0
+        """Run until all have ended; what else was enqueued is kept."""
+        missing = set(request_ids) - self._finished.keys()
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
-        with make_bar(
-            total=len(request_ids),
-            desc="Processed prompts",
-            dynamic_ncols=True,
-            disable=not use_tqdm,
-            postfix=_speed(0, 0, 1.0),
-        ) as bar:
-            while self.llm_engine.has_unfinished_requests():
-                for output in self.llm_engine.step():
-                    if not output.finished:
-                        continue
-                    finished[output.request_id] = output
-                    num_input += len(output.prompt_token_ids or ())
-                    num_output += sum(len(text.token_ids) for text in output.outputs)
-                    if use_tqdm:
-                        seconds = bar.format_dict["elapsed"] or 1e-9
-                        bar.postfix = _speed(num_input, num_output, seconds)
+        try:
+            with make_bar(
+                total=len(missing),
+                desc=_DONE,
+                dynamic_ncols=True,
+                disable=not use_tqdm,
+                postfix=_speed(0, 0, 1.0),
+            ) as bar:
+                self.llm_engine.announce_compiles(_teller(bar) if use_tqdm else None)
+                self._run(missing, bar if use_tqdm else None)
+        except BaseException:
+            # Also when the user interrupts: the next call must find an idle engine.
+            self.llm_engine.abort_request(request_ids)
+            raise
+        finally:
+            self.llm_engine.announce_compiles(None)
+        lost = [one for one in request_ids if one not in self._finished]
+        found = [self._finished.pop(one) for one in request_ids if one not in lost]
+        if lost:
+            raise RequestError(
+                f"Requests {', '.join(lost)} ended without an output: they were "
+                "aborted, or a call before this one failed and ended all that ran. "
+                "Enqueue them again.",
+                parameter="request_id",
+                value=lost,
+            )
+        return found
+
+    def _run(self, missing: set[str], bar: Any) -> None:
+        """Step the engine until it is idle."""
+        num_input = num_output = 0
+        while self.llm_engine.has_unfinished_requests():
+            for output in self.llm_engine.step():
+                is_ours = output.request_id in missing
+                if not output.finished:
+                    continue
+                if is_ours or output.request_id in self._enqueued:
+                    self._finished[output.request_id] = output
+                if not is_ours:
+                    continue
+                num_input += len(output.prompt_token_ids or ())
+                num_output += sum(len(text.token_ids) for text in output.outputs)
+                if bar is not None:
+                    seconds = bar.format_dict["elapsed"] or 1e-9
+                    bar.postfix = _speed(num_input, num_output, seconds)
                     bar.update(1)
-        return [finished[request_id] for request_id in request_ids]
+
+
+def _teller(bar: Any) -> Callable[[str], None]:
+    """Make what shows on a bar that a program is being compiled."""
+    return lambda what: bar.set_description(what or _DONE)
 
 
 def _speed(num_input: int, num_output: int, seconds: float) -> str:
@@ -228,43 +372,6 @@ def _speed(num_input: int, num_output: int, seconds: float) -> str:
         f"est. speed input: {num_input / seconds:.2f} toks/s, "
         f"output: {num_output / seconds:.2f} toks/s"
     )
-
-
-def _refuse(name: str, value: object) -> None:
-    if value is not None:
-        raise UnsupportedError(
-            f"{name}={value!r} is not supported yet; leave it out.",
-            parameter=name,
-            value=value,
-        )
-
-
-def _join_token_ids(prompts: Any, prompt_token_ids: Any) -> list[Any]:
-    """Bring the older pair (prompts, prompt_token_ids) into one list of prompts."""
-    if prompt_token_ids is None:
-        if prompts is None:
-            allowed = "a prompt or a list of prompts"
-            raise wrong_argument(RequestError, "prompts", allowed, prompts)
-        return split_prompts(prompts)
-    warnings.warn(
-        "prompt_token_ids= is deprecated: pass the ids, or "
-        "{'prompt_token_ids': ids}, as prompts.",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    all_ids = split_prompts(prompt_token_ids)
-    texts = [None] * len(all_ids) if prompts is None else split_prompts(prompts)
-    if len(texts) != len(all_ids):
-        raise RequestError(
-            f"prompts and prompt_token_ids must have one length, got {len(texts)} and "
-            f"{len(all_ids)}.",
-            parameter="prompt_token_ids",
-            value=len(all_ids),
-        )
-    return [
-        {"prompt": text, "prompt_token_ids": token_ids}
-        for text, token_ids in zip(texts, all_ids, strict=True)
-    ]
 
 
 def _one_per_prompt(params: Any, num_prompts: int) -> list[SamplingParams]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxspec.logprobs import TokenLogprobs
+from jaxspec.logprobs import FlatLogprobs, LogprobsOnePosition
 
 
 @dataclass(kw_only=True)
@@ -137,7 +137,7 @@ class CompletionOutput:
     text: str
     token_ids: Sequence[int]
     cumulative_logprob: float | None = None
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[LogprobsOnePosition] | FlatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: Any = None
@@ -151,8 +151,11 @@ class CompletionOutput:
         """Append what was generated after this output."""
         self.text += following.text
         self.token_ids = [*self.token_ids, *following.token_ids]
-        if following.logprobs:
-            self.logprobs = (self.logprobs or []) + following.logprobs
+        if self.logprobs is None or following.logprobs is None:
+            self.logprobs = self.logprobs or following.logprobs
+        else:
+            self.logprobs = self.logprobs[:]  # the engine may hold the same list
+            self.logprobs.extend(following.logprobs)
         self.cumulative_logprob = following.cumulative_logprob
         self.finish_reason = following.finish_reason
         self.stop_reason = following.stop_reason
@@ -173,7 +176,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int] | None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[LogprobsOnePosition | None] | FlatLogprobs | None = None
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     metrics: RequestStateStats | None = None
@@ -192,6 +195,8 @@ class RequestOutput:
         assert next_output.request_id == self.request_id
         self.finished |= next_output.finished
         self.metrics = next_output.metrics or self.metrics
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = next_output.prompt_logprobs
         ours = {output.index: output for output in self.outputs}
         for theirs in next_output.outputs:
             if aggregate and theirs.index in ours:

@@ -1,26 +1,31 @@
 """Owns what a caller may ask of one request: vLLM's names and defaults.
 
 Values are normalised and checked on the host before anything else happens. Knows
-nothing about models or the engine, except in `check_supported`: what is not built yet.
+nothing about models; what an engine allows is passed to `validate_for`.
 """
 
 import copy
 import dataclasses
 import difflib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, no_type_check
 
 from jaxspec.errors import (
     RequestError,
-    UnsupportedError,
     check_flag,
     check_integer,
     check_number,
+    check_strings,
+    check_token_ids,
     wrong_argument,
 )
+from jaxspec.structured_outputs import (
+    StructuredOutputsParams as StructuredOutputsParams,
+)
+from jaxspec.structured_outputs import check_structured_outputs
 
 # Below this a temperature counts as zero: the most likely token is taken.
 GREEDY_TEMPERATURE = 1e-5
@@ -28,7 +33,6 @@ GREEDY_TEMPERATURE = 1e-5
 MIN_TEMPERATURE = 0.01
 # The step program compares each token with a fixed number of stop ids.
 MAX_STOP_TOKEN_IDS = 32
-MAX_LOGPROBS = 20
 
 _REPLACED = {
     "best_of": "use n and choose among outputs yourself",
@@ -78,8 +82,22 @@ class SamplingParams:
         seed: Same seed, same text, whatever else runs; None draws from the engine's.
         stop: Strings that end the text; they are cut off unless
             `include_stop_str_in_output`.
+        n: Texts to make of one prompt; with a `seed`, text i has the seed `seed + i`.
+        presence_penalty: Taken from the logit of every token that was generated.
+        frequency_penalty: The same, times how often it was generated.
+        repetition_penalty: Divides positive logits, and multiplies negative ones, of
+            tokens in the prompt or generated.
+        logprobs: Tell the log-probability of each generated token and of this many
+            most likely ones, before penalties and temperature. -1 tells all.
+        prompt_logprobs: The same for the tokens of the prompt.
+        flat_logprobs: Give logprobs as `FlatLogprobs`, with fewer objects.
+        logit_bias: Added to the logits of these token ids.
+        allowed_token_ids: No other token is generated.
+        bad_words: Never generated, with or without a space before them.
         max_tokens: Most tokens to generate; None for as many as the context holds.
         min_tokens: No end of text before this many tokens.
+        spaces_between_special_tokens: Of no effect: Gemma's pieces bring their own
+            spaces, and special ones have none, as with vLLM.
         extra_args: `{"num_speculative_tokens": k}` drafts at most k tokens a step.
     """
 
@@ -172,13 +190,19 @@ class SamplingParams:
         return (self.extra_args or {}).get("num_speculative_tokens")
 
     def validate_for(
-        self, vocab_size: int, *, num_draft_tokens: int | None = None
+        self,
+        vocab_size: int,
+        *,
+        num_draft_tokens: int | None = None,
+        max_logprobs: int | None = None,
     ) -> None:
-        """Check everything again, and against the model that will run the request.
+        """Check everything again, and against the engine that will run the request.
 
         Args:
             vocab_size: Token ids must be below this.
             num_draft_tokens: The engine's draft tokens per step; None skips the check.
+            max_logprobs: Most logprobs the engine tells per token; None skips the
+                check.
 
         Raises:
             RequestError: Names the field, its value and the allowed range.
@@ -210,6 +234,16 @@ class SamplingParams:
                 high=num_draft_tokens,
                 hint="The upper end is the engine's num_speculative_tokens.",
             )
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(self, name)
+            if asked is None or max_logprobs is None:
+                continue
+            if (vocab_size if asked == -1 else asked) > max_logprobs:
+                allowed = f"at most {max_logprobs}"
+                hint = "The upper end is the engine's max_logprobs."
+                if asked == -1:
+                    hint = f"-1 asks for all {vocab_size} tokens. {hint}"
+                raise wrong_argument(RequestError, name, allowed, asked, hint)
 
     def _number(self, name: str, **limits: Any) -> None:
         setattr(
@@ -235,7 +269,8 @@ class SamplingParams:
         if self.seed == -1 and not isinstance(self.seed, bool):
             self.seed = None
         if self.seed is not None:
-            self._integer("seed", low=-(2**63), high=2**63 - 1)
+            hint = "Text i of n has the seed + i." if self.n > 1 else ""
+            self._integer("seed", low=-(2**63), high=2**63 - self.n, hint=hint)
         for name in _FLAGS:
             check_flag(RequestError, name, getattr(self, name))
         if not isinstance(self.output_kind, RequestOutputKind):
@@ -249,7 +284,7 @@ class SamplingParams:
         hint = "It may not exceed max_tokens."
         self._integer("min_tokens", low=0, high=self.max_tokens, hint=hint)
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        self.stop = _strings("stop", stop)
+        self.stop = check_strings(RequestError, "stop", stop)
         if self.stop and not self.detokenize:
             raise RequestError(
                 f"stop={self.stop!r} needs detokenize=True: stop strings are looked "
@@ -257,7 +292,9 @@ class SamplingParams:
                 parameter="stop",
                 value=self.stop,
             )
-        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids)
+        self.stop_token_ids = check_token_ids(
+            RequestError, "stop_token_ids", self.stop_token_ids
+        )
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise RequestError(
                 f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids, got "
@@ -268,13 +305,17 @@ class SamplingParams:
 
     def _check_logprobs(self) -> None:
         for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is True:
+                setattr(self, name, 1)  # as in vLLM, for OpenAI's older form
             if getattr(self, name) is not None:
                 hint = "-1 asks for the whole vocabulary."
-                self._integer(name, low=-1, high=MAX_LOGPROBS, hint=hint)
+                self._integer(name, low=-1, hint=hint)
 
     def _check_token_choices(self) -> None:
         if self.allowed_token_ids is not None:
-            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            allowed = check_token_ids(
+                RequestError, "allowed_token_ids", self.allowed_token_ids
+            )
             if not allowed:
                 raise wrong_argument(
                     RequestError,
@@ -284,7 +325,8 @@ class SamplingParams:
                     "None allows every token.",
                 )
             self.allowed_token_ids = allowed
-        self.bad_words = _strings("bad_words", self.bad_words)
+        self.bad_words = check_strings(RequestError, "bad_words", self.bad_words)
+        check_structured_outputs(self.structured_outputs)
         if self.logit_bias is not None:
             self.logit_bias = _logit_bias(self.logit_bias)
         if self.extra_args is not None:
@@ -308,63 +350,16 @@ class SamplingParams:
             self.temperature = MIN_TEMPERATURE
 
 
-def check_supported(params: SamplingParams) -> None:
-    """Refuse what the engine does not do yet, instead of ignoring it.
+@no_type_check
+@dataclass(kw_only=True)
+class BeamSearchParams:
+    """What scripts pass to `LLM.beam_search`, which says why it is not available."""
 
-    Raises:
-        NotImplementedError: A field below is not at its default.
-    """
-    later = {
-        "n": 1,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "watermarking": None,
-        "logprobs": None,
-        "prompt_logprobs": None,
-        "prompt_logprob_token_ids": None,
-        "prompt_logprob_start": None,
-        "logprob_token_ids": None,
-        "flat_logprobs": False,
-        "stream_interval": None,
-        "structured_outputs": None,
-        "logit_bias": None,
-        "allowed_token_ids": None,
-        "bad_words": [],
-        "thinking_token_budget": None,
-        "repetition_detection": None,
-        "routed_experts_prompt_start": 0,
-        "trace_decode_token_ids": None,
-    }
-    for name, default in later.items():
-        value = getattr(params, name)
-        if value != default:
-            raise UnsupportedError(
-                f"{name}={value!r} is not supported yet; leave it at {default!r}.",
-                parameter=name,
-                value=value,
-            )
-
-
-def _strings(name: str, given: object) -> list[str]:
-    allowed = "a list of non-empty strings"
-    if given is None:
-        return []
-    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
-        raise wrong_argument(RequestError, name, allowed, given)
-    texts = [text for text in given if isinstance(text, str) and text]
-    if len(texts) < len(given):
-        raise wrong_argument(RequestError, name, allowed, given)
-    return texts
-
-
-def _token_ids(name: str, given: object) -> list[int]:
-    if given is None:
-        return []
-    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
-        raise wrong_argument(RequestError, name, "a list of token ids", given)
-    label = f"Every id of {name}"
-    return [check_integer(RequestError, label, token, low=0) for token in given]
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
 
 
 def _logit_bias(given: object) -> dict[int, float]:

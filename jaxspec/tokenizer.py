@@ -24,6 +24,7 @@ class Tokenizer:
         all_special_ids: Ids that are no text: begin, end, pad, unknown, turn markers.
         has_turns: Whether there are turn markers.
         chat_template: What writes conversations; None for Gemma's turn format.
+        plain_texts: Of every token the text it has within any text.
     """
 
     def __init__(self, pieces: Pieces, chat_template: ChatTemplate | None = None):
@@ -37,6 +38,7 @@ class Tokenizer:
         self.has_turns = {START_OF_TURN, END_OF_TURN} <= pieces.special.keys()
         self.all_special_ids = sorted(pieces.special.values())
         self._marks = Marks(pieces.special)
+        self.plain_texts = PlainTexts(self)
 
     @classmethod
     def from_folder(
@@ -130,6 +132,15 @@ class Tokenizer:
         """Return a piece as the model spells it; "" for a pad row of the network."""
         is_piece = 0 <= token_id < self.vocab_size
         return self.pieces.id_to_piece(int(token_id)) if is_piece else ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what a token adds to a text: nothing for a special one or a pad."""
+        if self.is_special(token_id):
+            return b""
+        piece = self.id_to_piece(token_id)
+        if self.is_byte(token_id):
+            return bytes.fromhex(piece[3:5])  # <0x41>
+        return piece.replace("\u2581", " ").encode()
 
     def is_byte(self, token_id: int) -> bool:
         """Return whether the piece is one byte of a character without a piece."""
@@ -236,3 +247,23 @@ def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
 
 def _shown(piece: str) -> str:
     return repr(piece) if piece else "no piece"
+
+
+class PlainTexts(dict[int, str | None]):
+    """Every token's text within any text; None where its neighbours matter.
+
+    That is for bytes, which make characters together, and for special tokens. A text
+    is made when it is first asked for.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str | None:
+        is_plain = not (
+            self._tokenizer.is_special(token_id) or self._tokenizer.is_byte(token_id)
+        )
+        text = self._tokenizer.token_bytes(token_id).decode() if is_plain else None
+        self[token_id] = text
+        return text

@@ -5,6 +5,7 @@ It must not import jaxspec: tests import it, after the settings are made.
 
 import collections
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -47,6 +48,11 @@ with _quiet():
 
 MARKED_PLATFORMS = ("tpu", "gpu")
 
+# Every compiled program takes about nine mappings of memory. Linux allows a process
+# 65,530 of them, and LLVM ends it when there are no more.
+MAPPINGS = Path("/proc/self/maps")
+MOST_MAPPINGS = 30_000
+
 # A reused key passes every chi-square test, a silent broadcast or promotion most
 # comparisons: here each is an error.
 jax.config.update("jax_debug_key_reuse", True)
@@ -75,3 +81,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if marked and jax.default_backend() != platform:
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=f"no {platform} here"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None):
+    """Let go of compiled programs between files, where a process has very many."""
+    yield
+    if nextitem is not None and nextitem.path == item.path:
+        return
+    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()

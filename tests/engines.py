@@ -15,7 +15,7 @@ from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import StepPlan, StepResult, StepShape
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.tokenizer import PlainTexts, Tokenizer
 from tests.oracles import hf_tensors, make_hf_model, model_config
 
 MICRO = dict(
@@ -45,9 +45,19 @@ class StubTokenizer(Tokenizer):
         self.unk_token_id = 3
         self.has_turns = False
         self.all_special_ids = []
+        # "!" and the three after it are special tokens' places, and text all the same.
+        self.plain_texts = PlainTexts(self)
+        self.plain_texts.update((i, self.decode([i])) for i in range(4))
 
     def encode(self, text: str, *_: object, **__: object) -> list[int]:
         return [ord(character) - FIRST_CHARACTER for character in text]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        is_text = token_id < self.vocab_size and token_id not in (0, 1, 2, 3)
+        return self.decode([token_id]).encode() if is_text else b""
+
+    def is_byte(self, token_id: int) -> bool:
+        return False
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(FIRST_CHARACTER + token) for token in ids)
@@ -68,6 +78,7 @@ class OneShapeRunner(Runner):
                 shape.num_draft_tokens if plan.decode else config.num_draft_tokens
             ),
             chunk=config.max_num_batched_tokens if shape.chunk else 0,
+            features=shape.features,
         )
         return super().launch(plan, padded), padded
 
@@ -91,19 +102,26 @@ def make_engine(
     dtype: str = "float32",
     draft_sample_method: str = "probabilistic",
     has_one_shape: bool = False,
+    runner: type[Runner] | None = None,
     tensor_parallel_size: int = 1,
     draft_tensor_parallel_size: int = 1,
+    lookup: tuple[int, int] | None = None,
 ) -> LLMEngine:
-    """An engine over HuggingFace models; without a draft it decodes plainly.
+    """An engine over HuggingFace models; without any drafts it decodes plainly.
 
     Args:
+        lookup: Most and fewest tokens of n-gram drafts, beside the model's or alone.
         has_one_shape: Run every launch in the largest shape: far fewer compilations.
     """
-    assert (draft is None) == (num_draft_tokens == 0)
+    assert (draft is None and lookup is None) == (num_draft_tokens == 0)
     speculative = None
-    if draft is not None:
+    if num_draft_tokens:
+        kinds = {"ngram": lookup, "draft_model": draft}
         speculative = SpeculativeConfig(
-            model="draft",
+            method="+".join(name for name, kind in kinds.items() if kind is not None),
+            model=None if draft is None else "draft",
+            prompt_lookup_max=lookup and lookup[0],
+            prompt_lookup_min=lookup and lookup[1],
             num_speculative_tokens=num_draft_tokens,
             rejection_sample_method=rule,
             draft_sample_method=draft_sample_method,
@@ -126,7 +144,7 @@ def make_engine(
         speculative=speculative,
         draft_model_config=None if draft is None else model_config(draft),
     )
-    kind = OneShapeRunner if has_one_shape else Runner
+    kind = runner or (OneShapeRunner if has_one_shape else Runner)
     return _over(config, _make_runner(kind, config, target, draft))
 
 
@@ -208,6 +226,7 @@ def with_draft(engine: LLMEngine, draft: Any) -> LLMEngine:
     runner = type(old)(config, old.mesh, target_params, params)
     # Executables take the parameters as arguments.
     runner._executables, runner._layouts = old._executables, old._layouts
+    runner.token_masks = old.token_masks  # whom they ask
     return _over(config, runner)
 
 

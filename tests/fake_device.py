@@ -1,14 +1,14 @@
 """The step program's bookkeeping in plain Python, and a runner over it.
 
-Keeps in every slot of both models' pages which token was written there, and asserts
-before each read that the right one is: a page in two hands, a missing page, a draft
-model without keys for what it is asked to continue, all fail at the launch that would
-have gone wrong. What each request says is fixed in advance, by `truth`.
+Keeps in every slot of both models' pages for which prefix, whole sequence up to there,
+its keys and values were written, and asserts before each read that the right ones are:
+a page in two hands, one shared by sequences that begin differently, a missing page, a
+draft model without keys for what it is asked to continue, all fail at the launch that
+would have gone wrong. What each request says is fixed in advance, by `truth`.
 """
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,43 +22,85 @@ from jaxspec.program.plan import (
     StepPlan,
     StepResult,
     StepShape,
+    Tile,
 )
 
 JUNK = -7  # what a rejected draft leaves in its slot
+NOTHING = 0  # the prefix of a sequence's first token
 
-Truth = Callable[[tuple[int, int], int], int]
+# From seed and position, and a number that stands for all tokens before.
+Truth = Callable[[tuple[int, int], int, int], int]
+
+
+def extend(prefix: int, token: int) -> int:
+    """A number for a sequence that is one token longer."""
+    return hash((prefix, token))
+
+
+def prefix_of(tokens: list[int]) -> int:
+    """A number for a whole sequence."""
+    prefix = NOTHING
+    for token in tokens:
+        prefix = extend(prefix, token)
+    return prefix
 
 
 def random_truth(vocab_size: int) -> Truth:
-    """A text per seed, without any structure."""
+    """A text per seed and prompt, without any structure."""
 
-    def token(seed: tuple[int, int], position: int) -> int:
-        return zlib.crc32(repr((seed, position)).encode()) % vocab_size
+    def token(seed: tuple[int, int], position: int, prefix: int) -> int:
+        return zlib.crc32(repr((seed, position, prefix)).encode()) % vocab_size
 
     return token
 
 
 def repeat_truth(text: list[int]) -> Truth:
     """Everybody says `text`, by absolute position, over and over."""
-    return lambda seed, position: text[position % len(text)]
+    return lambda seed, position, prefix: text[position % len(text)]
 
 
-@dataclass
 class Row:
     """One admitted request on the device."""
 
-    admission: Admission
-    pages: dict[int, int] = field(default_factory=dict)
-    tokens: list[int] = field(default_factory=list)
-    num_tokens: int = 0
-    is_done: bool = False
+    def __init__(self, admission: Admission, pool: PoolShape):
+        self.admission, self._pool = admission, pool
+        self.tokens: list[int] = []
+        self.prefixes = np.zeros(pool.max_model_len, np.int64)  # up to each token
+        self.has_page = np.zeros(pool.table_len, bool)
+        # Where each position lies; one past all slots where there is no page.
+        self.slots = np.full(pool.table_len * pool.page_size, pool_size(pool))
+        self.num_tokens = 0
+        self.is_done = False
+
+    @property
+    def prefix(self) -> int:
+        """A number for all its tokens."""
+        return int(self.prefixes[len(self.tokens) - 1]) if self.tokens else NOTHING
+
+    def add(self, token: int) -> None:
+        self.prefixes[len(self.tokens)] = extend(self.prefix, token)
+        self.tokens.append(token)
+
+    def add_page(self, index: int, page: int) -> None:
+        assert 0 <= page < self._pool.num_pages
+        assert not self.has_page[index]
+        self.has_page[index] = True
+        size = self._pool.page_size
+        start = index * size
+        self.slots[start : start + size] = np.arange(page * size, (page + 1) * size)
+
+
+def pool_size(pool: PoolShape) -> int:
+    """Slots of a pool."""
+    return pool.num_pages * pool.page_size
 
 
 class FakeDevice:
     """Runs plans in order.
 
     Attributes:
-        has_draft: Whether the program has a draft model.
+        has_draft: Whether the program has a draft model; without one, drafts are
+            looked up, as many as there happen to be.
     """
 
     def __init__(
@@ -66,8 +108,10 @@ class FakeDevice:
     ):
         self.pool, self.truth, self.has_draft = pool, truth, has_draft
         self.rows: dict[int, Row] = {}
-        self.target_kv: dict[int, Any] = {}  # slot -> token
-        self.draft_kv: dict[int, Any] = {}
+        # By slot, prefixes and tokens; the last entry is for what has no page.
+        self.target_kv = np.zeros(pool_size(pool) + 1, np.int64)
+        self.draft_kv = np.zeros_like(self.target_kv)
+        self.token_pages = np.zeros_like(self.target_kv)
         self.num_accepted = 0
         self.num_proposed = 0
         self._random = np.random.default_rng(seed)
@@ -78,20 +122,23 @@ class FakeDevice:
         assert len(plan.decode) <= shape.num_seqs
         assert len(plan.tiles) <= shape.num_tiles
         for admission in plan.admissions:
-            self.rows[admission.row] = Row(admission)
+            self.rows[admission.row] = Row(admission, self.pool)
         for row, index, page in plan.pages:
-            assert 0 <= page < self.pool.num_pages
-            assert index not in self.rows[row].pages
-            self.rows[row].pages[index] = page
+            self.rows[row].add_page(index, page)
+        self._share_tokens(plan)
         decoding = {row for row, _ in plan.decode}
         assert len(decoding) == len(plan.decode), "a row decodes twice"
         assert not decoding & {tile.row for tile in plan.tiles}
+        # All keys and values are written before any are read.
+        for tile in plan.tiles:
+            self._write_tile(tile)
         tiles = [self._feed(tile) for tile in plan.tiles]
         tiles += [(0, True)] * (shape.num_tiles - len(tiles))
         width = shape.num_draft_tokens + 1
         result = StepResult(
             tokens=np.zeros((shape.num_seqs, width), np.int32),
             num_emitted=np.zeros(shape.num_seqs, np.int32),
+            num_draft=np.zeros(shape.num_seqs, np.int32),
             num_accepted=np.zeros(shape.num_seqs, np.int32),
             is_done=np.ones(shape.num_seqs, bool),
             tile_token=np.array([token for token, _ in tiles], np.int32),
@@ -99,33 +146,60 @@ class FakeDevice:
         )
         for index, (row, drafts) in enumerate(plan.decode):
             assert 0 <= drafts <= shape.num_draft_tokens
+            left = self.rows[row].admission.max_total - self.rows[row].num_tokens
+            drafts = min(drafts, max(left - 1, 0))
+            if not self.has_draft:  # an n-gram lookup may find fewer
+                drafts = int(self._random.integers(0, drafts + 1))
             tokens, accepted = self._round(
                 self.rows[row], drafts, shape.num_draft_tokens
             )
             result.tokens[index, : len(tokens)] = tokens
             result.num_emitted[index] = len(tokens)
+            result.num_draft[index] = drafts
             result.num_accepted[index] = accepted
             result.is_done[index] = self.rows[row].is_done
         return result
 
-    def _feed(self, tile: Any) -> tuple[int, bool]:
-        """One prompt tile, or one that only the draft model needs."""
-        row = self.rows[tile.row]
-        if not tile.is_draft_only:
+    def _share_tokens(self, plan: StepPlan) -> None:
+        """Note the prompts' tokens, and those in the pages that prompts begin with."""
+        fed = {tile.row for tile in plan.tiles}
+        assert all(admission.row in fed for admission in plan.admissions)
+        for tile in plan.tiles:
+            if tile.is_draft_only:
+                continue
+            row = self.rows[tile.row]
+            # In the plan's order: a page may be found in the launch that fills it.
+            if not row.tokens and tile.start:
+                for token in self.token_pages[row.slots[: tile.start]].tolist():
+                    row.add(token)
             assert len(row.tokens) == tile.start, "a tile is out of order"
-            row.tokens += tile.tokens.tolist()
-        end = tile.start + len(tile.tokens)
+            for position, token in enumerate(tile.tokens.tolist(), tile.start):
+                row.add(token)
+                self._write_token(row, position)
+
+    def _write_token(self, row: Row, position: int) -> None:
+        slot = row.slots[position]
+        assert slot < pool_size(self.pool), f"no page for token {position}"
+        self.token_pages[slot] = row.tokens[position]
+
+    def _write_tile(self, tile: Tile) -> None:
+        row, end = self.rows[tile.row], tile.start + len(tile.tokens)
         assert row.tokens[tile.start : end] == tile.tokens.tolist()
-        positions = range(tile.start, end)
+        if not tile.is_draft_only:
+            self._write(row, self.target_kv, tile.start, row.prefixes[tile.start : end])
         if self.has_draft:
-            self._check(row, self.draft_kv, tile.start)
-            self._write(row, self.draft_kv, positions, tile.tokens)
+            self._write(row, self.draft_kv, tile.start, row.prefixes[tile.start : end])
+
+    def _feed(self, tile: Tile) -> tuple[int, bool]:
+        """One prompt tile, or one that only the draft model needs."""
+        row, end = self.rows[tile.row], tile.start + len(tile.tokens)
+        if self.has_draft:
+            self._check(row, self.draft_kv, end)
         if tile.is_draft_only:
             assert self.has_draft
             assert end < row.num_tokens
             return 0, True
-        self._check(row, self.target_kv, tile.start)
-        self._write(row, self.target_kv, positions, tile.tokens)
+        self._check(row, self.target_kv, end)
         if not tile.is_last:
             return 0, True
         row.num_tokens = end
@@ -138,64 +212,62 @@ class FakeDevice:
         known = row.num_tokens
         assert known, "a row decodes before its prompt is in"
         accepted = int(self._random.integers(0, drafts + 1))
-        ahead = [self._truth(row, known + i) for i in range(accepted)]
-        ahead += [JUNK] * (lookahead - accepted)
-        if lookahead:
+        ahead = self._drafted(row, accepted, lookahead)
+        if lookahead and self.has_draft:
             if drafts:
                 self._check(row, self.draft_kv, known - 2)
-            self._write(row, self.draft_kv, range(known - 2, known), row.tokens[-2:])
-            later = range(known, known + lookahead - 1)
-            self._write(row, self.draft_kv, later, ahead)
+            newest = max(known - 2, 0)
+            self._write(row, self.draft_kv, newest, row.prefixes[newest:known])
+            self._write(row, self.draft_kv, known, ahead[:-1])
         self._check(row, self.target_kv, known - 1)
-        written = range(known - 1, known + lookahead)
-        self._write(row, self.target_kv, written, [row.tokens[-1], *ahead])
-        self._check(row, self.target_kv, min(known + accepted, self._limit(row)))
+        self._write(row, self.target_kv, known - 1, [row.prefix, *ahead])
         tokens = self._append(row, accepted + 1)
+        # What was accepted has its keys and values now; the target's token has not.
+        self._check(row, self.target_kv, row.num_tokens - 1)
         kept = min(accepted, len(tokens))
         self.num_accepted += kept
         self.num_proposed += drafts
         return tokens, kept
 
-    def _limit(self, row: Row) -> int:
-        return row.admission.max_total
+    def _drafted(self, row: Row, accepted: int, lookahead: int) -> list[int]:
+        """Prefixes up to each draft; the first `accepted` are what the row will say."""
+        prefix, prefixes = row.prefix, []
+        for ahead in range(lookahead):
+            token = JUNK
+            if ahead < accepted:
+                token = self.truth(row.admission.seed, row.num_tokens + ahead, prefix)
+            prefix = extend(prefix, token)
+            prefixes.append(prefix)
+        return prefixes
 
     def _append(self, row: Row, count: int) -> list[int]:
         """Say `count` more tokens, or fewer if the sequence ends."""
         admission, said = row.admission, []
         while len(said) < count and not row.is_done:
-            token = self._truth(row, row.num_tokens)
+            token = self.truth(admission.seed, row.num_tokens, row.prefix)
             is_stop = token in admission.stop_ids
             is_stop &= row.num_tokens >= admission.min_total
-            row.tokens.append(token)
+            row.add(token)
+            self._write_token(row, row.num_tokens)
             row.num_tokens += 1
             row.is_done = is_stop or row.num_tokens >= admission.max_total
             said.append(token)
         return said
 
-    def _truth(self, row: Row, position: int) -> int:
-        return self.truth(row.admission.seed, position)
+    def _write(self, row: Row, kv: np.ndarray, start: int, prefixes: Any) -> None:
+        count = max(min(len(prefixes), self.pool.max_model_len - start), 0)
+        # What has no page is not written.
+        kv[row.slots[start : start + count]] = prefixes[:count]
+        kv[-1] = NOTHING
 
-    def _slot(self, row: Row, position: int) -> int | None:
-        index, offset = divmod(position, self.pool.page_size)
-        page = row.pages.get(index)
-        return None if page is None else page * self.pool.page_size + offset
-
-    def _write(
-        self, row: Row, slots: dict[int, Any], positions: range, tokens: Any
-    ) -> None:
-        for position, token in zip(positions, tokens, strict=False):
-            slot = self._slot(row, position)
-            if slot is not None and 0 <= position < self.pool.max_model_len:
-                slots[slot] = int(token)
-
-    def _check(self, row: Row, slots: dict[int, Any], length: int) -> None:
-        """Assert that the first `length` positions hold the row's own tokens."""
-        for position in range(length):
-            slot = self._slot(row, position)
-            assert slot is not None, f"no page for position {position}"
-            known = position < len(row.tokens)
-            token = row.tokens[position] if known else self._truth(row, position)
-            assert slots.get(slot) == token, f"position {position} holds another token"
+    def _check(self, row: Row, kv: np.ndarray, length: int) -> None:
+        """Assert that the first `length` positions hold the row's own prefixes."""
+        length = max(length, 0)
+        slots = row.slots[:length]
+        assert (slots < pool_size(self.pool)).all(), "a position has no page"
+        assert (kv[slots] == row.prefixes[:length]).all(), (
+            "a slot holds another sequence's keys and values"
+        )
 
 
 class FakeRunner(Runner):
@@ -207,8 +279,9 @@ class FakeRunner(Runner):
             num_pages=config.num_pages,
             page_size=config.page_size,
             max_model_len=config.max_model_len,
+            vocab_size=config.model_config.vocab_size,
         )
-        has_draft = config.speculative is not None
+        has_draft = config.draft_model_config is not None
         self.device = FakeDevice(pool, truth, has_draft=has_draft, seed=seed)
         self.events: list[tuple[str, int]] = []
         self.plans: list[tuple[StepPlan, StepShape]] = []
@@ -237,10 +310,11 @@ def reference_tokens(
 ) -> list[int]:
     """What a request must say: `truth` up to the first end."""
     said: list[int] = []
-    position = len(prompt)
+    position, prefix = len(prompt), prefix_of(prompt)
     first_stop = len(prompt) + request.params.min_tokens
     while position < request.max_total:
-        said.append(truth(admission_seed, position))
+        said.append(truth(admission_seed, position, prefix))
+        prefix = extend(prefix, said[-1])
         if said[-1] in request.stop_ids and position >= first_stop:
             break
         position += 1

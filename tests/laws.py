@@ -1,7 +1,11 @@
 """Probabilities in float64, by sorting, and tests of counts against them."""
 
+from collections import Counter
+
 import numpy as np
 from scipy import stats
+
+from jaxspec.program.plan import TokenControls
 
 # A run of the whole suite may raise a false alarm once in a thousand: each of its few
 # hundred statistical tests, once in a million.
@@ -61,3 +65,29 @@ def check_counts(counts: np.ndarray, law: np.ndarray, what: object = "") -> floa
     chance = float(stats.chi2.sf(statistic, len(expected) - 1))
     assert chance >= LEVEL, (what, chance)
     return chance
+
+
+def controlled(
+    logits: np.ndarray, tokens: list[int], num_prompt: int, controls: TokenControls
+) -> np.ndarray:
+    """One row of logits after penalties, bias and masks, in float64.
+
+    Args:
+        tokens: All before the position; those from `num_prompt` on are the output.
+    """
+    made = np.array(logits, np.float64)
+    output = tokens[num_prompt:]
+    for token in set(tokens):
+        repetition = controls.repetition_penalty
+        made[token] *= 1 / repetition if made[token] > 0 else repetition
+    for token, count in Counter(output).items():
+        made[token] -= controls.frequency_penalty * count + controls.presence_penalty
+    for token, value in controls.bias:
+        made[token] += value
+    if controls.allowed is not None:
+        others = set(range(len(made))) - set(controls.allowed)
+        made[list(others)] = -np.inf
+    for *start, last in controls.bad_words:
+        if len(start) <= len(output) and output[len(output) - len(start) :] == start:
+            made[last] = -np.inf
+    return made

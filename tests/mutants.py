@@ -10,8 +10,12 @@ from collections.abc import Callable
 
 from tests.mutation import Mutant, is_killed
 from tests.program.propose.test_draft_model import check_self_draft
+from tests.program.propose.test_ngram import check_chosen_texts
 from tests.program.test_accept import BLOCK, COUPLED, STANDARD, check_mixed_batch
+from tests.program.test_apply import check_forgotten_controls
 from tests.program.test_commit import check_append, check_truncate
+from tests.program.test_controls import check_adjust
+from tests.program.test_judge import check_law
 from tests.program.test_rounds import play_round, test_joint_law_over_rounds
 from tests.program.test_sampling import check_distribution, check_draw
 
@@ -19,6 +23,10 @@ from tests.program.test_sampling import check_distribution, check_draw
 def check_rounds(rule: str) -> None:
     play_round.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
     test_joint_law_over_rounds(rule)
+
+
+def check_controlled_law() -> None:
+    check_law("standard")
 
 
 def mutant(name: str, place: str, old: str, new: str, *, check: Callable) -> Mutant:
@@ -117,10 +125,88 @@ MUTANTS = [
     ),
     mutant(
         "draft_misses_its_last_token",
-        "propose/draft_model.propose",
-        "jnp.broadcast_to(active.is_active[:, None], (seqs, 2))",
+        "propose/draft_model._newest",
+        "jnp.broadcast_to(active.is_active[:, None], tokens.shape)",
         "active.is_active[:, None] & jnp.array([[False, True]])",
         check=check_self_draft,
+    ),
+    mutant(
+        "penalties_ignore_the_drafts_before_the_position",
+        "controls._count_drafts",
+        "is_token & is_before",
+        "is_token & ~is_token",
+        check=check_adjust,
+    ),
+    mutant(
+        "penalties_count_the_drafts_after_the_position",
+        "controls._count_drafts",
+        "index < before",
+        "index <= before",
+        check=check_adjust,
+    ),
+    mutant(
+        "prompt_counted_as_output",
+        "controls._spread",
+        "is_known & (position >= active.num_prompt[:, None])",
+        "is_known",
+        check=check_adjust,
+    ),
+    mutant(
+        "bad_word_off_by_one",
+        "controls._forbid_bad_words",
+        "window = before[:, None]",
+        "window = jnp.maximum(before[:, None] - 1, 0)",
+        check=check_adjust,
+    ),
+    mutant(
+        "controls_after_temperature_on_the_target_only",
+        "judge.judge",
+        "adjust(rows, proposal.tokens)",
+        "(rows + (adjust(rows, proposal.tokens) - rows) * active.temperature[0])",
+        check=check_controlled_law,
+    ),
+    mutant(
+        "controls_of_the_rows_last_request",
+        "apply._admit_controls",
+        "jnp.zeros_like(row, bool)",
+        "controls.is_controlled.at[row].get(mode='clip')",
+        check=check_forgotten_controls,
+    ),
+    mutant(
+        "lookup_takes_the_earliest_match",
+        "propose/ngram.look_up",
+        "length * tokens.shape[1] + position, 0)\n    best = rank.max(axis=1)",
+        "(length + 1) * tokens.shape[1] - 1 - position, 0)\n"
+        "    best = -rank.max(axis=1) - 1",
+        check=check_chosen_texts,
+    ),
+    mutant(
+        "lookup_matches_the_last_token_with_itself",
+        "propose/ngram.look_up",
+        "position < active.num_tokens[:, None] - 1",
+        "position < active.num_tokens[:, None]",
+        check=check_chosen_texts,
+    ),
+    mutant(
+        "lookup_drafts_what_is_not_known",
+        "propose/ngram.look_up",
+        "offset % num_known[:, None]",
+        "offset",
+        check=check_chosen_texts,
+    ),
+    mutant(
+        "lookup_starts_one_late",
+        "propose/ngram.look_up",
+        "best[:, None] + 1 +",
+        "best[:, None] + 2 +",
+        check=check_chosen_texts,
+    ),
+    mutant(
+        "lookup_prefers_the_recent_to_the_long",
+        "propose/ngram.look_up",
+        "length * tokens.shape[1] + position",
+        "position",
+        check=check_chosen_texts,
     ),
 ]
 

@@ -6,9 +6,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.program.active import Active
-from jaxspec.program.plan import MAX_STOP_IDS, NO_TOKEN
+from jaxspec.program.plan import MAX_STOP_IDS, NO_TOKEN, TokenControls
+from jaxspec.program.state import ControlRows
+from jaxspec.program.token_controls import pack_controls
 
-INTEGERS = ("row", "num_tokens", "min_total", "max_total", "top_k", "rule")
+INTEGERS = (
+    "row",
+    "num_tokens",
+    "num_prompt",
+    "min_total",
+    "max_total",
+    "top_k",
+    "rule",
+)
 FLOATS = ("temperature", "top_p", "min_p")
 
 
@@ -22,6 +32,7 @@ def make_active(count: int, **fields: Any) -> Active:
     given = dict(
         row=np.arange(count),
         num_tokens=10,
+        num_prompt=5,
         min_total=0,
         max_total=1000,
         temperature=0.0,
@@ -50,4 +61,26 @@ def make_active(count: int, **fields: Any) -> Active:
         page_table=jnp.zeros((count, 1), jnp.int32),
         seed=jnp.asarray(seeds),
         stop_ids=jnp.asarray(stop_ids, jnp.int32),
+    )
+
+
+def make_control_rows(
+    controls: list[TokenControls | None], vocab_size: int
+) -> ControlRows:
+    """One row per request; those without controls keep what somebody left there."""
+    left = TokenControls(presence_penalty=9.0, bias=((3, 7.0),), allowed=(5,))
+    packed = [pack_controls(one or left, vocab_size) for one in controls]
+
+    def column(name: str, dtype: Any) -> Any:
+        return jnp.asarray(np.stack([one[f"control_{name}"] for one in packed])).view(
+            dtype
+        )
+
+    return ControlRows(
+        is_controlled=jnp.asarray([one is not None for one in controls]),
+        penalties=column("penalties", jnp.float32),
+        bias_ids=column("bias_ids", jnp.int32),
+        bias_values=column("bias_values", jnp.float32),
+        allowed=column("allowed", jnp.uint32),
+        bad_words=column("bad_words", jnp.int32),
     )

@@ -241,12 +241,6 @@ def test_more_drafts_than_compiled_says_why():
         SpeculativeConfig(model="draft", num_speculative_tokens=9)
 
 
-@pytest.mark.parametrize("method", ["ngram", "eagle", "medusa"])
-def test_other_methods_are_not_supported(method: str):
-    with pytest.raises(NotImplementedError, match=f"'draft_model', got '{method}'"):
-        SpeculativeConfig(model="draft", method=method)
-
-
 @pytest.mark.parametrize(
     ("changes", "given", "allowed"),
     [
@@ -277,6 +271,13 @@ def test_pages_of_one_sequence():
 def test_draft_tokens_per_step():
     assert engine_config().num_draft_tokens == 0
     assert with_draft(speculative={"num_speculative_tokens": 3}).num_draft_tokens == 3
+
+
+def test_drafts_that_are_looked_up_need_no_model():
+    lookup = SpeculativeConfig(method="ngram", prompt_lookup_max=4, prompt_lookup_min=2)
+    config = engine_config(speculative=lookup)
+    assert config.draft_model_config is None
+    assert config.num_draft_tokens == 5
 
 
 def test_two_vocabularies_are_refused_with_both_sizes():

@@ -105,7 +105,7 @@ def test_accepted_drafts_are_green_on_a_terminal(engine, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     screen = Terminal()
     printer = Printer(engine, params(), screen)
-    drawn = params(temperature=1.5, seed=5)
+    drawn = params(temperature=1.5, seed=6)
     decoded = decode(engine, PROMPT, drawn, printer.show)
     # A token is one character here.
     green = "".join(GREEN.findall(screen.getvalue()))
@@ -226,6 +226,7 @@ def test_a_whole_run(engine, monkeypatch, capsys):
         model="jaxspec/tiny-gemma2",
         speculative_model="jaxspec/tiny-gemma2-draft",
         num_speculative_tokens=2,
+        ngram_prompt_lookup_max=None,
         dtype="float32",
         compilation_cache_dir=None,
         max_tokens=NUM_TOKENS,

@@ -35,16 +35,27 @@ class Echo:
         self.params: dict[str, SamplingParams] = {}
         self.waiting: dict[str, Any] = {}
         self.prompts: list[Any] = []
+        self.priorities: list[int] = []
         self.num_steps = 0
+        self.tell: Any = None
+        self.warmed_up: Any = None
         self.is_shut_down = False
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "Echo":
         return cls(args)
 
-    def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> str:
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+    ) -> str:
         if prompt == "bad":
             raise RequestError("bad prompt")
+        self.priorities.append(priority)
         self.waiting[request_id] = prompt
         self.prompts.append(prompt)
         self.params[request_id] = params
@@ -57,6 +68,14 @@ class Echo:
         for request_id in request_ids:
             self.waiting.pop(request_id, None)
 
+    def announce_compiles(self, tell: Any) -> None:
+        self.tell = tell
+
+    def warm_up(self, prompt_tokens: int | None = None, params: Any = ()) -> None:
+        self.warmed_up = prompt_tokens, list(params)
+        for what in ("Compiling one", "", "Compiling two", ""):
+            self.tell(what)
+
     def shutdown(self) -> None:
         self.is_shut_down = True
 
@@ -65,6 +84,9 @@ class Echo:
         request_id, prompt = self.waiting.popitem()
         if prompt == "interrupt":
             raise KeyboardInterrupt
+        if prompt == "new shape":
+            self.tell("Compiling 4 sequences")
+            self.tell("")
         if isinstance(prompt, dict):
             prompt = prompt.get("prompt") or prompt["prompt_token_ids"]
         text = prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
@@ -265,7 +287,71 @@ def test_what_other_models_do(llm: LLM, name: str):
         getattr(llm, name)(["a"])
 
 
-@pytest.mark.parametrize("option", [{"lora_request": "x"}, {"priority": [1]}])
+@pytest.mark.parametrize("option", [{"lora_request": "x"}])
 def test_options_that_are_not_supported(llm: LLM, option: dict[str, Any]):
     with pytest.raises(NotImplementedError, match=next(iter(option))):
         llm.generate("a", **option)
+
+
+def test_priorities_go_with_their_prompts(llm: LLM):
+    llm.generate(["a", "b"], use_tqdm=False, priority=[3, -1])
+    llm.generate(["a"], use_tqdm=False)
+    llm.chat([TURN], use_tqdm=False, priority=[7])
+    assert engine_of(llm).priorities == [3, -1, 0, 7]
+    with pytest.raises(RequestError, match="a list of 2, one per prompt"):
+        llm.generate(["a", "b"], use_tqdm=False, priority=[1])
+
+
+def test_enqueued_prompts_wait_for_their_own_call(llm: LLM):
+    first = llm.enqueue(["ab", "cd"], SamplingParams(max_tokens=4))
+    second = llm.enqueue("ef")
+    assert [*first, *second] == ["0", "1", "2"]
+    assert engine_of(llm).num_steps == 0
+    # A call in between gets its own outputs only.
+    assert texts(llm.generate(["gh"], use_tqdm=False)) == ["hg"]
+    assert texts(llm.wait_for_completion(use_tqdm=False)) == ["ba", "dc", "fe"]
+    assert llm.wait_for_completion(use_tqdm=False) == []
+    with pytest.raises(RequestError, match="bad prompt"):
+        llm.enqueue(["a", "bad"])
+    assert not engine_of(llm).waiting
+    with pytest.raises(NotImplementedError, match="lora_request"):
+        llm.enqueue("a", lora_request="x")
+
+
+def test_enqueued_prompts_that_are_gone_are_named(llm: LLM):
+    ids = llm.enqueue(["a", "b", "c"])
+    llm.llm_engine.abort_request([ids[1]])
+    with pytest.raises(RequestError, match="Requests 1 ended without an output"):
+        llm.wait_for_completion(use_tqdm=False)
+    assert llm.wait_for_completion(use_tqdm=False) == []
+
+
+def test_an_interrupted_wait_leaves_nothing_running(llm: LLM):
+    llm.enqueue(["a", "interrupt"])
+    with pytest.raises(KeyboardInterrupt):
+        llm.wait_for_completion(use_tqdm=False)
+    assert not engine_of(llm).waiting
+    assert llm.wait_for_completion(use_tqdm=False) == []
+
+
+def test_the_bar_names_what_is_being_compiled(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+):
+    llm.generate(["new shape"])
+    shown = capsys.readouterr().err
+    assert "Compiling 4 sequences" in shown
+    assert shown.rstrip().rsplit("\r", 1)[-1].startswith("Processed prompts: 100%")
+    assert engine_of(llm).tell is None
+
+
+def test_everything_can_be_compiled_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(jaxspec.llm, "LLMEngine", Echo)
+    llm = LLM("folder", warm_up=True)
+    assert "Compiling two: 2 programs" in capsys.readouterr().err
+    assert engine_of(llm).tell is None
+    assert engine_of(llm).warmed_up == (None, [])
+    params = SamplingParams(logprobs=2)
+    llm.warm_up(7, params)
+    assert engine_of(llm).warmed_up == (7, [params])

@@ -43,6 +43,18 @@ def test_the_bundled_pair_answers():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
+def test_drafts_may_come_from_the_text():
+    done = jaxspec(
+        *("generate", "one two three one two three one two", "--raw", "--ignore-eos"),
+        *("--speculative-model", "[ngram]", "--ngram-prompt-lookup-max", "2"),
+        *("--max-tokens", "8", "--num-speculative-tokens", "1", "--dtype", "float32"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^acceptance rate ", done.stdout, re.MULTILINE)
+    assert re.search(r"^texts +equal$", done.stdout, re.MULTILINE)
+
+
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
 def test_help_lists_what_there_is_without_importing_jax(arguments):
     code = (
@@ -86,6 +98,7 @@ def test_defaults_are_the_bundled_pair(monkeypatch):
         (["--num-speculative-tokens", "9"], "from 1 to 8, got 9"),
         (["--dtype", "int8"], "dtype must be one of .* got 'int8'"),
         (["--speculative-model", "none"], "speculative_model must be .* got 'none'"),
+        (["--speculative-model", "[ngram]"], "requires ngram_prompt_lookup_max"),
         (["--model", "some/folder"], "needs a draft .* --speculative-model"),
         (["--model", "none", "--speculative-model", "none"], "model must be .* 'none'"),
     ],

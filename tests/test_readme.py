@@ -160,10 +160,12 @@ def test_nobody_is_sent_to_the_other_project():
 
 
 def test_the_code_runs():
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    done = python("-W", "error", "-c", code)
+    # One session: later blocks use what earlier ones made.
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    done = python("-W", "error", "-c", "\n".join(blocks))
     assert done.returncode == 0, done.stderr
     assert "num_draft_tokens=" in done.stdout
+    assert done.stdout.splitlines()[-1] in ("yes", "no")
 
 
 @pytest.mark.slow

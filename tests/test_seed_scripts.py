@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 # Speculative decoding as users of vLLM wrote it when its arguments were flat.
@@ -42,14 +44,74 @@ assert llm.llm_engine.runner.num_launches > 0
 """
 
 
-def test_flat_speculative_arguments():
-    script = VLLM_SCRIPT
+# The same today, with what an evaluation of drafts reads.
+METRICS_SCRIPT = """\
+from vllm import LLM, SamplingParams
+from vllm.v1.metrics.reader import Counter, Vector
+
+prompts = ["Once upon a time, there was a fox who"]
+llm = LLM(
+    model="google/gemma-2-9b-it",
+    speculative_config={
+        "method": "draft_model",
+        "model": "google/gemma-2-2b-it",
+        "num_speculative_tokens": 3,
+    },
+    max_model_len=256,
+    enable_prefix_caching=True,
+    enable_chunked_prefill=True,
+    disable_log_stats=False,
+)
+params = SamplingParams(
+    temperature=0.7, repetition_penalty=1.1, logprobs=2, max_tokens=12, seed=1
+)
+outputs = llm.generate(prompts, sampling_params=params)
+
+num_drafts = num_accepted = 0
+acceptance_counts = [0] * 3
+for metric in llm.get_metrics():
+    if metric.name == "vllm:spec_decode_num_drafts":
+        assert isinstance(metric, Counter)
+        num_drafts += metric.value
+    elif metric.name == "vllm:spec_decode_num_accepted_tokens":
+        num_accepted += metric.value
+    elif metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
+        assert isinstance(metric, Vector)
+        for position, count in enumerate(metric.values):
+            acceptance_counts[position] += count
+print(f"mean acceptance length: {1 + num_accepted / num_drafts:.2f}")
+"""
+METRICS_CHECKS = """
+assert sum(acceptance_counts) == num_accepted
+assert sorted(acceptance_counts, reverse=True) == acceptance_counts
+steps = [text.spec_decode_metrics for output in outputs for text in output.outputs]
+assert sum(one.num_spec_steps for one in steps) == num_drafts
+assert sum(one.num_accepted_draft_tokens for one in steps) == num_accepted
+found = {metric.name: metric for metric in llm.get_metrics()}
+generated = sum(len(text.token_ids) for output in outputs for text in output.outputs)
+assert found["vllm:generation_tokens"].value == generated
+assert found["vllm:time_to_first_token_seconds"].count == 1
+assert found["vllm:num_requests_running"].value == 0
+for output in outputs:
+    for text in output.outputs:
+        assert len(text.logprobs) == len(text.token_ids)
+        for entry, token in zip(text.logprobs, text.token_ids):
+            assert entry[token].decoded_token == llm.get_tokenizer().decode([token])
+llm.sleep(level=2)
+llm.wake_up()
+again = llm.generate(prompts, params, use_tqdm=False)
+assert again[0].outputs[0].text == outputs[0].outputs[0].text
+"""
+
+
+def run_script(script: str, checks: str) -> str:
+    """Run a script for vLLM, its names replaced, and return what it printed."""
     for theirs, ours in NAMES.items():
         assert theirs in script
         script = script.replace(theirs, ours)
     cache = str(ROOT / ".pytest_cache" / "jax")
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script + CHECKS],
+        [sys.executable, "-W", "error", "-c", script + checks],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -57,7 +119,18 @@ def test_flat_speculative_arguments():
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
+    return done.stdout
+
+
+def test_flat_speculative_arguments():
+    (line,) = run_script(VLLM_SCRIPT, CHECKS).splitlines()
     start = "Prompt: 'Once upon a time, there was a fox who', Generated text: "
     assert line.startswith(start)
     assert len(line) > len(start) + 2
+
+
+@pytest.mark.slow
+def test_metrics_of_drafts():
+    (line,) = run_script(METRICS_SCRIPT, METRICS_CHECKS).splitlines()
+    length = float(line.removeprefix("mean acceptance length: "))
+    assert 1 < length <= 4

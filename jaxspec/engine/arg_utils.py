@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any, no_type_check
 
 from jaxspec.config import (
-    DEFAULT_DRAFT_TOKENS,
     MAX_DTYPE_BYTES,
+    MAX_LOGPROBS,
     EngineConfig,
     ModelConfig,
-    SpeculativeConfig,
-    read_generation_config,
 )
 from jaxspec.engine.folders import model_folder
+from jaxspec.engine.generation_defaults import recommended_sampling
 from jaxspec.engine.speculative_args import merge_speculative_arguments
 from jaxspec.errors import (
     ConfigError,
@@ -30,6 +29,7 @@ from jaxspec.errors import (
     check_integer,
     wrong_argument,
 )
+from jaxspec.speculation import DEFAULT_DRAFT_TOKENS, SpeculativeConfig
 from jaxspec_checkpoints.published import PAD_ROWS
 
 DEFAULT_MAX_NUM_SEQS = 8
@@ -55,7 +55,9 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "cpu_offload_gb": (0,),
-    "scheduling_policy": ("fcfs",),
+    "enable_chunked_prefill": (None, True),
+    "logprobs_mode": ("raw_logprobs",),
+    "stream_interval": (None, 1),
     "skip_tokenizer_init": (False,),
     "enable_lora": (False,),
     "hf_overrides": (None, {}),
@@ -64,14 +66,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "convert": ("auto", "none"),
     "load_format": ("auto", "safetensors", "orbax"),
     "spec_decoding_acceptance_method": (None, "rejection_sampler"),
-}
-_GENERATION_NAMES = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
 }
 
 
@@ -97,6 +91,10 @@ class EngineArgs:
         block_size: Tokens per page of the KV memory.
         num_gpu_blocks_override: Pages of the KV memory. Default: enough for
             `max_num_seqs` full sequences, at most 512 MiB, never less than one.
+        enable_prefix_caching: Reuse the pages of prompts that begin alike (default).
+        scheduling_policy: "fcfs": who came first; "priority": lower `priority` first.
+        max_logprobs: Most logprobs that a request may ask for per token; -1 allows the
+            whole vocabulary, where that is small.
         generation_config: "auto" reads the model's recommended sampling parameters,
             "vllm" reads none, anything else is the folder to read them from.
         compilation_cache_dir: Keeps compiled programs between runs; "auto" is
@@ -119,6 +117,9 @@ class EngineArgs:
     block_size: int | None = None
     num_gpu_blocks_override: int | None = None
     tensor_parallel_size: int = 1
+    enable_prefix_caching: bool | None = None
+    scheduling_policy: str = "fcfs"
+    max_logprobs: int = 20
     load_format: str = "auto"
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None
@@ -146,7 +147,9 @@ class EngineArgs:
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     cpu_offload_gb: float = 0
-    scheduling_policy: str = "fcfs"
+    enable_chunked_prefill: bool | None = None
+    logprobs_mode: str = "raw_logprobs"
+    stream_interval: int | None = None
     skip_tokenizer_init: bool = False
     enable_lora: bool = False
     hf_overrides: Any = None
@@ -161,13 +164,10 @@ class EngineArgs:
     gpu_memory_utilization: float = 0.92
     kv_cache_memory_bytes: int | None = None
     swap_space: float = 4
-    enable_prefix_caching: bool | None = None
-    enable_chunked_prefill: bool | None = None
     async_scheduling: bool | None = None
     disable_custom_all_reduce: bool = False
     disable_hybrid_kv_cache_manager: bool | None = None
     distributed_executor_backend: Any = None
-    max_logprobs: int = 20
     max_seq_len_to_capture: int = 8192
     compilation_config: Any = None
     use_v2_block_manager: bool = True
@@ -199,6 +199,9 @@ class EngineArgs:
                 hint = "Anything else is not supported yet."
                 raise wrong_argument(UnsupportedError, name, choices, value, hint)
         check_flag(ConfigError, "disable_log_stats", self.disable_log_stats)
+        if self.enable_prefix_caching is not None:
+            name = "enable_prefix_caching"
+            check_flag(ConfigError, name, self.enable_prefix_caching)
         check_choice(ConfigError, "dtype", self.dtype, tuple(_DTYPES))
 
     def create_engine_config(self) -> EngineConfig:
@@ -252,6 +255,9 @@ class EngineArgs:
             load_format=self.load_format,
             generation_defaults=_generation_defaults(self, folder),
             disable_log_stats=self.disable_log_stats,
+            enable_prefix_caching=self.enable_prefix_caching is not False,
+            scheduling_policy=self.scheduling_policy,
+            max_logprobs=_max_logprobs(self.max_logprobs, model.vocab_size),
             compilation_cache_dir=_cache_dir(self.compilation_cache_dir),
         )
 
@@ -292,9 +298,12 @@ def _speculative(
     merged = merge_speculative_arguments(vars(args))
     if merged is None:
         return None, None
-    revision = (args.speculative_config or {}).get("revision")
-    folder = _fetched(args, merged["model"], "speculative_model", revision=revision)
-    draft = ModelConfig.from_folder(folder)
+    draft = None
+    if "model" in merged:
+        revision = (args.speculative_config or {}).get("revision")
+        folder = _fetched(args, merged["model"], "speculative_model", revision=revision)
+        draft = ModelConfig.from_folder(folder)
+        merged["model"] = str(folder)
     if "num_speculative_tokens" not in merged:
         merged["num_speculative_tokens"] = DEFAULT_DRAFT_TOKENS
         warnings.warn(
@@ -303,17 +312,19 @@ def _speculative(
             UserWarning,
             stacklevel=4,
         )
+    most = None if draft is None else draft.max_position_embeddings
     longest = check_integer(
         ConfigError,
         "speculative_max_model_len",
-        merged.get("max_model_len", draft.max_position_embeddings),
+        merged.get("max_model_len", most or max_model_len),
         low=1,
-        high=draft.max_position_embeddings,
-        hint="The upper end is the draft's max_position_embeddings.",
+        high=most,
+        hint=""
+        if most is None
+        else "The upper end is the draft's max_position_embeddings.",
     )
     merged["max_model_len"] = min(longest, max_model_len)
     merged.setdefault("draft_tensor_parallel_size", args.tensor_parallel_size)
-    merged["model"] = str(folder)
     return SpeculativeConfig(**merged), draft
 
 
@@ -357,20 +368,26 @@ def _served_name(args: EngineArgs) -> str:
 
 
 def _generation_defaults(args: EngineArgs, folder: Path) -> dict[str, Any]:
-    """Translate the model's recommended sampling to the names of SamplingParams."""
-    stored: dict[str, Any] = {}
-    if args.generation_config == "auto":
-        stored = dict(read_generation_config(folder))
-    elif args.generation_config != "vllm":
+    source: Path | None = folder
+    if args.generation_config == "vllm":
+        source = None
+    elif args.generation_config != "auto":
         name = args.generation_config
         source = _fetched(args, name, "generation_config", weights=False)
-        stored = dict(read_generation_config(source))
-    stored |= args.override_generation_config or {}
-    return {
-        ours: stored[theirs]
-        for theirs, ours in _GENERATION_NAMES.items()
-        if stored.get(theirs) is not None
-    }
+    return recommended_sampling(source, args.override_generation_config)
+
+
+def _max_logprobs(given: Any, vocab_size: int) -> int:
+    if given == -1 and vocab_size > MAX_LOGPROBS:
+        raise wrong_argument(
+            ConfigError,
+            "max_logprobs",
+            f"an integer from 0 to {MAX_LOGPROBS}",
+            given,
+            f"-1 means all {vocab_size} tokens of this vocabulary, and every launch "
+            "would bring them to the host for every token.",
+        )
+    return vocab_size if given == -1 else given
 
 
 def _cache_dir(given: str | None) -> str | None:

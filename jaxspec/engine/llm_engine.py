@@ -1,32 +1,37 @@
 """The engine: requests in, outputs out, one launch ahead of what has been read."""
 
+import dataclasses
+import functools
+import itertools
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, no_type_check
-
-import numpy as np
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.controller import Controller
+from jaxspec.engine.delivery import Delivery
+from jaxspec.engine.intake import Intake
 from jaxspec.engine.loading import make_runner, read_tokenizer
-from jaxspec.engine.output import TextStream
-from jaxspec.engine.request import Request
+from jaxspec.engine.metrics import EngineMetrics, Load
+from jaxspec.engine.parent import Parent
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.scheduler import Launch, Progress, Scheduler
+from jaxspec.engine.scheduler import Launch, Scheduler
+from jaxspec.engine.sleeping import Sleep
 from jaxspec.engine.stats import EngineStats
-from jaxspec.errors import RequestError
-from jaxspec.inputs import parse_prompt
-from jaxspec.outputs import (
-    CompletionOutput,
-    RequestOutput,
-    RequestSpecDecodeMetrics,
-    RequestStateStats,
+from jaxspec.errors import (
+    ConfigError,
+    RequestError,
+    refuse,
 )
-from jaxspec.program.plan import RULES
-from jaxspec.sampling_params import RequestOutputKind, SamplingParams, check_supported
+from jaxspec.metrics import Metric
+from jaxspec.outputs import RequestOutput
+from jaxspec.program.plan import Features
+from jaxspec.sampling_params import SamplingParams
 from jaxspec.tokenizer import Tokenizer
+
+LOG_INTERVAL_S = 10.0
 
 
 class LLMEngine:
@@ -48,121 +53,96 @@ class LLMEngine:
         self.tokenizer = tokenizer or read_tokenizer(config)
         self.runner = runner or make_runner(config)
         self.controller = Controller(config.speculative)
-        self.scheduler = Scheduler(config, self.controller)
         self.stats = EngineStats()
-        self._requests: dict[str, Request] = {}
-        self._streams: dict[str, TextStream] = {}
-        self._sent: dict[str, tuple[int, int]] = {}  # characters, tokens
-        self._launched: deque[tuple[Launch, Any]] = deque()
+        self.scheduler = Scheduler(config, self.controller, self.stats)
+        self.metrics = EngineMetrics(config, self.stats)
+        self._delivery = Delivery(config, self.tokenizer, self.metrics, self.stats)
+        self._intake = Intake(config, self.tokenizer)
+        self._parents: dict[str, Parent] = {}
+        self._groups = itertools.count()
+        # With the time of each launch.
+        self._launched: deque[tuple[Launch, Any, float]] = deque()
+        self._last_read_ts = 0.0
         self._planned: Launch | None = None
-        # Seeds of requests that name none; a seeded engine repeats itself.
-        self._random = np.random.default_rng(config.seed)
+        self._sleep = Sleep(config, self.runner)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
         """Build an engine from vLLM's arguments."""
         return cls(engine_args.create_engine_config())
 
-    @no_type_check  # it has its own checks, with better errors
+    @no_type_check  # `Intake` checks, with better errors
     def add_request(
         self,
         request_id: str,
         prompt: Any,
         params: SamplingParams,
-        *,
         arrival_time: float | None = None,
+        lora_request: Any = None,
+        *,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: dict[str, str] | None = None,
+        priority: int = 0,
     ) -> str:
         """Validate and queue one request; nothing has run on the device yet.
 
+        Args:
+            priority: Lower goes first, with `scheduling_policy="priority"`.
+            lora_request: Not supported, as the two after it.
+
         Raises:
-            RequestError: The prompt or a sampling value is not acceptable, or the id
-                is in use.
-            NotImplementedError: A sampling value that is not supported yet.
+            RequestError: The prompt or a sampling value is not acceptable, the id is in
+                use, or the engine sleeps.
+            NotImplementedError: An argument or a sampling value that is not supported.
         """
+        refuse("lora_request", lora_request)
+        refuse("tokenization_kwargs", tokenization_kwargs or None)
+        refuse("trace_headers", trace_headers or None)
+        if self.is_sleeping():
+            raise RequestError(
+                "The engine sleeps and takes no requests: call wake_up() first."
+            )
+        self._check_id(request_id)
+        make = functools.partial(
+            self._intake.make, arrival_time=arrival_time, priority=priority
+        )
+        params = self._intake.checked(params)
+        if params.n == 1:
+            request = make(request_id, prompt, params)
+            self.runner.check_features(request.features)
+            self._delivery.open(request)
+            self.scheduler.add(request)
+            return request_id
+        parent = Parent(request_id, params)
+        for child_id in parent.children:
+            self._check_id(child_id)
+        # The texts share the prompt's pages, also where nothing else is shared.
+        group = next(self._groups)
+        children = [
+            make(child_id, prompt, parent.child_params(index))
+            for index, child_id in enumerate(parent.children)
+        ]
+        self.runner.check_features(children[0].features)
+        self._parents[request_id] = parent
+        for index, child in enumerate(children):
+            child.cache_group = group
+            self._delivery.open(child, (parent, index))
+            self.scheduler.add(child)
+        return request_id
+
+    def _check_id(self, request_id: object) -> None:
         if not isinstance(request_id, str):
             raise RequestError(
                 f"request_id must be a string, got {type(request_id).__name__}",
                 parameter="request_id",
                 value=request_id,
             )
-        if request_id in self._requests:
+        if request_id in self._delivery or request_id in self._parents:
             raise RequestError(
                 f"request_id {request_id!r} is running already: choose another",
                 parameter="request_id",
                 value=request_id,
             )
-        if not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"params must be SamplingParams, got {type(params).__name__}",
-                parameter="params",
-                value=params,
-            )
-        model = self.config.model_config
-        params = params.clone()
-        speculative = self.config.speculative
-        params.validate_for(
-            model.vocab_size,
-            num_draft_tokens=speculative and speculative.num_speculative_tokens,
-        )
-        check_supported(params)
-        parsed = parse_prompt(
-            prompt, self.tokenizer, model.vocab_size, self.config.max_model_len
-        )
-        request = self._make_request(request_id, parsed, params, arrival_time)
-        self._requests[request_id] = request
-        self._streams[request_id] = TextStream(self.tokenizer, params)
-        self._sent[request_id] = (0, 0)
-        self.scheduler.add(request)
-        return request_id
-
-    def _make_request(
-        self,
-        request_id: str,
-        parsed: Any,
-        params: SamplingParams,
-        arrival_time: float | None,
-    ) -> Request:
-        config = self.config
-        model, speculative = config.model_config, config.speculative
-        num_prompt = len(parsed.token_ids)
-        limit = config.max_model_len
-        if params.max_tokens is not None:
-            limit = min(limit, num_prompt + params.max_tokens)
-        num_draft = config.num_draft_tokens
-        wanted = (params.extra_args or {}).get("num_speculative_tokens")
-        if wanted is not None:
-            num_draft = min(num_draft, wanted)
-        drawn = self._random.integers(0, 2**32, size=2, dtype=np.uint32)
-        seed, rule = (int(drawn[0]), int(drawn[1])), "standard"
-        if speculative is not None:
-            rule = speculative.rejection_sample_method
-        if params.seed is not None:
-            # The same text with any K, drafter or batch: see `program.randomness`.
-            seed = (params.seed >> 32 & 0xFFFFFFFF, params.seed & 0xFFFFFFFF)
-            rule = "coupled"
-        stop_ids = tuple(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            ends = (*model.eos_token_ids, *self.tokenizer.turn_end_ids)
-            stop_ids = tuple(dict.fromkeys((*ends, *stop_ids)))
-        metrics = None
-        if num_draft:
-            metrics = RequestSpecDecodeMetrics.empty(config.num_draft_tokens)
-        return Request(
-            request_id=request_id,
-            prompt=parsed.text,
-            prompt_token_ids=parsed.token_ids,
-            params=params,
-            max_total=limit,
-            num_draft_tokens=num_draft,
-            seed=seed,
-            rule=RULES[rule],
-            stop_ids=stop_ids,
-            stats=RequestStateStats(
-                arrival_time=time.time() if arrival_time is None else arrival_time,
-                queued_ts=time.monotonic(),
-            ),
-            spec_metrics=metrics,
-        )
 
     def step(self) -> list[RequestOutput]:
         """Launch the next round, read the one before it, return what is new.
@@ -174,128 +154,66 @@ class LLMEngine:
         them is not known any more. The engine takes new ones.
         """
         try:
-            return self._step()
+            outputs = self._step()
         except BaseException:
             self._reset()
             raise
+        if self.metrics.seconds_since_log() > LOG_INTERVAL_S:
+            self.do_log_stats()
+        return outputs
 
     def _reset(self) -> None:
-        for request_id in list(self._requests):
-            self._forget(self._requests[request_id])
-        self.scheduler = Scheduler(self.config, self.controller)
+        for request in self._delivery:
+            self._delivery.close(request)
+        self._parents.clear()
+        self.scheduler = Scheduler(self.config, self.controller, self.stats)
         self._launched.clear()
         self._planned = None
 
     def _step(self) -> list[RequestOutput]:
         start = time.monotonic()
         launch, self._planned = self._planned, None
-        if launch is None or launch.is_over():
+        if launch is not None and launch.is_over():
+            self.scheduler.discard(launch)
+            launch = None
+        if launch is None:
             launch = self.scheduler.plan()
         if launch is not None:
             if self._launched and not self.runner.is_compiled(launch.shape):
                 self._planned = launch  # tokens must not wait for a compile
             else:
                 result = self.runner.launch(launch.plan, launch.shape)
-                self._launched.append((launch, result))
+                self._launched.append((launch, result, time.monotonic()))
         waited = 0.0
         outputs: list[RequestOutput] = []
         is_full = len(self._launched) > 1
         if self._launched and (launch is None or self._planned or is_full):
-            oldest, result = self._launched.popleft()
-            before = time.monotonic()
-            fetched = self.runner.fetch(result, oldest.shape)
-            waited = time.monotonic() - before
-            progress = self.scheduler.commit(oldest, fetched)
-            self.stats.num_rounds += 1
-            for part in progress:
-                outputs += self._advance(part)
+            outputs, waited = self._read()
         self.stats.wait_s += waited
         self.stats.host_s += time.monotonic() - start - waited
         return outputs
 
-    def _advance(self, part: Progress) -> list[RequestOutput]:
-        """Turn new tokens into text, and end the request where they end it."""
-        request, stream = part.request, self._streams[part.request.request_id]
-        self.stats.record(part.num_draft_tokens, part.num_accepted, len(part.token_ids))
-        if part.token_ids:
-            now = time.monotonic()
-            stats = request.stats
-            if not stats.num_generation_tokens:
-                stats.first_token_ts = now
-                stats.first_token_latency = now - stats.queued_ts
-            stats.last_token_ts = now
-            stats.num_generation_tokens += len(part.token_ids)
-        ended_by_id = part.is_done and _is_stop(request)
-        shown = part.token_ids
-        if ended_by_id and not self._shows_stop_token(request):
-            shown = part.token_ids[:-1]
-        matched = stream.push(shown)
-        if matched is None and part.is_done:
-            text = stream.finish()
-            matched = None if text is None else (text, len(part.token_ids))
-        if matched is not None:
-            stop, count = matched
-            surplus = len(part.token_ids) - count
-            if surplus:
-                del request.output_token_ids[-surplus:]
-                request.stats.num_generation_tokens -= surplus
-                self.stats.num_generated_tokens -= surplus
-            self.scheduler.finish(request, "stop", stop)
-        elif part.is_done:
-            last = request.output_token_ids[-1]
-            # As in vLLM: the first end id is the EOS, the others are stop ids.
-            is_eos = last == self.config.model_config.eos_token_ids[0]
-            stop_id = None if is_eos and not request.params.ignore_eos else last
-            if ended_by_id:
-                self.scheduler.finish(request, "stop", stop_id)
-            else:
-                self.scheduler.finish(request, "length", None)
-        return self._emit(request)
-
-    def _shows_stop_token(self, request: Request) -> bool:
-        return request.params.include_stop_str_in_output
-
-    def _emit(self, request: Request) -> list[RequestOutput]:
-        """The output that the request's `output_kind` asks for now, if any."""
-        kind = request.params.output_kind
-        is_finished = request.finish_reason is not None
-        if kind is RequestOutputKind.FINAL_ONLY and not is_finished:
-            return []
-        stream = self._streams[request.request_id]
-        text = stream.visible(is_finished=is_finished)
-        tokens = request.output_token_ids
-        characters, count = self._sent[request.request_id]
-        if kind is RequestOutputKind.DELTA:
-            if not is_finished and len(tokens) == count:
-                return []
-            self._sent[request.request_id] = (len(text), len(tokens))
-            text, tokens = text[characters:], tokens[count:]
-        if is_finished:
-            self._forget(request)
-        completion = CompletionOutput(
-            index=0,
-            text=text,
-            token_ids=list(tokens),
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            spec_decode_metrics=request.spec_metrics,
-        )
-        return [
-            RequestOutput(
-                request_id=request.request_id,
-                prompt=request.prompt,
-                prompt_token_ids=request.prompt_token_ids,
-                outputs=[completion],
-                finished=is_finished,
-                metrics=request.stats,
-                num_cached_tokens=0,
-            )
-        ]
-
-    def _forget(self, request: Request) -> None:
-        del self._requests[request.request_id]
-        del self._streams[request.request_id]
-        del self._sent[request.request_id]
+    def _read(self) -> tuple[list[RequestOutput], float]:
+        """Take in the oldest launch; its outputs, and the seconds waited for it."""
+        launch, result, launched_ts = self._launched.popleft()
+        before = time.monotonic()
+        fetched = self.runner.fetch(result, launch.shape)
+        now = time.monotonic()
+        # The device runs one launch at a time.
+        took_s = now - max(launched_ts, self._last_read_ts)
+        self._last_read_ts = now
+        self.scheduler.record_time(launch, took_s)
+        num_before = self.stats.num_generated_tokens
+        progress = self.scheduler.commit(launch, fetched)
+        if not self.config.disable_log_stats:
+            generated = self.stats.num_generated_tokens - num_before
+            self.metrics.add_round(launch.num_fed + generated)
+        self.stats.num_rounds += 1
+        outputs = self._delivery.advance(progress, self.scheduler.finish)
+        for output in outputs:
+            if output.finished:
+                self._parents.pop(output.request_id, None)
+        return outputs, now - before
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do."""
@@ -303,37 +221,127 @@ class LLMEngine:
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run."""
-        return len(self._requests)
+        return len(self._delivery.streams)
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """End requests at once, without an output; unknown ids are ignored."""
+        """End requests at once, without an output; unknown ids are ignored.
+
+        Of a request for several texts all end, and none of them has an id of its own.
+        """
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         for one in ids:
-            request = self._requests.get(one)
-            if request is not None:
-                self.scheduler.finish(request, "abort", None)
-                self._forget(request)
+            parent = self._parents.pop(one, None)
+            for name in [one] if parent is None else parent.children:
+                stream = self._delivery.streams.get(name)
+                if stream is not None and (stream.parent is None or parent is not None):
+                    self.scheduler.finish(stream.request, "abort", None)
+                    self._delivery.close(stream.request)
 
-    def warm_up(self, prompt_tokens: int | None = None) -> None:
-        """Compile every executable that requests can need.
+    def get_metrics(self) -> list[Metric]:
+        """Return counts and distributions since the start, in vLLM's names.
+
+        Raises:
+            ConfigError: The engine was made with `disable_log_stats=True`.
+        """
+        if self.config.disable_log_stats:
+            raise ConfigError(
+                "Stat logging disabled: make the engine with disable_log_stats=False.",
+                parameter="disable_log_stats",
+                value=True,
+            )
+        return self.metrics.read(self._load())
+
+    def do_log_stats(self) -> None:
+        """Log what happened since the last time; `step` does so every ten seconds."""
+        if self.config.disable_log_stats:
+            return
+        self.metrics.log(self._load())
+
+    def _load(self) -> Load:
+        scheduler, pages = self.scheduler, self.scheduler.pages
+        return Load(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_usage=1 - pages.num_free / pages.num_pages,
+            sleep_level=self._sleep.level,
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the pages of ended requests; False while pages are in use."""
+        return self.scheduler.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the devices' memory until `wake_up`.
+
+        Args:
+            level: 1 keeps the weights on the host; 2 reads them from the checkpoint
+                again. Pages are dropped in both.
+
+        Raises:
+            RequestError: Requests run, or another level.
+        """
+        count = self.get_num_unfinished_requests()
+        if count:
+            raise RequestError(
+                f"sleep() needs an idle engine, and {count} requests run: finish or "
+                "abort them first."
+            )
+        self._drain()
+        self.reset_prefix_cache()
+        self._sleep.begin(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Bring back what `sleep` freed: outputs are then the same as before.
+
+        Args:
+            tags: "weights", "kv_cache" or both (None).
+        """
+        self._sleep.end(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether any part is off the devices."""
+        return self._sleep.level > 0
+
+    def announce_compiles(self, tell: Callable[[str], None] | None) -> None:
+        """Have `tell` called with what is compiled, and with "" when that is done."""
+        self.runner.announce = tell
+
+    @no_type_check  # `Intake` checks, with better errors
+    def warm_up(
+        self,
+        prompt_tokens: int | None = None,
+        sampling_params: Iterable[SamplingParams] = (),
+    ) -> None:
+        """Compile every executable that requests can need, of these parameters.
 
         Args:
             prompt_tokens: Longest prompt to expect; None for the whole budget.
+            sampling_params: Requests with logprobs, penalties, bias, masks of tokens
+                or structured outputs need executables of their own: those of requests
+                like one of these are compiled as well, alone and among plain ones.
+
+        Raises:
+            RequestError: As for `add_request`.
+            NotImplementedError: As for `add_request`.
         """
-        for shape in self.scheduler.shapes(prompt_tokens):
-            self.runner.executable(shape)
+        wanted = [Features()]
+        for params in sampling_params:
+            features = self._intake.features(params)
+            self.runner.check_features(features)
+            decoding = dataclasses.replace(features, num_prompt_logprobs=None)
+            wanted += [features, decoding]
+        for features in dict.fromkeys(wanted):
+            for shape in self.scheduler.shapes(prompt_tokens, features):
+                self.runner.executable(shape)
 
     def shutdown(self) -> None:
         """End all requests and wait for the device."""
-        self.abort_request(list(self._requests))
+        self.abort_request([*self._parents, *self._delivery.streams])
+        self._drain()
+
+    def _drain(self) -> None:
+        """Wait for what was launched for requests that have all ended."""
         self._planned = None
         while self._launched:
-            launch, result = self._launched.popleft()
+            launch, result, _ = self._launched.popleft()
             self.runner.fetch(result, launch.shape)
-
-
-def _is_stop(request: Request) -> bool:
-    """Whether the newest token ended the request, rather than its length."""
-    last = request.num_tokens - 1
-    first_allowed = request.num_prompt_tokens + request.params.min_tokens
-    return last >= first_allowed and request.output_token_ids[-1] in request.stop_ids

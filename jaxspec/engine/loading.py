@@ -10,8 +10,8 @@ from jaxspec.engine.runner import (
     use_compilation_cache,
 )
 from jaxspec.errors import ConfigError, wrong_argument
-from jaxspec.models.weights import load_params
-from jaxspec.sharding import DRAFT_MESH_AXES
+from jaxspec.models.weights import Params, load_params
+from jaxspec.sharding import DRAFT_MESH_AXES, Mesh
 from jaxspec.tokenizer import Tokenizer, check_same_tokenizer
 from jaxspec_checkpoints import CheckpointError, Tensor, model_files, open_checkpoint
 from jaxspec_checkpoints.layout import EMBEDDING
@@ -40,8 +40,8 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
             parameter="tokenizer",
             value=config.tokenizer,
         )
-    if config.speculative is not None:
-        folder = config.speculative.model
+    folder = config.speculative and config.speculative.model
+    if folder is not None:
         # A draft without a tokenizer of its own was trained for the target's.
         if {"tokenizer.model", "tokenizer.json"} & model_files(folder).keys():
             check_same_tokenizer(tokenizer, Tokenizer.from_folder(folder))
@@ -56,12 +56,22 @@ def make_runner(config: EngineConfig) -> Runner:
     """
     use_compilation_cache(config.compilation_cache_dir)
     mesh = build_mesh(config)
+    return Runner(config, mesh, *load_weights(config, mesh))
+
+
+def load_weights(config: EngineConfig, mesh: Mesh) -> tuple[Params, Params | None]:
+    """Read the weights of target and draft.
+
+    Raises:
+        ConfigError: A checkpoint is incomplete or damaged.
+    """
     dtype = choose_dtype(config.dtype, mesh)
     # Both are checked before either is read: a wrong draft must not cost minutes.
     tensors = _open(config, config.model, "model")
     draft_tensors = None
-    if config.speculative is not None:
-        draft_tensors = _open(config, config.speculative.model, "speculative_model")
+    folder = config.speculative and config.speculative.model
+    if folder is not None:
+        draft_tensors = _open(config, folder, "speculative_model")
     draft = None
     try:
         target = load_params(
@@ -82,7 +92,7 @@ def make_runner(config: EngineConfig) -> Runner:
             )
     except CheckpointError as error:
         raise ConfigError(str(error), parameter="model") from error
-    return Runner(config, mesh, target, draft)
+    return target, draft
 
 
 def _open(config: EngineConfig, folder: str, argument: str) -> Mapping[str, Tensor]:

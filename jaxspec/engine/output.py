@@ -1,5 +1,6 @@
 """From token ids to text, as they come: incremental decoding and stop strings."""
 
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from jaxspec.sampling_params import SamplingParams
@@ -8,6 +9,8 @@ _BROKEN = "\ufffd"  # what decoding shows for a character whose bytes are incomp
 # Tokens decoded again with the new ones. SentencePiece joins no further than the bytes
 # of one character, four at most.
 _CONTEXT = 6
+# Up to so many the text of those is kept; then it is made anew of the last ones.
+_MOST_CONTEXT = 18
 
 
 @runtime_checkable
@@ -16,21 +19,34 @@ class Decoder(Protocol):
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
+    @property
+    def plain_texts(self) -> Mapping[int, str | None]: ...
+
 
 class TextStream:
     """The text of one growing list of token ids.
 
     Text is held back while its last character is incomplete (several byte tokens make
     one character) and released with the token that completes it, or at the end.
+    Without stop strings, nothing is decoded before somebody looks.
     """
 
     def __init__(self, tokenizer: Decoder, params: SamplingParams):
         self._tokenizer = tokenizer
         self._params = params
         self._stops = list(params.stop or [])
-        self.text = ""
+        self._text = ""
         self._ids: list[int] = []
-        self._read = 0  # ids whose text is in `text`
+        self._read = 0  # ids whose text is in `_text`
+        self._start = 0  # the first of them that is decoded again
+        # Their text from there on; None where it was not needed for a while.
+        self._known: str | None = ""
+
+    @property
+    def text(self) -> str:
+        """What can be told of the text so far."""
+        self._advance(is_end=False)
+        return self._text
 
     def push(self, token_ids: list[int]) -> tuple[str, int] | None:
         """Add tokens; returns the stop string that matched and the ids it needed.
@@ -40,16 +56,12 @@ class TextStream:
         within the first `min_tokens` tokens does not count.
         """
         if not self._stops:
-            # The common case: one decoding per round, not one per token.
             self._ids += token_ids
-            if token_ids and self._params.detokenize:
-                self._advance(is_end=False)
             return None
         for count, token in enumerate(token_ids, 1):
             self._ids.append(token)
-            before = len(self.text)
-            if self._params.detokenize:
-                self._advance(is_end=False)
+            before = len(self._text)
+            self._advance(is_end=False)
             if len(self._ids) <= self._params.min_tokens:
                 continue
             matched = self._match(before)
@@ -59,9 +71,8 @@ class TextStream:
 
     def finish(self) -> str | None:
         """Release what was held back; returns a stop string that this completed."""
-        before = len(self.text)
-        if self._params.detokenize:
-            self._advance(is_end=True)
+        before = len(self._text)
+        self._advance(is_end=True)
         if len(self._ids) <= self._params.min_tokens:
             return None
         return self._match(before)
@@ -72,46 +83,69 @@ class TextStream:
         What was shown once stays: without this, the beginning of a stop string that
         arrives in pieces would have been sent to a streaming client already.
         """
-        if is_finished or self._params.include_stop_str_in_output:
-            return self.text
+        text = self.text
+        if not self._stops or is_finished or self._params.include_stop_str_in_output:
+            return text
         # "abST" with stop "STOP" -> "ab"
         held = max(
             (
                 count
                 for stop in self._stops
                 for count in range(1, len(stop))
-                if self.text.endswith(stop[:count])
+                if text.endswith(stop[:count])
             ),
             default=0,
         )
-        return self.text[: len(self.text) - held]
+        return text[: len(text) - held]
 
     def _advance(self, *, is_end: bool) -> None:
-        start = max(0, self._read - _CONTEXT)
-        skip = self._params.skip_special_tokens
-        whole = self._tokenizer.decode(self._ids[start:], skip_special_tokens=skip)
+        if not self._params.detokenize or self._read == len(self._ids):
+            return
+        if self._read and self._append_plain():
+            return
+        if self._known is None or self._read - self._start > _MOST_CONTEXT:
+            self._start = max(0, self._read - _CONTEXT)
+            self._known = self._decode(self._ids[self._start : self._read])
+        whole = self._decode(self._ids[self._start :])
         if whole.endswith(_BROKEN) and not is_end:
             return
-        known = self._tokenizer.decode(
-            self._ids[start : self._read], skip_special_tokens=skip
-        )
-        self.text += whole[len(known) :]
-        self._read = len(self._ids)
+        self._text += whole[len(self._known) :]
+        self._known, self._read = whole, len(self._ids)
+
+    def _append_plain(self) -> bool:
+        """Join the new tokens' texts, if each has one of its own; most tokens do.
+
+        Bytes that wait for the rest of their character are among the new tokens.
+        """
+        plain_texts = self._tokenizer.plain_texts
+        new = ""
+        for token in self._ids[self._read :]:
+            text = plain_texts[token]
+            if text is None:
+                return False
+            new += text
+        self._text += new
+        self._known, self._read = None, len(self._ids)
+        return True
+
+    def _decode(self, token_ids: list[int]) -> str:
+        skip = self._params.skip_special_tokens
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip)
 
     def _match(self, before: int) -> str | None:
         """Cut the text at the first stop string that the new part completes."""
-        if not self._stops or len(self.text) == before:
+        if not self._stops or len(self._text) == before:
             return None
         # Not from the longest one's start for all: a shorter one that was complete
         # before, within `min_tokens`, would be found again.
         found = [
             (position, stop)
             for stop in self._stops
-            if (position := self.text.find(stop, max(0, before - len(stop) + 1))) >= 0
+            if (position := self._text.find(stop, max(0, before - len(stop) + 1))) >= 0
         ]
         if not found:
             return None
         position, stop = min(found)
         include = self._params.include_stop_str_in_output
-        self.text = self.text[: position + len(stop) if include else position]
+        self._text = self._text[: position + len(stop) if include else position]
         return stop

@@ -2,13 +2,15 @@
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxspec.outputs import RequestSpecDecodeMetrics, RequestStateStats
+from jaxspec.program.plan import Features, TokenControls
 from jaxspec.sampling_params import SamplingParams
 
 
 class Status(enum.Enum):
-    """Where a request is in its life."""
+    """Where a request is in its life; one that was preempted waits again."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -16,9 +18,9 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Request:
-    """What the host knows of a request; the device may be up to one launch ahead.
+    """What the host knows of a request; while it runs, `RowTable` knows its counts.
 
     Invariant: `0 <= num_fed <= num_tokens <= max_total`.
 
@@ -26,11 +28,21 @@ class Request:
         max_total: Tokens at which the sequence ends, prompt included.
         num_draft_tokens: Most drafts per round that this request wants.
         rule: An index of `jaxspec.program.plan.RULES`.
-        num_fed: Prompt tokens handed to the device.
-        draft_gap: Most known tokens at the sequence's end for which the draft model
-            may lack keys and values, once all that is launched has run. Its first
-            pass fills two.
-        in_flight: Drafts of every launched, unread round.
+        features: What the program must have for this request.
+        controls: Penalties, bias and masks of single tokens.
+        reading: `jaxspec.engine.token_masks.Reading`, of a text that has a form.
+        priority: A lower value goes first, where the engine goes by priority.
+        cache_salt: Pages are shared only among requests of equal salt.
+        cache_group: With prefix caching off, those of one group share pages.
+        can_read_prefix_cache: Whether it may begin with pages of earlier requests.
+        num_cached_tokens: Prompt tokens that came with such pages; None before it ran.
+        arrival: Its place among all requests; -1 before it has one.
+        tokens_to_feed: Prompt, and after a preemption what was generated before.
+        num_fed: Of `tokens_to_feed`, those handed to the device.
+        page_keys: Keys of its first full pages.
+        num_registered: Of its pages, the first ones that others may have been given.
+        num_unread: Launches that add tokens and were not read when its row was taken.
+        num_prompt_told: Prompt tokens whose log-probabilities have been told.
     """
 
     request_id: str
@@ -44,14 +56,25 @@ class Request:
     stop_ids: tuple[int, ...]
     stats: RequestStateStats
     spec_metrics: RequestSpecDecodeMetrics | None
+    features: Features = Features()
+    controls: TokenControls | None = None
+    reading: Any = None
+    priority: int = 0
+    cache_salt: str | None = None
+    cache_group: int | None = None
+    can_read_prefix_cache: bool = True
+    num_cached_tokens: int | None = None
     status: Status = Status.WAITING
+    arrival: int = -1
     row: int = -1
+    tokens_to_feed: list[int] = field(default_factory=list)
     num_fed: int = 0
-    draft_gap: int = 1
     output_token_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
-    num_reserved: int = 0
-    in_flight: list[int] = field(default_factory=list)
+    page_keys: list[bytes] = field(default_factory=list)
+    num_registered: int = 0
+    num_unread: int = 0
+    num_prompt_told: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -60,29 +83,29 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def min_total(self) -> int:
+        """Tokens before which no token ends the sequence, prompt included.
+
+        Of a text that has a form the masks keep the ends out: the device does not know
+        when it is complete.
+        """
+        least = self.params.min_tokens if self.reading is None else 0
+        return self.num_prompt_tokens + least
+
+    @property
     def num_tokens(self) -> int:
         """Tokens whose values the host knows."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
-    @property
-    def most_tokens(self) -> int:
-        """Tokens that the device may know by the end of what is launched."""
-        ahead = sum(drafts + 1 for drafts in self.in_flight)
-        return min(self.num_tokens + ahead, self.max_total)
-
-    @property
-    def fewest_tokens(self) -> int:
-        """Tokens the device will know, unless the sequence ends before."""
-        return min(self.num_tokens + len(self.in_flight), self.max_total)
-
-    def token(self, position: int) -> int:
-        """Known token at a position."""
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Known tokens at positions from `start` to before `end`."""
         prompt = self.prompt_token_ids
-        if position < len(prompt):
-            return prompt[position]
-        return self.output_token_ids[position - len(prompt)]
+        if end <= len(prompt):
+            return prompt[start:end]
+        output = self.output_token_ids[max(start - len(prompt), 0) : end - len(prompt)]
+        return prompt[start:] + output
 
     def check(self) -> None:
         """Assert the invariant."""
         assert 0 <= self.num_fed <= self.num_tokens <= self.max_total
-        assert self.draft_gap >= 1  # the last token never has any
+        assert len(self.page_keys) <= max(len(self.pages), self.num_tokens)

@@ -16,9 +16,25 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.config import EngineConfig, ModelConfig
+from jaxspec.engine.token_masks import TokenMasks
+from jaxspec.errors import ConfigError
 from jaxspec.models.weights import Params
-from jaxspec.program.plan import PlanLayout, PoolShape, StepPlan, StepResult, StepShape
-from jaxspec.program.state import EngineState, init_pages, init_rows, page_forms
+from jaxspec.program.plan import (
+    Features,
+    PlanLayout,
+    PoolShape,
+    StepPlan,
+    StepResult,
+    StepShape,
+)
+from jaxspec.program.propose.ngram import Lookup
+from jaxspec.program.state import (
+    EngineState,
+    init_pages,
+    init_rows,
+    init_token_pages,
+    page_forms,
+)
 from jaxspec.program.step import ProgramConfig, compile_step
 from jaxspec.sharding import (
     DRAFT_MESH_AXES,
@@ -36,6 +52,8 @@ class Runner:
     Attributes:
         num_compiles: Executables built so far; constant after warm-up.
         num_launches: Programs launched so far: one per round.
+        token_masks: Whom the programs of requests with grammars ask.
+        announce: Told what is being compiled, and "" when that is done.
     """
 
     def __init__(
@@ -46,12 +64,14 @@ class Runner:
         draft_params: Params | None,
     ):
         self.config, self.mesh = config, mesh
+        self.token_masks = TokenMasks(config.model_config.vocab_size)
         self._plan_placement = replicated(mesh)
         self.pool = PoolShape(
             num_rows=config.max_num_seqs,
             num_pages=config.num_pages,
             page_size=config.page_size,
             max_model_len=config.max_model_len,
+            vocab_size=config.model_config.vocab_size,
         )
         self.program = ProgramConfig(
             target=config.model_config,
@@ -59,12 +79,16 @@ class Runner:
             pool=self.pool,
             has_greedy_draft=config.speculative is not None
             and config.speculative.draft_sample_method == "greedy",
+            lookup=_lookup(config),
             mesh=mesh,
+            mask_source=self.token_masks,
         )
-        self.params = (target_params, draft_params)
+        self.params: tuple[Params, Params | None] = (target_params, draft_params)
         self.state = self._init_state()
         self.num_compiles = 0
         self.num_launches = 0
+        self.announce: Callable[[str], None] | None = None
+        self._host_params: tuple[Params, Params | None] | None = None
         self._executables: dict[StepShape, Callable[..., Any]] = {}
         self._layouts: dict[StepShape, PlanLayout] = {}
 
@@ -77,6 +101,9 @@ class Runner:
         target, draft = self.program.target, self.program.draft
         return EngineState(
             rows=jax.device_put(init_rows(self.pool), replicated(self.mesh)),
+            token_pages=jax.device_put(
+                init_token_pages(self.pool), replicated(self.mesh)
+            ),
             target_pages=pages(target, self.params[0], TARGET_MESH_AXES),
             draft_pages=pages(draft, self.params[1], DRAFT_MESH_AXES),
         )
@@ -85,13 +112,37 @@ class Runner:
         """The compiled program of a shape, built on first use."""
         if shape not in self._executables:
             start = time.monotonic()
+            if self.announce is not None:
+                self.announce(f"Compiling {_sizes(shape)}")
             self._executables[shape] = compile_step(
                 self.program, shape, (*self.params, self.state)
             )
             self._layouts[shape] = PlanLayout(shape, self.pool)
             self.num_compiles += 1
+            if self.announce is not None:
+                self.announce("")
             _log.info("compiled %s in %.1f s", shape, time.monotonic() - start)
         return self._executables[shape]
+
+    def check_features(self, features: Features) -> None:
+        """Refuse what programs cannot have on these devices.
+
+        Raises:
+            ConfigError: jax's CPU backend is missing, through which a program asks the
+                host for the masks of structured outputs.
+        """
+        if not features.has_grammar:
+            return
+        try:
+            jax.devices("cpu")
+        except RuntimeError as error:
+            named = jax.config.values["jax_platforms"]
+            raise ConfigError(
+                "structured_outputs need jax's CPU backend beside the accelerator's, "
+                f"and JAX_PLATFORMS={named!r} leaves it out: add ',cpu' to it.",
+                parameter="structured_outputs",
+                value=named,
+            ) from error
 
     def is_compiled(self, shape: StepShape) -> bool:
         """Whether a launch of this shape starts at once."""
@@ -104,6 +155,8 @@ class Runner:
             # An interrupt fell between the donation and the assignment below. The
             # engine has ended all requests, so an empty state is the right one.
             self.state = self._init_state()
+        for reading in plan.grammars.values():
+            self.token_masks.add(reading)
         vector = self._layouts[shape].pack(plan)
         device_plan = jax.device_put(vector, self._plan_placement)
         self.state, result = step(*self.params, self.state, device_plan)
@@ -113,6 +166,55 @@ class Runner:
     def fetch(self, result: jax.Array, shape: StepShape) -> StepResult:
         """Wait for a round and read what it did: the one copy to the host."""
         return StepResult.unpack(np.asarray(jax.device_get(result)), shape)
+
+    def drop_pages(self) -> None:
+        """Free the memory of the pages; nothing that they hold is kept."""
+        jax.tree.map(lambda array: array.delete(), self.state)
+
+    def restore_pages(self) -> None:
+        """Allocate empty pages again."""
+        self.state = self._init_state()
+
+    def drop_weights(self, *, keep: bool) -> None:
+        """Free the weights' memory on the devices; `keep` leaves them on the host."""
+        self._host_params = jax.device_get(self.params) if keep else None
+        jax.tree.map(lambda array: array.delete(), self.params)
+
+    def restore_weights(self, loaded: tuple[Params, Params | None] | None) -> None:
+        """Bring the weights back: those read again, or (None) those on the host."""
+        if loaded is None:
+            assert self._host_params is not None, "the weights were not kept"
+            # Arrays that were deleted still know where they lay.
+            placements = jax.tree.map(lambda array: array.sharding, self.params)
+            self.params = jax.device_put(self._host_params, placements)
+        else:
+            self.params = loaded
+        self._host_params = None
+
+    def start_profile(self, folder: str) -> None:
+        """Record what the devices do, for TensorBoard or Perfetto, into a folder."""
+        jax.profiler.start_trace(folder)
+
+    def stop_profile(self) -> None:
+        """Write what was recorded."""
+        jax.profiler.stop_trace()
+
+
+def _sizes(shape: StepShape) -> str:
+    return (
+        f"{shape.num_seqs} sequences x {shape.num_draft_tokens} drafts "
+        f"+ {shape.chunk} prompt tokens"
+    )
+
+
+def _lookup(config: EngineConfig) -> Lookup | None:
+    speculative = config.speculative
+    if speculative is None or not speculative.has_lookup:
+        return None
+    longest, shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
+    assert longest is not None
+    assert shortest is not None
+    return Lookup(longest, shortest)
 
 
 def build_mesh(config: EngineConfig) -> Mesh:

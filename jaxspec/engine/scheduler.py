@@ -1,214 +1,321 @@
-"""Who runs in the next launch: admission, chunked prefill, decoding, commitment.
+"""Who runs in the next launch: admission, chunked prefill, decoding, preemption.
 
-First come, first served. Plans one launch ahead of what has been read, so it works
-with bounds on lengths: the device alone knows how many drafts were accepted. Owns rows
-and pages; knows nothing of texts or devices.
+Plans one launch ahead of what has been read, so it works with bounds on lengths: the
+device alone knows how many drafts were accepted. Owns rows and pages; knows nothing of
+texts or devices.
 """
 
 import time
-from collections import deque
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from jaxspec.config import EngineConfig
+from jaxspec.engine.commit import commit
 from jaxspec.engine.controller import Controller
-from jaxspec.engine.pages import PagePool
+from jaxspec.engine.launch import Launch as Launch
+from jaxspec.engine.launch import Progress as Progress
+from jaxspec.engine.pacing import Pacer
+from jaxspec.engine.page_tables import PageTables
+from jaxspec.engine.prefill import Prefill, grow, next_end
 from jaxspec.engine.request import Request, Status
-from jaxspec.program.plan import TILE, Admission, StepPlan, StepResult, StepShape, Tile
+from jaxspec.engine.rows import RowTable
+from jaxspec.engine.stats import EngineStats
+from jaxspec.engine.waiting import WaitingLine
+from jaxspec.program.plan import (
+    MAX_CONTROLLED,
+    TILE,
+    Features,
+    PageUpdate,
+    StepPlan,
+    StepResult,
+    StepShape,
+)
 
 # Prompt tokens per launch for which executables may be built.
 CHUNK_LADDER = (0, 32, 128, 512, 2048)
 
-
-@dataclass(kw_only=True)
-class Launch:
-    """A plan, and whom its entries belong to."""
-
-    plan: StepPlan
-    shape: StepShape
-    decoding: list[Request]
-    tiled: list[Request]
-
-    def is_over(self) -> bool:
-        """Whether all its requests have ended since it was planned."""
-        requests = (*self.decoding, *self.tiled)
-        return all(request.status is Status.FINISHED for request in requests)
-
-
-@dataclass(kw_only=True)
-class Progress:
-    """What a launch added to one request."""
-
-    request: Request
-    token_ids: list[int]
-    is_done: bool
-    num_draft_tokens: int = 0
-    num_accepted: int = 0
+# A request, and the number of its first tokens that must have pages.
+Claim = tuple[Request, int]
 
 
 class Scheduler:
     """Waiting and running requests, rows of the device's state, pages."""
 
-    def __init__(self, config: EngineConfig, controller: Controller):
+    def __init__(
+        self,
+        config: EngineConfig,
+        controller: Controller,
+        stats: EngineStats | None = None,
+    ):
         self.config, self.controller = config, controller
-        self.pages = PagePool(config.num_pages)
-        self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self.waiting: deque[Request] = deque()
+        self.stats = stats or EngineStats()
+        self.tables = PageTables(config, self.stats)
+        self.pages = self.tables.pool
+        speculative = config.speculative
+        longest_drafted = speculative.max_model_len if speculative else None
+        longest_drafted = longest_drafted or config.max_model_len
+        self.rows = RowTable(config.max_num_seqs, longest_drafted)
+        self.waiting = WaitingLine(config.scheduling_policy)
         self.running: list[Request] = []
+        self.pacer = Pacer()
+        self._has_draft_model = config.draft_model_config is not None
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        self.waiting.append(request)
+        request.tokens_to_feed = request.prompt_token_ids
+        self.waiting.add(request)
 
     def has_unfinished(self) -> bool:
         """Whether anything waits or runs."""
         return bool(self.waiting or self.running)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all pages of ended requests; False while any page is in use."""
+        return self.pages.reset()
+
     def plan(self) -> Launch | None:
         """Plan the next launch; None when nothing can be done before a read."""
         limit = self.controller.limit(len(self.running) + bool(self.waiting))
-        decoding, drafts = self._plan_decode(limit)
-        tiles, tiled, admissions = self._plan_prefill(limit)
-        if not decoding and not tiles:
+        rows, wanted = self.rows.decodable(limit)
+        plain = shape = self._shape(rows, wanted)
+        prefilling = [r for r in self.running if r.status is Status.PREFILL]
+        room, charged_s = self._room(plain, rows, is_prefilling=bool(prefilling))
+        going_on = _going_on(prefilling, room)
+        growing = self._growing(rows, plain.num_draft_tokens)
+        updates, sitting_out = self._secure(growing + going_on)
+        if sitting_out is not None:
+            # Who was preempted is not there any more.
+            is_served = (self.rows.owner[rows] >= 0) & ~np.isin(rows, sitting_out)
+            rows, wanted = rows[is_served], wanted[is_served]
+        work = Prefill(self.rows, self.tables, self._most_tiles(), updates)
+        if limit and self._has_draft_model:
+            for request in self.rows.lagging():
+                work.catch_up(request)
+        work.room = min(work.room, room)
+        for request, _ in going_on:
+            is_there = request.row >= 0 and request.row not in (sitting_out or ())
+            if work.room and is_there:  # the catching up takes room as well
+                work.feed(request)
+        while sitting_out is None and work.room and self._admit(work):
+            pass
+        if not len(rows) and not work.tiles:
             return None
-        num_draft = self.controller.rung(max(drafts, default=0))
-        chunk = next(c for c in CHUNK_LADDER if c >= len(tiles) * TILE)
-        shape = StepShape(
-            num_seqs=_power_of_two(max(len(decoding), 1)),
-            num_draft_tokens=num_draft,
-            chunk=chunk,
-        )
-        updates = []
-        decode = []
-        for request, wanted in zip(decoding, drafts, strict=True):
-            # The draft writes num_draft positions whatever the request wants.
-            updates += self._grow(request, request.most_tokens + num_draft)
-            left = request.max_total - request.fewest_tokens - 1
-            decode.append((request.row, max(0, min(wanted, left))))
-            request.in_flight.append(min(wanted, max(left, 0)))
-            # A drafting round leaves at most its last draft and the target's token.
-            request.draft_gap = 2 if num_draft else request.draft_gap + 1
-        for tile, request in zip(tiles, tiled, strict=True):
-            updates += self._grow(request, tile.start + len(tile.tokens))
-            if tile.is_last:
-                request.in_flight.append(0)
-        plan = StepPlan(
-            decode=decode, tiles=tiles, admissions=admissions, pages=updates
-        )
-        return Launch(plan=plan, shape=shape, decoding=decoding, tiled=tiled)
+        if work.tiles:
+            shape = self._shape(rows, wanted, work)
+        if sitting_out is not None:
+            # Pages were taken for the drafts of all: a plan of fewer may not list them.
+            sizes = plain.num_seqs, plain.num_draft_tokens
+            shape = replace(shape, num_seqs=sizes[0], num_draft_tokens=sizes[1])
+        return self._launch(rows, wanted, shape, work, charged_s)
 
-    def _plan_decode(self, limit: int) -> tuple[list[Request], list[int]]:
-        decoding, drafts = [], []
-        for request in self.running:
-            if request.status is not Status.DECODE:
+    def _most_tiles(self) -> int:
+        budget = min(self.config.max_num_batched_tokens, CHUNK_LADDER[-1])
+        return max(budget // TILE, 1)
+
+    def _shape(
+        self, rows: np.ndarray, wanted: np.ndarray, work: Prefill | None = None
+    ) -> StepShape:
+        features, num_tokens = Features(), 0
+        for row in rows[self.rows.has_features[rows]].tolist():
+            features |= self.rows.features[row]
+        if work is not None:
+            num_tokens = len(work.tiles) * TILE
+            for tile, request in zip(work.tiles, work.tiled, strict=True):
+                if not tile.is_draft_only:
+                    features |= request.features
+        return StepShape(
+            num_seqs=_power_of_two(max(len(rows), 1)),
+            num_draft_tokens=self.controller.rung(int(wanted.max(initial=0))),
+            chunk=next(c for c in CHUNK_LADDER if c >= num_tokens),
+            features=features,
+        )
+
+    def _room(
+        self, plain: StepShape, rows: np.ndarray, *, is_prefilling: bool
+    ) -> tuple[int, float | None]:
+        """Tiles of prompts that the launch may take along."""
+        most = self._most_tiles()
+        if not is_prefilling and not self.waiting:
+            self.pacer.rest()
+            return most, None
+        table = self.rows
+        if not (table.is_decoding & table.is_streamed).any():
+            return most, None
+        if not len(rows):
+            return 0, None  # after the read, or the draft model's catching up
+        chunks = tuple(c for c in CHUNK_LADDER if 0 < c <= most * TILE)
+        tokens, charged_s = self.pacer.chunk(plain, chunks)
+        return tokens // TILE, charged_s
+
+    def _growing(self, rows: np.ndarray, num_draft: int) -> list[Claim]:
+        """Decoding requests that need more pages, and for how many tokens."""
+        table = self.rows
+        # The draft writes num_draft positions whatever the request wants. One more:
+        # the target's token has a place there, if no keys and values.
+        lengths = table.most_tokens(rows) + num_draft + 1
+        lengths = np.minimum(lengths, table.longest[rows])
+        is_growing = lengths > table.num_pages[rows] * self.config.page_size
+        requests = table.owners_of(rows[is_growing].tolist())
+        return list(zip(requests, lengths[is_growing].tolist(), strict=True))
+
+    def _secure(self, claims: list[Claim]) -> tuple[list[PageUpdate], list[int] | None]:
+        """Take pages for all that the launch may write of requests that run.
+
+        Where the pool has too few, the first in rank are served first: from those who
+        come last in rank everything is taken, and they wait again. Who finds nobody
+        behind sits the launch out and keeps what it has.
+
+        Returns:
+            The new pages, and the rows that sit out; None if there was enough for all.
+        """
+        needed = sum(self.tables.missing(*claim) for claim in claims)
+        is_tight = needed > self.pages.num_free
+        if is_tight:
+            claims = sorted(claims, key=lambda claim: self.waiting.rank(claim[0]))
+        updates: list[PageUpdate] = []
+        sitting_out = []
+        for request, length in claims:
+            if request.row < 0:
+                continue  # preempted for one before it
+            if is_tight and not self._make_room(request, length):
+                sitting_out.append(request.row)
                 continue
-            if request.in_flight and request.most_tokens >= request.max_total:
-                continue  # it may be over: wait for the read
-            wanted = min(limit, request.num_draft_tokens)
-            if wanted and request.draft_gap > 2:
-                continue  # the draft model must catch up first
-            decoding.append(request)
-            drafts.append(wanted)
-        return decoding, drafts
+            updates += grow(self.rows, self.tables, request, length)
+        return updates, sitting_out if is_tight else None
 
-    def _plan_prefill(
-        self, limit: int
-    ) -> tuple[list[Tile], list[Request], list[Admission]]:
-        budget = self.config.max_num_batched_tokens // TILE
-        budget = min(max(budget, 1), CHUNK_LADDER[-1] // TILE)
-        tiles: list[Tile] = []
-        tiled: list[Request] = []
-        admissions: list[Admission] = []
-
-        def feed(request: Request, new: list[Tile]) -> None:
-            tiles.extend(new)
-            tiled.extend([request] * len(new))
-
-        for request in self.running:
-            if request.status is Status.PREFILL:
-                feed(request, self._prompt_tiles(request, budget - len(tiles)))
-            elif limit and request.num_draft_tokens and not request.in_flight:
-                feed(request, self._catch_up_tiles(request, budget - len(tiles)))
-        while self.waiting and len(tiles) < budget and self._admit(self.waiting[0]):
-            request = self.waiting.popleft()
-            admissions.append(_admission(request))
-            feed(request, self._prompt_tiles(request, budget - len(tiles)))
-        return tiles, tiled, admissions
-
-    def _admit(self, request: Request) -> bool:
-        needed = _pages_for(self._longest(request), self.config.page_size)
-        if not self.free_rows or not self.pages.can_reserve(needed):
-            return False
-        self.pages.reserve(needed)
-        request.num_reserved = needed
-        request.row = self.free_rows.pop()
-        request.status = Status.PREFILL
-        request.stats.scheduled_ts = time.monotonic()
-        self.running.append(request)
+    def _make_room(self, request: Request, num_tokens: int) -> bool:
+        rank = self.waiting.rank
+        missing = self.tables.missing(request, num_tokens)
+        while missing > self.pages.num_free:
+            last = max(self.running, key=rank)
+            if rank(last) <= rank(request):
+                return False
+            self._preempt(last)
         return True
 
-    def _longest(self, request: Request) -> int:
-        """Positions that may be written for a request, lookahead included."""
-        lookahead = self.config.num_draft_tokens
-        return min(request.max_total + lookahead, self.config.max_model_len)
+    def _preempt(self, request: Request) -> None:
+        """Take row and pages from a request; it keeps its tokens and waits again."""
+        self._leave(request)
+        request.status = Status.WAITING
+        request.stats.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        self.waiting.add(request)
 
-    def _prompt_tiles(self, request: Request, room: int) -> list[Tile]:
-        tiles = []
-        prompt = request.prompt_token_ids
-        while request.num_fed < len(prompt) and len(tiles) < room:
-            start = request.num_fed
-            tokens = np.array(prompt[start : start + TILE], np.int32)
-            request.num_fed += len(tokens)
-            is_last = request.num_fed == len(prompt)
-            tiles.append(
-                Tile(row=request.row, start=start, tokens=tokens, is_last=is_last)
-            )
-        if request.num_fed == len(prompt):
-            request.status = Status.DECODE
-        return tiles
+    def _leave(self, request: Request) -> None:
+        """Give up row and pages; what is complete in them can be found again.
 
-    def _catch_up_tiles(self, request: Request, room: int) -> list[Tile]:
-        """Tokens of rounds that ran without the draft model, for it alone."""
-        tiles = []
-        while request.draft_gap > 2 and len(tiles) < room:
-            start = request.num_tokens - request.draft_gap
-            # The last token stays out: it is the next round's input.
-            end = min(start + TILE, request.num_tokens - 1)
-            tokens = np.array([request.token(i) for i in range(start, end)], np.int32)
-            tiles.append(
-                Tile(
-                    row=request.row,
-                    start=start,
-                    tokens=tokens,
-                    is_last=False,
-                    is_draft_only=True,
-                )
-            )
-            request.draft_gap = request.num_tokens - end
-        return tiles
+        A launch in flight may still write to them; the device runs launches in order,
+        so whoever gets them next writes later.
+        """
+        gap = int(self.rows.draft_gap[request.row])
+        if request.status is Status.DECODE:
+            self.tables.register(request, request.num_tokens - gap)
+        self.rows.give_up(request)
+        self.running.remove(request)
+        self.tables.give_up(request)
 
-    def _grow(self, request: Request, length: int) -> list[tuple[int, int, int]]:
-        """Give a sequence the pages of its first `length` positions."""
-        length = min(length, self._longest(request))
-        have = len(request.pages)
-        missing = _pages_for(length, self.config.page_size) - have
-        if missing <= 0:
-            return []
-        taken = self.pages.take(missing)
-        request.num_reserved -= missing
-        request.pages += taken
-        return [(request.row, have + i, page) for i, page in enumerate(taken)]
+    def _admit(self, work: Prefill) -> bool:
+        """Let the first that waits run, if there is a row and room for its prompt."""
+        request = self.waiting.first
+        if request is None or not self.rows.free or request.num_unread:
+            return False
+        if request.controls is not None and work.num_controlled == MAX_CONTROLLED:
+            return False
+        if request.output_token_ids:
+            request.tokens_to_feed = request.tokens(0, request.num_tokens)
+        found = self.tables.find(request)
+        # `PlanLayout` has room for the pages of one whole sequence.
+        if work.num_found + len(found) > self.config.pages_per_seq:
+            return False
+        if not self._has_room(request, found):
+            return False
+        self.waiting.remove(request)
+        self.running.append(request)
+        longest = request.max_total + self.config.num_draft_tokens
+        work.begin(request, found, min(longest, self.config.max_model_len))
+        if not request.stats.scheduled_ts:
+            request.stats.scheduled_ts = time.monotonic()
+        return True
 
-    def shapes(self, prompt_tokens: int | None = None) -> list[StepShape]:
-        """Every shape that `plan` can produce, for prompts up to a length."""
-        budget = min(self.config.max_num_batched_tokens, CHUNK_LADDER[-1])
-        budget = max(budget // TILE * TILE, TILE)
-        wanted = budget if prompt_tokens is None else min(prompt_tokens, budget)
-        last = next(c for c in CHUNK_LADDER if c >= wanted)
+    def _has_room(self, request: Request, found: list[int]) -> bool:
+        """Whether a request's tokens fit beside what those who run need next.
+
+        That is the rest of every prompt, and a page for everybody who decodes: without
+        it, whoever comes in would be the next to be preempted.
+        """
+        promised = 0
+        for other in self.running:
+            if other.status is Status.PREFILL:
+                length = len(other.tokens_to_feed) + 1
+                promised += self.tables.missing(other, length)
+            else:
+                promised += 1
+        needed = self.tables.count(len(request.tokens_to_feed) + 1) - len(found)
+        revived = sum(self.pages.is_free(page) for page in found)
+        return needed + revived + promised <= self.pages.num_free
+
+    def _launch(
+        self,
+        rows: np.ndarray,
+        wanted: np.ndarray,
+        shape: StepShape,
+        work: Prefill,
+        charged_s: float | None,
+    ) -> Launch:
+        table = self.rows
+        drafts = table.possible_drafts(rows, wanted)
+        table.launch(rows, drafts)
+        if self._has_draft_model:
+            table.draft(rows, shape.num_draft_tokens)
+        listed = rows.tolist()
+        decoding = table.owners_of(listed)
+        plan = StepPlan(
+            decode=list(zip(listed, drafts.tolist(), strict=True)),
+            tiles=work.tiles,
+            admissions=work.admissions,
+            pages=work.updates,
+            grammars=_readings(decoding, work) if shape.features.has_grammar else {},
+        )
+        return Launch(
+            plan=plan,
+            shape=shape,
+            rows=rows,
+            owners=table.owner[rows],
+            drafts=drafts,
+            decoding=decoding,
+            tiled=work.tiled,
+            registered=work.registered,
+            charged_s=charged_s,
+        )
+
+    def discard(self, launch: Launch) -> None:
+        """Drop a plan that will not run, since its requests have all ended."""
+        assert launch.is_over()
+        self.pages.forget(launch.registered)
+
+    def shapes(
+        self, prompt_tokens: int | None = None, features: Features | None = None
+    ) -> list[StepShape]:
+        """Every shape that `plan` can produce, for prompts up to a length.
+
+        Args:
+            features: What requests will need; nothing special by default.
+        """
+        budget = self._most_tiles() * TILE
+        # Prompts come together, each in tiles of its own.
+        tiles = -(-(budget if prompt_tokens is None else prompt_tokens) // TILE)
+        wanted = tiles * TILE * self.config.max_num_seqs
+        last = next(c for c in CHUNK_LADDER if c >= min(wanted, budget))
         most = _power_of_two(self.config.max_num_seqs)
         return [
-            StepShape(num_seqs=seqs, num_draft_tokens=draft, chunk=chunk)
+            StepShape(
+                num_seqs=seqs,
+                num_draft_tokens=draft,
+                chunk=chunk,
+                features=features or Features(),
+            )
             for seqs in (1 << i for i in range(most.bit_length()))
             for draft in self.controller.ladder
             for chunk in CHUNK_LADDER
@@ -216,75 +323,51 @@ class Scheduler:
         ]
 
     def commit(self, launch: Launch, result: StepResult) -> list[Progress]:
-        """Take a launch's result into the requests that still run."""
-        progress = []
-        for index, request in enumerate(launch.decoding):
-            drafts = request.in_flight.pop(0) if request.in_flight else 0
-            if request.status is Status.FINISHED:
-                continue
-            count = int(result.num_emitted[index])
-            tokens = result.tokens[index, :count].tolist()
-            request.output_token_ids += tokens
-            accepted = min(int(result.num_accepted[index]), drafts)
-            if drafts and count and request.spec_metrics is not None:
-                request.spec_metrics.record_step(drafts, accepted)
-            progress.append(
-                Progress(
-                    request=request,
-                    token_ids=tokens,
-                    is_done=bool(result.is_done[index]),
-                    num_draft_tokens=drafts if count else 0,
-                    num_accepted=accepted,
-                )
-            )
-        for index, (tile, request) in enumerate(
-            zip(launch.plan.tiles, launch.tiled, strict=True)
-        ):
-            if not tile.is_last or request.status is Status.FINISHED:
-                continue
-            request.in_flight.pop(0)
-            token = int(result.tile_token[index])
-            request.output_token_ids.append(token)
-            done = bool(result.tile_is_done[index])
-            progress.append(Progress(request=request, token_ids=[token], is_done=done))
-        return progress
+        """Take a launch's result into the requests that have not ended."""
+        return commit(launch, result, self.rows, self.stats)
+
+    def record_time(self, launch: Launch, seconds: float) -> None:
+        """Note how long a launch kept the device."""
+        self.pacer.record(launch.shape, seconds, launch.charged_s)
 
     def finish(self, request: Request, reason: str, stop: int | str | None) -> None:
-        """End a request: its row and pages are free for the next plan.
-
-        A launch in flight may still write to them; the device runs launches in order,
-        so whoever gets them next writes later.
-        """
+        """End a request: its row and pages are free for the next plan."""
         if request.status is Status.WAITING:
             self.waiting.remove(request)
         else:
-            self.running.remove(request)
-            self.free_rows.append(request.row)
-            self.pages.release(request.pages, request.num_reserved)
-        request.pages, request.num_reserved = [], 0
+            self._leave(request)
+        request.page_keys = []
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason = reason, stop
 
-
-def _admission(request: Request) -> Admission:
-    params = request.params
-    return Admission(
-        row=request.row,
-        min_total=request.num_prompt_tokens + params.min_tokens,
-        max_total=request.max_total,
-        temperature=params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=request.seed,
-        rule=request.rule,
-        stop_ids=request.stop_ids,
-    )
+    def check_idle(self) -> None:
+        """Assert that ended requests have left nothing but pages to be found."""
+        assert not self.has_unfinished()
+        self.pages.check()
+        self.rows.check()
+        assert self.pages.num_free == self.pages.num_pages, "a page is held"
+        assert len(self.rows.free) == self.config.max_num_seqs, "a row is taken"
 
 
-def _pages_for(tokens: int, page_size: int) -> int:
-    return -(-tokens // page_size)
+def _going_on(prefilling: list[Request], room: int) -> list[Claim]:
+    """Requests whose prompts are continued, and the tokens that need pages then."""
+    claims = []
+    for request in prefilling:
+        if room > 0:
+            end = next_end(request, room)
+            room -= -(-(end - request.num_fed) // TILE)
+            claims.append((request, end + 1))
+    return claims
 
 
 def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
+
+
+def _readings(decoding: list[Request], work: Prefill) -> dict[int, Any]:
+    """The grammar that each row's text follows, where it follows one."""
+    return {
+        request.row: request.reading
+        for request in (*decoding, *work.tiled)
+        if request.reading is not None
+    }

@@ -10,8 +10,15 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from jaxspec.config import SpeculativeConfig
 from jaxspec.errors import ConfigError, UnsupportedError, wrong_argument
+from jaxspec.speculation import (
+    DEFAULT_PROMPT_LOOKUP,
+    DRAFT_MODEL,
+    METHODS,
+    NGRAM,
+    NGRAM_AND_MODEL,
+    SpeculativeConfig,
+)
 
 # Argument -> key of speculative_config.
 _SPECULATIVE_NAMES = {
@@ -27,6 +34,10 @@ _SPECULATIVE_NAMES = {
     "ngram_prompt_lookup_max": "prompt_lookup_max",
     "ngram_prompt_lookup_min": "prompt_lookup_min",
 }
+# vLLM's spellings of n-gram drafts, as a model and as a method.
+_NGRAM_MODELS = ("ngram", "[ngram]")
+_NGRAM_METHODS = ("ngram", "[ngram]", "ngram_gpu")
+_LOOKUP_KEYS = ("prompt_lookup_max", "prompt_lookup_min")
 _SPECULATIVE_KEYS = tuple(item.name for item in fields(SpeculativeConfig))
 # Keys that change nothing here: what they tune does not exist, but for the draft's
 # revision, which `EngineArgs` takes from what the caller gave.
@@ -85,21 +96,29 @@ def merge_speculative_arguments(
     if merged == {"rejection_sample_method": "standard"}:
         # The older default, spelled out; it asks for nothing by itself.
         return None
-    _check_method(merged)
-    if given and "model" not in given:
-        source, value = next(iter(given.values()))
-        raise ConfigError(
-            f"{source}={value!r} was given without a draft model: add "
-            "speculative_model, or leave it out to decode without drafts.",
-            parameter=source,
-            value=value,
-        )
     if config is not None and not given:
         raise ConfigError(
-            "speculative_config must name a draft model under 'model', got {}.",
+            "speculative_config must name a draft model under 'model', or 'ngram' "
+            "under 'method', got {}.",
             parameter="speculative_config",
             value={},
         )
+    if given:
+        _settle_method(merged)
+    if merged.get("method") == NGRAM:
+        is_first_generation = arguments.get("speculative_model") is not None
+        _settle_lookup(merged, is_first_generation=is_first_generation)
+    elif given and "model" not in given:
+        source, value = next(iter(given.values()))
+        raise ConfigError(
+            f"{source}={value!r} was given without a draft model: add "
+            "speculative_model (a model, or '[ngram]'), or leave it out to decode "
+            "without drafts.",
+            parameter=source,
+            value=value,
+        )
+    elif merged.get("method") == NGRAM_AND_MODEL:
+        _settle_lookup(merged, is_first_generation=False)
     for key in _SPECULATIVE_NO_EFFECT:
         merged.pop(key, None)
     return merged or None
@@ -109,13 +128,7 @@ def _normalised_keys(config: object) -> dict[str, Any]:
     """Check the keys of `speculative_config`; drop the ones set to None."""
     if config is None:
         return {}
-    known = (
-        *_SPECULATIVE_KEYS,
-        *_SPECULATIVE_NO_EFFECT,
-        *_SPECULATIVE_LATER,
-        "prompt_lookup_max",
-        "prompt_lookup_min",
-    )
+    known = (*_SPECULATIVE_KEYS, *_SPECULATIVE_NO_EFFECT, *_SPECULATIVE_LATER)
     if not isinstance(config, Mapping):
         allowed = "a dict with keys among " + ", ".join(known)
         raise wrong_argument(ConfigError, "speculative_config", allowed, config)
@@ -148,18 +161,61 @@ def _normalised_keys(config: object) -> dict[str, Any]:
     return values
 
 
-def _check_method(merged: Mapping[str, Any]) -> None:
+def _settle_method(merged: dict[str, Any]) -> None:
+    """Give n-gram drafts one spelling; refuse what goes with another method."""
     method, model = merged.get("method"), merged.get("model")
-    if model in ("ngram", "[ngram]"):
-        method = "ngram"
-    if method not in (None, "draft_model"):
-        hint = "Drafts come from a smaller model only; other methods are to come."
-        raise wrong_argument(UnsupportedError, "method", "'draft_model'", method, hint)
-    for key in ("prompt_lookup_max", "prompt_lookup_min"):
-        if key in merged:
+    if method in _NGRAM_METHODS:
+        method = NGRAM
+    if model in _NGRAM_MODELS:
+        if method not in (None, NGRAM):
+            raise ConfigError(
+                f"method={method!r} contradicts the draft model {model!r}; give one "
+                "of them.",
+                parameter="method",
+                value=method,
+            )
+        method = NGRAM
+        del merged["model"]
+    elif method == NGRAM and model is not None:
+        raise ConfigError(
+            f"method='ngram' takes no draft model, got {model!r}; leave one of them "
+            f"out, or set method to {NGRAM_AND_MODEL!r} for both kinds of draft.",
+            parameter="model",
+            value=model,
+        )
+    if method not in (None, *METHODS):
+        allowed = "'ngram', 'ngram+draft_model' or 'draft_model'"
+        hint = "Other kinds of draft are to come."
+        raise wrong_argument(UnsupportedError, "method", allowed, method, hint)
+    for key in _LOOKUP_KEYS:
+        if key in merged and method in (None, DRAFT_MODEL):
             raise ConfigError(
                 f"{key}={merged[key]!r} belongs to n-gram drafts; method "
-                "'draft_model' takes no such key.",
+                "'draft_model' takes no such key. Set method to 'ngram' (or "
+                "speculative_model to '[ngram]'), or leave it out.",
                 parameter=key,
                 value=merged[key],
             )
+    if method is not None:
+        merged["method"] = method
+
+
+def _settle_lookup(merged: dict[str, Any], *, is_first_generation: bool) -> None:
+    """Fill in how many tokens are looked up, by the rules of the arguments' age.
+
+    `speculative_model="[ngram]"` must name the most, and the fewest is 1; the dict's
+    method "ngram" takes 5 for both, or the one that is given.
+    """
+    most, fewest = (merged.get(key) for key in _LOOKUP_KEYS)
+    if is_first_generation and most is None:
+        raise ConfigError(
+            "speculative_model='[ngram]' requires ngram_prompt_lookup_max, the most "
+            f"tokens that are looked for; {DEFAULT_PROMPT_LOOKUP} is a good number.",
+            parameter="ngram_prompt_lookup_max",
+        )
+    if is_first_generation and fewest is None:
+        fewest = 1
+    if most is None:
+        most = DEFAULT_PROMPT_LOOKUP if fewest is None else fewest
+    merged["prompt_lookup_max"] = most
+    merged["prompt_lookup_min"] = most if fewest is None else fewest

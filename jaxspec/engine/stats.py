@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 
 @dataclass(kw_only=True)
 class EngineStats:
@@ -9,6 +11,9 @@ class EngineStats:
 
     Attributes:
         num_rounds: Launches read back.
+        num_preemptions: Times that a request lost its pages to another.
+        num_prefix_queries: Prompt tokens that were looked for in earlier pages.
+        num_prefix_hits: Those found there.
         host_s: Seconds that `step` spent outside of waiting for the device.
         wait_s: Seconds that `step` waited for the device.
         accepted_per_position: Entry i counts rounds that kept draft i (from 0).
@@ -19,6 +24,9 @@ class EngineStats:
     num_draft_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_preemptions: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
     host_s: float = 0.0
     wait_s: float = 0.0
     accepted_per_position: list[int] = field(default_factory=list)
@@ -33,15 +41,25 @@ class EngineStats:
         """Tokens per drafting round and sequence, the target's own included."""
         return 1 + self.num_accepted_tokens / max(self.num_draft_rounds, 1)
 
-    def record(self, drafts: int, accepted: int, generated: int) -> None:
-        """Count one sequence's part in a round."""
-        self.num_generated_tokens += generated
-        if not drafts:
+    def record_round(
+        self, drafts: np.ndarray, accepted: np.ndarray, generated: np.ndarray
+    ) -> None:
+        """Count one round; an entry per sequence.
+
+        One that had ended on the device generates nothing and its drafts do not count.
+        """
+        self.num_generated_tokens += int(generated.sum())
+        counts = (drafts > 0) & (generated > 0)
+        deepest = int(drafts[counts].max(initial=0))
+        if not deepest:
             return
-        self.num_draft_rounds += 1
-        self.num_draft_tokens += drafts
-        self.num_accepted_tokens += accepted
-        missing = drafts - len(self.accepted_per_position)
+        kept = accepted[counts]
+        self.num_draft_rounds += len(kept)
+        self.num_draft_tokens += int(drafts[counts].sum())
+        self.num_accepted_tokens += int(kept.sum())
+        missing = deepest - len(self.accepted_per_position)
         self.accepted_per_position += [0] * max(missing, 0)
-        for position in range(accepted):
-            self.accepted_per_position[position] += 1
+        # Rounds by what they kept, summed up from the most.
+        at_least = np.bincount(kept)[:0:-1].cumsum()[::-1]
+        for position, count in enumerate(at_least.tolist()):
+            self.accepted_per_position[position] += count

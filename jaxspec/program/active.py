@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxspec.program import history
 from jaxspec.program.plan import COUPLED
 from jaxspec.program.sampling import Controls
 from jaxspec.program.state import Rows
@@ -21,6 +22,7 @@ class Active:
     row: Int[Array, " seq"]
     is_active: Bool[Array, " seq"]
     num_tokens: Int[Array, " seq"]
+    num_prompt: Int[Array, " seq"]
     last_tokens: Int[Array, "seq 2"]  # the two newest known tokens
     page_table: Int[Array, "seq table"]
     min_total: Int[Array, " seq"]
@@ -53,7 +55,12 @@ class Active:
         return jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), self)
 
 
-def gather(rows: Rows, row: Int[Array, " seq"], num_tokens: Array | None = None):
+def gather(
+    rows: Rows,
+    token_pages: Int[Array, "page page_size"],
+    row: Int[Array, " seq"],
+    num_tokens: Array | None = None,
+) -> Active:
     """Entries of the given rows; a row index past the end gives an inactive pad.
 
     Args:
@@ -66,14 +73,14 @@ def gather(rows: Rows, row: Int[Array, " seq"], num_tokens: Array | None = None)
     is_row = row < rows.num_tokens.shape[0]
     known = take(rows.num_tokens) if num_tokens is None else num_tokens
     newest = known[:, None] + jnp.array([[-2, -1]], jnp.int32)
-    newest = jnp.clip(newest, 0, rows.history.shape[1] - 1)
-    last_tokens = rows.history.at[row[:, None], newest].get(mode="clip")
+    page_table = take(rows.page_table)
     return Active(
         row=row,
         is_active=is_row & ~take(rows.is_done),
         num_tokens=known,
-        last_tokens=last_tokens,
-        page_table=take(rows.page_table),
+        num_prompt=take(rows.num_prompt),
+        last_tokens=history.read(token_pages, page_table, jnp.maximum(newest, 0)),
+        page_table=page_table,
         min_total=take(rows.min_total),
         max_total=take(rows.max_total),
         temperature=take(rows.temperature),

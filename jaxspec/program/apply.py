@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jaxspec.program import history
 from jaxspec.program.plan import TILE, PlanLayout, PoolShape
-from jaxspec.program.state import Rows
+from jaxspec.program.state import ControlRows, Rows
 
 
 class Tiles(NamedTuple):
@@ -56,8 +57,12 @@ def read_tiles(fields: dict[str, Array]) -> Tiles:
 
 
 def apply_plan(
-    rows: Rows, fields: dict[str, Array], tiles: Tiles, pool: PoolShape
-) -> Rows:
+    rows: Rows,
+    token_pages: Int[Array, "page page_size"],
+    fields: dict[str, Array],
+    tiles: Tiles,
+    pool: PoolShape,
+) -> tuple[Rows, Int[Array, "page page_size"]]:
     """Admit requests, then add new pages, then the prompt tokens of this launch."""
     row = fields["admit_row"]
 
@@ -70,6 +75,7 @@ def apply_plan(
     rows = dataclasses.replace(
         rows,
         num_tokens=admit(rows.num_tokens, jnp.zeros_like(row)),
+        num_prompt=admit(rows.num_prompt, fields["admit_num_prompt"]),
         is_done=admit(rows.is_done, jnp.zeros_like(row, bool)),
         min_total=admit(rows.min_total, fields["admit_min_total"]),
         max_total=admit(rows.max_total, fields["admit_max_total"]),
@@ -83,18 +89,41 @@ def apply_plan(
         ),
         rule=admit(rows.rule, fields["admit_rule"]),
         stop_ids=admit(rows.stop_ids, fields["admit_stop_ids"]),
+        controls=_admit_controls(rows.controls, fields),
     )
     # A new request must not reach the pages of the row's last one.
     no_pages = jnp.full((row.shape[0], pool.table_len), pool.num_pages, jnp.int32)
     page_table = admit(rows.page_table, no_pages)
     update_row, update_index, update_page = fields["page_update"]
-    position = jnp.where(tiles.is_token, tiles.position, rows.history.shape[1])
+    page_table = page_table.at[update_row, update_index].set(update_page, mode="drop")
+    token_pages = history.write(
+        token_pages,
+        page_table.at[tiles.row].get(mode="clip"),
+        tiles.position,
+        tiles.tokens,
+        tiles.is_token & (tiles.row < pool.num_rows)[:, None],
+    )
+    return dataclasses.replace(rows, page_table=page_table), token_pages
+
+
+def _admit_controls(controls: ControlRows, fields: dict[str, Array]) -> ControlRows:
+    """Forget the controls of each admitted row's last request, then note the new."""
+    row = fields["admit_row"]
+    cleared = controls.is_controlled.at[row].set(jnp.zeros_like(row, bool), mode="drop")
+    controls = dataclasses.replace(controls, is_controlled=cleared)
+    if "control_row" not in fields:
+        return controls
+    row = fields["control_row"]
+
+    def admit(name: str, values: Array) -> Array:
+        leaf = getattr(controls, name)
+        if values.dtype != leaf.dtype:
+            values = jax.lax.bitcast_convert_type(values, leaf.dtype)
+        return leaf.at[row].set(values, mode="drop")
+
+    names = ("penalties", "bias_ids", "bias_values", "allowed", "bad_words")
     return dataclasses.replace(
-        rows,
-        page_table=page_table.at[update_row, update_index].set(
-            update_page, mode="drop"
-        ),
-        history=rows.history.at[tiles.row[:, None], position].set(
-            tiles.tokens, mode="drop"
-        ),
+        controls,
+        is_controlled=cleared.at[row].set(jnp.ones_like(row, bool), mode="drop"),
+        **{name: admit(name, fields[f"control_{name}"]) for name in names},
     )

@@ -1,4 +1,4 @@
-"""Write a round's outcome into the rows: history, lengths, ends of sequences."""
+"""Write a round's outcome into the state: tokens, lengths, ends of sequences."""
 
 import dataclasses
 from typing import NamedTuple
@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jaxspec.program import history
 from jaxspec.program.active import Active
 from jaxspec.program.state import Rows
 
@@ -39,19 +40,27 @@ def truncate(
     return Emitted(tokens, count.astype(jnp.int32), is_done)
 
 
-def append(rows: Rows, active: Active, emitted: Emitted) -> Rows:
-    """Add emitted tokens to the rows they belong to."""
-    width = emitted.tokens.shape[1]
-    num_rows, max_len = rows.history.shape
-    offset = jnp.arange(width, dtype=jnp.int32)[None]
-    position = active.num_tokens[:, None] + offset
-    position = jnp.where(offset < emitted.num_emitted[:, None], position, max_len)
-    row = jnp.where(active.is_active, active.row, num_rows)
-    history = rows.history.at[row[:, None], position].set(emitted.tokens, mode="drop")
+def append(
+    rows: Rows,
+    token_pages: Int[Array, "page page_size"],
+    active: Active,
+    emitted: Emitted,
+) -> tuple[Rows, Int[Array, "page page_size"]]:
+    """Add emitted tokens to the sequences they belong to."""
+    offset = jnp.arange(emitted.tokens.shape[1], dtype=jnp.int32)[None]
+    is_kept = active.is_active[:, None] & (offset < emitted.num_emitted[:, None])
+    token_pages = history.write(
+        token_pages,
+        active.page_table,
+        active.num_tokens[:, None] + offset,
+        emitted.tokens,
+        is_kept,
+    )
+    row = jnp.where(active.is_active, active.row, rows.num_tokens.shape[0])
     total = active.num_tokens + emitted.num_emitted
-    return dataclasses.replace(
+    rows = dataclasses.replace(
         rows,
-        history=history,
         num_tokens=rows.num_tokens.at[row].set(total, mode="drop"),
         is_done=rows.is_done.at[row].set(emitted.is_done, mode="drop"),
     )
+    return rows, token_pages

@@ -8,17 +8,63 @@ import itertools
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+
+from jaxspec.program.token_controls import MAX_BAD_WORD_LEN as MAX_BAD_WORD_LEN
+from jaxspec.program.token_controls import MAX_BAD_WORDS as MAX_BAD_WORDS
+from jaxspec.program.token_controls import MAX_BIAS as MAX_BIAS
+from jaxspec.program.token_controls import (
+    MAX_CONTROLLED,
+    NO_TOKEN,
+    TokenControls,
+    control_fields,
+    pack_controls,
+)
+from jaxspec.program.token_logprobs import TokenLogprobs, read_logprobs
 
 # Prompt tokens are fed in tiles of one sequence each, right-aligned.
 TILE = 32
 # End-of-text ids plus a request's own stop_token_ids.
 MAX_STOP_IDS = 40
-NO_TOKEN = -1  # pads lists of stop ids; never a legal token
+
+# A row, an index in the row's page table, a page id.
+PageUpdate = tuple[int, int, int]
 
 STANDARD, BLOCK, COUPLED = 0, 1, 2
 RULES = {"standard": STANDARD, "block": BLOCK, "coupled": COUPLED}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """What requests may need beyond temperature, top-k, top-p and min-p.
+
+    Each is a part of the program that the common one does without.
+
+    Attributes:
+        has_controls: Penalties, logit bias, allowed ids, bad words.
+        has_grammar: Token masks that the host makes from the drafts.
+        num_logprobs: Most probable tokens told per generated token; None tells nothing,
+            0 the generated token's own log-probability alone.
+        num_prompt_logprobs: The same for the tokens of prompts.
+    """
+
+    has_controls: bool = False
+    has_grammar: bool = False
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+
+    def __or__(self, other: "Features") -> "Features":
+        """What two requests in one launch need."""
+        return Features(
+            has_controls=self.has_controls or other.has_controls,
+            has_grammar=self.has_grammar or other.has_grammar,
+            num_logprobs=_most(self.num_logprobs, other.num_logprobs),
+            num_prompt_logprobs=_most(
+                self.num_prompt_logprobs, other.num_prompt_logprobs
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +75,23 @@ class StepShape:
         num_seqs: Rows of the decode region.
         num_draft_tokens: K; 0 leaves the draft model out of the program.
         chunk: Prompt tokens fed, a multiple of `TILE` (or 0).
+        features: What the requests of the launch need.
     """
 
     num_seqs: int
     num_draft_tokens: int
     chunk: int
+    features: Features = Features()
 
     @property
     def num_tiles(self) -> int:
         """Tiles of the prefill region."""
         return self.chunk // TILE
+
+    @property
+    def max_controlled(self) -> int:
+        """Admissions with controls; one comes with at least one tile."""
+        return min(MAX_CONTROLLED, self.num_tiles) if self.features.has_controls else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +103,14 @@ class PoolShape:
         num_pages: Pages of the pool; page `num_pages` is the pad.
         page_size: Tokens per page.
         max_model_len: Tokens per sequence.
+        vocab_size: Of the target, and so of its draft.
     """
 
     num_rows: int
     num_pages: int
     page_size: int
     max_model_len: int
+    vocab_size: int
 
     @property
     def table_len(self) -> int:
@@ -68,12 +123,15 @@ class Admission:
     """A request's values that the device keeps in the request's row.
 
     Attributes:
+        num_prompt: Tokens of the prompt; the others are output.
         min_total: No stop id before the sequence has this many tokens.
         max_total: The sequence ends at this many tokens.
         rule: An index of `RULES`.
+        controls: None for none; at most `StepShape.max_controlled` in a launch.
     """
 
     row: int
+    num_prompt: int
     min_total: int
     max_total: int
     temperature: float
@@ -83,6 +141,7 @@ class Admission:
     seed: tuple[int, int]
     rule: int
     stop_ids: tuple[int, ...]
+    controls: TokenControls | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +152,7 @@ class Tile:
         start: Position of the first token.
         is_last: The prompt ends here: sample the next token.
         is_draft_only: The target has these tokens already; only the draft lacks them.
+        next_token: The known token after these, whose log-probability is wanted.
     """
 
     row: int
@@ -100,6 +160,7 @@ class Tile:
     tokens: np.ndarray
     is_last: bool
     is_draft_only: bool = False
+    next_token: int = NO_TOKEN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +170,18 @@ class StepPlan:
     Attributes:
         decode: (row, draft tokens) of every decoding sequence.
         pages: (row, index in the row's page table, page id).
+        grammars: Who answers for the text of a row, by its number `grammar_id`.
     """
 
     decode: list[tuple[int, int]] = field(default_factory=list)
     tiles: list[Tile] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     pages: list[tuple[int, int, int]] = field(default_factory=list)
+    grammars: dict[int, Any] = field(default_factory=dict)
+
+
+def _most(left: int | None, right: int | None) -> int | None:
+    return max((n for n in (left, right) if n is not None), default=None)
 
 
 class PlanLayout:
@@ -128,19 +195,23 @@ class PlanLayout:
         """New pages one launch can need: every sequence's lookahead, and the chunk's.
 
         Two launches may be planned before the first is read, so a sequence's bound
-        can move by twice the lookahead.
+        can move by twice the lookahead. A prompt that begins as an earlier one did
+        takes over pages at once, at most as many as a sequence has; the launch of
+        several such prompts has room for them all, or some come with the next.
         """
         size = self.pool.page_size
         lookahead = 2 * (self.shape.num_draft_tokens + 1)
         per_seq = -(-lookahead // size) + 1
         tiles = self.shape.num_tiles
-        return self.shape.num_seqs * per_seq + tiles * (-(-TILE // size) + 1 + per_seq)
+        fed = tiles * (-(-TILE // size) + 1 + per_seq)
+        shared = self.pool.table_len if tiles else 0
+        return self.shape.num_seqs * per_seq + fed + shared
 
     @cached_property
     def fields(self) -> dict[str, tuple[int, ...]]:
         """Shape of every field, in order."""
         tiles, seqs = self.shape.num_tiles, self.shape.num_seqs
-        return {
+        fields = {
             "decode_row": (seqs,),
             "decode_draft": (seqs,),
             "page_update": (3, self.max_page_updates),
@@ -151,6 +222,7 @@ class PlanLayout:
             "tile_is_last": (tiles,),
             "tile_is_draft_only": (tiles,),
             "admit_row": (tiles,),
+            "admit_num_prompt": (tiles,),
             "admit_min_total": (tiles,),
             "admit_max_total": (tiles,),
             "admit_temperature": (tiles,),  # the bits of a float32, as the next two
@@ -161,6 +233,14 @@ class PlanLayout:
             "admit_rule": (tiles,),
             "admit_stop_ids": (tiles, MAX_STOP_IDS),
         }
+        if self.shape.max_controlled:
+            count, vocab_size = self.shape.max_controlled, self.pool.vocab_size
+            fields |= control_fields(count, vocab_size)
+        if self.shape.features.num_prompt_logprobs is not None:
+            fields["tile_next_token"] = (tiles,)
+        if self.shape.features.has_grammar:
+            fields["grammar_id"] = (self.pool.num_rows,)
+        return fields
 
     @cached_property
     def offsets(self) -> dict[str, int]:
@@ -178,23 +258,24 @@ class PlanLayout:
     def _empty(self) -> np.ndarray:
         """The plan in which every entry is a pad."""
         vector = np.zeros(self.size, np.int32)
-        for name in ("decode_row", "tile_row", "admit_row", "page_update"):
-            start = self.offsets[name]
-            stop = start + math.prod(self.fields[name])
-            vector[start:stop] = self.pool.num_rows
+        for name in self.fields:
+            if name.endswith("_row") or name == "page_update":
+                start = self.offsets[name]
+                stop = start + math.prod(self.fields[name])
+                vector[start:stop] = self.pool.num_rows
         return vector
 
     def pack(self, plan: StepPlan) -> np.ndarray:
         """Write a plan into a fresh vector; absent entries are pads."""
         vector, at = self._empty.copy(), self.offsets
-        for index, (row, draft) in enumerate(plan.decode):
-            vector[at["decode_row"] + index] = row
-            vector[at["decode_draft"] + index] = draft
+        decode = np.asarray(plan.decode, np.int32).reshape(-1, 2)
+        for name, column in zip(("decode_row", "decode_draft"), decode.T, strict=True):
+            vector[at[name] : at[name] + len(decode)] = column
         count = self.max_page_updates
         assert len(plan.pages) <= count, f"{len(plan.pages)} page updates over {count}"
-        for index, update in enumerate(plan.pages):
-            for part, value in enumerate(update):
-                vector[at["page_update"] + part * count + index] = value
+        pages = np.asarray(plan.pages, np.int32).reshape(-1, 3)
+        stop = at["page_update"] + 3 * count
+        vector[at["page_update"] : stop].reshape(3, count)[:, : len(pages)] = pages.T
         for index, tile in enumerate(plan.tiles):
             stop = at["tile_tokens"] + (index + 1) * TILE
             vector[stop - len(tile.tokens) : stop] = tile.tokens
@@ -203,15 +284,34 @@ class PlanLayout:
             vector[at["tile_len"] + index] = len(tile.tokens)
             vector[at["tile_is_last"] + index] = tile.is_last
             vector[at["tile_is_draft_only"] + index] = tile.is_draft_only
+            if "tile_next_token" in at:
+                vector[at["tile_next_token"] + index] = tile.next_token
         for index, admission in enumerate(plan.admissions):
             self._pack_admission(vector, index, admission)
+        for row, reading in plan.grammars.items():
+            vector[at["grammar_id"] + row] = reading.grammar_id
+        controlled = [one for one in plan.admissions if one.controls is not None]
+        most = self.shape.max_controlled
+        assert len(controlled) <= most, f"{len(controlled)} controlled over {most}"
+        for index, admission in enumerate(controlled):
+            self._pack_controls(vector, index, admission)
         return vector
+
+    def _pack_controls(
+        self, vector: np.ndarray, index: int, admission: Admission
+    ) -> None:
+        assert admission.controls is not None
+        vector[self.offsets["control_row"] + index] = admission.row
+        parts = pack_controls(admission.controls, self.pool.vocab_size)
+        for name, values in parts.items():
+            start = self.offsets[name] + index * values.size
+            vector[start : start + values.size] = values.reshape(-1)
 
     def _pack_admission(
         self, vector: np.ndarray, index: int, admission: Admission
     ) -> None:
         at = self.offsets
-        for name in ("row", "min_total", "max_total", "top_k", "rule"):
+        for name in ("row", "num_prompt", "min_total", "max_total", "top_k", "rule"):
             vector[at[f"admit_{name}"] + index] = getattr(admission, name)
         for name in ("temperature", "top_p", "min_p"):
             bits = np.float32(getattr(admission, name)).view(np.int32)
@@ -230,30 +330,59 @@ class StepResult:
 
     Attributes:
         tokens: `[seq, K + 1]`, the first `num_emitted[s]` of row s count.
-        num_accepted: Draft tokens among them.
+        num_draft: Draft tokens that were proposed: a lookup may find fewer than asked.
+        num_accepted: Draft tokens among `tokens`.
         is_done: The sequence ended on the device.
         tile_token: `[tile]`, sampled where the tile was the prompt's last.
         tile_is_done: As `is_done`, for those.
+        logprobs: `[seq, K + 1]`, of `tokens`, where the shape tells any.
+        tile_logprobs: `[tile]`, of `tile_token`.
+        prompt_logprobs: `[tile, TILE]`, where the shape tells any: entry t is about the
+            token after the tile's t-th. Right-aligned, as the tokens are: the last
+            entries count. Junk where no next token is known.
     """
 
     tokens: np.ndarray
     num_emitted: np.ndarray
+    num_draft: np.ndarray
     num_accepted: np.ndarray
     is_done: np.ndarray
     tile_token: np.ndarray
     tile_is_done: np.ndarray
+    logprobs: TokenLogprobs | None = None
+    tile_logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
 
     @classmethod
     def unpack(cls, vector: np.ndarray, shape: StepShape) -> "StepResult":
         """Read the vector that `step.speculative_step` returns."""
-        width = shape.num_draft_tokens + 4
-        decode = vector[: shape.num_seqs * width].reshape(shape.num_seqs, width)
-        tiles = vector[shape.num_seqs * width :].reshape(shape.num_tiles, 2)
+        seqs, tiles, width = shape.num_seqs, shape.num_tiles, shape.num_draft_tokens + 5
+        decode, rest = np.split(vector, [seqs * width])
+        decode = decode.reshape(seqs, width)
+        logprobs = prompt_logprobs = tile_logprobs = None
+        top, prompt_top = (
+            shape.features.num_logprobs,
+            shape.features.num_prompt_logprobs,
+        )
+        if top is not None:
+            leading = seqs, shape.num_draft_tokens + 1
+            logprobs, rest = read_logprobs(rest, leading, top)
+        if prompt_top is not None:
+            prompt_logprobs, rest = read_logprobs(rest, (tiles, TILE), prompt_top)
+        first, rest = np.split(rest, [2 * tiles])
+        first = first.reshape(tiles, 2)
+        if top is not None:
+            tile_logprobs, rest = read_logprobs(rest, (tiles,), top)
+        assert not rest.size, f"{rest.size} numbers of the result were not read"
         return cls(
             tokens=decode[:, : shape.num_draft_tokens + 1],
-            num_emitted=decode[:, -3],
+            num_emitted=decode[:, -4],
+            num_draft=decode[:, -3],
             num_accepted=decode[:, -2],
             is_done=decode[:, -1].astype(bool),
-            tile_token=tiles[:, 0],
-            tile_is_done=tiles[:, 1].astype(bool),
+            tile_token=first[:, 0],
+            tile_is_done=first[:, 1].astype(bool),
+            logprobs=logprobs,
+            tile_logprobs=tile_logprobs,
+            prompt_logprobs=prompt_logprobs,
         )

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxspec.models.batch import Region, TokenBatch
+from jaxspec.program import history
 from jaxspec.program.plan import PoolShape
 
 
@@ -24,12 +25,13 @@ def make_region(
     count = tokens.shape[1]
     offset = jnp.arange(count, dtype=jnp.int32)[None] - count
     positions = kv_len[:, None] + offset
-    index = jnp.clip(positions // pool.page_size, 0, page_table.shape[1] - 1)
-    pages = jnp.take_along_axis(page_table, index, axis=1)
-    num_slots = pool.num_pages * pool.page_size
-    slots = pages * pool.page_size + positions % pool.page_size
-    inside = is_written & (positions >= 0) & (positions < pool.max_model_len)
-    slots = jnp.where(inside, slots, num_slots)
+    slots = history.slots(
+        page_table,
+        positions,
+        is_written & (positions < pool.max_model_len),
+        num_pages=pool.num_pages,
+        page_size=pool.page_size,
+    )
     # Whose results nobody reads sees nothing: its pages may not be there.
     seen = jnp.where(is_written.any(axis=1), kv_len, 0)
     region = Region(page_table=page_table, kv_len=seen, num_queries=count)

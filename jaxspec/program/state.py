@@ -10,9 +10,34 @@ from jaxtyping import Array, Bool, Float, Int, Num, UInt32
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.weights import Params, laid_out
-from jaxspec.program.plan import MAX_STOP_IDS, NO_TOKEN, PoolShape
+from jaxspec.program.plan import (
+    MAX_BAD_WORD_LEN,
+    MAX_BAD_WORDS,
+    MAX_BIAS,
+    MAX_STOP_IDS,
+    NO_TOKEN,
+    PoolShape,
+)
+from jaxspec.program.token_controls import num_words
 from jaxspec.sharding import named_sharding
 from jaxspec_kernels import storage_dtype
+
+
+@no_type_check
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class ControlRows:
+    """What each request asked of single tokens: see `plan.TokenControls`.
+
+    Only the entries of rows that are controlled mean anything.
+    """
+
+    is_controlled: Bool[Array, " row"]
+    penalties: Float[Array, "row 3"]  # presence, frequency, repetition
+    bias_ids: Int[Array, "row bias"]
+    bias_values: Float[Array, "row bias"]
+    allowed: UInt32[Array, "row word"]  # a bit per token of the vocabulary
+    bad_words: Int[Array, "row bad_word token"]  # right-aligned
 
 
 @no_type_check
@@ -21,8 +46,8 @@ from jaxspec_kernels import storage_dtype
 class Rows:
     """One entry per admitted request."""
 
-    history: Int[Array, "row max_len"]  # known tokens, prompt and output
     num_tokens: Int[Array, " row"]  # 0 until the prompt's last tile is in
+    num_prompt: Int[Array, " row"]
     is_done: Bool[Array, " row"]
     page_table: Int[Array, "row table"]  # pads hold the number of pages
     min_total: Int[Array, " row"]
@@ -34,6 +59,7 @@ class Rows:
     seed: UInt32[Array, "row 2"]
     rule: Int[Array, " row"]
     stop_ids: Int[Array, "row stop"]
+    controls: ControlRows
 
 
 @no_type_check
@@ -43,6 +69,7 @@ class EngineState:
     """Pages of both models and the rows; donated to every launch."""
 
     rows: Rows
+    token_pages: Int[Array, "page page_size"]  # known tokens, prompt and output
     target_pages: tuple[Num[Array, "page page_size two_kv_head head_dim"], ...]
     draft_pages: tuple[Num[Array, "page page_size two_kv_head head_dim"], ...]
 
@@ -72,6 +99,25 @@ def init_pages(forms: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[Array, ...]:
     )
 
 
+def init_token_pages(pool: PoolShape) -> Int[Array, "page page_size"]:
+    """Pages of tokens, none of which is known yet."""
+    return jnp.zeros((pool.num_pages, pool.page_size), jnp.int32)
+
+
+def init_control_rows(pool: PoolShape) -> ControlRows:
+    """Rows without controls."""
+    rows = pool.num_rows
+    bad_words = rows, MAX_BAD_WORDS, MAX_BAD_WORD_LEN
+    return ControlRows(
+        is_controlled=jnp.zeros((rows,), bool),
+        penalties=jnp.zeros((rows, 3), jnp.float32),
+        bias_ids=jnp.full((rows, MAX_BIAS), NO_TOKEN, jnp.int32),
+        bias_values=jnp.zeros((rows, MAX_BIAS), jnp.float32),
+        allowed=jnp.zeros((rows, num_words(pool.vocab_size)), jnp.uint32),
+        bad_words=jnp.full(bad_words, NO_TOKEN, jnp.int32),
+    )
+
+
 def init_rows(pool: PoolShape) -> Rows:
     """Rows without requests. Every leaf is an array of its own: donation wants it."""
     rows = pool.num_rows
@@ -83,8 +129,8 @@ def init_rows(pool: PoolShape) -> Rows:
         return jnp.full((rows,), fill, jnp.float32)
 
     return Rows(
-        history=integers(pool.max_model_len),
         num_tokens=integers(),
+        num_prompt=integers(),
         is_done=jnp.ones((rows,), bool),
         page_table=integers(pool.table_len, fill=pool.num_pages),
         min_total=integers(),
@@ -96,4 +142,5 @@ def init_rows(pool: PoolShape) -> Rows:
         seed=jnp.zeros((rows, 2), jnp.uint32),
         rule=integers(),
         stop_ids=integers(MAX_STOP_IDS, fill=NO_TOKEN),
+        controls=init_control_rows(pool),
     )

@@ -6,6 +6,7 @@ engine's state. The host passes one plan vector and reads one result vector.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +16,19 @@ from jaxtyping import Array, Float, Int
 from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.gemma2 import Gemma2
 from jaxspec.models.weights import Params, bind
-from jaxspec.program import randomness
-from jaxspec.program.accept import accept
+from jaxspec.program import controls, grammar, logprobs
 from jaxspec.program.active import Active, gather
 from jaxspec.program.apply import Tiles, apply_plan, read_tiles, unpack
-from jaxspec.program.choose import choose_token, forbid_early_stop
 from jaxspec.program.commit import Emitted, append, truncate
-from jaxspec.program.plan import TILE, PlanLayout, PoolShape, StepShape
-from jaxspec.program.propose import Proposal, draft_model
-from jaxspec.program.region import join, make_region
+from jaxspec.program.judge import choose_next
+from jaxspec.program.plan import PlanLayout, PoolShape, StepShape
+from jaxspec.program.propose import Proposal, draft_model, ngram
+from jaxspec.program.region import make_region
+from jaxspec.program.round import Judged, Round
 from jaxspec.program.state import EngineState, Rows
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, replicated
 from jaxspec_kernels.dispatch import implementation_for
-from jaxspec_kernels.rejection_sampling import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +37,18 @@ class ProgramConfig:
 
     Attributes:
         has_greedy_draft: Drafts are the argmax whatever the request samples.
+        lookup: Drafts come from the sequence itself first; None for the model alone.
         mesh: The devices, whose platform chooses the kernels.
+        mask_source: Whom shapes with grammars ask for masks.
     """
 
     target: ModelConfig
     draft: ModelConfig | None
     pool: PoolShape
     has_greedy_draft: bool = False
+    lookup: ngram.Lookup | None = None
     mesh: Mesh
+    mask_source: grammar.MaskSource | None = None
 
     def backend(self, mesh_axes: tuple[str, ...]) -> Backend:
         """Where a model runs whose heads are split over these axes."""
@@ -79,121 +82,167 @@ def speculative_step(
     Returns:
         The new state, and what `StepResult.unpack` reads.
     """
-    pool = config.pool
+    launch = _read_plan(state, plan, config.pool, shape)
+    active = launch.active
+    proposal, num_draft, draft_pages = _propose(
+        draft_params, state.draft_pages, launch, config=config, shape=shape
+    )
+    judged = _judge(
+        target_params,
+        state.target_pages,
+        launch,
+        proposal,
+        num_draft,
+        config=config,
+        shape=shape,
+    )
+    emitted = truncate(judged.tokens, judged.num_accepted + 1, active)
+    rows, token_pages = append(launch.rows, launch.token_pages, active, emitted)
+    result = [_pack_result(emitted, judged.num_accepted, num_draft), *judged.told]
+    if shape.chunk:
+        rows, token_pages, first = _finish_prompts(
+            rows,
+            token_pages,
+            launch.tiles,
+            judged.tile_logits,
+            launch.fields,
+            config=config,
+            shape=shape,
+        )
+        result += first
+    state = EngineState(
+        rows=rows,
+        token_pages=token_pages,
+        target_pages=judged.pages,
+        draft_pages=draft_pages,
+    )
+    return state, jnp.concatenate([part.reshape(-1) for part in result])
+
+
+class _Launch(NamedTuple):
+    """The state once the plan has been applied, and who takes part."""
+
+    fields: dict[str, Array]
+    tiles: Tiles
+    rows: Rows
+    token_pages: Int[Array, "page page_size"]
+    active: Active
+
+    def batch(self, pool: PoolShape, *, is_draft: bool) -> TokenBatch:
+        """The prompt tiles, for one of the two models."""
+        tiles = self.tiles
+        page_table = self.rows.page_table.at[tiles.row].get(mode="clip")
+        is_row = tiles.row < pool.num_rows
+        is_written = tiles.is_token & is_row[:, None]
+        if not is_draft:
+            is_written &= ~tiles.is_draft_only[:, None]
+        kv_len = jnp.where(is_row, tiles.start + tiles.length, 0)
+        return make_region(tiles.tokens, kv_len, page_table, is_written, pool)
+
+
+def _read_plan(
+    state: EngineState, plan: Int[Array, " plan"], pool: PoolShape, shape: StepShape
+) -> _Launch:
     fields = unpack(plan, PlanLayout(shape, pool))
     tiles = read_tiles(fields)
-    rows = apply_plan(state.rows, fields, tiles, pool)
-    active = gather(rows, fields["decode_row"])
-
-    proposal, draft_pages = _propose(
-        draft_params, state.draft_pages, active, rows, tiles, config=config, shape=shape
-    )
-    backend = config.backend(TARGET_MESH_AXES)
-    target = bind(config.target, target_params, backend)
-    known = active.last_tokens[:, 1:]
-    drafts = known[:, :0] if proposal is None else proposal.tokens
-    round_tokens = jnp.concatenate([known, drafts], axis=1)
-    seqs, width = round_tokens.shape
-    is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
-    kv_len = active.num_tokens + width - 1
-    batches = [make_region(round_tokens, kv_len, active.page_table, is_written, pool)]
-    if shape.chunk:
-        batches.append(_tile_batch(rows, tiles, pool, is_draft=False))
-    hidden, target_pages = target.hidden(join(batches), state.target_pages)
-    logits, tile_logits = _logits(target, hidden, seqs * width)
-
-    verdict = _verdict(proposal, logits, fields["decode_draft"], active, backend)
-    tokens = _place_next(drafts, verdict)
-    emitted = truncate(tokens, verdict.num_accepted + 1, active)
-    rows = append(rows, active, emitted)
-    result = [_pack_result(emitted, verdict)]
-    if shape.chunk:
-        rows, first = _finish_prompts(rows, tiles, tile_logits)
-        result.append(_pack_first(first))
-    state = EngineState(rows=rows, target_pages=target_pages, draft_pages=draft_pages)
-    return state, jnp.concatenate([part.reshape(-1) for part in result])
+    rows, token_pages = apply_plan(state.rows, state.token_pages, fields, tiles, pool)
+    active = gather(rows, token_pages, fields["decode_row"])
+    return _Launch(fields, tiles, rows, token_pages, active)
 
 
 def _propose(
     params: Params | None,
     pages: tuple[Array, ...],
-    active: Active,
-    rows: Rows,
-    tiles: Tiles,
+    launch: _Launch,
     *,
     config: ProgramConfig,
     shape: StepShape,
-) -> tuple[Proposal | None, tuple[Array, ...]]:
-    if config.draft is None or (not shape.num_draft_tokens and not shape.chunk):
-        return None, pages
+) -> tuple[Proposal | None, Int[Array, " seq"], tuple[Array, ...]]:
+    """Drafts, how many of each sequence count, and the draft model's pages."""
+    count, active = shape.num_draft_tokens, launch.active
+    # The host may not have read how near the end is; a draft beyond it is none.
+    room = jnp.maximum(active.max_total - active.num_tokens - 1, 0)
+    num_draft, found = jnp.minimum(launch.fields["decode_draft"], room), None
+    if config.lookup is not None and count:
+        found = ngram.look_up(
+            active, launch.token_pages, config.lookup, num_draft_tokens=count
+        )
+    if config.draft is None:
+        if found is None:
+            return None, num_draft, pages
+        return found.proposal, jnp.minimum(num_draft, found.num_found), pages
+    if not count and not shape.chunk:
+        return None, num_draft, pages
     assert params is not None, "a draft config came without parameters"
     model = bind(config.draft, params, config.backend(DRAFT_MESH_AXES))
-    batch = None
-    if shape.chunk:
-        batch = _tile_batch(rows, tiles, config.pool, is_draft=True)
-    if not shape.num_draft_tokens:
+    batch = launch.batch(config.pool, is_draft=True) if shape.chunk else None
+    if not count:
         assert batch is not None
-        return None, draft_model.feed_prompt(model, pages, batch)
-    return draft_model.propose(
+        return None, num_draft, draft_model.feed_prompt(model, pages, batch)
+    proposal, pages = draft_model.propose(
         model,
         pages,
         active,
         batch,
-        num_draft_tokens=shape.num_draft_tokens,
+        num_draft_tokens=count,
         pool=config.pool,
         is_greedy=config.has_greedy_draft,
+        found=found,
+        adjust=_adjuster(
+            launch.rows,
+            launch.token_pages,
+            active,
+            launch.fields,
+            DRAFT_MESH_AXES,
+            config=config,
+            shape=shape,
+        ),
     )
+    return proposal, num_draft, pages
 
 
-def _tile_batch(
-    rows: Rows, tiles: Tiles, pool: PoolShape, *, is_draft: bool
-) -> TokenBatch:
-    page_table = rows.page_table.at[tiles.row].get(mode="clip")
-    is_row = tiles.row < pool.num_rows
-    is_written = tiles.is_token & is_row[:, None]
-    if not is_draft:
-        is_written &= ~tiles.is_draft_only[:, None]
-    kv_len = jnp.where(is_row, tiles.start + tiles.length, 0)
-    return make_region(tiles.tokens, kv_len, page_table, is_written, pool)
-
-
-def _logits(
-    model: Gemma2, hidden: Float[Array, "token model"], num_decode: int
-) -> tuple[Float[Array, "decode vocab"], Float[Array, "tile vocab"]]:
-    """Logits of all decode rows and of the last row of every tile."""
-    last = hidden[num_decode:].reshape(-1, TILE, hidden.shape[1])[:, -1]
-    logits = model.logits(jnp.concatenate([hidden[:num_decode], last]))
-    return logits[:num_decode], logits[num_decode:]
-
-
-def _verdict(
+def _judge(
+    params: Params,
+    pages: tuple[Array, ...],
+    launch: _Launch,
     proposal: Proposal | None,
-    logits: Float[Array, "token vocab"],
     num_draft: Int[Array, " seq"],
-    active: Active,
-    backend: Backend,
-) -> Verdict:
-    if proposal is not None:
-        return accept(proposal, logits, num_draft, active, backend)
-    logits = forbid_early_stop(logits, active.num_tokens, active)
-    token, _ = choose_token(logits, active.num_tokens, active, role=randomness.SAMPLE)
-    return Verdict(jnp.zeros_like(token), token)
+    *,
+    config: ProgramConfig,
+    shape: StepShape,
+) -> Judged:
+    backend, pool = config.backend(TARGET_MESH_AXES), config.pool
+    this = Round(
+        target=bind(config.target, params, backend),
+        active=launch.active,
+        num_draft=num_draft,
+        may_be_plain=config.draft is None,
+        prompts=launch.batch(pool, is_draft=False) if shape.chunk else None,
+        after_prompts=launch.fields.get("tile_next_token"),
+        adjust=_adjuster(
+            launch.rows,
+            launch.token_pages,
+            launch.active,
+            launch.fields,
+            TARGET_MESH_AXES,
+            config=config,
+            shape=shape,
+        ),
+        backend=backend,
+        pool=pool,
+        shape=shape,
+    )
+    return this.judge(proposal, pages)
 
 
-def _place_next(drafts: Array, verdict: Verdict) -> Int[Array, "seq width"]:
-    """Accepted drafts, then the target's token: `[seq, K + 1]`."""
-    seqs = drafts.shape[0]
-    padded = jnp.pad(drafts, ((0, 0), (0, 1)))
-    row = jnp.arange(seqs, dtype=jnp.int32)
-    return padded.at[row, verdict.num_accepted].set(verdict.next_token)
-
-
-def _pack_result(emitted: Emitted, verdict: Verdict) -> Int[Array, "seq field"]:
+def _pack_result(
+    emitted: Emitted, num_accepted: Int[Array, " seq"], num_draft: Int[Array, " seq"]
+) -> Int[Array, "seq field"]:
     # A sequence that ends inside an accepted run keeps only the drafts before the end.
-    accepted = jnp.minimum(verdict.num_accepted, emitted.num_emitted)
+    accepted = jnp.minimum(num_accepted, emitted.num_emitted)
     is_done = emitted.is_done.astype(jnp.int32)
-    columns = jnp.stack([emitted.num_emitted, accepted, is_done], axis=1)
-    return jnp.concatenate([emitted.tokens, columns], axis=1)
+    columns = [emitted.num_emitted, num_draft, accepted, is_done]
+    return jnp.concatenate([emitted.tokens, jnp.stack(columns, axis=1)], axis=1)
 
 
 def _pack_first(first: Emitted) -> Int[Array, "tile 2"]:
@@ -202,16 +251,68 @@ def _pack_first(first: Emitted) -> Int[Array, "tile 2"]:
 
 
 def _finish_prompts(
-    rows: Rows, tiles: Tiles, logits: Float[Array, "tile vocab"]
-) -> tuple[Rows, Emitted]:
-    """Sample the first token of every prompt whose last tile has come in."""
+    rows: Rows,
+    token_pages: Int[Array, "page page_size"],
+    tiles: Tiles,
+    logits: Float[Array, "tile vocab"],
+    fields: dict[str, Array],
+    *,
+    config: ProgramConfig,
+    shape: StepShape,
+) -> tuple[Rows, Int[Array, "page page_size"], list[Int[Array, "..."]]]:
+    """Sample the first token of every prompt whose last tile has come in.
+
+    Returns:
+        Rows and tokens with them, and their parts of the result vector.
+    """
     num_rows = rows.num_tokens.shape[0]
     row = jnp.where(tiles.is_last, tiles.row, num_rows)
-    active = gather(rows, row, num_tokens=tiles.start + tiles.length)
-    logits = forbid_early_stop(logits, active.num_tokens, active)
-    token, _ = choose_token(logits, active.num_tokens, active, role=randomness.SAMPLE)
+    active = gather(rows, token_pages, row, num_tokens=tiles.start + tiles.length)
+    adjust = _adjuster(
+        rows,
+        token_pages,
+        active,
+        fields,
+        TARGET_MESH_AXES,
+        config=config,
+        shape=shape,
+    )
+    token = choose_next(logits, active, adjust=adjust)
     emitted = truncate(token[:, None], jnp.ones_like(token), active)
-    return append(rows, active, emitted), emitted
+    backend = config.backend(TARGET_MESH_AXES)
+    told = logprobs.tell_some(logits, emitted.tokens, shape=shape, backend=backend)
+    result = [_pack_first(emitted), *told]
+    return *append(rows, token_pages, active, emitted), result
+
+
+def _adjuster(
+    rows: Rows,
+    token_pages: Int[Array, "page page_size"],
+    active: Active,
+    fields: dict[str, Array],
+    mesh_axes: tuple[str, ...],
+    *,
+    config: ProgramConfig,
+    shape: StepShape,
+) -> controls.Adjust | None:
+    """What the launch's requests ask of single tokens: controls, then grammars."""
+    vocab_size, backend = config.pool.vocab_size, config.backend(mesh_axes)
+    adjust = None
+    if shape.features.has_controls:
+        adjust = controls.adjuster(
+            rows.controls, token_pages, active, vocab_size=vocab_size, backend=backend
+        )
+    if shape.features.has_grammar:
+        assert config.mask_source is not None, "nobody knows the grammars"
+        adjust = grammar.adjuster(
+            config.mask_source,
+            fields["grammar_id"],
+            token_pages,
+            active,
+            inner=adjust,
+            backend=backend,
+        )
+    return adjust
 
 
 def compile_step(

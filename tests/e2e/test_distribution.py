@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.engines import (
     generate,
     make_draft_of,
@@ -55,12 +55,16 @@ def engine(target) -> LLMEngine:
 
 @pytest.fixture(scope="module")
 def next_logits(target) -> list[np.ndarray]:
+    return levels_after(target, PROMPT)
+
+
+def levels_after(target: Any, prompt: list[int]) -> list[np.ndarray]:
     """Level l: logits after every continuation of l tokens, `[vocab^l, vocab]`."""
     levels = []
     with torch.no_grad():
         for level in range(LENGTH):
             every = np.indices((VOCAB,) * level).reshape(level, VOCAB**level).T
-            prompts = np.tile(PROMPT, (len(every), 1))
+            prompts = np.tile(prompt, (len(every), 1))
             tokens = torch.tensor(np.concatenate([prompts, every], axis=1)).long()
             parts = [
                 target(part, logits_to_keep=1).logits[:, -1].numpy()
@@ -83,7 +87,9 @@ def laws_of(next_logits: list[np.ndarray], controls: dict) -> list[np.ndarray]:
     return laws
 
 
-def sample(engine: LLMEngine, rule: str, count: int) -> list[np.ndarray]:
+def sample(
+    engine: LLMEngine, rule: str, count: int, prompt: list[int] = PROMPT
+) -> list[np.ndarray]:
     """`count` texts for each of `CONTROLS`, all in the same batches."""
     if rule == "seeded":
         engine = with_settings(engine)
@@ -95,12 +101,13 @@ def sample(engine: LLMEngine, rule: str, count: int) -> list[np.ndarray]:
             max_tokens=LENGTH,
             ignore_eos=True,
             detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
             seed=number if rule == "seeded" else None,
         )
         for number in range(count)
         for controls in CONTROLS
     ]
-    outputs = generate(engine, [PROMPT] * len(params), params)
+    outputs = generate(engine, [prompt] * len(params), params)
     tokens = np.array(tokens_of(outputs))
     assert engine.stats.num_accepted_tokens
     return [tokens[index :: len(CONTROLS)] for index in range(len(CONTROLS))]

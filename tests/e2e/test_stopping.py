@@ -43,10 +43,7 @@ def hf_text(prompt: tuple[int, ...], min_tokens: int) -> list[int]:
 
 
 def assert_idle(engine: LLMEngine) -> None:
-    pages = engine.scheduler.pages
-    pages.check()
-    assert (pages.num_free, pages.num_reserved) == (engine.config.num_pages, 0)
-    assert len(engine.scheduler.free_rows) == engine.config.max_num_seqs
+    engine.scheduler.check_idle()
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +157,7 @@ def test_more_requests_than_rows_and_pages():
     was_page_bound = False
     while engine.has_unfinished_requests():
         waiting = engine.scheduler.waiting
-        was_page_bound |= bool(waiting) and bool(engine.scheduler.free_rows)
+        was_page_bound |= bool(waiting) and bool(engine.scheduler.rows.free)
         for output in engine.step():
             outputs[output.request_id] = output
             if output.request_id not in started:

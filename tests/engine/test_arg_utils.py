@@ -58,6 +58,9 @@ def test_defaults(target: str):
     assert config.num_pages == 8 * 1024 // 16
     assert config.seed == 0
     assert config.tensor_parallel_size == 1
+    assert config.enable_prefix_caching
+    assert config.scheduling_policy == "fcfs"
+    assert (config.max_logprobs, config.num_logprobs) == (20, 20)
     assert config.speculative is None
     assert config.draft_model_config is None
 
@@ -239,22 +242,28 @@ def test_arguments_of_older_scripts_are_accepted(target: str, draft: str):
     assert config.num_draft_tokens == 5
 
 
-def test_recommended_sampling_is_read_and_overridden(tmp_path: Path, target: str):
-    recommended = {"temperature": 0.6, "top_k": 64, "max_new_tokens": 99, "bos": 2}
-    Path(target, "generation_config.json").write_text(json.dumps(recommended))
-    assert configure(target).generation_defaults == {
-        "temperature": 0.6,
-        "top_k": 64,
-        "max_tokens": 99,
-    }
-    assert configure(target, generation_config="vllm").generation_defaults == {}
-    changed = configure(target, override_generation_config={"top_k": 5})
-    assert changed.generation_defaults["top_k"] == 5
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "generation_config.json").write_text('{"top_p": 0.5}')
-    elsewhere = configure(target, generation_config=str(other))
-    assert elsewhere.generation_defaults == {"top_p": 0.5}
+def test_serving_arguments_arrive(target: str):
+    config = configure(
+        target,
+        enable_prefix_caching=False,
+        enable_chunked_prefill=True,
+        scheduling_policy="priority",
+        max_logprobs=7,
+        logprobs_mode="raw_logprobs",
+    )
+    assert not config.enable_prefix_caching
+    assert config.scheduling_policy == "priority"
+    assert config.max_logprobs == 7
+
+
+def test_logprobs_of_the_whole_vocabulary_where_it_is_small(
+    tmp_path: Path, target: str
+):
+    config = configure(target, max_logprobs=-1)
+    assert (config.max_logprobs, config.num_logprobs) == (512, 512)
+    larger = write_model(tmp_path / "larger", vocab_size=2048)
+    with pytest.raises(ConfigError, match="max_logprobs .* got -1.* all 2048 tokens"):
+        configure(larger, max_logprobs=-1)
 
 
 def test_names_that_are_no_folders_name_their_argument(target: str):
@@ -283,6 +292,10 @@ def test_names_that_are_no_folders_name_their_argument(target: str):
         ({"seed": "x"}, "'x'", "an integer"),
         ({"tensor_parallel_size": 0}, "got 0", "at least 1"),
         ({"disable_log_stats": "yes"}, "'yes'", "True or False"),
+        ({"scheduling_policy": "lottery"}, "'lottery'", "'fcfs', 'priority'"),
+        ({"enable_prefix_caching": 1}, "got 1", "True or False"),
+        ({"max_logprobs": -2}, "got -2", "from 0 to 1024"),
+        ({"max_logprobs": 1025}, "got 1025", "from 0 to 1024"),
         ({"num_speculative_tokens": 5}, "num_speculative_tokens=5", "draft model"),
         ({"speculative_config": {}}, "{}", "'model'"),
     ],
@@ -326,7 +339,9 @@ def test_a_bad_argument_beside_a_draft(
         ({"pipeline_parallel_size": 2}, "got 2"),
         ({"data_parallel_size": 2}, "got 2"),
         ({"cpu_offload_gb": 4}, "got 4"),
-        ({"scheduling_policy": "priority"}, "'priority'"),
+        ({"enable_chunked_prefill": False}, "got False"),
+        ({"logprobs_mode": "processed_logits"}, "'processed_logits'"),
+        ({"stream_interval": 4}, "got 4"),
         ({"load_format": "gguf"}, "'gguf'"),
         ({"hf_overrides": {"head_dim": 8}}, "'head_dim'"),
         ({"spec_decoding_acceptance_method": "typical_acceptance_sampler"}, "typical"),

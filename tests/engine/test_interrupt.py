@@ -27,9 +27,7 @@ def texts(engine: Any) -> list[list[int]]:
 
 def expect_idle(engine: Any) -> None:
     assert not engine.has_unfinished_requests()
-    pages = engine.scheduler.pages
-    pages.check()
-    assert (pages.num_free, pages.num_reserved) == (engine.config.num_pages, 0)
+    engine.scheduler.check_idle()
 
 
 @pytest.mark.parametrize("after_rounds", [0, 1, 3])

@@ -13,9 +13,9 @@ from jaxspec.errors import RequestError
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import COUPLED, STANDARD
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.engine.test_scheduler import make_config
 from tests.engines import StubTokenizer
 from tests.fake_device import FakeRunner, repeat_truth
+from tests.loops import make_config
 
 EOS = 1
 PROMPT = [2, 3, 4]
@@ -51,12 +51,9 @@ def run_one(engine: LLMEngine, params: SamplingParams, prompt: Any = PROMPT) -> 
 
 
 def assert_idle(engine: LLMEngine) -> None:
-    pages = engine.scheduler.pages
-    pages.check()
-    assert (pages.num_free, pages.num_reserved) == (engine.config.num_pages, 0)
-    assert not engine._requests
-    assert not engine._streams
-    assert not engine._sent
+    engine.scheduler.check_idle()
+    assert not engine._delivery.streams
+    assert not engine._parents
 
 
 def letters(tokens: list[int]) -> str:
@@ -310,6 +307,11 @@ def test_an_id_can_be_used_again_once_its_request_is_gone():
     ("arguments", "message"),
     [
         ((7, PROMPT, SamplingParams()), "request_id must be a string, got int"),
+        (([1], PROMPT, SamplingParams()), "request_id must be a string, got list"),
+        (
+            ("a", {"prompt": "a", "cache_salt": "\ud800"}, SamplingParams()),
+            "cache_salt.* must be text that UTF-8 can encode",
+        ),
         (("a", PROMPT, {"n": 1}), "params must be SamplingParams, got dict"),
         (("a", [], SamplingParams()), "prompt"),
         (("a", [16], SamplingParams()), r"prompt_token_ids\[0\]"),
@@ -373,13 +375,18 @@ def test_shutdown_reads_what_is_launched():
     assert_idle(engine)
 
 
-def test_warm_up_asks_for_every_shape_that_traffic_needs():
+def test_what_was_launched_for_aborted_requests_keeps_no_engine_awake():
     engine, runner = make_fake_engine(num_draft_tokens=2)
-    asked = []
-    runner.executable = asked.append  # pyright: ignore[reportAttributeAccessIssue]
-    engine.warm_up()
-    for number in range(7):
-        engine.add_request(str(number), [2] * (9 * number + 1), SamplingParams())
-    run_all(engine)
-    assert {shape for _, shape in runner.plans} <= set(asked)
-    assert len(set(asked)) == len(asked)
+    engine.add_request("a", PROMPT, SamplingParams(max_tokens=9))
+    for _ in range(3):
+        engine.step()
+    slept = []
+    engine._sleep.begin = slept.append  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(RequestError, match="1 requests run"):
+        engine.sleep()
+    engine.abort_request("a")
+    engine.sleep()
+    assert slept == [1]
+    assert not engine.has_unfinished_requests()
+    kinds = [kind for kind, _ in runner.events]
+    assert kinds.count("launch") == kinds.count("fetch")

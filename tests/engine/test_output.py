@@ -65,11 +65,16 @@ class Outcome:
     num_ids: int
 
 
-def run_stream(rounds: list[list[int]], params: SamplingParams) -> Outcome:
+def run_stream(
+    rounds: list[list[int]], params: SamplingParams, looks: list[bool] | None = None
+) -> Outcome:
+    """Push round by round; `looks` says after which of them somebody reads."""
     stream = TextStream(TOKENIZER, params)
     used = 0
-    for ids in rounds:
+    for index, ids in enumerate(rounds):
         matched = stream.push(ids)
+        if looks is None or looks[index % len(looks)]:
+            assert stream.text is not None
         if matched is not None:
             return Outcome(stream.text, matched[0], used + matched[1])
         used += len(ids)
@@ -100,11 +105,16 @@ def reference(ids: list[int], params: SamplingParams) -> Outcome:
     return Outcome(text, None, len(ids))
 
 
-@given(ids=IDS, sizes=st.lists(st.integers(0, 7)), skip=st.booleans())
+@given(
+    ids=IDS,
+    sizes=st.lists(st.integers(0, 7)),
+    skip=st.booleans(),
+    looks=st.lists(st.booleans(), min_size=1),
+)
 @EXAMPLES
-def test_text_equals_decoding_everything(ids, sizes, skip):
+def test_text_equals_decoding_everything(ids, sizes, skip, looks):
     params = SamplingParams(skip_special_tokens=skip)
-    outcome = run_stream(split(ids, sizes), params)
+    outcome = run_stream(split(ids, sizes), params, looks)
     whole = TOKENIZER.decode(ids, skip_special_tokens=skip)
     assert outcome == Outcome(whole, None, len(ids))
 
@@ -206,6 +216,8 @@ def test_of_several_matches_the_first_in_the_text_wins(stops, expected):
     # One piece that brings "abc" at once: a character token for each would decide by
     # arrival instead.
     class OnePiece:
+        plain_texts = {0: "abc"}
+
         def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
             return "abc" * len(ids)
 

@@ -1,7 +1,8 @@
-"""A page belongs to one sequence at a time, and a promised page is always there."""
+"""A page has as many holders as took it, and a key finds the page it was given to."""
 
+import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -10,84 +11,136 @@ from hypothesis.stateful import (
     rule,
 )
 
-from jaxspec.engine.pages import PagePool
+from jaxspec.engine.pages import PagePool, page_keys, root_key
+
+NUM_PAGES = 8
 
 
-class Owners(RuleBasedStateMachine):
-    """Sequences that reserve, grow and end, against plain sets."""
+class Holders(RuleBasedStateMachine):
+    """Sequences that take, share and release, against plain lists."""
 
     def __init__(self):
         super().__init__()
-        self.pool = PagePool(12)
+        self.pool = PagePool(NUM_PAGES)
         self.held: list[list[int]] = []
-        self.promised: list[int] = []
+        self.keys: dict[bytes, int] = {}
+        self.released: list[int] = []  # findable free pages, the oldest first
 
-    @rule(count=st.integers(0, 12))
-    def admit(self, count: int) -> None:
-        room = 12 - sum(map(len, self.held)) - sum(self.promised)
-        assert self.pool.can_reserve(count) == (count <= room)
-        if count <= room:
-            self.pool.reserve(count)
-            self.held.append([])
-            self.promised.append(count)
+    def free(self) -> set[int]:
+        held = {page for pages in self.held for page in pages}
+        return set(range(NUM_PAGES)) - held
 
-    @precondition(lambda self: any(self.promised))
+    @rule(count=st.integers(0, NUM_PAGES))
+    def take(self, count: int) -> None:
+        if count > len(self.free()):
+            with pytest.raises(AssertionError, match="free ones"):
+                self.pool.take(count)
+            return
+        blank = len(self.free()) - len(self.released)
+        lost = self.released[: max(count - blank, 0)]
+        taken = self.pool.take(count)
+        assert len(set(taken)) == count
+        assert set(taken) <= self.free()
+        # The least recently used go first, and only when nothing blank is left.
+        assert set(taken) & set(self.released) == set(lost)
+        self.released = self.released[len(lost) :]
+        self.keys = {k: p for k, p in self.keys.items() if p not in taken}
+        self.held.append(taken)
+
+    @precondition(lambda self: any(self.held))
     @rule(data=st.data())
-    def grow(self, data: st.DataObject) -> None:
-        growing = [i for i, count in enumerate(self.promised) if count]
-        index = data.draw(st.sampled_from(growing))
-        count = data.draw(st.integers(1, self.promised[index]))
-        pages = self.pool.take(count)
-        assert len(pages) == count
-        self.held[index] += pages
-        self.promised[index] -= count
+    def register(self, data: st.DataObject) -> None:
+        page = data.draw(st.sampled_from([p for pages in self.held for p in pages]))
+        key = bytes([data.draw(st.integers(0, 20))])
+        if page in self.keys.values():
+            return
+        assert self.pool.register(page, key) == (key not in self.keys)
+        self.keys.setdefault(key, page)
+
+    @precondition(lambda self: self.keys)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        keys = data.draw(st.lists(st.sampled_from(sorted(self.keys)), unique=True))
+        found = self.pool.find(keys)
+        assert found == [self.keys[key] for key in keys]
+        assert self.pool.find([*keys, b"unknown", *keys]) == found
+        self.pool.share(found)
+        self.released = [page for page in self.released if page not in found]
+        self.held.append(found)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
-        index = data.draw(st.integers(0, len(self.held) - 1))
-        self.pool.release(self.held.pop(index), self.promised.pop(index))
+    def release(self, data: st.DataObject) -> None:
+        pages = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.pool.release(pages)
+        gone = [page for page in pages if page in self.free()]
+        self.released += [page for page in gone if page in self.keys.values()]
+
+    @precondition(lambda self: self.keys)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.keys)))
+        page = self.keys.pop(key)
+        self.pool.forget([page])
+        self.released = [other for other in self.released if other != page]
+
+    @rule()
+    def reset(self) -> None:
+        is_idle = len(self.free()) == NUM_PAGES
+        assert self.pool.reset() == is_idle
+        if is_idle:
+            self.keys, self.released = {}, []
 
     @invariant()
-    def every_page_has_one_owner(self) -> None:
-        held = [page for pages in self.held for page in pages]
-        assert len(set(held)) == len(held)
-        assert set(held) <= set(range(12))
-        assert self.pool.num_free == 12 - len(held)
-        assert self.pool.num_reserved == sum(self.promised)
+    def counts_agree(self) -> None:
         self.pool.check()
+        assert self.pool.num_free == len(self.free())
+        assert self.pool.num_findable == len(self.keys)
+        for page in range(NUM_PAGES):
+            assert self.pool.is_free(page) == (page in self.free())
+        for key, page in self.keys.items():
+            assert self.pool.find([key]) == [page]
 
 
-TestOwners = Owners.TestCase
-TestOwners.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
-
-
-def test_a_full_pool_promises_nothing_more():
-    pool = PagePool(4)
-    pool.reserve(4)
-    assert not pool.can_reserve(1)
-    with pytest.raises(AssertionError, match="over the pool"):
-        pool.reserve(1)
-
-
-def test_pages_that_nobody_promised_are_not_handed_out():
-    pool = PagePool(4)
-    pool.reserve(1)
-    with pytest.raises(AssertionError, match="2 pages were not reserved"):
-        pool.take(2)
+TestHolders = Holders.TestCase
+TestHolders.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
 def test_a_page_given_back_twice_is_found():
     pool = PagePool(4)
-    pool.reserve(2)
     pages = pool.take(2)
-    pool.release(pages[:1], 0)
+    pool.release(pages[:1])
     with pytest.raises(AssertionError, match="freed twice"):
-        pool.release(pages[:1], 0)
+        pool.release(pages[:1])
 
 
-def test_giving_up_more_promises_than_there_are_is_found():
+def test_only_found_pages_are_shared():
     pool = PagePool(4)
-    pool.reserve(1)
-    with pytest.raises(AssertionError):
-        pool.release([], 2)
+    with pytest.raises(AssertionError, match="not found by a key"):
+        pool.share(pool.take(1))
+
+
+@given(
+    tokens=st.lists(st.integers(0, 3), max_size=14),
+    other=st.lists(st.integers(0, 3), max_size=14),
+    page_size=st.sampled_from([1, 2, 4]),
+)
+def test_keys_are_equal_exactly_when_all_tokens_before_are(tokens, other, page_size):
+    root = root_key("all", "")
+    first = list(page_keys(root, tokens, page_size))
+    second = list(page_keys(root, other, page_size))
+    assert len(first) == len(tokens) // page_size
+    for index, (one, two) in enumerate(zip(first, second, strict=False), 1):
+        end = index * page_size
+        assert (one == two) == (tokens[:end] == other[:end])
+
+
+def test_keys_go_on_where_others_ended():
+    root, tokens = root_key("all", ""), np.arange(12).tolist()
+    whole = list(page_keys(root, tokens, 4))
+    assert list(page_keys(whole[0], tokens[4:], 4)) == whole[1:]
+
+
+def test_salts_and_groups_have_keys_of_their_own():
+    roots = {root_key(kind, salt) for kind in ("salt", "group") for salt in ("", "1")}
+    assert len(roots | {root_key("all", "")}) == 5

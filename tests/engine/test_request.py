@@ -30,30 +30,18 @@ def test_a_new_request_waits_and_knows_its_prompt():
     request = make_request()
     assert request.status is Status.WAITING
     assert (request.num_prompt_tokens, request.num_tokens) == (3, 3)
-    assert (request.most_tokens, request.fewest_tokens) == (3, 3)
-
-
-def test_bounds_count_what_is_launched_and_unread():
-    request = make_request(output_token_ids=[8], in_flight=[3, 0])
-    # 4 known; a round of 3 drafts adds 1 to 4 tokens, a plain one adds 1.
-    assert request.most_tokens == 9
-    assert request.fewest_tokens == 6
-
-
-def test_bounds_end_at_the_longest_form():
-    request = make_request(output_token_ids=[8] * 5, in_flight=[3, 3, 3])
-    assert request.most_tokens == 10
-    assert request.fewest_tokens == 10
 
 
 def test_tokens_run_from_the_prompt_into_the_output():
     request = make_request(output_token_ids=[8, 9])
-    assert [request.token(position) for position in range(5)] == [5, 6, 7, 8, 9]
+    whole = [5, 6, 7, 8, 9]
+    for start in range(6):
+        for end in range(start, 6):
+            assert request.tokens(start, end) == whole[start:end]
 
 
 @pytest.mark.parametrize(
-    "broken",
-    [dict(num_fed=4), dict(max_total=2), dict(draft_gap=0), dict(num_fed=-1)],
+    "broken", [dict(num_fed=4), dict(max_total=2), dict(num_fed=-1)]
 )
 def test_the_invariant_is_checked(broken):
     make_request().check()
@@ -63,5 +51,5 @@ def test_the_invariant_is_checked(broken):
 
 def test_requests_share_no_lists():
     first, second = make_request(), make_request()
-    for name in ("output_token_ids", "pages", "in_flight"):
+    for name in ("output_token_ids", "pages", "page_keys", "tokens_to_feed"):
         assert getattr(first, name) is not getattr(second, name)

@@ -10,11 +10,11 @@ import pytest
 from jaxspec.engine import runner as runner_module
 from jaxspec.engine.runner import build_mesh, choose_dtype, use_compilation_cache
 from jaxspec.errors import ConfigError
-from jaxspec.program.plan import StepPlan, StepShape
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.program.plan import Features, StepPlan, StepShape
+from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.e2e import pair
-from tests.engine.test_scheduler import make_config
 from tests.engines import generate, make_draft_of, make_engine, make_micro
+from tests.loops import make_config
 from tests.oracles import model_config
 
 TRAFFIC = [
@@ -163,6 +163,25 @@ def test_dtype_auto_asks_the_processor(has_instructions, chosen, monkeypatch, ca
 def test_more_shards_than_devices_are_refused():
     with pytest.raises(ConfigError, match="tensor_parallel_size=16, but 8 cpu"):
         build_mesh(make_config(tensor_parallel_size=16))
+
+
+def test_grammars_need_the_cpu_backend_beside_an_accelerators(monkeypatch):
+    def devices(platform: str) -> None:
+        raise RuntimeError(f"Unknown backend {platform}")
+
+    engine = pair.engine()
+    monkeypatch.setattr(jax, "devices", devices)
+    form = StructuredOutputsParams(choice=["a", "b"])
+    special = SamplingParams(structured_outputs=form)
+    for refused in (
+        lambda: engine.runner.check_features(Features(has_grammar=True)),
+        lambda: engine.add_request("a", [5], special),
+        lambda: engine.warm_up(4, [special]),
+    ):
+        with pytest.raises(ConfigError, match="add ',cpu' to it"):
+            refused()
+    assert not engine.has_unfinished_requests()
+    engine.runner.check_features(Features(has_controls=True, num_logprobs=3))
 
 
 def test_a_cache_folder_of_the_users_own_is_left_alone(tmp_path, monkeypatch):

@@ -1,132 +1,31 @@
 """Whatever is asked, every plan is one that the device can run, and all requests end.
 
 `FakeDevice` asserts what a plan may not do: read a slot that holds something else,
-draft where the draft model lacks keys and values, write into another's page.
+draft where the draft model lacks keys and values, write into another's page, prefill
+out of order.
 """
 
+import dataclasses
 from collections import deque
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxspec.config import EngineConfig, SpeculativeConfig
-from jaxspec.engine.controller import Controller
+from jaxspec.config import EngineConfig
 from jaxspec.engine.request import Request, Status
-from jaxspec.engine.scheduler import Scheduler
 from jaxspec.outputs import RequestStateStats
-from jaxspec.program.plan import TILE, PoolShape
+from jaxspec.program.plan import MAX_CONTROLLED, TILE, Features, TokenControls
 from jaxspec.sampling_params import SamplingParams
-from tests.engines import MICRO
-from tests.fake_device import FakeDevice, random_truth, reference_tokens
-from tests.oracles import TINY, model_config
-
-VOCAB = 16
-MODEL = model_config(
-    SimpleNamespace(
-        config=SimpleNamespace(to_dict=lambda: TINY | MICRO | {"model_type": "gemma2"})
-    )
+from tests.fake_device import FakeDevice
+from tests.loops import (
+    MODEL,
+    Loop,
+    make_config,
+    make_request,
+    make_requests,
+    run_traffic,
 )
-
-
-def make_config(**changes) -> EngineConfig:
-    values: dict[str, Any] = dict(
-        model="target",
-        tokenizer="stub",
-        served_model_name="target",
-        dtype="float32",
-        max_model_len=96,
-        max_num_seqs=3,
-        max_num_batched_tokens=64,
-        page_size=4,
-        num_pages=48,
-        seed=0,
-        tensor_parallel_size=1,
-        model_config=MODEL,
-    )
-    num_draft = changes.pop("num_draft_tokens", 3)
-    threshold = changes.pop("disable_by_batch_size", None)
-    if num_draft:
-        values["draft_model_config"] = MODEL
-        values["speculative"] = SpeculativeConfig(
-            model="draft",
-            num_speculative_tokens=num_draft,
-            disable_by_batch_size=threshold,
-        )
-    return EngineConfig(**(values | changes))
-
-
-def make_request(number: int, random: np.random.Generator, config) -> Request:
-    length = int(random.choice([1, 2, TILE - 1, TILE, TILE + 1, 70]))
-    budget = int(random.integers(1, 40))
-    stops = tuple(random.integers(0, VOCAB, random.integers(0, 2)).tolist())
-    return Request(
-        request_id=str(number),
-        prompt=None,
-        prompt_token_ids=random.integers(0, VOCAB, length).tolist(),
-        params=SamplingParams(
-            max_tokens=budget, min_tokens=int(random.integers(0, budget + 1))
-        ),
-        max_total=min(length + budget, config.max_model_len),
-        num_draft_tokens=int(random.integers(0, config.num_draft_tokens + 1)),
-        seed=(number, 0),
-        rule=0,
-        stop_ids=stops,
-        stats=RequestStateStats(),
-        spec_metrics=None,
-    )
-
-
-class Loop:
-    """The engine's loop without texts: plan, launch, read one launch late."""
-
-    def __init__(self, config: EngineConfig, seed: int, depth: int = 1):
-        self.config, self.depth = config, depth
-        self.scheduler = Scheduler(config, Controller(config.speculative))
-        self.pool = PoolShape(
-            num_rows=config.max_num_seqs,
-            num_pages=config.num_pages,
-            page_size=config.page_size,
-            max_model_len=config.max_model_len,
-        )
-        self.truth = random_truth(VOCAB)
-        self.device = FakeDevice(
-            self.pool,
-            self.truth,
-            has_draft=config.speculative is not None,
-            seed=seed,
-        )
-        self.launched: deque = deque()
-        self.launches: list = []
-        self.finished: list[Request] = []
-
-    def step(self) -> bool:
-        launch = self.scheduler.plan()
-        if launch is not None:
-            self.launches.append(launch)
-            result = self.device.run(launch.plan, launch.shape)
-            self.launched.append((launch, result))
-        for request in self.scheduler.running:
-            request.check()
-        if self.launched and (launch is None or len(self.launched) > self.depth):
-            for part in self.scheduler.commit(*self.launched.popleft()):
-                if part.is_done:
-                    self.scheduler.finish(part.request, "length", None)
-                    self.finished.append(part.request)
-        self.scheduler.pages.check()
-        return self.scheduler.has_unfinished() or bool(self.launched)
-
-    def assert_idle(self) -> None:
-        pages = self.scheduler.pages
-        assert (pages.num_free, pages.num_reserved) == (self.config.num_pages, 0)
-        assert sorted(self.scheduler.free_rows) == list(range(self.config.max_num_seqs))
-
-    def assert_said_the_truth(self, request: Request) -> None:
-        prompt = request.prompt_token_ids
-        expected = reference_tokens(self.truth, request.seed, prompt, request)
-        assert request.output_token_ids == expected
-
 
 CONFIGS = {
     "base": {},
@@ -144,6 +43,9 @@ CONFIGS = {
     ),
     "many_tiles": dict(max_num_seqs=8, max_num_batched_tokens=512, num_pages=200),
     "tight_length": dict(max_model_len=75),
+    "priorities": dict(scheduling_policy="priority", max_num_seqs=8, num_pages=30),
+    "short_drafts": dict(longest_drafted=20, max_num_seqs=4, num_pages=40),
+    "without_cache": dict(enable_prefix_caching=False, max_num_seqs=8, num_pages=30),
 }
 
 
@@ -239,7 +141,11 @@ def test_decoding_never_waits_for_prompts():
     second = make_request(1, random, loop.config)
     second.prompt_token_ids, second.max_total = [1] * 90, 95
     loop.scheduler.add(second)
-    before = len(loop.launches)
+    # First the time of a round without prompts becomes known.
+    for _ in range(4):
+        loop.step()
+    assert second.status is Status.PREFILL
+    before = len(loop.launches) - 1
     while second.status is not Status.DECODE:
         loop.step()
     both = loop.launches[before : before + 3]
@@ -282,6 +188,37 @@ def test_drafting_stops_in_a_crowd_and_comes_back():
     loop.assert_said_the_truth(requests[0])
 
 
+def test_a_prompt_waits_while_the_draft_model_catches_up():
+    """Both take tiles of one budget; who was there first fills it."""
+    config = make_config(
+        max_num_seqs=4,
+        num_pages=400,
+        max_model_len=400,
+        disable_by_batch_size=2,
+        model_config=dataclasses.replace(MODEL, max_position_embeddings=512),
+    )
+    loop = Loop(config, seed=0)
+    first, second, third, late = make_requests(config, 4, num_draft_tokens=3)
+    for request in (first, second, third):
+        request.prompt_token_ids, request.max_total = [1] * 5, 300
+        loop.scheduler.add(request)
+    for _ in range(100):
+        loop.step()
+    late.prompt_token_ids, late.max_total = [7] * 300, 350
+    loop.scheduler.add(late)
+    while late.status is Status.WAITING:
+        loop.step()
+    assert not late.num_fed == 300
+    for request in (second, third):
+        loop.scheduler.finish(request, "abort", None)
+    tiles = []
+    while loop.step():
+        tiles.append([one.is_draft_only for one in loop.launches[-1].plan.tiles])
+    assert [True] * 2 in tiles, "the budget was never all for catching up"
+    for request in (first, late):
+        loop.assert_said_the_truth(request)
+
+
 def test_the_program_drafts_no_more_than_anybody_asks_for():
     loop = run_together(make_config(num_draft_tokens=8), 2, num_draft_tokens=2)
     drafts = {launch.shape.num_draft_tokens for launch in loop.launches}
@@ -299,9 +236,143 @@ def test_nobody_drafts_past_the_end():
         assert drafts <= 16 - known - 1
 
 
+@pytest.mark.parametrize("longest", [10, 11, 12])
+def test_long_sequences_are_not_drafted_for(monkeypatch, longest):
+    """No draft lies beyond, counted from the prompt on; later rounds are plain ones."""
+    known, run = [], FakeDevice.run
+
+    def note(device, plan, shape):
+        known.extend(len(device.rows[row].tokens) for row, _ in plan.decode)
+        return run(device, plan, shape)
+
+    monkeypatch.setattr(FakeDevice, "run", note)
+    loop = run_together(make_config(num_draft_tokens=3, longest_drafted=longest), 1)
+    rounds = [
+        (drafts, launch.shape.num_draft_tokens)
+        for launch in loop.launches
+        for _, drafts in launch.plan.decode
+    ]
+    for tokens, (drafts, width) in zip(known, rounds, strict=True):
+        assert tokens + drafts <= max(longest, tokens)
+        assert width == 3 or tokens + 3 + 1 >= longest  # a round that is not read
+        assert width == 0 or tokens < longest
+    assert {width for _, width in rounds} == {0, 3}
+    loop.assert_said_the_truth(loop.finished[0])
+
+
 def test_shapes_follow_the_prompts_that_are_expected():
     scheduler = Loop(make_config(max_num_seqs=3), seed=0).scheduler
     chunks = {shape.chunk for shape in scheduler.shapes()}
     assert chunks == {0, 32, 128}
     assert {shape.num_seqs for shape in scheduler.shapes()} == {1, 2, 4}
     assert {shape.num_draft_tokens for shape in scheduler.shapes()} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("num_draft", [0, 3])
+def test_who_came_last_waits_again_when_pages_run_out(num_draft):
+    config = make_config(
+        max_num_seqs=4, num_pages=30, max_model_len=96, num_draft_tokens=num_draft
+    )
+    requests = make_requests(config, 4)
+    for number, request in enumerate(requests):
+        request.prompt_token_ids = [number] * 20
+    loop = run_traffic(config, requests)
+    counts = [request.stats.num_preemptions for request in requests]
+    assert sum(counts) == loop.scheduler.stats.num_preemptions > 0
+    # The first is never touched, so that somebody always goes on.
+    assert counts[0] == 0
+    ends = [int(request.request_id) for request in loop.finished]
+    assert ends == sorted(ends)
+
+
+def test_a_plan_lists_all_pages_that_were_taken():
+    """Pages are taken for the drafts of one who then sits out: the plan is smaller."""
+    config = make_config(
+        num_draft_tokens=8, num_pages=13, max_num_seqs=2, max_model_len=52
+    )
+    num_sat_out = 0
+    for num_prompt in range(20, 36):
+        loop = Loop(config, seed=0)
+        requests = make_requests(config, 2, stop_ids=(), can_read_prefix_cache=False)
+        for request, drafts in zip(requests, (0, 8), strict=True):
+            request.prompt_token_ids = [drafts + 1] * (5 if drafts else num_prompt)
+            request.max_total = request.num_prompt_tokens + 12
+            request.num_draft_tokens = drafts
+            loop.scheduler.add(request)
+        while loop.step():
+            rows = loop.scheduler.rows
+            num_sat_out += int(rows.is_decoding.sum()) > len(loop.launches[-1].rows)
+        for request in requests:
+            loop.assert_said_the_truth(request)
+        loop.assert_idle()
+    assert num_sat_out
+
+
+def test_a_preempted_request_finds_its_own_pages():
+    """What nobody has taken meanwhile is not computed again."""
+    config = make_config(max_num_seqs=2, num_pages=30, num_draft_tokens=0)
+    requests = make_requests(config, 2)
+    for number, request in enumerate(requests):
+        request.prompt_token_ids = [number] * 40
+    loop = run_traffic(config, requests)
+    assert requests[1].stats.num_preemptions >= 1
+    starts = [
+        next(tile.start for tile in launch.plan.tiles if tile.row == admission.row)
+        for launch in loop.launches
+        for admission in launch.plan.admissions
+        if admission.seed == requests[1].seed
+    ]
+    assert starts[0] == 0
+    assert min(starts[1:]) > 0
+
+
+def test_priorities_decide_who_runs_and_who_is_preempted():
+    config = make_config(
+        max_num_seqs=2, num_pages=30, scheduling_policy="priority", num_draft_tokens=0
+    )
+    requests = make_requests(config, 4)
+    for number, request in enumerate(requests):
+        request.prompt_token_ids = [number] * 40
+        request.priority = -number
+    loop = run_traffic(config, requests)
+    assert [int(request.request_id) for request in loop.finished] == [3, 2, 1, 0]
+    assert requests[3].stats.num_preemptions == 0
+    fcfs = make_config(max_num_seqs=2, num_pages=30, num_draft_tokens=0)
+    again = make_requests(fcfs, 4)
+    for number, request in enumerate(again):
+        request.prompt_token_ids, request.priority = [number] * 40, -number
+    loop = run_traffic(fcfs, again)
+    assert [int(request.request_id) for request in loop.finished] == [0, 1, 2, 3]
+
+
+def test_a_launch_has_what_anybody_in_it_needs():
+    config = make_config(max_num_seqs=2, num_pages=200, num_draft_tokens=0)
+    requests = make_requests(config, 2, max_total=80)
+    asked = Features(num_logprobs=20, num_prompt_logprobs=20)
+    requests[1].features, requests[1].max_total = asked, 75
+    requests[1].can_read_prefix_cache = False
+    loop = run_traffic(config, requests)
+    for launch in loop.launches:
+        expected = Features()
+        if requests[1] in launch.tiled:
+            expected = asked
+        elif requests[1] in launch.decoding:
+            expected = Features(num_logprobs=20)  # the prompt is told already
+        assert launch.shape.features == expected
+        assert launch.shape in loop.scheduler.shapes(features=expected)
+
+
+def test_few_admissions_of_a_launch_have_controls():
+    config = make_config(max_num_seqs=16, num_pages=400, max_num_batched_tokens=512)
+    controls = TokenControls(presence_penalty=1.0)
+    features = Features(has_controls=True)
+    requests = make_requests(
+        config,
+        10,
+        controls=controls,
+        features=features,
+        can_read_prefix_cache=False,
+    )
+    loop = run_traffic(config, requests)
+    admitted = [len(launch.plan.admissions) for launch in loop.launches]
+    assert admitted[:3] == [MAX_CONTROLLED, MAX_CONTROLLED, 2]

@@ -8,6 +8,12 @@ from jaxspec.errors import ConfigError
 SAME = {"model": "draft", "num_speculative_tokens": 5}
 
 
+def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
+    """What n-gram drafts come to."""
+    keys = {"prompt_lookup_max": most, "prompt_lookup_min": fewest}
+    return {"method": method} | keys
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -43,6 +49,54 @@ SAME = {"model": "draft", "num_speculative_tokens": 5}
                 "rejection_sample_method": "standard",
                 "method": "draft_model",
             },
+        ),
+        # n-gram drafts: the first generation must say the most, and the fewest is 1 ...
+        ({"speculative_model": "[ngram]", "ngram_prompt_lookup_max": 4}, lookup(4, 1)),
+        (
+            {
+                "speculative_model": "[ngram]",
+                "ngram_prompt_lookup_max": 4,
+                "ngram_prompt_lookup_min": 3,
+                "num_speculative_tokens": 5,
+            },
+            lookup(4, 3) | {"num_speculative_tokens": 5},
+        ),
+        # ... the others say 5 for both, or one for the other.
+        ({"spec_method": "ngram"}, lookup(5, 5)),
+        ({"spec_model": "ngram"}, lookup(5, 5)),
+        ({"speculative_config": {"method": "ngram"}}, lookup(5, 5)),
+        ({"speculative_config": {"method": "[ngram]"}}, lookup(5, 5)),
+        ({"speculative_config": {"method": "ngram_gpu"}}, lookup(5, 5)),
+        ({"speculative_config": {"model": "[ngram]"}}, lookup(5, 5)),
+        (
+            {"speculative_config": {"method": "ngram", "prompt_lookup_max": 4}},
+            lookup(4, 4),
+        ),
+        (
+            {"speculative_config": {"method": "ngram", "prompt-lookup-min": 3}},
+            lookup(3, 3),
+        ),
+        (
+            {
+                "speculative_config": {"method": "ngram", "prompt_lookup_min": 2},
+                "ngram_prompt_lookup_max": 6,
+            },
+            lookup(6, 2),
+        ),
+        # Both kinds of draft.
+        (
+            {"spec_method": "ngram+draft_model", "spec_model": "draft"},
+            {"model": "draft"} | lookup(5, 5, "ngram+draft_model"),
+        ),
+        (
+            {
+                "speculative_model": "draft",
+                "speculative_config": {
+                    "method": "ngram+draft_model",
+                    "prompt_lookup_max": 3,
+                },
+            },
+            {"model": "draft"} | lookup(3, 3, "ngram+draft_model"),
         ),
     ],
 )
@@ -89,6 +143,7 @@ def test_a_contradiction_names_both(arguments: dict[str, Any], texts: list[str])
         ),
         ({"speculative_disable_by_batch_size": 4}, "by_batch_size=4"),
         ({"spec_method": "draft_model"}, "spec_method='draft_model'"),
+        ({"spec_method": "ngram+draft_model"}, "spec_method='ngram+draft_model'"),
     ],
 )
 def test_arguments_without_a_draft_model(arguments: dict[str, Any], given: str):
@@ -115,10 +170,45 @@ def test_a_bad_dict(config: Any, texts: list[str]):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        (
+            {"speculative_model": "[ngram]"},
+            ["speculative_model='[ngram]' requires ngram_prompt_lookup_max"],
+        ),
+        (
+            {"speculative_model": "[ngram]", "ngram_prompt_lookup_min": 2},
+            ["requires ngram_prompt_lookup_max"],
+        ),
+        (
+            {"spec_model": "[ngram]", "spec_method": "draft_model"},
+            ["'draft_model'", "contradicts", "'[ngram]'"],
+        ),
+        (
+            {"spec_model": "ngram", "spec_method": "ngram+draft_model"},
+            ["'ngram+draft_model'", "contradicts", "'ngram'"],
+        ),
+        (
+            {"spec_model": "draft", "spec_method": "ngram"},
+            ["no draft model, got 'draft'", "'ngram+draft_model'"],
+        ),
+        (
+            {"speculative_model": "draft", "ngram_prompt_lookup_max": 4},
+            ["prompt_lookup_max=4", "n-gram", "'[ngram]'"],
+        ),
+        ({"ngram_prompt_lookup_min": 4}, ["prompt_lookup_min=4", "n-gram"]),
+    ],
+)
+def test_lookups_that_contradict(arguments: dict[str, Any], texts: list[str]):
+    with pytest.raises(ConfigError) as caught:
+        merge(arguments)
+    for text in texts:
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("arguments", "given"),
     [
-        ({"speculative_model": "[ngram]", "ngram_prompt_lookup_max": 4}, "'ngram'"),
-        ({"speculative_config": {"method": "ngram"}}, "'ngram'"),
         ({"spec_method": "eagle", "spec_model": "x"}, "'eagle'"),
         ({"speculative_config": SAME | {"quantization": "fp8"}}, "'fp8'"),
         ({"speculative_config": SAME | {"use-heterogeneous-vocab": True}}, "True"),

@@ -29,7 +29,12 @@ from tqdm.auto import tqdm
 from jaxspec.config import ModelConfig
 from jaxspec.models.weights import abstract_params
 from jaxspec.program.plan import PoolShape, StepShape
-from jaxspec.program.state import EngineState, init_rows, page_forms
+from jaxspec.program.state import (
+    EngineState,
+    init_rows,
+    init_token_pages,
+    page_forms,
+)
 from jaxspec.program.step import ProgramConfig, compile_step
 from jaxspec.sharding import (
     DRAFT_MESH_AXES,
@@ -95,6 +100,7 @@ _BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1, "s8": 1, "u8": 1}
 # The result's shapes, one or several in parentheses, then the operation's name.
 _OPERATION = re.compile(r" = (\(.*?\)|\S+) ([a-z][\w-]*)\(")
 _NOTHING = (0, "u8[]", "")
+RECORD_BYTES = 2**14
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{(\S*?)\})?")
 
 
@@ -106,6 +112,7 @@ class Report:
     layers: tuple[int, int]
     argument_bytes: int
     temp_bytes: int
+    record_bytes: int  # of those, what is kept about copies on their way to VMEM
     hbm_bytes: int  # all of it: arguments, results that are not donated, temporaries
     donated_bytes: int
     state_bytes: int
@@ -145,6 +152,17 @@ def model(name: str, num_layers: int | None = None) -> ModelConfig:
     return ModelConfig.from_hf(config)
 
 
+def pool_of(place: Place, target: ModelConfig) -> PoolShape:
+    """Eight sequences, as long as the model takes them."""
+    return PoolShape(
+        num_rows=8,
+        num_pages=place.num_pages,
+        page_size=PAGE_SIZE,
+        max_model_len=target.max_position_embeddings,
+        vocab_size=target.vocab_size,
+    )
+
+
 def compile_pair(
     name: str, *, layers: tuple[int | None, int | None] = (None, None)
 ) -> tuple[Report, str]:
@@ -152,22 +170,19 @@ def compile_pair(
     place = PLACES[name]
     mesh = describe(place)
     target, draft = model("9b", layers[0]), model("2b", layers[1])
-    pool = PoolShape(
-        num_rows=8,
-        num_pages=place.num_pages,
-        page_size=PAGE_SIZE,
-        max_model_len=target.max_position_embeddings,
-    )
+    pool = pool_of(place, target)
     form: Any = partial(abstract_params, dtype=jnp.dtype(jnp.bfloat16), mesh=mesh)
     params = form(target), form(draft, mesh_axes=DRAFT_MESH_AXES)
     forms: Any = EngineState  # of arrays that are not there
-    state = forms(
-        rows=jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=replicated(mesh)
-            ),
-            jax.eval_shape(lambda: init_rows(pool)),
+    rows, token_pages = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=replicated(mesh)
         ),
+        jax.eval_shape(lambda: (init_rows(pool), init_token_pages(pool))),
+    )
+    state = forms(
+        rows=rows,
+        token_pages=token_pages,
         target_pages=page_forms(target, params[0], pool, mesh, TARGET_MESH_AXES),
         draft_pages=page_forms(draft, params[1], pool, mesh, DRAFT_MESH_AXES),
     )
@@ -190,6 +205,7 @@ def compile_pair(
         layers=(target.num_layers, draft.num_layers),
         argument_bytes=memory.argument_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
+        record_bytes=_record_bytes(text),
         hbm_bytes=used + memory.generated_code_size_in_bytes,
         donated_bytes=memory.alias_size_in_bytes,
         state_bytes=sum(_local_bytes(leaf) for leaf in jax.tree.leaves(state)),
@@ -203,6 +219,16 @@ def compile_pair(
     )
     _log.info("%s", json.dumps(asdict(report)))
     return report, text
+
+
+def _record_bytes(text: str) -> int:
+    """HBM for records of asynchronous copies, on TPU.
+
+    XLA fetches weights ahead, whole or in slices, as many as VMEM has room for. What it
+    notes of each is a tuple of 512 bytes (of a slice, two) in a slot of 16 KiB.
+    """
+    copies = text.count(" copy-start(") + 2 * text.count(" slice-start(")
+    return copies * RECORD_BYTES
 
 
 def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:

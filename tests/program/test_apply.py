@@ -16,28 +16,56 @@ from jaxspec.program.plan import (
     MAX_STOP_IDS,
     NO_TOKEN,
     TILE,
+    Features,
     PlanLayout,
     PoolShape,
     StepPlan,
     StepShape,
     Tile,
+    TokenControls,
 )
-from jaxspec.program.state import Rows, init_rows
-from tests.program.test_plan import ADMISSION
+from jaxspec.program.state import Rows, init_rows, init_token_pages
+from tests.program.test_plan import ADMISSION, with_controls
+from tests.rows import make_control_rows
 
-POOL = PoolShape(num_rows=4, num_pages=40, page_size=4, max_model_len=50)
+POOL = PoolShape(num_rows=4, num_pages=60, page_size=4, max_model_len=50, vocab_size=70)
 SHAPE = StepShape(num_seqs=4, num_draft_tokens=1, chunk=2 * TILE)
 LAYOUT = PlanLayout(SHAPE, POOL)
+CONTROLLED = dataclasses.replace(SHAPE, features=Features(has_controls=True))
 
 
 @jax.jit
-def apply_vector(rows: Rows, vector: jax.Array) -> Rows:
+def apply_vector(
+    rows: Rows, token_pages: jax.Array, vector: jax.Array
+) -> tuple[Rows, jax.Array]:
     fields = unpack(vector, LAYOUT)
-    return apply_plan(rows, fields, read_tiles(fields), POOL)
+    return apply_plan(rows, token_pages, fields, read_tiles(fields), POOL)
 
 
 def apply(rows: Rows, plan: StepPlan) -> Rows:
-    return apply_vector(rows, jnp.asarray(LAYOUT.pack(plan)))
+    vector = jnp.asarray(LAYOUT.pack(plan))
+    after, token_pages = apply_vector(rows, used_tokens(), vector)
+    if not plan.tiles:
+        assert (token_pages == used_tokens()).all()
+    return after
+
+
+def tokens_after(rows: Rows, plan: StepPlan) -> np.ndarray:
+    """Every row's tokens by position."""
+    vector = jnp.asarray(LAYOUT.pack(plan))
+    after, token_pages = apply_vector(rows, used_tokens(), vector)
+    assert changed_rows(rows, after) == {}
+    return by_position(after, token_pages)
+
+
+def by_position(rows: Rows, token_pages: jax.Array) -> np.ndarray:
+    found = np.array(token_pages)[np.asarray(rows.page_table)]
+    return found.reshape(POOL.num_rows, -1)
+
+
+def used_tokens() -> jax.Array:
+    pages = init_token_pages(POOL)
+    return jnp.arange(pages.size, dtype=pages.dtype).reshape(pages.shape) + 1000
 
 
 def used_rows() -> Rows:
@@ -53,12 +81,14 @@ def used_rows() -> Rows:
 
 
 def changed_rows(before: Rows, after: Rows) -> dict[str, list[int]]:
+    """Rows that differ, by the name of the leaf."""
     changes = {}
-    for field in dataclasses.fields(Rows):
-        pair = [np.asarray(getattr(rows, field.name)) for rows in (before, after)]
-        differs = (pair[0] != pair[1]).reshape(POOL.num_rows, -1).any(axis=1)
+    leaves = (jax.tree.leaves_with_path(rows) for rows in (before, after))
+    for (path, old), (_, new) in zip(*leaves, strict=True):
+        differs = np.asarray(old != new).reshape(POOL.num_rows, -1).any(axis=1)
         if differs.any():
-            changes[field.name] = np.flatnonzero(differs).tolist()
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            changes[name] = np.flatnonzero(differs).tolist()
     return changes
 
 
@@ -71,7 +101,7 @@ def test_an_admission_overwrites_its_row_alone():
     rows = used_rows()
     after = apply(rows, StepPlan(admissions=[ADMISSION]))
     assert {row for rows in changed_rows(rows, after).values() for row in rows} == {3}
-    for name in ("min_total", "max_total", "top_k", "rule"):
+    for name in ("num_prompt", "min_total", "max_total", "top_k", "rule"):
         assert getattr(after, name)[3] == getattr(ADMISSION, name)
     for name in ("temperature", "top_p", "min_p"):
         assert getattr(after, name)[3] == np.float32(getattr(ADMISSION, name))
@@ -81,6 +111,50 @@ def test_an_admission_overwrites_its_row_alone():
     assert (int(after.num_tokens[3]), bool(after.is_done[3])) == (0, False)
     # The last request's pages may be another's by now.
     assert (after.page_table[3] == POOL.num_pages).all()
+
+
+def check_forgotten_controls() -> None:
+    apply_vector.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+    rows = used_rows()
+    assert rows.controls.is_controlled.all()
+    changes = changed_rows(rows, apply(rows, StepPlan(admissions=[ADMISSION])))
+    found = {name: rows for name, rows in changes.items() if "controls" in name}
+    assert found == {"controls.is_controlled": [3]}
+
+
+def test_an_admission_without_controls_ends_those_of_the_last_request():
+    check_forgotten_controls()
+
+
+CONTROLS = TokenControls(
+    presence_penalty=-0.5,
+    frequency_penalty=1.25,
+    repetition_penalty=1.1,
+    bias=((5, -100.0), (69, 2.5)),
+    allowed=(0, 31, 32, 69),
+    bad_words=((7,), (1, 2, 3)),
+)
+
+
+def test_admitted_controls_are_kept_in_their_rows():
+    layout = PlanLayout(CONTROLLED, POOL)
+    asked = [with_controls(2, CONTROLS), dataclasses.replace(ADMISSION, row=1)]
+    vector = jnp.asarray(layout.pack(StepPlan(admissions=asked)))
+
+    @jax.jit
+    def run(rows: Rows) -> Rows:
+        fields = unpack(vector, layout)
+        tiles = read_tiles(fields)
+        return apply_plan(rows, used_tokens(), fields, tiles, POOL)[0]
+
+    rows = used_rows()
+    after = run(rows)
+    expected = make_control_rows([CONTROLS], POOL.vocab_size)
+    kept = jax.tree.map(lambda leaf: leaf[2:3], after.controls)
+    jax.tree.map(np.testing.assert_array_equal, kept, expected)
+    assert after.controls.is_controlled.tolist() == [True, False, True, True]
+    changes = changed_rows(rows, after)
+    assert changes["controls.bad_words"] == changes["controls.allowed"] == [2]
 
 
 def test_pages_come_after_the_admission_that_clears_the_table():
@@ -97,20 +171,29 @@ def test_tiles_write_their_tokens_and_no_pads():
         Tile(row=1, start=5, tokens=np.array([91, 92, 93]), is_last=True),
         Tile(row=2, start=0, tokens=np.arange(200, 232), is_last=False),
     ]
-    after = apply(rows, StepPlan(tiles=tiles))
-    assert changed_rows(rows, after) == {"history": [1, 2]}
-    expected = np.array(rows.history)
+    found = tokens_after(rows, StepPlan(tiles=tiles))
+    expected = by_position(rows, used_tokens())
     expected[1, 5:8] = [91, 92, 93]
     expected[2, :TILE] = np.arange(200, 232)
-    assert np.asarray(after.history).tolist() == expected.tolist()
+    assert found.tolist() == expected.tolist()
 
 
 def test_a_tile_at_the_end_of_the_context_stays_inside():
     tile = Tile(row=0, start=49, tokens=np.array([77]), is_last=True)
-    after = apply(used_rows(), StepPlan(tiles=[tile]))
-    expected = np.array(used_rows().history)
+    found = tokens_after(used_rows(), StepPlan(tiles=[tile]))
+    expected = by_position(used_rows(), used_tokens())
     expected[0, 49] = 77
-    assert np.asarray(after.history).tolist() == expected.tolist()
+    assert found.tolist() == expected.tolist()
+
+
+def test_tokens_without_a_page_are_written_nowhere():
+    rows = dataclasses.replace(
+        used_rows(), page_table=jnp.full((4, 13), POOL.num_pages, jnp.int32)
+    )
+    tile = Tile(row=1, start=5, tokens=np.array([91, 92, 93]), is_last=True)
+    vector = jnp.asarray(LAYOUT.pack(StepPlan(tiles=[tile])))
+    _, token_pages = apply_vector(rows, used_tokens(), vector)
+    assert (token_pages == used_tokens()).all()
 
 
 def test_gathered_sequences_are_their_rows():
@@ -122,12 +205,12 @@ def test_gathered_sequences_are_their_rows():
         temperature=jnp.array([0.5, 0.5, 0.5, 0.0], jnp.float32),
     )
     order = [3, 0, 1, POOL.num_rows]
-    active = gather(rows, jnp.array(order, jnp.int32))
+    active = gather(rows, used_tokens(), jnp.array(order, jnp.int32))
     # A done row and the pad take no part.
     assert active.is_active.tolist() == [True, True, False, False]
     assert active.is_sampled.tolist() == [False, True, False, False]
     assert active.is_coupled.tolist() == [False, True, False, False]
-    history = np.asarray(rows.history)
+    history = by_position(rows, used_tokens())
     newest = [history[3, 48:50].tolist(), history[0, 7:9].tolist()]
     assert active.last_tokens[:2].tolist() == newest
     for name in ("page_table", "min_total", "max_total", "top_k", "seed", "stop_ids"):
@@ -135,14 +218,18 @@ def test_gathered_sequences_are_their_rows():
         assert np.asarray(getattr(active, name))[:3].tolist() == expected.tolist()
     # A prompt that has just come in: its length is not in the rows yet.
     active = gather(
-        rows, jnp.array([2], jnp.int32), num_tokens=jnp.array([20], jnp.int32)
+        rows,
+        used_tokens(),
+        jnp.array([2], jnp.int32),
+        num_tokens=jnp.array([20], jnp.int32),
     )
     assert active.num_tokens.tolist() == [20]
     assert active.last_tokens.tolist() == [history[2, 18:20].tolist()]
 
 
 def test_repeated_sequences_stay_side_by_side():
-    active = gather(used_rows(), jnp.array([2, 0], jnp.int32)).repeat(3)
+    row = jnp.array([2, 0], jnp.int32)
+    active = gather(used_rows(), used_tokens(), row).repeat(3)
     assert active.row.tolist() == [2, 2, 2, 0, 0, 0]
     assert active.seed.shape == (6, 2)
     assert active.controls.top_k.tolist() == active.top_k.tolist()

@@ -74,16 +74,21 @@ def check_truncate() -> None:
 def check_append() -> None:
     """Tokens arrive behind the known ones, and nowhere else."""
     random = np.random.default_rng(1)
-    pool = PoolShape(num_rows=6, num_pages=4, page_size=4, max_model_len=12)
+    pool = PoolShape(
+        num_rows=6, num_pages=20, page_size=4, max_model_len=12, vocab_size=16
+    )
+    page_table = random.permutation(20)[:18].reshape(6, 3)
     rows = init_rows(pool)
     known = random.integers(0, VOCAB, (6, 12))
     length = np.array([3, 5, 7, 9, 11, 8])
     rows = dataclasses.replace(
         rows,
-        history=jnp.asarray(known, jnp.int32),
+        page_table=jnp.asarray(page_table, jnp.int32),
         num_tokens=jnp.asarray(length, jnp.int32),
         is_done=jnp.zeros(6, bool),
     )
+    token_pages = np.zeros((20, 4), np.int32)
+    token_pages[page_table] = known.reshape(6, 3, 4)
     # Rows out of order, one idle, one pad past the end.
     row = np.array([4, 0, 3, 2, 6])
     is_active = np.array([True, True, True, False, False])
@@ -95,7 +100,9 @@ def check_append() -> None:
         jnp.asarray(count, jnp.int32),
         jnp.array([True, False, False, True, True]),
     )
-    found = commit.append(rows, active, emitted)
+    table = np.minimum(np.append(page_table, [[20] * 3], axis=0), 20)[row]
+    active = dataclasses.replace(active, page_table=jnp.asarray(table, jnp.int32))
+    found, found_pages = commit.append(rows, jnp.asarray(token_pages), active, emitted)
     history, total = known.copy(), length.copy()
     for index in range(3):
         own = row[index]
@@ -103,10 +110,11 @@ def check_append() -> None:
             index, : count[index]
         ]
         total[own] += count[index]
-    np.testing.assert_array_equal(found.history, history)
+    token_pages[page_table] = history.reshape(6, 3, 4)
+    np.testing.assert_array_equal(found_pages, token_pages)
     np.testing.assert_array_equal(found.num_tokens, total)
     np.testing.assert_array_equal(found.is_done, np.arange(6) == 4)
-    same = {"history", "num_tokens", "is_done"}
+    same = {"num_tokens", "is_done"}
     for item in dataclasses.fields(rows):
         if item.name not in same:
             before, after = getattr(rows, item.name), getattr(found, item.name)

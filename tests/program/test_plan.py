@@ -1,5 +1,7 @@
 """A plan survives the way through its vector, and a result the way back."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,21 +12,24 @@ from jaxspec.program.plan import (
     NO_TOKEN,
     TILE,
     Admission,
+    Features,
     PlanLayout,
     PoolShape,
     StepPlan,
     StepResult,
     StepShape,
     Tile,
+    TokenControls,
 )
 
-POOL = PoolShape(num_rows=5, num_pages=40, page_size=4, max_model_len=50)
+POOL = PoolShape(num_rows=5, num_pages=40, page_size=4, max_model_len=50, vocab_size=70)
 SHAPE = StepShape(num_seqs=4, num_draft_tokens=3, chunk=2 * TILE)
 LAYOUT = PlanLayout(SHAPE, POOL)
 PAD_ROW = POOL.num_rows
 
 ADMISSION = Admission(
     row=3,
+    num_prompt=6,
     min_total=9,
     max_total=20,
     temperature=0.7,
@@ -50,6 +55,10 @@ PLAN = StepPlan(
     admissions=[ADMISSION],
     pages=[(4, 2, 17), (3, 0, 39)],
 )
+
+
+def with_controls(row: int, controls: TokenControls) -> Admission:
+    return dataclasses.replace(ADMISSION, row=row, controls=controls)
 
 
 def fields_of(plan: StepPlan) -> dict[str, np.ndarray]:
@@ -102,10 +111,18 @@ def test_vectors_share_no_memory():
     assert LAYOUT.pack(PLAN).tolist() == before.tolist()
 
 
+ALL_FEATURES = Features(
+    has_controls=True, has_grammar=True, num_logprobs=2, num_prompt_logprobs=3
+)
+
+
 @pytest.mark.parametrize("chunk", [0, TILE])
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_fields_fill_the_vector_without_gaps(chunk, drafts):
-    shape = StepShape(num_seqs=2, num_draft_tokens=drafts, chunk=chunk)
+@pytest.mark.parametrize("features", [Features(), ALL_FEATURES], ids=["none", "all"])
+def test_fields_fill_the_vector_without_gaps(chunk, drafts, features):
+    shape = StepShape(
+        num_seqs=2, num_draft_tokens=drafts, chunk=chunk, features=features
+    )
     layout = PlanLayout(shape, POOL)
     covered = np.zeros(layout.size, int)
     for name, field_shape in layout.fields.items():
@@ -122,21 +139,52 @@ def test_more_pages_than_a_launch_can_need_are_a_bug():
 
 
 def test_a_result_is_read_by_sequence_and_tile():
-    # [tokens x 4, emitted, accepted, done] of each sequence, then [token, done] a tile
-    rows = np.arange(4 * 7).reshape(4, 7)
-    rows[:, 6] = [0, 1, 1, 0]
+    # [tokens x 4, emitted, drafts, accepted, done] of each sequence, then [token, done]
+    # of each tile
+    rows = np.arange(4 * 8).reshape(4, 8)
+    rows[:, 7] = [0, 1, 1, 0]
     tiles = np.array([[50, 1], [60, 0]])
     vector = np.concatenate([rows.reshape(-1), tiles.reshape(-1)]).astype(np.int32)
     result = StepResult.unpack(vector, SHAPE)
     assert result.tokens.tolist() == rows[:, :4].tolist()
     assert result.num_emitted.tolist() == rows[:, 4].tolist()
-    assert result.num_accepted.tolist() == rows[:, 5].tolist()
+    assert result.num_draft.tolist() == rows[:, 5].tolist()
+    assert result.num_accepted.tolist() == rows[:, 6].tolist()
     assert result.is_done.tolist() == [False, True, True, False]
     assert result.tile_token.tolist() == [50, 60]
     assert result.tile_is_done.tolist() == [True, False]
+    assert result.logprobs is result.tile_logprobs is result.prompt_logprobs is None
+
+
+def test_log_probabilities_come_after_their_tokens():
+    shape = dataclasses.replace(SHAPE, features=ALL_FEATURES)
+    sizes = [4 * 8, 4 * 4 * 6, 2 * TILE * 8, 2 * 2, 2 * 6]
+    parts = [np.full(size, number, np.int32) for number, size in enumerate(sizes)]
+    result = StepResult.unpack(np.concatenate(parts), shape)
+    found = result.logprobs, result.prompt_logprobs, result.tile_logprobs
+    leadings = (4, 4), (2, TILE), (2,)
+    for number, one, leading in zip((1, 2, 4), found, leadings, strict=True):
+        assert one is not None
+        assert one.own.shape == one.rank.shape == leading
+        tops = 3 if number == 2 else 2
+        assert one.top_ids.shape == one.top.shape == (*leading, tops)
+        for values in one:
+            assert (values.view(np.int32) == number).all()
+    assert (result.tile_token == 3).all()
+
+
+def test_the_token_after_a_tile_is_told_for_its_log_probability():
+    shape = dataclasses.replace(SHAPE, features=ALL_FEATURES)
+    layout = PlanLayout(shape, POOL)
+    tiles = [dataclasses.replace(PLAN.tiles[0], next_token=77), PLAN.tiles[1]]
+    vector = layout.pack(dataclasses.replace(PLAN, tiles=tiles))
+    fields = unpack(jnp.asarray(vector), layout)
+    assert fields["tile_next_token"].tolist() == [77, NO_TOKEN]
 
 
 @pytest.mark.parametrize(("length", "pages"), [(48, 12), (49, 13), (1, 1)])
 def test_the_page_table_holds_the_longest_sequence(length, pages):
-    pool = PoolShape(num_rows=1, num_pages=99, page_size=4, max_model_len=length)
+    pool = PoolShape(
+        num_rows=1, num_pages=99, page_size=4, max_model_len=length, vocab_size=16
+    )
     assert pool.table_len == pages

@@ -8,7 +8,7 @@ from jaxspec.models.batch import TokenBatch
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.region import join, make_region
 
-POOL = PoolShape(num_rows=2, num_pages=10, page_size=4, max_model_len=14)
+POOL = PoolShape(num_rows=2, num_pages=10, page_size=4, max_model_len=14, vocab_size=16)
 PADS = POOL.num_pages * POOL.page_size
 TABLE = np.array([[7, 2, 9, 10], [0, 5, 10, 10]])  # 10 is the pad page
 

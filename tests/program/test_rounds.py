@@ -34,6 +34,7 @@ def make_active(rule: str) -> Active:
         row=jnp.arange(SEQS, dtype=jnp.int32),
         is_active=whole(True, bool),
         num_tokens=whole(1, jnp.int32),
+        num_prompt=whole(1, jnp.int32),
         last_tokens=jnp.zeros((SEQS, 2), jnp.int32),
         page_table=jnp.zeros((SEQS, 1), jnp.int32),
         min_total=whole(0, jnp.int32),

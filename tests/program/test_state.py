@@ -4,14 +4,13 @@ import jax
 import numpy as np
 
 from jaxspec.program.plan import NO_TOKEN, PoolShape
-from jaxspec.program.state import EngineState, init_rows
+from jaxspec.program.state import EngineState, init_rows, init_token_pages
 
-POOL = PoolShape(num_rows=3, num_pages=10, page_size=4, max_model_len=14)
+POOL = PoolShape(num_rows=3, num_pages=10, page_size=4, max_model_len=14, vocab_size=70)
 
 
 def test_new_rows_hold_nobody():
     rows = init_rows(POOL)
-    assert rows.history.shape == (3, 14)
     assert rows.page_table.shape == (3, 4)
     assert np.asarray(rows.is_done).all()
     assert not np.asarray(rows.num_tokens).any()
@@ -21,7 +20,13 @@ def test_new_rows_hold_nobody():
 
 
 def test_the_state_can_be_donated_and_used_again():
-    state = EngineState(rows=init_rows(POOL), target_pages=(), draft_pages=())
+    state = EngineState(
+        rows=init_rows(POOL),
+        token_pages=init_token_pages(POOL),
+        target_pages=(),
+        draft_pages=(),
+    )
+    assert state.token_pages.shape == (10, 4)
     buffers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)}
     assert len(buffers) == len(jax.tree.leaves(state))
     donating = jax.jit(

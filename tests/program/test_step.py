@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.program.plan import StepShape
+from jaxspec.program.plan import Features, StepShape
 from jaxspec.sampling_params import SamplingParams
 from jaxspec_kernels import write_kv_pages
 from tests.e2e import pair
@@ -31,6 +31,12 @@ SHAPES = [
 ]
 MORE_SHAPES = [
     StepShape(num_seqs=2, num_draft_tokens=drafts, chunk=32) for drafts in (0, 3)
+]
+# Those of tests/e2e/test_features.py.
+FEATURES = Features(has_controls=True, num_logprobs=5, num_prompt_logprobs=3)
+MORE_SHAPES += [
+    StepShape(num_seqs=2, num_draft_tokens=3, chunk=chunk, features=FEATURES)
+    for chunk in (0, 32)
 ]
 # They name values and make none.
 FREE = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "conditional"}
@@ -99,7 +105,8 @@ def num_bytes(tree: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
-def check_program(engine: LLMEngine, shape: StepShape) -> None:
+def check_program(engine: LLMEngine, shape: StepShape) -> str:
+    """Look for copies in a compiled program; returns its text."""
     runner: Any = engine.runner
     executable = runner.executable(shape)
     # Every leaf of the state is updated in place, pages and rows alike.
@@ -112,11 +119,21 @@ def check_program(engine: LLMEngine, shape: StepShape) -> None:
     assert {one.shape for one in scatters} & PAGE_SHAPES, "the check sees no pages"
     assert materialized(program, PAGE_SHAPES) == []
     assert materialized(program, weight_shapes(runner.params)) == []
+    return str(program)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_pages_and_weights_are_never_copied(shape):
     check_program(pair.engine(), shape)
+
+
+def test_the_common_program_leaves_controls_alone():
+    runner: Any = pair.engine().runner
+    controls = runner.state.rows.controls
+    shapes = {leaf.shape for leaf in (controls.bias_ids, controls.bad_words)}
+    program = runner.executable(SHAPES[-2]).as_text()
+    used = {one.opcode for one in instructions(program) if one.shape in shapes}
+    assert used == {"parameter"}
 
 
 @pytest.mark.slow

@@ -9,8 +9,10 @@ from jaxspec.models.gemma2 import Gemma2
 from jaxspec.program import randomness, sampling
 from jaxspec.program.active import Active
 from jaxspec.program.choose import choose_token, forbid_early_stop
+from jaxspec.program.controls import Adjust
 from jaxspec.program.plan import PoolShape
-from jaxspec.program.propose.proposal import Proposal
+from jaxspec.program.propose.ngram import Found
+from jaxspec.program.propose.proposal import Proposal, chain
 from jaxspec.program.region import join, make_region
 
 Pages = tuple[Array, ...]
@@ -36,53 +38,66 @@ def propose(
     num_draft_tokens: int,
     pool: PoolShape,
     is_greedy: bool = False,
+    found: Found | None = None,
+    adjust: Adjust | None = None,
 ) -> tuple[Proposal, Pages]:
     """Draw `num_draft_tokens` tokens per sequence from the draft model.
 
-    The first pass takes the two newest tokens: after a fully accepted round the draft
-    has no keys and values for the last draft token. Where it has them, the same values
-    are written again. Prompt tiles ride along in that pass.
+    The first pass takes the two newest tokens, and prompt tiles ride along in it.
 
     Args:
         is_greedy: Propose the argmax, a point mass, also where the request samples.
+        found: Drafts that the model is fed in place of its own, as far as they go.
+        adjust: What requests ask of single tokens; None where none asks anything.
     """
 
-    def draw(hidden: Array, position: Array) -> tuple[Array, Array | None]:
-        logits = forbid_early_stop(model.logits(hidden), position, active)
-        if is_greedy:
-            return sampling.argmax(logits), None
-        return choose_token(logits, position, active, role=randomness.DRAFT)
+    def draw(hidden: Array, step: Array | int, drafts: Array | None):
+        position = active.num_tokens + step
+        logits = model.logits(hidden)
+        if adjust is not None:
+            logits = adjust(logits[:, None], drafts, num_before=step)[:, 0]
+        logits = forbid_early_stop(logits, position, active)
+        drawn = sampling.argmax(logits), None
+        if not is_greedy:
+            drawn = choose_token(logits, position, active, role=randomness.DRAFT)
+        return drawn if found is None else found.before(step, *drawn)
 
     seqs = active.row.shape[0]
-    is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, 2))
-    first = make_region(
-        active.last_tokens, active.num_tokens, active.page_table, is_written, pool
-    )
-    batch = first if tiles is None else join([first, tiles])
-    hidden, pages = model.hidden(batch, pages)
+    hidden, pages = model.hidden(_newest(active, tiles, pool), pages)
     newest = hidden[: 2 * seqs].reshape(seqs, 2, -1)[:, 1]
-    token, probs = draw(newest, active.num_tokens)
+    # Only controls ask which drafts came before.
+    drafts = None if adjust is None else jnp.zeros((seqs, num_draft_tokens), jnp.int32)
+    token, probs = draw(newest, 0, drafts)
 
-    def extend(carry: tuple[Array, Pages], step: Array):
-        token, pages = carry
+    def extend(carry: tuple[Array, Pages, Array | None], step: Array):
+        token, pages, drafts = carry
+        if drafts is not None:
+            drafts = drafts.at[:, step - 1].set(token)
         kv_len = active.num_tokens + step
         batch = make_region(
             token[:, None], kv_len, active.page_table, active.is_active[:, None], pool
         )
         hidden, pages = model.hidden(batch, pages)
-        token, probs = draw(hidden, kv_len)
-        return (token, pages), (token, probs)
+        token, probs = draw(hidden, step, drafts)
+        return (token, pages, drafts), (token, probs)
 
     steps = jnp.arange(1, num_draft_tokens, dtype=jnp.int32)
-    (_, pages), (tokens, rest) = jax.lax.scan(
-        extend,
-        (token, pages),
-        steps,
-        unroll=model.config.num_layers <= MAX_UNROLLED_LAYERS,
+    is_shallow = model.config.num_layers <= MAX_UNROLLED_LAYERS
+    (_, pages, _), (tokens, rest) = jax.lax.scan(
+        extend, (token, pages, drafts), steps, unroll=is_shallow
     )
-    tokens = jnp.concatenate([token[None], tokens]).T
     if probs is not None and rest is not None:
         probs = jnp.concatenate([probs[None], rest]).transpose(1, 0, 2)
-    parent = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None] - 1
-    parent = jnp.broadcast_to(parent, tokens.shape)
-    return Proposal(tokens, parent, probs), pages
+    return chain(jnp.concatenate([token[None], tokens]).T, probs), pages
+
+
+def _newest(active: Active, tiles: TokenBatch | None, pool: PoolShape) -> TokenBatch:
+    """The two newest tokens of every sequence, then the tiles.
+
+    Two: after a fully accepted round the draft has no keys and values for the last
+    draft token. Where it has them, the same values are written again.
+    """
+    tokens = active.last_tokens
+    is_written = jnp.broadcast_to(active.is_active[:, None], tokens.shape)
+    first = make_region(tokens, active.num_tokens, active.page_table, is_written, pool)
+    return first if tiles is None else join([first, tiles])

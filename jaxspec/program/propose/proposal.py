@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
@@ -16,3 +17,11 @@ class Proposal(NamedTuple):
     tokens: Int[Array, "seq draft"]
     parent: Int[Array, "seq draft"]
     probs: Float[Array, "seq draft vocab"] | None
+
+
+def chain(
+    tokens: Int[Array, "seq draft"], probs: Float[Array, "seq draft vocab"] | None
+) -> Proposal:
+    """Every draft continues the one before it."""
+    parent = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] - 1
+    return Proposal(tokens, jnp.broadcast_to(parent, tokens.shape), probs)

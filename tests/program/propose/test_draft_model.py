@@ -31,6 +31,7 @@ def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
         num_pages=paged.num_pages,
         page_size=paged.page_size,
         max_model_len=paged.num_pages * paged.page_size,
+        vocab_size=paged.config.vocab_size,
     )
     active = dataclasses.replace(
         make_active(1, num_tokens=length, temperature=temperature, top_p=0.95),

@@ -1,0 +1,184 @@
+"""Host seconds per round with many running sequences, over a device that only waits.
+
+    python -m benchmarks.host_overhead
+
+The whole engine runs (scheduler, pages, packing, unpacking, texts) with the bundled
+pair's tokenizer; in place of the compiled program stands one that takes a fixed time
+and accepts a random number of drafts. Host time is what `step` takes beyond waiting for
+it; jax's own time for a launch and two copies is not in it.
+Writes benchmarks/results/host-overhead.json.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.machine import ROOT, commit, describe_machine, versions
+from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.runner import Runner
+from jaxspec.program.plan import (
+    PlanLayout,
+    PoolShape,
+    StepPlan,
+    StepResult,
+    StepShape,
+)
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+
+NUM_SEQS = 64
+NUM_DRAFT_TOKENS = 4
+ROUND_S = 0.010
+PROMPT_TOKENS = 64
+GOAL_S = 0.001
+
+
+class WaitingRunner(Runner):
+    """Runs nothing: a round takes `ROUND_S` and ends with random tokens.
+
+    Sequences never end by themselves.
+    """
+
+    def __init__(self, pool: PoolShape, vocab_size: int):
+        self.pool = pool
+        self.num_compiles = self.num_launches = 0
+        self._vocab_size = vocab_size
+        self._layouts: dict[StepShape, PlanLayout] = {}
+        self._random = np.random.default_rng(0)
+        self._free_at = 0.0
+        self.waited_s = 0.0
+
+    def is_compiled(self, shape: StepShape) -> bool:
+        return True
+
+    def launch(self, plan: StepPlan, shape: StepShape) -> Any:
+        if shape not in self._layouts:
+            self._layouts[shape] = PlanLayout(shape, self.pool)
+        vector = self._layouts[shape].pack(plan)
+        self._free_at = max(self._free_at, time.monotonic()) + ROUND_S
+        self.num_launches += 1
+        return self._free_at, vector
+
+    def fetch(self, result: Any, shape: StepShape) -> StepResult:
+        start = time.perf_counter()
+        ready_at, vector = result
+        layout = self._layouts[shape]
+        numbers = self._device(shape, vector, layout)
+        time.sleep(max(ready_at - time.monotonic(), 0.0))
+        self.waited_s += time.perf_counter() - start
+        return StepResult.unpack(numbers, shape)
+
+    def _device(
+        self, shape: StepShape, vector: np.ndarray, layout: PlanLayout
+    ) -> np.ndarray:
+        """What the program would say, computed while it would run."""
+        seqs, width = shape.num_seqs, shape.num_draft_tokens + 1
+        start = layout.offsets["decode_draft"]
+        drafts = vector[start : start + seqs]
+        accepted = self._random.integers(0, drafts + 1)
+        # Ids past the special and the byte tokens.
+        tokens = self._random.integers(300, self._vocab_size, (seqs, width))
+        is_done = np.zeros(seqs, np.int32)
+        columns = np.stack([accepted + 1, drafts, accepted, is_done], axis=1)
+        decode = np.concatenate([tokens, columns], axis=1)
+        tiles = np.full((shape.num_tiles, 2), [300, 0])
+        parts = [decode.reshape(-1), tiles.reshape(-1)]
+        return np.concatenate(parts).astype(np.int32)
+
+
+def make_engine(max_model_len: int) -> tuple[LLMEngine, WaitingRunner]:
+    args = EngineArgs(
+        model="jaxspec/tiny-gemma2",
+        speculative_model="jaxspec/tiny-gemma2-draft",
+        num_speculative_tokens=NUM_DRAFT_TOKENS,
+        max_model_len=max_model_len,
+        max_num_seqs=NUM_SEQS,
+        max_num_batched_tokens=2048,
+        num_gpu_blocks_override=NUM_SEQS * max_model_len // 16,
+    )
+    config = args.create_engine_config()
+    pool = PoolShape(
+        num_rows=config.max_num_seqs,
+        num_pages=config.num_pages,
+        page_size=config.page_size,
+        max_model_len=config.max_model_len,
+        vocab_size=config.model_config.vocab_size,
+    )
+    runner = WaitingRunner(pool, pool.vocab_size)
+    return LLMEngine(config, runner=runner), runner
+
+
+def measure(
+    engine: LLMEngine, runner: WaitingRunner, kind: RequestOutputKind, rounds: int
+) -> list[float]:
+    """Host seconds of every round in which all sequences decode."""
+    random = np.random.default_rng(1)
+    params = SamplingParams(max_tokens=None, ignore_eos=True, output_kind=kind)
+    for number in range(NUM_SEQS):
+        prompt = random.integers(300, 8000, PROMPT_TOKENS).tolist()
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+    samples = []
+    while any(request.num_fed < PROMPT_TOKENS for request in engine.scheduler.running):
+        engine.step()
+    while len(engine.scheduler.running) < NUM_SEQS:
+        engine.step()
+    for _ in range(10):
+        engine.step()
+    for _ in range(rounds):
+        start, waited = time.perf_counter(), runner.waited_s
+        engine.step()
+        step_s = time.perf_counter() - start
+        samples.append(step_s - (runner.waited_s - waited))
+    assert len(engine.scheduler.running) == NUM_SEQS
+    engine.abort_request([str(number) for number in range(NUM_SEQS)])
+    while engine.has_unfinished_requests():
+        engine.step()
+    return samples
+
+
+def summary(samples: list[float]) -> dict[str, float]:
+    ordered = sorted(samples)
+    return {
+        "median_ms": round(1e3 * statistics.median(ordered), 4),
+        "p95_ms": round(1e3 * ordered[int(0.95 * len(ordered))], 4),
+        "rounds": len(ordered),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Host seconds per round.")
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks/results/host-overhead.json"
+    )
+    options = parser.parse_args()
+    tokens = options.rounds * (NUM_DRAFT_TOKENS + 1)
+    engine, runner = make_engine(256 + PROMPT_TOKENS + tokens)
+    kinds = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
+    found = {
+        kind.name: summary(measure(engine, runner, kind, options.rounds))
+        for kind in kinds
+    }
+    result = {
+        "num_seqs": NUM_SEQS,
+        "num_draft_tokens": NUM_DRAFT_TOKENS,
+        "round_ms": 1e3 * ROUND_S,
+        "goal_ms": 1e3 * GOAL_S,
+        "host": found,
+        "command": "python -m benchmarks.host_overhead",
+        "machine": describe_machine(),
+        "versions": versions(),
+        **commit(),
+    }
+    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    for name, values in found.items():
+        print(f"{name}: {json.dumps(values)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""n-gram drafts on the bundled target at batch 1, beside plain decoding.
+
+Two sets of texts: `copy`, whose continuations repeat what the sequence has already,
+and `prose`, drawn at temperature 1, where next to nothing matches and the lookup may
+cost nothing. Plain and speculative run in turn in one process; medians. Prints a line
+per set and writes benchmarks/results/ngram-cpu.json. See benchmarks/README.md.
+"""
+
+import argparse
+import datetime
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from machine import commit, describe_machine, versions
+from measure import PromptRuns, run_in_turn, sampling, summarise
+from prompts import load_prompts
+from tqdm.auto import tqdm
+
+from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.llm_engine import LLMEngine
+
+HERE = Path(__file__).parent
+RESULT = HERE / "results" / "ngram-cpu.json"
+TARGET = "jaxspec/tiny-gemma2"
+CONTROLS: dict[str, dict[str, Any]] = {
+    "copy": {"temperature": 0.0},
+    "prose": {"temperature": 1.0},
+}
+PROSE_DOMAINS = ("stories", "fiction")
+QUICK = {"num_tokens": 16, "repeats": 1}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--num-tokens", type=int, default=128, help="new tokens of every request")
+    add("--num-speculative-tokens", type=int, default=8, help="drafts per round")
+    add("--prompt-lookup-max", type=int, default=4)
+    add("--prompt-lookup-min", type=int, default=3)
+    add("--repeats", type=int, default=9, help="runs of every prompt in every mode")
+    add("--dtype", default="auto")
+    add("--quick", action="store_true", help="one short run; writes no result")
+    return parser
+
+
+def main() -> None:
+    options = make_parser().parse_args()
+    if options.quick:
+        vars(options).update(QUICK)
+    machine = describe_machine()
+    if machine["load_average"][0] > 0.5 * machine["cores"]:
+        print(f"Not a quiet machine: load {machine['load_average']}", file=sys.stderr)
+    engine = make_engine(options)
+    device = engine.runner.mesh.devices.flat[0]
+    result = {
+        "benchmark": "ngram",
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S"),
+        **commit(),
+        "arguments": vars(options),
+        "target": TARGET,
+        "device": f"{device.platform}: {device.device_kind}",
+        "dtype": str(engine.runner.params[0]["embedding"].dtype),
+        "batch": 1,
+        "machine": machine,
+        "versions": versions(),
+        "sets": {
+            name: measure(engine, name, prompts, options)
+            for name, prompts in (("copy", copy_prompts()), ("prose", prose_prompts()))
+        },
+    }
+    for name, found in result["sets"].items():
+        row = found["all"]
+        print(
+            f"{name}: {row['plain_tokens_per_s']:.1f} -> "
+            f"{row['speculative_tokens_per_s']:.1f} tokens/s, "
+            f"{row['speed_up']:.2f} times, acceptance {row['acceptance_rate']:.2f}, "
+            f"{row['tokens_per_round']:.2f} tokens per round"
+        )
+    if not options.quick:
+        RESULT.write_text(json.dumps(result) + "\n", encoding="utf-8")
+
+
+def make_engine(options: argparse.Namespace) -> LLMEngine:
+    args = EngineArgs(
+        model=TARGET,
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": options.num_speculative_tokens,
+            "prompt_lookup_max": options.prompt_lookup_max,
+            "prompt_lookup_min": options.prompt_lookup_min,
+        },
+        dtype=options.dtype,
+        max_num_seqs=1,
+    )
+    return LLMEngine.from_engine_args(args)
+
+
+def copy_prompts() -> list[tuple[str, str]]:
+    """Domain and text: passages given several times, and then begun once more."""
+    lines = (HERE / "copy_prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    return [(one["domain"], one["prompt"]) for one in map(json.loads, lines)]
+
+
+def prose_prompts() -> list[tuple[str, str]]:
+    """Domain and text of the repository's own list, as far as it is prose."""
+    chosen = load_prompts(None, 3).by_domain
+    return [(domain, text) for domain in PROSE_DOMAINS for text in chosen[domain]]
+
+
+def measure(
+    engine: LLMEngine,
+    name: str,
+    prompts: list[tuple[str, str]],
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """All prompts of one set: a summary, and a row per prompt."""
+    modes = {
+        mode: sampling(options.num_tokens, drafts, **CONTROLS[name])
+        for mode, drafts in (
+            ("plain", 0),
+            ("speculative", options.num_speculative_tokens),
+        )
+    }
+    runs = []
+    for domain, text in tqdm(prompts, desc=name):
+        tokens = engine.tokenizer.encode(text)
+        samples = run_in_turn(engine, tokens, modes, options.repeats)
+        runs.append(PromptRuns(domain=domain, num_prompt_tokens=len(tokens), **samples))
+    return {
+        "controls": CONTROLS[name],
+        "all": summarise(runs),
+        "prompts": [run.as_json() for run in runs],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""What the engine's callers get of every round: texts, ends of requests, outputs."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from jaxspec.config import EngineConfig
+from jaxspec.engine.logprobs import LogprobStream
+from jaxspec.engine.metrics import EngineMetrics
+from jaxspec.engine.output import TextStream
+from jaxspec.engine.parent import Parent
+from jaxspec.engine.request import Request
+from jaxspec.engine.scheduler import Progress
+from jaxspec.engine.stats import EngineStats
+from jaxspec.outputs import CompletionOutput, RequestOutput
+from jaxspec.sampling_params import RequestOutputKind
+from jaxspec.tokenizer import Tokenizer
+
+Finish = Callable[[Request, str, int | str | None], None]
+
+
+@dataclass(kw_only=True, slots=True)
+class Stream:
+    """One request's outputs so far.
+
+    Attributes:
+        is_silent: Nothing is told before the end, and no text decides when that is.
+        num_characters: What deltas have told of the text.
+        num_tokens: The same of the tokens.
+        parent: Whose text it is, and which, where several are asked for.
+    """
+
+    request: Request
+    text: TextStream
+    logprobs: LogprobStream
+    is_silent: bool
+    num_characters: int = 0
+    num_tokens: int = 0
+    parent: tuple[Parent, int] | None = None
+
+
+class Delivery:
+    """Turns progress into outputs.
+
+    Attributes:
+        streams: Of all requests that have not ended.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        metrics: EngineMetrics,
+        stats: EngineStats,
+    ):
+        self.streams: dict[str, Stream] = {}
+        self._config, self._tokenizer = config, tokenizer
+        self._metrics, self._stats = metrics, stats
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self.streams
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter([stream.request for stream in self.streams.values()])
+
+    def open(self, request: Request, parent: tuple[Parent, int] | None = None) -> None:
+        """Expect a request's tokens."""
+        params = request.params
+        self.streams[request.request_id] = Stream(
+            request=request,
+            text=TextStream(self._tokenizer, params),
+            logprobs=LogprobStream(self._tokenizer, params, request.prompt_token_ids),
+            is_silent=params.output_kind is RequestOutputKind.FINAL_ONLY
+            and not params.stop
+            and params.logprobs is None
+            and params.prompt_logprobs is None,
+            parent=parent,
+        )
+
+    def close(self, request: Request) -> None:
+        """Expect no more of a request."""
+        stream = self.streams.pop(request.request_id)
+        if request.finish_reason is None or self._config.disable_log_stats:
+            return
+        self._metrics.add_finished(request)
+        num_tokens = len(request.output_token_ids)
+        if stream.parent is None:
+            self._metrics.add_answered(1, num_tokens)
+            return
+        parent, _ = stream.parent
+        if parent.is_last(num_tokens):
+            self._metrics.add_answered(len(parent.children), parent.most_tokens)
+
+    def advance(self, progress: list[Progress], finish: Finish) -> list[RequestOutput]:
+        """Turn new tokens into text, end requests where they end them.
+
+        Args:
+            finish: Ends a request, for a reason, at a stop string or token.
+        """
+        now = time.monotonic()
+        outputs: list[RequestOutput] = []
+        parents: dict[str, Parent] = {}
+        for part in progress:
+            stream = self.streams[part.request.request_id]
+            if part.token_ids:
+                self._count(part, now)
+            if stream.is_silent and not part.is_done:
+                continue
+            self._read(stream, part, finish)
+            output = self._tell(stream)
+            if output is None:
+                continue
+            if stream.parent is None:
+                outputs.append(output)
+            else:
+                parent, index = stream.parent
+                parent.add(index, output)
+                parents[parent.request_id] = parent
+        told = (parent.tell() for parent in parents.values())
+        outputs += [output for output in told if output is not None]
+        return outputs
+
+    def _count(self, part: Progress, now: float) -> None:
+        stats = part.request.stats
+        if not self._config.disable_log_stats:
+            self._metrics.add_tokens(part.request, now)
+        if not stats.num_generation_tokens:
+            stats.first_token_ts = now
+            stats.first_token_latency = now - stats.queued_ts
+        stats.last_token_ts = now
+        stats.num_generation_tokens += len(part.token_ids)
+
+    def _read(self, stream: Stream, part: Progress, finish: Finish) -> None:
+        """Look for what ends a text."""
+        request, logprobs = stream.request, stream.logprobs
+        if part.prompt_logprobs is not None:
+            logprobs.push_prompt(part.prompt_logprobs)
+        logprobs.push(part.token_ids, part.logprobs)
+        shown = request.output_token_ids if stream.is_silent else part.token_ids
+        ended_by_id = part.is_done and _is_stop(request)
+        if ended_by_id and not request.params.include_stop_str_in_output:
+            shown = shown[:-1]
+        matched = stream.text.push(shown)
+        if matched is None and part.is_done:
+            text = stream.text.finish()
+            matched = None if text is None else (text, len(part.token_ids))
+        if matched is not None:
+            stop, count = matched
+            surplus = len(part.token_ids) - count
+            if surplus:
+                del request.output_token_ids[-surplus:]
+                logprobs.keep(len(request.output_token_ids))
+                request.stats.num_generation_tokens -= surplus
+                self._stats.num_generated_tokens -= surplus
+            finish(request, "stop", stop)
+        elif ended_by_id:
+            last = request.output_token_ids[-1]
+            # As in vLLM: the first end id is the EOS, the others are stop ids.
+            is_eos = last == self._config.model_config.eos_token_ids[0]
+            is_told = request.params.ignore_eos or not is_eos
+            finish(request, "stop", last if is_told else None)
+        elif part.is_done:
+            finish(request, "length", None)
+
+    def _tell(self, stream: Stream) -> RequestOutput | None:
+        """The output that the request's `output_kind` asks for now, if any."""
+        request, logprobs = stream.request, stream.logprobs
+        kind = request.params.output_kind
+        is_finished = request.finish_reason is not None
+        if kind is RequestOutputKind.FINAL_ONLY and not is_finished:
+            return None
+        tokens = request.output_token_ids
+        if not is_finished and len(tokens) == stream.num_tokens:
+            return None
+        text = stream.text.visible(is_finished=is_finished)
+        told, prompt_told = logprobs.since(0), logprobs.prompt
+        count, stream.num_tokens = stream.num_tokens, len(tokens)
+        if kind is RequestOutputKind.DELTA:
+            characters, stream.num_characters = stream.num_characters, len(text)
+            text, tokens = text[characters:], tokens[count:]
+            told = logprobs.since(count)
+            prompt_told = None if count else prompt_told
+        if is_finished:
+            self.close(request)
+        completion = CompletionOutput(
+            index=0,
+            text=text,
+            token_ids=list(tokens),
+            cumulative_logprob=logprobs.cumulative,
+            logprobs=told,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            spec_decode_metrics=request.spec_metrics,
+        )
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            prompt_logprobs=prompt_told,
+            outputs=[completion],
+            finished=is_finished,
+            metrics=request.stats,
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+
+def _is_stop(request: Request) -> bool:
+    """Whether the newest token ended the request, rather than its length."""
+    last = request.num_tokens - 1
+    is_allowed = last >= request.min_total
+    return is_allowed and request.output_token_ids[-1] in request.stop_ids

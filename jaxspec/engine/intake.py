@@ -1,0 +1,233 @@
+"""Owns what happens when a request comes in: it is checked whole, or refused.
+
+Everything a caller can do wrong is found here, before the request exists and before any
+device work.
+"""
+
+import time
+from typing import Any, no_type_check
+
+import numpy as np
+
+from jaxspec.config import EngineConfig
+from jaxspec.engine.controls import make_controls
+from jaxspec.engine.grammar import GrammarCompiler
+from jaxspec.engine.request import Request
+from jaxspec.engine.token_masks import Reading
+from jaxspec.errors import (
+    RequestError,
+    UnsupportedError,
+    check_integer,
+    wrong_argument,
+)
+from jaxspec.inputs import ParsedPrompt, parse_prompt
+from jaxspec.outputs import RequestSpecDecodeMetrics, RequestStateStats
+from jaxspec.program.plan import RULES, Features
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.tokenizer import Tokenizer
+
+# Fields of vLLM that change what is generated or told, and why they do not here.
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "watermarking": (None, "tokens follow the target's own distribution"),
+    "prompt_logprob_token_ids": (None, "prompt_logprobs tells the most likely ones"),
+    "prompt_logprob_start": (None, "prompt_logprobs are told for the whole prompt"),
+    "logprob_token_ids": (None, "logprobs tells the most likely ones"),
+    "stream_interval": (None, "every step that has new tokens gives an output"),
+    "thinking_token_budget": (None, "Gemma 2 marks no thinking"),
+    "repetition_detection": (None, "use the penalties, or stop strings"),
+    "routed_experts_prompt_start": (0, "Gemma 2 has no experts"),
+    "trace_decode_token_ids": (None, "tokens are drawn, never given"),
+}
+
+
+class Intake:
+    """Makes requests of prompts and parameters, for one engine."""
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer):
+        self._config, self._tokenizer = config, tokenizer
+        ends = (*config.model_config.eos_token_ids, *tokenizer.turn_end_ids)
+        self._grammars = GrammarCompiler(
+            tokenizer, config.model_config.vocab_size, ends
+        )
+        # Seeds of requests that name none; a seeded engine repeats itself.
+        self._random = np.random.default_rng(config.seed)
+
+    @no_type_check  # it has its own checks, with better errors
+    def make(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+    ) -> Request:
+        """Check a prompt and its parameters, and make a request of them.
+
+        Raises:
+            RequestError: The prompt or a sampling value is not acceptable.
+            NotImplementedError: A sampling value asks for what the engine does not do.
+        """
+        params = self.checked(params)
+        priority = check_integer(
+            RequestError, "priority", priority, low=-(2**31), high=2**31 - 1
+        )
+        if priority and self._config.scheduling_policy != "priority":
+            hint = "Make the engine with scheduling_policy='priority'."
+            allowed = "0 where requests are served first come, first served"
+            raise wrong_argument(RequestError, "priority", allowed, priority, hint)
+        parsed = parse_prompt(
+            prompt,
+            self._tokenizer,
+            self._config.model_config.vocab_size,
+            self._config.max_model_len,
+        )
+        return self._make(request_id, parsed, params, arrival_time, priority)
+
+    @no_type_check
+    def checked(self, params: SamplingParams) -> SamplingParams:
+        """Return a copy of what a request asks for, which may be several texts.
+
+        Raises:
+            RequestError: A sampling value is not acceptable.
+            NotImplementedError: A sampling value asks for what the engine does not do.
+        """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"params must be SamplingParams, got {type(params).__name__}",
+                parameter="params",
+                value=params,
+            )
+        config, params = self._config, params.clone()
+        speculative = config.speculative
+        params.validate_for(
+            config.model_config.vocab_size,
+            num_draft_tokens=speculative and speculative.num_speculative_tokens,
+            max_logprobs=config.max_logprobs,
+        )
+        check_supported(params)
+        return params
+
+    @no_type_check
+    def features(self, params: SamplingParams) -> Features:
+        """Return what the program must have for requests of these parameters.
+
+        Raises:
+            RequestError: A sampling value is not acceptable.
+            NotImplementedError: A sampling value asks for what the engine does not do.
+        """
+        params = self.checked(params)
+        controls = make_controls(params, self._tokenizer, self._stop_ids(params))
+        return self._features(params, has_controls=controls is not None)
+
+    def _features(self, params: SamplingParams, *, has_controls: bool) -> Features:
+        most = self._config.num_logprobs
+        return Features(
+            has_controls=has_controls,
+            has_grammar=params.structured_outputs is not None,
+            num_logprobs=_if_asked(params.logprobs, most),
+            num_prompt_logprobs=_if_asked(params.prompt_logprobs, most),
+        )
+
+    def _make(
+        self,
+        request_id: str,
+        parsed: ParsedPrompt,
+        params: SamplingParams,
+        arrival_time: float | None,
+        priority: int,
+    ) -> Request:
+        config = self._config
+        num_prompt = len(parsed.token_ids)
+        limit = config.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, num_prompt + params.max_tokens)
+        num_draft = config.num_draft_tokens
+        if params.num_speculative_tokens is not None:
+            num_draft = min(num_draft, params.num_speculative_tokens)
+        metrics = None
+        if num_draft:
+            metrics = RequestSpecDecodeMetrics.empty(config.num_draft_tokens)
+        seed, rule = self._seed_and_rule(params)
+        stop_ids = self._stop_ids(params)
+        controls = make_controls(params, self._tokenizer, stop_ids)
+        reading = self._begin_text(params, num_prompt, stop_ids)
+        return Request(
+            request_id=request_id,
+            prompt=parsed.text,
+            prompt_token_ids=parsed.token_ids,
+            params=params,
+            max_total=limit,
+            num_draft_tokens=num_draft,
+            seed=seed,
+            rule=rule,
+            stop_ids=stop_ids,
+            controls=controls,
+            reading=reading,
+            features=self._features(params, has_controls=controls is not None),
+            priority=priority,
+            cache_salt=parsed.cache_salt,
+            can_read_prefix_cache=_may_read_cache(params),
+            stats=RequestStateStats(
+                arrival_time=time.time() if arrival_time is None else arrival_time,
+                queued_ts=time.monotonic(),
+            ),
+            spec_metrics=metrics,
+        )
+
+    def _begin_text(
+        self, params: SamplingParams, num_prompt: int, stop_ids: tuple[int, ...]
+    ) -> Reading | None:
+        if params.structured_outputs is None:
+            return None
+        return Reading(
+            matcher=self._grammars.matcher(params.structured_outputs),
+            num_prompt=num_prompt,
+            min_tokens=params.min_tokens,
+            stop_ids=stop_ids,
+        )
+
+    def _seed_and_rule(self, params: SamplingParams) -> tuple[tuple[int, int], int]:
+        drawn = self._random.integers(0, 2**32, size=2, dtype=np.uint32)
+        if params.seed is not None:
+            # The coupled rule gives the same text with any K, drafter or batch.
+            words = params.seed >> 32 & 0xFFFFFFFF, params.seed & 0xFFFFFFFF
+            return words, RULES["coupled"]
+        speculative, rule = self._config.speculative, "standard"
+        if speculative is not None:
+            rule = speculative.rejection_sample_method
+        return (int(drawn[0]), int(drawn[1])), RULES[rule]
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        named = tuple(params.stop_token_ids or ())
+        if params.ignore_eos:
+            return named
+        ends = self._config.model_config.eos_token_ids
+        return tuple(dict.fromkeys((*ends, *self._tokenizer.turn_end_ids, *named)))
+
+
+def check_supported(params: SamplingParams) -> None:
+    """Refuse what the engine does not do, instead of ignoring it.
+
+    Raises:
+        NotImplementedError: Names the field, its value and the reason.
+    """
+    for name, (default, reason) in _REFUSED.items():
+        value = getattr(params, name)
+        if value != default:
+            raise UnsupportedError(
+                f"{name}={value!r} is not supported: {reason}. Leave it at "
+                f"{default!r}.",
+                parameter=name,
+                value=value,
+            )
+
+
+def _may_read_cache(params: SamplingParams) -> bool:
+    """Whether cached pages serve: what is not computed has no log-probabilities."""
+    return params.prompt_logprobs is None and not params.skip_reading_prefix_cache
+
+
+def _if_asked(asked: int | None, told: int) -> int | None:
+    """Launches tell all candidates or none: one executable whatever is asked."""
+    return None if asked is None else told

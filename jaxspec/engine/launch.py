@@ -1,0 +1,61 @@
+"""One launch as the host sees it: its plan, whom that is about, what came of it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxspec.engine.request import Request, Status
+from jaxspec.program.plan import StepPlan, StepShape, TokenLogprobs
+
+
+@dataclass(kw_only=True)
+class Launch:
+    """A plan, and whom its entries belong to.
+
+    Attributes:
+        rows: Decoding rows, in the order of the plan.
+        owners: Whose they were, as `RowTable.owner`.
+        drafts: Drafts of each.
+        tiled: The requests of the plan's tiles.
+        registered: Pages that can be found since, and hold nothing before it has run.
+        charged_s: What `Pacer` counts for it.
+    """
+
+    plan: StepPlan
+    shape: StepShape
+    rows: np.ndarray
+    owners: np.ndarray
+    drafts: np.ndarray
+    decoding: list[Request]
+    tiled: list[Request]
+    registered: list[int]
+    charged_s: float | None = None
+
+    @property
+    def num_fed(self) -> int:
+        """Tokens of prompts."""
+        return sum(len(tile.tokens) for tile in self.plan.tiles)
+
+    def is_over(self) -> bool:
+        """Whether all its requests have ended since it was planned."""
+        requests = (*self.decoding, *self.tiled)
+        return all(request.status is Status.FINISHED for request in requests)
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """What a launch added to one request.
+
+    Attributes:
+        logprobs: Of `token_ids`, one entry per token, where the request wants any.
+        prompt_logprobs: The same for the next prompt tokens of which nothing has been
+            told yet, in order, from the prompt's second token on.
+    """
+
+    request: Request
+    token_ids: list[int]
+    is_done: bool
+    num_draft_tokens: int = 0
+    num_accepted: int = 0
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None

@@ -1,0 +1,297 @@
+"""Owns what an engine tells about itself: vLLM's metrics and log lines.
+
+Counts what `EngineStats` does not: by finished request, and distributions of times and
+lengths. Knows nothing of who reads it.
+"""
+
+import bisect
+import copy
+import dataclasses
+import logging
+import time
+from dataclasses import dataclass
+
+from jaxspec.config import EngineConfig
+from jaxspec.engine.request import Request
+from jaxspec.engine.stats import EngineStats
+from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
+
+_log = logging.getLogger(__name__)
+
+# Dashboards look for vLLM's; a script whose imports were renamed looks for ours.
+PREFIXES = ("vllm", "jaxspec")
+
+_TO_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
+_TO_FIRST_TOKEN_S += (1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
+_PER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)
+_PER_TOKEN_S += (1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_PER_REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0)
+_PER_REQUEST_S += (50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+_ITERATION_TOKENS = (1, *(1 << power for power in range(3, 15)))
+_FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+
+
+@dataclass(kw_only=True)
+class Load:
+    """What an engine holds at one moment.
+
+    Attributes:
+        kv_usage: Share of the pages that running requests hold.
+        sleep_level: 0 is awake.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    sleep_level: int = 0
+
+
+class Distribution:
+    """Counts of values between rising bounds."""
+
+    def __init__(self, bounds: tuple[float | int, ...]):
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float | int) -> None:
+        """Count one value; a bound itself belongs to what lies below it."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def read(self, name: str, labels: dict[str, str]) -> Histogram:
+        """Return the counts summed up from below, as Prometheus has them."""
+        total, buckets = 0, {}
+        for bound, count in zip((*self._bounds, None), self._counts, strict=True):
+            total += count
+            buckets["+Inf" if bound is None else str(float(bound))] = total
+        return Histogram(
+            name=name, labels=labels, count=total, sum=self._sum, buckets=buckets
+        )
+
+
+class EngineMetrics:
+    """One engine's counts, and the log line that tells what is new since the last."""
+
+    def __init__(self, config: EngineConfig, stats: EngineStats):
+        self._config, self._stats = config, stats
+        self._labels = {"model_name": config.served_model_name, "engine": "0"}
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self._finished: dict[str, int] = dict.fromkeys(_FINISH_REASONS, 0)
+        per_request = "e2e_request_latency", "request_queue_time"
+        per_request += "request_inference_time", "request_prefill_time"
+        bounds = {
+            "time_to_first_token_seconds": _TO_FIRST_TOKEN_S,
+            "inter_token_latency_seconds": _PER_TOKEN_S,
+            "request_time_per_output_token_seconds": _PER_TOKEN_S,
+            "iteration_tokens_total": _ITERATION_TOKENS,
+            "request_params_n": (1, 2, 5, 10, 20),
+        }
+        for name in (*per_request, "request_decode_time"):
+            bounds[f"{name}_seconds"] = _PER_REQUEST_S
+        for name in ("prompt", "generation", "max_num_generation", "params_max"):
+            bounds[f"request_{name}_tokens"] = lengths_up_to(config.max_model_len)
+        bounds["request_prefill_kv_computed_tokens"] = bounds["request_prompt_tokens"]
+        self._seen = {name: Distribution(edges) for name, edges in bounds.items()}
+        self._last_log = (time.monotonic(), 0, copy.deepcopy(stats))
+
+    def add_tokens(self, request: Request, now: float) -> None:
+        """Count an output with new tokens, before the request's own times are set."""
+        stats = request.stats
+        if not stats.num_generation_tokens:
+            cached = request.num_cached_tokens or 0
+            self.num_prompt_tokens += request.num_prompt_tokens
+            self.num_cached_tokens += cached
+            self._seen["time_to_first_token_seconds"].add(now - stats.queued_ts)
+        else:
+            waited = now - stats.last_token_ts
+            self._seen["inter_token_latency_seconds"].add(waited)
+
+    def add_round(self, num_tokens: int) -> None:
+        """Count one launch that fed and generated this many tokens."""
+        self._seen["iteration_tokens_total"].add(num_tokens)
+
+    def add_finished(self, request: Request) -> None:
+        """Count a request that has ended."""
+        reason, stats, seen = request.finish_reason, request.stats, self._seen
+        assert reason is not None
+        self._finished[reason] += 1
+        params, generated = request.params, len(request.output_token_ids)
+        fed = request.num_prompt_tokens - (request.num_cached_tokens or 0)
+        values: dict[str, float] = {
+            "request_prompt_tokens": request.num_prompt_tokens,
+            "request_prefill_kv_computed_tokens": fed,
+            "request_generation_tokens": generated,
+        }
+        if params.max_tokens is not None:
+            values["request_params_max_tokens"] = params.max_tokens
+        last, first, start = stats.last_token_ts, stats.first_token_ts, 0.0
+        if generated:
+            start = stats.scheduled_ts
+            values |= {
+                "e2e_request_latency_seconds": last - stats.queued_ts,
+                "request_queue_time_seconds": start - stats.queued_ts,
+                "request_prefill_time_seconds": first - start,
+                "request_decode_time_seconds": last - first,
+                "request_inference_time_seconds": last - start,
+            }
+        if generated > 1:
+            per_token = (last - first) / (generated - 1)
+            values["request_time_per_output_token_seconds"] = per_token
+        for name, value in values.items():
+            seen[name].add(value)
+
+    def add_answered(self, num_texts: int, most_tokens: int) -> None:
+        """Count a request that got its texts, of which the longest has so many tokens.
+
+        Every one of the texts is counted by `add_finished` as well.
+        """
+        self._seen["request_params_n"].add(num_texts)
+        self._seen["request_max_num_generation_tokens"].add(most_tokens)
+
+    def read(self, load: Load) -> list[Metric]:
+        """Return everything in vLLM's names, once for each of `PREFIXES`."""
+        gauges = {
+            "num_requests_running": load.num_running,
+            "num_requests_waiting": load.num_waiting,
+            "kv_cache_usage_perc": load.kv_usage,
+        }
+        counters = {
+            "prefix_cache_queries": self._stats.num_prefix_queries,
+            "prefix_cache_hits": self._stats.num_prefix_hits,
+            "num_preemptions": self._stats.num_preemptions,
+            "prompt_tokens": self.num_prompt_tokens,
+            "prompt_tokens_cached": self.num_cached_tokens,
+            "generation_tokens": self._stats.num_generated_tokens,
+        }
+        found = [
+            *(self._gauge(name, value) for name, value in gauges.items()),
+            *self._states(load),
+            *(self._counter(name, value) for name, value in counters.items()),
+            *(
+                self._counter("request_success", count, finished_reason=reason)
+                for reason, count in self._finished.items()
+            ),
+            *self._drafts(),
+            *(seen.read(name, dict(self._labels)) for name, seen in self._seen.items()),
+        ]
+        return [
+            dataclasses.replace(metric, name=f"{prefix}:{metric.name}")
+            for prefix in PREFIXES
+            for metric in found
+        ]
+
+    def _states(self, load: Load) -> list[Metric]:
+        config = self._config
+        sizes = {
+            "block_size": str(config.page_size),
+            "num_gpu_blocks": str(config.num_pages),
+            "enable_prefix_caching": str(config.enable_prefix_caching),
+        }
+        return [
+            self._gauge("cache_config_info", 1, **sizes),
+            *(
+                self._gauge("engine_sleep_state", level == load.sleep_level, **label)
+                for level, state in enumerate(_SLEEP_STATES)
+                for label in ({"sleep_state": state},)
+            ),
+        ]
+
+    def _drafts(self) -> list[Metric]:
+        """Of speculation, where there is any; the gauges are derived, for dashboards.
+
+        Their `efficiency` is the share of the tokens that rounds could have given.
+        """
+        width, stats = self._config.num_draft_tokens, self._stats
+        if not width:
+            return []
+        rounds = stats.num_draft_rounds
+        emitted = stats.num_accepted_tokens + rounds
+        kept = stats.accepted_per_position
+        counters = {
+            "num_drafts": rounds,
+            "num_draft_tokens": stats.num_draft_tokens,
+            "num_accepted_tokens": stats.num_accepted_tokens,
+            "num_emitted_tokens": emitted,
+        }
+        gauges = {
+            "acceptance_rate": stats.acceptance_rate,
+            "draft_acceptance_rate": stats.acceptance_rate,
+            "efficiency": emitted / max(rounds * (width + 1), 1),
+        }
+        per_position = Vector(
+            name="spec_decode_num_accepted_tokens_per_pos",
+            labels=dict(self._labels),
+            values=[*kept, *[0] * (width - len(kept))],
+        )
+        return [
+            *(self._counter(f"spec_decode_{key}", n) for key, n in counters.items()),
+            per_position,
+            *(self._gauge(f"spec_decode_{key}", x) for key, x in gauges.items()),
+        ]
+
+    def _gauge(self, name: str, value: float | int, **labels: str) -> Gauge:
+        return Gauge(name=name, labels=self._labels | labels, value=float(value))
+
+    def _counter(self, name: str, value: int, **labels: str) -> Counter:
+        return Counter(name=name, labels=self._labels | labels, value=value)
+
+    def seconds_since_log(self) -> float:
+        """Seconds since the last line, or since the start."""
+        return time.monotonic() - self._last_log[0]
+
+    def log(self, load: Load) -> None:
+        """Write a line on what happened since the last one, and one on drafts."""
+        now, stats = time.monotonic(), self._stats
+        then, prompt_tokens, before = self._last_log
+        seconds = max(now - then, 1e-9)
+        self._last_log = (now, self.num_prompt_tokens, copy.deepcopy(stats))
+        generated = stats.num_generated_tokens - before.num_generated_tokens
+        hits = stats.num_prefix_hits / max(stats.num_prefix_queries, 1)
+        _log.info(
+            "Avg prompt throughput: %.1f tokens/s, "
+            "Avg generation throughput: %.1f tokens/s, Running: %d reqs, "
+            "Waiting: %d reqs, GPU KV cache usage: %.1f%%, "
+            "Prefix cache hit rate: %.1f%%",
+            (self.num_prompt_tokens - prompt_tokens) / seconds,
+            generated / seconds,
+            load.num_running,
+            load.num_waiting,
+            100 * load.kv_usage,
+            100 * hits,
+        )
+        rounds = stats.num_draft_rounds - before.num_draft_rounds
+        if rounds:
+            self._log_drafts(before, rounds, seconds)
+
+    def _log_drafts(self, before: EngineStats, rounds: int, seconds: float) -> None:
+        stats = self._stats
+        drafted = stats.num_draft_tokens - before.num_draft_tokens
+        accepted = stats.num_accepted_tokens - before.num_accepted_tokens
+        earlier = [*before.accepted_per_position, *[0] * self._config.num_draft_tokens]
+        rates = [
+            (count - earlier[position]) / rounds
+            for position, count in enumerate(stats.accepted_per_position)
+        ]
+        _log.info(
+            "SpecDecoding metrics: Mean acceptance length: %.2f, "
+            "Accepted throughput: %.2f tokens/s, Drafted throughput: %.2f tokens/s, "
+            "Accepted: %d tokens, Drafted: %d tokens, "
+            "Per-position acceptance rate: %s, Avg Draft acceptance rate: %.1f%%",
+            1 + accepted / rounds,
+            accepted / seconds,
+            drafted / seconds,
+            accepted,
+            drafted,
+            ", ".join(f"{rate:.3f}" for rate in rates),
+            100 * accepted / drafted,
+        )
+
+
+def lengths_up_to(limit: int) -> tuple[int, ...]:
+    """Return 1, 2, 5, 10, 20, 50 and so on, none above `limit`."""
+    powers = [10**power for power in range(len(str(limit)))]
+    steps = (digit * power for power in powers for digit in (1, 2, 5))
+    return tuple(step for step in steps if step <= limit)

@@ -1,0 +1,108 @@
+"""How many prompt tokens a launch may take along while others stream their texts.
+
+A prompt in chunks makes rounds longer for all who decode. Measured times of rounds
+decide how many go along: over the rounds of a prefill, the mean time is held at
+`MAX_SLOWDOWN` of a round without prompts. Knows nothing of requests.
+"""
+
+import dataclasses
+import math
+
+from jaxspec.program.plan import StepShape
+
+MAX_SLOWDOWN = 1.5
+# The weight of the newest measurement.
+NEWEST = 0.25
+# What a round takes beyond this many times what it should says nothing of its
+# shape: the machine stood still.
+STALL = 4.0
+# What was saved for a chunk is enough for it, whatever the last bits say.
+ROUNDING = 1 + 1e-9
+# Prompts wait no longer than this, whatever the account says.
+MAX_WAIT_ROUNDS = 64
+
+
+class Pacer:
+    """Times of rounds by shape, and an account of seconds.
+
+    Every round of a prefill pays in what it may take and pays out what it took. A
+    chunk that costs more than one round may take waits until enough is saved; no more
+    is saved than the smallest chunk needs, or a later burst would hold up everybody.
+
+    Attributes:
+        saved_s: The account's balance.
+    """
+
+    def __init__(self):
+        self.times: dict[StepShape, float] = {}
+        self.saved_s = 0.0
+        self._num_waited = 0
+        self._seen: set[StepShape] = set()
+
+    def record(
+        self, shape: StepShape, seconds: float, charged_s: float | None = None
+    ) -> None:
+        """Note what a round took; a shape's first run is no measure.
+
+        Args:
+            charged_s: What `chunk` has paid out for it.
+        """
+        expected = self.times.get(shape, charged_s)
+        if expected is not None:
+            seconds = min(seconds, STALL * expected)
+        if charged_s is not None:
+            self.saved_s += charged_s - seconds
+        if shape not in self._seen:
+            self._seen.add(shape)
+            return
+        known = self.times.get(shape)
+        if known is not None:
+            seconds = NEWEST * seconds + (1 - NEWEST) * known
+        self.times[shape] = seconds
+
+    def rest(self) -> None:
+        """No prompt is coming in: the next prefill starts with an even account."""
+        self.saved_s, self._num_waited = 0.0, 0
+
+    def chunk(
+        self, plain: StepShape, chunks: tuple[int, ...]
+    ) -> tuple[int, float | None]:
+        """The prompt tokens that the next round may take along, and what it pays out.
+
+        Args:
+            plain: The round without any.
+            chunks: Sizes from the smallest, without 0.
+        """
+        base = self.times.get(plain)
+        if base is None:
+            return 0, None  # first see what a round takes
+        allowance = MAX_SLOWDOWN * base
+        costs = self._costs(plain, base, chunks)
+        chosen, cost = 0, base
+        for size, seconds in zip(chunks, costs, strict=True):
+            if seconds <= (allowance + self.saved_s) * ROUNDING:
+                chosen, cost = size, seconds
+        self._num_waited = 0 if chosen else self._num_waited + 1
+        if self._num_waited > MAX_WAIT_ROUNDS:
+            chosen, cost, self._num_waited = chunks[0], costs[0], 0
+        most = max(costs[0] - allowance, 0.0)
+        self.saved_s = min(self.saved_s + allowance, most + cost) - cost
+        return chosen, cost
+
+    def _costs(
+        self, plain: StepShape, base: float, chunks: tuple[int, ...]
+    ) -> list[float]:
+        """Measured times; what is not known is taken as in proportion to the last.
+
+        While nothing is known, the smallest chunk is tried and no other.
+        """
+        found = [self.times.get(dataclasses.replace(plain, chunk=c)) for c in chunks]
+        if found[0] is None:
+            return [base] + [math.inf] * (len(chunks) - 1)
+        costs = [found[0]]
+        for index, known in enumerate(found[1:], 1):
+            if known is None:
+                more = costs[-1] - base
+                known = base + more * chunks[index] / chunks[index - 1]
+            costs.append(known)
+        return costs

@@ -1,0 +1,169 @@
+"""What the host knows of the running requests: one numpy array per value.
+
+A plan and a commit touch every running request every round; as arrays that costs
+microseconds. The device may be ahead of these values by the launches that are not read.
+"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+
+from jaxspec.engine.request import Request
+from jaxspec.program.plan import Features
+from jaxspec.sampling_params import RequestOutputKind
+
+NO_FEATURES = Features()
+
+
+class RowTable:
+    """Rows of the device's state and who has them.
+
+    Attributes:
+        owner: A number that no other admission has; -1 for a free row.
+        is_decoding: The whole prompt is fed, or part of a launch.
+        is_streamed: Somebody waits for every single token.
+        num_tokens: Tokens whose values the host knows.
+        num_unread: Launches that add tokens and have not been read.
+        ahead: Most tokens that those add.
+        max_total: Tokens at which the sequence ends.
+        longest: Positions that may be written, lookahead included.
+        num_draft: Most drafts per round that the request wants.
+        draft_gap: Most known tokens at the sequence's end for which the draft model
+            may lack keys and values, once all that is launched has run. Its first
+            pass fills two. Without a draft model 1: the target's own.
+        num_pages: Pages in the row's table.
+        has_features: Decoding needs more than the common program.
+    """
+
+    def __init__(self, num_rows: int, longest_drafted: int = 2**31 - 1):
+        """Make free rows; sequences of `longest_drafted` tokens get no drafts."""
+
+        def integers(fill: int = 0) -> np.ndarray:
+            return np.full(num_rows, fill, np.int64)
+
+        def flags() -> np.ndarray:
+            return np.zeros(num_rows, bool)
+
+        self.requests: list[Request | None] = [None] * num_rows
+        self.features: list[Features] = [NO_FEATURES] * num_rows
+        self.free = list(range(num_rows - 1, -1, -1))
+        self.owner = integers(-1)
+        self.is_decoding, self.is_streamed = flags(), flags()
+        self.has_features = flags()
+        self.num_tokens, self.num_unread = integers(), integers()
+        self.ahead = integers()
+        self.max_total, self.longest = integers(), integers()
+        self.num_draft, self.draft_gap = integers(), integers(1)
+        self.num_pages = integers()
+        self._longest_drafted = longest_drafted
+        self._admissions = itertools.count()
+
+    def admit(self, request: Request, longest: int) -> None:
+        """Give a request a row."""
+        row = request.row = self.free.pop()
+        self.requests[row] = request
+        self.owner[row] = next(self._admissions)
+        self.is_decoding[row] = False
+        kind = request.params.output_kind
+        self.is_streamed[row] = kind is not RequestOutputKind.FINAL_ONLY
+        self.num_tokens[row] = request.num_tokens
+        self.num_unread[row] = self.ahead[row] = 0
+        self.max_total[row], self.longest[row] = request.max_total, longest
+        self.num_draft[row], self.draft_gap[row] = request.num_draft_tokens, 1
+        self.num_pages[row] = 0
+        # Its prompt is in when it decodes.
+        features = dataclasses.replace(request.features, num_prompt_logprobs=None)
+        self.features[row] = features
+        self.has_features[row] = features != NO_FEATURES
+
+    def give_up(self, request: Request) -> None:
+        """Take a row back; launches that are not read stay the request's."""
+        row = request.row
+        request.num_unread = int(self.num_unread[row])
+        self.requests[row] = None
+        self.owner[row] = -1
+        self.is_decoding[row] = False
+        self.free.append(row)
+        request.row = -1
+
+    def owners_of(self, rows: list[int]) -> list[Request]:
+        """The requests that have rows."""
+        requests = self.requests
+        found = [request for row in rows if (request := requests[row]) is not None]
+        assert len(found) == len(rows), f"of rows {rows} some are free"
+        return found
+
+    def most_tokens(self, rows: np.ndarray) -> np.ndarray:
+        """Tokens that the device may know by the end of what is launched."""
+        known = self.num_tokens[rows] + self.ahead[rows]
+        return np.minimum(known, self.max_total[rows])
+
+    def fewest_tokens(self, rows: np.ndarray) -> np.ndarray:
+        """Tokens the device will know, unless the sequence ends before."""
+        known = self.num_tokens[rows] + self.num_unread[rows]
+        return np.minimum(known, self.max_total[rows])
+
+    def decodable(self, limit: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows that can go on, and the drafts each wants of at most `limit`.
+
+        One that may be over waits for the read; one that wants drafts while the draft
+        model lacks its tokens waits until it has caught up.
+        """
+        rows = np.flatnonzero(self.is_decoding)
+        may_be_over = self.most_tokens(rows) >= self.max_total[rows]
+        may_be_over &= self.num_unread[rows] > 0
+        wanted = np.minimum(limit, self.num_draft[rows])
+        wanted[self.most_tokens(rows) >= self._longest_drafted] = 0
+        is_behind = (wanted > 0) & (self.draft_gap[rows] > 2)
+        can_go_on = ~(may_be_over | is_behind)
+        return rows[can_go_on], wanted[can_go_on]
+
+    def lagging(self) -> list[Request]:
+        """Requests that are all read and whose draft model has to catch up."""
+        late = self.is_decoding & (self.draft_gap > 2) & (self.num_draft > 0)
+        late &= self.num_unread == 0
+        late &= self.num_tokens < self._longest_drafted
+        return self.owners_of(np.flatnonzero(late).tolist())
+
+    def possible_drafts(self, rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        """Of what each row wants, the drafts that its sequence has room for."""
+        left = self.max_total[rows] - self.fewest_tokens(rows) - 1
+        room = self._longest_drafted - self.most_tokens(rows)
+        return np.minimum(wanted, np.maximum(np.minimum(left, room), 0))
+
+    def launch(self, rows: np.ndarray, drafts: np.ndarray) -> None:
+        """Count a round of which row i gets at most `drafts[i] + 1` tokens."""
+        self.num_unread[rows] += 1
+        self.ahead[rows] += drafts + 1
+
+    def draft(self, rows: np.ndarray, num_draft_tokens: int) -> None:
+        """Count what the draft model sees of a round."""
+        gap = self.draft_gap[rows]
+        if num_draft_tokens:
+            # A drafting round leaves at most its last draft and the target's token,
+            # but does not fill what it finds open before.
+            self.draft_gap[rows] = np.where(gap <= 2, 2, gap + 1)
+        else:
+            self.draft_gap[rows] = gap + 1
+
+    def read(self, rows: np.ndarray, drafts: np.ndarray, emitted: np.ndarray) -> None:
+        """Count a round that has been read."""
+        self.num_tokens[rows] += emitted
+        self.num_unread[rows] -= 1
+        self.ahead[rows] -= drafts + 1
+
+    def check(self) -> None:
+        """Assert that every running request's values are possible."""
+        taken = np.flatnonzero(self.owner >= 0)
+        assert sorted([*taken.tolist(), *self.free]) == list(range(len(self.owner)))
+        assert (self.num_tokens[taken] <= self.max_total[taken]).all()
+        assert (self.draft_gap[taken] >= 1).all()  # the last token never has any
+        assert (self.num_unread[taken] >= 0).all()
+        assert (self.ahead[taken] >= self.num_unread[taken]).all()
+        for row in taken.tolist():
+            (request,) = self.owners_of([row])
+            request.check()
+            assert request.row == row
+            assert self.num_tokens[row] == request.num_tokens
+            assert self.num_pages[row] == len(request.pages)

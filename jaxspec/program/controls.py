@@ -1,0 +1,242 @@
+"""What requests ask of single tokens, done to logits: penalties, bias, masks.
+
+The order is penalties, bias, masks; temperature and filters come later. Penalties and
+bad words depend on the tokens before a position, and drafts before it count as tokens:
+row i of a round sees the known tokens and drafts 1 to i, as plain decoding would.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, no_type_check
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jaxspec.models.backend import Backend
+from jaxspec.program import history
+from jaxspec.program.active import Active
+from jaxspec.program.plan import MAX_BAD_WORD_LEN, NO_TOKEN
+from jaxspec.program.state import ControlRows
+
+# (logits [seq, width, vocab], drafts [seq, draft]) -> logits; see `adjust`.
+Adjust = Callable[..., Float[Array, "seq width vocab"]]
+
+# Tokens that decide whether a bad word's last one may come.
+_TAIL = MAX_BAD_WORD_LEN - 1
+
+
+class Spread(NamedTuple):
+    """What applies to each token of the vocabulary; split as the logits are."""
+
+    counts: Int[Array, "seq vocab"]  # occurrences in the output
+    is_seen: Bool[Array, "seq vocab"]  # in prompt or output
+    bias: Float[Array, "seq vocab"]  # -inf forbids
+
+
+@no_type_check
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Effects:
+    """What a launch's sequences do to their logits, drafts apart.
+
+    Sequences without controls have the values that change nothing.
+    """
+
+    spread: Spread
+    penalties: Float[Array, "seq 3"]
+    bad_words: Int[Array, "seq bad_word token"]
+    tail: Int[Array, "seq tail"]  # the output's last tokens, right-aligned
+
+
+def unpack_bits(
+    words: UInt32[Array, "*batch word"], first: Int[Array, ""] | int, size: int
+) -> Bool[Array, "*batch vocab"]:
+    """Bits `first` to `first + size`, of 32 a word, from the lowest on."""
+    shift = jnp.arange(32, dtype=jnp.uint32).reshape((1,) * words.ndim + (32,))
+    bits = (words[..., None] >> shift) & 1
+    bits = bits.reshape(*words.shape[:-1], -1)
+    return jax.lax.dynamic_slice_in_dim(bits, first, size, axis=-1) > 0
+
+
+def prepare(
+    controls: ControlRows,
+    token_pages: Int[Array, "page page_size"],
+    active: Active,
+    *,
+    vocab_size: int,
+    backend: Backend,
+) -> Effects:
+    """Gather the controls and the known tokens of a launch's sequences.
+
+    Args:
+        backend: Of the model whose logits are adjusted: its devices split the result.
+    """
+    axes = backend.vocab_axes(vocab_size)
+
+    def take(leaf: Array) -> Array:
+        return leaf.at[active.row].get(mode="clip")
+
+    gathered = jax.tree.map(take, controls)
+    known = history.whole(token_pages, active.page_table)
+    whole, columns = PartitionSpec(), PartitionSpec(None, axes)
+
+    def spread(controls: ControlRows, known: Array, active: Active):
+        return _spread(controls, known, active, _slice_of(vocab_size, axes))
+
+    found = backend.split(spread, whole, columns)(gathered, known, active)
+    is_controlled = active.is_active & gathered.is_controlled
+    neutral = jnp.array([[0.0, 0.0, 1.0]], jnp.float32)
+    place = active.num_tokens[:, None] + jnp.arange(-_TAIL, 0, dtype=jnp.int32)[None]
+    tail = history.read(token_pages, active.page_table, jnp.maximum(place, 0))
+    return Effects(
+        spread=found,
+        penalties=jnp.where(is_controlled[:, None], gathered.penalties, neutral),
+        bad_words=jnp.where(is_controlled[:, None, None], gathered.bad_words, NO_TOKEN),
+        tail=jnp.where(place >= active.num_prompt[:, None], tail, NO_TOKEN),
+    )
+
+
+def adjuster(
+    controls: ControlRows,
+    token_pages: Int[Array, "page page_size"],
+    active: Active,
+    *,
+    vocab_size: int,
+    backend: Backend,
+) -> Adjust:
+    """`adjust` for a launch's sequences; see `prepare`."""
+    effects = prepare(
+        controls, token_pages, active, vocab_size=vocab_size, backend=backend
+    )
+    return functools.partial(adjust, effects=effects, backend=backend)
+
+
+def _slice_of(
+    vocab_size: int, axes: tuple[str, ...] | None
+) -> tuple[Int[Array, ""] | int, int]:
+    """First token and number of tokens of this device's part of the vocabulary."""
+    if axes is None:
+        return 0, vocab_size
+    size = vocab_size // jax.lax.axis_size(axes)
+    return jax.lax.axis_index(axes) * size, size
+
+
+def _columns(tokens: Int[Array, "*batch"], part: tuple) -> Int[Array, "*batch"]:
+    """Where tokens lie in a part of the vocabulary; past its end for all others."""
+    first, size = part
+    # Not just the difference: a negative index would count from the end.
+    return jnp.where(tokens >= first, tokens - first, size)
+
+
+def _spread(
+    controls: ControlRows,
+    known: Int[Array, "seq position"],
+    active: Active,
+    part: tuple,
+) -> Spread:
+    """The known tokens and the controls, over a part of the vocabulary."""
+    first, size = part
+    shape = known.shape[0], size
+    row = jnp.arange(shape[0], dtype=jnp.int32)[:, None]
+    is_controlled = (active.is_active & controls.is_controlled)[:, None]
+    position = jnp.arange(known.shape[1], dtype=jnp.int32)[None]
+    is_known = is_controlled & (position < active.num_tokens[:, None])
+    is_output = is_known & (position >= active.num_prompt[:, None])
+    place = _columns(jnp.where(is_output, known, NO_TOKEN), part)
+    counts = jnp.zeros(shape, jnp.int32).at[row, place].add(1, mode="drop")
+    place = _columns(jnp.where(is_known, known, NO_TOKEN), part)
+    is_seen = jnp.zeros(shape, bool).at[row, place].set(True, mode="drop")
+    place = _columns(jnp.where(is_controlled, controls.bias_ids, NO_TOKEN), part)
+    bias = jnp.zeros(shape, jnp.float32)
+    bias = bias.at[row, place].add(controls.bias_values, mode="drop")
+    is_allowed = unpack_bits(controls.allowed, first, size) | ~is_controlled
+    return Spread(counts, is_seen, jnp.where(is_allowed, bias, -jnp.inf))
+
+
+def adjust(
+    logits: Float[Array, "seq width vocab"],
+    drafts: Int[Array, "seq draft"],
+    *,
+    effects: Effects,
+    backend: Backend,
+    num_before: Int[Array, ""] | int = 0,
+) -> Float[Array, "seq width vocab"]:
+    """Apply penalties, bias and masks to rows of consecutive positions.
+
+    Args:
+        drafts: Tokens after the known ones; may have no columns.
+        effects: Of those sequences.
+        backend: As `effects` were made with.
+        num_before: Drafts before the first row; each further row sees one more.
+    """
+    vocab_size = logits.shape[-1]
+    axes = backend.vocab_axes(vocab_size)
+    whole, columns = PartitionSpec(), PartitionSpec(None, axes)
+    rows = PartitionSpec(None, None, axes)
+
+    def run(logits: Array, spread: Spread, whole: tuple) -> Array:
+        effects, drafts, num_before = whole
+        part = _slice_of(vocab_size, axes)
+        before = num_before + jnp.arange(logits.shape[1], dtype=jnp.int32)
+        seen = _count_drafts(spread, drafts, before, part[0])
+        logits = _penalize(logits, *seen, effects.penalties)
+        logits = logits + spread.bias[:, None]
+        return _forbid_bad_words(logits, effects, drafts, before, part)
+
+    split = backend.split(run, (rows, columns, whole), rows)
+    small = dataclasses.replace(effects, spread=None)
+    before = jnp.asarray(num_before, jnp.int32)
+    return split(logits, effects.spread, (small, drafts, before))
+
+
+def _count_drafts(
+    spread: Spread,
+    drafts: Int[Array, "seq draft"],
+    before: Int[Array, " width"],
+    first: Int[Array, ""] | int,
+) -> tuple[Int[Array, "seq _ vocab"], Bool[Array, "seq _ vocab"]]:
+    """`counts` and `is_seen` for each row, with the drafts before it."""
+    token = first + jnp.arange(spread.counts.shape[1], dtype=jnp.int32)[None, None]
+    counts = spread.counts[:, None]
+    for index in range(drafts.shape[1]):
+        is_before = (index < before)[None, :, None]
+        is_token = drafts[:, index, None, None] == token
+        counts = counts + (is_token & is_before).astype(jnp.int32)
+    return counts, spread.is_seen[:, None] | (counts > 0)
+
+
+def _penalize(
+    logits: Float[Array, "seq width vocab"],
+    counts: Int[Array, "seq _ vocab"],
+    is_seen: Bool[Array, "seq _ vocab"],
+    penalties: Float[Array, "seq 3"],
+) -> Float[Array, "seq width vocab"]:
+    presence, frequency, repetition = penalties.T[..., None, None]
+    scale = jnp.where(is_seen, repetition, 1.0)
+    logits = jnp.where(logits > 0, logits / scale, logits * scale)
+    logits = logits - frequency * counts.astype(jnp.float32)
+    return logits - presence * (counts > 0).astype(jnp.float32)
+
+
+def _forbid_bad_words(
+    logits: Float[Array, "seq width vocab"],
+    effects: Effects,
+    drafts: Int[Array, "seq draft"],
+    before: Int[Array, " width"],
+    part: tuple,
+) -> Float[Array, "seq width vocab"]:
+    """Mask a word's last token where the tokens before are the word's others."""
+    seqs, width, _ = logits.shape
+    tokens = jnp.concatenate([effects.tail, drafts], axis=1)
+    window = before[:, None] + jnp.arange(_TAIL, dtype=jnp.int32)[None]
+    newest = tokens[:, window][:, :, None]  # [seq, width, 1, tail]
+    start, last = effects.bad_words[:, None, :, :-1], effects.bad_words[:, None, :, -1]
+    is_match = ((start == newest) | (start == NO_TOKEN)).all(axis=-1)
+    column = _columns(jnp.where(is_match, last, NO_TOKEN), part)
+    seq = jnp.arange(seqs, dtype=jnp.int32)[:, None, None]
+    row = jnp.arange(width, dtype=jnp.int32)[None, :, None]
+    return logits.at[seq, row, column].set(-jnp.inf, mode="drop")

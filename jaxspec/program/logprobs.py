@@ -1,0 +1,144 @@
+"""Log-probabilities of tokens under the model itself, before every control.
+
+With the vocabulary split over devices each looks at its own part; a few numbers per row
+go between them, never a vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxspec.models.backend import Backend
+from jaxspec.models.gemma2 import Gemma2
+from jaxspec.program.plan import NO_TOKEN, TILE, StepShape
+
+
+def tell(
+    logits: Float[Array, "row vocab"],
+    tokens: Int[Array, " row"],
+    *,
+    num_top: int,
+    backend: Backend,
+) -> Int[Array, "row column"]:
+    """A row per token, as `token_logprobs.read_logprobs` reads it.
+
+    Args:
+        tokens: What each row of `logits` is asked about; what is told of one outside
+            the vocabulary is junk.
+        num_top: Most probable tokens to tell; past the vocabulary's size come pads.
+    """
+    vocab_size = logits.shape[1]
+    axes = backend.vocab_axes(vocab_size)
+
+    def run(logits: Array, tokens: Array) -> Array:
+        return _tell(logits, tokens, num_top, axes)
+
+    columns, whole = PartitionSpec(None, axes), PartitionSpec()
+    return backend.split(run, (columns, whole), whole)(logits, tokens)
+
+
+def _tell(
+    logits: Float[Array, "row vocab"],
+    tokens: Int[Array, " row"],
+    num_top: int,
+    axes: tuple[str, ...] | None,
+) -> Int[Array, "row column"]:
+    size = logits.shape[1]
+    first = 0 if axes is None else jax.lax.axis_index(axes) * size
+
+    def total(values: Array) -> Array:
+        return values if axes is None else jax.lax.psum(values, axes)
+
+    def most(values: Array) -> Array:
+        return values if axes is None else jax.lax.pmax(values, axes)
+
+    largest = most(logits.max(axis=1))
+    amount = total(jnp.exp(logits - largest[:, None]).sum(axis=1))
+
+    def logprob(values: Array) -> Array:
+        # The difference first: logits are large where their sum rounds.
+        shape = -1, *(1,) * (values.ndim - 1)
+        return (values - largest.reshape(shape)) - jnp.log(amount).reshape(shape)
+
+    column = tokens - first
+    is_here = (column >= 0) & (column < size)
+    found = jnp.take_along_axis(logits, jnp.clip(column, 0, size - 1)[:, None], axis=1)
+    own = total(jnp.where(is_here, found[:, 0], 0.0))
+    rank = 1 + total((logits > own[:, None]).sum(axis=1, dtype=jnp.int32))
+
+    top, ids = jax.lax.top_k(logits, min(num_top, size))
+    ids = ids + first
+    if axes is not None and num_top:
+        # In order of the parts, so that of equal values the lowest id stays first.
+        top = jax.lax.all_gather(top, axes, axis=1, tiled=True)
+        ids = jax.lax.all_gather(ids, axes, axis=1, tiled=True)
+        top, place = jax.lax.top_k(top, min(num_top, top.shape[1]))
+        ids = jnp.take_along_axis(ids, place, axis=1)
+    pads = (0, 0), (0, num_top - top.shape[1])
+    top = jnp.pad(logprob(top), pads, constant_values=-jnp.inf)
+    ids = jnp.pad(ids, pads, constant_values=NO_TOKEN)
+
+    def bits(values: Array) -> Array:
+        return jax.lax.bitcast_convert_type(values, jnp.int32)
+
+    single = bits(logprob(own))[:, None], rank[:, None]
+    return jnp.concatenate([*single, ids, bits(top)], axis=1)
+
+
+def tell_some(
+    logits: Float[Array, "token vocab"],
+    tokens: Int[Array, "seq width"],
+    *,
+    shape: StepShape,
+    backend: Backend,
+) -> list[Int[Array, "seq width column"]]:
+    """`tell`, where the shape asks for it: one part of the result vector, or none.
+
+    Args:
+        logits: Row i of a sequence says what its i-th token is drawn from.
+    """
+    num_top = shape.features.num_logprobs
+    if num_top is None:
+        return []
+    told = tell(logits, tokens.reshape(-1), num_top=num_top, backend=backend)
+    return [told.reshape(*tokens.shape, -1)]
+
+
+def blank(
+    tokens: Int[Array, "seq width"], *, shape: StepShape
+) -> list[Int[Array, "seq width column"]]:
+    """What `tell_some` returns, before anything is known."""
+    num_top = shape.features.num_logprobs
+    if num_top is None:
+        return []
+    return [jnp.zeros((*tokens.shape, 2 + 2 * num_top), jnp.int32)]
+
+
+def tell_prompt(
+    model: Gemma2,
+    hidden: Float[Array, "token model"],
+    tokens: Int[Array, " token"],
+    after: Int[Array, " tile"],
+    *,
+    shape: StepShape,
+    backend: Backend,
+) -> list[Int[Array, "tile token column"]]:
+    """The same for prompt tiles: what every token of theirs says about the next.
+
+    Tile by tile: the logits of a whole chunk would be the launch's largest array.
+
+    Args:
+        after: The token after each tile's last.
+    """
+    num_top = shape.features.num_prompt_logprobs
+    assert num_top is not None
+    following = tokens.reshape(-1, TILE)[:, 1:]
+    following = jnp.concatenate([following, after[:, None]], axis=1)
+
+    def tell_tile(tile: tuple[Array, Array]) -> Array:
+        logits = model.logits(tile[0])
+        return tell(logits, tile[1], num_top=num_top, backend=backend)
+
+    tiles = hidden.reshape(*following.shape, -1), following
+    return [jax.lax.map(tell_tile, tiles)]

@@ -1,0 +1,141 @@
+"""The target's part of a round: one pass over drafts and prompts, and the verdict.
+
+A round whose drafts are looked up has two forms in one program, and runs the plain one
+when nothing was found.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, no_type_check
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.models.backend import Backend
+from jaxspec.models.batch import TokenBatch
+from jaxspec.models.gemma2 import Gemma2
+from jaxspec.program import logprobs
+from jaxspec.program.active import Active
+from jaxspec.program.controls import Adjust
+from jaxspec.program.judge import judge, logits_of, place_next
+from jaxspec.program.plan import PoolShape, StepShape
+from jaxspec.program.propose import Proposal
+from jaxspec.program.region import join, make_region
+
+Pages = tuple[Array, ...]
+
+
+class Judged(NamedTuple):
+    """What the target made of a round; K + 1 tokens wide, however many were fed."""
+
+    tokens: Int[Array, "seq width"]  # accepted drafts, then the target's own
+    num_accepted: Int[Array, " seq"]
+    tile_logits: Float[Array, "tile vocab"]
+    told: list[Int[Array, "..."]]  # of the result vector: log-probabilities
+    pages: Pages
+
+
+@no_type_check
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """What the two forms of a round share.
+
+    Attributes:
+        num_draft: Drafts of each sequence that count.
+        may_be_plain: Drafts may be missing altogether, which the device alone knows.
+        prompts: Tiles that ride along.
+        after_prompts: The token after each tile's last, where prompts are told about.
+        adjust: What requests ask of single tokens; None where none asks anything.
+    """
+
+    target: Gemma2
+    active: Active
+    num_draft: Int[Array, " seq"]
+    may_be_plain: bool
+    prompts: TokenBatch | None
+    after_prompts: Int[Array, " tile"] | None
+    adjust: Adjust | None
+    backend: Backend
+    pool: PoolShape
+    shape: StepShape
+
+    def judge(self, proposal: Proposal | None, pages: Pages) -> Judged:
+        """Feed the newest tokens and their drafts, and decide."""
+        tokens = self.active.last_tokens[:, 1:]
+        if proposal is not None:
+            tokens = jnp.concatenate([tokens, proposal.tokens], axis=1)
+        if proposal is None or not self.may_be_plain or self.prompts is not None:
+            return self._run(proposal, tokens, pages)
+        has_drafts = (self.num_draft > 0).any()
+        judged = Judged(
+            tokens=tokens,
+            num_accepted=jnp.zeros_like(self.num_draft),
+            tile_logits=jnp.zeros((0, self.target.config.vocab_size), jnp.float32),
+            told=logprobs.blank(tokens, shape=self.shape),
+            pages=pages,
+        )
+        # The tokens fed come from the loop's state, so that XLA cannot take what is
+        # computed from them out of the loop, and do it in every round.
+        judged = _run_if(
+            has_drafts,
+            lambda judged: self._run(proposal, judged.tokens, judged.pages),
+            judged,
+        )
+        return _run_if(
+            ~has_drafts,
+            lambda judged: self._run(None, judged.tokens[:, :1], judged.pages),
+            judged,
+        )
+
+    def _run(
+        self, proposal: Proposal | None, tokens: Int[Array, "seq width"], pages: Pages
+    ) -> Judged:
+        active, shape, backend = self.active, self.shape, self.backend
+        seqs, width = tokens.shape
+        is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
+        kv_len = active.num_tokens + width - 1
+        batches = [
+            make_region(tokens, kv_len, active.page_table, is_written, self.pool)
+        ]
+        if self.prompts is not None:
+            batches.append(self.prompts)
+        hidden, pages = self.target.hidden(join(batches), pages)
+        logits, tile_logits = logits_of(self.target, hidden, seqs * width)
+        verdict = judge(
+            proposal, logits, self.num_draft, active, backend, adjust=self.adjust
+        )
+        tokens = place_next(tokens[:, 1:], verdict)
+        told = logprobs.tell_some(logits, tokens, shape=shape, backend=backend)
+        most = shape.num_draft_tokens + 1
+        tokens, told = _widen(tokens, most), [_widen(part, most) for part in told]
+        if self.prompts is not None and self.after_prompts is not None:
+            told += logprobs.tell_prompt(
+                self.target,
+                hidden[seqs * width :],
+                self.prompts.tokens,
+                self.after_prompts,
+                shape=shape,
+                backend=backend,
+            )
+        return Judged(tokens, verdict.num_accepted, tile_logits, told, pages)
+
+
+def _widen(part: Array, width: int) -> Array:
+    """Pads after a round's tokens, up to K + 1 of them."""
+    pads = [(0, 0), (0, width - part.shape[1])] + [(0, 0)] * (part.ndim - 2)
+    return jnp.pad(part, pads)
+
+
+def _run_if(
+    is_wanted: Bool[Array, ""], function: Callable[[Judged], Judged], value: Judged
+) -> Judged:
+    """`function(value)` where that is wanted, else `value`: a loop of one turn or none.
+
+    Not `cond`: XLA copies what both of its branches write to in place.
+    """
+
+    def turn(carry: tuple[Array, Judged]) -> tuple[Array, Judged]:
+        return jnp.zeros_like(is_wanted), function(carry[1])
+
+    return jax.lax.while_loop(lambda carry: carry[0], turn, (is_wanted, value))[1]

@@ -1,0 +1,128 @@
+"""Owns how drafts are proposed and judged: methods, their keys, the allowed values.
+
+Knows nothing of models or engines; `jaxspec.engine.speculative_args` turns the names
+of three generations of arguments into a `SpeculativeConfig`.
+"""
+
+from dataclasses import dataclass
+from typing import no_type_check
+
+from jaxspec.errors import (
+    ConfigError,
+    UnsupportedError,
+    check_choice,
+    check_integer,
+    wrong_argument,
+)
+
+# The step program is compiled for a ladder of draft lengths; 8 is its last rung.
+MAX_DRAFT_TOKENS = 8
+DEFAULT_DRAFT_TOKENS = 5
+# The program compares this many tokens at every position of every sequence.
+MAX_PROMPT_LOOKUP = 32
+DEFAULT_PROMPT_LOOKUP = 5
+
+NGRAM, NGRAM_AND_MODEL, DRAFT_MODEL = "ngram", "ngram+draft_model", "draft_model"
+METHODS = (NGRAM, NGRAM_AND_MODEL, DRAFT_MODEL)
+
+
+# No checks by jaxtyping in the tests: the class has its own, with better errors.
+@no_type_check
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How drafts are proposed and judged.
+
+    Attributes:
+        method: "draft_model"; "ngram" copies what followed the same tokens earlier in
+            the sequence; "ngram+draft_model" asks the model where nothing matches.
+        model: Folder of the draft model; None for "ngram".
+        num_speculative_tokens: Draft tokens per step; a request may ask for fewer.
+        rejection_sample_method: Rule that decides which draft tokens stay.
+        draft_sample_method: Draw drafts from the draft's distribution, or its argmax.
+        disable_by_batch_size: With more running requests, none is drafted for.
+        max_model_len: Sequences longer than this are not drafted for.
+        draft_tensor_parallel_size: Devices one copy of the draft is spread over.
+        prompt_lookup_max: Most tokens at a sequence's end that are looked for.
+        prompt_lookup_min: Fewest of them that must match.
+    """
+
+    method: str = DRAFT_MODEL
+    model: str | None = None
+    num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS
+    rejection_sample_method: str = "standard"
+    draft_sample_method: str = "probabilistic"
+    disable_by_batch_size: int | None = None
+    max_model_len: int | None = None
+    draft_tensor_parallel_size: int = 1
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
+
+    def __post_init__(self):
+        if self.method not in METHODS:
+            allowed = "'ngram', 'ngram+draft_model' or 'draft_model'"
+            hint = "No other kind of draft is supported yet."
+            raise wrong_argument(UnsupportedError, "method", allowed, self.method, hint)
+        self._check_model()
+        self._check_lookup()
+        check_integer(
+            ConfigError,
+            "num_speculative_tokens",
+            self.num_speculative_tokens,
+            low=1,
+            high=MAX_DRAFT_TOKENS,
+            hint="The step program is compiled for a ladder of draft lengths that ends "
+            f"at {MAX_DRAFT_TOKENS}; to decode without drafts, name no draft model.",
+        )
+        choices = {
+            "rejection_sample_method": ("standard", "block", "coupled"),
+            "draft_sample_method": ("probabilistic", "greedy"),
+        }
+        for name, allowed in choices.items():
+            check_choice(ConfigError, name, getattr(self, name), allowed)
+        lowest = {
+            "disable_by_batch_size": 2,
+            "max_model_len": 1,
+            "draft_tensor_parallel_size": 1,
+        }
+        for name, low in lowest.items():
+            if getattr(self, name) is not None:
+                check_integer(ConfigError, name, getattr(self, name), low=low)
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether a second network proposes, alone or where nothing matches."""
+        return self.method != NGRAM
+
+    @property
+    def has_lookup(self) -> bool:
+        """Whether drafts are looked up in the sequence itself."""
+        return self.method != DRAFT_MODEL
+
+    def _check_model(self) -> None:
+        if self.has_draft_model and self.model is None:
+            allowed = f"a folder for method {self.method!r}"
+            raise wrong_argument(ConfigError, "model", allowed, None)
+        if not self.has_draft_model and self.model is not None:
+            hint = f"For both kinds of draft, set method to {NGRAM_AND_MODEL!r}."
+            allowed = f"left out for method {self.method!r}"
+            raise wrong_argument(ConfigError, "model", allowed, self.model, hint)
+
+    def _check_lookup(self) -> None:
+        names = ("prompt_lookup_max", "prompt_lookup_min")
+        if not self.has_lookup:
+            for name in names:
+                if getattr(self, name) is not None:
+                    allowed = f"left out for method {self.method!r}"
+                    hint = f"It belongs to n-gram drafts: method {NGRAM!r}."
+                    value = getattr(self, name)
+                    raise wrong_argument(ConfigError, name, allowed, value, hint)
+            return
+        most, fewest = (
+            check_integer(
+                ConfigError, name, getattr(self, name), low=1, high=MAX_PROMPT_LOOKUP
+            )
+            for name in names
+        )
+        if fewest > most:
+            allowed = f"at most prompt_lookup_max={most}"
+            raise wrong_argument(ConfigError, "prompt_lookup_min", allowed, fewest)

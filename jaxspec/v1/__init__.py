@@ -1,0 +1,1 @@
+"""Thin aliases of modules that vLLM has in its package `v1`."""

@@ -1,0 +1,213 @@
+"""Greedy texts of many prompts, equal token for token whatever the engine does.
+
+Every way of proposing drafts, every number of them, several batch sizes; prompts fed
+whole or in chunks, requests preempted, prefixes found in the cache. float32. Texts
+come from plain decoding, and HuggingFace must agree with them by a margin that rounding
+cannot cross; prompts with nearer ties are left out and counted.
+
+`python -m tests.e2e.lossless` plays the whole and writes
+`benchmarks/results/lossless.json`; a test plays a short cut of it.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm.auto import tqdm
+
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from tests.e2e import pair
+from tests.engines import generate, make_engine, tokens_of, with_settings
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "lossless.json"
+LOOKUP = (3, 1)
+PROPOSERS: dict[str, dict[str, Any]] = {
+    "draft_model": dict(has_draft=True, lookup=None),
+    "ngram": dict(has_draft=False, lookup=LOOKUP),
+    "ngram+draft_model": dict(has_draft=True, lookup=LOOKUP),
+}
+DRAFTS = (1, 2, 3, 5, 8)
+BATCHES = (1, 8, 32)
+PATHS = ("whole", "chunked", "preempted", "prefix")
+PAGE_SIZE, LONGEST_PROMPT = 4, 96
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How much is played."""
+
+    num_prompts: int = 1000
+    num_tokens: int = 128
+    proposers: tuple[str, ...] = tuple(PROPOSERS)
+    drafts: tuple[int, ...] = DRAFTS
+    batches: tuple[int, ...] = BATCHES
+    paths: tuple[str, ...] = PATHS
+    # At batch 1 rounds are many; a part of the prompts is played there.
+    alone: int = 100
+
+    @property
+    def max_model_len(self) -> int:
+        return LONGEST_PROMPT + self.num_tokens
+
+    @property
+    def pages_per_seq(self) -> int:
+        return -(-self.max_model_len // PAGE_SIZE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Play:
+    """One combination and what came of it."""
+
+    proposer: str
+    num_drafts: int
+    batch: int
+    path: str
+    num_prompts: int
+    num_equal: int
+    acceptance_rate: float
+    num_preemptions: int
+    num_cached_tokens: int
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    """Random tails behind prefixes that many share; every third repeats itself."""
+    random = np.random.default_rng(17)
+    families = [random.integers(3, 64, 12 + 5 * i).tolist() for i in range(8)]
+    prompts = []
+    for index in range(count):
+        tail = random.integers(3, 64, random.integers(1, 24)).tolist()
+        prompt = families[index % len(families)] + tail
+        if index % 3 == 0:
+            prompt = (prompt * 4)[:LONGEST_PROMPT]
+        prompts.append(prompt)
+    return prompts
+
+
+def clear_texts(
+    prompts: list[list[int]], params: SamplingParams
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts without near ties, and what plain decoding says to them."""
+    cut = LONGEST_PROMPT + (params.max_tokens or 0)
+    engine = make_engine(
+        pair.target(),
+        max_num_seqs=32,
+        page_size=PAGE_SIZE,
+        num_pages=32 * -(-cut // PAGE_SIZE),
+        max_model_len=cut,
+        max_num_batched_tokens=512,
+        has_one_shape=True,
+    )
+    said = tokens_of(generate(engine, prompts, params))
+    kept = [
+        both
+        for both in zip(prompts, tqdm(said, desc="margins"), strict=True)
+        if pair.greedy_margin(*both) > pair.MIN_MARGIN
+    ]
+    return [prompt for prompt, _ in kept], [text for _, text in kept]
+
+
+def engine_for(cut: Cut, proposer: str, batch: int) -> LLMEngine:
+    """Of the most drafts; a request asks for fewer, and the path changes settings."""
+    kind = PROPOSERS[proposer]
+    return make_engine(
+        pair.target(),
+        pair.draft("noisy") if kind["has_draft"] else None,
+        lookup=kind["lookup"],
+        num_draft_tokens=max(cut.drafts),
+        max_num_seqs=batch,
+        page_size=PAGE_SIZE,
+        # Some more than a full batch takes: prefixes stay to be found.
+        num_pages=cut.pages_per_seq * (batch + 8),
+        max_model_len=cut.max_model_len,
+        max_num_batched_tokens=128,
+        has_one_shape=True,
+    )
+
+
+def on_path(engine: LLMEngine, cut: Cut, path: str) -> LLMEngine:
+    """A fresh engine over the same executables, set so that it takes a path."""
+    fresh = with_settings(engine)
+    changes: dict[str, Any] = dict(enable_prefix_caching=path == "prefix")
+    if path == "chunked":
+        changes["max_num_batched_tokens"] = 32
+    if path == "preempted":
+        # The pool keeps its size on the device; the host is given a third of it.
+        batch = engine.config.max_num_seqs
+        changes["num_pages"] = max(cut.pages_per_seq, cut.pages_per_seq * batch // 3)
+    config = replace(fresh.config, **changes)
+    return LLMEngine(config, runner=engine.runner, tokenizer=engine.tokenizer)
+
+
+def play(cut: Cut) -> Iterator[Play]:
+    """Every combination of a cut, one after the other."""
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=cut.num_tokens,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    prompts, texts = clear_texts(prompts_of(cut.num_prompts), params)
+    for proposer, batch in itertools.product(cut.proposers, cut.batches):
+        engine = engine_for(cut, proposer, batch)
+        count = min(cut.alone, len(prompts)) if batch == 1 else len(prompts)
+        for num_drafts, path in itertools.product(cut.drafts, cut.paths):
+            if batch == 1 and path == "preempted":
+                continue  # there is nobody to give way to
+            made = on_path(engine, cut, path)
+            own = params.clone()
+            own.extra_args = {"num_speculative_tokens": num_drafts}
+            outputs = generate(made, prompts[:count], own)
+            equal = [
+                said == text
+                for said, text in zip(tokens_of(outputs), texts[:count], strict=True)
+            ]
+            yield Play(
+                proposer=proposer,
+                num_drafts=num_drafts,
+                batch=batch,
+                path=path,
+                num_prompts=count,
+                num_equal=sum(equal),
+                acceptance_rate=round(made.stats.acceptance_rate, 4),
+                num_preemptions=made.stats.num_preemptions,
+                num_cached_tokens=sum(one.num_cached_tokens or 0 for one in outputs),
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=1000)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    cut = Cut(num_prompts=options.prompts, num_tokens=options.tokens)
+    start, plays, result = time.monotonic(), [], {}
+    versions = {"jax": jax.__version__, "python": platform.python_version()}
+    for one in tqdm(play(cut), desc="combinations"):
+        plays.append(asdict(one))
+        result = {
+            "cut": asdict(cut),
+            "device": jax.devices()[0].device_kind,
+            "cores": os.cpu_count(),
+            "versions": versions,
+            "seconds": round(time.monotonic() - start),
+            "num_texts": sum(each["num_prompts"] for each in plays),
+            "num_equal": sum(each["num_equal"] for each in plays),
+            "plays": plays,
+        }
+        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({name: result[name] for name in ("num_texts", "num_equal")}))
+
+
+if __name__ == "__main__":
+    main()

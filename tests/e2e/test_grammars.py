@@ -1,0 +1,326 @@
+"""Texts of a form, with drafts and without: equal, complete, and of the right law."""
+
+import dataclasses
+import functools
+import gc
+import itertools
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.program.plan import Features, StepPlan, StepShape
+from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
+from tests.e2e import pair
+from tests.engines import (
+    OneShapeRunner,
+    generate,
+    make_draft_of,
+    make_engine,
+    make_micro,
+    tokens_of,
+    with_draft,
+    with_settings,
+)
+from tests.laws import check_counts, filtered_law
+
+# Programs of their own: these tests compile for a minute.
+pytestmark = pytest.mark.slow
+
+PATTERNS = [r"[A-Z]{3,6}(,[0-9]{1,3}){2,4};", r"(ABRA|CADABRA|[0-9A-C]{2}=){1,4}[<>]"]
+CHOICES = ["YES", "NO", "YES,BUT", "42"]
+# A test compiles one program with drafts, one without, each with and without tiles.
+SETTINGS: dict[str, Any] = pair.settings(max_num_seqs=4)
+
+
+def form_of(index: int) -> StructuredOutputsParams | None:
+    """A form for three requests of four."""
+    kind = index % 4
+    if kind < 2:
+        return StructuredOutputsParams(regex=PATTERNS[kind])
+    return StructuredOutputsParams(choice=CHOICES) if kind == 2 else None
+
+
+def fits(index: int, text: str) -> bool:
+    kind = index % 4
+    if kind < 2:
+        return re.fullmatch(PATTERNS[kind], text) is not None
+    return text in CHOICES if kind == 2 else True
+
+
+def params_of(count: int, **changes: Any) -> list[SamplingParams]:
+    given: dict[str, Any] = dict(temperature=0, max_tokens=40) | changes
+    return [
+        SamplingParams(structured_outputs=form_of(index), **given)
+        for index in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return pair.prompts(24, seed=5)
+
+
+@pytest.fixture(scope="module")
+def texts(prompts) -> list[list[int]]:
+    """What plain decoding says under the same masks."""
+    engine = make_engine(pair.target(), runner=GrammarRunner, **SETTINGS)
+    outputs = generate(engine, prompts, params_of(len(prompts)))
+    said = [output.outputs[0] for output in outputs]
+    assert all(fits(index, one.text) for index, one in enumerate(said)), said
+    assert {one.finish_reason for one in said[::4]} == {"stop"}
+    assert len({one.text for one in said}) > 12
+    return tokens_of(outputs)
+
+
+class GrammarRunner(OneShapeRunner):
+    """One shape for requests with and without grammars."""
+
+    def launch(self, plan: StepPlan, shape: StepShape) -> Any:
+        shape = dataclasses.replace(shape, features=Features(has_grammar=True))
+        return super().launch(plan, shape)
+
+
+@functools.cache
+def made(kind: str) -> LLMEngine:
+    """All drafts share executables."""
+    if kind != "noisy":
+        return with_draft(made("noisy"), pair.draft(kind))
+    return make_engine(
+        pair.target(),
+        pair.draft(kind),
+        num_draft_tokens=3,
+        runner=GrammarRunner,
+        **SETTINGS,
+    )
+
+
+@pytest.fixture(scope="module", params=["noisy", "unrelated"])
+def engine(request) -> LLMEngine:
+    return made(request.param)
+
+
+def assert_nothing_is_held(engine: LLMEngine) -> None:
+    gc.collect()
+    assert len(engine.runner.token_masks) == 0
+
+
+def test_drafts_change_nothing(engine, prompts, texts):
+    engine = with_settings(engine)
+    assert tokens_of(generate(engine, prompts, params_of(len(prompts)))) == texts
+    assert engine.stats.num_accepted_tokens
+    assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "ngram+noisy", "two devices"])
+def test_other_drafts_and_devices_change_nothing(kind, prompts, texts):
+    settings: dict[str, Any] = dict(runner=GrammarRunner, **SETTINGS)
+    if kind == "two devices":
+        settings["tensor_parallel_size"] = 2
+    else:
+        settings["lookup"] = (2, 1)
+    draft = None if kind == "ngram" else pair.draft("noisy")
+    engine = make_engine(pair.target(), draft, num_draft_tokens=3, **settings)
+    # A prompt that holds the text already is where a look-up finds it.
+    assert tokens_of(generate(engine, prompts, params_of(len(prompts)))) == texts
+    again = [(prompt + text)[-60:] for prompt, text in zip(prompts, texts, strict=True)]
+    outputs = generate(engine, again, params_of(len(again)))
+    assert all(fits(index, one.outputs[0].text) for index, one in enumerate(outputs))
+    assert engine.stats.num_accepted_tokens
+
+
+@pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
+def test_sampled_texts_fit_their_forms(engine, rule, prompts):
+    engine = with_settings(engine, seed=3, rejection_sample_method=rule)
+    outputs = generate(engine, prompts, params_of(len(prompts), temperature=1.0))
+    for index, output in enumerate(outputs):
+        assert fits(index, output.outputs[0].text), output.outputs[0]
+
+
+def test_seeded_texts_do_not_depend_on_the_drafts(engine, prompts):
+    params = params_of(len(prompts), temperature=1.0)
+    for index, one in enumerate(params):
+        one.seed = index
+    texts = tokens_of(generate(with_settings(engine), prompts, params))
+    for index, one in enumerate(params):
+        one.extra_args = {"num_speculative_tokens": (0, 1, 3)[index % 3]}
+    assert tokens_of(generate(with_settings(engine), prompts, params)) == texts
+
+
+def test_two_launches_are_in_flight_while_masks_are_made(engine, prompts):
+    engine = with_settings(engine)
+    masks, most = engine.runner.token_masks, 0
+    asked = masks.num_questions
+    for index, params in enumerate(params_of(4)):
+        engine.add_request(str(index), prompts[index], params)
+    while engine.has_unfinished_requests():
+        engine.step()
+        most = max(most, len(engine._launched))
+    assert most == 1  # after a step: one launched ahead of what has been read
+    assert masks.num_questions > asked
+
+
+def test_the_rest_of_a_batch_goes_on_when_some_are_aborted(engine, prompts, texts):
+    engine = with_settings(engine)
+    params = params_of(len(prompts))
+    for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(index), prompt, one)
+    finished, step = {}, 0
+    aborted = set(range(1, len(prompts), 3))
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                finished[int(output.request_id)] = list(output.outputs[0].token_ids)
+        step += 1
+        if step % 4 == 0 and aborted - finished.keys():
+            gone = min(aborted - finished.keys())
+            aborted.discard(gone)
+            engine.abort_request(str(gone))
+    for index, tokens in finished.items():
+        assert tokens == texts[index]
+    assert len(finished) < len(prompts)
+    assert_nothing_is_held(engine)
+
+
+def test_a_preempted_text_goes_on_where_it_was(engine):
+    # Four of these do not fit into the pages together.
+    random = np.random.default_rng(8)
+    prompts = random.integers(3, 64, (6, 60)).tolist()
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=50,
+        structured_outputs=StructuredOutputsParams(regex="([A-Z]{3}[0-9]){11}"),
+    )
+    alone = [
+        tokens_of(generate(with_settings(engine), [prompt], params))[0]
+        for prompt in prompts
+    ]
+    together = with_settings(engine)
+    assert tokens_of(generate(together, prompts, params)) == alone
+    assert together.stats.num_preemptions
+    assert all(len(tokens) == 45 for tokens in alone)
+
+
+def test_texts_of_one_request_are_read_apart(engine, prompts):
+    params = SamplingParams(
+        n=3, temperature=1.0, seed=4, max_tokens=40, structured_outputs=form_of(0)
+    )
+    (output,) = generate(with_settings(engine), prompts[:1], params)
+    texts = [one.text for one in output.outputs]
+    assert len(set(texts)) == 3 and all(fits(0, text) for text in texts)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7])
+def test_max_tokens_cuts_a_text_at_every_offset(engine, count, prompts, texts):
+    params = params_of(8, max_tokens=count)
+    outputs = generate(with_settings(engine), prompts[:8], params)
+    assert tokens_of(outputs) == [tokens[:count] for tokens in texts[:8]]
+
+
+def test_a_stop_string_and_min_tokens_go_with_a_form(engine, prompts):
+    form = StructuredOutputsParams(regex="[A-F]{4},[0-9]{9}")
+    cut = SamplingParams(temperature=0, stop=",", structured_outputs=form)
+    # More tokens than the form has: a complete text ends all the same.
+    longer = SamplingParams(
+        temperature=0, min_tokens=20, max_tokens=24, structured_outputs=form
+    )
+    ignoring = SamplingParams(
+        temperature=0, ignore_eos=True, max_tokens=17, structured_outputs=form
+    )
+    outputs = generate(with_settings(engine), prompts[:3], [cut, longer, ignoring])
+    first, second, third = (output.outputs[0] for output in outputs)
+    assert re.fullmatch("[A-F]{4}", first.text) and first.stop_reason == ","
+    for one, ends in ((second, 1), (third, 3)):
+        said = "".join(chr(33 + token) for token in one.token_ids[:14])
+        assert re.fullmatch("[A-F]{4},[0-9]{9}", said)
+        assert list(one.token_ids[14:]) == [pair.EOS] * ends
+    assert (second.finish_reason, third.finish_reason) == ("stop", "length")
+
+
+VOCAB, PROMPT = 16, [2, 7, 3, 11, 5, 14, 9, 4, 12, 6]
+EOS = 1
+# Tokens 4 to 15 are %&'()*+,-./0
+LAW_PATTERN = r"[%&'(]([)*]%?|\+[,-])?"
+
+
+def words_of_the_form() -> list[list[int]]:
+    """Every text of the form, by ids, its end token included where it may go on."""
+    words = []
+    for length in range(1, 4):
+        for word in itertools.product("%&'()*+,-", repeat=length):
+            if re.fullmatch(LAW_PATTERN, "".join(word)):
+                words.append([ord(one) - 33 for one in word] + [EOS])
+    return words
+
+
+def enumerated_law(target: Any, words: list[list[int]]) -> np.ndarray:
+    """Probability of every text, from HuggingFace's logits and the masks."""
+    following: dict[tuple[int, ...], set[int]] = {}
+    for word in words:
+        for cut, token in enumerate(word):
+            following.setdefault(tuple(word[:cut]), set()).add(token)
+    laws = {}
+    with torch.no_grad():
+        for start, allowed in following.items():
+            choices = sorted(allowed)
+            tokens = torch.tensor([[*PROMPT, *start]]).long()
+            logits = target(tokens).logits[0, -1].numpy()
+            law = np.zeros(VOCAB)
+            law[choices] = filtered_law(logits[None, choices], np.float32(0.9))[0]
+            laws[start] = law
+    return np.array(
+        [
+            np.prod([laws[tuple(word[:cut])][word[cut]] for cut in range(len(word))])
+            for word in words
+        ]
+    )
+
+
+@functools.cache
+def law_pair() -> tuple[Any, LLMEngine]:
+    """A target of 16 tokens, and an engine over it whose executables tests share."""
+    target = make_micro(seed=3)
+    draft = make_draft_of(target, num_layers=2)
+    engine = make_engine(
+        target,
+        draft,
+        num_draft_tokens=3,
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        num_pages=1024,
+        max_model_len=32,
+        runner=GrammarRunner,
+    )
+    return target, engine
+
+
+@pytest.mark.parametrize("rule", ["standard", "block", "seeded"])
+def test_the_law_under_a_grammar_is_the_enumerated_one(rule):
+    target, engine = law_pair()
+    words = words_of_the_form()
+    law = enumerated_law(target, words)
+    assert law.sum() == pytest.approx(1, abs=1e-6)
+    form = StructuredOutputsParams(regex=LAW_PATTERN)
+    settings: Any = dict(seed=11)
+    if rule != "seeded":
+        settings["rejection_sample_method"] = rule
+    params = [
+        SamplingParams(
+            temperature=0.9,
+            max_tokens=6,
+            include_stop_str_in_output=True,
+            structured_outputs=form,
+            seed=number if rule == "seeded" else None,
+        )
+        for number in range(2000)
+    ]
+    engine = with_settings(engine, **settings)
+    found = tokens_of(generate(engine, [PROMPT] * len(params), params))
+    assert engine.stats.num_accepted_tokens
+    counts = np.zeros(len(words), int)
+    for tokens in found:
+        counts[words.index(tokens)] += 1
+    check_counts(counts, law, rule)

@@ -1,0 +1,240 @@
+"""Drafts looked up in the sequence itself, alone and before the model's, lose nothing.
+
+Equality is with plain decoding, whose texts the other tests compare with HuggingFace.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.sampling_params import SamplingParams
+from tests.e2e import pair
+from tests.e2e.test_distribution import CONTROLS as LAW_CONTROLS
+from tests.e2e.test_distribution import LENGTH as LAW_LENGTH
+from tests.e2e.test_distribution import VOCAB, check_law, laws_of, levels_after, sample
+from tests.e2e.test_seeded import CONTROLS
+from tests.engines import (
+    generate,
+    make_draft_of,
+    make_engine,
+    make_micro,
+    tokens_of,
+    with_settings,
+)
+from tests.oracles import make_hf_model
+
+LENGTH = 64
+GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+LOOKUP = (3, 1)
+KINDS = ("ngram", "ngram+noisy", "ngram+same")
+# A random model with tied embeddings says its last token again and again.
+PARROT_PROMPTS = [[5, 6, 7], [9, 8, 3, 4] * 4, [11] * 9, [20, 21]]
+
+
+@functools.cache
+def first_engine(kind: str) -> LLMEngine:
+    drafts = {"ngram": None, "noisy": "noisy", "same": "same"}
+    model = drafts[kind.removeprefix("ngram+")]
+    return make_engine(
+        pair.target(),
+        None if model is None else pair.draft(model),
+        num_draft_tokens=pair.NUM_DRAFT,
+        lookup=LOOKUP,
+        **pair.SETTINGS,
+    )
+
+
+def lookup_engine(kind: str, **changes: Any) -> LLMEngine:
+    """A fresh engine over shared executables."""
+    return with_settings(first_engine(kind), **changes)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Random ones, and ones that repeat themselves."""
+    random = pair.prompts(8)
+    return random + [(prompt * 40)[:40] for prompt in pair.prompts(8, longest=15)]
+
+
+@pytest.fixture(scope="module")
+def texts(prompts) -> list[list[int]]:
+    return tokens_of(generate(pair.plain_engine(), prompts, GREEDY))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_texts_are_the_same(kind, prompts, texts):
+    engine = lookup_engine(kind)
+    with pair.recorded(engine) as rounds:
+        outputs = generate(engine, prompts, GREEDY)
+    assert tokens_of(outputs) == texts
+    assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
+    decoding = [result for plan, _, result in rounds if plan.decode]
+    found = [int(result.num_draft.max()) for result in decoding]
+    if kind == "ngram":
+        assert {0, pair.NUM_DRAFT} <= set(found), "rounds of one form only"
+        neither = [
+            0 in result.num_draft[:2] and any(result.num_draft) for result in decoding
+        ]
+        assert any(neither), "no batch in which only one of two matches"
+    else:
+        # The model drafts where nothing is found; only last rounds have no room.
+        assert found.count(0) < 0.1 * len(found)
+
+
+def test_a_parrot_is_read_from_its_own_lips():
+    target = make_hf_model(seed=2, **pair.SIZES)
+    settings = pair.settings(max_num_seqs=2)
+    plain = make_engine(target, **settings)
+    engine = make_engine(target, num_draft_tokens=3, lookup=(2, 1), **settings)
+    texts = tokens_of(generate(plain, PARROT_PROMPTS, GREEDY))
+    assert tokens_of(generate(engine, PARROT_PROMPTS, GREEDY)) == texts
+    assert engine.stats.acceptance_rate > 0.5
+    assert engine.stats.num_rounds < 0.7 * plain.stats.num_rounds
+
+
+def test_every_draft_of_the_same_model_is_right_where_nothing_is_found(prompts, texts):
+    """Fed what was looked up, the draft model keeps its keys in step."""
+    engine = lookup_engine("ngram+same")
+    assert tokens_of(generate(engine, prompts, GREEDY)) == texts
+    # The lookup alone is wrong more often: the model's drafts make up for it.
+    alone = lookup_engine("ngram")
+    generate(alone, prompts, GREEDY)
+    assert engine.stats.num_rounds < alone.stats.num_rounds
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_counts_are_of_what_was_drafted(kind, prompts):
+    engine = lookup_engine(kind)
+    with pair.recorded(engine) as rounds:
+        outputs = generate(engine, prompts, GREEDY)
+    drafted = sum(
+        int(result.num_draft[index])
+        for plan, _, result in rounds
+        for index in range(len(plan.decode))
+        if result.num_emitted[index]
+    )
+    assert engine.stats.num_draft_tokens == drafted
+    metrics = [output.outputs[0].spec_decode_metrics for output in outputs]
+    assert all(one is not None for one in metrics)
+    assert sum(one.num_draft_tokens for one in metrics if one) == drafted
+    assert sum(one.num_spec_steps for one in metrics if one) == (
+        engine.stats.num_draft_rounds
+    )
+    for plan, _, result in rounds:
+        for index, (_, wanted) in enumerate(plan.decode):
+            assert result.num_accepted[index] <= result.num_draft[index] <= wanted
+
+
+def test_a_requests_own_number_of_drafts(prompts, texts):
+    wishes = [(0, 1, 2, None)[index % 4] for index in range(len(prompts))]
+    params = []
+    for wish in wishes:
+        extra = None if wish is None else {"num_speculative_tokens": wish}
+        params.append(
+            SamplingParams(
+                temperature=0, max_tokens=LENGTH, ignore_eos=True, extra_args=extra
+            )
+        )
+    engine = lookup_engine("ngram")
+    outputs = generate(engine, prompts, params)
+    assert tokens_of(outputs) == texts
+    for wish, output in zip(wishes, outputs, strict=True):
+        metrics = output.outputs[0].spec_decode_metrics
+        if wish == 0:
+            assert metrics is None
+        elif wish is not None:
+            assert metrics is not None
+            assert not any(metrics.histogram[wish + 1 :])
+
+
+@pytest.mark.parametrize("kind", ["ngram", "ngram+noisy"])
+def test_drafting_stops_in_a_crowd_and_comes_back(kind, prompts, texts):
+    """Without a draft model there is nothing to catch up with."""
+    engine = lookup_engine(kind, disable_by_batch_size=2)
+    with pair.recorded(engine) as rounds:
+        assert tokens_of(generate(engine, prompts, GREEDY)) == texts
+    drafts = {shape.num_draft_tokens for plan, shape, _ in rounds if plan.decode}
+    assert drafts == {0, pair.NUM_DRAFT}
+    tiles = [tile for plan, _, _ in rounds for tile in plan.tiles]
+    assert any(tile.is_draft_only for tile in tiles) == (kind != "ngram")
+
+
+@pytest.mark.parametrize("kind", ["ngram", "ngram+noisy"])
+@pytest.mark.parametrize("rule", ["standard", "block"])
+def test_seeded_texts_are_the_same(kind, rule, prompts):
+    params = [
+        SamplingParams(
+            seed=number,
+            max_tokens=32,
+            ignore_eos=True,
+            **CONTROLS[number % len(CONTROLS)],
+        )
+        for number in range(len(prompts))
+    ]
+    expected = tokens_of(generate(pair.plain_engine(), prompts, params))
+    engine = lookup_engine(kind, rejection_sample_method=rule)
+    assert tokens_of(generate(engine, prompts, params)) == expected
+    assert engine.stats.num_accepted_tokens > 10
+
+
+def test_ends_within_runs_of_drafts():
+    """A parrot's end token, and lengths that cut a run at every place."""
+    target = make_hf_model(seed=2, **pair.SIZES)
+    settings = pair.settings(max_num_seqs=2)
+    plain = make_engine(target, **settings)
+    engine = make_engine(target, num_draft_tokens=3, lookup=(2, 1), **settings)
+    params = [
+        SamplingParams(temperature=0, max_tokens=8 + index, ignore_eos=True)
+        for index in range(8)
+    ]
+    prompts = PARROT_PROMPTS * 2
+    expected = tokens_of(generate(plain, prompts, params))
+    assert tokens_of(generate(engine, prompts, params)) == expected
+    longest = pair.SETTINGS["max_model_len"]
+    full = [(prompt * longest)[: longest - 20] for prompt in PARROT_PROMPTS]
+    until = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    expected = tokens_of(generate(plain, full, until))
+    assert [len(tokens) for tokens in expected] == [20] * len(full)
+    assert tokens_of(generate(engine, full, until)) == expected
+
+
+# Repeats itself, so that the next token is looked up at once.
+LAW_PROMPT = [2, 7, 3, 11, 5, 7, 3, 11, 9, 7, 3]
+
+
+@pytest.fixture(scope="module")
+def micro() -> Any:
+    return make_micro(seed=3)
+
+
+@pytest.fixture(scope="module")
+def levels(micro) -> list[np.ndarray]:
+    return levels_after(micro, LAW_PROMPT)
+
+
+def law_engine(micro: Any, *, has_model: bool) -> LLMEngine:
+    return make_engine(
+        micro,
+        make_draft_of(micro, num_layers=2) if has_model else None,
+        num_draft_tokens=3,
+        lookup=(2, 1),
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        num_pages=1024,
+        max_model_len=32,
+        has_one_shape=True,
+    )
+
+
+@pytest.mark.parametrize("has_model", [False, True], ids=["alone", "with_model"])
+def test_every_position_follows_the_target(micro, levels, *, has_model):
+    engine = law_engine(micro, has_model=has_model)
+    for rule in ("standard", "block", "seeded"):
+        drawn = sample(engine, rule, 700, prompt=LAW_PROMPT)
+        for controls, tokens in zip(LAW_CONTROLS, drawn, strict=True):
+            assert tokens.shape[1] == LAW_LENGTH
+            assert tokens.max() < VOCAB
+            check_law(tokens, laws_of(levels, controls), (rule, controls))

@@ -1,0 +1,36 @@
+"""A short cut of `lossless.py`: every path of the engine gives the plain text."""
+
+import pytest
+
+from tests.e2e.lossless import PATHS, Cut, play
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param(
+            Cut(
+                num_prompts=24,
+                num_tokens=32,
+                proposers=("ngram+draft_model",),
+                drafts=(3,),
+                batches=(8,),
+            ),
+            id="short",
+        ),
+        pytest.param(
+            Cut(num_prompts=48, num_tokens=48, drafts=(3,), batches=(1, 8), alone=24),
+            id="long",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_every_path_says_what_plain_decoding_says(cut):
+    plays = list(play(cut))
+    assert {one.path for one in plays} == set(PATHS)
+    for one in plays:
+        assert one.num_prompts > 0.7 * min(cut.num_prompts, cut.alone)
+        assert one.num_equal == one.num_prompts, one
+        assert (one.num_preemptions > 0) == (one.path == "preempted"), one
+        assert (one.num_cached_tokens > 0) == (one.path == "prefix"), one
+        assert 0 < one.acceptance_rate < 1, one

@@ -1,0 +1,248 @@
+"""Parameters of requests through the whole engine, with drafts and without.
+
+The programs themselves are tested in `test_features.py`; here it is the way from
+`SamplingParams` to them and back to `RequestOutput`.
+"""
+
+import functools
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.runner import Runner
+from jaxspec.outputs import CompletionOutput, RequestOutput
+from jaxspec.program.plan import Features, StepPlan, StepResult, StepShape
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from tests.e2e import pair
+from tests.engines import StubTokenizer
+from tests.oracles import hf_logits
+
+pytestmark = pytest.mark.slow  # two programs to compile, with all features
+
+PROMPTS = pair.prompts(4, seed=5)
+MAX_TOKENS = 14
+PLAIN = {"num_speculative_tokens": 0}
+
+
+class OneProgramRunner(Runner):
+    """Runs every launch in the largest shape, with all features."""
+
+    def largest(self, shape: StepShape) -> StepShape:
+        count = self.config.num_logprobs
+        return StepShape(
+            num_seqs=self.config.max_num_seqs,
+            num_draft_tokens=shape.num_draft_tokens,
+            chunk=self.config.max_num_batched_tokens,
+            features=Features(
+                has_controls=True, num_logprobs=count, num_prompt_logprobs=count
+            ),
+        )
+
+    def is_compiled(self, shape: StepShape) -> bool:
+        return super().is_compiled(self.largest(shape))
+
+    def launch(self, plan: StepPlan, shape: StepShape) -> Any:
+        return super().launch(plan, self.largest(shape))
+
+    def fetch(self, result: Any, shape: StepShape) -> StepResult:
+        return super().fetch(result, self.largest(shape))
+
+
+@functools.cache
+def runner() -> OneProgramRunner:
+    made = pair.engine()
+    return OneProgramRunner(made.config, made.runner.mesh, *made.runner.params)
+
+
+def run(
+    prompts: list[list[int]], params: list[SamplingParams]
+) -> list[list[RequestOutput]]:
+    """All outputs of each request, in the order of the prompts."""
+    vocab_size = runner().config.model_config.vocab_size
+    engine = LLMEngine(
+        runner().config, runner=runner(), tokenizer=StubTokenizer(vocab_size)
+    )
+    outputs: list[list[RequestOutput]] = [[] for _ in prompts]
+    for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(index), prompt, own)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs[int(output.request_id)].append(output)
+    engine.scheduler.check_idle()
+    return outputs
+
+
+def ask(prompt: list[int] | None = None, **fields: Any) -> CompletionOutput:
+    """The only text of one request."""
+    fields = {"max_tokens": MAX_TOKENS, "ignore_eos": True} | fields
+    (outputs,) = run([prompt or PROMPTS[0]], [SamplingParams(**fields)])
+    (completion,) = outputs[-1].outputs
+    return completion
+
+
+def laws(tokens: list[int]) -> np.ndarray:
+    """Row i: log-probabilities of the token after the first i + 1, by HuggingFace."""
+    logits = np.array(hf_logits(pair.target(), np.array(tokens)), np.float64)
+    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+
+def check_told(told: Any, tokens: list[int], rows: np.ndarray, count: int) -> None:
+    """What was told of tokens, against the rows that they follow."""
+    assert len(told) == len(tokens) == len(rows)
+    for entry, token, row in zip(told, tokens, rows, strict=True):
+        assert next(iter(entry)) == token
+        ranked = np.argsort(-row)
+        best = set(ranked[:count].tolist())
+        assert set(entry) == best | {token}
+        for candidate, one in entry.items():
+            assert one.logprob == pytest.approx(row[candidate], abs=1e-4)
+            assert ranked[one.rank - 1] == candidate
+            assert one.decoded_token == StubTokenizer(64).decode([candidate])
+
+
+CONTROLS: dict[str, dict[str, Any]] = {
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 1.5},
+    "repetition": {"repetition_penalty": 1.8},
+    "bias": {"logit_bias": {token: 6.0 for token in range(10, 30, 3)}},
+    "allowed": {"allowed_token_ids": list(range(7, 40, 4))},
+    "bad words": {"bad_words": [chr(code) for code in range(40, 70)]},
+    "together": {
+        "frequency_penalty": 0.7,
+        "logit_bias": {9: -100.0, 12: 2.0},
+        "allowed_token_ids": list(range(5, 60, 2)),
+        "bad_words": ["+", "GH"],
+        "min_tokens": 5,
+    },
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+@pytest.mark.parametrize("how", ["greedy", "seeded"])
+def test_drafts_change_nothing_under_a_control(name: str, how: str):
+    sampling: dict[str, Any] = {"temperature": 0}
+    if how == "seeded":
+        sampling = {"seed": 11, "top_p": 0.9}
+    fields = sampling | CONTROLS[name]
+    drafted, plain = ask(**fields), ask(extra_args=PLAIN, **fields)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.spec_decode_metrics is not None
+    assert drafted.spec_decode_metrics.num_draft_tokens > 0
+    assert plain.spec_decode_metrics is None
+    assert drafted.token_ids != ask(**sampling).token_ids, "the control did nothing"
+
+
+def test_what_is_forbidden_does_not_come():
+    seeds = [{"seed": seed, "temperature": 1.5} for seed in range(3)]
+    for sampling in seeds:
+        allowed = CONTROLS["allowed"]["allowed_token_ids"]
+        assert set(ask(**sampling, **CONTROLS["allowed"]).token_ids) <= set(allowed)
+        words = CONTROLS["bad words"]["bad_words"]
+        assert not set(words) & set(ask(**sampling, **CONTROLS["bad words"]).text)
+    text = ask(temperature=0).text
+    pair_of_letters = text[3:5]
+    assert pair_of_letters not in ask(temperature=0, bad_words=[pair_of_letters]).text
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_logprobs_are_those_of_one_pass(count: int):
+    params = [
+        SamplingParams(
+            max_tokens=MAX_TOKENS,
+            ignore_eos=True,
+            logprobs=count,
+            prompt_logprobs=count,
+            temperature=temperature,
+            seed=7,
+            frequency_penalty=penalty,  # told is what was before penalties
+        )
+        for temperature, penalty in [(0, 0), (1.2, 0), (1.2, 1.0), (0, 1.0)]
+    ]
+    for prompt, outputs in zip(PROMPTS, run(PROMPTS, params), strict=True):
+        (completion,) = outputs[-1].outputs
+        tokens = list(completion.token_ids)
+        rows = laws(prompt + tokens)[:-1]
+        check_told(completion.logprobs, tokens, rows[len(prompt) - 1 :], count)
+        told = outputs[-1].prompt_logprobs
+        assert told is not None
+        assert told[0] is None
+        check_told(list(told)[1:], prompt[1:], rows[: len(prompt) - 1], count)
+        own = [
+            row[token] for row, token in zip(rows[-len(tokens) :], tokens, strict=True)
+        ]
+        assert completion.cumulative_logprob == pytest.approx(sum(own), abs=1e-3)
+
+
+def test_every_kind_of_output_tells_the_same():
+    def outputs_of(kind: RequestOutputKind) -> list[RequestOutput]:
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=MAX_TOKENS,
+            ignore_eos=True,
+            logprobs=2,
+            prompt_logprobs=1,
+            output_kind=kind,
+        )
+        (outputs,) = run(PROMPTS[:1], [params])
+        return outputs
+
+    kinds = RequestOutputKind
+    (final,) = outputs_of(kinds.FINAL_ONLY)
+    cumulative, deltas = outputs_of(kinds.CUMULATIVE), outputs_of(kinds.DELTA)
+    assert len(deltas) == len(cumulative) > 1
+    assert cumulative[-1].outputs[0].logprobs == final.outputs[0].logprobs
+    assert [one.prompt_logprobs for one in cumulative] == [final.prompt_logprobs] * len(
+        cumulative
+    )
+    assert [one.prompt_logprobs for one in deltas[1:]] == [None] * (len(deltas) - 1)
+    pieces = [one.outputs[0] for one in deltas]
+    for piece in pieces:
+        assert piece.logprobs is not None
+        assert len(piece.logprobs) == len(piece.token_ids)
+    told = itertools.chain.from_iterable(piece.logprobs or [] for piece in pieces)
+    assert list(told) == final.outputs[0].logprobs
+    whole = deltas[0]
+    for one in deltas[1:]:
+        whole.add(one, aggregate=True)
+    assert whole.outputs[0] == final.outputs[0]
+    assert whole.prompt_logprobs == final.prompt_logprobs
+
+
+def test_logprobs_end_with_the_text():
+    free = ask(temperature=0, logprobs=1)
+    for cut in range(2, 8):
+        stop = free.text[cut : cut + 2]
+        found = ask(temperature=0, logprobs=1, stop=[stop])
+        count = free.text.index(stop) + 2
+        assert found.token_ids == free.token_ids[:count]
+        assert found.logprobs == (free.logprobs or [])[:count]
+        own = [entry[token].logprob for entry, token in told_of(found)]
+        assert found.cumulative_logprob == pytest.approx(sum(own), abs=1e-5)
+
+
+def told_of(completion: CompletionOutput) -> list[tuple[Any, int]]:
+    told = completion.logprobs or []
+    return list(zip(told, completion.token_ids, strict=True))
+
+
+def test_several_texts_of_one_prompt():
+    fields: dict[str, Any] = dict(temperature=1.0, logprobs=1, presence_penalty=0.5)
+    fields |= dict(max_tokens=MAX_TOKENS, ignore_eos=True)
+    (outputs,) = run(PROMPTS[2:3], [SamplingParams(n=3, seed=40, **fields)])
+    assert [text.index for text in outputs[-1].outputs] == [0, 1, 2]
+    for index, text in enumerate(outputs[-1].outputs):
+        alone = ask(PROMPTS[2], seed=40 + index, **fields)
+        assert text.token_ids == alone.token_ids
+        assert [list(entry) for entry in text.logprobs or []] == [
+            list(entry) for entry in alone.logprobs or []
+        ]
+
+
+def test_flat_logprobs_hold_the_same():
+    listed = ask(temperature=0, logprobs=2)
+    flat = ask(temperature=0, logprobs=2, flat_logprobs=True)
+    assert flat.token_ids == listed.token_ids
+    assert list(flat.logprobs or []) == listed.logprobs

@@ -1,0 +1,154 @@
+"""What can be asked of an `LLMEngine` besides texts, over a device of plain Python."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxspec.engine.llm_engine
+from jaxspec.engine.runner import Runner
+from jaxspec.errors import ConfigError, RequestError
+from jaxspec.metrics import Counter, Gauge
+from jaxspec.program.plan import TokenControls
+from jaxspec.sampling_params import SamplingParams
+from tests.engine.test_llm_engine import PROMPT, make_fake_engine, run_all, run_one
+
+
+def metrics_of(engine: Any) -> dict[str, float]:
+    return {
+        metric.name: metric.value
+        for metric in engine.get_metrics()
+        if isinstance(metric, Counter | Gauge)
+        and "finished_reason" not in metric.labels
+    }
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"lora_request": "adapter"},
+        {"tokenization_kwargs": {"truncate_prompt_tokens": 3}},
+        {"trace_headers": {"traceparent": "00-1-2-00"}},
+    ],
+)
+def test_options_that_are_not_supported(option: dict[str, Any]):
+    engine, _ = make_fake_engine()
+    with pytest.raises(NotImplementedError, match=next(iter(option))):
+        engine.add_request("0", PROMPT, SamplingParams(), **option)
+    assert not engine.has_unfinished_requests()
+    nothing: dict[str, Any] = dict.fromkeys(option)
+    engine.add_request("0", PROMPT, SamplingParams(max_tokens=1), **nothing)
+    run_all(engine)
+
+
+@pytest.mark.parametrize(
+    ("changes", "allowed"),
+    [
+        ({"n": 0}, "at least 1"),
+        ({"temperature": 0, "n": 2}, "1 at temperature 0"),
+        ({"logprobs": 21}, "at most 20"),
+    ],
+)
+def test_several_texts_are_checked_as_one_request(
+    changes: dict[str, Any], allowed: str
+):
+    engine, _ = make_fake_engine()
+    params = SamplingParams(n=2)
+    for name, value in changes.items():
+        setattr(params, name, value)
+    with pytest.raises(RequestError, match=allowed):
+        engine.add_request("0", PROMPT, params)
+    assert not engine.has_unfinished_requests()
+
+
+def test_the_caller_keeps_what_it_gave():
+    engine, _ = make_fake_engine()
+    params = SamplingParams(n=2, max_tokens=2)
+    params.top_k = -1
+    engine.add_request("0", PROMPT, params)
+    run_all(engine)
+    assert (params.n, params.top_k) == (2, -1)
+
+
+def test_controls_reach_the_device():
+    engine, runner = make_fake_engine()
+    params = SamplingParams(max_tokens=2, presence_penalty=0.5, logit_bias={3: 1})
+    run_one(engine, params)
+    expected = TokenControls(presence_penalty=0.5, bias=((3, 1.0),))
+    admitted = [one for plan, _ in runner.plans for one in plan.admissions]
+    assert [one.controls for one in admitted] == [expected]
+    features = [shape.features for _, shape in runner.plans]
+    assert features[0].has_controls
+
+
+def test_lower_priorities_go_first():
+    engine, _ = make_fake_engine(scheduling_policy="priority", max_num_seqs=1)
+    params = SamplingParams(max_tokens=3)
+    for name, priority in [("late", 5), ("first", -1), ("second", 0)]:
+        engine.add_request(name, PROMPT, params, priority=priority)
+    assert list(run_all(engine)) == ["first", "second", "late"]
+
+
+def test_metrics_of_traffic():
+    engine, _ = make_fake_engine(num_draft_tokens=3)
+    engine.add_request("0", PROMPT, SamplingParams(max_tokens=9))
+    engine.step()
+    assert metrics_of(engine)["vllm:num_requests_running"] == 1
+    assert metrics_of(engine)["vllm:kv_cache_usage_perc"] > 0
+    run_all(engine)
+    found = metrics_of(engine)
+    assert found["vllm:num_requests_running"] == 0
+    assert found["vllm:kv_cache_usage_perc"] == 0
+    assert found["vllm:prompt_tokens"] == len(PROMPT)
+    assert found["vllm:generation_tokens"] == found["jaxspec:generation_tokens"] == 9
+    assert found["vllm:spec_decode_num_drafts"] == engine.stats.num_draft_rounds > 0
+
+
+def test_metrics_can_be_off(caplog: pytest.LogCaptureFixture):
+    engine, _ = make_fake_engine(disable_log_stats=True)
+    caplog.set_level(logging.INFO, "jaxspec")
+    run_one(engine, SamplingParams(max_tokens=3))
+    with pytest.raises(ConfigError, match=r"Stat logging disabled: .*=False"):
+        engine.get_metrics()
+    engine.do_log_stats()
+    assert not caplog.messages
+
+
+def test_a_busy_engine_logs_now_and_then(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    engine, _ = make_fake_engine()
+    caplog.set_level(logging.INFO, "jaxspec")
+    run_one(engine, SamplingParams(max_tokens=3))
+    assert not caplog.messages
+    monkeypatch.setattr(jaxspec.engine.llm_engine, "LOG_INTERVAL_S", 0.0)
+    run_one(engine, SamplingParams(max_tokens=3))
+    assert caplog.messages[0].startswith("Avg prompt throughput: ")
+
+
+def test_compiles_are_announced(monkeypatch: pytest.MonkeyPatch):
+    engine, fake = make_fake_engine()
+    runner: Any = object.__new__(Runner)
+    runner._executables, runner._layouts = {}, {}
+    runner.program = runner.params = runner.state = ()
+    runner.pool, runner.num_compiles = fake.device.pool, 0
+    monkeypatch.setattr("jaxspec.engine.runner.compile_step", lambda *_: print)
+    engine.runner, told = runner, []
+    engine.announce_compiles(told.append)
+    (shape, *_) = engine.scheduler.shapes()
+    for _ in range(2):
+        assert runner.executable(shape) is print
+    assert told == ["Compiling 1 sequences x 0 drafts + 0 prompt tokens", ""]
+    engine.announce_compiles(None)
+
+
+@pytest.mark.slow
+def test_a_profile_is_written(tmp_path: Path):
+    runner = object.__new__(Runner)
+    runner.start_profile(str(tmp_path))
+    jax.block_until_ready(jnp.arange(4) + 1)
+    runner.stop_profile()
+    assert list(tmp_path.rglob("*.xplane.pb"))

@@ -1,0 +1,215 @@
+"""What an engine tells about itself equals counting by hand."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from jaxspec.engine.metrics import Distribution, EngineMetrics, Load, lengths_up_to
+from jaxspec.engine.stats import EngineStats
+from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
+from tests.engine.test_intake import make
+from tests.loops import make_config
+
+# vLLM's names, written down from the reference.
+COUNTERS = """
+prefix_cache_queries prefix_cache_hits num_preemptions prompt_tokens generation_tokens
+prompt_tokens_cached request_success spec_decode_num_drafts spec_decode_num_draft_tokens
+spec_decode_num_accepted_tokens spec_decode_num_emitted_tokens
+"""
+GAUGES = """
+num_requests_running num_requests_waiting kv_cache_usage_perc engine_sleep_state
+cache_config_info spec_decode_acceptance_rate spec_decode_draft_acceptance_rate
+spec_decode_efficiency
+"""
+HISTOGRAMS = """
+time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds
+request_time_per_output_token_seconds request_queue_time_seconds
+request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds
+iteration_tokens_total request_prompt_tokens request_generation_tokens
+request_max_num_generation_tokens request_params_max_tokens request_params_n
+request_prefill_kv_computed_tokens
+"""
+
+
+def make_metrics(**changes: Any) -> tuple[EngineMetrics, EngineStats]:
+    stats = EngineStats()
+    return EngineMetrics(make_config(**changes), stats), stats
+
+
+def by_name(metrics: EngineMetrics, **load: Any) -> dict[str, list[Metric]]:
+    found: dict[str, list[Metric]] = {}
+    metrics_twice = metrics.read(Load(**load))
+    ours = [one for one in metrics_twice if one.name.startswith("vllm:")]
+    for metric in ours:
+        found.setdefault(metric.name.removeprefix("vllm:"), []).append(metric)
+    return found
+
+
+def value_of(found: dict[str, list[Metric]], name: str, **labels: str) -> Any:
+    (metric,) = (one for one in found[name] if labels.items() <= one.labels.items())
+    assert isinstance(metric, Counter | Gauge)
+    return metric.value
+
+
+def histogram(found: dict[str, list[Metric]], name: str) -> Histogram:
+    (metric,) = found[name]
+    assert isinstance(metric, Histogram)
+    return metric
+
+
+def test_names_and_kinds_are_those_of_vllm():
+    found = by_name(make_metrics()[0])
+    kinds = {Counter: COUNTERS, Gauge: GAUGES, Histogram: HISTOGRAMS}
+    kinds[Vector] = "spec_decode_num_accepted_tokens_per_pos"
+    for kind, names in kinds.items():
+        same = {name for name, ones in found.items() if type(ones[0]) is kind}
+        assert same == set(names.split())
+    names = [metric.name for metric in make_metrics()[0].read(Load())]
+    half = len(names) // 2
+    assert [name.replace("vllm:", "jaxspec:") for name in names[:half]] == names[half:]
+    for ones in found.values():
+        for one in ones:
+            assert one.name.startswith("vllm:")
+            assert one.labels["model_name"] == "target"
+            assert one.labels["engine"] == "0"
+
+
+def add_rounds(
+    stats: EngineStats, *, rounds: int, drafts: int, kept: list[int], tokens: int
+) -> None:
+    stats.num_draft_rounds += rounds
+    stats.num_draft_tokens += drafts
+    stats.num_accepted_tokens += sum(kept)
+    stats.num_generated_tokens += tokens
+    before = [*stats.accepted_per_position, *[0] * len(kept)]
+    stats.accepted_per_position[:] = [
+        old + new for old, new in zip(before, kept, strict=False)
+    ]
+
+
+def test_without_drafts_there_is_nothing_to_tell_about_them():
+    found = by_name(make_metrics(num_draft_tokens=0)[0])
+    assert found
+    assert not [name for name in found if "spec_decode" in name]
+
+
+def test_drafts():
+    metrics, stats = make_metrics(num_draft_tokens=3)
+    # Rounds of 3, 3 and 2 drafts, of which 2, 0 and 2 were accepted, and a plain one.
+    add_rounds(stats, rounds=3, drafts=8, kept=[2, 2], tokens=8)
+    found = by_name(metrics)
+    assert value_of(found, "spec_decode_num_drafts") == 3
+    assert value_of(found, "spec_decode_num_draft_tokens") == 8
+    assert value_of(found, "spec_decode_num_accepted_tokens") == 4
+    assert value_of(found, "spec_decode_num_emitted_tokens") == 4 + 3
+    assert value_of(found, "spec_decode_acceptance_rate") == 0.5
+    assert value_of(found, "spec_decode_efficiency") == 7 / (3 * 4)
+    (vector,) = found["spec_decode_num_accepted_tokens_per_pos"]
+    assert isinstance(vector, Vector)
+    assert vector.values == [2, 2, 0]
+    assert value_of(found, "generation_tokens") == 8
+
+
+def test_what_the_engine_holds():
+    load = dict(num_running=2, num_waiting=5, kv_usage=0.25, sleep_level=1)
+    metrics, stats = make_metrics()
+    stats.num_preemptions, stats.num_prefix_queries, stats.num_prefix_hits = 1, 9, 4
+    found = by_name(metrics, **load)
+    assert value_of(found, "num_requests_running") == 2
+    assert value_of(found, "num_requests_waiting") == 5
+    assert value_of(found, "kv_cache_usage_perc") == 0.25
+    assert value_of(found, "num_preemptions") == 1
+    assert value_of(found, "prefix_cache_queries") == 9
+    assert value_of(found, "prefix_cache_hits") == 4
+    states = {one.labels["sleep_state"]: one for one in found["engine_sleep_state"]}
+    assert [getattr(state, "value", None) for state in states.values()] == [0, 1, 0]
+    assert list(states) == ["awake", "weights_offloaded", "discard_all"]
+    labels = found["cache_config_info"][0].labels
+    assert (labels["block_size"], labels["num_gpu_blocks"]) == ("4", "48")
+
+
+def test_times_and_lengths_of_a_request():
+    metrics, _ = make_metrics()
+    request = make([2] * 10, max_tokens=7)
+    stats, request.num_cached_tokens = request.stats, 4
+    stats.queued_ts, stats.scheduled_ts = 100.0, 101.0
+    for now, count in [(103.0, 1), (104.0, 2), (106.0, 2)]:
+        metrics.add_tokens(request, now)
+        stats.first_token_ts = stats.first_token_ts or now
+        stats.last_token_ts = now
+        stats.num_generation_tokens += count
+        request.output_token_ids += [3] * count
+    request.finish_reason = "length"
+    metrics.add_finished(request)
+    metrics.add_answered(1, 5)
+    found = by_name(metrics)
+    expected = {
+        "time_to_first_token_seconds": 3.0,
+        "e2e_request_latency_seconds": 6.0,
+        "request_queue_time_seconds": 1.0,
+        "request_prefill_time_seconds": 2.0,
+        "request_decode_time_seconds": 3.0,
+        "request_inference_time_seconds": 5.0,
+        "request_time_per_output_token_seconds": 3 / 4,
+        "request_prompt_tokens": 10,
+        "request_prefill_kv_computed_tokens": 6,
+        "request_generation_tokens": 5,
+        "request_params_max_tokens": 7,
+        "request_params_n": 1,
+    }
+    for name, value in expected.items():
+        seen = histogram(found, name)
+        assert (seen.count, seen.sum) == (1, value), name
+    gaps = histogram(found, "inter_token_latency_seconds")
+    assert (gaps.count, gaps.sum) == (2, 3.0)
+    assert value_of(found, "prompt_tokens") == 10
+    assert value_of(found, "prompt_tokens_cached") == 4
+    assert value_of(found, "request_success", finished_reason="length") == 1
+    assert value_of(found, "request_success", finished_reason="stop") == 0
+
+
+def test_a_request_that_was_aborted_before_it_ran():
+    metrics, _ = make_metrics()
+    request = make(max_tokens=None)
+    request.finish_reason = "abort"
+    metrics.add_finished(request)
+    found = by_name(metrics)
+    assert value_of(found, "request_success", finished_reason="abort") == 1
+    assert histogram(found, "e2e_request_latency_seconds").count == 0
+    assert histogram(found, "request_params_max_tokens").count == 0
+
+
+def test_buckets_count_what_is_not_above_their_bound():
+    seen = Distribution((1, 2.5, 10))
+    values = [0.5, 1, 2, 2.5, 3, 10, 11, 1000]
+    for value in values:
+        seen.add(value)
+    read = seen.read("x", {"engine": "0"})
+    assert read.buckets == {"1.0": 2, "2.5": 4, "10.0": 6, "+Inf": 8}
+    assert (read.count, read.sum) == (8, sum(values))
+
+
+def test_bounds_of_lengths():
+    assert lengths_up_to(96) == (1, 2, 5, 10, 20, 50)
+    assert lengths_up_to(1000) == (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+
+
+def test_the_log_tells_what_is_new(caplog: pytest.LogCaptureFixture):
+    metrics, stats = make_metrics(num_draft_tokens=3)
+    caplog.set_level(logging.INFO, "jaxspec")
+    stats.num_prefix_queries, stats.num_prefix_hits = 8, 2
+    add_rounds(stats, rounds=1, drafts=3, kept=[1, 1], tokens=3)
+    metrics.log(Load(num_running=1, kv_usage=0.5))
+    add_rounds(stats, rounds=2, drafts=6, kept=[2, 1, 1], tokens=6)
+    metrics.log(Load())
+    metrics.log(Load())
+    first, drafts, second, more, third = caplog.messages
+    assert "Running: 1 reqs, Waiting: 0 reqs, GPU KV cache usage: 50.0%" in first
+    assert first.endswith("Prefix cache hit rate: 25.0%")
+    assert drafts.startswith("SpecDecoding metrics: Mean acceptance length: 3.00, ")
+    assert "Accepted: 4 tokens, Drafted: 6 tokens" in more
+    assert "Per-position acceptance rate: 1.000, 0.500, 0.500" in more
+    assert more.endswith("Avg Draft acceptance rate: 66.7%")
+    assert "Avg generation throughput: 0.0 tokens/s" in third
+    assert second.startswith("Avg prompt throughput: ")

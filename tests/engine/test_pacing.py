@@ -1,0 +1,158 @@
+"""Prompts come in beside streams that they do not hold up by more than half."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec.engine.pacing import MAX_SLOWDOWN, MAX_WAIT_ROUNDS, Pacer
+from jaxspec.engine.request import Status
+from jaxspec.program.plan import StepShape
+from jaxspec.sampling_params import RequestOutputKind
+from tests.loops import MODEL, Loop, make_config, make_requests
+
+PLAIN = StepShape(num_seqs=4, num_draft_tokens=3, chunk=0)
+CHUNKS = (32, 128, 512, 2048)
+
+
+def run(costs: dict[int, float], rounds: int) -> list[int]:
+    """Chunks of the rounds, each measured before the next is planned."""
+    pacer, chosen = Pacer(), []
+    for _ in range(rounds):
+        chunk, charged = pacer.chunk(PLAIN, CHUNKS)
+        chosen.append(chunk)
+        shape = dataclasses.replace(PLAIN, chunk=chunk)
+        pacer.record(shape, costs[chunk], charged)
+    return chosen
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    base=st.floats(1e-4, 1.0),
+    extra=st.lists(st.floats(0.0, 20.0), min_size=4, max_size=4),
+)
+def test_the_mean_round_stays_within_the_allowance(base, extra):
+    """Whatever chunks cost, once they have been tried."""
+    costs, total = {0: base}, 0.0
+    for chunk, more in zip(CHUNKS, extra, strict=True):
+        total += more
+        costs[chunk] = base * (1 + total)
+    chosen = run(costs, 600)
+    # A chunk may have to be tried twice, and is then paid back.
+    spent = sum(costs[chunk] for chunk in chosen)
+    tried = sum(2 * costs[chunk] for chunk in CHUNKS)
+    assert spent <= MAX_SLOWDOWN * base * len(chosen) + tried
+    assert any(chosen), "nothing ever comes in"
+
+
+def test_cheap_chunks_grow_to_the_largest_and_dear_ones_take_turns():
+    cheap = run({0: 1.0, 32: 1.01, 128: 1.02, 512: 1.05, 2048: 1.2}, 40)
+    assert cheap[-20:] == [2048] * 20
+    assert [chunk for chunk in cheap if chunk][0] == 32
+    dear = run({0: 1.0, 32: 2.0, 128: 5.0, 512: 20.0, 2048: 80.0}, 60)
+    # 0.5 saved in every plain round pays for a chunk of one more.
+    assert sorted(dear[-20:]) == [0] * 10 + [32] * 10
+
+
+def test_an_account_does_not_outlast_its_prefill():
+    pacer = Pacer()
+    pacer.saved_s = 5.0
+    pacer.rest()
+    assert pacer.saved_s == 0.0
+
+
+@pytest.mark.parametrize("stalled", [0, 32])
+def test_a_stall_does_not_keep_prompts_out(stalled):
+    """The machine stands still for a thousand rounds' time, once."""
+    costs = {0: 0.010, 32: 0.012}
+    pacer, chosen = Pacer(), []
+    for number in range(200):
+        chunk, charged = pacer.chunk(PLAIN, (32,))
+        chosen.append(chunk)
+        shape = dataclasses.replace(PLAIN, chunk=chunk)
+        seconds = costs[chunk]
+        if chunk == stalled and number > 20 and stalled is not None:
+            seconds, stalled = 10.0, None
+        pacer.record(shape, seconds, charged)
+    assert stalled is None or stalled == 0
+    assert chosen[:20].count(32) >= 15
+    assert chosen[60:].count(32) >= 135
+
+
+def test_prompts_wait_for_a_while_at_most():
+    """A first measure may be of a stall, and none mends it while nothing comes in."""
+    pacer, chosen = Pacer(), []
+    costs = {0: 0.010, 32: 0.012}
+    for _ in range(3):
+        pacer.record(PLAIN, costs[0])
+    wrong = dataclasses.replace(PLAIN, chunk=32)
+    pacer.times[wrong] = 1000.0
+    for _ in range(4000):
+        chunk, charged = pacer.chunk(PLAIN, (32,))
+        chosen.append(chunk)
+        shape = dataclasses.replace(PLAIN, chunk=chunk)
+        pacer.record(shape, costs[chunk], charged)
+    first = chosen.index(32)
+    assert first == MAX_WAIT_ROUNDS
+    waits = "".join(" " if one else "." for one in chosen).split()
+    assert max(map(len, waits)) == MAX_WAIT_ROUNDS
+    assert chosen[-10:] == [32] * 10
+
+
+def streaming_rounds(loop: Loop, prompt_tokens: int) -> list[float]:
+    """Seconds of every round of a stream while a long prompt comes in."""
+    config = loop.config
+    first, second = make_requests(config, 2, stop_ids=())
+    for request in (first, second):
+        request.num_draft_tokens = 0
+        request.params.output_kind = RequestOutputKind.DELTA
+    first.prompt_token_ids, first.max_total = [1] * 8, config.max_model_len
+    second.prompt_token_ids = [2] * prompt_tokens
+    second.max_total = prompt_tokens + 2
+    loop.scheduler.add(first)
+    for _ in range(12):
+        loop.step()
+    loop.scheduler.add(second)
+    before = len(loop.launches)
+    while second.status is not Status.FINISHED:
+        loop.step()
+    return [
+        loop.cost(launch)
+        for launch in loop.launches[before:]
+        if any(request is first for request in launch.decoding)
+    ]
+
+
+@pytest.mark.parametrize("fed_s", [1 / 4000, 1 / 512, 1 / 64, 1 / 16])
+def test_a_long_prompt_does_not_hold_up_those_who_stream(fed_s):
+    config = make_config(
+        model_config=dataclasses.replace(MODEL, max_position_embeddings=8192),
+        max_model_len=8192,
+        num_pages=2048,
+        page_size=16,
+        max_num_batched_tokens=2048,
+        num_draft_tokens=0,
+    )
+    loop = Loop(config, seed=0)
+    loop.fed_s = fed_s
+    rounds = streaming_rounds(loop, 4000)
+    mean = sum(rounds) / len(rounds)
+    assert mean <= 1.5 * loop.fastest_s * 1.02
+    # And the allowance is used, or the prompt would wait for nothing.
+    if fed_s >= 1 / 512:
+        assert mean >= 1.2 * loop.fastest_s
+
+
+def test_nobody_streams_and_prompts_come_in_at_full_speed():
+    config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
+    requests = make_requests(config, 8, can_read_prefix_cache=False)
+    loop = Loop(config, seed=0)
+    loop.fed_s = 1.0
+    loop.scheduler.add(requests[0])
+    for _ in range(4):
+        loop.step()
+    for request in requests[1:]:
+        loop.scheduler.add(request)
+    loop.step()
+    assert len(loop.launches[-1].plan.tiles) == 16

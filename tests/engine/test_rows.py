@@ -1,0 +1,139 @@
+"""Bounds and gaps of the running requests equal those counted one by one."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec.engine.request import Request
+from jaxspec.engine.rows import RowTable
+from jaxspec.program.plan import Features
+from tests.engine.test_request import make_request
+
+
+def one_row(request: Request) -> tuple[RowTable, np.ndarray]:
+    table = RowTable(1)
+    table.admit(request, longest=30)
+    return table, np.array([request.row])
+
+
+# A round: drafts of the request, K of the launch, tokens that come of it.
+ROUNDS = st.lists(
+    st.integers(0, 3).flatmap(
+        lambda drafts: st.tuples(
+            st.just(drafts), st.integers(drafts, 5), st.integers(1, drafts + 1)
+        )
+    ),
+    max_size=6,
+)
+
+
+@settings(deadline=None)
+@given(ROUNDS, st.integers(0, 2))
+def test_bounds_hold_whatever_the_device_does(rounds, unread):
+    """Read all rounds but the last `unread`; the device's truth lies in the bounds."""
+    request = make_request(max_total=100)
+    table, row = one_row(request)
+    known, lacking = 3, 1  # tokens, and those at the end the draft has no keys for
+    played = []
+    for drafts, width, emitted in rounds:
+        if table.draft_gap[row][0] > 2:  # it has to catch up before it gets drafts
+            drafts, emitted = 0, 1
+        played.append((drafts, emitted))
+        table.launch(row, np.array([drafts]))
+        table.draft(row, width)
+        known += emitted
+        # A drafting round fills the two newest tokens and its drafts but the last: of
+        # what comes of it, the target's token and the last draft are lacking.
+        if width and lacking <= 2:
+            lacking = 2 if emitted == width + 1 else 1
+        else:
+            lacking += emitted
+        assert lacking <= table.draft_gap[row][0]
+    for drafts, emitted in played[: len(rounds) - unread]:
+        table.read(row, np.array([drafts]), np.array([emitted]))
+    assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
+
+
+def test_bounds_count_what_is_launched_and_unread():
+    request = make_request(output_token_ids=[8])
+    table, row = one_row(request)
+    for drafts in (3, 0):
+        table.launch(row, np.array([drafts]))
+    # 4 known; a round of 3 drafts adds 1 to 4 tokens, a plain one adds 1.
+    assert table.most_tokens(row).tolist() == [9]
+    assert table.fewest_tokens(row).tolist() == [6]
+    table.launch(row, np.array([3]))
+    assert table.most_tokens(row).tolist() == [10]  # the longest form
+    table.read(row, np.array([3]), np.array([2]))
+    assert table.fewest_tokens(row).tolist() == [8]
+
+
+@pytest.mark.parametrize(
+    ("widths", "gap"),
+    [
+        ([3], 2),
+        ([0], 2),
+        ([0, 0], 3),
+        ([3, 3, 3], 2),
+        ([3, 0, 0], 4),
+        # What the draft model was not given stays open, however much comes after.
+        ([0, 0, 3, 3], 5),
+    ],
+)
+def test_what_the_draft_model_lacks(widths, gap):
+    table, row = one_row(make_request())
+    for width in widths:
+        table.draft(row, width)
+    assert table.draft_gap[row].tolist() == [gap]
+
+
+def test_who_can_go_on():
+    table = RowTable(4)
+    requests = [make_request(max_total=20, num_draft_tokens=3) for _ in range(4)]
+    for request in requests:
+        table.admit(request, longest=25)
+    rows = np.array([request.row for request in requests])
+    table.is_decoding[rows[:3]] = True  # the last still gets its prompt
+    table.ahead[rows[0]], table.num_unread[rows[0]] = 17, 5  # may be over
+    table.draft_gap[rows[1]] = 3  # must catch up
+    found, wanted = table.decodable(limit=2)
+    assert (found.tolist(), wanted.tolist()) == ([rows[2]], [2])
+    found, wanted = table.decodable(limit=0)
+    assert (sorted(found.tolist()), wanted.tolist()) == (sorted(rows[1:3]), [0, 0])
+    assert table.lagging() == [requests[1]]
+    table.num_unread[rows[1]] = 1
+    assert table.lagging() == []
+
+
+def test_a_row_given_up_forgets_all_but_unread_launches():
+    table = RowTable(1)
+    first = make_request(features=Features(num_logprobs=5, num_prompt_logprobs=5))
+    table.admit(first, longest=30)
+    row = np.array([first.row])
+    assert table.features[first.row] == Features(num_logprobs=5)
+    table.launch(row, np.array([2]))
+    table.draft(row, 0)
+    table.draft(row, 0)
+    owner = table.owner[row].copy()
+    table.give_up(first)
+    assert (first.row, first.num_unread) == (-1, 1)
+    second = make_request(tokens_to_feed=[5, 6, 7])
+    table.admit(second, longest=30)
+    assert (table.owner[row] != owner).all()
+    assert not table.has_features[row].any()
+    assert table.draft_gap[row].tolist() == [1]
+    assert table.most_tokens(row).tolist() == [3]
+    table.check()
+
+
+@pytest.mark.parametrize(
+    "name", ["num_tokens", "draft_gap", "num_unread", "ahead", "num_pages", "owner"]
+)
+def test_impossible_values_are_found(name):
+    table, row = one_row(make_request())
+    table.check()
+    values = getattr(table, name)
+    values[row] = {"num_tokens": 11, "draft_gap": 0, "num_pages": 1}.get(name, -1)
+    with pytest.raises(AssertionError):
+        table.check()

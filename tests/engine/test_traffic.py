@@ -1,0 +1,222 @@
+"""Ten thousand steps of arrivals, aborts, preemptions and changing K.
+
+The device of plain Python asserts at every launch that each slot that is read was
+written for that very prefix; between launches nothing may be lost.
+"""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from jaxspec.engine.controller import Controller
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.request import Request, Status
+from jaxspec.program.plan import StepPlan, StepShape
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from tests.engines import StubTokenizer
+from tests.fake_device import FakeRunner, random_truth
+from tests.loops import Loop, make_config, make_request
+
+# Steps within which everything must end once nobody arrives any more.
+PATIENCE = 3000
+
+
+class MovingController(Controller):
+    """Drafts at most `cap` tokens, whatever the configuration says."""
+
+    cap = 8
+
+    def limit(self, num_running: int) -> int:
+        return min(super().limit(num_running), self.cap)
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests that come and go, and the scheduler between them and the device."""
+
+    num_steps = 0
+    num_preemptions = 0
+    num_prefix_hits = 0
+    num_caught_up = 0
+
+    @initialize(
+        seed=st.integers(0, 2**16),
+        num_pages=st.sampled_from([24, 26, 32, 60]),
+        max_num_seqs=st.sampled_from([1, 3, 8]),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        num_draft=st.sampled_from([0, 3, 8]),
+        caching=st.booleans(),
+        depth=st.integers(0, 2),
+    )
+    def start(self, *, seed, num_pages, max_num_seqs, policy, num_draft, **rest):
+        self.config = make_config(
+            num_pages=num_pages,
+            max_num_seqs=max_num_seqs,
+            scheduling_policy=policy,
+            num_draft_tokens=num_draft,
+            enable_prefix_caching=rest["caching"],
+        )
+        self.random = np.random.default_rng(seed)
+        self.loop = Loop(self.config, seed, rest["depth"])
+        self.controller = MovingController(self.config.speculative)
+        self.loop.scheduler.controller = self.controller
+        self.numbers = itertools.count()
+        self.alive: list[Request] = []
+
+    @rule(count=st.integers(1, 3), group=st.none() | st.integers(0, 2))
+    def arrive(self, count: int, group: int | None) -> None:
+        for _ in range(count):
+            request = make_request(next(self.numbers), self.random, self.config)
+            request.cache_group = group
+            self.alive.append(request)
+            self.loop.scheduler.add(request)
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            type(self).num_steps += 1
+            self.loop.step()
+        for request in [r for r in self.alive if r.status is Status.FINISHED]:
+            self.alive.remove(request)
+            self.loop.assert_said_the_truth(request)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request = self.alive.pop(data.draw(st.integers(0, len(self.alive) - 1)))
+        pages = self.loop.scheduler.pages
+        free = pages.num_free
+        is_running = request.row >= 0
+        self.loop.scheduler.finish(request, "abort", None)
+        assert request.pages == []
+        assert pages.num_free >= free
+        assert is_running or pages.num_free == free
+
+    @rule(cap=st.sampled_from([0, 0, 0, 1, 2, 8]))
+    def change_drafts(self, cap: int) -> None:
+        self.controller.cap = cap
+
+    @rule()
+    def forget(self) -> None:
+        self.loop.scheduler.reset_prefix_cache()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "loop"):
+            return
+        for _ in range(PATIENCE):
+            type(self).num_steps += 1
+            if not self.loop.step():
+                break
+        for request in self.alive:
+            assert request.status is Status.FINISHED, "a request never ends"
+            self.loop.assert_said_the_truth(request)
+        self.loop.assert_idle()
+        totals, stats = type(self), self.loop.scheduler.stats
+        totals.num_preemptions += stats.num_preemptions
+        totals.num_prefix_hits += stats.num_prefix_hits
+        totals.num_caught_up += sum(
+            tile.is_draft_only
+            for launch in self.loop.launches
+            for tile in launch.plan.tiles
+        )
+
+
+def run(max_examples: int, steps: int) -> type[Traffic]:
+    class Fresh(Traffic):
+        """Counts of its own."""
+
+    run_state_machine_as_test(
+        Fresh,
+        settings=settings(
+            max_examples=max_examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=True,  # how much of everything happens is counted below
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )
+    return Fresh
+
+
+def test_a_little_traffic():
+    assert run(8, 25).num_steps > 0
+
+
+@pytest.mark.slow
+def test_ten_thousand_steps():
+    ran = run(150, 60)
+    assert ran.num_steps >= 10_000
+    assert ran.num_preemptions > 100
+    assert ran.num_prefix_hits > 1000
+    assert ran.num_caught_up > 10
+
+
+class ForgetfulRunner(FakeRunner):
+    """Keeps no list of what it was asked, but the shapes."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.shapes: set[StepShape] = set()
+
+    def launch(self, plan: StepPlan, shape: StepShape) -> object:
+        result = super().launch(plan, shape)
+        self.shapes.add(shape)
+        self.events.clear()
+        self.plans.clear()
+        return result
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+@pytest.mark.slow
+def test_twenty_thousand_requests_leave_nothing_behind():
+    total, window = 20_000, 12
+    config = make_config(max_num_seqs=8, num_pages=60, num_draft_tokens=3)
+    runner = ForgetfulRunner(config, random_truth(16))
+    engine = LLMEngine(config, runner=runner, tokenizer=StubTokenizer(16))
+    random = np.random.default_rng(0)
+    stems = random.integers(3, 16, (4, 8)).tolist()
+    alive: set[str] = set()
+    middle = 0
+    for number in range(total):
+        if number == total // 2:
+            middle = resident_bytes()
+        prompt = stems[random.integers(4)] + random.integers(3, 16, 2).tolist()
+        kind = list(RequestOutputKind)[random.integers(3)]
+        params = SamplingParams(
+            max_tokens=int(random.integers(1, 5)),
+            output_kind=kind,
+            n=1 + int(random.random() < 0.05),
+            stop=["!!"] if random.random() < 0.2 else None,
+        )
+        engine.add_request(str(number), prompt, params)
+        alive.add(str(number))
+        if random.random() < 0.1:
+            gone = sorted(alive)[random.integers(len(alive))]
+            engine.abort_request(gone)
+            alive.discard(gone)
+        while engine.get_num_unfinished_requests() > window:
+            for output in engine.step():
+                if output.finished:
+                    alive.discard(output.request_id)
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.scheduler.check_idle()
+    # `warm_up` compiles those, so that none of the requests would have to wait for one.
+    assert runner.shapes <= set(engine.scheduler.shapes())
+    assert resident_bytes() <= 1.01 * middle
+    assert not engine._delivery.streams
+    assert not engine._parents

@@ -1,0 +1,50 @@
+"""A warm-up compiles what requests will need, and nothing twice."""
+
+import pytest
+
+from jaxspec.errors import RequestError
+from jaxspec.program.plan import Features
+from jaxspec.sampling_params import SamplingParams
+from tests.engine.test_llm_engine import make_fake_engine, run_all
+
+
+def test_warm_up_asks_for_every_shape_that_traffic_needs():
+    engine, runner = make_fake_engine(num_draft_tokens=2)
+    asked = []
+    runner.executable = asked.append  # pyright: ignore[reportAttributeAccessIssue]
+    engine.warm_up()
+    for number in range(7):
+        engine.add_request(str(number), [2] * (9 * number + 1), SamplingParams())
+    run_all(engine)
+    assert {shape for _, shape in runner.plans} <= set(asked)
+    assert len(set(asked)) == len(asked)
+
+
+def test_warm_up_asks_for_what_special_requests_need():
+    engine, runner = make_fake_engine(num_draft_tokens=2)
+    asked = []
+    runner.executable = asked.append  # pyright: ignore[reportAttributeAccessIssue]
+    special = SamplingParams(presence_penalty=1.0, max_tokens=3)
+    with pytest.raises(RequestError, match="max_logprobs"):
+        engine.warm_up(10, [SamplingParams(logprobs=1000)])
+    engine.warm_up(10, [special])
+    assert {shape.features for shape in asked} == {
+        Features(),
+        Features(has_controls=True),
+    }
+    assert len(set(asked)) == len(asked)
+    # Short prompts that come together are one long chunk.
+    for number in range(7):
+        params = special if number == 3 else SamplingParams(max_tokens=3)
+        engine.add_request(str(number), [2] * 9, params)
+    run_all(engine)
+    assert {shape for _, shape in runner.plans} <= set(asked)
+    assert Features(has_controls=True) in {shape.features for _, shape in runner.plans}
+    asked.clear()
+    engine.warm_up(10, [SamplingParams(logprobs=1, prompt_logprobs=0)])
+    most = engine.config.num_logprobs
+    assert {shape.features for shape in asked} == {
+        Features(),
+        Features(num_logprobs=most),
+        Features(num_logprobs=most, num_prompt_logprobs=most),
+    }

@@ -1,0 +1,173 @@
+"""The engine's loop without texts, over a device of plain Python."""
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.engine.controller import Controller
+from jaxspec.engine.request import Request
+from jaxspec.engine.scheduler import Launch, Scheduler
+from jaxspec.outputs import RequestStateStats
+from jaxspec.program.plan import TILE, PoolShape
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from tests.engines import MICRO
+from tests.fake_device import FakeDevice, random_truth, reference_tokens
+from tests.oracles import TINY, model_config
+
+VOCAB = 16
+MODEL = model_config(
+    SimpleNamespace(
+        config=SimpleNamespace(to_dict=lambda: TINY | MICRO | {"model_type": "gemma2"})
+    )
+)
+
+
+def make_config(**changes) -> EngineConfig:
+    values: dict[str, Any] = dict(
+        model="target",
+        tokenizer="stub",
+        served_model_name="target",
+        dtype="float32",
+        max_model_len=96,
+        max_num_seqs=3,
+        max_num_batched_tokens=64,
+        page_size=4,
+        num_pages=48,
+        seed=0,
+        tensor_parallel_size=1,
+        model_config=MODEL,
+    )
+    num_draft = changes.pop("num_draft_tokens", 3)
+    threshold = changes.pop("disable_by_batch_size", None)
+    longest_drafted = changes.pop("longest_drafted", None)
+    if num_draft:
+        values["draft_model_config"] = MODEL
+        values["speculative"] = SpeculativeConfig(
+            model="draft",
+            num_speculative_tokens=num_draft,
+            disable_by_batch_size=threshold,
+            max_model_len=longest_drafted,
+        )
+    return EngineConfig(**(values | changes))
+
+
+def make_prompt(random: np.random.Generator, length: int) -> list[int]:
+    """One of a few beginnings, and sometimes an end of its own."""
+    stem = np.random.default_rng(random.integers(2)).integers(0, VOCAB, length)
+    own = int(random.choice([0, 1, length // 2]))
+    stem[length - own :] = random.integers(0, VOCAB, own)
+    return stem.tolist()
+
+
+def make_request(number: int, random: np.random.Generator, config) -> Request:
+    length = int(random.choice([1, 2, TILE - 1, TILE, TILE + 1, 70]))
+    budget = int(random.integers(1, 40))
+    stops = tuple(random.integers(0, VOCAB, random.integers(0, 2)).tolist())
+    return Request(
+        request_id=str(number),
+        prompt=None,
+        prompt_token_ids=make_prompt(random, length),
+        params=SamplingParams(
+            max_tokens=budget,
+            min_tokens=int(random.integers(0, budget + 1)),
+            output_kind=list(RequestOutputKind)[random.integers(3)],
+        ),
+        priority=int(random.integers(3)),
+        cache_salt="a" if random.random() < 0.25 else None,
+        can_read_prefix_cache=bool(random.random() < 0.9),
+        max_total=min(length + budget, config.max_model_len),
+        num_draft_tokens=int(random.integers(0, config.num_draft_tokens + 1)),
+        seed=(number, 0),
+        rule=0,
+        stop_ids=stops,
+        stats=RequestStateStats(),
+        spec_metrics=None,
+    )
+
+
+class Loop:
+    """The engine's loop without texts: plan, launch, read one launch late."""
+
+    def __init__(self, config: EngineConfig, seed: int, depth: int = 1):
+        self.config, self.depth = config, depth
+        self.scheduler = Scheduler(config, Controller(config.speculative))
+        self.pool = PoolShape(
+            num_rows=config.max_num_seqs,
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            max_model_len=config.max_model_len,
+            vocab_size=config.model_config.vocab_size,
+        )
+        self.truth = random_truth(VOCAB)
+        self.device = FakeDevice(
+            self.pool,
+            self.truth,
+            has_draft=config.draft_model_config is not None,
+            seed=seed,
+        )
+        self.fastest_s, self.fed_s = 1.0, 1 / 128
+        self.now_s = 0.0
+        self.launched: deque = deque()
+        self.launches: list[Launch] = []
+        self.finished: list[Request] = []
+
+    def step(self) -> bool:
+        launch = self.scheduler.plan()
+        if launch is not None:
+            self.launches.append(launch)
+            result = self.device.run(launch.plan, launch.shape)
+            self.launched.append((launch, result))
+        self.scheduler.rows.check()
+        if self.launched and (launch is None or len(self.launched) > self.depth):
+            launch, result = self.launched.popleft()
+            self.scheduler.record_time(launch, self.cost(launch))
+            for part in self.scheduler.commit(launch, result):
+                if part.is_done:
+                    self.scheduler.finish(part.request, "length", None)
+                    self.finished.append(part.request)
+        self.scheduler.pages.check()
+        return self.scheduler.has_unfinished() or bool(self.launched)
+
+    def cost(self, launch: Launch) -> float:
+        """Seconds that the device takes: for a round, and for each token fed."""
+        return self.fastest_s + launch.shape.chunk * self.fed_s
+
+    def assert_idle(self) -> None:
+        self.scheduler.check_idle()
+
+    def assert_said_the_truth(self, request: Request) -> None:
+        prompt = request.prompt_token_ids
+        expected = reference_tokens(self.truth, request.seed, prompt, request)
+        assert request.output_token_ids == expected
+
+
+def run_traffic(config: EngineConfig, requests: list[Request], seed: int = 0) -> Loop:
+    loop = Loop(config, seed)
+    for request in requests:
+        loop.scheduler.add(request)
+    for _ in range(5000):
+        if not loop.step():
+            break
+    assert len(loop.finished) == len(requests)
+    for request in requests:
+        loop.assert_said_the_truth(request)
+    loop.assert_idle()
+    return loop
+
+
+def make_requests(config: EngineConfig, count: int, **changes: Any) -> list[Request]:
+    """Requests that begin alike, with 70 prompt tokens and 20 to generate."""
+    random = np.random.default_rng(0)
+    requests = [make_request(number, random, config) for number in range(count)]
+    for request in requests:
+        request.prompt_token_ids = list(range(10)) * 7
+        request.max_total, request.stop_ids = 90, ()
+        request.cache_salt, request.can_read_prefix_cache = None, True
+        request.priority = 0
+        request.params.output_kind = RequestOutputKind.FINAL_ONLY
+        for name, value in changes.items():
+            setattr(request, name, value)
+    return requests

@@ -1,0 +1,151 @@
+"""Lookups against a search written out in Python, over random and chosen texts."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.program.propose import ngram
+from tests.rows import make_active
+
+DRAFTS = 4
+PAGE_SIZE = 4
+TABLE_LEN = 16
+JUNK = 9
+
+
+def search(tokens: list[int], lookup: ngram.Lookup, num_draft: int) -> list[int]:
+    """The specification: longest first, most recent first, known tokens only.
+
+    What followed begins again where the known tokens end.
+    """
+    for length in range(lookup.longest, lookup.shortest - 1, -1):
+        for start in range(len(tokens) - length - 1, -1, -1):
+            if tokens[start : start + length] == tokens[len(tokens) - length :]:
+                return (tokens[start + length :] * num_draft)[:num_draft]
+    return []
+
+
+def in_pages(texts: list[list[int]], random: np.random.Generator):
+    """Sequences of one launch with their tokens in shuffled pages, junk around them."""
+    count = len(texts)
+    order = random.permutation(count * TABLE_LEN)
+    pages = np.full((len(order), PAGE_SIZE), JUNK, np.int32)
+    # What lies past the end continues every match, if it is taken for known.
+    tables = np.full((count, TABLE_LEN), len(order), np.int32)
+    for row, text in enumerate(texts):
+        used = -(-len(text) // PAGE_SIZE)
+        tables[row, :used] = order[row * TABLE_LEN :][:used]
+        padded = text + [text[-1]] * (used * PAGE_SIZE - len(text))
+        pages[tables[row, :used]] = np.reshape(padded, (used, PAGE_SIZE))
+    active = make_active(count, num_tokens=np.array([len(text) for text in texts]))
+    return dataclasses.replace(active, page_table=jnp.asarray(tables)), pages
+
+
+def found_in(
+    texts: list[list[int]],
+    lookup: ngram.Lookup,
+    *,
+    num_draft: int = DRAFTS,
+    is_active: list[bool] | None = None,
+) -> list[list[int]]:
+    """The drafts that count, by sequence."""
+    active, pages = in_pages(texts, np.random.default_rng(0))
+    if is_active is not None:
+        active = dataclasses.replace(active, is_active=jnp.asarray(is_active))
+    found = ngram.look_up(
+        active, jnp.asarray(pages), lookup, num_draft_tokens=num_draft
+    )
+    assert found.tokens.shape == (len(texts), num_draft)
+    return [
+        row[:count].tolist()
+        for row, count in zip(
+            np.asarray(found.tokens), np.asarray(found.num_found), strict=True
+        )
+    ]
+
+
+def check_chosen_texts() -> None:
+    """Texts on which every rule decides by itself."""
+    lookup = ngram.Lookup(3, 1)
+    cases = [
+        # Nothing matches; one token; nothing at all but the token itself.
+        ([1, 2, 3, 4], []),
+        ([5], []),
+        ([5, 5], [5, 5, 5, 5]),
+        # The longest match wins over a more recent shorter one.
+        ([1, 2, 3, 7, 8, 4, 3, 6, 1, 2, 3], [7, 8, 4, 3]),
+        # The most recent of two equally long ones.
+        ([1, 2, 7, 4, 1, 2, 8, 5, 1, 2], [8, 5, 1, 2]),
+        # Where the known tokens end, what followed begins again.
+        ([6, 1, 2, 9, 1, 2], [9, 1, 2, 9]),
+        # A match may overlap with the end, by all but one token.
+        ([4, 4, 4, 4, 4], [4, 4, 4, 4]),
+        ([1, 2, 1, 2, 1], [2, 1, 2, 1]),
+        # It may begin the text.
+        ([1, 2, 3, 1], [2, 3, 1, 2]),
+    ]
+    texts = [text for text, _ in cases]
+    assert found_in(texts, lookup) == [drafts for _, drafts in cases]
+    # A page border behind every token, and a text that fills its table.
+    full = list(range(10, 10 + TABLE_LEN * PAGE_SIZE - 2)) + [10, 11]
+    assert found_in([full], lookup) == [[12, 13, 14, 15]]
+
+
+def test_chosen_texts():
+    check_chosen_texts()
+
+
+@pytest.mark.parametrize("lookup", [(1, 1), (2, 1), (3, 2), (5, 5), (9, 3), (32, 1)])
+@pytest.mark.parametrize("num_draft", [1, 4, 8])
+def test_random_texts(lookup: tuple[int, int], num_draft: int):
+    random = np.random.default_rng(sum(lookup) + num_draft)
+    lengths = random.integers(1, TABLE_LEN * PAGE_SIZE + 1, 60)
+    vocab = random.integers(2, 5, 60)
+    texts = [
+        random.integers(0, size, length).tolist()
+        for size, length in zip(vocab, lengths, strict=True)
+    ]
+    texts += [[0], [0, 1]]
+    one = ngram.Lookup(*lookup)
+    expected = [search(text, one, num_draft) for text in texts]
+    assert found_in(texts, one, num_draft=num_draft) == expected
+    counts = {len(drafts) for drafts in expected}
+    assert 0 in counts
+    assert num_draft in counts
+
+
+def test_fewer_equal_tokens_than_the_fewest_are_no_match():
+    texts = [[1, 2, 3, 4, 1, 2, 3], [9, 2, 3, 4, 1, 2, 3]]
+    assert found_in(texts, ngram.Lookup(5, 3)) == [[4, 1, 2, 3], []]
+    # One more token than the text before has.
+    assert found_in([[1, 1], [1, 1, 1]], ngram.Lookup(2, 2)) == [[], [1] * DRAFTS]
+
+
+def test_sequences_that_do_not_run_have_no_drafts():
+    texts = [[1, 2, 1], [1, 2, 1]]
+    found = found_in(texts, ngram.Lookup(1, 1), is_active=[True, False])
+    assert found == [[2, 1, 2, 1], []]
+
+
+def test_a_proposal_is_a_chain_of_certain_tokens():
+    found = ngram.Found(jnp.array([[4, 5, 6]]), jnp.array([2]))
+    proposal = found.proposal
+    np.testing.assert_array_equal(proposal.tokens, [[4, 5, 6]])
+    np.testing.assert_array_equal(proposal.parent, [[-1, 0, 1]])
+    assert proposal.probs is None
+
+
+def test_what_was_found_comes_before_what_was_drawn():
+    found = ngram.Found(jnp.array([[4, 5], [6, 7], [1, 2]]), jnp.array([2, 1, 0]))
+    drawn = jnp.array([0, 3, 3], jnp.int32)
+    probs = jnp.full((3, 8), 0.125)
+    token, law = found.before(jnp.int32(1), drawn, probs)
+    np.testing.assert_array_equal(token, [5, 3, 3])
+    assert law is not None
+    np.testing.assert_array_equal(law[0], np.arange(8) == 5)
+    np.testing.assert_array_equal(law[1:], probs[1:])
+    token, law = found.before(jnp.int32(1), drawn, None)
+    np.testing.assert_array_equal(token, [5, 3, 3])
+    assert law is None

@@ -1,0 +1,204 @@
+"""Penalties, bias and masks: every row is what a float64 loop makes of it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.models.backend import Backend
+from jaxspec.program import controls, sampling
+from jaxspec.program.active import Active
+from jaxspec.program.plan import MAX_BAD_WORD_LEN, TokenControls
+from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
+from tests.laws import controlled
+from tests.rows import make_active, make_control_rows
+
+SEQS, DRAFTS, VOCAB, PAGE, PAGES = 24, 3, 72, 4, 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Round:
+    """Sequences with known tokens and drafts, and what each asked."""
+
+    asked: list[TokenControls | None]
+    tokens: list[list[int]]
+    num_prompt: np.ndarray
+    drafts: np.ndarray
+    logits: np.ndarray
+    active: Active
+    token_pages: jax.Array
+
+    def expected(self) -> np.ndarray:
+        made = np.array(self.logits, np.float64)
+        for seq, row in np.ndindex(made.shape[:2]):
+            one = self.asked[seq]
+            if one is not None:
+                known = self.tokens[seq] + self.drafts[seq, :row].tolist()
+                num_prompt = int(self.num_prompt[seq])
+                made[seq, row] = controlled(made[seq, row], known, num_prompt, one)
+        return made
+
+    def adjusted(self, backend: Backend, rows: slice = slice(None)) -> np.ndarray:
+        def run(asked, token_pages, active, logits, drafts):
+            adjust = controls.adjuster(
+                asked, token_pages, active, vocab_size=VOCAB, backend=backend
+            )
+            return adjust(logits, drafts, num_before=rows.start or 0)
+
+        drafts = jnp.asarray(self.drafts, jnp.int32)
+        logits = jnp.asarray(self.logits[:, rows])
+        asked = make_control_rows(self.asked, VOCAB)
+        found = jax.jit(run)(asked, self.token_pages, self.active, logits, drafts)
+        return np.asarray(found)
+
+
+def make_round(asked: list[TokenControls | None], *, few_tokens: int = 6) -> Round:
+    """Tokens come again and again, in the prompt, the output and the drafts."""
+    random = np.random.default_rng(3)
+    count = len(asked)
+    lengths = random.integers(8, PAGE * PAGES + 1, count)
+    num_prompt = random.integers(1, 8, count)
+    pages = random.integers(0, VOCAB, (count * PAGES, PAGE))
+    table = random.permutation(count * PAGES).reshape(count, PAGES)
+    some = random.permutation(VOCAB)[:few_tokens]
+    tokens = random.choice(some, (count, PAGE * PAGES))
+    pages[table] = tokens.reshape(count, PAGES, PAGE)
+    # Past the end is junk, whose tokens nobody has said.
+    table = np.where(np.arange(PAGES) * PAGE < lengths[:, None], table, count * PAGES)
+    active = dataclasses.replace(
+        make_active(count, num_tokens=lengths, num_prompt=num_prompt),
+        page_table=jnp.asarray(table, jnp.int32),
+    )
+    return Round(
+        asked=asked,
+        tokens=[row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)],
+        num_prompt=num_prompt,
+        drafts=random.choice(some, (count, DRAFTS)),
+        logits=random.normal(size=(count, DRAFTS + 1, VOCAB)).astype(np.float32) * 3,
+        active=active,
+        token_pages=jnp.asarray(pages, jnp.int32),
+    )
+
+
+def random_controls(seed: int) -> TokenControls | None:
+    random = np.random.default_rng(seed)
+    if seed % 6 == 5:
+        return None
+    biased = random.permutation(VOCAB)[:7].tolist()
+    return TokenControls(
+        presence_penalty=random.uniform(-2, 2),
+        frequency_penalty=random.uniform(-2, 2),
+        repetition_penalty=random.uniform(0.5, 2),
+        bias=tuple((token, random.normal() * 5) for token in biased),
+        allowed=None if seed % 3 else tuple(random.permutation(VOCAB)[:50].tolist()),
+    )
+
+
+def with_bad_words(made: Round) -> Round:
+    """Words that end at each row, some of them one token or one place off."""
+    asked = []
+    for seq, one in enumerate(made.asked):
+        if one is None:
+            asked.append(None)
+            continue
+        random = np.random.default_rng(seq)
+        words = [(int(random.integers(VOCAB)),)]
+        known = made.tokens[seq] + made.drafts[seq].tolist()
+        for row in range(DRAFTS + 1):
+            end = len(made.tokens[seq]) + row
+            for length in (1, 2, 3, MAX_BAD_WORD_LEN - 1):
+                last = int(random.integers(VOCAB))
+                start = known[max(end - length, 0) : end]
+                words += [(*start, last)]
+                other = [*start[:-1], (start[-1] + 1) % VOCAB]
+                words += [(*other, int(random.integers(VOCAB)))]
+        asked.append(dataclasses.replace(one, bad_words=tuple(words)))
+    return dataclasses.replace(made, asked=asked)
+
+
+def check_adjust() -> None:
+    made = with_bad_words(make_round([random_controls(i) for i in range(SEQS)]))
+    expected = made.expected()
+    found = made.adjusted(Backend())
+    np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6)
+    untouched = [seq for seq, one in enumerate(made.asked) if one is None]
+    np.testing.assert_array_equal(found[untouched], made.logits[untouched])
+
+
+def test_every_row_counts_what_comes_before_it():
+    check_adjust()
+
+
+SINGLE = [
+    TokenControls(presence_penalty=1.5),
+    TokenControls(frequency_penalty=0.7),
+    TokenControls(repetition_penalty=1.3),
+    TokenControls(bias=((0, -100.0), (VOCAB - 1, 3.5))),
+    TokenControls(allowed=(0, 31, 32, 63, 64, VOCAB - 1)),
+    TokenControls(),
+]
+
+
+@pytest.mark.parametrize("one", SINGLE, ids=str)
+def test_each_control_alone(one: TokenControls):
+    made = make_round([one] * 4)
+    found = made.adjusted(Backend())
+    np.testing.assert_allclose(found, made.expected(), rtol=2e-6, atol=2e-6)
+    assert np.array_equal(found, made.logits) == (one == TokenControls())
+
+
+def test_bad_words_forbid_their_last_token_only():
+    """Those that end in the output; a word that the prompt has begun may come."""
+    made = with_bad_words(make_round([TokenControls()] * SEQS))
+    found, expected = made.adjusted(Backend()), made.expected()
+    np.testing.assert_array_equal(found == -np.inf, expected == -np.inf)
+    assert (expected == -np.inf).any(axis=-1).all()
+    kept = expected > -np.inf
+    np.testing.assert_array_equal(found[kept], made.logits[kept])
+
+
+@pytest.mark.parametrize("shards", [2, 8])
+def test_devices_that_share_the_vocabulary_agree_with_one(shards):
+    made = with_bad_words(make_round([random_controls(i) for i in range(SEQS)]))
+    backend = Backend(mesh=make_mesh(shards), mesh_axes=TARGET_MESH_AXES)
+    assert backend.vocab_axes(VOCAB) is not None
+    found = made.adjusted(backend)
+    np.testing.assert_array_equal(found, made.adjusted(Backend()))
+
+
+def test_rows_one_at_a_time_are_the_rows_of_the_round():
+    """A draft model sees its own drafts as the target will."""
+    made = with_bad_words(make_round([random_controls(i) for i in range(SEQS)]))
+    together = made.adjusted(Backend())
+    for row in range(DRAFTS + 1):
+        alone = made.adjusted(Backend(), slice(row, row + 1))
+        np.testing.assert_array_equal(alone[:, 0], together[:, row])
+
+
+@pytest.mark.parametrize(("penalty", "text"), [(1.5, [1, 15]), (0.7, [1, 1, 15])])
+def test_frequency_penalty_stops_repeated_drafts(penalty, text):
+    """As vLLM pins it: drafts [1, 1, 1] where 15 is the second best everywhere."""
+    asked: list[TokenControls | None] = [TokenControls(frequency_penalty=penalty)]
+    logits = np.zeros((1, DRAFTS + 1, VOCAB), np.float32)
+    logits[..., 1], logits[..., 15] = 100.0, 99.0
+    made = dataclasses.replace(
+        make_round(asked), drafts=np.array([[1, 1, 1]]), logits=logits
+    )
+    made = dataclasses.replace(
+        made,
+        token_pages=jnp.full_like(made.token_pages, 40),
+        tokens=[[40] * len(made.tokens[0])],
+    )
+    best = sampling.argmax(jnp.asarray(made.adjusted(Backend())[0])).tolist()
+    stays = [token == 1 for token in best].index(False)
+    assert [1] * stays + [best[stays]] == text
+
+
+def test_bits_are_counted_from_the_low_end():
+    words = jnp.array([[1, 2**31 + 4]], jnp.uint32)
+    flags = controls.unpack_bits(words, 0, 64)
+    assert np.flatnonzero(flags[0]).tolist() == [0, 34, 63]
+    flags = controls.unpack_bits(words, 30, 10)
+    assert np.flatnonzero(flags[0]).tolist() == [4]

@@ -1,0 +1,140 @@
+"""Rounds under controls follow the joint law of plain decoding under the same."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.models.backend import Backend
+from jaxspec.program import controls, randomness
+from jaxspec.program.active import Active
+from jaxspec.program.choose import choose_token
+from jaxspec.program.judge import judge, place_next
+from jaxspec.program.plan import RULES, TokenControls
+from jaxspec.program.propose import Proposal
+from jaxspec.program.state import ControlRows
+from tests.laws import check_counts, controlled, filtered_law
+from tests.program.test_rounds import DRAFT, TARGET
+from tests.rows import make_active, make_control_rows
+
+VOCAB, DRAFTS, LENGTH, SEQS = len(TARGET), 3, 4, 15_000
+PROMPT = (0, 3)
+TEMPERATURE = 0.7
+# Strong enough that each changes the law of four tokens beyond doubt.
+ASKED = TokenControls(
+    presence_penalty=0.4,
+    frequency_penalty=0.6,
+    repetition_penalty=1.4,
+    bias=((2, 0.8), (1, -0.3)),
+    bad_words=((1, 2), (3, 3, 0)),
+)
+
+
+def start(rule: str) -> tuple[Active, jax.Array]:
+    """Sequences of the prompt alone, each on a page of its own."""
+    seeds = np.random.default_rng(1).integers(0, 2**32, (SEQS, 2), dtype=np.uint32)
+    active = dataclasses.replace(
+        make_active(
+            SEQS,
+            num_tokens=len(PROMPT),
+            num_prompt=len(PROMPT),
+            temperature=TEMPERATURE,
+            rule=RULES[rule],
+            seed=seeds,
+        ),
+        last_tokens=jnp.broadcast_to(jnp.array([PROMPT], jnp.int32), (SEQS, 2)),
+        page_table=jnp.arange(SEQS, dtype=jnp.int32)[:, None],
+    )
+    tokens = np.zeros((SEQS, len(PROMPT) + LENGTH + DRAFTS + 1), np.int32)
+    tokens[:, : len(PROMPT)] = PROMPT
+    return active, jnp.asarray(tokens)
+
+
+@functools.partial(jax.jit, static_argnames="is_plain")
+def play_round(
+    active: Active, tokens: jax.Array, asked: ControlRows, is_plain: bool
+) -> tuple[Active, jax.Array]:
+    """One round of a Markov chain."""
+    target = jnp.log(jnp.asarray(TARGET, jnp.float32))
+    draft = jnp.log(jnp.asarray(DRAFT, jnp.float32))
+    adjust = controls.adjuster(
+        asked, tokens, active, vocab_size=VOCAB, backend=Backend()
+    )
+    last, laws = active.last_tokens[:, 1], []
+    logits = [target[last]]
+    drafts = jnp.zeros((SEQS, 0 if is_plain else DRAFTS), jnp.int32)
+    for index in range(drafts.shape[1]):
+        row = adjust(draft[last][:, None], drafts, num_before=index)[:, 0]
+        place = active.num_tokens + index
+        last, law = choose_token(row, place, active, role=randomness.DRAFT)
+        drafts = drafts.at[:, index].set(last)
+        laws.append(law)
+        logits.append(target[last])
+    proposal = None
+    if laws:
+        proposal = Proposal(drafts, jnp.zeros_like(drafts), jnp.stack(laws, axis=1))
+    verdict = judge(
+        proposal,
+        jnp.stack(logits, axis=1).reshape(-1, VOCAB),
+        jnp.full((SEQS,), drafts.shape[1], jnp.int32),
+        active,
+        Backend(),
+        adjust=adjust,
+    )
+    emitted = place_next(drafts, verdict)
+    offset = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None]
+    place = active.num_tokens[:, None] + offset
+    is_new = offset <= verdict.num_accepted[:, None]
+    seq = jnp.arange(SEQS, dtype=jnp.int32)[:, None]
+    place = jnp.where(is_new, place, tokens.shape[1])
+    tokens = tokens.at[seq, place].set(emitted, mode="drop")
+    active = dataclasses.replace(
+        active,
+        num_tokens=active.num_tokens + verdict.num_accepted + 1,
+        last_tokens=jnp.stack([verdict.next_token] * 2, axis=1),
+    )
+    return active, tokens
+
+
+def controlled_law() -> np.ndarray:
+    """Probability of every text of `LENGTH` tokens, by enumeration in float64."""
+    law = []
+    for text in itertools.product(range(VOCAB), repeat=LENGTH):
+        known: list[int] = list(PROMPT)
+        chance = 1.0
+        for token in text:
+            row = controlled(np.log(TARGET[known[-1]]), known, len(PROMPT), ASKED)
+            chance *= filtered_law(row, TEMPERATURE)[token]
+            known.append(token)
+        law.append(chance)
+    return np.array(law)
+
+
+def check_law(rule: str, *, is_plain: bool = False) -> None:
+    play_round.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+    active, tokens = start(rule)
+    asked = make_control_rows([ASKED], VOCAB)
+    # What lies past these places are pads.
+    asked = dataclasses.replace(
+        asked, bias_ids=asked.bias_ids[:, :2], bias_values=asked.bias_values[:, :2]
+    )
+    asked = dataclasses.replace(asked, bad_words=asked.bad_words[:, :2])
+    asked = jax.tree.map(lambda leaf: jnp.repeat(leaf, SEQS, axis=0), asked)
+    for _ in range(LENGTH):
+        active, tokens = play_round(active, tokens, asked, is_plain)
+    texts = np.asarray(tokens)[:, len(PROMPT) :][:, :LENGTH]
+    cell = texts @ (VOCAB ** np.arange(LENGTH)[::-1])
+    check_counts(np.bincount(cell, minlength=VOCAB**LENGTH), controlled_law(), rule)
+
+
+@pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
+def test_drafting_rounds_follow_the_controlled_law(rule):
+    check_law(rule)
+
+
+def test_plain_rounds_follow_the_controlled_law():
+    check_law("standard", is_plain=True)

@@ -1,0 +1,86 @@
+"""Log-probabilities, ranks and the most probable tokens, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.models.backend import Backend
+from jaxspec.program.logprobs import tell
+from jaxspec.program.plan import NO_TOKEN, TokenLogprobs
+from jaxspec.program.token_logprobs import num_columns, read_logprobs
+from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
+
+ROWS, VOCAB = 17, 64
+
+
+def make_logits() -> np.ndarray:
+    """Among them equal ones, very low ones and one that has all the mass."""
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(ROWS, VOCAB)) * 4
+    logits[1] = random.integers(0, 3, VOCAB)
+    logits[2] = -1e4
+    logits[3, 40] = 1e4
+    logits[4] += 500
+    return logits.astype(np.float32)
+
+
+def told(
+    logits: np.ndarray, tokens: np.ndarray, num_top: int, shards: int = 1
+) -> TokenLogprobs:
+    backend = Backend(mesh=make_mesh(shards), mesh_axes=TARGET_MESH_AXES)
+
+    def run(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+        return tell(logits, tokens, num_top=num_top, backend=backend)
+
+    found = jax.jit(run)(jnp.asarray(logits), jnp.asarray(tokens, jnp.int32))
+    assert found.shape == (ROWS, num_columns(num_top))
+    result, rest = read_logprobs(np.asarray(found).reshape(-1), (ROWS,), num_top)
+    assert not rest.size
+    return result
+
+
+@pytest.mark.parametrize("shards", [1, 2, 8])
+@pytest.mark.parametrize("num_top", [0, 1, 12])
+def test_numbers_are_those_of_the_softmax(num_top, shards):
+    logits = make_logits()
+    tokens = np.random.default_rng(1).integers(0, VOCAB, ROWS)
+    found = told(logits, tokens, num_top, shards)
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=1, keepdims=True)
+    law = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    own = law[np.arange(ROWS), tokens]
+    np.testing.assert_allclose(found.own, own, rtol=1e-5, atol=1e-4)
+    above = logits > logits[np.arange(ROWS), tokens][:, None]
+    np.testing.assert_array_equal(found.rank, 1 + above.sum(axis=1))
+    # The lowest id first among equals, however the vocabulary is cut.
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :num_top]
+    np.testing.assert_array_equal(found.top_ids, order)
+    best = np.take_along_axis(law, order, axis=1)
+    np.testing.assert_allclose(found.top, best, rtol=1e-5, atol=1e-4)
+
+
+def test_the_most_probable_token_has_rank_one():
+    logits = make_logits()
+    found = told(logits, logits.argmax(axis=1), 1)
+    assert (found.rank == 1).all()
+    np.testing.assert_array_equal(found.own, found.top[:, 0])
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_past_the_vocabulary_come_pads(shards):
+    found = told(make_logits(), np.zeros(ROWS), VOCAB + 3, shards)
+    assert (np.sort(found.top_ids[:, :VOCAB], axis=1) == np.arange(VOCAB)).all()
+    assert (found.top_ids[:, VOCAB:] == NO_TOKEN).all()
+    assert (found.top[:, VOCAB:] == -np.inf).all()
+
+
+def test_a_token_that_nobody_knows_breaks_nothing():
+    logits, tokens = make_logits(), np.arange(ROWS)
+    known = told(logits, tokens, 2)
+    tokens[5] = NO_TOKEN
+    found = told(logits, tokens, 2)
+    for mine, theirs in zip(found, known, strict=True):
+        others = np.arange(ROWS) != 5
+        np.testing.assert_array_equal(mine[others], theirs[others])
+    np.testing.assert_array_equal(found.top_ids, known.top_ids)

@@ -1,0 +1,89 @@
+"""A round in which drafts may be missing: two forms in one program, nothing copied."""
+
+import re
+
+import pytest
+
+from jaxspec.program.plan import Features, StepShape
+from jaxspec.sampling_params import SamplingParams
+from tests.e2e import pair
+from tests.engines import generate, make_engine, tokens_of
+from tests.program.test_step import check_program
+
+LOOKUP = (5, 5)
+
+
+def make_lookup_engine(**changes):
+    return make_engine(
+        pair.target(),
+        num_draft_tokens=pair.NUM_DRAFT,
+        lookup=LOOKUP,
+        **pair.settings(**changes),
+    )
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return make_lookup_engine()
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2])
+def test_both_forms_write_pages_in_place(engine, num_seqs):
+    shape = StepShape(num_seqs=num_seqs, num_draft_tokens=pair.NUM_DRAFT, chunk=0)
+    program = check_program(engine, shape)
+    assert " conditional(" not in entry_of(program)
+    bodies = set(re.findall(r" while\(.*body=%([\w.-]+)", entry_of(program)))
+    assert len(bodies) == 2
+
+
+@pytest.mark.parametrize("chunk", [0, 32])
+def test_nothing_is_computed_before_it_is_known_who_needs_it(engine, chunk):
+    """Matrix products stand in the two forms, none before them."""
+    shape = StepShape(num_seqs=1, num_draft_tokens=pair.NUM_DRAFT, chunk=chunk)
+    program = engine.runner.executable(shape).as_text()
+    assert " dot(" in program
+    assert has_products(program, entry_of(program)) == (chunk > 0)
+
+
+@pytest.mark.slow
+def test_both_forms_write_pages_in_place_in_bfloat16():
+    engine = make_lookup_engine(dtype="bfloat16")
+    shape = StepShape(num_seqs=2, num_draft_tokens=pair.NUM_DRAFT, chunk=0)
+    check_program(engine, shape)
+
+
+@pytest.mark.slow
+def test_both_forms_write_pages_in_place_and_tell_logprobs(engine):
+    shape = StepShape(
+        num_seqs=2,
+        num_draft_tokens=pair.NUM_DRAFT,
+        chunk=0,
+        features=Features(num_logprobs=5, has_controls=True),
+    )
+    check_program(engine, shape)
+
+
+def test_a_text_without_repeats_runs_plain_rounds_only(engine):
+    """As many tokens as rounds, none of them drafted."""
+    prompt = pair.prompts(1, longest=9, seed=4)[0]
+    # Drawn: the greedy text says one token over and over.
+    params = SamplingParams(seed=1, temperature=1.0, max_tokens=12, ignore_eos=True)
+    (text,) = tokens_of(generate(pair.plain_engine(), [prompt], params))
+    with pair.recorded(engine) as rounds:
+        assert tokens_of(generate(engine, [prompt], params)) == [text]
+    assert all(not result.num_draft.any() for _, _, result in rounds)
+    assert any(shape.num_draft_tokens for _, shape, _ in rounds)
+
+
+def entry_of(program: str) -> str:
+    """The outermost computation of a compiled program."""
+    return program[program.index("\nENTRY") :]
+
+
+def has_products(program: str, computation: str) -> bool:
+    """Whether it multiplies matrices itself, outside of its loops' bodies."""
+    called = re.findall(r"(?:calls|to_apply)=%([\w.-]+)", computation)
+    inner = (re.search(rf"^%{name} .*?^}}", program, re.M | re.S) for name in called)
+    return " dot(" in computation or any(
+        has_products(program, found[0]) for found in inner if found
+    )

@@ -1,0 +1,19 @@
+import dataclasses
+
+import pytest
+
+from jaxspec.metrics import Counter, Gauge, Histogram, Vector
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        (Counter, ["value"]),
+        (Gauge, ["value"]),
+        (Vector, ["values"]),
+        (Histogram, ["count", "sum", "buckets"]),
+    ],
+)
+def test_fields_are_those_of_vllm(kind: type, own: list[str]):
+    names = [item.name for item in dataclasses.fields(kind)]
+    assert names == ["name", "labels", *own]
