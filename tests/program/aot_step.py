@@ -100,7 +100,6 @@ _BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1, "s8": 1, "u8": 1}
 # The result's shapes, one or several in parentheses, then the operation's name.
 _OPERATION = re.compile(r" = (\(.*?\)|\S+) ([a-z][\w-]*)\(")
 _NOTHING = (0, "u8[]", "")
-RECORD_BYTES = 2**14
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{(\S*?)\})?")
 
 
@@ -112,7 +111,7 @@ class Report:
     layers: tuple[int, int]
     argument_bytes: int
     temp_bytes: int
-    record_bytes: int  # of those, what is kept about copies on their way to VMEM
+    peak_bytes: int  # in use at the worst moment, beside arguments
     hbm_bytes: int  # all of it: arguments, results that are not donated, temporaries
     donated_bytes: int
     state_bytes: int
@@ -205,7 +204,7 @@ def compile_pair(
         layers=(target.num_layers, draft.num_layers),
         argument_bytes=memory.argument_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        record_bytes=_record_bytes(text),
+        peak_bytes=memory.peak_memory_in_bytes - memory.argument_size_in_bytes,
         hbm_bytes=used + memory.generated_code_size_in_bytes,
         donated_bytes=memory.alias_size_in_bytes,
         state_bytes=sum(_local_bytes(leaf) for leaf in jax.tree.leaves(state)),
@@ -219,16 +218,6 @@ def compile_pair(
     )
     _log.info("%s", json.dumps(asdict(report)))
     return report, text
-
-
-def _record_bytes(text: str) -> int:
-    """HBM for records of asynchronous copies, on TPU.
-
-    XLA fetches weights ahead, whole or in slices, as many as VMEM has room for. What it
-    notes of each is a tuple of 512 bytes (of a slice, two) in a slot of 16 KiB.
-    """
-    copies = text.count(" copy-start(") + 2 * text.count(" slice-start(")
-    return copies * RECORD_BYTES
 
 
 def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:

@@ -8,10 +8,12 @@ import pytest
 from tests.program import aot_step
 from tests.program.aot_step import PLACES, Report
 
-# Of a chip. Rounds need logits, hidden rows and what the compiler fetches ahead.
-TEMP_BYTES = {"v5e-8": 2**27, "v5e-8/draft-2": 2**28, "v6e-1": 2**29, "h200": 2**29}
-# With all layers the second place takes 281 MB.
-TEMP_BYTES_OF_WHOLE = TEMP_BYTES | {"v5e-8/draft-2": 2**28 + 2**24}
+# Of a chip, beside arguments. Rounds need logits, hidden rows and what the compiler
+# fetches ahead. Not `temp_bytes`: on TPU that counts the record of each such copy (XLA
+# slices a weight into four) twice, and doubles where more weights are fetched ahead.
+PEAK_BYTES = {
+    "v5e-8": 3 * 2**25, "v5e-8/draft-2": 5 * 2**25, "v6e-1": 2**27, "h200": 2**27
+}  # fmt: skip
 # A round's logits, 8 x 5 x 256,000 floats on one chip, and nothing larger.
 LOGITS = 8 * 5 * 256_000 * 4
 LARGEST_MOVE = {"v5e-8": 2**21, "v5e-8/draft-2": 2**23, "v6e-1": LOGITS, "h200": LOGITS}
@@ -19,10 +21,10 @@ LARGEST_MOVE = {"v5e-8": 2**21, "v5e-8/draft-2": 2**23, "v6e-1": LOGITS, "h200":
 LARGEST_COLLECTIVE = 2**13
 
 
-def check_report(report: Report, temp_bytes: dict[str, int]) -> None:
+def check_report(report: Report) -> None:
     name = report.place
     assert report.hbm_bytes < PLACES[name].hbm
-    assert report.temp_bytes < temp_bytes[name]
+    assert report.peak_bytes < PEAK_BYTES[name]
     # The state is updated in place: pages and rows, to the last byte but padding.
     assert report.donated_bytes >= report.state_bytes
     assert report.copied == []
@@ -35,7 +37,7 @@ def test_whole_models_are_recorded_for_every_place_and_fit():
     whole = [aot_step.model(size).num_layers for size in ("9b", "2b")]
     for row in rows:
         assert row["layers"] == whole
-        check_report(Report(**row), TEMP_BYTES_OF_WHOLE)
+        check_report(Report(**row))
 
 
 @pytest.mark.slow
@@ -50,7 +52,7 @@ def test_9b_with_a_2b_draft_compiles_for(name):
     layers = (4, 6) if name == "v5e-8/draft-2" else (None, None)
     report, text = aot_step.compile_pair(name, layers=layers)
     print(report)
-    check_report(report, TEMP_BYTES)
+    check_report(report)
     target_layers, draft_layers = report.layers
 
     # One attention per layer: the target's, and the draft's first and looped pass.
