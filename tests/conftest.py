@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import jaxtyping
 import pytest
 
 # Read once, when jax starts, so they are set before its import. Eight devices let
@@ -92,3 +93,14 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None):
     if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture
+def unchecked_types() -> Iterator[None]:
+    """Without type checks of calls, for tests that make millions of the same.
+
+    They take most of such a test's time, and every other test makes those calls too.
+    """
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

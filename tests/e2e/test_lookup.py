@@ -229,6 +229,7 @@ def law_engine(micro: Any, *, has_model: bool) -> LLMEngine:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_model", [False, True], ids=["alone", "with_model"])
 def test_every_position_follows_the_target(micro, levels, *, has_model):
     engine = law_engine(micro, has_model=has_model)

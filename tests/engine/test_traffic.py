@@ -182,6 +182,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unchecked_types")
 def test_twenty_thousand_requests_leave_nothing_behind():
     total, window = 20_000, 12
     config = make_config(max_num_seqs=8, num_pages=60, num_draft_tokens=3)
