@@ -72,6 +72,25 @@ def read_messages(messages: object) -> list[Message]:
     ]
 
 
+def read_variables(variables: object) -> dict[str, Any]:
+    """Check what a caller gave as `chat_template_kwargs`; return a copy.
+
+    Raises:
+        RequestError: It is no dict of plain data by name.
+    """
+    name, allowed = "chat_template_kwargs", "a dict of plain data by name"
+    if variables is None:
+        return {}
+    if not isinstance(variables, Mapping) or not all(
+        isinstance(key, str) and key.isidentifier() for key in variables
+    ):
+        raise wrong_argument(RequestError, name, allowed, variables)
+    try:
+        return map_texts(variables, lambda text: check_text(name, text))
+    except RequestError as error:
+        raise wrong_argument(RequestError, name, allowed, variables) from error
+
+
 def _read_message(name: str, message: object) -> Message:
     if not isinstance(message, Mapping):
         allowed = "a dict with 'role' and 'content'"
@@ -133,12 +152,14 @@ class GemmaTurns:
         pieces: Mapping[str, str],
         add_generation_prompt: bool,
         continue_final_message: bool,
+        variables: Mapping[str, Any],
     ) -> str:
         """Write a checked conversation, what it says marked.
 
         Args:
             marks: None leaves the messages as they are.
             pieces: "bos_token" and the like, with their spelling.
+            variables: Of templates; these turns read none.
 
         Raises:
             RequestError: The roles are not allowed or do not take turns.

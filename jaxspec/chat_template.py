@@ -57,12 +57,14 @@ class ChatTemplate:
         pieces: Mapping[str, str],
         add_generation_prompt: bool,
         continue_final_message: bool,
+        variables: Mapping[str, Any],
     ) -> str:
         """Run the template on a checked conversation, what that says marked.
 
         Args:
             marks: None leaves the messages as they are.
             pieces: "bos_token" and the like, with their spelling.
+            variables: More that the template may read, plain data, marked as well.
 
         Raises:
             RequestError: The template refuses the messages or cannot write them.
@@ -75,18 +77,20 @@ class ChatTemplate:
             documents=None,
             strftime_now=datetime.now().strftime,
         )
+        _check_free(variables, {*values, "messages"})
         if continue_final_message:
             # The space shows whether the template trims: a trimmed end has lost it.
             last = messages[-1] | {"content": messages[-1]["content"] + f"{_CUT} "}
             messages = [*messages[:-1], last]
-        plain = self._render(messages, values)
+        plain = self._render(messages, {**values, **variables})
         check_text(f"What {self.source} writes", plain)
         if marks is None:
             return plain
         marked = ""
         for mark in (marks.on, marks.on_first):
             try:
-                marked = self._render(map_texts(messages, mark), values)
+                known = {**values, **map_texts(variables, mark)}
+                marked = self._render(map_texts(messages, mark), known)
             except RequestError:
                 continue  # it refuses the marks, not the messages
             if marks.off(marked) == plain:
@@ -136,6 +140,13 @@ class ChatTemplate:
     def _error(self, kind: type[ArgumentError], did: str) -> ArgumentError:
         name = "messages" if kind is RequestError else "chat_template"
         return kind(f"{self.source} {did}.", parameter=name, value=self.source)
+
+
+def _check_free(variables: Mapping[str, Any], taken: set[str]) -> None:
+    names = ", ".join(sorted(variables.keys() & taken))
+    if names:
+        allowed = f"a dict without {names}: the template has its own"
+        raise wrong_argument(RequestError, "chat_template_kwargs", allowed, variables)
 
 
 class _RefusedError(jinja2.TemplateError):

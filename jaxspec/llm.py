@@ -5,23 +5,19 @@ prompts. Knows nothing about scheduling or devices.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Unpack
 
-from tqdm.auto import tqdm
-
-from jaxspec.chat_template import given_template
+from jaxspec.conversations import ChatOptions, Conversations, write_conversations
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import RequestError, refuse, wrong_argument
-from jaxspec.inputs import PromptType, TokensPrompt, join_token_ids, split_prompts
+from jaxspec.inputs import PromptType, join_token_ids, split_prompts
 from jaxspec.metrics import Metric
 from jaxspec.outputs import RequestOutput
+from jaxspec.progress import Progress, watch_compiles
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.tokenizer import Tokenizer
-
-_DONE = "Processed prompts"
-Message = Mapping[str, Any]
 
 
 class LLM:
@@ -176,17 +172,13 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Conversations,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        parse_special_tokens: bool = False,
-        tools: Any = None,
         lora_request: Any = None,
         priority: Sequence[int] | None = None,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list of them.
 
@@ -194,43 +186,35 @@ class LLM:
             messages: Dicts with `role` and `content`; user and assistant take turns.
             sampling_params: As for `generate`.
             use_tqdm: As for `generate`.
-            add_generation_prompt: Open the model's turn.
-            continue_final_message: Let the model go on with the last message.
-            chat_template: Used in place of the model's: a Jinja template, or the path
-                of a file with one.
-            parse_special_tokens: Let special pieces spelled in messages count. Without
-                it "<end_of_turn>" in a message is text and cannot end its turn.
-            tools: Not supported, and `lora_request` neither.
+            lora_request: Not supported.
             priority: As for `generate`, one per conversation.
+            options: How they are written: `chat_template` and more, see `ChatOptions`.
 
         Raises:
             RequestError: The roles do not take turns, or as for `generate`.
             ConfigError: `chat_template` cannot be used.
         """
-        refuse("tools", tools)
-        tokenizer = self.get_tokenizer()
-        template = None if chat_template is None else given_template(chat_template)
-        if not isinstance(messages, (list, tuple)):
-            allowed = "a conversation (a list of messages) or a list of them"
-            raise wrong_argument(RequestError, "messages", allowed, messages)
-        conversations: list[Any] = list(messages)
-        if conversations and isinstance(conversations[0], Mapping):
-            conversations = [conversations]
-        prompts: list[TokensPrompt] = []
-        for conversation in conversations:
-            text, token_ids = tokenizer.write_chat(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template=template,
-                parse_special_tokens=parse_special_tokens,
-            )
-            # The ids decide: in the text a message may spell a turn marker.
-            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
         return self.generate(
-            prompts,
+            write_conversations(self.get_tokenizer(), messages, options),
             sampling_params,
             use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            priority=priority,
+        )
+
+    def enqueue_chat(
+        self,
+        messages: Conversations,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> list[str]:
+        """Check and queue conversations as `chat` does; see `enqueue`."""
+        return self.enqueue(
+            write_conversations(self.get_tokenizer(), messages, options),
+            sampling_params,
             lora_request=lora_request,
             priority=priority,
         )
@@ -286,19 +270,8 @@ class LLM:
         """
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params]
-        with tqdm(desc="Compiling", unit=" programs", dynamic_ncols=True) as bar:
-
-            def tell(what: str) -> None:
-                if what:
-                    bar.set_description_str(what)
-                else:
-                    bar.update(1)
-
-            self.llm_engine.announce_compiles(tell)
-            try:
-                self.llm_engine.warm_up(prompt_tokens, sampling_params)
-            finally:
-                self.llm_engine.announce_compiles(None)
+        with watch_compiles(self.llm_engine):
+            self.llm_engine.warm_up(prompt_tokens, sampling_params)
 
     def start_profile(self, folder: str = "jaxspec_profile") -> None:
         """Record what the devices do, for TensorBoard or Perfetto, into a folder."""
@@ -313,23 +286,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """Run until all have ended; what else was enqueued is kept."""
         missing = set(request_ids) - self._finished.keys()
-        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        progress = Progress(len(missing), use_tqdm)
         try:
-            with make_bar(
-                total=len(missing),
-                desc=_DONE,
-                dynamic_ncols=True,
-                disable=not use_tqdm,
-                postfix=_speed(0, 0, 1.0),
-            ) as bar:
-                self.llm_engine.announce_compiles(_teller(bar) if use_tqdm else None)
-                self._run(missing, bar if use_tqdm else None)
+            with progress.watch(self.llm_engine):
+                self._run(missing, progress)
         except BaseException:
             # Also when the user interrupts: the next call must find an idle engine.
             self.llm_engine.abort_request(request_ids)
             raise
-        finally:
-            self.llm_engine.announce_compiles(None)
         lost = [one for one in request_ids if one not in self._finished]
         found = [self._finished.pop(one) for one in request_ids if one not in lost]
         if lost:
@@ -342,9 +306,8 @@ class LLM:
             )
         return found
 
-    def _run(self, missing: set[str], bar: Any) -> None:
+    def _run(self, missing: set[str], progress: Progress) -> None:
         """Step the engine until it is idle."""
-        num_input = num_output = 0
         while self.llm_engine.has_unfinished_requests():
             for output in self.llm_engine.step():
                 is_ours = output.request_id in missing
@@ -352,26 +315,8 @@ class LLM:
                     continue
                 if is_ours or output.request_id in self._enqueued:
                     self._finished[output.request_id] = output
-                if not is_ours:
-                    continue
-                num_input += len(output.prompt_token_ids or ())
-                num_output += sum(len(text.token_ids) for text in output.outputs)
-                if bar is not None:
-                    seconds = bar.format_dict["elapsed"] or 1e-9
-                    bar.postfix = _speed(num_input, num_output, seconds)
-                    bar.update(1)
-
-
-def _teller(bar: Any) -> Callable[[str], None]:
-    """Make what shows on a bar that a program is being compiled."""
-    return lambda what: bar.set_description(what or _DONE)
-
-
-def _speed(num_input: int, num_output: int, seconds: float) -> str:
-    return (
-        f"est. speed input: {num_input / seconds:.2f} toks/s, "
-        f"output: {num_output / seconds:.2f} toks/s"
-    )
+                if is_ours:
+                    progress.add(output)
 
 
 def _one_per_prompt(params: Any, num_prompts: int) -> list[SamplingParams]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspec.chat import GemmaTurns, Marks, read_messages
+from jaxspec.chat import GemmaTurns, Marks, read_messages, read_variables
 from jaxspec.chat_template import ChatTemplate, folder_template, given_template
 from jaxspec.config import PAIR_HINT
 from jaxspec.errors import ConfigError, RequestError
@@ -157,6 +157,7 @@ class Tokenizer:
         *,
         continue_final_message: bool = False,
         chat_template: str | ChatTemplate | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         parse_special_tokens: bool = False,
     ) -> list[int] | str:
         """Write a conversation; the arguments are those of `write_chat`.
@@ -170,6 +171,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
             parse_special_tokens=parse_special_tokens,
         )
         return token_ids if tokenize else text
@@ -181,6 +183,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | ChatTemplate | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         parse_special_tokens: bool = False,
     ) -> tuple[str, list[int]]:
         """Write a conversation as text and as ids.
@@ -191,6 +194,8 @@ class Tokenizer:
             add_generation_prompt: End with the opening of the model's turn.
             continue_final_message: Leave the last turn open, to be continued.
             chat_template: Used in place of the model's: a template, or a file's path.
+            chat_template_kwargs: More variables for the template. One that it does not
+                read changes nothing.
             parse_special_tokens: Special pieces spelled in messages become their ids.
                 Without it a message cannot end its turn.
 
@@ -221,6 +226,7 @@ class Tokenizer:
             pieces={f"{name}_token": self.id_to_piece(token) for name, token in ids},
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            variables=read_variables(chat_template_kwargs),
         )
         return self._marks.off(marked), self._parse(marked, self._marks.off)
 

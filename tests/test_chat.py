@@ -17,6 +17,7 @@ def write(messages: Any, marks: Marks | None = None, **changes: bool) -> str:
         read_messages(messages),
         marks=marks,
         pieces={"bos_token": "<bos>"},
+        variables={},
         **(flags | changes),
     )
 

@@ -261,6 +261,7 @@ def test_where_a_template_is_found(tmp_path: Path):
         pieces={"bos_token": "<bos>"},
         add_generation_prompt=True,
         continue_final_message=False,
+        variables={},
     )
     shutil.copy(BUNDLED / "tokenizer.model", tmp_path)
     assert written(tmp_path) == gemmas

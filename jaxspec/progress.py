@@ -1,0 +1,86 @@
+"""What `LLM` shows as it works: requests that ended, speed, programs compiled."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+from tqdm.auto import tqdm
+
+from jaxspec.outputs import RequestOutput
+
+_DONE = "Processed prompts"
+
+
+@runtime_checkable
+class Announcer(Protocol):
+    """Whoever compiles: an engine."""
+
+    def announce_compiles(self, tell: Callable[[str], None] | None) -> None: ...
+
+
+class Progress:
+    """A bar of requests that have ended; shows nothing where that is not wanted.
+
+    Args:
+        total: How many will end.
+        use_tqdm: Whether to show it; or what makes one in place of `tqdm`.
+    """
+
+    def __init__(self, total: int, use_tqdm: bool | Callable[..., Any]):
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        self._is_shown = bool(use_tqdm)
+        self._num_input = self._num_output = 0
+        self._bar = make_bar(
+            total=total,
+            desc=_DONE,
+            dynamic_ncols=True,
+            disable=not use_tqdm,
+            postfix=_speed(0, 0, 1.0),
+        )
+
+    @contextmanager
+    def watch(self, engine: Announcer) -> Iterator[None]:
+        """Show also what the engine compiles meanwhile."""
+        with self._bar:
+            engine.announce_compiles(self._tell if self._is_shown else None)
+            try:
+                yield
+            finally:
+                engine.announce_compiles(None)
+
+    def add(self, output: RequestOutput) -> None:
+        """Count a request that has ended."""
+        self._num_input += len(output.prompt_token_ids or ())
+        self._num_output += sum(len(text.token_ids) for text in output.outputs)
+        if self._is_shown:
+            seconds = self._bar.format_dict["elapsed"] or 1e-9
+            self._bar.postfix = _speed(self._num_input, self._num_output, seconds)
+            self._bar.update(1)
+
+    def _tell(self, what: str) -> None:
+        self._bar.set_description(what or _DONE)
+
+
+@contextmanager
+def watch_compiles(engine: Announcer) -> Iterator[None]:
+    """Show a bar of programs as they are compiled."""
+    with tqdm(desc="Compiling", unit=" programs", dynamic_ncols=True) as bar:
+
+        def tell(what: str) -> None:
+            if what:
+                bar.set_description_str(what)
+            else:
+                bar.update(1)
+
+        engine.announce_compiles(tell)
+        try:
+            yield
+        finally:
+            engine.announce_compiles(None)
+
+
+def _speed(num_input: int, num_output: int, seconds: float) -> str:
+    return (
+        f"est. speed input: {num_input / seconds:.2f} toks/s, "
+        f"output: {num_output / seconds:.2f} toks/s"
+    )
