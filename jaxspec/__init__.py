@@ -10,7 +10,8 @@ Reading order, from a user's call down to the device:
    way between text and tokens.
 4. `jaxspec.engine.arg_utils` and `jaxspec.config`: arguments become one configuration;
    `jaxspec.engine.loading` makes an engine of it.
-5. `jaxspec.engine.llm_engine`: add a request, step, collect outputs.
+5. `jaxspec.engine.llm_engine`: add a request, step, collect outputs;
+   `jaxspec.engine.async_llm_engine` does so for event loops, in a thread.
 6. `jaxspec.engine.scheduler` and `jaxspec.engine.pages`: what the next step does.
 7. `jaxspec.engine.runner`: the door between the host and the device.
 8. `jaxspec.program.step`: the program; then `propose`, `accept` and `sampling`.
@@ -39,6 +40,7 @@ __all__ = [
 # Public as well, but imported on first use: these reach jax, which takes seconds.
 _LAZY = {
     "AsyncEngineArgs": "jaxspec.engine.arg_utils",
+    "AsyncLLMEngine": "jaxspec.engine.async_llm_engine",
     "EngineArgs": "jaxspec.engine.arg_utils",
     "LLM": "jaxspec.llm",
     "LLMEngine": "jaxspec.engine.llm_engine",

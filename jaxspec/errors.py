@@ -37,6 +37,21 @@ class UnsupportedError(ArgumentError, NotImplementedError):
     """The request makes sense, but this engine does not do it."""
 
 
+class EngineGenerateError(Exception):
+    """A step that a request took part in failed; the engine goes on without it."""
+
+
+class EngineDeadError(Exception):
+    """The engine has ended, and answers nobody any more."""
+
+    def __init__(self, message: str = ""):
+        super().__init__(
+            message
+            or "The engine has stopped. See the log for what went wrong, and "
+            "make a new one."
+        )
+
+
 def wrong_argument(
     error: type[ArgumentError], name: str, allowed: str, value: object, hint: str = ""
 ) -> ArgumentError:

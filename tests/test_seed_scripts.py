@@ -104,14 +104,66 @@ assert again[0].outputs[0].text == outputs[0].outputs[0].text
 """
 
 
-def run_script(script: str, checks: str) -> str:
-    """Run a script for vLLM, its names replaced, and return what it printed."""
+# Streaming with the asynchronous engine, as older posts show it: a stream that nobody
+# reads comes first, under the same id, and nobody says how many tokens to draft.
+ASYNC_SCRIPT = """\
+import asyncio
+import uuid
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.async_llm_engine import AsyncLLMEngine
+
+engine = AsyncLLMEngine.from_engine_args(
+    AsyncEngineArgs(
+        model="google/gemma-2-9b-it",
+        speculative_model="google/gemma-2-2b-it",
+        trust_remote_code=True,
+        tensor_parallel_size=1,
+        max_num_seqs=8,
+        dtype="half",
+        use_v2_block_manager=True,
+        enforce_eager=True,
+    )
+)
+prompt, params, request_id = "The fox", SamplingParams(max_tokens=32), uuid.uuid4().hex
+unread = engine.generate(prompt, params, request_id)
+
+async def stream_tokens():
+    text = ""
+    async for output in engine.generate(prompt, params, request_id):
+        if output.outputs:
+            print(output.outputs[0].text[len(text):], end="", flush=True)
+            text = output.outputs[0].text
+    print(flush=True)
+    return output
+
+last = asyncio.run(stream_tokens())
+"""
+ASYNC_CHECKS = """
+(completion,) = last.outputs
+assert last.finished
+assert completion.finish_reason in ("stop", "length")
+assert completion.spec_decode_metrics.num_draft_tokens > 0
+assert engine.engine.config.num_draft_tokens == 5
+engine.shutdown()
+assert not engine.is_running
+"""
+
+
+def run_script(script: str, checks: str, *, expected: tuple[str, ...] = ()) -> str:
+    """Run a script for vLLM, its names replaced, and return what it printed.
+
+    Args:
+        expected: How the warnings begin that it may give.
+    """
     for theirs, ours in NAMES.items():
         assert theirs in script
         script = script.replace(theirs, ours)
-    cache = str(ROOT / ".pytest_cache" / "jax")
+    cache, whole = str(ROOT / ".pytest_cache" / "jax"), script + checks
+    ignored = [part for one in expected for part in ("-W", f"ignore:{one}")]
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script + checks],
+        [sys.executable, "-W", "error", *ignored, "-c", whole],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -134,3 +186,10 @@ def test_metrics_of_drafts():
     (line,) = run_script(METRICS_SCRIPT, METRICS_CHECKS).splitlines()
     length = float(line.removeprefix("mean acceptance length: "))
     assert 1 < length <= 4
+
+
+@pytest.mark.slow
+def test_streams_of_the_asynchronous_engine():
+    expected = "num_speculative_tokens is not given", "dtype='half' is taken"
+    text = run_script(ASYNC_SCRIPT, ASYNC_CHECKS, expected=expected)
+    assert len(text.strip()) > 2

@@ -4,14 +4,17 @@ Everything a caller can do wrong is found here, before the request exists and be
 device work.
 """
 
+import functools
+import threading
 import time
-from typing import Any, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import numpy as np
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.controls import make_controls
 from jaxspec.engine.grammar import GrammarCompiler
+from jaxspec.engine.parent import Parent
 from jaxspec.engine.request import Request
 from jaxspec.engine.token_masks import Reading
 from jaxspec.errors import (
@@ -40,8 +43,16 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
+class Prepared(NamedTuple):
+    """What a caller asked for, checked, before any engine has it."""
+
+    request_id: str
+    requests: list[Request]  # one per text
+    parent: Parent | None = None  # where there are several
+
+
 class Intake:
-    """Makes requests of prompts and parameters, for one engine."""
+    """Makes requests of prompts and parameters, for one engine, in any thread."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer):
         self._config, self._tokenizer = config, tokenizer
@@ -51,6 +62,42 @@ class Intake:
         )
         # Seeds of requests that name none; a seeded engine repeats itself.
         self._random = np.random.default_rng(config.seed)
+        self._lock = threading.Lock()
+
+    @no_type_check  # it has its own checks, with better errors
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+    ) -> Prepared:
+        """Check what a caller asks for, and make a request of every text of it.
+
+        Raises:
+            RequestError: The prompt or a sampling value is not acceptable.
+            NotImplementedError: A sampling value asks for what the engine does not do.
+        """
+        if not isinstance(request_id, str):
+            raise RequestError(
+                f"request_id must be a string, got {type(request_id).__name__}",
+                parameter="request_id",
+                value=request_id,
+            )
+        make = functools.partial(
+            self.make, arrival_time=arrival_time, priority=priority
+        )
+        params = self.checked(params)
+        if params.n == 1:
+            return Prepared(request_id, [make(request_id, prompt, params)])
+        parent = Parent(request_id, params)
+        children = [
+            make(child_id, prompt, parent.child_params(index))
+            for index, child_id in enumerate(parent.children)
+        ]
+        return Prepared(request_id, children, parent)
 
     @no_type_check  # it has its own checks, with better errors
     def make(
@@ -188,7 +235,8 @@ class Intake:
         )
 
     def _seed_and_rule(self, params: SamplingParams) -> tuple[tuple[int, int], int]:
-        drawn = self._random.integers(0, 2**32, size=2, dtype=np.uint32)
+        with self._lock:
+            drawn = self._random.integers(0, 2**32, size=2, dtype=np.uint32)
         if params.seed is not None:
             # The coupled rule gives the same text with any K, drafter or batch.
             words = params.seed >> 32 & 0xFFFFFFFF, params.seed & 0xFFFFFFFF

@@ -1,7 +1,6 @@
 """The engine: requests in, outputs out, one launch ahead of what has been read."""
 
 import dataclasses
-import functools
 import itertools
 import time
 from collections import deque
@@ -12,7 +11,7 @@ from jaxspec.config import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.controller import Controller
 from jaxspec.engine.delivery import Delivery
-from jaxspec.engine.intake import Intake
+from jaxspec.engine.intake import Intake, Prepared
 from jaxspec.engine.loading import make_runner, read_tokenizer
 from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.parent import Parent
@@ -98,44 +97,58 @@ class LLMEngine:
         refuse("lora_request", lora_request)
         refuse("tokenization_kwargs", tokenization_kwargs or None)
         refuse("trace_headers", trace_headers or None)
+        given = self.prepare(
+            request_id, prompt, params, arrival_time=arrival_time, priority=priority
+        )
+        self.admit(given)
+        return request_id
+
+    @no_type_check  # `Intake` checks, with better errors
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+    ) -> Prepared:
+        """Check a request and make all of it that needs no engine, in any thread.
+
+        Raises:
+            RequestError: The prompt or a sampling value is not acceptable.
+            NotImplementedError: A sampling value that is not supported.
+        """
+        prepared = self._intake.prepare(
+            request_id, prompt, params, arrival_time=arrival_time, priority=priority
+        )
+        self.runner.check_features(prepared.requests[0].features)
+        return prepared
+
+    def admit(self, prepared: Prepared) -> None:
+        """Queue what `prepare` made.
+
+        Raises:
+            RequestError: The id is in use, or the engine sleeps.
+        """
+        parent = prepared.parent
+        self._check_open(prepared.request_id)
+        if parent is not None:
+            for child_id in parent.children:
+                self._check_open(child_id)
+            self._parents[prepared.request_id] = parent
+        # The texts share the prompt's pages, also where nothing else is shared.
+        group = None if parent is None else next(self._groups)
+        for index, request in enumerate(prepared.requests):
+            request.cache_group = group
+            self._delivery.open(request, None if parent is None else (parent, index))
+            self.scheduler.add(request)
+
+    def _check_open(self, request_id: str) -> None:
+        """Whether the engine takes a request of that id now."""
         if self.is_sleeping():
             raise RequestError(
                 "The engine sleeps and takes no requests: call wake_up() first."
-            )
-        self._check_id(request_id)
-        make = functools.partial(
-            self._intake.make, arrival_time=arrival_time, priority=priority
-        )
-        params = self._intake.checked(params)
-        if params.n == 1:
-            request = make(request_id, prompt, params)
-            self.runner.check_features(request.features)
-            self._delivery.open(request)
-            self.scheduler.add(request)
-            return request_id
-        parent = Parent(request_id, params)
-        for child_id in parent.children:
-            self._check_id(child_id)
-        # The texts share the prompt's pages, also where nothing else is shared.
-        group = next(self._groups)
-        children = [
-            make(child_id, prompt, parent.child_params(index))
-            for index, child_id in enumerate(parent.children)
-        ]
-        self.runner.check_features(children[0].features)
-        self._parents[request_id] = parent
-        for index, child in enumerate(children):
-            child.cache_group = group
-            self._delivery.open(child, (parent, index))
-            self.scheduler.add(child)
-        return request_id
-
-    def _check_id(self, request_id: object) -> None:
-        if not isinstance(request_id, str):
-            raise RequestError(
-                f"request_id must be a string, got {type(request_id).__name__}",
-                parameter="request_id",
-                value=request_id,
             )
         if request_id in self._delivery or request_id in self._parents:
             raise RequestError(

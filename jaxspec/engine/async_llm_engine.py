@@ -1,0 +1,274 @@
+"""The engine for event loops: many callers, each with outputs of its own."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterable
+from typing import Any, no_type_check
+
+from jaxspec.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.loop import EngineLoop
+from jaxspec.engine.mailbox import Mailbox
+from jaxspec.errors import EngineDeadError, EngineGenerateError, refuse
+from jaxspec.metrics import Metric
+from jaxspec.outputs import RequestOutput
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.tokenizer import Tokenizer
+
+__all__ = ["AsyncEngineArgs", "AsyncLLMEngine", "EngineDeadError"]
+
+
+class AsyncLLMEngine:
+    """vLLM's asynchronous engine: `generate` is an asynchronous generator.
+
+    A thread of its own steps the engine; callers may be in any number of event loops.
+
+    Attributes:
+        engine: Belongs to the thread: not to be touched while requests run.
+    """
+
+    def __init__(self, engine: LLMEngine):
+        self.engine = engine
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._loop = EngineLoop(engine, self._deliver, self._fail)
+        self._loop.start()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLMEngine":
+        """Build an engine from vLLM's arguments."""
+        return cls(LLMEngine.from_engine_args(engine_args))
+
+    @no_type_check  # `LLMEngine.prepare` checks, with better errors
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        lora_request: Any = None,
+        *,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: dict[str, str] | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue a prompt; outputs come as they are made.
+
+        Nothing happens before the first output is asked for. Leaving the loop early, or
+        a cancelled task, aborts the request. A caller that is slower than the engine
+        gets several outputs as one: the newest, or deltas joined.
+
+        Args:
+            request_id: Of no other request that runs.
+            priority: Lower goes first, with `scheduling_policy="priority"`.
+            lora_request: Not supported, as the two after it.
+
+        Raises:
+            RequestError: The prompt or a sampling value is not acceptable, the id is in
+                use, or the engine sleeps.
+            NotImplementedError: An argument or a sampling value that is not supported.
+            EngineGenerateError: A step that the request took part in failed.
+            EngineDeadError: The engine has ended.
+        """
+        refuse("lora_request", lora_request)
+        refuse("tokenization_kwargs", tokenization_kwargs or None)
+        refuse("trace_headers", trace_headers or None)
+        mailbox = await self._add(request_id, prompt, sampling_params, priority)
+        is_finished = False
+        try:
+            while not is_finished:
+                output = await mailbox.get()
+                is_finished = output.finished
+                yield output
+        except (EngineGenerateError, EngineDeadError):
+            is_finished = True
+            raise
+        finally:
+            self._forget(mailbox)
+            if not is_finished:
+                self._loop.call(lambda engine: engine.abort_request(request_id))
+
+    @no_type_check
+    async def _add(
+        self, request_id: str, prompt: Any, params: SamplingParams, priority: int
+    ) -> Mailbox:
+        """Check a request beside the event loop, and queue it."""
+        if self._loop.dead_error is not None:
+            raise self._loop.dead_error
+        prepared = await asyncio.to_thread(
+            self.engine.prepare, request_id, prompt, params, priority=priority
+        )
+        kind = params.output_kind
+        mailbox = Mailbox(request_id, kind)
+
+        def admit(engine: LLMEngine) -> None:
+            engine.admit(prepared)
+            # Before the next step, so that no output comes before it.
+            self._mailboxes[request_id] = mailbox
+
+        added = self._loop.call(admit)
+        try:
+            await asyncio.wrap_future(added)
+        except asyncio.CancelledError:
+            # It may be too late to take it back: what was admitted is aborted.
+            self._loop.call(lambda engine: self._take_back(engine, mailbox))
+            raise
+        return mailbox
+
+    def _take_back(self, engine: LLMEngine, mailbox: Mailbox) -> None:
+        if self._mailboxes.get(mailbox.request_id) is mailbox:
+            self._forget(mailbox)
+            engine.abort_request(mailbox.request_id)
+
+    def _forget(self, mailbox: Mailbox) -> None:
+        if self._mailboxes.get(mailbox.request_id) is mailbox:
+            del self._mailboxes[mailbox.request_id]
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests; who waits for them gets a last output, of reason "abort".
+
+        Unknown ids are ignored.
+        """
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+
+        def abort(engine: LLMEngine) -> None:
+            engine.abort_request(ids)
+            for one in ids:
+                mailbox = self._mailboxes.get(one)
+                if mailbox is not None:
+                    _tell(mailbox.loop, mailbox.abort)
+
+        await self._call(abort)
+
+    async def get_tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    async def check_health(self) -> None:
+        """Return if the engine answers.
+
+        Raises:
+            EngineDeadError: It has ended.
+        """
+        await self._call(lambda engine: None)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are served."""
+        return self._loop.is_running
+
+    @property
+    def is_stopped(self) -> bool:
+        return not self._loop.is_running
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has ended because of errors."""
+        return self._loop.dead_error is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError:
+        """What requests are told then."""
+        return self._loop.dead_error or EngineDeadError()
+
+    async def get_num_unfinished_requests(self) -> int:
+        """Requests that wait or run."""
+        return await self._call(LLMEngine.get_num_unfinished_requests)
+
+    async def get_metrics(self) -> list[Metric]:
+        """Return counts and distributions since the start; see `LLMEngine`."""
+        return await self._call(LLMEngine.get_metrics)
+
+    async def do_log_stats(self) -> None:
+        """Log what happened since the last time."""
+        await self._call(LLMEngine.do_log_stats)
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget the pages of ended requests; False while pages are in use."""
+        return await self._call(LLMEngine.reset_prefix_cache)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free the devices' memory until `wake_up`; see `LLMEngine.sleep`."""
+        await self._call(lambda engine: engine.sleep(level))
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Bring back what `sleep` freed: all, or "weights" or "kv_cache" alone."""
+        await self._call(lambda engine: engine.wake_up(tags))
+
+    async def is_sleeping(self) -> bool:
+        """Whether any part is off the devices."""
+        return await self._call(LLMEngine.is_sleeping)
+
+    async def pause_generation(self) -> None:
+        """Take no steps until `resume_generation`; requests keep their places."""
+        self._loop.pause(is_paused=True)
+
+    async def resume_generation(self) -> None:
+        """Take steps again."""
+        self._loop.pause(is_paused=False)
+
+    async def start_profile(self, folder: str = "jaxspec_profile") -> None:
+        """Record what the devices do, for TensorBoard or Perfetto, into a folder."""
+        await self._call(lambda engine: engine.runner.start_profile(folder))
+
+    async def stop_profile(self) -> None:
+        """Write what was recorded."""
+        await self._call(lambda engine: engine.runner.stop_profile())
+
+    async def encode(self, *_: object, **__: object) -> None:
+        raise NotImplementedError(
+            "encode() belongs to pooling models; Gemma 2 generates text. To get token "
+            "ids use (await get_tokenizer()).encode(text)."
+        )
+
+    def shutdown(self, timeout: int | float | None = None) -> None:
+        """End all requests, and the thread; who waits gets `EngineDeadError`.
+
+        Args:
+            timeout: Most seconds to wait for the step that is under way.
+        """
+        has_stopped = self._loop.stop(timeout)
+        self._fail(EngineDeadError("The engine was shut down."))
+        if has_stopped and self._loop.dead_error is None:
+            self.engine.shutdown()
+
+    async def _call(self, function: Callable[[LLMEngine], Any]) -> Any:
+        return await asyncio.wrap_future(self._loop.call(function))
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """Bring a step's outputs to their event loops, in one call to each."""
+        batches: dict[
+            asyncio.AbstractEventLoop, list[tuple[Mailbox, RequestOutput]]
+        ] = {}
+        for output in outputs:
+            mailbox = self._mailboxes.get(output.request_id)
+            if mailbox is not None:
+                batches.setdefault(mailbox.loop, []).append((mailbox, output))
+        for loop, batch in batches.items():
+            _tell(loop, _put_all, batch)
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell everybody that waits, each with an error to raise of its own."""
+        for mailbox in list(self._mailboxes.values()):
+            if isinstance(error, EngineDeadError):
+                told: Exception = EngineDeadError(str(error))
+            else:
+                told = EngineGenerateError(
+                    f"A step failed that this request was part of: {error!r}. The "
+                    "engine goes on; send the request again."
+                )
+            told.__cause__ = error
+            _tell(mailbox.loop, mailbox.fail, told)
+
+
+def _put_all(batch: list[tuple[Mailbox, RequestOutput]]) -> None:
+    for mailbox, output in batch:
+        mailbox.put(output)
+
+
+def _tell(
+    loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any
+) -> None:
+    """Call a function in an event loop, unless that has closed and nobody waits."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, *arguments)

@@ -1,0 +1,1 @@
+"""Thin aliases of vLLM's modules on engines."""
