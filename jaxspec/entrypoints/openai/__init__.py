@@ -1,0 +1,1 @@
+"""Import paths of vLLM; `jaxspec.serve` is what they lead to."""

@@ -1,0 +1,134 @@
+"""Owns the endpoints that tell about the server, and those of the tokenizer."""
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+import jaxspec
+from jaxspec.errors import (
+    EngineDeadError,
+    RequestError,
+    check_integer,
+)
+from jaxspec.serve.protocol import DetokenizeBody, TokenizeBody
+from jaxspec.serve.refusals import ModelNotFoundError
+from jaxspec.serve.serving import Serving, new_id
+
+
+def health_routes(serving: Serving) -> APIRouter:
+    """Make what load balancers ask: /health, /ping, /load, /version."""
+    router = APIRouter()
+
+    async def health() -> Response:
+        """Answer 200, or 503 once the engine has ended."""
+        try:
+            serving.check_alive()
+        except EngineDeadError:
+            return Response(status_code=503)
+        return Response(status_code=200)
+
+    router.add_api_route("/health", health, methods=["GET"])
+    router.add_api_route("/ping", health, methods=["GET", "POST"])
+
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        """Tell how many prompts are being worked on."""
+        return {"server_load": serving.admission.num_requests}
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        """Tell the version of jaxspec."""
+        return {"version": jaxspec.__version__}
+
+    return router
+
+
+def model_routes(serving: Serving) -> APIRouter:
+    """Make GET /v1/models."""
+    router = APIRouter()
+    created = int(time.time())
+
+    def card(name: str) -> dict[str, Any]:
+        allowed = ("create_engine", "fine_tuning", "search_indices")
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "jaxspec",
+            "root": serving.config.served_model_name,
+            "parent": None,
+            "max_model_len": serving.config.max_model_len,
+            "permission": [
+                {
+                    "id": f"modelperm-{new_id()}",
+                    "object": "model_permission",
+                    "created": created,
+                    **{f"allow_{name}": False for name in allowed},
+                    "allow_sampling": True,
+                    "allow_logprobs": True,
+                    "allow_view": True,
+                    "organization": "*",
+                    "group": None,
+                    "is_blocking": False,
+                }
+            ],
+        }
+
+    @router.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        """List the names that requests may call the model."""
+        names = serving.settings.served_model_names
+        return {"object": "list", "data": [card(name) for name in names]}
+
+    @router.get("/v1/models/{name:path}")
+    async def show_model(name: str) -> dict[str, Any]:
+        """Tell about one of them."""
+        if name not in serving.settings.served_model_names:
+            raise ModelNotFoundError(f"The model `{name}` does not exist.")
+        return card(name)
+
+    return router
+
+
+def token_routes(serving: Serving) -> APIRouter:
+    """Make POST /tokenize and POST /detokenize."""
+    router = APIRouter()
+    tokenizer, config = serving.tokenizer, serving.config
+
+    def encode(body: TokenizeBody) -> list[int]:
+        if (body.prompt is None) == (body.messages is None):
+            message = "Give either a prompt or messages."
+            raise RequestError(message, parameter="prompt")
+        if body.messages is not None:
+            return serving.prompts.write(body.messages, body)[1]
+        assert body.prompt is not None
+        return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        """Tell the token ids of a prompt or of a conversation."""
+        serving.check_model(body.model)
+        token_ids = await asyncio.to_thread(encode, body)
+        pieces = None
+        if body.return_token_strs:
+            pieces = tokenizer.convert_ids_to_tokens(token_ids)
+        return {
+            "count": len(token_ids),
+            "max_model_len": config.max_model_len,
+            "tokens": token_ids,
+            "token_strs": pieces,
+        }
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> dict[str, str]:
+        """Tell the text of token ids."""
+        serving.check_model(body.model)
+        most = config.model_config.vocab_size - 1
+        for token in body.tokens:
+            check_integer(RequestError, "Every id of tokens", token, low=0, high=most)
+        text = tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return {"prompt": text}
+
+    return router

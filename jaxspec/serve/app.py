@@ -1,0 +1,56 @@
+"""Owns the application: all endpoints behind all checks, over one engine."""
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+import jaxspec
+from jaxspec.engine.async_llm_engine import AsyncLLMEngine
+from jaxspec.serve.about import health_routes, model_routes, token_routes
+from jaxspec.serve.generation import generation_routes
+from jaxspec.serve.guard import ApiKeys, BodyLimit, RequestIds
+from jaxspec.serve.metrics import CountRequests, HttpMetrics, metric_routes
+from jaxspec.serve.refusals import add_refusals
+from jaxspec.serve.serving import Serving
+from jaxspec.serve.settings import ServerSettings
+
+
+def make_app(engine: AsyncLLMEngine, settings: ServerSettings) -> FastAPI:
+    """Make the application; it neither starts nor ends the engine.
+
+    Its `state.serving` is what the endpoints share.
+    """
+    has_docs = not settings.disable_fastapi_docs
+    app = FastAPI(
+        title="jaxspec",
+        version=jaxspec.__version__,
+        docs_url="/docs" if has_docs else None,
+        redoc_url=None,
+        openapi_url="/openapi.json" if has_docs else None,
+    )
+    serving = app.state.serving = Serving(engine, settings)
+    counts = HttpMetrics()
+    for router in (
+        generation_routes(serving),
+        model_routes(serving),
+        token_routes(serving),
+        health_routes(serving),
+        metric_routes(serving, counts),
+    ):
+        app.include_router(router)
+    add_refusals(app)
+    # The last one added sees a request first.
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    if settings.api_keys:
+        app.add_middleware(ApiKeys, keys=settings.api_keys)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers,
+            allow_credentials=settings.allow_credentials,
+        )
+    if settings.enable_request_id_headers:
+        app.add_middleware(RequestIds)
+    app.add_middleware(CountRequests, counts=counts)
+    return app

@@ -1,0 +1,79 @@
+"""Owns what becomes of a request whose client has gone, and how events are sent."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+
+DONE = "data: [DONE]\n\n"
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def event(content: Any) -> str:
+    """Write one event of a stream."""
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text}\n\n"
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Do some work, as long as the client is there.
+
+    Args:
+        receive: Gives nothing more of the request but the client's leaving.
+
+    Raises:
+        ClientGoneError: It has gone, and the work was cancelled.
+    """
+    task = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        for one in (task, leaving):
+            one.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends events as they come, until the last one or until the client has gone."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str, None]):
+        # An intermediary that collects the events would undo the streaming.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(None, headers=headers)
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._send(send))
+        except ClientGoneError:
+            return
+        finally:
+            await self._events.aclose()
+
+    async def _send(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send(start | {"headers": self.raw_headers})
+        async for text in self._events:
+            body = {"type": "http.response.body", "body": text.encode()}
+            await send(body | {"more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

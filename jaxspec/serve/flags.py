@@ -1,0 +1,303 @@
+"""Owns the command line of the server, and the file that may stand in for it.
+
+Every field of `AsyncEngineArgs` is a flag, as in vLLM; so is what the server adds.
+"""
+
+import argparse
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxspec.engine.arg_utils import AsyncEngineArgs
+from jaxspec.errors import ConfigError, wrong_argument
+from jaxspec.serve.settings import SPEC_METRICS, ServerSettings
+
+BUNDLED_TARGET = "jaxspec/tiny-gemma2"
+BUNDLED_DRAFT = "jaxspec/tiny-gemma2-draft"
+BUNDLED_DRAFT_TOKENS = 5
+WARM_UPS = ("none", "plain", "all")
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+
+# Where the fields of `EngineArgs` change their subject.
+_FIRST_SPECULATIVE, _FIRST_OTHER = "speculative_config", "quantization"
+_ASKS_FOR_DRAFTS = ("speculative_config", "spec_model", "spec_method")
+_ASKS_FOR_DRAFTS += ("speculative_model",)
+_SHORT = {"tensor_parallel_size": "-tp"}
+_LISTS = ("api_keys", "allowed_origins", "allowed_methods", "allowed_headers")
+# Fields of the settings whose flags have other names, as vLLM's do.
+_RENAMED = {"api_keys": "api_key"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """A command line that has been read.
+
+    Attributes:
+        listening: `host`, `port`, `uds` and what else uvicorn needs.
+        warm_up: What is compiled before the first request: one of `WARM_UPS`.
+        shutdown_timeout: Seconds that requests have to end after a signal.
+    """
+
+    engine: AsyncEngineArgs
+    settings: ServerSettings
+    listening: argparse.Namespace
+    warm_up: str
+    shutdown_timeout: int
+
+
+def read_flags(prog: str, arguments: Sequence[str]) -> Options:
+    """Read a command line; a wrong one ends the program, as argparse does.
+
+    Raises:
+        ConfigError: A value cannot work.
+        UnsupportedError: One asks for what the engine does not do.
+    """
+    parser = make_parser(prog)
+    arguments = [_dashed(argument) for argument in arguments]
+    config, _ = _config_parser().parse_known_args(arguments)
+    if config.config is not None:
+        arguments = [*_from_file(Path(config.config), parser), *arguments]
+    given = parser.parse_args(arguments)
+    return _options(given)
+
+
+def _options(given: argparse.Namespace) -> Options:
+    values = vars(given)
+    _choose_model(values)
+    names = [item.name for item in dataclasses.fields(AsyncEngineArgs)]
+    engine = AsyncEngineArgs(**{name: values[name] for name in names})
+    served = values["served_model_name"] or [values["model"]]
+    chosen: dict[str, Any] = {"served_model_names": tuple(served)}
+    for item in dataclasses.fields(ServerSettings):
+        value = values.get(item.name)
+        if item.name in _LISTS:
+            value = tuple(_flattened(value or ()))
+        if item.name not in chosen:
+            chosen[item.name] = value
+    return Options(
+        engine=engine,
+        settings=ServerSettings(**chosen),
+        listening=given,
+        warm_up=values["warm_up"],
+        shutdown_timeout=values["shutdown_timeout"],
+    )
+
+
+def _choose_model(values: dict[str, Any]) -> None:
+    """Settle the model: as an argument, as a flag, or the bundled pair."""
+    tag, name = values["model_tag"], values["model"]
+    if tag is not None and name is not None and tag != name:
+        allowed = f"left out, or {tag!r}, which stands alone on the command line"
+        raise wrong_argument(ConfigError, "--model", allowed, name)
+    values["model"] = tag or name
+    if values["model"] is None:
+        values["model"] = BUNDLED_TARGET
+        if all(values[asks] is None for asks in _ASKS_FOR_DRAFTS):
+            values["speculative_model"] = BUNDLED_DRAFT
+            if values["num_speculative_tokens"] is None:
+                values["num_speculative_tokens"] = BUNDLED_DRAFT_TOKENS
+
+
+def _dashed(argument: str) -> str:
+    """Spell a flag with dashes, however it was spelled; vLLM takes both."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _flattened(values: Sequence[str]) -> Iterator[str]:
+    """Read what vLLM takes as JSON: `--allowed-origins '["*"]'`."""
+    for value in values:
+        if value.startswith("["):
+            yield from _json(value)
+        else:
+            yield value
+
+
+def _config_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML with flags by name; flags of the command line win",
+    )
+    return parser
+
+
+def _from_file(path: Path, parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Read a file of flags as if they stood on the command line."""
+    allowed = "a YAML file with flags by name"
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"--config must be {allowed}, got {str(path)!r}: {error}",
+            parameter="config",
+            value=str(path),
+        ) from error
+    if content is None:
+        return
+    if not isinstance(content, dict):
+        raise wrong_argument(ConfigError, "--config", allowed, content)
+    for key, value in content.items():
+        flag = f"--{key}".replace("_", "-")
+        if flag not in parser._option_string_actions or flag == "--config":
+            hint = "See --help for the flags there are."
+            raise wrong_argument(ConfigError, f"{path}", allowed, key, hint)
+        if isinstance(value, bool):
+            yield flag if value else flag.replace("--", "--no-", 1)
+        elif isinstance(value, list) and not _holds_objects(value):
+            yield from (flag, *map(str, value))
+        elif isinstance(value, (dict, list)):
+            yield f"{flag}={json.dumps(value)}"
+        elif value is not None:
+            yield f"{flag}={value}"
+
+
+def _holds_objects(values: list[Any]) -> bool:
+    return any(isinstance(value, (dict, list)) for value in values)
+
+
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    """Make the parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Serve a Gemma 2 model with OpenAI's API. Without a model: the "
+        "bundled pair.",
+        parents=[_config_parser()],
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "model_tag", nargs="?", metavar="MODEL", help="the same as --model"
+    )
+    _add_listening(parser.add_argument_group("listening"))
+    _add_life(parser.add_argument_group("start and end"))
+    _add_settings(parser.add_argument_group("answers and limits"))
+    _add_engine(parser)
+    return parser
+
+
+def _add_listening(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--host", default="127.0.0.1", help="default: this machine only")
+    add("--port", type=int, default=8000, help="default: %(default)s; 0: any")
+    add("--uds", metavar="PATH", help="a Unix socket, in place of host and port")
+    add("--ssl-keyfile", metavar="FILE", help="with it, HTTPS")
+    add("--ssl-certfile", metavar="FILE")
+    add("--ssl-ca-certs", metavar="FILE")
+    add(
+        "--ssl-cert-reqs",
+        type=int,
+        choices=(0, 1, 2),
+        default=0,
+        help="whether clients bring certificates: 0 no, 1 they may, 2 they must",
+    )
+    add("--root-path", default="", help="what a proxy takes off every path")
+    add("--uvicorn-log-level", choices=LOG_LEVELS, default="info")
+    add("--disable-uvicorn-access-log", action=argparse.BooleanOptionalAction)
+
+
+def _add_life(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--warm-up",
+        choices=WARM_UPS,
+        default="plain",
+        help="what is compiled before the server listens: what plain requests need "
+        "(default); all, also for logprobs, penalties, masks and structured outputs",
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        metavar="SECONDS",
+        type=int,
+        default=30,
+        help="for requests to end after SIGTERM (default: %(default)s); a second "
+        "signal ends the server at once",
+    )
+
+
+def _add_settings(group: argparse._ArgumentGroup) -> None:
+    told = _documented(ServerSettings)
+    choices = {"per_request_spec_decode_metrics": SPEC_METRICS}
+    for item in dataclasses.fields(ServerSettings):
+        if item.name == "served_model_names":
+            continue  # an argument of the engine
+        flag = "--" + _RENAMED.get(item.name, item.name).replace("_", "-")
+        options: dict[str, Any] = {"dest": item.name, "default": item.default}
+        options["help"] = told.get(item.name)
+        if item.name in _LISTS:
+            options |= {"nargs": "+", "metavar": "TEXT"}
+        elif item.type is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["type"] = _plain_type(item.type)
+            options["choices"] = choices.get(item.name)
+        group.add_argument(flag, **options)
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    told = _documented(*AsyncEngineArgs.__mro__[:-1])
+    group = parser.add_argument_group("model and engine")
+    for item in dataclasses.fields(AsyncEngineArgs):
+        if item.name == _FIRST_SPECULATIVE:
+            group = parser.add_argument_group("speculation")
+        elif item.name == _FIRST_OTHER:
+            title = "vLLM's, refused unless they are left as they are, or of no effect"
+            group = parser.add_argument_group(title)
+        flags = ["--" + item.name.replace("_", "-")]
+        flags += [_SHORT[item.name]] if item.name in _SHORT else []
+        default = None if item.default is dataclasses.MISSING else item.default
+        options: dict[str, Any] = {"dest": item.name, "default": default}
+        options["help"] = told.get(item.name)
+        members = typing.get_args(item.type) or (item.type,)
+        if item.name == "served_model_name":
+            options |= {"nargs": "+", "metavar": "NAME"}
+        elif item.name == "hf_token":
+            options |= {"nargs": "?", "const": True, "metavar": "TOKEN"}
+        elif bool in members:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["metavar"] = item.name.rpartition("_")[2].upper()
+            options["type"] = _plain_type(item.type)
+        group.add_argument(*flags, **options)
+
+
+def _plain_type(kind: Any) -> Any:
+    """What turns a flag's text into a value of a field's type."""
+    is_union = isinstance(kind, types.UnionType)
+    members = [one for one in typing.get_args(kind) if one is not types.NoneType]
+    kind = members[0] if is_union else kind
+    if kind in (int, float, str):
+        return kind
+    return _json
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        message = f"it must be JSON, got {text!r}: {error}"
+        raise argparse.ArgumentTypeError(message) from error
+
+
+def _documented(*classes: type) -> dict[str, str]:
+    """Read what docstrings say of attributes."""
+    found: dict[str, str] = {}
+    for one in classes:
+        name = ""
+        _, _, attributes = (one.__doc__ or "").partition("Attributes:\n")
+        for line in attributes.splitlines():
+            indent, text = len(line) - len(line.lstrip()), line.strip()
+            if indent == 8 and ": " in text:
+                name, _, text = text.partition(": ")
+                found[name] = text
+            elif indent > 8 and name:
+                found[name] += f" {text}"
+    # argparse takes "%" for a value of its own.
+    return {name: text.replace("%", "%%") for name, text in found.items()}

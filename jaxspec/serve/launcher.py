@@ -1,0 +1,192 @@
+"""Owns a server's life: the socket, the engine, warming up, signals, the end."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import ssl
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from jaxspec.engine.async_llm_engine import AsyncLLMEngine
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.errors import ConfigError
+from jaxspec.progress import watch_compiles
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.serve.app import make_app
+from jaxspec.serve.flags import Options
+from jaxspec.serve.serving import Serving
+from jaxspec.structured_outputs import StructuredOutputsParams
+
+_log = logging.getLogger(__name__)
+
+# How the program ends when the engine has.
+ENGINE_DEAD = 1
+# After the time for requests to end, for what they say last.
+LAST_WORDS_S = 5
+LOG_FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
+
+
+class Server(uvicorn.Server):
+    """Ends after its requests when told to, and when the engine has died.
+
+    uvicorn's own would end with the signal's status.
+    """
+
+    def __init__(self, config: uvicorn.Config, serving: Serving, timeout_s: int):
+        super().__init__(config)
+        self._serving, self._timeout_s = serving, timeout_s
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take SIGINT and SIGTERM for as long as the server runs."""
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {one: signal.signal(one, self.handle_exit) for one in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end; at the second signal, end."""
+        if self.should_exit:
+            os._exit(128 + sig)
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Look after the engine, some times a second."""
+        if self._serving.engine.errored and not self.should_exit:
+            _log.error("The engine has ended: so does the server.")
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more requests, and wait for those there are."""
+        count = self._serving.admission.num_requests
+        if count:
+            _log.info("%d requests have %d s to end", count, self._timeout_s)
+        loop = asyncio.get_running_loop()
+        end = loop.call_later(self._timeout_s, lambda: loop.create_task(self._abort()))
+        try:
+            await super().shutdown(sockets)
+        finally:
+            end.cancel()
+
+    async def _abort(self) -> None:
+        """Have what still runs answered with what there is."""
+        await self._serving.engine.abort(self._serving.admission.request_ids)
+
+
+def run(options: Options) -> int:
+    """Serve until a signal comes or the engine ends; returns the exit status.
+
+    Raises:
+        ConfigError: An argument cannot work, or the address is taken.
+        NotImplementedError: An argument asks for what the engine does not do.
+    """
+    level = options.listening.uvicorn_log_level
+    logging.basicConfig(format=LOG_FORMAT, level=_level(level), stream=sys.stderr)
+    # An address that is taken is found before minutes of compiling.
+    bound = _bind(options.listening)
+    try:
+        engine = LLMEngine.from_engine_args(options.engine)
+        warm_up(engine, options.warm_up)
+        serving_engine = AsyncLLMEngine(engine)
+        try:
+            return _serve(serving_engine, options, bound)
+        finally:
+            serving_engine.shutdown(LAST_WORDS_S)
+    finally:
+        bound.close()
+
+
+def _serve(engine: AsyncLLMEngine, options: Options, bound: socket.socket) -> int:
+    app = make_app(engine, options.settings)
+    given, timeout_s = options.listening, options.shutdown_timeout
+    config = uvicorn.Config(
+        app,
+        host=given.host,
+        port=given.port,
+        uds=given.uds,
+        root_path=given.root_path,
+        log_level=given.uvicorn_log_level,
+        access_log=not given.disable_uvicorn_access_log,
+        timeout_graceful_shutdown=timeout_s + LAST_WORDS_S,
+        **_tls(given),
+    )
+    server = Server(config, app.state.serving, timeout_s)
+    _log.info("Serving %s on %s", options.settings.model_name, _address(bound, given))
+    server.run(sockets=[bound])
+    return ENGINE_DEAD if engine.errored else 0
+
+
+def warm_up(engine: LLMEngine, extent: str) -> None:
+    """Compile what requests need before the first one comes.
+
+    Args:
+        extent: "none", "plain" requests, or "all".
+    """
+    if extent == "none":
+        return
+    params: list[SamplingParams] = []
+    if extent == "all":
+        structured = StructuredOutputsParams(json_object=True)
+        features: list[dict[str, Any]] = [
+            {"logprobs": min(1, engine.config.num_logprobs)},
+            {"presence_penalty": 1.0},
+            {"structured_outputs": structured},
+        ]
+        params = [SamplingParams(**feature) for feature in features]
+    with watch_compiles(engine):
+        engine.warm_up(sampling_params=params)
+
+
+def _bind(given: Namespace) -> socket.socket:
+    """Take the address, and let nobody in yet."""
+    if given.uds is not None:
+        bound, address = socket.socket(socket.AF_UNIX), given.uds
+    else:
+        is_v6 = ":" in given.host
+        bound = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        address = (given.host, given.port)
+    try:
+        bound.bind(address)
+    except (OSError, OverflowError) as error:
+        bound.close()
+        where = given.uds or f"{given.host}:{given.port}"
+        raise ConfigError(
+            f"The server cannot listen on {where}: {error}. Choose another --port.",
+            parameter="port",
+            value=given.port,
+        ) from error
+    return bound
+
+
+def _address(bound: socket.socket, given: Namespace) -> str:
+    if given.uds is not None:
+        return given.uds
+    scheme = "https" if given.ssl_keyfile else "http"
+    host, port = bound.getsockname()[:2]
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _tls(given: Namespace) -> dict[str, Any]:
+    return {
+        "ssl_keyfile": given.ssl_keyfile,
+        "ssl_certfile": given.ssl_certfile,
+        "ssl_ca_certs": given.ssl_ca_certs,
+        "ssl_cert_reqs": ssl.VerifyMode(given.ssl_cert_reqs),
+    }
+
+
+def _level(name: str) -> int:
+    return logging.DEBUG if name == "trace" else logging.getLevelName(name.upper())

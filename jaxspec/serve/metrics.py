@@ -1,0 +1,165 @@
+"""Owns GET /metrics: what the engine and the server count, in Prometheus' text form."""
+
+import time
+from collections.abc import Iterable, Iterator
+
+from fastapi import APIRouter, Response
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    generate_latest,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxspec import metrics
+from jaxspec.errors import ConfigError, EngineDeadError
+from jaxspec.serve.serving import Serving
+
+_COARSE_S = (0.1, 0.5, 1.0)
+_FINE_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)
+_FINE_S += (3.5, 4.0, 4.5, 5.0, 7.5, 10.0, 30.0, 60.0)
+
+
+class EngineFamilies(Collector):
+    """What an engine has counted, as Prometheus has it."""
+
+    def __init__(self, found: Iterable[metrics.Metric]):
+        self._found = list(found)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric, with all its values together."""
+        by_name: dict[str, list[metrics.Metric]] = {}
+        for one in self._found:
+            by_name.setdefault(one.name, []).append(one)
+        for name, values in by_name.items():
+            yield _family(name, values)
+
+
+def _family(name: str, values: list[metrics.Metric]) -> Metric:
+    labels = list(values[0].labels)
+    text = name.partition(":")[2].replace("_", " ").capitalize()
+    gauge = GaugeMetricFamily(name, text, labels=labels)
+    counter = CounterMetricFamily(name, text, labels=labels)
+    by_position = CounterMetricFamily(name, text, labels=[*labels, "position"])
+    histogram = HistogramMetricFamily(name, text, labels=labels)
+    for one in values:
+        told = list(one.labels.values())
+        match one:
+            case metrics.Gauge():
+                gauge.add_metric(told, one.value)
+            case metrics.Counter():
+                counter.add_metric(told, one.value)
+            case metrics.Vector():
+                for position, count in enumerate(one.values):
+                    by_position.add_metric([*told, str(position)], count)
+            case metrics.Histogram():
+                buckets = [(bound, float(n)) for bound, n in one.buckets.items()]
+                histogram.add_metric(told, buckets, one.sum)
+    families = (gauge, counter, by_position, histogram)
+    return next(family for family in families if family.samples)
+
+
+class HttpMetrics:
+    """Counts requests by path and status, under the instrumentator's usual names.
+
+    Attributes:
+        registry: Where they are found.
+    """
+
+    def __init__(self):
+        self.registry = registry = CollectorRegistry()
+        labels = ("handler", "method")
+        self._count = Counter(
+            "http_requests",
+            "Requests, by path, method and status",
+            (*labels, "status"),
+            registry=registry,
+        )
+        self._duration = Histogram(
+            "http_request_duration_seconds",
+            "Seconds from a request to the end of its answer",
+            labels,
+            buckets=_COARSE_S,
+            registry=registry,
+        )
+        self._fine_duration = Histogram(
+            "http_request_duration_highr_seconds",
+            "The same, for all paths together and with more buckets",
+            buckets=_FINE_S,
+            registry=registry,
+        )
+
+    def add(self, handler: str, method: str, status: int, took_s: float) -> None:
+        """Count a request that has been answered."""
+        self._count.labels(handler, method, f"{status // 100}xx").inc()
+        self._duration.labels(handler, method).observe(took_s)
+        self._fine_duration.observe(took_s)
+
+
+class CountRequests:
+    """Middleware that counts what passes."""
+
+    def __init__(self, app: ASGIApp, counts: HttpMetrics):
+        self._app, self._counts = app, counts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, start = 500, time.monotonic()
+
+        async def note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        finally:
+            # Not the path itself: anybody can make up as many as they like.
+            handler = getattr(scope.get("route"), "path", "none")
+            took_s = time.monotonic() - start
+            self._counts.add(handler, scope["method"], status, took_s)
+
+
+def metric_routes(serving: Serving, counts: HttpMetrics) -> APIRouter:
+    """Make GET /metrics."""
+    router = APIRouter()
+
+    @router.get("/metrics")
+    async def read_metrics() -> Response:
+        """Tell what was counted since the start."""
+        try:
+            found = await serving.engine.get_metrics()
+        except (ConfigError, EngineDeadError):
+            found = []  # it does not count, or does not any more
+        found += _refusals(serving)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(EngineFamilies(found))
+        text = generate_latest(registry) + generate_latest(counts.registry)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def _refusals(serving: Serving) -> list[metrics.Metric]:
+    labels = {"model_name": serving.config.served_model_name, "engine": "0"}
+    return [
+        metrics.Counter(
+            name=f"{prefix}:admission_rejections",
+            labels=labels | {"reason": reason},
+            value=count,
+        )
+        for prefix in ("vllm", "jaxspec")
+        for reason, count in serving.admission.num_refused.items()
+    ]

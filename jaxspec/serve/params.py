@@ -1,0 +1,166 @@
+"""Owns the way from a request's fields to `SamplingParams`.
+
+What a request leaves out comes from the model's own recommendations, then from OpenAI's
+defaults.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.errors import RequestError, UnsupportedError, refuse, wrong_argument
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.serve.protocol import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    ResponseFormat,
+)
+from jaxspec.structured_outputs import StructuredOutputsParams
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_COMPLETION_TOKENS = 16
+# Fields that are the same there.
+_SAME = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids"),
+    *("bad_words", "prompt_logprobs"),
+    # The engine says why it refuses these.
+    *("logprob_token_ids", "stream_interval", "thinking_token_budget"),
+    "repetition_detection",
+)
+_GUIDED = ("json", "regex", "choice", "grammar")
+
+
+def make_params(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Make the parameters that a request asks for.
+
+    Args:
+        defaults: What the model's files recommend.
+
+    Raises:
+        RequestError: A value is not acceptable, or two contradict each other.
+        UnsupportedError: A field asks for what there is not.
+    """
+    _check(body)
+    given = {name: getattr(body, name) for name in _SAME}
+    given = {name: value for name, value in given.items() if value is not None}
+    if isinstance(body, ChatBody):
+        max_tokens, logprobs = _for_chat(body)
+        told_prompt = body.prompt_logprobs
+    else:
+        assert isinstance(body, CompletionBody)
+        max_tokens, logprobs = _for_completion(body)
+        # Echoed tokens are told like generated ones.
+        told_prompt = logprobs if body.echo else None
+        told_prompt = body.prompt_logprobs if told_prompt is None else told_prompt
+    if max_tokens is None:
+        max_tokens = defaults.get("max_tokens")
+    own: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "prompt_logprobs": told_prompt,
+        "structured_outputs": _structured_outputs(body),
+        "extra_args": _extra_args(body),
+        "output_kind": (
+            RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+        ),
+    }
+    return SamplingParams(**{**defaults, **given, **own})
+
+
+def _check(body: GenerationBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise RequestError(
+            "Stream options can only be defined when `stream=True`.",
+            parameter="stream_options",
+        )
+    if body.stream and body.prompt_logprobs is not None:
+        raise RequestError(
+            "`prompt_logprobs` are not available when `stream=True`.",
+            parameter="prompt_logprobs",
+        )
+    if body.use_beam_search:
+        reason = "drafts are verified along one sequence: sample with n"
+        raise _unsupported("use_beam_search", True, reason)
+    refuse("kv_transfer_params", body.kv_transfer_params)
+
+
+def _for_completion(body: CompletionBody) -> tuple[int | None, int | None]:
+    """The most tokens, and how many candidates are told."""
+    if body.suffix:
+        raise _unsupported("suffix", body.suffix, "Gemma 2 only continues texts")
+    refuse("prompt_embeds", body.prompt_embeds)
+    max_tokens = body.max_tokens
+    if "max_tokens" not in body.model_fields_set:
+        max_tokens = DEFAULT_COMPLETION_TOKENS
+    if body.echo and max_tokens == 0:
+        max_tokens = 1  # the engine makes one at least: it is not shown
+    return max_tokens, body.logprobs
+
+
+def _for_chat(body: ChatBody) -> tuple[int | None, int | None]:
+    """The most tokens, and how many candidates are told."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError(
+            "when using `top_logprobs`, `logprobs` must be set to true.",
+            parameter="top_logprobs",
+            value=body.top_logprobs,
+        )
+    if body.tools == []:
+        message = "`tools` must not be an empty array."
+        raise RequestError(message, parameter="tools", value=[])
+    if body.tools and body.tool_choice != "none":
+        reason = "Gemma 2 has no form for calls; pass tool_choice='none' to ignore them"
+        raise _unsupported("tools", "[...]", reason)
+    max_tokens = body.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = body.max_tokens
+    return max_tokens, (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _unsupported(name: str, value: object, reason: str) -> UnsupportedError:
+    message = f"{name}={value!r} is not supported: {reason}."
+    return UnsupportedError(message, parameter=name, value=value)
+
+
+def _extra_args(body: GenerationBody) -> dict[str, Any] | None:
+    """Our own, which vLLM's clients send as `vllm_xargs`."""
+    extra = dict(body.vllm_xargs or {})
+    if body.num_speculative_tokens is not None:
+        extra["num_speculative_tokens"] = body.num_speculative_tokens
+    return extra or None
+
+
+def _structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
+    given: dict[str, Any] = {}
+    if body.structured_outputs is not None:
+        given = body.structured_outputs.model_dump(by_alias=True, exclude_unset=True)
+    for kind in _GUIDED:
+        value = getattr(body, f"guided_{kind}")
+        if value is not None:
+            _log.warning("guided_%s is deprecated: use structured_outputs", kind)
+            given[kind] = value
+    if body.response_format is not None:
+        given |= _formatted(body.response_format)
+    return StructuredOutputsParams(**given) if given else None
+
+
+def _formatted(wanted: ResponseFormat) -> dict[str, Any]:
+    """What OpenAI's `response_format` means."""
+    if wanted.type == "text":
+        return {}
+    if wanted.type == "json_object":
+        return {"json_object": True}
+    if wanted.type != "json_schema":
+        allowed = "'text', 'json_object' or 'json_schema'"
+        name = "response_format.type"
+        raise wrong_argument(RequestError, name, allowed, wanted.type)
+    schema = wanted.json_schema and wanted.json_schema.json_schema
+    if schema is None:
+        name, allowed = "response_format.json_schema", "an object with a 'schema'"
+        raise wrong_argument(RequestError, name, allowed, None)
+    return {"json": schema}

@@ -1,0 +1,171 @@
+"""Owns the way from a request's text or messages to token ids.
+
+Says what is too long before the engine sees it: vLLM's clients ask for the number.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.chat_template import ChatTemplate
+from jaxspec.config import EngineConfig
+from jaxspec.errors import RequestError, check_choice, wrong_argument
+from jaxspec.inputs import TokensPrompt
+from jaxspec.serve.protocol import (
+    MAX_TEXTS,
+    ChatBody,
+    CompletionBody,
+    ConversationBody,
+    GenerationBody,
+)
+from jaxspec.serve.settings import ServerSettings
+from jaxspec.tokenizer import Tokenizer
+
+
+class Prompts:
+    """Makes prompts of requests, in any thread."""
+
+    def __init__(
+        self, config: EngineConfig, tokenizer: Tokenizer, settings: ServerSettings
+    ):
+        self._config, self._tokenizer = config, tokenizer
+        self._settings = settings
+        pieces = map(tokenizer.token_bytes, range(tokenizer.vocab_size))
+        self._longest_bytes = max(map(len, pieces))
+
+    def of_completion(
+        self, body: CompletionBody, max_tokens: int | None
+    ) -> list[TokensPrompt]:
+        """Encode every prompt of a request.
+
+        Args:
+            max_tokens: That each may be followed by.
+
+        Raises:
+            RequestError: There is none, there are too many, or one is too long.
+        """
+        given = body.prompt
+        if given is None or given == "" or given == []:
+            raise RequestError(
+                "Either prompt or prompt_embeds must be provided and non-empty.",
+                parameter="prompt",
+                value=given,
+            )
+        is_one = isinstance(given, str) or isinstance(given[0], int)
+        prompts: list[Any] = [given] if is_one else list(given)
+        if len(prompts) * (body.n or 1) > MAX_TEXTS:
+            allowed = f"prompts for at most {MAX_TEXTS} texts in one request"
+            count = f"{len(prompts)} prompts, n={body.n or 1}"
+            raise wrong_argument(RequestError, "prompt", allowed, count)
+        return [
+            self._finish(*self._read(prompt, body), body, max_tokens)
+            for prompt in prompts
+        ]
+
+    def _read(
+        self, prompt: str | list[int], body: CompletionBody
+    ) -> tuple[str | None, list[int]]:
+        if not isinstance(prompt, str):
+            return None, prompt
+        return prompt, self.encode(prompt, body.add_special_tokens)
+
+    def of_chat(self, body: ChatBody, max_tokens: int | None) -> TokensPrompt:
+        """Write a conversation.
+
+        Raises:
+            RequestError: The roles do not take turns, or it is too long.
+            ConfigError: The template that came with it cannot be used.
+        """
+        text, token_ids = self.write(body.messages, body)
+        return self._finish(text, token_ids, body, max_tokens)
+
+    def write(
+        self, messages: list[dict[str, Any]], body: ConversationBody
+    ) -> tuple[str, list[int]]:
+        """Write a conversation as text and as ids.
+
+        Raises:
+            RequestError: The roles do not take turns, or an option cannot be used.
+            ConfigError: The template that came with it cannot be used.
+        """
+        # As in vLLM: the default gives way, what a request says does not.
+        says_both = body.continue_final_message and body.add_generation_prompt
+        if says_both and "add_generation_prompt" in body.model_fields_set:
+            raise RequestError(
+                "Cannot set both `continue_final_message` and `add_generation_prompt` "
+                "to True.",
+                parameter="continue_final_message",
+                value=True,
+            )
+        variables: Mapping[str, Any] = body.chat_template_kwargs or {}
+        if body.documents is not None:
+            variables = {"documents": body.documents, **variables}
+        return self._tokenizer.write_chat(
+            messages,
+            add_generation_prompt=body.add_generation_prompt
+            and not body.continue_final_message,
+            continue_final_message=body.continue_final_message,
+            chat_template=self._template(body.chat_template),
+            chat_template_kwargs=variables,
+        )
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Encode a text that is not surely too long."""
+        least = len(text.encode()) // self._longest_bytes
+        if least > self._config.max_model_len:
+            raise self._too_long(f"at least {least}", 0)
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def _template(self, given: str | None) -> ChatTemplate | None:
+        if given is None:
+            return None
+        if not self._settings.trust_request_chat_template:
+            raise RequestError(
+                "Requests may bring a chat_template only where the server was started "
+                "with --trust-request-chat-template.",
+                parameter="chat_template",
+            )
+        # Not by way of a path, which would have a client read the server's files.
+        return ChatTemplate(given, "chat_template")
+
+    def _finish(
+        self,
+        text: str | None,
+        token_ids: list[int],
+        body: GenerationBody,
+        max_tokens: int | None,
+    ) -> TokensPrompt:
+        token_ids = self._cut(token_ids, body)
+        longest = self._config.max_model_len
+        if len(token_ids) + (max_tokens or 1) > longest:
+            raise self._too_long(str(len(token_ids)), max_tokens or 1)
+        prompt: TokensPrompt = {"prompt_token_ids": token_ids}
+        if text is not None:
+            prompt["prompt"] = text
+        if body.cache_salt is not None:
+            prompt["cache_salt"] = body.cache_salt
+        return prompt
+
+    def _cut(self, token_ids: list[int], body: GenerationBody) -> list[int]:
+        keep = body.truncate_prompt_tokens
+        side = body.truncation_side or "left"
+        check_choice(RequestError, "truncation_side", side, ("left", "right"))
+        if keep is None:
+            return token_ids
+        if keep == 0:
+            allowed = "at least 1, or -1 for what the context holds"
+            raise wrong_argument(RequestError, "truncate_prompt_tokens", allowed, 0)
+        if keep == -1:
+            keep = self._config.max_model_len - (body.max_tokens or 1)
+        if keep > self._config.max_model_len:
+            allowed = f"at most max_model_len={self._config.max_model_len}"
+            raise wrong_argument(RequestError, "truncate_prompt_tokens", allowed, keep)
+        return token_ids[-keep:] if side == "left" else token_ids[:keep]
+
+    def _too_long(self, num_prompt: str, num_asked: int) -> RequestError:
+        return RequestError(
+            "This model's maximum context length is "
+            f"{self._config.max_model_len} tokens. However, you requested {num_asked} "
+            f"output tokens and your prompt contains {num_prompt} input tokens. Reduce "
+            "the length of the input, or the number of requested output tokens.",
+            parameter="prompt",
+        )

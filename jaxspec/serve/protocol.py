@@ -1,0 +1,174 @@
+"""Owns what a request's JSON may hold: OpenAI's fields and vLLM's.
+
+Values are checked where `SamplingParams` and the engine check them; here only their
+types are. A field that is not known is ignored, as in vLLM.
+"""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+# One request makes this many texts at most: each is a request to the engine.
+MAX_TEXTS = 1024
+MAX_N = 128
+
+
+class Body(BaseModel):
+    """What every request may hold."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+
+
+class StreamOptions(BaseModel):
+    """Of token counts in a stream."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class JsonSchemaFormat(BaseModel):
+    """OpenAI's wrapping of a JSON schema."""
+
+    # The field must be called "schema", which pydantic's own class has a use for.
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    name: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's `response_format`."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's `structured_outputs`: the fields of `StructuredOutputsParams`."""
+
+    model_config = ConfigDict(extra="forbid", serialize_by_alias=True)
+
+    # BaseModel has a method `json` of old.
+    json_: str | dict[str, Any] | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+
+class GenerationBody(Body):
+    """What both ways to generate share.
+
+    Attributes:
+        include_metrics: Tell this request's acceptance and times.
+        num_speculative_tokens: Draft at most so many tokens a step.
+    """
+
+    # OpenAI's.
+    n: int | None = Field(default=None, ge=1, le=MAX_N)
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    user: str | None = None
+
+    # vLLM's, for sampling.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    length_penalty: float | None = None
+    use_beam_search: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    logprob_token_ids: list[int] | None = None
+    stream_interval: int | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
+    vllm_xargs: dict[str, Any] | None = None
+    num_speculative_tokens: int | None = None
+
+    # vLLM's, for everything else.
+    echo: bool | None = False
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    truncation_side: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = Field(default=None, max_length=256)
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    kv_transfer_params: dict[str, Any] | None = None
+    include_metrics: bool | None = False
+
+
+class CompletionBody(GenerationBody):
+    """Of POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]] | None = None
+    prompt_embeds: Any = None
+    suffix: str | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+
+class ConversationBody(Body):
+    """How a conversation is written; see `jaxspec.conversations`."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatBody(GenerationBody, ConversationBody):
+    """Of POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(default=None, ge=0)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    return_prompt_text: bool | None = False
+
+
+class TokenizeBody(ConversationBody):
+    """Of POST /tokenize: a prompt or messages."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    return_token_strs: bool | None = False
+
+
+class DetokenizeBody(Body):
+    """Of POST /detokenize."""
+
+    tokens: list[int]

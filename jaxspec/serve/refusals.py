@@ -1,0 +1,139 @@
+"""Owns how a failure is told to a client: vLLM's error JSON, and the HTTP status."""
+
+import json
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from jaxspec.errors import ArgumentError, EngineDeadError, EngineGenerateError
+
+_log = logging.getLogger(__name__)
+
+# Of the many things wrong with a body the first few are told.
+MAX_TOLD = 5
+_TYPES = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+
+
+class ModelNotFoundError(Exception):
+    """A request is for a model that is not served."""
+
+
+class OverloadedError(Exception):
+    """The queue is full.
+
+    Attributes:
+        retry_after_s: When it is worth trying again.
+    """
+
+    def __init__(self, message: str, retry_after_s: int):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class TimeLimitError(Exception):
+    """A request took longer than the server allows."""
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """Return vLLM's error JSON."""
+    kind = _TYPES.get(status) or HTTPStatus(status).phrase
+    told = {"message": message, "type": kind, "param": param, "code": status}
+    return {"error": told}
+
+
+def refusal_of(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Return the status and the JSON that tell of an error."""
+    match error:
+        case ArgumentError():
+            # Also of what is not supported: another request would be answered.
+            return 400, error_body(400, str(error), error.parameter)
+        case ModelNotFoundError():
+            return 404, error_body(404, str(error), "model")
+        case OverloadedError():
+            return 503, error_body(503, str(error))
+        case TimeLimitError():
+            return 504, error_body(504, str(error))
+        case EngineDeadError() | EngineGenerateError():
+            return 500, error_body(500, str(error))
+    # What went wrong inside is for the log, not for strangers.
+    return 500, error_body(500, "Internal server error; see the server's log.")
+
+
+def respond(
+    status: int, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+) -> Response:
+    """Make a response of an error's JSON.
+
+    ASCII: a message may quote half of a surrogate pair, which UTF-8 does not have.
+    """
+    text = json.dumps(body)
+    return Response(text, status, headers, media_type="application/json")
+
+
+async def refuse_argument(request: Request, error: Exception) -> Response:
+    """Answer a request that failed."""
+    status, body = refusal_of(error)
+    headers = {}
+    if isinstance(error, OverloadedError):
+        headers["Retry-After"] = str(error.retry_after_s)
+    return respond(status, body, headers)
+
+
+async def refuse_body(request: Request, error: Exception) -> Response:
+    """Answer a request whose body is not what the endpoint takes."""
+    assert isinstance(error, RequestValidationError)
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip()
+    if content_type.lower() != "application/json":
+        message = "The body must be JSON, of Content-Type application/json."
+        return respond(415, error_body(415, message))
+    found = error.errors()
+    told = [_fault(fault) for fault in found[:MAX_TOLD]]
+    if len(found) > MAX_TOLD:
+        told.append(f"and {len(found) - MAX_TOLD} more")
+    return respond(400, error_body(400, "; ".join(told), _field(found[0])))
+
+
+async def refuse_route(request: Request, error: Exception) -> Response:
+    """Answer what no endpoint takes: an unknown path, a wrong method."""
+    assert isinstance(error, HTTPException)
+    body = error_body(error.status_code, str(error.detail))
+    return respond(error.status_code, body, error.headers)
+
+
+async def refuse_crash(request: Request, error: Exception) -> Response:
+    """Answer a request that met a fault of ours; the log has its traceback."""
+    return respond(*refusal_of(error))
+
+
+def _field(fault: Mapping[str, Any]) -> str | None:
+    """Name the field at fault, as "messages.0.role"."""
+    if fault["type"] == "json_invalid":
+        return None
+    return ".".join(map(str, fault["loc"][1:])) or None
+
+
+def _fault(fault: Mapping[str, Any]) -> str:
+    if fault["type"] == "json_invalid":
+        return f"The body is no JSON: {fault['ctx']['error']} at {fault['loc'][-1]}"
+    field = _field(fault)
+    return fault["msg"] if field is None else f"{field}: {fault['msg']}"
+
+
+def add_refusals(app: FastAPI) -> None:
+    """Have every failure told in one form."""
+    app.add_exception_handler(RequestValidationError, refuse_body)
+    app.add_exception_handler(HTTPException, refuse_route)
+    expected = (ArgumentError, ModelNotFoundError, OverloadedError, TimeLimitError)
+    for kind in (*expected, EngineDeadError, EngineGenerateError):
+        app.add_exception_handler(kind, refuse_argument)
+    app.add_exception_handler(Exception, refuse_crash)

@@ -1,0 +1,96 @@
+"""Owns `ServerSettings`: how the server behaves, apart from the engine behind it."""
+
+from dataclasses import dataclass
+from typing import no_type_check
+
+from jaxspec.errors import (
+    ConfigError,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    check_strings,
+    wrong_argument,
+)
+
+SPEC_METRICS = ("none", "summary")
+# A context of 8192 tokens is 40 kB of English; this is for lists of prompts.
+DEFAULT_MAX_BODY_BYTES = 4 * 2**20
+_FLAGS = (
+    "trust_request_chat_template",
+    "enable_request_id_headers",
+    "enable_prompt_tokens_details",
+    "enable_force_include_usage",
+    "enable_per_request_metrics",
+    "allow_credentials",
+    "disable_fastapi_docs",
+)
+
+
+# No checks by jaxtyping in the tests: the class has its own, with better errors.
+@no_type_check
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What the application needs to know; names are those of vLLM's flags.
+
+    Attributes:
+        served_model_names: What requests may call the model; answers give the first.
+        api_keys: One of them must come with every request under /v1; none, no check.
+        allowed_origins: Of pages whose scripts may read answers; none by default.
+        response_role: Who speaks in answers to chats.
+        trust_request_chat_template: Let requests bring templates of their own. They
+            run in a sandbox, which does not limit the time they take.
+        enable_request_id_headers: Answers carry X-Request-Id: the request's, or new.
+        enable_prompt_tokens_details: Tell how much of a prompt was cached.
+        enable_force_include_usage: Streams end with token counts, unasked.
+        per_request_spec_decode_metrics: "summary" tells each request's acceptance.
+        enable_per_request_metrics: Tell each request's times.
+        max_body_bytes: Larger requests are refused.
+        max_num_queued_reqs: Texts that may wait for a place in the batch; more are
+            refused. None for no limit.
+        max_num_queued_tokens: The same, of the tokens of their prompts.
+        max_request_s: Seconds that one request may take; None for no limit.
+        disable_fastapi_docs: Serve neither /docs nor /openapi.json.
+    """
+
+    served_model_names: tuple[str, ...] = ("model",)
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    response_role: str = "assistant"
+    trust_request_chat_template: bool = False
+    enable_request_id_headers: bool = False
+    enable_prompt_tokens_details: bool = False
+    enable_force_include_usage: bool = False
+    per_request_spec_decode_metrics: str = "none"
+    enable_per_request_metrics: bool = False
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    max_num_queued_reqs: int | None = 1024
+    max_num_queued_tokens: int | None = None
+    max_request_s: float | None = None
+    disable_fastapi_docs: bool = False
+
+    def __post_init__(self):
+        lists = ("served_model_names", "api_keys", "allowed_origins")
+        for name in (*lists, "allowed_methods", "allowed_headers"):
+            check_strings(ConfigError, name, getattr(self, name))
+        if not self.served_model_names:
+            raise wrong_argument(ConfigError, "served_model_name", "a name", [])
+        for name in _FLAGS:
+            check_flag(ConfigError, name, getattr(self, name))
+        name = "per_request_spec_decode_metrics"
+        check_choice(ConfigError, name, getattr(self, name), SPEC_METRICS)
+        check_integer(ConfigError, "max_body_bytes", self.max_body_bytes, low=1)
+        for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+            if getattr(self, name) is not None:
+                check_integer(ConfigError, name, getattr(self, name), low=0)
+        if self.max_request_s is not None:
+            seconds = self.max_request_s
+            check_number(ConfigError, "max_request_s", seconds, low=0, open_low=True)
+
+    @property
+    def model_name(self) -> str:
+        """What answers call the model."""
+        return self.served_model_names[0]

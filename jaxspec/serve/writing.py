@@ -1,0 +1,141 @@
+"""Owns what the answers of both generating endpoints have in common."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any, no_type_check
+
+from jaxspec.outputs import CompletionOutput, RequestOutput
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.serve.logprobs import LogprobWriter
+from jaxspec.serve.protocol import GenerationBody
+from jaxspec.serve.serving import Serving
+from jaxspec.serve.usage import Usage, request_metrics
+
+Numbered = AsyncGenerator[tuple[int, RequestOutput], None]
+
+
+class Writer(ABC):
+    """Writes what comes of one request, whole or in chunks.
+
+    Attributes:
+        kind: What the answer calls itself, and its chunks do.
+        id: Of the answer.
+    """
+
+    kind: tuple[str, str]
+
+    def __init__(
+        self,
+        serving: Serving,
+        body: GenerationBody,
+        params: SamplingParams,
+        request_id: str,
+    ):
+        settings = serving.settings
+        self.tokenizer, self.settings, self.params = serving.tokenizer, settings, params
+        self.logprobs = LogprobWriter(
+            serving.tokenizer, as_ids=bool(body.return_tokens_as_token_ids)
+        )
+        self._usage = Usage(has_details=settings.enable_prompt_tokens_details)
+        # Of each prompt; only its first output has them.
+        self._prompt_logprobs: dict[int, list[Any]] = {}
+        options = body.stream_options
+        self._has_usage = options is not None and options.include_usage
+        self._counts_each = (
+            self._has_usage and options is not None and options.continuous_usage_stats
+        )
+        self._has_usage |= settings.enable_force_include_usage
+        asked = bool(body.include_metrics)
+        self._metrics = {
+            "has_drafts": asked or settings.per_request_spec_decode_metrics != "none",
+            "has_times": asked or settings.enable_per_request_metrics,
+        }
+        self.id, self._created = request_id, int(time.time())
+
+    @abstractmethod
+    def choice(
+        self, index: int, completion: CompletionOutput, output: RequestOutput
+    ) -> dict[str, Any]:
+        """Write a whole text."""
+
+    @abstractmethod
+    def deltas(
+        self, index: int, completion: CompletionOutput, output: RequestOutput
+    ) -> Iterator[dict[str, Any]]:
+        """Write what is new of a text: nothing, or in one or more choices."""
+
+    @abstractmethod
+    def finish(self, answer: dict[str, Any], output: RequestOutput) -> None:
+        """Add what the whole answer has and chunks do not."""
+
+    async def answer(self, outputs: Numbered) -> dict[str, Any]:
+        """Wait for all texts, and write the whole."""
+        choices: dict[int, dict[str, Any]] = {}
+        output, num_prompts = None, 0
+        async for number, output in outputs:
+            assert output.finished
+            num_prompts += 1
+            for completion, index in self._texts(number, output):
+                choices[index] = self.choice(index, completion, output)
+        assert output is not None
+        answer = self._head(self.kind[0])
+        answer["choices"] = [choices[index] for index in sorted(choices)]
+        answer["usage"] = self._usage.total()
+        self._add_metrics(answer, output, is_one=num_prompts == 1)
+        self.finish(answer, output)
+        return answer
+
+    @no_type_check  # asynchronous generators are not checked
+    async def chunks(self, outputs: Numbered) -> AsyncGenerator[dict[str, Any], None]:
+        """Write every output as it comes."""
+        async for number, output in outputs:
+            for completion, index in self._texts(number, output):
+                for choice in self.deltas(index, completion, output):
+                    chunk = self._head(self.kind[1])
+                    chunk["choices"] = [choice]
+                    if self._counts_each:
+                        chunk["usage"] = self._usage.of_text(number, index)
+                    if choice["finish_reason"] is not None:
+                        is_one = self.params.n == 1 and number == 0
+                        self._add_metrics(chunk, output, is_one=is_one)
+                    yield chunk
+        if self._has_usage:
+            last = self._head(self.kind[1])
+            yield last | {"choices": [], "usage": self._usage.total()}
+
+    def prompt_logprobs(self, index: int) -> list[Any] | None:
+        """What was told of the tokens of a text's prompt."""
+        return self._prompt_logprobs.get(index // self.params.n)
+
+    def shown(self, completion: CompletionOutput) -> list[int]:
+        """Return the generated tokens that the answer shows."""
+        return list(completion.token_ids)
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self._created,
+            "model": self.settings.model_name,
+        }
+
+    def _texts(
+        self, number: int, output: RequestOutput
+    ) -> Iterator[tuple[CompletionOutput, int]]:
+        """Count an output; its texts, each with its index in the answer."""
+        self._usage.add_prompt(number, output)
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[number] = list(output.prompt_logprobs)
+        for completion in output.outputs:
+            index = number * self.params.n + completion.index
+            self._usage.add_text(index, len(self.shown(completion)))
+            yield completion, index
+
+    def _add_metrics(
+        self, told: dict[str, Any], output: RequestOutput, *, is_one: bool
+    ) -> None:
+        if any(self._metrics.values()):
+            told["metrics"] = (
+                request_metrics(output, **self._metrics) if is_one else None
+            )

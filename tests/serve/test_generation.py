@@ -1,0 +1,267 @@
+"""Both generating endpoints: whole answers, streams, failures, clients that leave."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from jaxspec.engine.async_llm_engine import AsyncLLMEngine
+from jaxspec.serve.app import make_app
+from jaxspec.serve.settings import ServerSettings
+from tests.engine.test_async_llm_engine import serve
+from tests.engine.test_llm_engine import letters, said
+from tests.serving import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    PROMPT,
+    TurnsTokenizer,
+    error_of,
+    events_of,
+    post,
+    serve_http,
+)
+
+ENDLESS = {"max_tokens": 80, "ignore_eos": True}
+
+
+def test_a_completion():
+    async def ask(client: httpx.AsyncClient) -> None:
+        answer = await post(client, COMPLETIONS, prompt=PROMPT, max_tokens=5)
+        assert answer["id"].startswith("cmpl-")
+        assert (answer["object"], answer["model"]) == ("text_completion", "model")
+        (choice,) = answer["choices"]
+        assert choice["text"] == letters(said(5))
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+        counts = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+        assert answer["usage"] == counts
+        assert "metrics" not in answer
+        # OpenAI's default, not the engine's.
+        answer = await post(client, COMPLETIONS, prompt=PROMPT)
+        assert answer["usage"]["completion_tokens"] == 16
+
+    serve_http(ask)
+
+
+def test_a_chat():
+    async def ask(client: httpx.AsyncClient) -> None:
+        for name in ("max_tokens", "max_completion_tokens"):
+            answer = await post(client, CHAT, messages=MESSAGES, **{name: 5})
+            assert answer["id"].startswith("chatcmpl-")
+            assert answer["object"] == "chat.completion"
+            (choice,) = answer["choices"]
+            message = choice["message"]
+            assert (message["role"], message["content"]) == (
+                "assistant",
+                letters(said(5)),
+            )
+            assert choice["finish_reason"] == "length"
+        answer = await post(client, CHAT, messages=MESSAGES)
+        assert answer["usage"]["total_tokens"] == 96, "as much as the context holds"
+
+    serve_http(ask)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_stream_says_what_the_whole_answer_says(path: str):
+    given = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": MESSAGES}
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        options = {"include_usage": True}
+        *chunks, last = await post(
+            client, path, **given, max_tokens=20, stream=True, stream_options=options
+        )
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        texts = [choice for chunk in chunks for choice in chunk["choices"]]
+        if path == CHAT:
+            assert texts[0]["delta"] == {"role": "assistant", "content": ""}
+            said_texts = [choice["delta"]["content"] for choice in texts]
+            assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+        else:
+            said_texts = [choice["text"] for choice in texts]
+            assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+        assert "".join(said_texts) == letters(said(20))
+        assert len(said_texts) > 3, "one round gives four tokens at most"
+        reasons = [choice["finish_reason"] for choice in texts]
+        assert reasons == [None] * (len(texts) - 1) + ["length"]
+        assert not any("usage" in chunk for chunk in chunks)
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 20
+
+    serve_http(ask, delay_s=0.01)
+
+
+def test_counts_on_every_chunk():
+    async def ask(client: httpx.AsyncClient) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = await post(
+            client,
+            COMPLETIONS,
+            prompt=PROMPT,
+            max_tokens=20,
+            stream=True,
+            stream_options=options,
+        )
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert (counts[0] < 20, counts[-2:]) == (True, [20, 20])
+
+    serve_http(ask, delay_s=0.01)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_several_prompts_and_texts_keep_their_places(is_stream: bool):
+    prompts = [[2, 3, 4], [2, 3], [2, 3, 4, 5]]
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        found = await post(
+            client, COMPLETIONS, prompt=prompts, n=2, max_tokens=6, stream=is_stream
+        )
+        chunks = found if is_stream else [found]
+        texts = dict.fromkeys(range(6), "")
+        for chunk in chunks:
+            for choice in chunk["choices"]:
+                texts[choice["index"]] += choice["text"]
+        long = letters(list(range(2, 14)) * 2)
+        assert list(texts.values()) == [
+            long[len(prompt) : len(prompt) + 6] for prompt in prompts for _ in range(2)
+        ]
+        if not is_stream:
+            counts = {"prompt_tokens": 9, "completion_tokens": 36, "total_tokens": 45}
+            assert found["usage"] == counts
+
+    serve_http(ask, delay_s=0.002)
+
+
+def test_what_a_client_calls_a_request():
+    async def ask(client: httpx.AsyncClient) -> None:
+        body = {"prompt": PROMPT, "max_tokens": 4}
+        headers = {"X-Request-Id": "mine"}
+        both = await asyncio.gather(
+            *(client.post(COMPLETIONS, json=body, headers=headers) for _ in range(2))
+        )
+        # One id for two requests at once is the client's own affair.
+        assert [one.json()["id"] for one in both] == ["cmpl-mine"] * 2
+        answer = await post(client, COMPLETIONS, **body, request_id="own")
+        assert answer["id"] == "cmpl-own"
+
+    serve_http(ask, delay_s=0.002)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("body", "parameter"),
+    [
+        ({"temperature": 3}, "temperature"),
+        ({"max_tokens": 94}, "prompt"),
+        ({"prompt": [[2, 3], [99]]}, "Every id of prompt_token_ids"),
+        ({"priority": 5}, "priority"),
+        ({"n": 2, "temperature": 0}, "n"),
+        ({"logit_bias": {"77": 1}}, "logit_bias"),
+        ({"logprobs": 99}, "logprobs"),
+        ({"stream_interval": 4}, "stream_interval"),
+    ],
+)
+def test_a_bad_request_is_refused_before_anything_is_said(
+    body: dict[str, Any], parameter: str, is_stream: bool
+):
+    async def ask(client: httpx.AsyncClient) -> None:
+        whole = {"prompt": PROMPT, "stream": is_stream} | body
+        response = await client.post(COMPLETIONS, json=whole)
+        error = error_of(response, 400, "BadRequestError")
+        assert error["param"] is not None
+        assert parameter.split()[-1].split("[")[0] in str(error)
+        assert len(await post(client, COMPLETIONS, prompt=PROMPT)) > 0
+
+    serve_http(ask)
+
+
+def test_an_unknown_model():
+    async def ask(client: httpx.AsyncClient) -> None:
+        for path, given in ((COMPLETIONS, {"prompt": "#"}), (CHAT, {"messages": [{}]})):
+            response = await client.post(path, json={"model": "other", **given})
+            error = error_of(response, 404, "NotFoundError")
+            assert error["param"] == "model"
+            assert error["message"] == "The model `other` does not exist."
+        answer = await post(client, COMPLETIONS, model="second", prompt=PROMPT)
+        assert answer["model"] == "first"
+
+    serve_http(ask, settings={"served_model_names": ("first", "second")})
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_failed_step_before_the_first_word(is_stream: bool):
+    async def ask(client: httpx.AsyncClient) -> None:
+        body = {"prompt": PROMPT, "stream": is_stream}
+        response = await client.post(COMPLETIONS, json=body)
+        error = error_of(response, 500, "InternalServerError")
+        assert "boom" in error["message"]
+        assert (await post(client, COMPLETIONS, prompt=PROMPT))["choices"]
+
+    serve_http(ask, break_at=0)
+
+
+def test_a_failed_step_within_a_stream_is_an_event():
+    async def ask(client: httpx.AsyncClient) -> None:
+        body = {"prompt": PROMPT, "max_tokens": 80, "stream": True}
+        response = await client.post(COMPLETIONS, json=body)
+        assert response.status_code == 200
+        *chunks, last = events_of(response.text)
+        assert chunks
+        assert last["error"]["code"] == 500
+
+    serve_http(ask, break_at=8, delay_s=0.005)
+
+
+def test_a_request_has_its_time():
+    async def ask(client: httpx.AsyncClient) -> None:
+        body = {"prompt": PROMPT} | ENDLESS
+        response = await client.post(COMPLETIONS, json=body)
+        error = error_of(response, 504, "Gateway Timeout")
+        assert "0.1 s" in error["message"]
+        response = await client.post(COMPLETIONS, json=body | {"stream": True})
+        *chunks, last = events_of(response.text)
+        assert chunks
+        assert last["error"]["code"] == 504
+
+    serve_http(ask, settings={"max_request_s": 0.1}, delay_s=0.03)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_leaves_aborts_its_request(path: str, is_stream: bool):
+    given = {"prompt": [PROMPT] * 3} if path == COMPLETIONS else {"messages": MESSAGES}
+    body = json.dumps(given | ENDLESS | {"stream": is_stream}).encode()
+
+    async def use(engine: AsyncLLMEngine) -> None:
+        engine.engine.tokenizer = TurnsTokenizer(16)
+        app = make_app(engine, ServerSettings())
+        has_left, sent = asyncio.Event(), []
+        received = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if received:
+                return received.pop()
+            await has_left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+        asgi = {"asgi": {"version": "3.0"}, "query_string": b"", "http_version": "1.1"}
+        answering = asyncio.ensure_future(app(scope | asgi, receive, send))
+        while not await engine.get_num_unfinished_requests() or (
+            is_stream and len(sent) < 2
+        ):
+            await asyncio.sleep(0.005)
+        has_left.set()
+        await asyncio.wait_for(answering, 1)
+        assert await engine.get_num_unfinished_requests() == 0
+        assert app.state.serving.admission.num_requests == 0
+        assert not any(b"[DONE]" in message.get("body", b"") for message in sent)
+
+    serve(use, delay_s=0.02)
