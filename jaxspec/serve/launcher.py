@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.engine.llm_engine import LLMEngine
@@ -145,7 +146,7 @@ def warm_up(engine: LLMEngine, extent: str) -> None:
             {"structured_outputs": structured},
         ]
         params = [SamplingParams(**feature) for feature in features]
-    with watch_compiles(engine):
+    with logging_redirect_tqdm(), watch_compiles(engine):
         engine.warm_up(sampling_params=params)
 
 

@@ -146,7 +146,8 @@ def _structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
             given[kind] = value
     if body.response_format is not None:
         given |= _formatted(body.response_format)
-    return StructuredOutputsParams(**given) if given else None
+    is_asked = given or body.structured_outputs is not None
+    return StructuredOutputsParams(**given) if is_asked else None
 
 
 def _formatted(wanted: ResponseFormat) -> dict[str, Any]:

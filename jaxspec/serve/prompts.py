@@ -112,7 +112,7 @@ class Prompts:
         """Encode a text that is not surely too long."""
         least = len(text.encode()) // self._longest_bytes
         if least > self._config.max_model_len:
-            raise self._too_long(f"at least {least}", 0)
+            raise self._too_long(f"at least {least}", 1)
         return self._tokenizer.encode(text, add_special_tokens)
 
     def _template(self, given: str | None) -> ChatTemplate | None:
@@ -137,7 +137,8 @@ class Prompts:
         token_ids = self._cut(token_ids, body)
         longest = self._config.max_model_len
         if len(token_ids) + (max_tokens or 1) > longest:
-            raise self._too_long(str(len(token_ids)), max_tokens or 1)
+            is_room = len(token_ids) < longest
+            raise self._too_long(str(len(token_ids)), max_tokens or 1, is_room=is_room)
         prompt: TokensPrompt = {"prompt_token_ids": token_ids}
         if text is not None:
             prompt["prompt"] = text
@@ -161,11 +162,13 @@ class Prompts:
             raise wrong_argument(RequestError, "truncate_prompt_tokens", allowed, keep)
         return token_ids[-keep:] if side == "left" else token_ids[:keep]
 
-    def _too_long(self, num_prompt: str, num_asked: int) -> RequestError:
+    def _too_long(
+        self, num_prompt: str, num_asked: int, *, is_room: bool = False
+    ) -> RequestError:
         return RequestError(
             "This model's maximum context length is "
             f"{self._config.max_model_len} tokens. However, you requested {num_asked} "
             f"output tokens and your prompt contains {num_prompt} input tokens. Reduce "
             "the length of the input, or the number of requested output tokens.",
-            parameter="prompt",
+            parameter="max_tokens" if is_room else "prompt",
         )

@@ -6,11 +6,13 @@ types are. A field that is not known is ignored, as in vLLM.
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 # One request makes this many texts at most: each is a request to the engine.
 MAX_TEXTS = 1024
 MAX_N = 128
+# What walks through a body later may call itself at every level.
+MAX_DEPTH = 100
 
 
 class Body(BaseModel):
@@ -19,6 +21,34 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_texts(cls, body: Any) -> Any:
+        """Refuse what Python's JSON lets through, and nothing after it can write."""
+        level, depth = [body], 0
+        while level:
+            if depth > MAX_DEPTH:
+                raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+            inner: list[Any] = []
+            for value in level:
+                if isinstance(value, dict):
+                    inner += value.keys()
+                    inner += value.values()
+                elif isinstance(value, list):
+                    inner += value
+                elif isinstance(value, str) and not _is_utf8(value):
+                    raise ValueError("a text in it has half of a surrogate pair")
+            level, depth = inner, depth + 1
+        return body
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class StreamOptions(BaseModel):
@@ -148,7 +178,7 @@ class ConversationBody(Body):
 class ChatBody(GenerationBody, ConversationBody):
     """Of POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0)
@@ -164,7 +194,7 @@ class TokenizeBody(ConversationBody):
     """Of POST /tokenize: a prompt or messages."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
     return_token_strs: bool | None = False
 
 

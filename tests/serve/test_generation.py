@@ -155,7 +155,8 @@ def test_what_a_client_calls_a_request():
     ("body", "parameter"),
     [
         ({"temperature": 3}, "temperature"),
-        ({"max_tokens": 94}, "prompt"),
+        ({"max_tokens": 94}, "max_tokens"),
+        ({"prompt": PROMPT * 40}, "prompt"),
         ({"prompt": [[2, 3], [99]]}, "Every id of prompt_token_ids"),
         ({"priority": 5}, "priority"),
         ({"n": 2, "temperature": 0}, "n"),

@@ -1,0 +1,97 @@
+"""What a request must pass before any endpoint sees it."""
+
+from collections.abc import AsyncIterator
+from http import HTTPStatus
+
+import httpx
+
+from tests.serving import COMPLETIONS, PROMPT, error_of, post, serve_http
+
+BODY = {"prompt": PROMPT, "max_tokens": 2}
+
+
+def test_keys_open_what_is_under_v1():
+    async def ask(client: httpx.AsyncClient) -> None:
+        for key, status in {
+            None: 401,
+            "Bearer ": 401,
+            "Bearer first": 200,
+            "bearer second": 200,
+            "Bearer firs": 401,
+            "Basic first": 401,
+            "first": 401,
+            "Bearer f\u00fcrst": 401,
+        }.items():
+            headers = {} if key is None else {"Authorization": key.encode("latin-1")}
+            response = await client.post(COMPLETIONS, json=BODY, headers=headers)
+            assert response.status_code == status, key
+            if status == 401:
+                assert response.json() == {"error": "Unauthorized"}
+        assert (await client.get("/v1/models")).status_code == 401
+        assert (await client.get("/v1/nowhere")).status_code == 401
+        for path in ("/health", "/metrics", "/version"):
+            assert (await client.get(path)).status_code == 200
+
+    serve_http(ask, settings={"api_keys": ("first", "second")})
+
+
+def test_a_body_may_be_so_long_and_no_longer():
+    async def ask(client: httpx.AsyncClient) -> None:
+        short = b'{"prompt":"#","max_tokens":1}'
+        headers = {"Content-Type": "application/json"}
+
+        async def pieces(text: bytes) -> AsyncIterator[bytes]:
+            for start in range(0, len(text), 16):
+                yield text[start : start + 16]
+
+        for body in (short.ljust(64), pieces(short.ljust(64))):
+            response = await client.post(COMPLETIONS, content=body, headers=headers)
+            assert response.status_code == 200
+        # With its length told, and without.
+        for body in (short.ljust(65), pieces(short.ljust(65))):
+            response = await client.post(COMPLETIONS, content=body, headers=headers)
+            error = error_of(response, 413, HTTPStatus(413).phrase)
+            assert "64 bytes" in error["message"]
+
+    serve_http(ask, settings={"max_body_bytes": 64})
+
+
+def test_pages_of_other_origins_read_nothing_unless_allowed():
+    preflight = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
+
+    async def closed(client: httpx.AsyncClient) -> None:
+        response = await client.options(COMPLETIONS, headers=preflight)
+        assert "access-control-allow-origin" not in response.headers
+
+    async def opened(client: httpx.AsyncClient) -> None:
+        response = await client.options(COMPLETIONS, headers=preflight)
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == "http://page"
+        # Also what is refused can be read.
+        response = await client.post(
+            COMPLETIONS, json=BODY, headers={"Origin": "http://page"}
+        )
+        assert response.status_code == 401
+        assert response.headers["access-control-allow-origin"] == "http://page"
+
+    serve_http(closed)
+    settings = {"allowed_origins": ("http://page",), "api_keys": ("k",)}
+    serve_http(opened, settings=settings)
+
+
+def test_answers_carry_the_id_of_their_request():
+    async def ask(client: httpx.AsyncClient) -> None:
+        response = await client.get("/health", headers={"X-Request-Id": "mine"})
+        assert response.headers["x-request-id"] == "mine"
+        response = await client.post(COMPLETIONS, json=BODY)
+        assert response.json()["id"] == f"cmpl-{response.headers['x-request-id']}"
+        long = {"X-Request-Id": "x" * 5000}
+        response = await client.get("/health", headers=long)
+        assert response.headers["x-request-id"] == "x" * 256
+
+    async def without(client: httpx.AsyncClient) -> None:
+        assert "x-request-id" not in (await client.get("/health")).headers
+        assert (await post(client, COMPLETIONS, **BODY))["id"]
+
+    serve_http(ask, settings={"enable_request_id_headers": True})
+    serve_http(without)

@@ -1,0 +1,103 @@
+"""What /metrics tells, as Prometheus reads it."""
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxspec.metrics import Counter, Gauge, Histogram, Vector
+from tests.engine.test_llm_engine import make_fake_engine
+from tests.serving import COMPLETIONS, PROMPT, post, serve_http
+
+LABELS = {"model_name": "target", "engine": "0"}
+
+
+async def read(client: httpx.AsyncClient) -> dict[tuple[str, frozenset], float]:
+    response = await client.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+
+
+def test_everything_the_engine_counts_is_served():
+    engine, _ = make_fake_engine(num_draft_tokens=3)
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        await post(client, COMPLETIONS, prompt=PROMPT, max_tokens=12)
+        found = await read(client)
+        for one in engine.get_metrics():
+            labels = frozenset(one.labels.items())
+            match one:
+                case Gauge():
+                    assert (one.name, labels) in found
+                case Counter():
+                    assert (f"{one.name}_total", labels) in found
+                case Histogram():
+                    assert (f"{one.name}_count", labels) in found
+                    for bound in one.buckets:
+                        bucket = labels | {("le", bound)}
+                        assert (f"{one.name}_bucket", bucket) in found
+                case Vector():
+                    for position in range(3):
+                        entry = labels | {("position", str(position))}
+                        assert (f"{one.name}_total", entry) in found
+
+    serve_http(ask)
+
+
+def test_values():
+    async def ask(client: httpx.AsyncClient) -> None:
+        await post(client, COMPLETIONS, prompt=PROMPT, max_tokens=12)
+        found = await read(client)
+        plain = frozenset(LABELS.items())
+        assert found["vllm:prompt_tokens_total", plain] == 3
+        assert found["vllm:generation_tokens_total", plain] == 12
+        ended = plain | {("finished_reason", "length")}
+        assert found["vllm:request_success_total", ended] == 1
+        assert found["vllm:e2e_request_latency_seconds_count", plain] == 1
+        least = plain | {("le", "+Inf")}
+        assert found["vllm:request_generation_tokens_bucket", least] == 1
+        drafted = found["vllm:spec_decode_num_draft_tokens_total", plain]
+        accepted = found["vllm:spec_decode_num_accepted_tokens_total", plain]
+        rate = found["vllm:spec_decode_acceptance_rate", plain]
+        assert rate == accepted / drafted > 0
+        by_position = [
+            value
+            for (name, _), value in found.items()
+            if name == "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        ]
+        assert sum(by_position) == accepted
+
+    serve_http(ask)
+
+
+def test_requests_are_counted_by_route():
+    async def ask(client: httpx.AsyncClient) -> None:
+        for _ in range(2):
+            await post(client, COMPLETIONS, prompt=PROMPT)
+        for path in ("/v1/models/a", "/v1/models/b", "/nowhere", "/elsewhere"):
+            await client.get(path)
+        found = {
+            tuple(sorted(dict(labels).values())): value
+            for (name, labels), value in (await read(client)).items()
+            if name == "http_requests_total"
+        }
+        assert found == {
+            ("/v1/completions", "2xx", "POST"): 2,
+            ("/v1/models/{name:path}", "4xx", "GET"): 2,
+            ("4xx", "GET", "none"): 2,
+        }
+
+    serve_http(ask, settings={"enable_request_id_headers": True})
+
+
+def test_an_engine_that_does_not_count():
+    async def ask(client: httpx.AsyncClient) -> None:
+        await client.get("/health")
+        names = {name for name, _ in await read(client)}
+        assert "http_requests_total" in names
+        assert "vllm:prompt_tokens_total" not in names
+
+    serve_http(ask, disable_log_stats=True)
