@@ -1,0 +1,106 @@
+"""The endpoints that tell about the server, and those of the tokenizer."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+import jaxspec
+from jaxspec.engine.async_llm_engine import AsyncLLMEngine
+from jaxspec.errors import EngineDeadError
+from jaxspec.serve.app import make_app
+from jaxspec.serve.settings import ServerSettings
+from tests.engine.test_async_llm_engine import serve
+from tests.serving import COMPLETIONS, MESSAGES, PROMPT, error_of, post, serve_http
+
+
+def test_health_until_the_engine_has_died():
+    async def use(engine: AsyncLLMEngine) -> None:
+        app: Any = make_app(engine, ServerSettings())
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://x"
+        ) as client:
+            asked = [("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")]
+            for method, path in asked:
+                response = await client.request(method, path)
+                assert (response.status_code, response.content) == (200, b"")
+
+            def broken(*_: object) -> None:
+                raise RuntimeError("boom")
+
+            runner: Any = engine.engine.runner
+            runner.launch = broken
+            while not engine.errored:
+                response = await client.post(COMPLETIONS, json={"prompt": PROMPT})
+                error_of(response, 500, "InternalServerError")
+            for method, path in asked:
+                assert (await client.request(method, path)).status_code == 503
+            response = await client.post(COMPLETIONS, json={"prompt": PROMPT})
+            error_of(response, 500, "InternalServerError")
+            assert (await client.get("/metrics")).status_code == 200
+
+    with pytest.raises(EngineDeadError):
+        serve(use)
+
+
+def test_models():
+    async def ask(client: httpx.AsyncClient) -> None:
+        listed = (await client.get("/v1/models")).json()
+        assert listed["object"] == "list"
+        assert [one["id"] for one in listed["data"]] == ["a/b", "c"]
+        assert {one["max_model_len"] for one in listed["data"]} == {96}
+        assert (await client.get("/v1/models/a/b")).json()["id"] == "a/b"
+        error_of(await client.get("/v1/models/a"), 404, "NotFoundError")
+
+    serve_http(ask, settings={"served_model_names": ("a/b", "c")})
+
+
+def test_version_and_load():
+    async def ask(client: httpx.AsyncClient) -> None:
+        version = (await client.get("/version")).json()
+        assert version == {"version": jaxspec.__version__}
+        assert (await client.get("/load")).json() == {"server_load": 0}
+        body = {"prompt": [PROMPT] * 2, "max_tokens": 90, "ignore_eos": True}
+        loads = []
+
+        async def watch() -> None:
+            while not answering.done():
+                loads.append((await client.get("/load")).json()["server_load"])
+                await asyncio.sleep(0.005)
+
+        answering = asyncio.ensure_future(client.post(COMPLETIONS, json=body))
+        await watch()
+        assert answering.result().status_code == 200, answering.result().text
+        assert max(loads) == 2
+
+    serve_http(ask, delay_s=0.01)
+
+
+def test_the_tokenizer():
+    async def ask(client: httpx.AsyncClient) -> None:
+        found = await post(client, "/tokenize", prompt=PROMPT, model="model")
+        assert found == {
+            "count": 3,
+            "max_model_len": 96,
+            "tokens": [2, 3, 4],
+            "token_strs": None,
+        }
+        found = await post(client, "/tokenize", messages=MESSAGES)
+        assert found["tokens"] == [2, 3, 4]
+        found = await post(client, "/detokenize", tokens=[2, 3, 4])
+        assert found == {"prompt": PROMPT}
+        for path, body in [
+            ("/tokenize", {}),
+            ("/tokenize", {"prompt": "#", "messages": MESSAGES}),
+            ("/tokenize", {"messages": []}),
+            ("/detokenize", {"tokens": [16]}),
+            ("/detokenize", {"tokens": [-1]}),
+            ("/detokenize", {"tokens": ["#"]}),
+        ]:
+            error_of(await client.post(path, json=body), 400, "BadRequestError")
+        other = {"prompt": "#", "model": "other"}
+        error_of(await client.post("/tokenize", json=other), 404, "NotFoundError")
+
+    serve_http(ask)

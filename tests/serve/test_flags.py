@@ -1,0 +1,139 @@
+"""The command line: what it becomes, and the file that may stand in for it."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jaxspec.engine.arg_utils import AsyncEngineArgs
+from jaxspec.errors import ConfigError
+from jaxspec.serve.flags import (
+    BUNDLED_DRAFT,
+    BUNDLED_TARGET,
+    Options,
+    make_parser,
+    read_flags,
+)
+from jaxspec.serve.settings import ServerSettings
+
+
+def read(*arguments: str) -> Options:
+    return read_flags("prog", arguments)
+
+
+def test_alone_it_serves_the_bundled_pair():
+    options = read()
+    engine = options.engine
+    assert (engine.model, engine.speculative_model) == (BUNDLED_TARGET, BUNDLED_DRAFT)
+    assert engine.num_speculative_tokens == 5
+    given = options.listening
+    assert (given.host, given.port) == ("127.0.0.1", 8000)
+    names = (BUNDLED_TARGET,)
+    assert options.settings == ServerSettings(served_model_names=names)
+    assert read("--spec-method", "ngram").engine.speculative_model is None
+
+
+def test_defaults_are_those_of_the_arguments():
+    for item in dataclasses.fields(AsyncEngineArgs):
+        if item.default is not dataclasses.MISSING:
+            assert getattr(read("m").engine, item.name) == item.default, item.name
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "m --speculative-model d --num-speculative-tokens 3 --tensor-parallel-size 2",
+        "--model m --speculative_model=d --num_speculative_tokens=3 -tp 2",
+    ],
+)
+def test_spellings_of_the_scripts(arguments: str):
+    engine = read(*arguments.split()).engine
+    assert (engine.model, engine.speculative_model) == ("m", "d")
+    assert (engine.num_speculative_tokens, engine.tensor_parallel_size) == (3, 2)
+
+
+def test_other_spellings_of_speculation():
+    config = '{"model": "d", "num_speculative_tokens": 5}'
+    engine = read("m", "--speculative-config", config).engine
+    assert engine.speculative_config == {"model": "d", "num_speculative_tokens": 5}
+    engine = read("m", "--spec-model", "d", "--spec-tokens", "2").engine
+    assert (engine.spec_model, engine.spec_tokens) == ("d", 2)
+
+
+def test_every_kind_of_value():
+    options = read(
+        *(
+            "m",
+            "--trust-remote-code",
+            "--no-enable-prefix-caching",
+            "--swap-space",
+            "2",
+        ),
+        *("--served-model-name", "a", "b", "--api-key", "k", "l", "--hf-token"),
+        *("--allowed-origins", '["*"]', "--max-request-s", "1.5"),
+        *("--max-num-queued-reqs", "7", "--shutdown-timeout", "3"),
+    )
+    engine, settings = options.engine, options.settings
+    assert (engine.trust_remote_code, engine.enable_prefix_caching) == (True, False)
+    assert (engine.swap_space, engine.hf_token) == (2.0, True)
+    assert engine.served_model_name == ["a", "b"]
+    assert settings.served_model_names == ("a", "b")
+    assert settings.model_name == "a"
+    assert settings.api_keys == ("k", "l")
+    assert settings.allowed_origins == ("*",)
+    assert (settings.max_request_s, settings.max_num_queued_reqs) == (1.5, 7)
+    assert options.shutdown_timeout == 3
+
+
+def test_a_file_of_flags(tmp_path: Path):
+    path = tmp_path / "flags.yaml"
+    path.write_text(
+        "model: m\nport: 9\nserved_model_name: [a, b]\ntrust-remote-code: true\n"
+        "enable-prefix-caching: false\nspeculative-config: {model: d}\nseed: null\n"
+    )
+    options = read("--config", str(path), "--port", "10")
+    engine = options.engine
+    assert (engine.model, engine.served_model_name) == ("m", ["a", "b"])
+    assert (engine.trust_remote_code, engine.enable_prefix_caching) == (True, False)
+    assert engine.speculative_config == {"model": "d"}
+    assert options.listening.port == 10, "the command line wins"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modle: m", "modle"),
+        ("- m", "YAML"),
+        ("{", "YAML"),
+        ("config: x.yaml", "config"),
+    ],
+)
+def test_a_wrong_file(tmp_path: Path, text: str, message: str):
+    path = tmp_path / "flags.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read("--config", str(path))
+    with pytest.raises(ConfigError, match="nowhere"):
+        read("--config", str(tmp_path / "nowhere.yaml"))
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--nope"], ["--port", "x"], ["--speculative-config", "{"]]
+)
+def test_a_wrong_command_line(arguments: list[str]):
+    with pytest.raises(SystemExit) as ended:
+        read(*arguments)
+    assert ended.value.code == 2
+
+
+def test_two_models():
+    assert read("m", "--model", "m").engine.model == "m"
+    with pytest.raises(ConfigError, match="--model"):
+        read("m", "--model", "n")
+
+
+def test_help_names_every_field():
+    text = make_parser("prog").format_help()
+    for item in dataclasses.fields(AsyncEngineArgs):
+        assert f"--{item.name.replace('_', '-')}" in text
+    assert "Tokens per page of the KV memory" in text

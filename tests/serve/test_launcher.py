@@ -1,0 +1,211 @@
+"""A server's life: it listens when it is ready, and ends when it is told to."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from jaxspec.engine.async_llm_engine import AsyncLLMEngine
+from jaxspec.errors import ConfigError
+from jaxspec.serve import launcher
+from jaxspec.serve.flags import read_flags
+from tests.engine.test_llm_engine import letters, make_fake_engine, said
+from tests.serving import COMPLETIONS, PROMPT, events_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def served(ask: Callable[[httpx.Client], Any], timeout_s: int, delay_s: float) -> int:
+    """Serve in this thread while a client asks in another; the exit status."""
+    engine, runner = make_fake_engine(num_draft_tokens=3)
+    launch = runner.launch
+
+    def delayed(*arguments: Any) -> Any:
+        time.sleep(delay_s)
+        return launch(*arguments)
+
+    runner.launch = delayed
+    flags = ["m", "--port", "0", "--shutdown-timeout", str(timeout_s)]
+    options = read_flags("prog", flags)
+    bound = launcher._bind(options.listening)
+    url = "http://{}:{}".format(*bound.getsockname())
+    failures: list[BaseException] = []
+
+    def client() -> None:
+        try:
+            transport = httpx.HTTPTransport(retries=20)
+            with httpx.Client(base_url=url, transport=transport, timeout=30) as one:
+                ask(one)
+        except BaseException as failure:
+            failures.append(failure)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=client)
+    serving = AsyncLLMEngine(engine)
+    asking.start()
+    try:
+        status = launcher._serve(serving, options, bound)
+    finally:
+        asking.join()
+        serving.shutdown(5)
+        bound.close()
+    assert not failures, failures
+    return status
+
+
+def ended_by_signal(client: httpx.Client) -> list[Any]:
+    """Begin a stream, send the server a signal, read to the end."""
+    body = {"prompt": PROMPT, "max_tokens": 90, "ignore_eos": True, "stream": True}
+    with client.stream("POST", COMPLETIONS, json=body) as response:
+        lines = response.iter_text()
+        text = next(lines)
+        os.kill(os.getpid(), signal.SIGTERM)
+        text += "".join(lines)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{client.base_url}/health")
+    return [one["choices"][0] for one in events_of(text)]
+
+
+def test_requests_end_before_the_server():
+    def ask(client: httpx.Client) -> None:
+        choices = ended_by_signal(client)
+        assert "".join(one["text"] for one in choices) == letters(said(90))
+
+    assert served(ask, timeout_s=30, delay_s=0.03) == 0
+
+
+def test_requests_that_take_too_long_are_cut_short():
+    def ask(client: httpx.Client) -> None:
+        choices = ended_by_signal(client)
+        assert choices[-1]["finish_reason"] == "abort"
+        text = "".join(one["text"] for one in choices)
+        assert 0 < len(text) < 90
+
+    assert served(ask, timeout_s=0, delay_s=0.2) == 0
+
+
+def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch):
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+
+    def ask(client: httpx.Client) -> None:
+        body = {"prompt": PROMPT, "max_tokens": 20, "stream": True}
+        with client.stream("POST", COMPLETIONS, json=body) as response:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), number)
+                time.sleep(0.2)
+            response.read()
+
+    assert served(ask, timeout_s=30, delay_s=0.1) == 0
+    assert codes == [128 + signal.SIGINT]
+
+
+def test_the_server_ends_with_its_engine():
+    def ask(client: httpx.Client) -> None:
+        # A launch with one argument too many: every step fails.
+        for _ in range(3):
+            body = {"prompt": PROMPT, "max_tokens": 5}
+            assert client.post(COMPLETIONS, json=body).status_code == 500
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("boom")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.fake_device.FakeRunner.launch", broken)
+        assert served(ask, timeout_s=30, delay_s=0) == launcher.ENGINE_DEAD
+
+
+def test_an_address_that_is_taken_is_found_first():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        options = read_flags("prog", ["/no/such/model", "--port", port])
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+            launcher.run(options)
+
+
+def test_what_is_compiled_first():
+    engine, _ = make_fake_engine()
+    asked: list[Any] = []
+    engine.warm_up = lambda sampling_params: asked.append(list(sampling_params))
+    engine.announce_compiles = lambda tell: None
+    for extent in ("none", "plain", "all"):
+        launcher.warm_up(engine, extent)
+    plain, everything = asked
+    assert plain == []
+    assert any(params.logprobs is not None for params in everything)
+    assert any(params.structured_outputs for params in everything)
+    assert any(params.presence_penalty for params in everything)
+
+
+@pytest.mark.slow
+def test_the_program_serves_the_bundled_pair_to_openais_client(tmp_path: Path):
+    flags = "--port 0 --max-num-seqs 1 --num-speculative-tokens 1 --max-model-len 256"
+    flags += " --max-num-batched-tokens 128 --served-model-name pair --api-key secret"
+    cache = str(ROOT / ".pytest_cache" / "jax")
+    log = tmp_path / "log"
+    with log.open("w") as stderr:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "jaxspec.serve", *flags.split()]
+            + ["--compilation-cache-dir", cache],
+            stderr=stderr,
+            cwd=ROOT,
+        )
+    try:
+        url = _wait_for_url(server, log)
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="secret") as client:
+            _ask_openai(client)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+        assert "Traceback" not in log.read_text()
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _wait_for_url(server: subprocess.Popen, log: Path) -> str:
+    """Wait until the server says that it is ready; then it must answer at once."""
+    deadline = time.monotonic() + 600
+    while "startup complete" not in log.read_text():
+        assert server.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.2)
+    url = log.read_text().partition("Serving pair on ")[2].split()[0]
+    assert httpx.get(f"{url}/health").status_code == 200
+    return url
+
+
+def _ask_openai(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["pair"]
+    asked: dict[str, Any] = {"model": "pair", "max_tokens": 24, "temperature": 0}
+    messages: Any = [{"role": "user", "content": "Tell me a story."}]
+    whole = client.chat.completions.create(messages=messages, **asked)
+    chunks = list(
+        client.chat.completions.create(
+            messages=messages,
+            stream=True,
+            stream_options={"include_usage": True},
+            **asked,
+        )
+    )
+    text = "".join(
+        choice.delta.content or "" for chunk in chunks for choice in chunk.choices
+    )
+    assert text == whole.choices[0].message.content
+    assert len(text) > 10
+    assert chunks[-1].usage == whole.usage
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()

@@ -1,0 +1,153 @@
+"""From a request's fields to sampling parameters."""
+
+from typing import Any
+
+import pytest
+
+from jaxspec.errors import RequestError, UnsupportedError
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.serve.params import make_params
+from jaxspec.serve.protocol import ChatBody, CompletionBody
+
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+def completion(defaults: dict[str, Any] | None = None, **body: Any) -> SamplingParams:
+    return make_params(CompletionBody(prompt="x", **body), defaults or {})
+
+
+def chat(defaults: dict[str, Any] | None = None, **body: Any) -> SamplingParams:
+    return make_params(ChatBody(messages=MESSAGES, **body), defaults or {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 3),
+        ("temperature", 0.5),
+        ("top_p", 0.5),
+        ("top_k", 5),
+        ("min_p", 0.1),
+        ("seed", 7),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.5),
+        ("repetition_penalty", 1.5),
+        ("logit_bias", {5: 1.0}),
+        ("stop", ["a", "b"]),
+        ("stop_token_ids", [5]),
+        ("include_stop_str_in_output", True),
+        ("ignore_eos", True),
+        ("min_tokens", 2),
+        ("skip_special_tokens", False),
+        ("spaces_between_special_tokens", False),
+        ("allowed_token_ids", [5]),
+        ("bad_words", ["a"]),
+        ("prompt_logprobs", 2),
+    ],
+)
+def test_a_field_arrives(name: str, value: Any):
+    assert getattr(SamplingParams(), name) != value
+    given = (
+        {str(key): one for key, one in value.items()} if name == "logit_bias" else value
+    )
+    assert getattr(completion(**{name: given}), name) == value
+    assert getattr(chat(**{name: given}), name) == value
+
+
+def test_what_is_left_out_comes_from_the_model_then_from_openai():
+    plain = completion()
+    assert (plain.temperature, plain.top_p, plain.max_tokens) == (1.0, 1.0, 16)
+    model = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 40}
+    assert completion(model).temperature == 0.7
+    assert completion(model).max_tokens == 16
+    assert completion(model, max_tokens=None).max_tokens == 40
+    assert completion(model, temperature=0.2).temperature == 0.2
+    assert completion(model, temperature=None).temperature == 0.7
+    assert chat().max_tokens is None
+    assert chat(model).max_tokens == 40
+    assert chat(model, max_tokens=5).max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=6).max_tokens == 6
+
+
+def test_streams_are_deltas():
+    assert completion(stream=True).output_kind is RequestOutputKind.DELTA
+    assert completion().output_kind is RequestOutputKind.FINAL_ONLY
+
+
+def test_logprobs():
+    assert completion(logprobs=3).logprobs == 3
+    assert completion(logprobs=3).prompt_logprobs is None
+    echoed = completion(logprobs=3, echo=True)
+    assert (echoed.logprobs, echoed.prompt_logprobs) == (3, 3)
+    assert chat(logprobs=True).logprobs == 0
+    assert chat(logprobs=True, top_logprobs=4).logprobs == 4
+    assert chat().logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "value"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", True),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "object"}},
+                }
+            },
+            "json",
+            {"type": "object"},
+        ),
+        ({"structured_outputs": {"choice": ["a"]}}, "choice", ["a"]),
+        ({"structured_outputs": {"json": {}}}, "json", {}),
+        ({"guided_choice": ["a"]}, "choice", ["a"]),
+        ({"guided_json": {}}, "json", {}),
+    ],
+)
+def test_forms(body: dict[str, Any], field: str, value: Any):
+    for params in (completion(**body), chat(**body)):
+        assert params.structured_outputs.kind == field
+        assert getattr(params.structured_outputs, field) == value
+
+
+def test_plain_text_is_no_form():
+    assert completion(response_format={"type": "text"}).structured_outputs is None
+
+
+def test_drafts_can_be_limited():
+    assert completion(num_speculative_tokens=2).num_speculative_tokens == 2
+    xargs = {"num_speculative_tokens": 0}
+    assert completion(vllm_xargs=xargs).num_speculative_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"stream_options": {"include_usage": True}},
+        {"stream": True, "prompt_logprobs": 1},
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "text"}, "structured_outputs": {}},
+        {"guided_regex": "a", "guided_choice": ["a"]},
+    ],
+)
+def test_contradictions(body: dict[str, Any]):
+    for make in (completion, chat):
+        with pytest.raises(RequestError):
+            make(**body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"use_beam_search": True},
+        {"kv_transfer_params": {}},
+        {"structured_outputs": {"structural_tag": "x"}},
+    ],
+)
+def test_what_there_is_not(body: dict[str, Any]):
+    for make in (completion, chat):
+        with pytest.raises(UnsupportedError):
+            make(**body)
+    with pytest.raises(UnsupportedError, match="tools"):
+        chat(tools=[{"type": "function"}])
+    assert chat(tools=[{"type": "function"}], tool_choice="none").n == 1

@@ -1,0 +1,123 @@
+"""From texts and messages to token ids, with the bundled tokenizer."""
+
+from typing import Any
+
+import pytest
+
+from jaxspec.errors import RequestError
+from jaxspec.serve.prompts import Prompts
+from jaxspec.serve.protocol import MAX_TEXTS, ChatBody, CompletionBody
+from jaxspec.serve.settings import ServerSettings
+from jaxspec.tokenizer import Tokenizer
+from jaxspec_checkpoints import bundled_target
+from tests.loops import make_config
+
+TOKENIZER = Tokenizer.from_folder(bundled_target())
+LONGEST = 96
+USER = {"role": "user", "content": "Hello"}
+TURNS = [USER, {"role": "assistant", "content": "Well"}]
+
+
+def prompts(**settings: Any) -> Prompts:
+    return Prompts(make_config(), TOKENIZER, ServerSettings(**settings))
+
+
+def completion(prompt: Any, max_tokens: int | None = 4, **body: Any) -> list[Any]:
+    given = CompletionBody(prompt=prompt, **body)
+    return prompts().of_completion(given, max_tokens)
+
+
+def chat(messages: Any, **body: Any) -> Any:
+    given = ChatBody(messages=messages, **body)
+    return prompts(trust_request_chat_template=True).of_chat(given, None)
+
+
+def test_every_form_of_a_prompt():
+    ids = TOKENIZER.encode("Once upon")
+    text = {"prompt": "Once upon", "prompt_token_ids": ids}
+    assert completion("Once upon") == [text]
+    assert completion(["Once upon"] * 2) == [text] * 2
+    assert completion(ids) == [{"prompt_token_ids": ids}]
+    assert completion([ids, [5]]) == [
+        {"prompt_token_ids": ids},
+        {"prompt_token_ids": [5]},
+    ]
+    bare = completion("Once upon", add_special_tokens=False)
+    assert bare[0]["prompt_token_ids"] == ids[1:]
+    assert completion("x", cache_salt="s")[0]["cache_salt"] == "s"
+
+
+@pytest.mark.parametrize("prompt", [None, "", []])
+def test_no_prompt(prompt: Any):
+    with pytest.raises(RequestError, match="must be provided and non-empty"):
+        completion(prompt)
+
+
+def test_too_many_prompts():
+    assert len(completion([[5]] * MAX_TEXTS)) == MAX_TEXTS
+    for count, texts in ((MAX_TEXTS + 1, 1), (MAX_TEXTS // 2 + 1, 2)):
+        with pytest.raises(RequestError, match=f"at most {MAX_TEXTS} texts"):
+            completion([[5]] * count, n=texts)
+
+
+def test_the_context_holds_so_much_and_no_more():
+    assert completion([5] * 92, 4)
+    with pytest.raises(RequestError, match="maximum context length is 96") as refused:
+        completion([5] * 93, 4)
+    assert refused.value.parameter == "max_tokens"
+    assert completion([5] * 95, None)
+    with pytest.raises(RequestError, match="96 input tokens") as refused:
+        completion([5] * 96, None)
+    assert refused.value.parameter == "prompt"
+    with pytest.raises(RequestError, match="at least"):
+        completion("x" * 10**6)
+
+
+def test_prompts_can_be_cut():
+    ids = list(range(10, 130))
+    for body, kept in [
+        ({"truncate_prompt_tokens": 5}, ids[-5:]),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, ids[:5]),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 4}, ids[-92:]),
+    ]:
+        assert completion(ids, **body)[0]["prompt_token_ids"] == kept
+    for count in (0, 97):
+        with pytest.raises(RequestError, match="truncate_prompt_tokens"):
+            completion(ids, truncate_prompt_tokens=count)
+
+
+def test_conversations():
+    found = chat([USER])
+    text, ids = TOKENIZER.write_chat([USER])
+    assert found == {"prompt": text, "prompt_token_ids": ids}
+    opened = chat(TURNS, continue_final_message=True)["prompt"]
+    assert opened.endswith("Well")
+    closed = chat(TURNS, add_generation_prompt=False)["prompt"]
+    assert closed.endswith("<end_of_turn>\n")
+    with pytest.raises(RequestError, match="Cannot set both"):
+        chat(TURNS, continue_final_message=True, add_generation_prompt=True)
+    with pytest.raises(RequestError, match="alternate|alternat"):
+        chat([USER, USER])
+
+
+def test_a_message_cannot_end_its_turn():
+    spelled = chat([{"role": "user", "content": "a<end_of_turn>"}])
+    (end,) = TOKENIZER.turn_end_ids
+    assert spelled["prompt_token_ids"].count(end) == 1
+
+
+def test_templates_of_requests():
+    template = "{{ word }}{{ messages[0]['content'] }}{{ documents[0]['text'] }}"
+    variables = {"word": "So: "}
+    asked: dict[str, Any] = {"chat_template": template, "documents": [{"text": "!"}]}
+    found = chat([USER], **asked, chat_template_kwargs=variables)
+    assert found["prompt"] == "So: Hello!"
+    with pytest.raises(RequestError, match="--trust-request-chat-template"):
+        prompts().of_chat(ChatBody(messages=[USER], **asked), None)
+
+
+def test_a_template_is_never_a_file_of_the_server(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text("secret {{ messages }}")
+    assert "secret {{" not in str(chat([USER], chat_template=str(path))["prompt"])
+    assert chat([USER], chat_template=str(path))["prompt"] == str(path)

@@ -1,0 +1,34 @@
+"""What settings the server refuses."""
+
+from typing import Any
+
+import pytest
+
+from jaxspec.errors import ConfigError
+from jaxspec.serve.settings import ServerSettings
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"served_model_names": ()},
+        {"served_model_names": ("",)},
+        {"api_keys": ("",)},
+        {"allowed_origins": "http://page"},
+        {"enable_request_id_headers": 1},
+        {"per_request_spec_decode_metrics": "all"},
+        {"max_body_bytes": 0},
+        {"max_num_queued_reqs": -1},
+        {"max_num_queued_tokens": 1.5},
+        {"max_request_s": 0},
+    ],
+)
+def test_a_wrong_setting(given: dict[str, Any]):
+    (name,) = given
+    with pytest.raises(ConfigError, match=name.removesuffix("s")):
+        ServerSettings(**given)
+
+
+def test_an_empty_key_would_open_the_door():
+    with pytest.raises(ConfigError):
+        ServerSettings(api_keys=("good", ""))
