@@ -3,7 +3,8 @@
 Reading order, from a user's call down to the device:
 
 1. `jaxspec.llm`: text in, text out. `jaxspec.__main__` and `jaxspec.generate` are the
-   command line, `jaxspec.entrypoints` has vLLM's import paths.
+   command line, `jaxspec.serve` is the server, `jaxspec.entrypoints` has vLLM's import
+   paths.
 2. `jaxspec.sampling_params`, `jaxspec.inputs`, `jaxspec.outputs`, `jaxspec.logprobs`:
    what goes in and out. `jaxspec.errors`: what is refused.
 3. `jaxspec.tokenizer`, `jaxspec.pieces`, `jaxspec.chat`, `jaxspec.chat_template`: the

@@ -63,6 +63,18 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/test_vllm_paths.py",
         "it is there to be imported",
     ),
+    "jaxspec/serve/app.py": (
+        "tests/serve/test_generation.py",
+        "every endpoint is asked through it",
+    ),
+    "jaxspec/serve/serving.py": (
+        "tests/serve/test_generation.py",
+        "every request goes through it",
+    ),
+    "jaxspec/serve/writing.py": (
+        "tests/serve/test_completions.py",
+        "what completions and chats share",
+    ),
     "jaxspec/utils.py": (
         "tests/test_vllm_paths.py",
         "it is there to be imported",
