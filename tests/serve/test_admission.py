@@ -1,6 +1,7 @@
 """How many may wait, and what the others are told."""
 
 import asyncio
+from typing import Any
 
 import httpx
 import pytest
@@ -11,7 +12,7 @@ from jaxspec.serve.settings import ServerSettings
 from tests.serving import COMPLETIONS, PROMPT, error_of, serve_http
 
 
-def admission(**limits: int | None) -> Admission:
+def admission(**limits: Any) -> Admission:
     return Admission(ServerSettings(**limits), max_num_seqs=2)
 
 

@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[2]
 
 def served(ask: Callable[[httpx.Client], Any], timeout_s: int, delay_s: float) -> int:
     """Serve in this thread while a client asks in another; the exit status."""
-    engine, runner = make_fake_engine(num_draft_tokens=3)
+    engine, fake = make_fake_engine(num_draft_tokens=3)
+    runner: Any = fake
     launch = runner.launch
 
     def delayed(*arguments: Any) -> Any:
@@ -112,7 +113,6 @@ def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_server_ends_with_its_engine():
     def ask(client: httpx.Client) -> None:
-        # A launch with one argument too many: every step fails.
         for _ in range(3):
             body = {"prompt": PROMPT, "max_tokens": 5}
             assert client.post(COMPLETIONS, json=body).status_code == 500
@@ -136,7 +136,8 @@ def test_an_address_that_is_taken_is_found_first():
 
 
 def test_what_is_compiled_first():
-    engine, _ = make_fake_engine()
+    made, _ = make_fake_engine()
+    engine: Any = made
     asked: list[Any] = []
     engine.warm_up = lambda sampling_params: asked.append(list(sampling_params))
     engine.announce_compiles = lambda tell: None
