@@ -3,12 +3,11 @@
 Says what is too long before the engine sees it: vLLM's clients ask for the number.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.chat_template import ChatTemplate
 from jaxspec.config import EngineConfig
-from jaxspec.errors import RequestError, check_choice, wrong_argument
+from jaxspec.errors import RequestError, check_choice, refuse, wrong_argument
 from jaxspec.inputs import TokensPrompt
 from jaxspec.serve.protocol import (
     MAX_TEXTS,
@@ -96,16 +95,14 @@ class Prompts:
                 parameter="continue_final_message",
                 value=True,
             )
-        variables: Mapping[str, Any] = body.chat_template_kwargs or {}
-        if body.documents is not None:
-            variables = {"documents": body.documents, **variables}
+        refuse("documents", body.documents)
         return self._tokenizer.write_chat(
             messages,
             add_generation_prompt=body.add_generation_prompt
             and not body.continue_final_message,
             continue_final_message=body.continue_final_message,
             chat_template=self._template(body.chat_template),
-            chat_template_kwargs=variables,
+            chat_template_kwargs=body.chat_template_kwargs,
         )
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -134,7 +131,7 @@ class Prompts:
         body: GenerationBody,
         max_tokens: int | None,
     ) -> TokensPrompt:
-        token_ids = self._cut(token_ids, body)
+        token_ids = self._cut(token_ids, body, max_tokens or 1)
         longest = self._config.max_model_len
         if len(token_ids) + (max_tokens or 1) > longest:
             is_room = len(token_ids) < longest
@@ -146,7 +143,9 @@ class Prompts:
             prompt["cache_salt"] = body.cache_salt
         return prompt
 
-    def _cut(self, token_ids: list[int], body: GenerationBody) -> list[int]:
+    def _cut(
+        self, token_ids: list[int], body: GenerationBody, num_asked: int
+    ) -> list[int]:
         keep = body.truncate_prompt_tokens
         side = body.truncation_side or "left"
         check_choice(RequestError, "truncation_side", side, ("left", "right"))
@@ -156,7 +155,7 @@ class Prompts:
             allowed = "at least 1, or -1 for what the context holds"
             raise wrong_argument(RequestError, "truncate_prompt_tokens", allowed, 0)
         if keep == -1:
-            keep = self._config.max_model_len - (body.max_tokens or 1)
+            keep = max(self._config.max_model_len - num_asked, 1)
         if keep > self._config.max_model_len:
             allowed = f"at most max_model_len={self._config.max_model_len}"
             raise wrong_argument(RequestError, "truncate_prompt_tokens", allowed, keep)
