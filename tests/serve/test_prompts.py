@@ -107,7 +107,7 @@ def test_a_message_cannot_end_its_turn():
 
 
 def test_templates_of_requests():
-    asked = {"chat_template": "{{ word }}{{ messages[0]['content'] }}"}
+    asked: dict[str, Any] = {"chat_template": "{{ word }}{{ messages[0]['content'] }}"}
     found = chat([USER], **asked, chat_template_kwargs={"word": "So: "})
     assert found["prompt"] == "So: Hello"
     with pytest.raises(UnsupportedError, match="documents"):
