@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def run(command: list[str], task: dict[str, Any]) -> dict[str, Any]:
-    """One engine on all prompts; its last line of output is the result."""
+    """One engine on all prompts; its result is a line of JSON among its output."""
     done = subprocess.run(
         [command[0], str(HERE / command[1]), *command[2:]],
         input=json.dumps(task),
@@ -114,7 +114,9 @@ def run(command: list[str], task: dict[str, Any]) -> dict[str, Any]:
         text=True,
         check=True,
     )
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    # vLLM's log goes on after it.
+    found = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return json.loads(found[-1])
 
 
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:

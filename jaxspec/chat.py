@@ -8,13 +8,16 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxspec.errors import RequestError, wrong_argument
+from jaxspec.errors import RequestError, check_utf8, wrong_argument
 from jaxspec.pieces import END_OF_TURN, START_OF_TURN
 
 # Lone surrogates: UTF-8 has none, so no message can hold a mark of its own.
 _FIRST_MARK = 0xD800
 _ROLES = {"user": "user", "assistant": "model", "model": "model"}
 _NAME = re.compile(r"[\w.-]+")
+
+# Of lists and dicts in messages and variables.
+MAX_DEPTH = 64
 
 Message = dict[str, Any]
 
@@ -43,18 +46,14 @@ class Marks:
         """Mark only what a special piece can begin with."""
         return text.translate(self._on_first)
 
+    def on_pieces(self, text: str) -> str:
+        """Mark the special pieces that it spells, and nothing else."""
+        parts = self.split(text)
+        parts[1::2] = map(self.on, parts[1::2])
+        return "".join(parts)
+
     def off(self, text: str) -> str:
         return text.translate(self._off)
-
-
-def check_text(name: str, text: str) -> str:
-    """Return `text` if UTF-8 can encode it."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        allowed = "text that UTF-8 can encode"
-        raise wrong_argument(RequestError, name, allowed, text, str(error)) from error
-    return text
 
 
 def read_messages(messages: object) -> list[Message]:
@@ -86,9 +85,11 @@ def read_variables(variables: object) -> dict[str, Any]:
     ):
         raise wrong_argument(RequestError, name, allowed, variables)
     try:
-        return map_texts(variables, lambda text: check_text(name, text))
+        return map_texts(variables, lambda text: check_utf8(RequestError, name, text))
     except RequestError as error:
-        raise wrong_argument(RequestError, name, allowed, variables) from error
+        raise RequestError(
+            f"{name} must be {allowed}: {error}", parameter=name, value=variables
+        ) from error
 
 
 def _read_message(name: str, message: object) -> Message:
@@ -100,7 +101,7 @@ def _read_message(name: str, message: object) -> Message:
         raise wrong_argument(RequestError, f"{name}['role']", _one_of(_ROLES), role)
     content = _content(f"{name}['content']", message.get("content"))
     whole = {**message, "content": content}
-    return map_texts(whole, lambda text: check_text(name, text))
+    return map_texts(whole, lambda text: check_utf8(RequestError, name, text))
 
 
 def _content(name: str, content: object) -> str:
@@ -118,12 +119,15 @@ def _content(name: str, content: object) -> str:
     raise wrong_argument(RequestError, name, allowed, content)
 
 
-def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+def map_texts(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
     """Copy plain data with its texts changed; names of roles and fields stay.
 
     Raises:
-        RequestError: There is something in it that is no plain data.
+        RequestError: There is something in it that is no plain data, or too deep.
     """
+    if depth > MAX_DEPTH:
+        allowed = f"nested {MAX_DEPTH} deep at most"
+        raise wrong_argument(RequestError, "messages", allowed, "more")
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -131,10 +135,10 @@ def map_texts(value: Any, change: Callable[[str], str]) -> Any:
         for key, item in value.items():
             is_name = key in ("role", "type") and _NAME.fullmatch(str(item))
             key = str(key) if _NAME.fullmatch(str(key)) else change(str(key))
-            copy[key] = item if is_name else map_texts(item, change)
+            copy[key] = item if is_name else map_texts(item, change, depth + 1)
         return copy
     if isinstance(value, (list, tuple)):
-        return [map_texts(item, change) for item in value]
+        return [map_texts(item, change, depth + 1) for item in value]
     if value is None or isinstance(value, (bool, int, float)):
         return value
     allowed = "made of dicts, lists, strings and numbers"

@@ -17,9 +17,15 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jaxspec.chat import Marks, Message, check_text, map_texts
+from jaxspec.chat import Marks, Message, map_texts
 from jaxspec.config import read_json
-from jaxspec.errors import ArgumentError, ConfigError, RequestError, wrong_argument
+from jaxspec.errors import (
+    ArgumentError,
+    ConfigError,
+    RequestError,
+    check_utf8,
+    wrong_argument,
+)
 from jaxspec.pieces import END_OF_TURN, folder_files
 from jaxspec_checkpoints.files import expand
 
@@ -83,22 +89,23 @@ class ChatTemplate:
             last = messages[-1] | {"content": messages[-1]["content"] + f"{_CUT} "}
             messages = [*messages[:-1], last]
         plain = self._render(messages, {**values, **variables})
-        check_text(f"What {self.source} writes", plain)
+        check_utf8(RequestError, f"What {self.source} writes", plain)
         if marks is None:
             return plain
-        marked = ""
-        for mark in (marks.on, marks.on_first):
+        own: list[str] | None = None
+        for mark in (marks.on, marks.on_first, marks.on_pieces):
+            hidden = {**values, **map_texts(variables, mark)}
             try:
-                known = {**values, **map_texts(variables, mark)}
-                marked = self._render(map_texts(messages, mark), known)
+                marked = self._render(map_texts(messages, mark), hidden)
             except RequestError:
                 continue  # it refuses the marks, not the messages
-            if marks.off(marked) == plain:
+            found = marks.split(marked)[1::2]
+            # The first two leave it nothing of which a piece could be made. It may look
+            # for something that they hide; then it must write the same without them.
+            is_safe = mark != marks.on_pieces or found == own
+            if is_safe and marks.off(marked) == plain:
                 return marked
-        # The template looks for something in the messages that marks have hidden. If it
-        # writes the same special pieces without seeing theirs, all of them are its own.
-        if marked and marks.split(marked)[1::2] == marks.split(plain)[1::2]:
-            return plain
+            own = found
         raise RequestError(
             f"{self.source} reads what the messages say, and they spell pieces such as "
             f"{END_OF_TURN}: its own cannot be told from theirs. Take them out of the "

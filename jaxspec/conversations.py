@@ -69,8 +69,17 @@ def write_conversations(
     if conversations and isinstance(conversations[0], Mapping):
         conversations = [conversations]
     prompts: list[TokensPrompt] = []
-    for conversation in conversations:
-        text, token_ids = tokenizer.write_chat(conversation, **own)
+    for position, conversation in enumerate(conversations):
+        try:
+            text, token_ids = tokenizer.write_chat(conversation, **own)
+        except RequestError as error:
+            if len(conversations) == 1:
+                raise
+            raise RequestError(
+                f"Conversation {position} of {len(conversations)}: {error}",
+                parameter=error.parameter,
+                value=error.value,
+            ) from error
         # The ids decide: in the text a message may spell a turn marker.
         prompts.append({"prompt": text, "prompt_token_ids": token_ids})
     return prompts

@@ -72,6 +72,16 @@ def refuse(name: str, value: object) -> None:
         )
 
 
+def check_utf8(error: type[ArgumentError], name: str, text: str) -> str:
+    """Return `text` if UTF-8 can encode it: a lone surrogate has no bytes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as cause:
+        allowed = "text that UTF-8 can encode"
+        raise wrong_argument(error, name, allowed, text, str(cause)) from cause
+    return text
+
+
 def check_integer(
     error: type[ArgumentError],
     name: str,

@@ -15,6 +15,7 @@ from jaxspec.errors import (
     RequestError,
     UnsupportedError,
     check_integer,
+    check_utf8,
     wrong_argument,
 )
 
@@ -146,7 +147,7 @@ def parse_prompt(
         name, allowed = "prompt['cache_salt']", "a non-empty string"
         raise wrong_argument(RequestError, name, allowed, salt)
     if salt is not None:
-        _check_utf8("prompt['cache_salt']", salt)
+        check_utf8(RequestError, "prompt['cache_salt']", salt)
     return ParsedPrompt(text=text, token_ids=token_ids, cache_salt=salt)
 
 
@@ -176,16 +177,8 @@ def _text_and_ids(prompt: object) -> tuple[str | None, Any]:
     return text, token_ids
 
 
-def _check_utf8(name: str, text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        allowed = "text that UTF-8 can encode"
-        raise wrong_argument(RequestError, name, allowed, text, str(error)) from error
-
-
 def _encode(text: str, tokenizer: Encoder) -> list[int]:
-    _check_utf8("prompt", text)
+    check_utf8(RequestError, "prompt", text)
     token_ids = tokenizer.encode(text)
     if not token_ids:
         raise wrong_argument(RequestError, "prompt", "at least one token", text)

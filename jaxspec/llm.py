@@ -286,25 +286,28 @@ class LLM:
     ) -> list[RequestOutput]:
         """Run until all have ended; what else was enqueued is kept."""
         missing = set(request_ids) - self._finished.keys()
-        progress = Progress(len(missing), use_tqdm)
         try:
+            progress = Progress(len(missing), use_tqdm)
             with progress.watch(self.llm_engine):
                 self._run(missing, progress)
         except BaseException:
             # Also when the user interrupts: the next call must find an idle engine.
             self.llm_engine.abort_request(request_ids)
+            for request_id in request_ids:
+                self._finished.pop(request_id, None)
             raise
         lost = [one for one in request_ids if one not in self._finished]
-        found = [self._finished.pop(one) for one in request_ids if one not in lost]
         if lost:
+            found = [one for one in request_ids if one not in lost]
+            self._enqueued = found + self._enqueued
             raise RequestError(
                 f"Requests {', '.join(lost)} ended without an output: they were "
                 "aborted, or a call before this one failed and ended all that ran. "
-                "Enqueue them again.",
+                "Enqueue them again; the next wait_for_completion() has the others.",
                 parameter="request_id",
                 value=lost,
             )
-        return found
+        return [self._finished.pop(one) for one in request_ids]
 
     def _run(self, missing: set[str], progress: Progress) -> None:
         """Step the engine until it is idle."""

@@ -260,6 +260,10 @@ class SamplingParams:
         self._number("presence_penalty", low=-2, high=2)
         self._number("frequency_penalty", low=-2, high=2)
         self._number("repetition_penalty", low=0, open_low=True)
+        if not 2**-126 <= self.repetition_penalty < 2**127:
+            allowed = "above 0 and a number that float32 holds"
+            given = self.repetition_penalty
+            raise wrong_argument(RequestError, "repetition_penalty", allowed, given)
         self._number("temperature", low=0, high=2)
         self._number("top_p", low=0, high=1, open_low=True)
         self._number("min_p", low=0, high=1)
@@ -271,6 +275,9 @@ class SamplingParams:
         if self.seed is not None:
             hint = "Text i of n has the seed + i." if self.n > 1 else ""
             self._integer("seed", low=-(2**63), high=2**63 - self.n, hint=hint)
+            if self.seed < -1 <= self.seed + self.n - 1:
+                allowed = "such that no text of n has the seed -1, which is none"
+                raise wrong_argument(RequestError, "seed", allowed, self.seed, hint)
         for name in _FLAGS:
             check_flag(RequestError, name, getattr(self, name))
         if not isinstance(self.output_kind, RequestOutputKind):

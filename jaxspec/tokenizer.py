@@ -6,12 +6,12 @@ Knows nothing about requests; text that arrives piece by piece is put together i
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, no_type_check
 
 from jaxspec.chat import GemmaTurns, Marks, read_messages, read_variables
 from jaxspec.chat_template import ChatTemplate, folder_template, given_template
 from jaxspec.config import PAIR_HINT
-from jaxspec.errors import ConfigError, RequestError
+from jaxspec.errors import ConfigError, RequestError, check_flag
 from jaxspec.pieces import END_OF_TURN, START_OF_TURN, Pieces, read_pieces
 
 
@@ -176,6 +176,7 @@ class Tokenizer:
         )
         return token_ids if tokenize else text
 
+    @no_type_check  # it has its own checks, with better errors
     def write_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -204,6 +205,12 @@ class Tokenizer:
                 template refuses the messages.
             ConfigError: The template cannot be used.
         """
+        for name, flag in (
+            ("add_generation_prompt", add_generation_prompt),
+            ("continue_final_message", continue_final_message),
+            ("parse_special_tokens", parse_special_tokens),
+        ):
+            check_flag(RequestError, name, flag)
         if continue_final_message and add_generation_prompt:
             raise RequestError(
                 "continue_final_message=True needs add_generation_prompt=False: the "

@@ -293,6 +293,12 @@ class FakeRunner(Runner):
     def is_compiled(self, shape: StepShape) -> bool:
         return True
 
+    def drop_pages(self) -> None:
+        self.events.append(("drop_pages", self.num_launches))
+
+    def drop_weights(self, *, keep: bool) -> None:
+        self.events.append(("drop_weights", int(keep)))
+
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         self.events.append(("launch", self.num_launches))
         self.plans.append((plan, shape))

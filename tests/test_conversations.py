@@ -102,3 +102,29 @@ def test_contents_are_texts():
 def test_unknown_options():
     with pytest.raises(TypeError, match="unexpected keyword argument 'chat_templat'"):
         write([TURN], chat_templat="x")
+
+
+def test_which_conversation_is_wrong_is_said():
+    wrong = {"role": "assistant", "content": "hi"}
+    with pytest.raises(RequestError, match="Conversation 1 of 2: .*take turns"):
+        write([[TURN], [wrong]])
+    with pytest.raises(RequestError, match="^chat_template in"):
+        write([[wrong]])
+
+
+@pytest.mark.parametrize(
+    "name", ["add_generation_prompt", "continue_final_message", "parse_special_tokens"]
+)
+def test_flags_are_true_or_false(name):
+    with pytest.raises(RequestError, match=f"{name} must be True or False.*'no'"):
+        write([TURN], **{name: "no"})
+
+
+def test_what_is_nested_without_end_is_refused():
+    deep: Any = "x"
+    for _ in range(2000):
+        deep = [deep]
+    for bad in ({"chat_template_kwargs": {"x": deep}}, {}):
+        message = TURN if bad else TURN | {"more": deep}
+        with pytest.raises(RequestError):
+            write([message], chat_template="{{ x }}", **bad)

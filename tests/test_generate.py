@@ -220,6 +220,8 @@ def test_a_raw_prompt_stays_as_it_is():
 def test_a_whole_run(engine, monkeypatch, capsys):
     # Only the models are others than named: loading is `LLMEngine`'s to test.
     monkeypatch.setattr(generate, "LLMEngine", lambda config: engine)
+    ended: list[LLMEngine] = []
+    monkeypatch.setattr(engine, "shutdown", lambda: ended.append(engine))
     options = argparse.Namespace(
         prompt="+*%,",
         is_chat=False,
@@ -239,6 +241,7 @@ def test_a_whole_run(engine, monkeypatch, capsys):
         is_compared=True,
     )
     generate.run(options)
+    assert ended == [engine]
     shown = capsys.readouterr()
     setting = "jaxspec/tiny-gemma2, float32 on cpu, K = 2, temperature 0.7, seed 0"
     text, _, below = shown.out.partition(f"\n\n{setting}\n")

@@ -313,7 +313,25 @@ def test_enqueued_prompts_that_are_gone_are_named(llm: LLM):
     llm.llm_engine.abort_request([ids[1]])
     with pytest.raises(RequestError, match="Requests 1 ended without an output"):
         llm.wait_for_completion(use_tqdm=False)
+    # The others are not lost with it.
+    assert texts(llm.wait_for_completion(use_tqdm=False)) == ["a", "c"]
     assert llm.wait_for_completion(use_tqdm=False) == []
+
+
+@pytest.mark.parametrize("fails", ["bar", "interrupt"])
+def test_nothing_is_kept_of_a_call_that_failed(llm: LLM, fails: str):
+    def broken(**_: object) -> None:
+        raise ZeroDivisionError
+
+    if fails == "bar":
+        with pytest.raises(ZeroDivisionError):
+            llm.generate(["a", "b"], use_tqdm=broken)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["interrupt", "b"], use_tqdm=False)
+    assert not engine_of(llm).waiting
+    assert not llm._finished
+    assert texts(llm.generate(["cd"], use_tqdm=False)) == ["dc"]
 
 
 def test_an_interrupted_wait_leaves_nothing_running(llm: LLM):

@@ -310,3 +310,17 @@ def test_a_clone_is_independent():
     assert params.stop == ["a"]
     assert copy.copy(params) == params
     assert pickle.loads(pickle.dumps(params)) == params
+
+
+def test_no_text_of_several_has_the_seed_that_stands_for_none():
+    for seed in (-3, 0, None):
+        SamplingParams(n=2, seed=seed)
+    for count in (2, 5):
+        with pytest.raises(RequestError, match="seed must be such that no text"):
+            SamplingParams(n=count, seed=-2)
+
+
+@pytest.mark.parametrize("wrong", [1e-50, 1e39])
+def test_a_repetition_penalty_that_float32_does_not_hold(wrong):
+    with pytest.raises(RequestError, match="repetition_penalty.*float32"):
+        SamplingParams(repetition_penalty=wrong)

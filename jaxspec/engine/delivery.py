@@ -38,6 +38,11 @@ class Stream:
     num_tokens: int = 0
     parent: tuple[Parent, int] | None = None
 
+    @property
+    def parent_or_none(self) -> Parent | None:
+        """Whose text it is, where several are asked for."""
+        return None if self.parent is None else self.parent[0]
+
 
 class Delivery:
     """Turns progress into outputs.

@@ -18,6 +18,7 @@ from jaxspec.engine.parent import Parent
 from jaxspec.engine.request import Request
 from jaxspec.engine.token_masks import Reading
 from jaxspec.errors import (
+    ConfigError,
     RequestError,
     UnsupportedError,
     check_integer,
@@ -25,8 +26,8 @@ from jaxspec.errors import (
 )
 from jaxspec.inputs import ParsedPrompt, parse_prompt
 from jaxspec.outputs import RequestSpecDecodeMetrics, RequestStateStats
-from jaxspec.program.plan import RULES, Features
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.program.plan import MAX_STOP_IDS, RULES, Features
+from jaxspec.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxspec.tokenizer import Tokenizer
 
 # Fields of vLLM that change what is generated or told, and why they do not here.
@@ -57,6 +58,7 @@ class Intake:
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer):
         self._config, self._tokenizer = config, tokenizer
         ends = (*config.model_config.eos_token_ids, *tokenizer.turn_end_ids)
+        _check_ends(ends)
         self._grammars = GrammarCompiler(
             tokenizer, config.model_config.vocab_size, ends
         )
@@ -153,6 +155,9 @@ class Intake:
             max_logprobs=config.max_logprobs,
         )
         check_supported(params)
+        # The device counts in 32 bits; beyond these, more changes nothing.
+        params.top_k = min(params.top_k, config.model_config.vocab_size)
+        params.min_tokens = min(params.min_tokens, config.max_model_len)
         return params
 
     @no_type_check
@@ -252,6 +257,18 @@ class Intake:
             return named
         ends = self._config.model_config.eos_token_ids
         return tuple(dict.fromkeys((*ends, *self._tokenizer.turn_end_ids, *named)))
+
+
+def _check_ends(ends: tuple[int, ...]) -> None:
+    most = MAX_STOP_IDS - MAX_STOP_TOKEN_IDS
+    if len(set(ends)) > most:
+        raise ConfigError(
+            f"The model ends texts with {len(set(ends))} token ids, and there is room "
+            f"for {most} beside {MAX_STOP_TOKEN_IDS} stop_token_ids: name fewer as "
+            "eos_token_id in generation_config.json.",
+            parameter="eos_token_id",
+            value=ends,
+        )
 
 
 def check_supported(params: SamplingParams) -> None:

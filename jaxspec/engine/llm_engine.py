@@ -17,11 +17,12 @@ from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.parent import Parent
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Launch, Scheduler
-from jaxspec.engine.sleeping import Sleep
+from jaxspec.engine.sleeping import Sleep, check_level
 from jaxspec.engine.stats import EngineStats
 from jaxspec.errors import (
     ConfigError,
     RequestError,
+    check_integer,
     refuse,
 )
 from jaxspec.metrics import Metric
@@ -246,7 +247,8 @@ class LLMEngine:
             parent = self._parents.pop(one, None)
             for name in [one] if parent is None else parent.children:
                 stream = self._delivery.streams.get(name)
-                if stream is not None and (stream.parent is None or parent is not None):
+                # A child's id may have gone to somebody else when it had ended.
+                if stream is not None and stream.parent_or_none is parent:
                     self.scheduler.finish(stream.request, "abort", None)
                     self._delivery.close(stream.request)
 
@@ -293,6 +295,7 @@ class LLMEngine:
         Raises:
             RequestError: Requests run, or another level.
         """
+        check_level(level)
         count = self.get_num_unfinished_requests()
         if count:
             raise RequestError(
@@ -303,6 +306,7 @@ class LLMEngine:
         self.reset_prefix_cache()
         self._sleep.begin(level)
 
+    @no_type_check  # `Sleep` checks, with better errors
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Bring back what `sleep` freed: outputs are then the same as before.
 
@@ -337,6 +341,8 @@ class LLMEngine:
             RequestError: As for `add_request`.
             NotImplementedError: As for `add_request`.
         """
+        if prompt_tokens is not None:
+            check_integer(RequestError, "prompt_tokens", prompt_tokens, low=1)
         wanted = [Features()]
         for params in sampling_params:
             features = self._intake.features(params)
@@ -348,13 +354,20 @@ class LLMEngine:
                 self.runner.executable(shape)
 
     def shutdown(self) -> None:
-        """End all requests and wait for the device."""
+        """End all requests, wait for the device and free its memory.
+
+        The engine sleeps then: `wake_up` reads the weights again.
+        """
         self.abort_request([*self._parents, *self._delivery.streams])
         self._drain()
+        self.reset_prefix_cache()
+        self._sleep.begin(2)
 
     def _drain(self) -> None:
         """Wait for what was launched for requests that have all ended."""
-        self._planned = None
+        if self._planned is not None:
+            self.scheduler.discard(self._planned)
+            self._planned = None
         while self._launched:
             launch, result, _ = self._launched.popleft()
             self.runner.fetch(result, launch.shape)

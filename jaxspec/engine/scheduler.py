@@ -77,11 +77,23 @@ class Scheduler:
 
     def plan(self) -> Launch | None:
         """Plan the next launch; None when nothing can be done before a read."""
+        launch, is_held = self._plan(None)
+        # Prompts made way for those who stream, and of those nobody finds a page.
+        return self._plan(self._most_tiles())[0] if is_held else launch
+
+    def _plan(self, room: int | None) -> tuple[Launch | None, bool]:
+        """A launch, and whether one with more room for prompts would do more.
+
+        Args:
+            room: Tiles of prompts that it may take along; None for what is fair.
+        """
+        charged_s = None
         limit = self.controller.limit(len(self.running) + bool(self.waiting))
         rows, wanted = self.rows.decodable(limit)
         plain = shape = self._shape(rows, wanted)
         prefilling = [r for r in self.running if r.status is Status.PREFILL]
-        room, charged_s = self._room(plain, rows, is_prefilling=bool(prefilling))
+        if room is None:
+            room, charged_s = self._room(plain, rows, is_prefilling=bool(prefilling))
         going_on = _going_on(prefilling, room)
         growing = self._growing(rows, plain.num_draft_tokens)
         updates, sitting_out = self._secure(growing + going_on)
@@ -101,14 +113,14 @@ class Scheduler:
         while sitting_out is None and work.room and self._admit(work):
             pass
         if not len(rows) and not work.tiles:
-            return None
+            return None, sitting_out is not None and not room
         if work.tiles:
             shape = self._shape(rows, wanted, work)
         if sitting_out is not None:
             # Pages were taken for the drafts of all: a plan of fewer may not list them.
             sizes = plain.num_seqs, plain.num_draft_tokens
             shape = replace(shape, num_seqs=sizes[0], num_draft_tokens=sizes[1])
-        return self._launch(rows, wanted, shape, work, charged_s)
+        return self._launch(rows, wanted, shape, work, charged_s), False
 
     def _most_tiles(self) -> int:
         budget = min(self.config.max_num_batched_tokens, CHUNK_LADDER[-1])

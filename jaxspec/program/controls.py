@@ -185,7 +185,7 @@ def adjust(
         seen = _count_drafts(spread, drafts, before, part[0])
         logits = _penalize(logits, *seen, effects.penalties)
         logits = logits + spread.bias[:, None]
-        return _forbid_bad_words(logits, effects, drafts, before, part)
+        return _forbid_bad_words(logits, effects, drafts, before, (*part, axes))
 
     split = backend.split(run, (rows, columns, whole), rows)
     small = dataclasses.replace(effects, spread=None)
@@ -229,14 +229,23 @@ def _forbid_bad_words(
     before: Int[Array, " width"],
     part: tuple,
 ) -> Float[Array, "seq width vocab"]:
-    """Mask a word's last token where the tokens before are the word's others."""
+    """Mask a word's last token where the tokens before are the word's others.
+
+    Where that leaves no token of those that are allowed, words are not forbidden: what
+    followed would be one that is not.
+    """
+    first, size, axes = part
     seqs, width, _ = logits.shape
     tokens = jnp.concatenate([effects.tail, drafts], axis=1)
     window = before[:, None] + jnp.arange(_TAIL, dtype=jnp.int32)[None]
     newest = tokens[:, window][:, :, None]  # [seq, width, 1, tail]
     start, last = effects.bad_words[:, None, :, :-1], effects.bad_words[:, None, :, -1]
     is_match = ((start == newest) | (start == NO_TOKEN)).all(axis=-1)
-    column = _columns(jnp.where(is_match, last, NO_TOKEN), part)
+    column = _columns(jnp.where(is_match, last, NO_TOKEN), (first, size))
     seq = jnp.arange(seqs, dtype=jnp.int32)[:, None, None]
     row = jnp.arange(width, dtype=jnp.int32)[None, :, None]
-    return logits.at[seq, row, column].set(-jnp.inf, mode="drop")
+    kept = logits.at[seq, row, column].set(-jnp.inf, mode="drop")
+    is_left = (kept > -jnp.inf).any(axis=2, keepdims=True)
+    if axes is not None:
+        is_left = jax.lax.pmax(is_left.astype(jnp.int32), axes) > 0
+    return jnp.where(is_left, kept, logits)

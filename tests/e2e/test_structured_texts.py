@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+import jaxspec.engine.loading
 from jaxspec.llm import LLM
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
+from tests.engines import OneShapeRunner
 
 SCHEMA = {
     "type": "object",
@@ -91,7 +93,9 @@ def write(temperature: float, **draft: Any) -> list[RequestOutput]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_every_text_fits_its_form_and_drafts_change_nothing(temperature):
+def test_every_text_fits_its_form_and_drafts_change_nothing(temperature, monkeypatch):
+    # Every shape is tested elsewhere; here most of the time would go to compiling them.
+    monkeypatch.setattr(jaxspec.engine.loading, "Runner", OneShapeRunner)
     plain = write(temperature)
     drafted = write(
         temperature,

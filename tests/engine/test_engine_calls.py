@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxspec.engine.llm_engine
@@ -152,3 +153,92 @@ def test_a_profile_is_written(tmp_path: Path):
     jax.block_until_ready(jnp.arange(4) + 1)
     runner.stop_profile()
     assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_prompts_go_on_where_nobody_who_streams_finds_a_page():
+    """B has no page left for its drafts, and A's prompt holds the rest of them."""
+    engine, runner = make_fake_engine(
+        list(range(2, 16)),
+        num_pages=27,
+        num_draft_tokens=8,
+        max_num_batched_tokens=64,
+        scheduling_policy="priority",
+    )
+    random = np.random.default_rng(0)
+    prompts = [random.integers(2, 16, count).tolist() for count in (67, 33)]
+    engine.add_request("B", prompts[0], SamplingParams(max_tokens=29), priority=1)
+    engine.step()
+    engine.add_request("A", prompts[1], SamplingParams(max_tokens=20), priority=0)
+    for _ in range(300):
+        engine.step()
+    assert not engine.has_unfinished_requests()
+    assert engine.stats.num_preemptions
+
+
+def test_an_id_that_was_a_texts_is_somebody_elses():
+    engine, _ = make_fake_engine(num_draft_tokens=0)
+    stops = SamplingParams(n=2, max_tokens=30, seed=3)
+    engine.add_request("x", PROMPT, stops)
+    engine.step()
+    # Text 0 has ended, as at a stop of its own.
+    stream = engine._delivery.streams["0_x"]
+    engine.scheduler.finish(stream.request, "stop", None)
+    engine._delivery.close(stream.request)
+    engine.add_request("0_x", PROMPT, SamplingParams(max_tokens=4))
+    engine.abort_request("x")
+    assert list(run_all(engine)) == ["0_x"]
+
+
+def test_pages_of_a_plan_that_never_ran_are_not_found(monkeypatch):
+    engine, runner = make_fake_engine(num_draft_tokens=0)
+    engine.add_request("a", PROMPT, SamplingParams(max_tokens=9))
+    engine.step()
+    # The next shape is not compiled: its launch is planned and has to wait.
+    monkeypatch.setattr(runner, "is_compiled", lambda shape: not shape.chunk)
+    engine.add_request("b", list(range(2, 14)), SamplingParams(max_tokens=9))
+    while engine._planned is None or not engine._planned.plan.tiles:
+        engine.step()
+    launches = runner.num_launches
+    assert engine._planned.registered
+    engine.shutdown()
+    assert runner.num_launches == launches
+    monkeypatch.undo()
+    engine._sleep.level, engine._sleep._asleep = 0, set()
+    engine.add_request("c", list(range(2, 14)), SamplingParams(max_tokens=9))
+    outputs = run_all(engine)["c"]
+    assert outputs[-1].num_cached_tokens == 0
+
+
+def test_numbers_beyond_32_bits_are_like_none():
+    engine, _ = make_fake_engine()
+    engine.add_request("other", PROMPT, SamplingParams(max_tokens=20))
+    engine.step()
+    huge = SamplingParams(
+        top_k=2**40, min_tokens=2**40, max_tokens=None, temperature=0.5
+    )
+    engine.add_request("huge", PROMPT, huge)
+    ended = {name: one[-1].outputs[0] for name, one in run_all(engine).items()}
+    assert {one.finish_reason for one in ended.values()} == {"length"}
+    count = engine.config.max_model_len - len(PROMPT)
+    assert len(ended["huge"].token_ids) == count
+
+
+@pytest.mark.parametrize("wrong", [0, -5, "9"])
+def test_a_warm_up_for_prompts_of_no_length(wrong: Any):
+    engine, runner = make_fake_engine()
+    with pytest.raises(RequestError, match="prompt_tokens"):
+        engine.warm_up(wrong)
+    assert not runner.num_compiles
+
+
+def test_levels_and_parts_of_a_sleep_are_checked_first():
+    engine, runner = make_fake_engine()
+    run_one(engine, SamplingParams(max_tokens=9))
+    with pytest.raises(RequestError, match="level"):
+        engine.sleep(0)
+    # Nothing was forgotten: the prompt's pages are found again.
+    engine.add_request("again", PROMPT * 4, SamplingParams(max_tokens=9))
+    run_all(engine)
+    wrong: Any = "weights"
+    with pytest.raises(RequestError, match="tags must be a list.*'weights'"):
+        engine.wake_up(wrong)

@@ -6,7 +6,7 @@ import pytest
 
 from jaxspec.engine.intake import Intake, check_supported
 from jaxspec.engine.request import Request
-from jaxspec.errors import RequestError, UnsupportedError
+from jaxspec.errors import ConfigError, RequestError, UnsupportedError
 from jaxspec.program.plan import COUPLED, STANDARD, Features, TokenControls
 from jaxspec.sampling_params import (
     RequestOutputKind,
@@ -186,3 +186,11 @@ def test_what_the_engine_does_is_not_refused():
             extra_args={"num_speculative_tokens": 2},
         )
     )
+
+
+def test_a_model_with_more_ends_than_there_is_room_for(monkeypatch):
+    config = make_config()
+    ends = StubTokenizer(config.model_config.vocab_size)
+    monkeypatch.setattr(type(ends), "turn_end_ids", tuple(range(2, 11)))
+    with pytest.raises(ConfigError, match="ends texts with 10 token ids.*room for 8"):
+        Intake(config, ends)

@@ -373,6 +373,9 @@ def test_shutdown_reads_what_is_launched():
     kinds = [kind for kind, _ in runner.events]
     assert kinds.count("launch") == kinds.count("fetch")
     assert_idle(engine)
+    assert kinds[-2:] == ["drop_pages", "drop_weights"]
+    with pytest.raises(RequestError, match="sleeps"):
+        engine.add_request("late", PROMPT, SamplingParams())
 
 
 def test_what_was_launched_for_aborted_requests_keeps_no_engine_awake():

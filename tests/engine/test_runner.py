@@ -94,6 +94,7 @@ def test_nothing_is_compiled_after_the_warm_up():
         num_draft_tokens=2,
         max_num_seqs=2,
         max_num_batched_tokens=32,
+        draft_sample_method="greedy",  # smaller programs
     )
     engine.warm_up()
     compiles = engine.runner.num_compiles

@@ -159,6 +159,23 @@ def test_bad_words_forbid_their_last_token_only():
     np.testing.assert_array_equal(found[kept], made.logits[kept])
 
 
+@pytest.mark.parametrize("shards", [1, 8])
+def test_where_bad_words_leave_nothing_that_is_allowed_it_may_come(shards):
+    allowed, row = (5, 40), 1
+    words = (5,), (40,)
+    asked = [
+        TokenControls(allowed=allowed, bad_words=words),
+        TokenControls(bad_words=words),
+    ]
+    made = make_round(list(asked))
+    found = made.adjusted(Backend(mesh=make_mesh(shards), mesh_axes=TARGET_MESH_AXES))
+    assert set(np.flatnonzero(found[0, row] > -np.inf)) == set(allowed)
+    np.testing.assert_array_equal(
+        found[0, row, list(allowed)], made.logits[0, row, list(allowed)]
+    )
+    assert set(np.flatnonzero(found[1, row] == -np.inf)) == set(allowed)
+
+
 @pytest.mark.parametrize("shards", [2, 8])
 def test_devices_that_share_the_vocabulary_agree_with_one(shards):
     made = with_bad_words(make_round([random_controls(i) for i in range(SEQS)]))
