@@ -164,7 +164,7 @@ def check_strings(error: type[ArgumentError], name: str, value: object) -> list[
     texts = [text for text in value if isinstance(text, str) and text]
     if len(texts) < len(value):
         raise wrong_argument(error, name, allowed, value)
-    return texts
+    return [check_utf8(error, name, text) for text in texts]
 
 
 def check_token_ids(error: type[ArgumentError], name: str, value: object) -> list[int]:

@@ -4,6 +4,7 @@ Names are vLLM's, of today and of the older `RequestMetrics`. Knows nothing abou
 the values come about.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,12 @@ class RequestSpecDecodeMetrics:
     def empty(cls, max_draft_tokens: int) -> "RequestSpecDecodeMetrics":
         """Make the counts before the first step."""
         return cls(histogram=[0] * (max_draft_tokens + 1))
+
+    def snapshot(self) -> "RequestSpecDecodeMetrics":
+        """Copy the counts as they are now."""
+        return RequestSpecDecodeMetrics(
+            histogram=self.histogram.copy(), num_draft_tokens=self.num_draft_tokens
+        )
 
     def record_step(self, num_draft_tokens: int, num_accepted: int) -> None:
         """Count one step that proposed draft tokens."""
@@ -184,6 +191,15 @@ class RequestOutput:
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
     num_cached_tokens: int | None = None
+
+    def freeze(self) -> None:
+        """Keep the counts and times of now; the engine goes on with its own."""
+        if self.metrics is not None:
+            self.metrics = dataclasses.replace(self.metrics)
+        for completion in self.outputs:
+            if completion.spec_decode_metrics is not None:
+                counts = completion.spec_decode_metrics.snapshot()
+                completion.spec_decode_metrics = counts
 
     def add(self, next_output: "RequestOutput", aggregate: bool) -> None:
         """Merge a later output of the same request into this one.

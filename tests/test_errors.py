@@ -11,6 +11,7 @@ from jaxspec.errors import (
     check_flag,
     check_integer,
     check_number,
+    check_strings,
     wrong_argument,
 )
 
@@ -87,3 +88,9 @@ def test_only_a_listed_choice_is_allowed(value: object):
     assert check_choice(ConfigError, "mode", "a", ("a", "b")) == "a"
     with pytest.raises(ConfigError, match="mode must be one of 'a', 'b', got"):
         check_choice(ConfigError, "mode", value, ("a", "b"))
+
+
+def test_strings_have_bytes():
+    assert check_strings(RequestError, "stop", ["é", "x"]) == ["é", "x"]
+    with pytest.raises(RequestError, match="stop must be text that UTF-8 can encode"):
+        check_strings(RequestError, "stop", ["a", "\ud800"])

@@ -121,3 +121,27 @@ def test_another_index_is_added_in_order():
     first = output("b", [4], index=1)
     first.add(output("a", [9], index=0), True)
     assert [text.text for text in first.outputs] == ["a", "b"]
+
+
+def test_a_frozen_output_keeps_the_counts_of_then():
+    counts = RequestSpecDecodeMetrics.empty(3)
+    counts.record_step(3, 2)
+    stats = RequestStateStats(num_generation_tokens=3)
+    completion = CompletionOutput(
+        index=0, text="", token_ids=[], spec_decode_metrics=counts
+    )
+    output = RequestOutput(
+        request_id="a",
+        prompt=None,
+        prompt_token_ids=None,
+        outputs=[completion],
+        metrics=stats,
+    )
+    output.freeze()
+    counts.record_step(3, 1)
+    stats.num_generation_tokens += 2
+    kept = output.outputs[0].spec_decode_metrics
+    assert kept is not None
+    assert (kept.histogram, kept.num_draft_tokens) == ([0, 0, 1, 0], 3)
+    assert output.metrics is not None
+    assert output.metrics.num_generation_tokens == 3

@@ -243,6 +243,7 @@ class AsyncLLMEngine:
         for output in outputs:
             mailbox = self._mailboxes.get(output.request_id)
             if mailbox is not None:
+                output.freeze()  # whoever reads it does so while the engine goes on
                 batches.setdefault(mailbox.loop, []).append((mailbox, output))
         for loop, batch in batches.items():
             _tell(loop, _put_all, batch)

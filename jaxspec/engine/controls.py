@@ -6,7 +6,7 @@ fixed sizes. Beyond them is an error here, before any device work.
 
 from typing import Protocol, runtime_checkable
 
-from jaxspec.errors import RequestError, check_utf8, wrong_argument
+from jaxspec.errors import RequestError, wrong_argument
 from jaxspec.program.plan import (
     MAX_BAD_WORD_LEN,
     MAX_BAD_WORDS,
@@ -66,7 +66,6 @@ def _bad_words(given: list[str], tokenizer: WordEncoder) -> tuple[Word, ...]:
     """Spell every word in token ids, as the start of a text and after a space."""
     words: list[Word] = []
     for text in given:
-        check_utf8(RequestError, "bad_words", text)
         bare = text.lstrip(" ")
         for form in (bare, f" {bare}") if bare else (text,):
             ids = tokenizer.encode(

@@ -30,6 +30,8 @@ from jaxspec.program.plan import MAX_STOP_IDS, RULES, Features
 from jaxspec.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxspec.tokenizer import Tokenizer
 
+# Of one request, as in vLLM: each is a request of its own.
+MAX_TEXTS = 16_384
 # Fields of vLLM that change what is generated or told, and why they do not here.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "watermarking": (None, "tokens follow the target's own distribution"),
@@ -155,6 +157,9 @@ class Intake:
             max_logprobs=config.max_logprobs,
         )
         check_supported(params)
+        if params.n > MAX_TEXTS:
+            allowed = f"at most {MAX_TEXTS}"
+            raise wrong_argument(RequestError, "n", allowed, params.n)
         # The device counts in 32 bits; beyond these, more changes nothing.
         params.top_k = min(params.top_k, config.model_config.vocab_size)
         params.min_tokens = min(params.min_tokens, config.max_model_len)

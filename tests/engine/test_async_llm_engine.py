@@ -28,7 +28,8 @@ def serve(use: Use, *, delay_s: float = 0.0, **changes: Any) -> AsyncLLMEngine:
         time.sleep(delay_s)
         return launch(*arguments)
 
-    runner.launch = delayed
+    patched: Any = runner
+    patched.launch = delayed
     serving = AsyncLLMEngine(engine)
 
     async def run() -> None:
@@ -50,8 +51,8 @@ def serve(use: Use, *, delay_s: float = 0.0, **changes: Any) -> AsyncLLMEngine:
 async def outputs_of(
     serving: AsyncLLMEngine, request_id: str, **params: Any
 ) -> list[RequestOutput]:
-    asked = SamplingParams(**({"max_tokens": 9} | params))
-    stream = serving.generate(PROMPT, asked, request_id)
+    params.setdefault("max_tokens", 9)
+    stream = serving.generate(PROMPT, SamplingParams(**params), request_id)
     return [output async for output in stream]
 
 

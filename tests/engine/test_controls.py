@@ -15,7 +15,6 @@ from jaxspec.program.plan import (
 )
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.tokenizer import Tokenizer
-from tests.engines import StubTokenizer
 
 TOKENIZER = Tokenizer.from_folder(jaxspec_checkpoints.bundled_target())
 EOS = TOKENIZER.eos_token_id
@@ -104,8 +103,3 @@ def test_some_token_must_be_left():
     assert controls_of(allowed_token_ids=[EOS])
     with pytest.raises(RequestError, match="min_tokens"):
         controls_of(allowed_token_ids=[EOS], min_tokens=1)
-
-
-def test_words_without_bytes_are_refused():
-    with pytest.raises(RequestError, match="bad_words must be text that UTF-8"):
-        make_controls(SamplingParams(bad_words=["\ud800"]), StubTokenizer(16), ())

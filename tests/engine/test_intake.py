@@ -194,3 +194,8 @@ def test_a_model_with_more_ends_than_there_is_room_for(monkeypatch):
     monkeypatch.setattr(type(ends), "turn_end_ids", tuple(range(2, 11)))
     with pytest.raises(ConfigError, match="ends texts with 10 token ids.*room for 8"):
         Intake(config, ends)
+
+
+def test_texts_of_one_request_are_counted_before_any_is_made():
+    with pytest.raises(RequestError, match="n must be .*16384, got 1000000000"):
+        make(n=10**9)
