@@ -261,7 +261,7 @@ def comparison(speculative: Decoded, plain: Decoded | None) -> str:
     lines = [
         f"{row[0]:<24}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in rows
     ]
-    lines.append("tokens/s: after the first token, compilation not included")
+    lines.append("tokens/s: of one run, after the first token, without compilation")
     return "\n".join(lines)
 
 
