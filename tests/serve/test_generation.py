@@ -221,13 +221,13 @@ def test_a_request_has_its_time():
         body = {"prompt": PROMPT} | ENDLESS
         response = await client.post(COMPLETIONS, json=body)
         error = error_of(response, 504, "Gateway Timeout")
-        assert "0.1 s" in error["message"]
+        assert "1 s" in error["message"]
         response = await client.post(COMPLETIONS, json=body | {"stream": True})
         *chunks, last = events_of(response.text)
         assert chunks
         assert last["error"]["code"] == 504
 
-    serve_http(ask, settings={"max_request_s": 0.1}, delay_s=0.03)
+    serve_http(ask, settings={"max_request_s": 1.0}, delay_s=0.1)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
