@@ -82,9 +82,11 @@ class AsyncLLMEngine:
             is_finished = True
             raise
         finally:
-            self._forget(mailbox)
-            if not is_finished:
-                self._loop.call(lambda engine: engine.abort_request(request_id))
+            if is_finished:
+                self._forget(mailbox)
+            else:
+                # Not by its id: that may be another request's by then.
+                self._loop.call(lambda engine: self._take_back(engine, mailbox))
 
     @no_type_check
     async def _add(

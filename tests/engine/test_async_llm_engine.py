@@ -117,6 +117,23 @@ def test_leaving_early_aborts():
     serve(use, delay_s=0.005)
 
 
+def test_leaving_a_request_that_has_ended_spares_the_next_of_its_id():
+    async def use(serving: AsyncLLMEngine) -> None:
+        params = SamplingParams(max_tokens=6)
+        left = serving.generate(PROMPT, params, "same")
+        await anext(left)
+        while await serving.get_num_unfinished_requests():
+            await asyncio.sleep(0.005)
+        # It has ended, and not all of it was read; its id is free.
+        following = serving.generate(PROMPT, SamplingParams(max_tokens=30), "same")
+        outputs = [await anext(following)]
+        await left.aclose()
+        outputs += [output async for output in following]
+        assert outputs[-1].outputs[0].text == letters(said(30))
+
+    serve(use, delay_s=0.01)
+
+
 def test_a_cancelled_task_aborts():
     async def use(serving: AsyncLLMEngine) -> None:
         for wait_s in (0.0, 0.001, 0.02):
