@@ -75,7 +75,9 @@ def law_of_texts(target: Any) -> np.ndarray:
     return law
 
 
-def make(target: Any, *, batch: int = 64, has_one_shape: bool = False) -> LLMEngine:
+def make(
+    target: Any, *, batch: int = 64, num_pages: int = 56, has_one_shape: bool = False
+) -> LLMEngine:
     """With pages for a part of what a full batch would take."""
     return make_engine(
         target,
@@ -83,7 +85,7 @@ def make(target: Any, *, batch: int = 64, has_one_shape: bool = False) -> LLMEng
         num_draft_tokens=DRAFTS,
         max_num_seqs=batch,
         max_num_batched_tokens=512,
-        num_pages=24 + batch // 2,
+        num_pages=num_pages,
         has_one_shape=has_one_shape,
         max_model_len=64,
     )
@@ -141,8 +143,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     target = make_micro(seed=3)
-    # One shape: what there is to compile should not outlast the counting.
-    engine, law = make(target, has_one_shape=True), law_of_texts(target)
+    # One shape: what there is to compile should not outlast the counting. Pages for
+    # most rows of a batch, or the counting would take twice as long.
+    engine = make(target, num_pages=152, has_one_shape=True)
+    law = law_of_texts(target)
     counts, result = [], {}
     for rule in RULES:
         counts.append(count(engine, law, rule, -(-options.texts // len(RULES))))

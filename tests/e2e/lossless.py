@@ -6,7 +6,8 @@ come from plain decoding, and HuggingFace must agree with them by a margin that 
 cannot cross; prompts with nearer ties are left out and counted.
 
 `python -m tests.e2e.lossless` plays the whole and writes
-`benchmarks/results/lossless.json`; a test plays a short cut of it.
+`benchmarks/results/lossless.json`, `--resume` what that file has not; a test plays a
+short cut of it.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,9 @@ DRAFTS = (1, 2, 3, 5, 8)
 BATCHES = (1, 8, 32)
 PATHS = ("whole", "chunked", "preempted", "prefix")
 PAGE_SIZE, LONGEST_PROMPT = 4, 96
+
+# Proposer, number of drafts, batch size, path.
+Played = tuple[str, int, int, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +152,8 @@ def on_path(engine: LLMEngine, cut: Cut, path: str) -> LLMEngine:
     return LLMEngine(config, runner=engine.runner, tokenizer=engine.tokenizer)
 
 
-def play(cut: Cut) -> Iterator[Play]:
-    """Every combination of a cut, one after the other."""
+def play(cut: Cut, played: Collection[Played] = ()) -> Iterator[Play]:
+    """Every combination of a cut that is not yet played, one after the other."""
     params = SamplingParams(
         temperature=0,
         max_tokens=cut.num_tokens,
@@ -158,11 +162,18 @@ def play(cut: Cut) -> Iterator[Play]:
     )
     prompts, texts = clear_texts(prompts_of(cut.num_prompts), params)
     for proposer, batch in itertools.product(cut.proposers, cut.batches):
+        left = [
+            (num_drafts, path)
+            for num_drafts, path in itertools.product(cut.drafts, cut.paths)
+            if (proposer, num_drafts, batch, path) not in played
+            # Alone there is nobody to give way to.
+            and (batch > 1 or path != "preempted")
+        ]
+        if not left:
+            continue
         engine = engine_for(cut, proposer, batch)
         count = min(cut.alone, len(prompts)) if batch == 1 else len(prompts)
-        for num_drafts, path in itertools.product(cut.drafts, cut.paths):
-            if batch == 1 and path == "preempted":
-                continue  # there is nobody to give way to
+        for num_drafts, path in left:
             made = on_path(engine, cut, path)
             own = params.clone()
             own.extra_args = {"num_speculative_tokens": num_drafts}
@@ -189,21 +200,30 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--resume", action="store_true", help="go on with the output")
     options = parser.parse_args()
     cut = Cut(num_prompts=options.prompts, num_tokens=options.tokens)
-    start, plays, result = time.monotonic(), [], {}
-    versions = {"jax": jax.__version__, "python": platform.python_version()}
-    for one in tqdm(play(cut), desc="combinations"):
+    result: dict[str, Any] = {
+        "cut": json.loads(json.dumps(asdict(cut))),
+        "device": jax.devices()[0].device_kind,
+        "cores": os.cpu_count(),
+        "versions": {"jax": jax.__version__, "python": platform.python_version()},
+        "seconds": 0,
+        "plays": [],
+    }
+    if options.resume:
+        before = json.loads(options.output.read_text(encoding="utf-8"))
+        for name in ("cut", "versions"):
+            assert before[name] == result[name], f"another {name}: {before[name]}"
+        result = before
+    plays, start = result["plays"], time.monotonic() - result["seconds"]
+    played = {(p["proposer"], p["num_drafts"], p["batch"], p["path"]) for p in plays}
+    for one in tqdm(play(cut, played), desc="combinations"):
         plays.append(asdict(one))
-        result = {
-            "cut": asdict(cut),
-            "device": jax.devices()[0].device_kind,
-            "cores": os.cpu_count(),
-            "versions": versions,
+        result |= {
             "seconds": round(time.monotonic() - start),
             "num_texts": sum(each["num_prompts"] for each in plays),
             "num_equal": sum(each["num_equal"] for each in plays),
-            "plays": plays,
         }
         options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({name: result[name] for name in ("num_texts", "num_equal")}))

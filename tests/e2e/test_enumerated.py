@@ -9,12 +9,12 @@ from tests.engines import make_micro
 @pytest.mark.slow
 def test_texts_come_as_often_as_the_target_says():
     target = make_micro(seed=3)
-    engine = make(target, batch=16, has_one_shape=True)
+    engine = make(target, batch=16, num_pages=32, has_one_shape=True)
     law = law_of_texts(target)
     assert law.sum() == pytest.approx(1)
     for rule in RULES:
-        found = count(engine, law, rule, 1000)
-        assert found.num_texts >= 1000
+        found = count(engine, law, rule, 4000)
+        assert found.num_texts >= 4000
         assert found.num_preemptions > 0
         assert found.num_prefix_hits > 0
         assert 0.1 < found.acceptance_rate < 0.95

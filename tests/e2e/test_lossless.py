@@ -19,7 +19,9 @@ from tests.e2e.lossless import PATHS, Cut, play
             id="short",
         ),
         pytest.param(
-            Cut(num_prompts=48, num_tokens=48, drafts=(3,), batches=(1, 8), alone=24),
+            Cut(
+                num_prompts=100, num_tokens=64, drafts=(2, 5), batches=(1, 8), alone=16
+            ),
             id="long",
             marks=pytest.mark.slow,
         ),
