@@ -88,6 +88,7 @@ class Runner:
         self.num_compiles = 0
         self.num_launches = 0
         self.announce: Callable[[str], None] | None = None
+        self.compiler_options: dict[str, bool | int | str] | None = None
         self._host_params: tuple[Params, Params | None] | None = None
         self._executables: dict[StepShape, Callable[..., Any]] = {}
         self._layouts: dict[StepShape, PlanLayout] = {}
@@ -115,7 +116,10 @@ class Runner:
             if self.announce is not None:
                 self.announce(f"Compiling {_sizes(shape)}")
             self._executables[shape] = compile_step(
-                self.program, shape, (*self.params, self.state)
+                self.program,
+                shape,
+                (*self.params, self.state),
+                self.compiler_options,
             )
             self._layouts[shape] = PlanLayout(shape, self.pool)
             self.num_compiles += 1

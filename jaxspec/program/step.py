@@ -319,12 +319,14 @@ def compile_step(
     config: ProgramConfig,
     shape: StepShape,
     arguments: tuple[Params, Params | None, EngineState],
+    compiler_options: dict[str, bool | int | str] | None = None,
 ) -> Callable[..., tuple[EngineState, Array]]:
     """Compile one executable ahead of time.
 
     Args:
         arguments: The parameters and the state (or their abstract forms), whose
             placement the executable keeps.
+        compiler_options: XLA's, by the names of its flags; those left out are its own.
     """
     size = PlanLayout(shape, config.pool).size
     whole = replicated(config.mesh)
@@ -343,4 +345,4 @@ def compile_step(
     )
     placement = jax.tree.map(lambda leaf: leaf.sharding, abstract[2])
     step = jax.jit(run, donate_argnums=(2,), out_shardings=(placement, whole))
-    return step.lower(*abstract, plan).compile()
+    return step.lower(*abstract, plan).compile(compiler_options)

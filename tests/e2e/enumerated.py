@@ -76,7 +76,7 @@ def law_of_texts(target: Any) -> np.ndarray:
 
 
 def make(
-    target: Any, *, batch: int = 64, num_pages: int = 56, has_one_shape: bool = False
+    target: Any, *, batch: int, num_pages: int, is_optimized: bool = False
 ) -> LLMEngine:
     """With pages for a part of what a full batch would take."""
     return make_engine(
@@ -86,7 +86,9 @@ def make(
         max_num_seqs=batch,
         max_num_batched_tokens=512,
         num_pages=num_pages,
-        has_one_shape=has_one_shape,
+        # What there is to compile should not outlast the counting.
+        has_one_shape=True,
+        is_optimized=is_optimized,
         max_model_len=64,
     )
 
@@ -143,9 +145,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     target = make_micro(seed=3)
-    # One shape: what there is to compile should not outlast the counting. Pages for
-    # most rows of a batch, or the counting would take twice as long.
-    engine = make(target, num_pages=152, has_one_shape=True)
+    # Pages for most rows of a batch, or the counting would take twice as long.
+    engine = make(target, batch=64, num_pages=152, is_optimized=True)
     law = law_of_texts(target)
     counts, result = [], {}
     for rule in RULES:

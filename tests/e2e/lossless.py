@@ -58,6 +58,7 @@ class Cut:
     paths: tuple[str, ...] = PATHS
     # At batch 1 rounds are many; a part of the prompts is played there.
     alone: int = 100
+    is_optimized: bool = True
 
     @property
     def max_model_len(self) -> int:
@@ -98,18 +99,18 @@ def prompts_of(count: int) -> list[list[int]]:
 
 
 def clear_texts(
-    prompts: list[list[int]], params: SamplingParams
+    cut: Cut, prompts: list[list[int]], params: SamplingParams
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts without near ties, and what plain decoding says to them."""
-    cut = LONGEST_PROMPT + (params.max_tokens or 0)
     engine = make_engine(
         pair.target(),
         max_num_seqs=32,
         page_size=PAGE_SIZE,
-        num_pages=32 * -(-cut // PAGE_SIZE),
-        max_model_len=cut,
+        num_pages=32 * cut.pages_per_seq,
+        max_model_len=cut.max_model_len,
         max_num_batched_tokens=512,
         has_one_shape=True,
+        is_optimized=cut.is_optimized,
     )
     said = tokens_of(generate(engine, prompts, params))
     kept = [
@@ -135,6 +136,7 @@ def engine_for(cut: Cut, proposer: str, batch: int) -> LLMEngine:
         max_model_len=cut.max_model_len,
         max_num_batched_tokens=128,
         has_one_shape=True,
+        is_optimized=cut.is_optimized,
     )
 
 
@@ -160,7 +162,7 @@ def play(cut: Cut, played: Collection[Played] = ()) -> Iterator[Play]:
         ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    prompts, texts = clear_texts(prompts_of(cut.num_prompts), params)
+    prompts, texts = clear_texts(cut, prompts_of(cut.num_prompts), params)
     for proposer, batch in itertools.product(cut.proposers, cut.batches):
         left = [
             (num_drafts, path)

@@ -121,6 +121,7 @@ def _runner(kind: str) -> Runner:
         mesh=first.mesh,
     )
     runner = Runner(first.config, first.mesh, first.params[0], params)
+    runner.compiler_options = first.compiler_options
     runner._executables, runner._layouts = first._executables, first._layouts
     return runner
 

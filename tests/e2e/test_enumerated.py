@@ -9,7 +9,7 @@ from tests.engines import make_micro
 @pytest.mark.slow
 def test_texts_come_as_often_as_the_target_says():
     target = make_micro(seed=3)
-    engine = make(target, batch=16, num_pages=32, has_one_shape=True)
+    engine = make(target, batch=16, num_pages=32)
     law = law_of_texts(target)
     assert law.sum() == pytest.approx(1)
     for rule in RULES:

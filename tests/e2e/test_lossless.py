@@ -15,12 +15,18 @@ from tests.e2e.lossless import PATHS, Cut, play
                 proposers=("ngram+draft_model",),
                 drafts=(3,),
                 batches=(8,),
+                is_optimized=False,
             ),
             id="short",
         ),
         pytest.param(
             Cut(
-                num_prompts=100, num_tokens=64, drafts=(2, 5), batches=(1, 8), alone=16
+                num_prompts=100,
+                num_tokens=64,
+                drafts=(2, 5),
+                batches=(1, 8),
+                alone=16,
+                is_optimized=False,
             ),
             id="long",
             marks=pytest.mark.slow,

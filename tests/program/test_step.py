@@ -3,6 +3,7 @@
 Its results are tested in `tests/e2e`.
 """
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -122,13 +123,26 @@ def check_program(engine: LLMEngine, shape: StepShape) -> str:
     return str(program)
 
 
+@functools.cache
+def users_engine(dtype: str) -> LLMEngine:
+    """Compiled as for users; in bfloat16, a CPU keeps pages as uint16."""
+    return make_engine(
+        pair.target(),
+        pair.draft("noisy"),
+        num_draft_tokens=3,
+        dtype=dtype,
+        is_optimized=True,
+        **pair.SETTINGS,
+    )
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_pages_and_weights_are_never_copied(shape):
-    check_program(pair.engine(), shape)
+    check_program(users_engine("float32"), shape)
 
 
 def test_the_common_program_leaves_controls_alone():
-    runner: Any = pair.engine().runner
+    runner: Any = users_engine("float32").runner
     controls = runner.state.rows.controls
     shapes = {leaf.shape for leaf in (controls.bias_ids, controls.bad_words)}
     program = runner.executable(SHAPES[-2]).as_text()
@@ -139,26 +153,15 @@ def test_the_common_program_leaves_controls_alone():
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", MORE_SHAPES, ids=str)
 def test_pages_and_weights_are_never_copied_in_other_shapes(shape):
-    check_program(pair.engine(), shape)
-
-
-@pytest.fixture(scope="module")
-def half_engine() -> LLMEngine:
-    """In bfloat16, whose pages a CPU keeps as uint16."""
-    return make_engine(
-        pair.target(),
-        pair.draft("noisy"),
-        num_draft_tokens=3,
-        dtype="bfloat16",
-        **pair.SETTINGS,
-    )
+    check_program(users_engine("float32"), shape)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES + MORE_SHAPES, ids=str)
-def test_pages_and_weights_are_never_copied_in_bfloat16(shape, half_engine):
-    assert half_engine.runner.state.target_pages[0].dtype == jnp.uint16
-    check_program(half_engine, shape)
+def test_pages_and_weights_are_never_copied_in_bfloat16(shape):
+    engine = users_engine("bfloat16")
+    assert engine.runner.state.target_pages[0].dtype == jnp.uint16
+    check_program(engine, shape)
 
 
 def test_the_check_finds_a_copy():
