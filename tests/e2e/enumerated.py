@@ -75,9 +75,7 @@ def law_of_texts(target: Any) -> np.ndarray:
     return law
 
 
-def make(
-    target: Any, *, batch: int, num_pages: int, is_optimized: bool = False
-) -> LLMEngine:
+def make(target: Any, *, batch: int, num_pages: int) -> LLMEngine:
     """With pages for a part of what a full batch would take."""
     return make_engine(
         target,
@@ -88,7 +86,7 @@ def make(
         num_pages=num_pages,
         # What there is to compile should not outlast the counting.
         has_one_shape=True,
-        is_optimized=is_optimized,
+        is_optimized=True,
         max_model_len=64,
     )
 
@@ -146,7 +144,7 @@ def main() -> None:
     options = parser.parse_args()
     target = make_micro(seed=3)
     # Pages for most rows of a batch, or the counting would take twice as long.
-    engine = make(target, batch=64, num_pages=152, is_optimized=True)
+    engine = make(target, batch=64, num_pages=152)
     law = law_of_texts(target)
     counts, result = [], {}
     for rule in RULES:
