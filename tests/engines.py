@@ -35,8 +35,8 @@ DIMMED = 0.1
 
 # A test compiles more than it computes: a third of the time to compile, for programs
 # that are slower by as much. The long runs and what looks into programs go without.
-QUICK_COMPILER = {
-    "xla_backend_optimization_level": 0,
+QUICK_COMPILER: dict[str, str | bool] = {
+    "xla_backend_optimization_level": "0",
     "xla_cpu_use_fusion_emitters": False,
 }
 
@@ -91,6 +91,14 @@ class OneShapeRunner(Runner):
 
     def fetch(self, result: Any, shape: StepShape) -> StepResult:
         return super().fetch(*result)
+
+
+class QuickRunner(OneShapeRunner):
+    """The same for tests that have the engine load its models."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.compiler_options = QUICK_COMPILER
 
 
 def make_engine(

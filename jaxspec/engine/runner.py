@@ -88,7 +88,7 @@ class Runner:
         self.num_compiles = 0
         self.num_launches = 0
         self.announce: Callable[[str], None] | None = None
-        self.compiler_options: dict[str, bool | int | str] | None = None
+        self.compiler_options: dict[str, str | bool] | None = None
         self._host_params: tuple[Params, Params | None] | None = None
         self._executables: dict[StepShape, Callable[..., Any]] = {}
         self._layouts: dict[StepShape, PlanLayout] = {}

@@ -319,7 +319,7 @@ def compile_step(
     config: ProgramConfig,
     shape: StepShape,
     arguments: tuple[Params, Params | None, EngineState],
-    compiler_options: dict[str, bool | int | str] | None = None,
+    compiler_options: dict[str, str | bool] | None = None,
 ) -> Callable[..., tuple[EngineState, Array]]:
     """Compile one executable ahead of time.
 
