@@ -40,6 +40,17 @@ QUICK_COMPILER: dict[str, str | bool] = {
     "xla_cpu_use_fusion_emitters": False,
 }
 
+SETTINGS: dict[str, Any] = dict(
+    dtype="float32",
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    max_model_len=128,
+    page_size=4,
+    num_pages=256,
+    seed=0,
+    tensor_parallel_size=1,
+)
+
 FIRST_CHARACTER = ord("!")
 
 
@@ -106,22 +117,15 @@ def make_engine(
     draft: Any = None,
     *,
     num_draft_tokens: int = 0,
-    max_num_seqs: int = 8,
-    page_size: int = 4,
-    num_pages: int = 256,
-    max_model_len: int = 128,
     rule: str = "standard",
-    seed: int = 0,
     disable_by_batch_size: int | None = None,
-    max_num_batched_tokens: int = 64,
-    dtype: str = "float32",
     draft_sample_method: str = "probabilistic",
     has_one_shape: bool = False,
     is_optimized: bool = False,
     runner: type[Runner] | None = None,
-    tensor_parallel_size: int = 1,
     draft_tensor_parallel_size: int = 1,
     lookup: tuple[int, int] | None = None,
+    **settings: Any,
 ) -> LLMEngine:
     """An engine over HuggingFace models; without any drafts it decodes plainly.
 
@@ -129,6 +133,7 @@ def make_engine(
         lookup: Most and fewest tokens of n-gram drafts, beside the model's or alone.
         has_one_shape: Run every launch in the largest shape: far fewer compilations.
         is_optimized: Compile as for users, not as soon as possible.
+        settings: Of `EngineConfig`, in place of `SETTINGS`.
     """
     assert (draft is None and lookup is None) == (num_draft_tokens == 0)
     speculative = None
@@ -149,22 +154,14 @@ def make_engine(
         model="target",
         tokenizer="stub",
         served_model_name="target",
-        dtype=dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        page_size=page_size,
-        num_pages=num_pages,
-        seed=seed,
-        tensor_parallel_size=tensor_parallel_size,
         model_config=model_config(target),
         speculative=speculative,
         draft_model_config=None if draft is None else model_config(draft),
+        **(SETTINGS | settings),
     )
     kind = runner or (OneShapeRunner if has_one_shape else Runner)
     made = _make_runner(kind, config, target, draft)
-    if not is_optimized:
-        made.compiler_options = QUICK_COMPILER
+    made.compiler_options = None if is_optimized else QUICK_COMPILER
     return _over(config, made)
 
 
