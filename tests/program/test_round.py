@@ -18,6 +18,7 @@ def make_lookup_engine(**changes):
         pair.target(),
         num_draft_tokens=pair.NUM_DRAFT,
         lookup=LOOKUP,
+        is_optimized=True,
         **pair.settings(**changes),
     )
 
