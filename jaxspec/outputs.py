@@ -7,7 +7,7 @@ the values come about.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxspec.logprobs import FlatLogprobs, LogprobsOnePosition
 
@@ -128,6 +128,21 @@ class RequestStateStats:
         return self.arrival_time + (timestamp - self.queued_ts)
 
 
+class TokenOrigin(NamedTuple):
+    """One generated token and who drew it.
+
+    Attributes:
+        text: What it added to the text; texts of all tokens, joined, are the text.
+        origin: "draft" for a draft that was accepted, "recovered" for the target's own
+            token in place of one that was not, "bonus" for the target's after drafts
+            that all were, "target" where there were no drafts.
+    """
+
+    text: str
+    origin: str
+    token_id: int
+
+
 @dataclass(kw_only=True)
 class CompletionOutput:
     """One generated text.
@@ -138,6 +153,7 @@ class CompletionOutput:
         logprobs: By position.
         finish_reason: "stop", "length", "abort" or "error"; None while it runs.
         stop_reason: The stop string or stop token id that ended it; None for others.
+        token_origins: Who drew each token; None unless that was asked for.
     """
 
     index: int
@@ -149,6 +165,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     lora_request: Any = None
     spec_decode_metrics: RequestSpecDecodeMetrics | None = None
+    token_origins: list[TokenOrigin] | None = None
 
     def finished(self) -> bool:
         """Return whether nothing more will be added."""
@@ -163,6 +180,10 @@ class CompletionOutput:
         else:
             self.logprobs = self.logprobs[:]  # the engine may hold the same list
             self.logprobs.extend(following.logprobs)
+        if self.token_origins is None or following.token_origins is None:
+            self.token_origins = self.token_origins or following.token_origins
+        else:
+            self.token_origins = [*self.token_origins, *following.token_origins]
         self.cumulative_logprob = following.cumulative_logprob
         self.finish_reason = following.finish_reason
         self.stop_reason = following.stop_reason

@@ -96,9 +96,9 @@ class SamplingParams:
         bad_words: Never generated, with or without a space before them.
         max_tokens: Most tokens to generate; None for as many as the context holds.
         min_tokens: No end of text before this many tokens.
-        spaces_between_special_tokens: Of no effect: Gemma's pieces bring their own
-            spaces, and special ones have none, as with vLLM.
-        extra_args: `{"num_speculative_tokens": k}` drafts at most k tokens a step.
+        spaces_between_special_tokens: Of no effect: Gemma's pieces bring their own.
+        extra_args: `{"num_speculative_tokens": k}` drafts at most k tokens a step;
+            `{"return_token_origins": True}` tells `CompletionOutput.token_origins`.
     """
 
     n: int = 1
@@ -188,6 +188,10 @@ class SamplingParams:
     def num_speculative_tokens(self) -> int | None:
         """Most draft tokens a step for this request; None for the engine's number."""
         return (self.extra_args or {}).get("num_speculative_tokens")
+
+    @property
+    def return_token_origins(self) -> bool:
+        return (self.extra_args or {}).get("return_token_origins", False)
 
     def validate_for(
         self,
@@ -384,14 +388,13 @@ def _logit_bias(given: object) -> dict[int, float]:
 
 
 def _extra_args(given: object) -> dict[str, Any]:
-    if not isinstance(given, Mapping) or given.keys() - {"num_speculative_tokens"}:
-        allowed = "a dict with the one key 'num_speculative_tokens'"
+    drafts, origins = names = "num_speculative_tokens", "return_token_origins"
+    if not isinstance(given, Mapping) or given.keys() - set(names):
+        allowed = f"a dict with no keys but {drafts!r} and {origins!r}"
         raise wrong_argument(RequestError, "extra_args", allowed, given)
-    extra = dict(given)
-    if extra.get("num_speculative_tokens") is not None:
-        wanted = extra["num_speculative_tokens"]
-        name = "extra_args['num_speculative_tokens']"
-        extra["num_speculative_tokens"] = check_integer(
-            RequestError, name, wanted, low=0
-        )
+    extra = {key: value for key, value in given.items() if value is not None}
+    if drafts in extra:
+        name = f"extra_args[{drafts!r}]"
+        extra[drafts] = check_integer(RequestError, name, extra[drafts], low=0)
+    check_flag(RequestError, f"extra_args[{origins!r}]", extra.get(origins, False))
     return extra

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from jaxspec.config import EngineConfig
 from jaxspec.engine.logprobs import LogprobStream
 from jaxspec.engine.metrics import EngineMetrics
+from jaxspec.engine.origins import OriginStream
 from jaxspec.engine.output import TextStream
 from jaxspec.engine.parent import Parent
 from jaxspec.engine.request import Request
 from jaxspec.engine.scheduler import Progress
 from jaxspec.engine.stats import EngineStats
-from jaxspec.outputs import CompletionOutput, RequestOutput
+from jaxspec.outputs import CompletionOutput, RequestOutput, TokenOrigin
 from jaxspec.sampling_params import RequestOutputKind
 from jaxspec.tokenizer import Tokenizer
 
@@ -25,6 +26,7 @@ class Stream:
 
     Attributes:
         is_silent: Nothing is told before the end, and no text decides when that is.
+        origins: Of its tokens; None for a request that does not ask for them.
         num_characters: What deltas have told of the text.
         num_tokens: The same of the tokens.
         parent: Whose text it is, and which, where several are asked for.
@@ -34,6 +36,7 @@ class Stream:
     text: TextStream
     logprobs: LogprobStream
     is_silent: bool
+    origins: OriginStream | None = None
     num_characters: int = 0
     num_tokens: int = 0
     parent: tuple[Parent, int] | None = None
@@ -71,14 +74,17 @@ class Delivery:
     def open(self, request: Request, parent: tuple[Parent, int] | None = None) -> None:
         """Expect a request's tokens."""
         params = request.params
+        has_origins = params.return_token_origins
         self.streams[request.request_id] = Stream(
             request=request,
-            text=TextStream(self._tokenizer, params),
+            text=TextStream(self._tokenizer, params, has_ends=has_origins),
             logprobs=LogprobStream(self._tokenizer, params, request.prompt_token_ids),
             is_silent=params.output_kind is RequestOutputKind.FINAL_ONLY
             and not params.stop
             and params.logprobs is None
-            and params.prompt_logprobs is None,
+            and params.prompt_logprobs is None
+            and not has_origins,
+            origins=OriginStream() if has_origins else None,
             parent=parent,
         )
 
@@ -141,6 +147,10 @@ class Delivery:
         if part.prompt_logprobs is not None:
             logprobs.push_prompt(part.prompt_logprobs)
         logprobs.push(part.token_ids, part.logprobs)
+        if stream.origins is not None:
+            stream.origins.push(
+                len(part.token_ids), part.num_draft_tokens, part.num_accepted
+            )
         shown = request.output_token_ids if stream.is_silent else part.token_ids
         ended_by_id = part.is_done and _is_stop(request)
         if ended_by_id and not request.params.include_stop_str_in_output:
@@ -155,6 +165,8 @@ class Delivery:
             if surplus:
                 del request.output_token_ids[-surplus:]
                 logprobs.keep(len(request.output_token_ids))
+                if stream.origins is not None:
+                    stream.origins.keep(len(request.output_token_ids))
                 request.stats.num_generation_tokens -= surplus
                 self._stats.num_generated_tokens -= surplus
             finish(request, "stop", stop)
@@ -179,23 +191,24 @@ class Delivery:
             return None
         text = stream.text.visible(is_finished=is_finished)
         told, prompt_told = logprobs.since(0), logprobs.prompt
-        count, stream.num_tokens = stream.num_tokens, len(tokens)
+        count = characters = 0
         if kind is RequestOutputKind.DELTA:
-            characters, stream.num_characters = stream.num_characters, len(text)
-            text, tokens = text[characters:], tokens[count:]
-            told = logprobs.since(count)
+            count, characters = stream.num_tokens, stream.num_characters
+            text, told = text[characters:], logprobs.since(count)
             prompt_told = None if count else prompt_told
+        stream.num_tokens, stream.num_characters = len(tokens), characters + len(text)
         if is_finished:
             self.close(request)
         completion = CompletionOutput(
             index=0,
             text=text,
-            token_ids=list(tokens),
+            token_ids=tokens[count:],
             cumulative_logprob=logprobs.cumulative,
             logprobs=told,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             spec_decode_metrics=request.spec_metrics,
+            token_origins=_origins(stream, count, characters, text),
         )
         return RequestOutput(
             request_id=request.request_id,
@@ -207,6 +220,17 @@ class Delivery:
             metrics=request.stats,
             num_cached_tokens=request.num_cached_tokens,
         )
+
+
+def _origins(
+    stream: Stream, first: int, start: int, text: str
+) -> list[TokenOrigin] | None:
+    """Who drew the tokens of a part of the text, if the request wants to know."""
+    if stream.origins is None:
+        return None
+    tokens, ends = stream.request.output_token_ids, stream.text.ends
+    assert ends is not None
+    return stream.origins.tell(tokens, ends, first=first, start=start, text=text)
 
 
 def _is_stop(request: Request) -> bool:

@@ -79,7 +79,10 @@ class Mailbox:
 def _emptied(completion: CompletionOutput) -> CompletionOutput:
     logprobs = completion.logprobs
     nothing = None if logprobs is None else logprobs[:0]
-    return dataclasses.replace(completion, text="", token_ids=[], logprobs=nothing)
+    none = None if completion.token_origins is None else []
+    return dataclasses.replace(
+        completion, text="", token_ids=[], logprobs=nothing, token_origins=none
+    )
 
 
 def _ended(completion: CompletionOutput) -> CompletionOutput:

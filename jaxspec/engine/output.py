@@ -29,12 +29,18 @@ class TextStream:
     Text is held back while its last character is incomplete (several byte tokens make
     one character) and released with the token that completes it, or at the end.
     Without stop strings, nothing is decoded before somebody looks.
+
+    Attributes:
+        ends: How much text there was after each token, if that is to be known.
     """
 
-    def __init__(self, tokenizer: Decoder, params: SamplingParams):
+    def __init__(
+        self, tokenizer: Decoder, params: SamplingParams, *, has_ends: bool = False
+    ):
         self._tokenizer = tokenizer
         self._params = params
         self._stops = list(params.stop or [])
+        self.ends: list[int] | None = [] if has_ends else None
         self._text = ""
         self._ids: list[int] = []
         self._read = 0  # ids whose text is in `_text`
@@ -55,13 +61,15 @@ class TextStream:
         even when a round brings several. As in vLLM, a stop string that is complete
         within the first `min_tokens` tokens does not count.
         """
-        if not self._stops:
+        if not self._stops and self.ends is None:
             self._ids += token_ids
             return None
         for count, token in enumerate(token_ids, 1):
             self._ids.append(token)
             before = len(self._text)
             self._advance(is_end=False)
+            if self.ends is not None:
+                self.ends.append(len(self._text))
             if len(self._ids) <= self._params.min_tokens:
                 continue
             matched = self._match(before)
@@ -73,6 +81,8 @@ class TextStream:
         """Release what was held back; returns a stop string that this completed."""
         before = len(self._text)
         self._advance(is_end=True)
+        if self.ends:
+            self.ends[-1] = len(self._text)
         if len(self._ids) <= self._params.min_tokens:
             return None
         return self._match(before)

@@ -49,8 +49,8 @@ class ChatWriter(Writer):
                 yield self._opening(index, {"content": self._echoed()})
         delta = {"content": completion.text}
         choice = self._about(index, completion, {"delta": delta})
-        news = completion.text, choice["logprobs"], choice.get("token_ids")
-        if any(news) or completion.finished():
+        told = map(choice.get, ("logprobs", "token_ids", "token_origins"))
+        if completion.text or any(told) or completion.finished():
             yield choice
 
     def finish(self, answer: dict[str, Any], output: RequestOutput) -> None:
@@ -65,7 +65,9 @@ class ChatWriter(Writer):
             answer["prompt_text"] = output.prompt
 
     def _opening(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        nothing = CompletionOutput(index=index, text="", token_ids=[])
+        told = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return told | self.origins(nothing)
 
     def _about(
         self, index: int, completion: CompletionOutput, content: dict[str, Any]
@@ -84,7 +86,7 @@ class ChatWriter(Writer):
         }
         if self._body.return_token_ids:
             choice["token_ids"] = self.shown(completion)
-        return choice
+        return choice | self.origins(completion)
 
     def _role_of(self, body: ChatBody) -> str:
         """Who speaks: a turn that goes on is still the last message's."""

@@ -38,8 +38,8 @@ class CompletionWriter(Writer):
     ) -> Iterator[dict[str, Any]]:
         """Write what is new of a text, if there is anything."""
         choice = self.choice(index, completion, output)
-        news = choice["text"], choice["logprobs"], choice.get("token_ids")
-        if any(news) or completion.finished():
+        told = ("text", "logprobs", "token_ids", "token_origins")
+        if any(map(choice.get, told)) or completion.finished():
             yield choice
 
     def choice(
@@ -73,7 +73,7 @@ class CompletionWriter(Writer):
             choice["token_ids"] = token_ids
             if is_first:
                 choice["prompt_token_ids"] = output.prompt_token_ids
-        return choice
+        return choice | self.origins(completion)
 
     def finish(self, answer: dict[str, Any], output: RequestOutput) -> None:
         """Add nothing: what is known of prompts is told with the choices."""

@@ -132,6 +132,8 @@ def _extra_args(body: GenerationBody) -> dict[str, Any] | None:
     extra = dict(body.vllm_xargs or {})
     if body.num_speculative_tokens is not None:
         extra["num_speculative_tokens"] = body.num_speculative_tokens
+    if body.return_token_origins:
+        extra["return_token_origins"] = True
     return extra or None
 
 

@@ -97,6 +97,7 @@ class GenerationBody(Body):
     Attributes:
         include_metrics: Tell this request's acceptance and times.
         num_speculative_tokens: Draft at most so many tokens a step.
+        return_token_origins: Tell of each token who drew it.
     """
 
     # OpenAI's.
@@ -152,6 +153,7 @@ class GenerationBody(Body):
     return_tokens_as_token_ids: bool | None = False
     kv_transfer_params: dict[str, Any] | None = None
     include_metrics: bool | None = False
+    return_token_origins: bool | None = False
 
 
 class CompletionBody(GenerationBody):

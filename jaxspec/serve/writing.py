@@ -112,6 +112,16 @@ class Writer(ABC):
         """Return the generated tokens that the answer shows."""
         return list(completion.token_ids)
 
+    def origins(self, completion: CompletionOutput) -> dict[str, Any]:
+        """Return the field that tells who drew the shown tokens, where it is wanted.
+
+        Of what is echoed there is none.
+        """
+        if not self.params.return_token_origins:
+            return {}
+        told = (completion.token_origins or [])[: len(self.shown(completion))]
+        return {"token_origins": [one._asdict() for one in told]}
+
     def _head(self, kind: str) -> dict[str, Any]:
         return {
             "id": self.id,

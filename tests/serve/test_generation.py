@@ -266,3 +266,55 @@ def test_a_client_that_leaves_aborts_its_request(path: str, is_stream: bool):
         assert not any(b"[DONE]" in message.get("body", b"") for message in sent)
 
     serve(use, delay_s=0.02)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_where_every_token_came_from(path: str, is_stream: bool):
+    async def ask(client: httpx.AsyncClient) -> None:
+        given = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": MESSAGES}
+        # Slow readers' chunks are merged, and the stop string is held back.
+        asked: dict[str, Any] = {
+            "max_tokens": 30,
+            "n": 2,
+            "stop": letters(said(14)[11:]),
+        }
+        asked |= {"stream": is_stream, "return_token_origins": True}
+        for own in ({}, {"include_stop_str_in_output": True}):
+            found = await post(client, path, **given, **asked, **own)
+            whole: dict[int, list[Any]] = {0: [], 1: []}
+            for chunk in found if is_stream else [found]:
+                for choice in chunk["choices"]:
+                    told = choice["token_origins"]
+                    message = choice.get("delta") or choice.get("message")
+                    text = choice["text"] if message is None else message["content"]
+                    assert "".join(one["text"] for one in told) == text
+                    whole[choice["index"]] += told
+            for told in whole.values():
+                assert [one["token_id"] for one in told] == said(14)
+                origins = [one["origin"] for one in told]
+                assert origins[0] == "target"
+                assert set(origins[1:]) <= {"draft", "recovered", "bonus", "target"}
+        plain = {"num_speculative_tokens": 0, "include_metrics": True}
+        found = await post(client, path, **given, **(asked | plain | {"n": 1}))
+        choices = [one["choices"][0] for one in (found if is_stream else [found])]
+        origins = [one["origin"] for c in choices for one in c["token_origins"]]
+        assert origins == ["target"] * 14
+        unasked = await post(client, path, **given, max_tokens=3)
+        assert "token_origins" not in unasked["choices"][0]
+
+    serve_http(ask, delay_s=0.002)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_echo_has_no_origins(is_stream: bool):
+    async def ask(client: httpx.AsyncClient) -> None:
+        asked = {"prompt": PROMPT, "echo": True, "stream": is_stream}
+        asked |= {"return_token_origins": True}
+        for max_tokens in (0, 3):
+            found = await post(client, COMPLETIONS, **asked, max_tokens=max_tokens)
+            chunks = found if is_stream else [found]
+            told = [one for c in chunks for one in c["choices"][0]["token_origins"]]
+            assert [one["token_id"] for one in told] == said(max_tokens)
+
+    serve_http(ask)
