@@ -9,5 +9,5 @@ Reading order:
    and `prompts`; `serving` brings them to the engine, past `admission`, and `streams`
    joins what comes back; `completions` and `chat_completions` write it (`writing`,
    `logprobs`, `usage`), and `connection` sends it while somebody is there.
-4. `about` and `metrics`: what the server tells about itself.
+4. `about` and `metrics`: what the server tells about itself; `page`, which shows it.
 """

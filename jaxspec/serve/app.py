@@ -9,6 +9,7 @@ from jaxspec.serve.about import health_routes, model_routes, token_routes
 from jaxspec.serve.generation import generation_routes
 from jaxspec.serve.guard import ApiKeys, BodyLimit, RequestIds
 from jaxspec.serve.metrics import CountRequests, HttpMetrics, metric_routes
+from jaxspec.serve.page import page_routes
 from jaxspec.serve.refusals import add_refusals
 from jaxspec.serve.serving import Serving
 from jaxspec.serve.settings import ServerSettings
@@ -35,6 +36,7 @@ def make_app(engine: AsyncLLMEngine, settings: ServerSettings) -> FastAPI:
         token_routes(serving),
         health_routes(serving),
         metric_routes(serving, counts),
+        page_routes(serving),
     ):
         app.include_router(router)
     add_refusals(app)

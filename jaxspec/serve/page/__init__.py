@@ -1,0 +1,65 @@
+"""Owns the page at `/`: a conversation that shows who drew each token.
+
+The files beside this one are served as they are. They hold no secret and ask nobody but
+this server, so that they come without a key; what they then ask for needs one.
+"""
+
+from importlib.resources import files
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from jaxspec.serve.serving import Serving
+
+_TYPES = {
+    "index.html": "text/html",
+    "page.css": "text/css",
+    "icon.svg": "image/svg+xml",
+    "page.js": "text/javascript",
+    "lane.js": "text/javascript",
+    "wire.js": "text/javascript",
+}
+# Whatever a model says, it runs no script, loads nothing and sends nothing elsewhere.
+_POLICY = "; ".join(
+    (
+        *("default-src 'none'", "script-src 'self'", "style-src 'self'"),
+        *("img-src 'self'", "connect-src 'self'", "base-uri 'none'"),
+        *("form-action 'none'", "frame-ancestors 'none'"),
+    )
+)
+HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    # After an update of the server nothing old may be shown.
+    "Cache-Control": "no-cache",
+}
+
+
+def page_routes(serving: Serving) -> APIRouter:
+    """Make GET / and what the page loads."""
+    router = APIRouter(include_in_schema=False)
+    folder = files(__name__)
+    for name, media_type in _TYPES.items():
+        path = "/" if name == "index.html" else f"/page/{name}"
+        content = folder.joinpath(name).read_bytes()
+        _add_file(router, path, content, media_type)
+
+    @router.get("/page/server.json")
+    async def server() -> dict[str, Any]:
+        """Tell what the page has to know before its first question."""
+        return {
+            "model": serving.settings.model_name,
+            "max_draft_tokens": serving.config.num_draft_tokens,
+            "max_model_len": serving.config.max_model_len,
+            "needs_key": bool(serving.settings.api_keys),
+        }
+
+    return router
+
+
+def _add_file(router: APIRouter, path: str, content: bytes, media_type: str) -> None:
+    async def show() -> Response:
+        return Response(content, headers=HEADERS, media_type=media_type)
+
+    router.add_api_route(path, show, methods=["GET", "HEAD"])

@@ -1,0 +1,111 @@
+// One answer as it comes: its tokens on the page, and what they tell of the drafts.
+
+const OWN = new Set(["recovered", "bonus"]);
+
+/** A column of the conversation, with its text and its figures. */
+export class Lane {
+  constructor(title) {
+    this.element = document.createElement("section");
+    this.element.className = "lane";
+    this.element.setAttribute("aria-label", title);
+    const head = this.element.appendChild(document.createElement("p"));
+    head.className = "head";
+    head.appendChild(document.createElement("span")).textContent = title;
+    this.speedShown = head.appendChild(document.createElement("b"));
+    this.words = this.element.appendChild(document.createElement("p"));
+    this.words.className = "words";
+    this.foot = this.element.appendChild(document.createElement("p"));
+    this.foot.className = "foot";
+    this.counts = { draft: 0, recovered: 0, bonus: 0, target: 0 };
+    this.ids = [];
+    this.text = "";
+    this.histogram = [];
+    this.kept = 0;
+    this.metrics = null;
+    this.begun = performance.now();
+    this.arrivals = [];
+    this.isWhole = false;
+  }
+
+  get numTokens() {
+    return this.ids.length;
+  }
+
+  /** Adds a choice of a chunk: one element per token. */
+  add(choice) {
+    const tokens = choice.token_origins ?? [];
+    const added = document.createDocumentFragment();
+    for (const { text, origin, token_id } of tokens) {
+      const span = added.appendChild(document.createElement("span"));
+      span.className = "token";
+      span.dataset.origin = origin;
+      span.textContent = text;
+      this.text += text;
+      this.ids.push(token_id);
+      this.counts[origin] += 1;
+      this.count(origin);
+    }
+    this.words.append(added);
+    if (tokens.length) {
+      const time = performance.now() - this.begun;
+      this.arrivals.push({ time, count: this.numTokens });
+    }
+    this.showSpeed();
+  }
+
+  /** Every token that is the target's own after drafts ends a round of them. */
+  count(origin) {
+    if (OWN.has(origin)) this.histogram[this.kept] = (this.histogram[this.kept] ?? 0) + 1;
+    this.kept = origin === "draft" ? this.kept + 1 : 0;
+  }
+
+  /** Takes the server's own counts and times, which come with the last chunk. */
+  finish(metrics) {
+    this.metrics = metrics;
+    this.showSpeed();
+  }
+
+  /** Tokens per second after the first: the server's, or as they arrive here. */
+  get speed() {
+    const told = this.metrics?.tokens_per_second;
+    if (told) return told;
+    const first = this.arrivals[0];
+    const last = this.arrivals.at(-1);
+    if (!first || last.time <= first.time) return null;
+    return (1000 * (last.count - first.count)) / (last.time - first.time);
+  }
+
+  showSpeed() {
+    this.speedShown.textContent = this.speed ? `${Math.round(this.speed)} tokens/s` : "";
+  }
+
+  /** Seconds from the question to the last token. */
+  get seconds() {
+    return (this.arrivals.at(-1)?.time ?? 0) / 1000;
+  }
+
+  /** How many tokens there were after some seconds. */
+  tokensAfter(seconds) {
+    return this.arrivals.findLast(({ time }) => time / 1000 <= seconds)?.count ?? 0;
+  }
+
+  /** What the drafts were good for, as far as it is known. */
+  acceptance(k) {
+    const told = this.metrics?.speculative_decoding;
+    const histogram = told?.acceptance_histogram ?? this.histogram;
+    const steps = histogram.reduce((sum, count) => sum + (count ?? 0), 0);
+    if (!steps) return null;
+    const kept = histogram.reduce((sum, count, i) => sum + i * (count ?? 0), 0);
+    const shares = Array.from({ length: k }, (_, position) => {
+      const reached = histogram.slice(position + 1);
+      return reached.reduce((sum, count) => sum + (count ?? 0), 0) / steps;
+    });
+    const drafts = told?.num_draft_tokens;
+    return {
+      shares,
+      length: 1 + kept / steps,
+      drafts: drafts ? drafts / steps : null,
+      rate: drafts ? kept / drafts : null,
+    };
+  }
+}

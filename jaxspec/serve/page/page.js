@@ -1,0 +1,268 @@
+// The page: a conversation, the settings of the next answer, the figures of the last.
+
+import { Lane } from "./lane.js";
+import { Failure, ask, describe } from "./wire.js";
+
+const RETRY_MS = 1500;
+const KEY = "jaxspec-key";
+const at = (id) => document.getElementById(id);
+const [log, prompt, notice] = [at("log"), at("prompt"), at("notice")];
+
+const conversation = [];
+let server = null;
+let running = null;
+let isWaiting = false;
+
+// ---- The server: there, gone, back.
+
+async function meet() {
+  server = await describe();
+  at("model").textContent = server.model;
+  document.title = `${server.model} · jaxspec`;
+  at("access").hidden = !server.needs_key;
+  const most = server.max_draft_tokens;
+  const k = at("k");
+  const isNew = k.max === "0";
+  k.max = most;
+  if (isNew || Number(k.value) > most) k.value = most;
+  k.disabled = at("race").disabled = !most;
+  at("max-tokens").max = server.max_model_len - 1;
+  showSettings();
+}
+
+/** Says that nobody answers, and asks until somebody does. */
+async function waitForServer() {
+  if (isWaiting) return;
+  isWaiting = true;
+  show("The server does not answer. This page waits for it.", true);
+  for (;;) {
+    try {
+      await meet();
+      break;
+    } catch {
+      await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+    }
+  }
+  isWaiting = false;
+  show("The server is back.");
+}
+
+function show(text, isBad = false) {
+  notice.textContent = text;
+  notice.classList.toggle("bad", isBad);
+  notice.hidden = !text;
+}
+
+// ---- A question and its answer.
+
+async function send(text) {
+  if (running || !text.trim()) return;
+  at("intro").hidden = true;
+  if (!isWaiting) show("");
+  const turn = log.appendChild(document.createElement("article"));
+  const question = turn.appendChild(document.createElement("p"));
+  question.className = "question";
+  question.textContent = text;
+  const lanes = turn.appendChild(document.createElement("div"));
+  lanes.className = "lanes";
+  turn.scrollIntoView({ block: "end" });
+  running = new AbortController();
+  setRunning(true);
+  const asked = body(text);
+  const isRace = at("race").checked && asked.num_speculative_tokens > 0;
+  if (isRace) asked.seed = Math.floor(Math.random() * 2 ** 31);
+  try {
+    await answer(lanes, asked, isRace);
+  } catch (error) {
+    fail(turn, text, error);
+  } finally {
+    running = null;
+    setRunning(false);
+  }
+}
+
+function body(text) {
+  const asked = {
+    messages: [...conversation, { role: "user", content: text }],
+    max_tokens: at("max-tokens").valueAsNumber || 1,
+    temperature: at("temperature").valueAsNumber,
+    stream: true,
+    include_metrics: true,
+    return_token_origins: true,
+  };
+  if (server?.max_draft_tokens) asked.num_speculative_tokens = at("k").valueAsNumber;
+  return asked;
+}
+
+/** Runs one lane, or two in turn: together, each would slow the other down. */
+async function answer(lanes, asked, isRace) {
+  lanes.classList.toggle("race", isRace);
+  const k = asked.num_speculative_tokens ?? 0;
+  const drafted = new Lane(isRace ? `With drafts, K = ${k}` : k ? `K = ${k}` : "Plain");
+  lanes.append(drafted.element);
+  const plain = isRace ? new Lane("Without drafts") : null;
+  if (plain) {
+    lanes.append(plain.element);
+    plain.foot.textContent = "Starts when the other has ended.";
+  }
+  try {
+    await run(drafted, asked, true);
+  } finally {
+    if (drafted.text) {
+      conversation.push(asked.messages.at(-1));
+      conversation.push({ role: "assistant", content: drafted.text });
+    }
+    if (plain && !drafted.isWhole) plain.foot.textContent = "Did not start.";
+  }
+  if (plain && drafted.isWhole) {
+    plain.foot.textContent = "";
+    await run(plain, { ...asked, num_speculative_tokens: 0 }, false);
+    if (plain.isWhole) compare(drafted, plain);
+  }
+  if (drafted.isWhole) say(`The answer is complete. ${drafted.text}`);
+}
+
+async function run(lane, asked, isShown) {
+  const k = asked.num_speculative_tokens ?? 0;
+  lane.begun = performance.now();
+  lane.element.classList.add("running");
+  const { signal } = running;
+  try {
+    for await (const chunk of ask(asked, { key: sessionStorage.getItem(KEY), signal })) {
+      const [choice] = chunk.choices;
+      if (!choice) continue;
+      const isFollowed = bottomOf(lane.element) < at("composer").getBoundingClientRect().top + 60;
+      lane.add(choice);
+      if (chunk.metrics) lane.finish(chunk.metrics);
+      if (isShown) showFigures(lane, k);
+      if (choice.finish_reason) end(lane, choice.finish_reason);
+      if (isFollowed) lane.element.scrollIntoView({ block: "nearest" });
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") throw error;
+    lane.foot.textContent = `Stopped after ${lane.numTokens} tokens.`;
+    say("Stopped.");
+  } finally {
+    lane.element.classList.remove("running");
+  }
+}
+
+function end(lane, reason) {
+  const why = { length: "cut at the most tokens", abort: "ended by the server" }[reason];
+  lane.isWhole = reason !== "abort";
+  const parts = [`${lane.numTokens} tokens`, `${lane.seconds.toFixed(2)} s`];
+  const first = lane.metrics?.time_to_first_token_ms;
+  if (first) parts.push(`the first after ${Math.round(first)} ms`);
+  if (why) parts.push(why);
+  lane.foot.textContent = parts.join(" · ");
+}
+
+function compare(drafted, plain) {
+  const isSame = drafted.ids.join() === plain.ids.join();
+  const times = (drafted.speed / plain.speed).toFixed(2);
+  drafted.speedShown.textContent += ` · ${times}×`;
+  const done = plain.tokensAfter(drafted.seconds);
+  plain.foot.textContent += ` · ${done} of ${plain.numTokens} when the other was done`;
+  plain.foot.textContent += isSame ? " · the same text" : " · another text";
+}
+
+function fail(turn, text, error) {
+  if (!(error instanceof Failure)) console.error(error);
+  const box = turn.appendChild(document.createElement("div"));
+  box.className = "error";
+  box.setAttribute("role", "alert");
+  box.appendChild(document.createElement("p")).textContent = error.message;
+  const again = box.appendChild(document.createElement("button"));
+  again.type = "button";
+  again.className = "quiet";
+  again.textContent = "Ask again";
+  again.addEventListener("click", () => send(text));
+  box.scrollIntoView({ block: "nearest" });
+  if (error.isGone) waitForServer();
+  if (error.status === 401) {
+    at("access").hidden = false;
+    at("key").focus();
+  }
+}
+
+// ---- What is shown of it.
+
+function setRunning(isRunning) {
+  const focused = document.activeElement;
+  at("send").hidden = isRunning;
+  at("stop").hidden = !isRunning;
+  // What has gone cannot keep the focus.
+  if (!focused.checkVisibility()) prompt.focus();
+}
+
+function say(text) {
+  at("spoken").textContent = text;
+}
+
+const bottomOf = (element) => element.getBoundingClientRect().bottom;
+const percent = (share) => `${Math.round(100 * share)} %`;
+
+function showFigures(lane, k) {
+  const found = lane.acceptance(k);
+  const told = (value, write) => (value === null || value === undefined ? "–" : write(value));
+  at("speed").textContent = told(lane.speed, Math.round);
+  at("rate").textContent = told(found?.rate, percent);
+  at("length").textContent = told(found?.length, (value) => value.toFixed(2));
+  at("drafts").textContent = told(found?.drafts, (value) => value.toFixed(2));
+  for (const [origin, count] of Object.entries(lane.counts)) {
+    document.querySelector(`[data-count=${origin}]`).textContent = count || "";
+  }
+  const bars = (found?.shares ?? []).map((share, position) => {
+    const bar = document.createElement("li");
+    bar.style.setProperty("--share", share);
+    bar.appendChild(document.createElement("b")).textContent = percent(share);
+    bar.appendChild(document.createElement("span")).textContent = position + 1;
+    return bar;
+  });
+  at("positions").replaceChildren(...bars);
+}
+
+function showSettings() {
+  for (const output of document.querySelectorAll("output")) {
+    output.textContent = at(output.htmlFor.value).value;
+  }
+}
+
+// ---- Hands on it.
+
+at("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (running || !prompt.value.trim()) return;
+  const text = prompt.value;
+  prompt.value = "";
+  send(text);
+});
+prompt.addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  at("composer").requestSubmit();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") running?.abort();
+});
+at("stop").addEventListener("click", () => running?.abort());
+at("settings").addEventListener("input", showSettings);
+at("clear").addEventListener("click", () => {
+  running?.abort();
+  conversation.length = 0;
+  for (const turn of log.querySelectorAll("article")) turn.remove();
+  at("intro").hidden = false;
+  showFigures(new Lane(""), 0);
+  prompt.focus();
+});
+at("access").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem(KEY, at("key").value.trim());
+  show("The key is used from now on.");
+  prompt.focus();
+});
+for (const example of document.querySelectorAll("#examples button")) {
+  example.addEventListener("click", () => send(example.textContent));
+}
+at("key").value = sessionStorage.getItem(KEY) ?? "";
+meet().catch(waitForServer);
