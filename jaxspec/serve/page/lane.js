@@ -84,6 +84,13 @@ export class Lane {
     return (this.arrivals.at(-1)?.time ?? 0) / 1000;
   }
 
+  /** Seconds of a gap that took most of the time, as for compiling; 0 without one. */
+  get pause() {
+    const times = [0, ...this.arrivals.map(({ time }) => time / 1000)];
+    const longest = Math.max(...times.map((time, i) => time - (times[i - 1] ?? 0)));
+    return longest > 1 && longest > this.seconds / 3 ? longest : 0;
+  }
+
   /** How many tokens there were after some seconds. */
   tokensAfter(seconds) {
     return this.arrivals.findLast(({ time }) => time / 1000 <= seconds)?.count ?? 0;
@@ -100,7 +107,8 @@ export class Lane {
       const reached = histogram.slice(position + 1);
       return reached.reduce((sum, count) => sum + (count ?? 0), 0) / steps;
     });
-    const drafts = told?.num_draft_tokens;
+    // Until the server tells, as many as were asked for.
+    const drafts = told?.num_draft_tokens ?? k * steps;
     return {
       shares,
       length: 1 + kept / steps,

@@ -126,6 +126,7 @@ async function run(lane, asked, isShown) {
   const k = asked.num_speculative_tokens ?? 0;
   lane.begun = performance.now();
   lane.element.classList.add("running");
+  lane.element.scrollIntoView({ block: "nearest" });
   const { signal } = running;
   try {
     for await (const chunk of ask(asked, { key: sessionStorage.getItem(KEY), signal })) {
@@ -148,19 +149,22 @@ async function run(lane, asked, isShown) {
 }
 
 function end(lane, reason) {
-  const why = { length: "cut at the most tokens", abort: "ended by the server" }[reason];
+  const why = { length: "cut at max tokens", abort: "ended by the server" }[reason];
   lane.isWhole = reason !== "abort";
   const parts = [`${lane.numTokens} tokens`, `${lane.seconds.toFixed(2)} s`];
   const first = lane.metrics?.time_to_first_token_ms;
   if (first) parts.push(`the first after ${Math.round(first)} ms`);
   if (why) parts.push(why);
+  if (lane.pause) parts.push(`${lane.pause.toFixed(1)} s of it in one pause`);
   lane.foot.textContent = parts.join(" · ");
 }
 
 function compare(drafted, plain) {
   const isSame = drafted.ids.join() === plain.ids.join();
-  const times = (drafted.speed / plain.speed).toFixed(2);
-  drafted.speedShown.textContent += ` · ${times}×`;
+  // The first answer of its kind waits for a compiler, which is no measure of anything.
+  const isFair = drafted.speed && plain.speed && !drafted.pause && !plain.pause;
+  const times = isFair ? `${(drafted.speed / plain.speed).toFixed(2)}×` : "ask again";
+  drafted.speedShown.textContent += ` · ${times}`;
   const done = plain.tokensAfter(drafted.seconds);
   plain.foot.textContent += ` · ${done} of ${plain.numTokens} when the other was done`;
   plain.foot.textContent += isSame ? " · the same text" : " · another text";

@@ -1,0 +1,382 @@
+"""The page in a browser, before a server of its own over a device of plain Python.
+
+Tests install no browser: `.ci/run` does, and where there is none they say how.
+"""
+
+import json
+import re
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from playwright.sync_api import Browser, Page, Request, Route, expect, sync_playwright
+
+from jaxspec.engine.async_llm_engine import AsyncLLMEngine
+from jaxspec.serve.app import make_app
+from jaxspec.serve.settings import ServerSettings
+from tests.engine.test_llm_engine import letters, make_fake_engine, said
+from tests.serving import PROMPT, TurnsTokenizer, events_of
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
+INSTALL = "apt-get install -y --no-install-recommends chromium fonts-dejavu-core"
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"no browser: {INSTALL}")
+
+
+class Site:
+    """A server in a thread, which can go and come back where it was.
+
+    Attributes:
+        delay_s: Added to every launch.
+    """
+
+    def __init__(self):
+        engine, runner = make_fake_engine(num_draft_tokens=3)
+        engine.tokenizer = TurnsTokenizer(16)
+        self.delay_s = 0.0
+        patched: Any = runner
+        launch = runner.launch
+
+        def delayed(*arguments: Any) -> Any:
+            time.sleep(self.delay_s)
+            return launch(*arguments)
+
+        patched.launch = delayed
+        self.engine = AsyncLLMEngine(engine)
+        self._port = 0
+        self.start()
+
+    def start(self, **settings: Any) -> None:
+        bound = socket.socket()
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", self._port))
+        self._port = bound.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}/"
+        app = make_app(self.engine, ServerSettings(**settings))
+        # Streams are cut when it goes.
+        config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=0)
+        config.ws = "none"
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([bound],), daemon=True
+        )
+        self._thread.start()
+        while not self._server.started:
+            assert self._thread.is_alive()
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    made = Site()
+    yield made
+    made.stop()
+    made.engine.shutdown(10)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    expect.set_options(timeout=30_000)
+    with sync_playwright() as playwright:
+        # Chromium's own sandbox does not work for root.
+        launched = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"]
+        )
+        yield launched
+        launched.close()
+
+
+class Watched:
+    """A page that has been opened, and what it did that nobody sees."""
+
+    def __init__(self, browser: Browser, site: Site, **context: Any):
+        self.site = site
+        site.delay_s = 0.0
+        self.context = browser.new_context(**context)
+        self.context.set_default_timeout(30_000)
+        self.page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.requests: list[Request] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request))
+        self.page.goto(site.url)
+        expect(self.page.locator("#model")).to_have_text("model")
+        self.page.fill("#max-tokens", "12")
+
+    def ask(self, text: str = PROMPT) -> None:
+        self.page.fill("#prompt", text)
+        self.page.keyboard.press("Enter")
+
+    def wait(self) -> None:
+        expect(self.page.locator("#send")).to_be_visible()
+
+    def tokens(self, lane: int = 0) -> list[list[str]]:
+        """Origin and text of every token that a column shows."""
+        shown = self.page.locator(".lane").nth(lane).locator(".token")
+        told = "all => all.map(one => [one.dataset.origin, one.textContent])"
+        return shown.evaluate_all(told)
+
+
+@pytest.fixture
+def watched(browser: Browser, site: Site) -> Iterator[Watched]:
+    made = Watched(browser, site)
+    yield made
+    made.context.close()
+    assert all(one.url.startswith(site.url) for one in made.requests)
+
+
+def origins_in(body: str) -> list[list[str]]:
+    return [
+        [one["origin"], one["text"]]
+        for event in events_of(body)
+        for one in event["choices"][0]["token_origins"]
+    ]
+
+
+def test_it_is_served_without_a_key_and_with_a_policy(site: Site):
+    answer = httpx.get(site.url)
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    linked = re.findall(r'(?:src|href)="([^"]+)"', answer.text)
+    assert len(linked) >= 3
+    for path in linked:
+        assert httpx.get(site.url + path).status_code == 200
+    assert not re.search(r"https?://(?!www\.w3\.org)", answer.text)
+
+
+def test_tokens_are_marked_as_the_answer_tells(watched: Watched):
+    page = watched.page
+    with page.expect_response("**/v1/chat/completions") as response:
+        watched.ask()
+    watched.wait()
+    told = origins_in(response.value.text())
+    assert watched.tokens() == told
+    assert "".join(text for _, text in told) == letters(said(12))
+    for origin in ("draft", "recovered", "bonus", "target"):
+        count = sum(one[0] == origin for one in told)
+        expect(page.locator(f"[data-count={origin}]")).to_have_text(str(count or ""))
+    metrics = events_of(response.value.text())[-1]["metrics"]["speculative_decoding"]
+    length = f"{metrics['mean_acceptance_length']:.2f}"
+    expect(page.locator("#length")).to_have_text(length)
+    expect(page.locator("#positions li")).to_have_count(3)
+    assert watched.complaints == []
+
+
+def test_kinds_of_tokens_differ_by_more_than_their_colour(watched: Watched):
+    style = "one => getComputedStyle(one).textDecorationStyle"
+    samples = watched.page.locator("#legend .token").all()
+    lines = [one.evaluate(style) for one in samples[:3]]
+    assert sorted(lines) == ["dotted", "double", "solid"]
+
+
+def test_settings_are_what_is_asked_for(watched: Watched):
+    page = watched.page
+    page.fill("#temperature", "0.7")
+    page.fill("#k", "0")
+    with page.expect_request("**/v1/chat/completions") as request:
+        watched.ask()
+    watched.wait()
+    asked = request.value.post_data_json
+    assert (asked["temperature"], asked["num_speculative_tokens"]) == (0.7, 0)
+    assert asked["max_tokens"] == 12
+    assert [origin for origin, _ in watched.tokens()] == ["target"] * 12
+
+
+def test_a_race_has_two_columns(watched: Watched):
+    page = watched.page
+    watched.site.delay_s = 0.01
+    page.check("#race")
+    watched.ask()
+    watched.wait()
+    boxes = [one.bounding_box() for one in page.locator(".lane").all()]
+    assert boxes[0] and boxes[1]
+    assert boxes[0]["y"] == boxes[1]["y"]
+    assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
+    drafted, plain = watched.tokens(0), watched.tokens(1)
+    assert {origin for origin, _ in drafted} > {"draft"}
+    assert {origin for origin, _ in plain} == {"target"}
+    assert [text for _, text in drafted] == [text for _, text in plain]
+    speeds = page.locator(".head b").all_text_contents()
+    assert all(re.match(r"[1-9]\d* tokens/s", speed) for speed in speeds)
+    assert "×" in speeds[0]
+    expect(page.locator(".foot").nth(1)).to_contain_text("the same text")
+    bodies = [r.post_data_json for r in watched.requests if r.method == "POST"]
+    drafts = [body.pop("num_speculative_tokens") for body in bodies]
+    assert drafts == [3, 0]
+    assert bodies[0] == bodies[1], "the same request, with and without drafts"
+
+
+def test_by_keyboard_alone(watched: Watched):
+    page, keys = watched.page, watched.page.keyboard
+    page.reload()
+    expect(page.locator("#model")).to_have_text("model")
+    expect(page.locator("#prompt")).to_be_focused()
+    for _ in ("send", "k", "temperature", "max-tokens"):
+        keys.press("Tab")
+    keys.type("12")
+    for _ in ("temperature", "k", "send", "prompt"):
+        keys.press("Shift+Tab")
+    keys.type(PROMPT[:2])
+    keys.press("Shift+Enter")
+    expect(page.locator("#prompt")).to_have_value(PROMPT[:2] + "\n")
+    keys.press("Backspace")
+    keys.type(PROMPT[2:])
+    keys.press("Enter")
+    watched.wait()
+    assert len(watched.tokens()) == 12
+    expect(page.locator("#prompt")).to_be_focused()
+    reached = set()
+    for _ in range(12):
+        keys.press("Tab")
+        focused = page.evaluate(
+            "[document.activeElement.id, "
+            "getComputedStyle(document.activeElement).outlineStyle]"
+        )
+        reached.add(focused[0])
+        if focused[0]:
+            assert focused[1] != "none", f"{focused[0]}: the focus cannot be seen"
+    assert reached >= {"send", "k", "temperature", "max-tokens", "race", "clear"}
+
+
+@pytest.mark.parametrize("by_key", [True, False])
+def test_an_answer_can_be_stopped(watched: Watched, by_key: bool):
+    page = watched.page
+    watched.site.delay_s = 0.05
+    page.fill("#max-tokens", "90")
+    watched.ask()
+    expect(page.locator(".lane .token").nth(3)).to_be_attached()
+    if by_key:
+        page.keyboard.press("Escape")
+    else:
+        page.click("#stop")
+    watched.wait()
+    expect(page.locator(".foot")).to_contain_text("Stopped")
+    assert 4 <= len(watched.tokens()) < 90
+    watched.site.delay_s = 0.0
+    page.fill("#max-tokens", "5")
+    watched.ask()
+    expect(page.locator(".lane")).to_have_count(2)
+    watched.wait()
+    assert len(watched.tokens(1)) == 5
+    assert watched.complaints == []
+
+
+def test_a_new_conversation_forgets(watched: Watched):
+    page = watched.page
+    for turns in (1, 3):
+        with page.expect_request("**/v1/chat/completions") as request:
+            watched.ask()
+        watched.wait()
+        assert len(request.value.post_data_json["messages"]) == turns
+    page.click("#clear")
+    expect(page.locator("article")).to_have_count(0)
+    with page.expect_request("**/v1/chat/completions") as request:
+        watched.ask()
+    assert len(request.value.post_data_json["messages"]) == 1
+
+
+def test_a_refusal_is_shown_and_the_page_goes_on(watched: Watched):
+    page = watched.page
+    # The prompt has three of the 96 tokens that there is room for.
+    page.fill("#max-tokens", "95")
+    watched.ask()
+    expect(page.get_by_role("alert")).to_contain_text("96 tokens")
+
+    def refuse(route: Route) -> None:
+        error = {"error": {"message": "The server is busy.", "code": 503}}
+        route.fulfill(status=503, headers={"Retry-After": "7"}, json=error)
+
+    page.route("**/v1/chat/completions", refuse, times=1)
+    watched.ask()
+    alert = page.get_by_role("alert").nth(1)
+    expect(alert).to_contain_text("The server is busy.")
+    expect(alert).to_contain_text("7 s")
+    page.fill("#max-tokens", "12")
+    alert.get_by_role("button").click()
+    expect(page.locator(".lane .token")).to_have_count(12)
+
+
+def test_what_a_model_says_is_text(watched: Watched):
+    page = watched.page
+    text = "<img src=x onerror=alert(1)><b>bold</b>"
+    token = {"text": text, "origin": "draft", "token_id": 5}
+    choice = {"index": 0, "finish_reason": "stop", "token_origins": [token]}
+    body = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
+    watched.ask(text)
+    watched.wait()
+    assert watched.tokens() == [["draft", text]]
+    assert page.locator("article").locator("img, .words b").count() == 0
+
+
+def test_a_restart_of_the_server_is_survived(watched: Watched):
+    page, site = watched.page, watched.site
+    site.delay_s = 0.05
+    page.fill("#max-tokens", "90")
+    watched.ask()
+    expect(page.locator(".lane .token").nth(3)).to_be_attached()
+    site.stop()
+    expect(page.get_by_role("alert")).to_contain_text("ended before the answer did")
+    expect(page.locator("#notice")).to_contain_text("does not answer")
+    site.delay_s = 0.0
+    site.start(api_keys=("secret",))
+    try:
+        expect(page.locator("#notice")).to_contain_text("is back")
+        page.fill("#max-tokens", "5")
+        watched.ask()
+        expect(page.get_by_role("alert").nth(1)).to_contain_text("API key")
+        expect(page.locator("#key")).to_be_focused()
+        page.keyboard.type("secret")
+        page.keyboard.press("Enter")
+        watched.ask()
+        expect(page.locator(".lane").nth(2).locator(".token")).to_have_count(5)
+        assert "secret" not in str(page.evaluate("JSON.stringify(localStorage)"))
+    finally:
+        site.stop()
+        site.start()
+
+
+def fits(page: Page) -> bool:
+    return page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_on_a_phone(browser: Browser, site: Site):
+    watched = Watched(browser, site, viewport={"width": 360, "height": 640})
+    page = watched.page
+    assert fits(page)
+    page.check("#race")
+    watched.ask()
+    watched.wait()
+    assert fits(page)
+    for name in ("#prompt", "#send", "#k", "#temperature", "#race"):
+        expect(page.locator(name)).to_be_in_viewport()
+    page.set_viewport_size({"width": 1280, "height": 800})
+    assert fits(page)
+    watched.context.close()
+
+
+def test_in_the_dark(browser: Browser, site: Site):
+    shade = "getComputedStyle(document.body).backgroundColor"
+    token = "getComputedStyle(document.querySelector('.token')).backgroundColor"
+    seen = []
+    for scheme in ("light", "dark"):
+        watched = Watched(browser, site, color_scheme=scheme)
+        seen.append([watched.page.evaluate(one) for one in (shade, token)])
+        watched.context.close()
+    light, dark = seen
+    assert light[0] != dark[0]
+    assert light[1] != dark[1]
+    brightness = [sum(map(int, re.findall(r"\d+", one[0]))) for one in seen]
+    assert brightness[0] > 600 > 150 > brightness[1]
