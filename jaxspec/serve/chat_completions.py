@@ -7,10 +7,10 @@ from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.protocol import ChatBody
 from jaxspec.serve.serving import Serving
-from jaxspec.serve.writing import Writer
+from jaxspec.serve.writing import ChoiceWriter
 
 
-class ChatWriter(Writer):
+class ChatWriter(ChoiceWriter):
     """Writes messages."""
 
     kind = ("chat.completion", "chat.completion.chunk")

@@ -7,10 +7,10 @@ from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.protocol import CompletionBody
 from jaxspec.serve.serving import Serving
-from jaxspec.serve.writing import Writer
+from jaxspec.serve.writing import ChoiceWriter
 
 
-class CompletionWriter(Writer):
+class CompletionWriter(ChoiceWriter):
     """Writes texts, after their prompts where these are echoed."""
 
     kind = ("text_completion", "text_completion")

@@ -18,9 +18,10 @@ class ClientGoneError(Exception):
 
 
 def event(content: Any) -> str:
-    """Write one event of a stream."""
+    """Write one event of a stream; one with a type is named by it."""
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n"
+    name = f"event: {content['type']}\n" if "type" in content else ""
+    return f"{name}data: {text}\n\n"
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -1,4 +1,4 @@
-"""Owns the two endpoints that generate."""
+"""Owns the endpoints that generate."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,6 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.chat_completions import ChatWriter
 from jaxspec.serve.completions import CompletionWriter
 from jaxspec.serve.connection import (
-    DONE,
     ClientGoneError,
     EventStream,
     event,
@@ -22,8 +21,15 @@ from jaxspec.serve.connection import (
 )
 from jaxspec.serve.guard import MAX_ID
 from jaxspec.serve.params import make_params
-from jaxspec.serve.protocol import ChatBody, CompletionBody, GenerationBody
-from jaxspec.serve.refusals import refusal_of
+from jaxspec.serve.protocol import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    ResponseBody,
+)
+from jaxspec.serve.refusals import ResponseNotFoundError, refusal_of
+from jaxspec.serve.response_input import as_chat
+from jaxspec.serve.responses import ResponseWriter
 from jaxspec.serve.serving import Serving, new_id
 from jaxspec.serve.writing import Numbered, Writer
 
@@ -34,7 +40,7 @@ CLIENT_GONE = 499
 
 
 def generation_routes(serving: Serving) -> APIRouter:
-    """Make POST /v1/completions and POST /v1/chat/completions."""
+    """Make POST /v1/completions, /v1/chat/completions and /v1/responses."""
     router = APIRouter()
 
     @router.post("/v1/completions")
@@ -46,6 +52,17 @@ def generation_routes(serving: Serving) -> APIRouter:
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
         return await _respond(request, _chat(serving, body, request))
+
+    @router.post("/v1/responses")
+    async def create_response(body: ResponseBody, request: Request) -> Response:
+        """Answer a conversation in OpenAI's newer form."""
+        return await _respond(request, _answer(serving, body, request))
+
+    @router.get("/v1/responses/{response_id}")
+    @router.post("/v1/responses/{response_id}/cancel")
+    async def find_response(response_id: str) -> Response:
+        """Say that there is none: responses are not stored."""
+        raise ResponseNotFoundError(response_id)
 
     return router
 
@@ -75,6 +92,15 @@ async def _chat(serving: Serving, body: ChatBody, request: Request) -> Response:
     params = make_params(body, serving.config.generation_defaults)
     prompt = await asyncio.to_thread(serving.prompts.of_chat, body, params.max_tokens)
     writer = ChatWriter(serving, body, params, _id(body, request))
+    return await _generate(serving, body, [prompt], params, writer)
+
+
+async def _answer(serving: Serving, body: ResponseBody, request: Request) -> Response:
+    serving.check_model(body.model)
+    chat = as_chat(body)
+    params = make_params(chat, serving.config.generation_defaults)
+    prompt = await asyncio.to_thread(serving.prompts.of_chat, chat, params.max_tokens)
+    writer = ResponseWriter(serving, body, params, _id(body, request))
     return await _generate(serving, body, [prompt], params, writer)
 
 
@@ -120,7 +146,8 @@ async def _events(writer: Writer, outputs: Numbered) -> AsyncGenerator[str, None
         log = _log.exception if status == 500 else _log.info
         log("A stream ended early: %s", error)
         yield event(body)
-    yield DONE
+    if writer.end:
+        yield writer.end
 
 
 @no_type_check  # asynchronous generators are not checked

@@ -4,7 +4,7 @@ Values are checked where `SamplingParams` and the engine check them; here only t
 types are. A field that is not known is ignored, as in vLLM.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -92,7 +92,7 @@ class StructuredOutputs(BaseModel):
 
 
 class GenerationBody(Body):
-    """What both ways to generate share.
+    """What all ways to generate share.
 
     Attributes:
         include_metrics: Tell this request's acceptance and times.
@@ -190,6 +190,42 @@ class ChatBody(GenerationBody, ConversationBody):
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     return_prompt_text: bool | None = False
+
+
+class TextFormat(BaseModel):
+    """The form of a response's text: OpenAI's `text.format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    name: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(BaseModel):
+    """OpenAI's `text`."""
+
+    format: TextFormat | None = None
+
+
+class ResponseBody(GenerationBody):
+    """Of POST /v1/responses; see `jaxspec.serve.response_input`."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = Field(default=None, ge=0)
+    text: TextOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: dict[str, str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
 
 
 class TokenizeBody(ConversationBody):

@@ -28,6 +28,13 @@ class ModelNotFoundError(Exception):
     """A request is for a model that is not served."""
 
 
+class ResponseNotFoundError(Exception):
+    """A request is about an earlier answer, none of which is kept."""
+
+    def __init__(self, response_id: str):
+        super().__init__(f"Response with id '{response_id}' not found.")
+
+
 class OverloadedError(Exception):
     """The queue is full.
 
@@ -59,6 +66,8 @@ def refusal_of(error: Exception) -> tuple[int, dict[str, Any]]:
             return 400, error_body(400, str(error), error.parameter)
         case ModelNotFoundError():
             return 404, error_body(404, str(error), "model")
+        case ResponseNotFoundError():
+            return 404, error_body(404, str(error), "response_id")
         case OverloadedError():
             return 503, error_body(503, str(error))
         case TimeLimitError():
@@ -133,7 +142,8 @@ def add_refusals(app: FastAPI) -> None:
     """Have every failure told in one form."""
     app.add_exception_handler(RequestValidationError, refuse_body)
     app.add_exception_handler(HTTPException, refuse_route)
-    expected = (ArgumentError, ModelNotFoundError, OverloadedError, TimeLimitError)
+    expected = (ArgumentError, ModelNotFoundError, ResponseNotFoundError)
+    expected += (OverloadedError, TimeLimitError)
     for kind in (*expected, EngineDeadError, EngineGenerateError):
         app.add_exception_handler(kind, refuse_argument)
     app.add_exception_handler(Exception, refuse_crash)

@@ -1,4 +1,4 @@
-"""Owns what the answers of both generating endpoints have in common."""
+"""Owns what the answers of the generating endpoints have in common."""
 
 import time
 from abc import ABC, abstractmethod
@@ -7,6 +7,7 @@ from typing import Any, no_type_check
 
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.serve.connection import DONE
 from jaxspec.serve.logprobs import LogprobWriter
 from jaxspec.serve.protocol import GenerationBody
 from jaxspec.serve.serving import Serving
@@ -19,11 +20,12 @@ class Writer(ABC):
     """Writes what comes of one request, whole or in chunks.
 
     Attributes:
-        kind: What the answer calls itself, and its chunks do.
         id: Of the answer.
+        created: When, in seconds since 1970.
+        end: What a stream sends after its last chunk.
     """
 
-    kind: tuple[str, str]
+    end = DONE
 
     def __init__(
         self,
@@ -51,7 +53,33 @@ class Writer(ABC):
             "has_drafts": asked or settings.per_request_spec_decode_metrics != "none",
             "has_times": asked or settings.enable_per_request_metrics,
         }
-        self.id, self._created = request_id, int(time.time())
+        self.id, self.created = request_id, int(time.time())
+
+    @abstractmethod
+    async def answer(self, outputs: Numbered) -> dict[str, Any]:
+        """Wait for all texts, and write the whole."""
+
+    @abstractmethod
+    def chunks(self, outputs: Numbered) -> AsyncGenerator[dict[str, Any], None]:
+        """Write every output as it comes."""
+
+    def _add_metrics(
+        self, told: dict[str, Any], output: RequestOutput, *, is_one: bool
+    ) -> None:
+        if any(self._metrics.values()):
+            told["metrics"] = (
+                request_metrics(output, **self._metrics) if is_one else None
+            )
+
+
+class ChoiceWriter(Writer):
+    """Writes texts as choices, as completions and chats do.
+
+    Attributes:
+        kind: What the answer calls itself, and its chunks do.
+    """
+
+    kind: tuple[str, str]
 
     @abstractmethod
     def choice(
@@ -126,7 +154,7 @@ class Writer(ABC):
         return {
             "id": self.id,
             "object": kind,
-            "created": self._created,
+            "created": self.created,
             "model": self.settings.model_name,
         }
 
@@ -141,11 +169,3 @@ class Writer(ABC):
             index = number * self.params.n + completion.index
             self._usage.add_text(index, len(self.shown(completion)))
             yield completion, index
-
-    def _add_metrics(
-        self, told: dict[str, Any], output: RequestOutput, *, is_one: bool
-    ) -> None:
-        if any(self._metrics.values()):
-            told["metrics"] = (
-                request_metrics(output, **self._metrics) if is_one else None
-            )

@@ -206,6 +206,10 @@ def _ask_openai(client: openai.OpenAI) -> None:
     assert text == whole.choices[0].message.content
     assert len(text) > 10
     assert chunks[-1].usage == whole.usage
+    response = client.responses.create(
+        model="pair", input="Tell me a story.", max_output_tokens=24, temperature=0
+    )
+    assert response.output_text == text
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="other", prompt="x")
     with pytest.raises(openai.AuthenticationError):
