@@ -1,11 +1,16 @@
 """Scripts written for vLLM run when the import and the model names are changed."""
 
 import os
+import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from jaxspec.serve import launcher
+from jaxspec.serve.flags import Options
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,6 +38,11 @@ NAMES = {
     "vllm": "jaxspec",
     "google/gemma-2-9b-it": "jaxspec/tiny-gemma2",
     "google/gemma-2-2b-it": "jaxspec/tiny-gemma2-draft",
+}
+LLAMA_NAMES = {
+    "vllm": "jaxspec",
+    "meta-llama/Meta-Llama-3-70B": "jaxspec/tiny-gemma2",
+    "meta-llama/Meta-Llama-3-8B": "jaxspec/tiny-gemma2-draft",
 }
 # What the script itself does not look at.
 CHECKS = """
@@ -151,16 +161,63 @@ assert not engine.is_running
 """
 
 
-def run_script(script: str, checks: str, *, expected: tuple[str, ...] = ()) -> str:
+# Over four devices, as a guide to production has it.
+PARALLEL_SCRIPT = """\
+from vllm import LLM, SamplingParams
+
+# Initialize the engine with speculation
+llm = LLM(
+    model="meta-llama/Meta-Llama-3-70B",
+    speculative_model="meta-llama/Meta-Llama-3-8B",
+    num_speculative_tokens=5,
+    tensor_parallel_size=4
+)
+
+prompt = "Write a Python function to calculate the Fibonacci sequence."
+sampling_params = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=100)
+
+outputs = llm.generate([prompt], sampling_params)
+
+for output in outputs:
+    print(f"Generated text: {output.outputs[0].text}")
+"""
+PARALLEL_CHECKS = """
+assert llm.llm_engine.runner.mesh.devices.size == 4
+(completion,) = outputs[0].outputs
+assert len(completion.token_ids) == 100 or completion.finish_reason == "stop"
+assert completion.spec_decode_metrics.num_accepted_draft_tokens > 0
+"""
+# Its server, by the command that it gives.
+PARALLEL_COMMAND = """\
+python -m vllm.entrypoints.openai.api_server \\
+    --model meta-llama/Meta-Llama-3-70B \\
+    --speculative-model meta-llama/Meta-Llama-3-8B \\
+    --num-speculative-tokens 5 \\
+    --tensor-parallel-size 4
+"""
+
+
+def renamed(script: str, names: dict[str, str] = NAMES) -> str:
+    """The script with its import and its models replaced, and nothing else."""
+    for theirs, ours in names.items():
+        assert theirs in script
+        script = script.replace(theirs, ours)
+    return script
+
+
+def run_script(
+    script: str,
+    checks: str,
+    *,
+    expected: tuple[str, ...] = (),
+    names: dict[str, str] = NAMES,
+) -> str:
     """Run a script for vLLM, its names replaced, and return what it printed.
 
     Args:
         expected: How the warnings begin that it may give.
     """
-    for theirs, ours in NAMES.items():
-        assert theirs in script
-        script = script.replace(theirs, ours)
-    cache, whole = str(ROOT / ".pytest_cache" / "jax"), script + checks
+    cache, whole = str(ROOT / ".pytest_cache" / "jax"), renamed(script, names) + checks
     ignored = [part for one in expected for part in ("-W", f"ignore:{one}")]
     done = subprocess.run(
         [sys.executable, "-W", "error", *ignored, "-c", whole],
@@ -193,3 +250,23 @@ def test_streams_of_the_asynchronous_engine():
     expected = "num_speculative_tokens is not given", "dtype='half' is taken"
     text = run_script(ASYNC_SCRIPT, ASYNC_CHECKS, expected=expected)
     assert len(text.strip()) > 2
+
+
+@pytest.mark.slow
+def test_tensor_parallel_arguments():
+    text = run_script(PARALLEL_SCRIPT, PARALLEL_CHECKS, names=LLAMA_NAMES)
+    assert len(text.removeprefix("Generated text: ").strip()) > 10
+
+
+def test_the_command_of_a_server(monkeypatch: pytest.MonkeyPatch):
+    command = renamed(PARALLEL_COMMAND, LLAMA_NAMES).replace("\\\n", "")
+    _, _, module, *arguments = shlex.split(command)
+    seen: list[Options] = []
+    monkeypatch.setattr(launcher, "run", lambda options: seen.append(options) or 0)
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(module, run_name="__main__")
+    assert end.value.code == 0
+    config = seen[0].engine.create_engine_config()
+    assert config.served_model_name == "jaxspec/tiny-gemma2"
+    assert (config.num_draft_tokens, config.tensor_parallel_size) == (5, 4)

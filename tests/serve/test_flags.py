@@ -1,10 +1,12 @@
 """The command line: what it becomes, and the file that may stand in for it."""
 
 import dataclasses
+import shlex
 from pathlib import Path
 
 import pytest
 
+from jaxspec.config import EngineConfig
 from jaxspec.engine.arg_utils import AsyncEngineArgs
 from jaxspec.errors import ConfigError
 from jaxspec.serve.flags import (
@@ -58,6 +60,24 @@ def test_other_spellings_of_speculation():
     assert engine.speculative_config == {"model": "d", "num_speculative_tokens": 5}
     engine = read("m", "--spec-model", "d", "--spec-tokens", "2").engine
     assert (engine.spec_model, engine.spec_tokens) == ("d", 2)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        '--speculative-config \'{"model": "DRAFT", "num_speculative_tokens": 5}\'',
+        "--spec-model DRAFT --spec-tokens 5",
+        "--speculative_model=DRAFT --num_speculative_tokens=5",
+    ],
+)
+def test_all_spellings_of_speculation_are_one_config(spelling: str):
+    def config(spelling: str) -> EngineConfig:
+        line = f"--model {BUNDLED_TARGET} {spelling.replace('DRAFT', BUNDLED_DRAFT)}"
+        return read(*shlex.split(line)).engine.create_engine_config()
+
+    expected = config("--speculative-model DRAFT --num-speculative-tokens 5")
+    assert expected.num_draft_tokens == 5
+    assert config(spelling) == expected
 
 
 def test_every_kind_of_value():
