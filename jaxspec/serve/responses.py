@@ -37,6 +37,7 @@ class ResponseWriter(Writer):
         # What was told of the text so far.
         self._text = ""
         self._logprobs: list[Any] = []
+        self._origins: list[Any] = []
         self._num_tokens = 0
 
     async def answer(self, outputs: Numbered) -> dict[str, Any]:
@@ -72,11 +73,10 @@ class ResponseWriter(Writer):
         yield self._of_part("content_part.added", part=self._part())
 
     def _deltas(self, completion: CompletionOutput) -> Iterator[Event]:
-        logprobs = self._add(completion)
-        if completion.text or logprobs:
-            yield self._of_part(
-                "output_text.delta", delta=completion.text, logprobs=logprobs
-            )
+        logprobs, origins = self._add(completion), self.origins(completion)
+        if completion.text or logprobs or any(origins.values()):
+            told = {"delta": completion.text, "logprobs": logprobs, **origins}
+            yield self._of_part("output_text.delta", **told)
 
     def _closing(self, output: RequestOutput) -> Iterator[Event]:
         text = {"text": self._text, "logprobs": self._logprobs}
@@ -95,6 +95,7 @@ class ResponseWriter(Writer):
             )["content"]
         self._text += completion.text
         self._logprobs += told
+        self._origins += self.origins(completion).get("token_origins", [])
         self._num_tokens += len(completion.token_ids)
         return told
 
@@ -160,7 +161,10 @@ class ResponseWriter(Writer):
 
     def _part(self) -> dict[str, Any]:
         part = {"type": "output_text", "annotations": []}
-        return part | {"text": self._text, "logprobs": list(self._logprobs)}
+        part |= {"text": self._text, "logprobs": list(self._logprobs)}
+        if self.params.return_token_origins:
+            part["token_origins"] = list(self._origins)
+        return part
 
     def _of_part(self, name: str, **content: Any) -> Event:
         place = {"item_id": self._item_id, "content_index": 0}

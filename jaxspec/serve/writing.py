@@ -63,6 +63,20 @@ class Writer(ABC):
     def chunks(self, outputs: Numbered) -> AsyncGenerator[dict[str, Any], None]:
         """Write every output as it comes."""
 
+    def shown(self, completion: CompletionOutput) -> list[int]:
+        """Return the generated tokens that the answer shows."""
+        return list(completion.token_ids)
+
+    def origins(self, completion: CompletionOutput) -> dict[str, Any]:
+        """Return the field that tells who drew the shown tokens, where it is wanted.
+
+        Of what is echoed there is none.
+        """
+        if not self.params.return_token_origins:
+            return {}
+        told = (completion.token_origins or [])[: len(self.shown(completion))]
+        return {"token_origins": [one._asdict() for one in told]}
+
     def _add_metrics(
         self, told: dict[str, Any], output: RequestOutput, *, is_one: bool
     ) -> None:
@@ -135,20 +149,6 @@ class ChoiceWriter(Writer):
     def prompt_logprobs(self, index: int) -> list[Any] | None:
         """What was told of the tokens of a text's prompt."""
         return self._prompt_logprobs.get(index // self.params.n)
-
-    def shown(self, completion: CompletionOutput) -> list[int]:
-        """Return the generated tokens that the answer shows."""
-        return list(completion.token_ids)
-
-    def origins(self, completion: CompletionOutput) -> dict[str, Any]:
-        """Return the field that tells who drew the shown tokens, where it is wanted.
-
-        Of what is echoed there is none.
-        """
-        if not self.params.return_token_origins:
-            return {}
-        told = (completion.token_origins or [])[: len(self.shown(completion))]
-        return {"token_origins": [one._asdict() for one in told]}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

@@ -52,7 +52,7 @@ def checked(told: Any) -> Any:
 
 def test_a_response():
     async def ask(http: httpx.AsyncClient) -> None:
-        create = client_of(http).responses.create
+        create: Any = client_of(http).responses.create
         response = await create(model="model", input=PROMPT, max_output_tokens=5)
         response = checked(response)
         assert response.id.startswith("resp_")
@@ -84,7 +84,7 @@ def test_a_response_tells_what_was_asked():
     stop = letters(said(6)[4:])
 
     async def ask(http: httpx.AsyncClient) -> None:
-        create = client_of(http).responses.create
+        create: Any = client_of(http).responses.create
         # The stub's conversation is its last message; instructions are a part of it.
         user = {"role": "user", "content": "!"}
         turns: Any = [user, {"role": "assistant", "content": PROMPT}]
@@ -112,7 +112,7 @@ def test_a_stream(is_cut: bool):
     async def ask(http: httpx.AsyncClient) -> None:
         body: Any = {"input": PROMPT, "max_output_tokens": 20}
         body |= {"extra_body": {"stop": stop, "include_metrics": True}}
-        create = client_of(http).responses.create
+        create: Any = client_of(http).responses.create
         stream = await create(model="model", stream=True, **body)
         events = [checked(event) async for event in stream]
         names = [event.type for event in events]
@@ -163,6 +163,28 @@ def test_logprobs(is_stream: bool):
         (letters([token]), -token) for token in (5, 6, 7)
     ]
     assert all(len(one["top_logprobs"]) == 1 for one in done)
+
+
+def test_who_drew_each_token():
+    async def ask(http: httpx.AsyncClient) -> None:
+        body: Any = {"input": PROMPT, "max_output_tokens": 20}
+        body["extra_body"] = {"return_token_origins": True}
+        create: Any = client_of(http).responses.create
+        stream = await create(model="model", stream=True, **body)
+        events: list[Any] = [event async for event in stream]
+        deltas = [one for one in events if one.type == "response.output_text.delta"]
+        for one in deltas:
+            assert "".join(piece["text"] for piece in one.token_origins) == one.delta
+        told = [piece for one in deltas for piece in one.token_origins]
+        assert [piece["token_id"] for piece in told] == said(20)
+        assert {piece["origin"] for piece in told} > {"draft", "target"}
+        for whole in (events[-1].response, await create(model="model", **body)):
+            part = whole.output[0].content[0].to_dict()
+            assert [piece["token_id"] for piece in part["token_origins"]] == said(20)
+            text = "".join(piece["text"] for piece in part["token_origins"])
+            assert text == part["text"]
+
+    serve_http(ask, delay_s=0.01)
 
 
 def test_a_text_that_the_servers_end_cuts_off():
@@ -218,7 +240,7 @@ def test_refusals(is_stream: bool):
 
 def test_a_failed_step_within_a_stream():
     async def ask(http: httpx.AsyncClient) -> None:
-        create = client_of(http).responses.create
+        create: Any = client_of(http).responses.create
         stream = await create(model="model", input=PROMPT, stream=True)
         assert (await anext(stream)).type == "response.created"
         with pytest.raises(openai.APIError, match="boom"):
