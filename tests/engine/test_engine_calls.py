@@ -136,6 +136,7 @@ def test_compiles_are_announced(monkeypatch: pytest.MonkeyPatch):
     runner._executables, runner._layouts = {}, {}
     runner.program = runner.params = runner.state = ()
     runner.pool, runner.num_compiles = fake.device.pool, 0
+    runner.compiler_options = None
     monkeypatch.setattr("jaxspec.engine.runner.compile_step", lambda *_: print)
     engine.runner, told = runner, []
     engine.announce_compiles(told.append)
