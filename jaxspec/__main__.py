@@ -13,6 +13,8 @@ from jaxspec_checkpoints import CheckpointError
 
 BUNDLED_TARGET = "jaxspec/tiny-gemma2"
 BUNDLED_DRAFT = "jaxspec/tiny-gemma2-draft"
+# `jaxspec.chat` was there first: what conversations are.
+_MODULES = {"generate": "jaxspec.generate", "chat": "jaxspec.talk"}
 # Exit codes: argparse's for a wrong argument, the shell's for an interrupt.
 WRONG_ARGUMENT, INTERRUPTED = 2, 130
 
@@ -33,7 +35,29 @@ def make_parser() -> argparse.ArgumentParser:
         "speculation and compare the two.",
     )
     _add_generate_arguments(generate)
+    chat = commands.add_parser(
+        "chat",
+        help="talk in the terminal, with models loaded here or a server's",
+        description="Answer line by line; /help lists the commands there are.",
+    )
+    _add_chat_arguments(chat)
+    for name, subparser in commands.choices.items():
+        subparser.set_defaults(parser=subparser, module=_MODULES[name])
     return parser
+
+
+def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    server = parser.add_argument_group("a server, in place of models loaded here")
+    server.add_argument(
+        "--url", help="of a server with OpenAI's API, as http://127.0.0.1:8000"
+    )
+    server.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="for the server (default: the environment's OPENAI_API_KEY)",
+    )
+    _add_model_arguments(parser.add_argument_group("models"))
+    _add_sampling_arguments(parser.add_argument_group("sampling"), max_tokens=512)
 
 
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +73,17 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument(
         "--raw", dest="is_chat", action="store_false", help="continue the bare prompt"
     )
-    models = parser.add_argument_group("models")
+    _add_model_arguments(parser.add_argument_group("models"))
+    _add_sampling_arguments(parser.add_argument_group("sampling"), max_tokens=128)
+    parser.add_argument(
+        "--no-compare",
+        dest="is_compared",
+        action="store_false",
+        help="leave out the run without speculation",
+    )
+
+
+def _add_model_arguments(models: argparse._ArgumentGroup) -> None:
     models.add_argument(
         "--model", metavar="NAME", help=f"folder or name (default: {BUNDLED_TARGET})"
     )
@@ -69,7 +103,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-speculative-tokens",
         metavar="K",
         type=int,
-        default=4,
+        default=5,
         help="draft tokens per round (default: %(default)s)",
     )
     models.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
@@ -79,18 +113,17 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="where compiled programs are kept (default: the user's cache folder)",
     )
-    _add_sampling_arguments(parser.add_argument_group("sampling"))
-    parser.add_argument(
-        "--no-compare",
-        dest="is_compared",
-        action="store_false",
-        help="leave out the run without speculation",
-    )
 
 
-def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
+def _add_sampling_arguments(
+    sampling: argparse._ArgumentGroup, *, max_tokens: int
+) -> None:
     sampling.add_argument(
-        "--max-tokens", metavar="N", type=int, default=128, help="default: %(default)s"
+        "--max-tokens",
+        metavar="N",
+        type=int,
+        default=max_tokens,
+        help="default: %(default)s",
     )
     sampling.add_argument(
         "--temperature",
@@ -116,21 +149,18 @@ def _add_sampling_arguments(sampling: argparse._ArgumentGroup) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
     parser = make_parser()
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        getattr(options, "parser", parser).error(
+            f"unrecognized arguments: {' '.join(unknown)}"
+        )
     if options.command is None:
         parser.print_help()
         return 0
-    if options.model is None:
-        options.model = BUNDLED_TARGET
-        options.speculative_model = options.speculative_model or BUNDLED_DRAFT
     try:
-        if options.speculative_model is None:
-            raise ArgumentError(
-                f"--model {options.model} needs a draft of its family: name one with "
-                "--speculative-model."
-            )
-        command = importlib.import_module(f"jaxspec.{options.command}")
-        command.run(options)
+        if getattr(options, "url", None) is None:
+            _choose_models(options)
+        importlib.import_module(options.module).run(options)
     except (ArgumentError, CheckpointError) as error:
         print(f"{parser.prog} {options.command}: error: {error}", file=sys.stderr)
         return WRONG_ARGUMENT
@@ -138,6 +168,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\nInterrupted.", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def _choose_models(options: argparse.Namespace) -> None:
+    """Settle the models: the bundled pair where none is named.
+
+    Raises:
+        ArgumentError: There is a target without a draft.
+    """
+    if options.model is None:
+        options.model = BUNDLED_TARGET
+        options.speculative_model = options.speculative_model or BUNDLED_DRAFT
+    if options.speculative_model is None:
+        raise ArgumentError(
+            f"--model {options.model} needs a draft of its family: name one with "
+            "--speculative-model."
+        )
 
 
 if __name__ == "__main__":

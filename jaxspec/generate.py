@@ -4,24 +4,21 @@ Uses the engine as any caller would: `add_request` and `step`.
 """
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.output import TextStream
 from jaxspec.inputs import PromptType
 from jaxspec.outputs import CompletionOutput, RequestSpecDecodeMetrics
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.terminal import Printer, pieces_of
 from jaxspec.tokenizer import Tokenizer
 
 # Compiles all that a longer request needs: the prompt's programs and the round's.
 WARM_UP_TOKENS = 3
-_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 Show = Callable[[CompletionOutput], None]
 
@@ -59,6 +56,31 @@ def run(options: argparse.Namespace) -> None:
         ArgumentError: An option cannot work; nothing has run on the device.
     """
     params, notes = _sampling(options)
+    engine = load_engine(options)
+    try:
+        prompt = make_prompt(engine.tokenizer, options.prompt, is_chat=options.is_chat)
+        plain = without_speculation(params) if options.is_compared else None
+        start = time.monotonic()
+        _progress("Compiling ... ")
+        warm_up(engine, prompt, params)
+        if plain is not None:
+            warm_up(engine, prompt, plain)
+        _progress(f"{time.monotonic() - start:.1f} s\n")
+
+        speculative = _shown(engine, prompt, params)
+        compared = None if plain is None else decode(engine, prompt, plain)
+        print(f"\n{_setting(engine, options, params)}", *notes, sep="\n")
+        print(comparison(speculative, compared))
+    finally:
+        engine.shutdown()
+
+
+def load_engine(options: argparse.Namespace) -> LLMEngine:
+    """Load the models that the options name, for one request at a time.
+
+    Raises:
+        ArgumentError: An option cannot work; nothing has been loaded.
+    """
     args = EngineArgs(
         model=options.model,
         speculative_model=options.speculative_model,
@@ -73,24 +95,21 @@ def run(options: argparse.Namespace) -> None:
     _progress(f"Loading {options.model} and {options.speculative_model} ... ")
     engine = LLMEngine(config)
     _progress(f"{time.monotonic() - start:.1f} s\n")
-    try:
-        prompt = make_prompt(engine.tokenizer, options.prompt, is_chat=options.is_chat)
-        plain = without_speculation(params) if options.is_compared else None
-        start = time.monotonic()
-        _progress("Compiling ... ")
-        warm_up(engine, prompt, params)
-        if plain is not None:
-            warm_up(engine, prompt, plain)
-        _progress(f"{time.monotonic() - start:.1f} s\n")
+    return engine
 
-        printer = Printer(engine, params, sys.stdout)
-        speculative = decode(engine, prompt, params, printer.show)
-        printer.finish()
-        compared = None if plain is None else decode(engine, prompt, plain)
-        print(f"\n{_setting(engine, options, params)}", *notes, sep="\n")
-        print(comparison(speculative, compared))
-    finally:
-        engine.shutdown()
+
+def _shown(engine: LLMEngine, prompt: PromptType, params: SamplingParams) -> Decoded:
+    """Decode a text, writing it as it comes."""
+    printer = Printer(sys.stdout)
+    if printer.has_colours:
+        params = params.clone()
+        params.extra_args = {"return_token_origins": True}
+    decoded = decode(
+        engine, prompt, params, lambda output: printer.show(pieces_of(output))
+    )
+    print("\n" if printer.has_colours else "")
+    printer.explain()
+    return decoded
 
 
 def _sampling(options: argparse.Namespace) -> tuple[SamplingParams, list[str]]:
@@ -179,60 +198,6 @@ def decode(
         num_rounds=num_outputs - 1,
         drafts=last.outputs[0].spec_decode_metrics,
     )
-
-
-@runtime_checkable
-class Screen(Protocol):
-    """The part of a text file that is needed to write to it."""
-
-    def write(self, text: str, /) -> int: ...
-    def flush(self) -> None: ...
-    def isatty(self) -> bool: ...
-
-
-class Printer:
-    """Writes a text as it comes; on a terminal, accepted drafts are green."""
-
-    def __init__(self, engine: LLMEngine, params: SamplingParams, file: Screen):
-        self._file = file
-        self._stream = TextStream(engine.tokenizer, params)
-        self._num_shown = 0
-        self._num_accepted = 0
-        self.has_colours = (
-            file.isatty()
-            and not os.environ.get("NO_COLOR")
-            and os.environ.get("TERM") != "dumb"
-        )
-
-    def show(self, output: CompletionOutput) -> None:
-        """Write what one round added: accepted drafts, then the target's token."""
-        if not self.has_colours:
-            self._write(output.text)
-            return
-        accepted = 0
-        if output.spec_decode_metrics is not None:
-            total = output.spec_decode_metrics.num_accepted_draft_tokens
-            accepted, self._num_accepted = total - self._num_accepted, total
-        for position, token in enumerate(output.token_ids):
-            self._stream.push([token])
-            self._write_new(is_draft=position < accepted)
-
-    def finish(self) -> None:
-        """Write what was held back, and end the line."""
-        if self.has_colours:
-            self._stream.finish()
-            self._write_new(is_draft=False)
-            self._write(f"\n\n{_GREEN}Green{_PLAIN}: drafts that the target accepted.")
-        self._write("\n")
-
-    def _write_new(self, *, is_draft: bool) -> None:
-        new = self._stream.text[self._num_shown :]
-        self._num_shown = len(self._stream.text)
-        self._write(f"{_GREEN}{new}{_PLAIN}" if is_draft and new else new)
-
-    def _write(self, text: str) -> None:
-        self._file.write(text)
-        self._file.flush()
 
 
 def comparison(speculative: Decoded, plain: Decoded | None) -> str:

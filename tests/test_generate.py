@@ -1,7 +1,6 @@
 """`python -m jaxspec generate`: what is shown is what was decoded, and how fast."""
 
 import argparse
-import io
 import re
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from jaxspec import generate
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.generate import Decoded, Printer, comparison, decode, difference, warm_up
+from jaxspec.generate import Decoded, comparison, decode, difference, warm_up
 from jaxspec.inputs import TokensPrompt
 from jaxspec.outputs import CompletionOutput, RequestSpecDecodeMetrics
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
@@ -18,10 +17,10 @@ from jaxspec.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.engines import make_engine, make_micro
 from tests.oracles import hf_logits
+from tests.test_terminal import GREEN, Terminal
 
 PROMPT: TokensPrompt = {"prompt_token_ids": [5, 9, 4, 11]}
 NUM_TOKENS = 24
-GREEN = re.compile("\x1b\\[32m(.*?)\x1b\\[0m", re.DOTALL)
 
 
 def params(temperature: float = 0.0, **changes: Any) -> SamplingParams:
@@ -95,39 +94,28 @@ def test_an_interrupted_run_leaves_an_idle_engine(engine):
     decode(engine, PROMPT, params(max_tokens=2))
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_accepted_drafts_are_green_on_a_terminal(engine, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     screen = Terminal()
-    printer = Printer(engine, params(), screen)
+    monkeypatch.setattr("sys.stdout", screen)
     drawn = params(temperature=1.5, seed=6)
-    decoded = decode(engine, PROMPT, drawn, printer.show)
+    decoded = generate._shown(engine, PROMPT, drawn)
+    text, _, legend = screen.getvalue().partition("\n\n")
     # A token is one character here.
-    green = "".join(GREEN.findall(screen.getvalue()))
+    green = "".join(GREEN.findall(text))
     assert decoded.drafts is not None
     accepted = decoded.drafts.num_accepted_draft_tokens
     assert len(green) == accepted
     assert 0 < accepted < decoded.drafts.num_draft_tokens, "nothing to tell apart"
-    bare = GREEN.sub(r"\1", screen.getvalue())
-    assert bare == decoded.text
-    printer.finish()
-    assert "\x1b[32mGreen\x1b[0m: drafts" in screen.getvalue()
+    assert GREEN.sub(r"\1", text) == decoded.text
+    assert legend == "\x1b[32mGreen\x1b[0m: drafts that the target accepted.\n"
+    assert drawn.extra_args is None, "who drew them is not asked for elsewhere"
 
 
-@pytest.mark.parametrize("name", ["file", "NO_COLOR", "dumb"])
-def test_no_colours_where_they_are_not_wanted(engine, monkeypatch, name):
-    monkeypatch.setenv("NO_COLOR", "1" if name == "NO_COLOR" else "")
-    monkeypatch.setenv("TERM", "dumb" if name == "dumb" else "xterm")
-    screen = io.StringIO() if name == "file" else Terminal()
-    printer = Printer(engine, params(), screen)
-    decoded = decode(engine, PROMPT, params(), printer.show)
-    printer.finish()
-    assert screen.getvalue() == decoded.text + "\n"
+def test_a_text_for_a_file_is_plain(engine, capsys):
+    decoded = generate._shown(engine, PROMPT, params())
+    assert capsys.readouterr().out == decoded.text + "\n"
 
 
 def decoded(token_ids: list[int], seconds: float, histogram=None) -> Decoded:

@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 
 from jaxspec import __main__ as command_line
-from jaxspec import generate
+from jaxspec import generate, talk
 
 ROOT = Path(__file__).parents[1]
 
 
-def jaxspec(*arguments: str) -> subprocess.CompletedProcess[str]:
+def jaxspec(*arguments: str, lines: str = "") -> subprocess.CompletedProcess[str]:
     """Run the command line as a user does, sharing the tests' compiled programs."""
     cache = str(ROOT / ".pytest_cache" / "jax")
     return subprocess.run(
         [sys.executable, "-m", "jaxspec", *arguments],
+        input=lines,
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -71,7 +72,7 @@ def test_help_lists_what_there_is_without_importing_jax(arguments):
         check=True,
     )
     commands = done.stdout.partition("subcommands:")[2]
-    assert re.findall(r"^    (\w+)", commands, re.MULTILINE) == ["generate"]
+    assert re.findall(r"^    (\w+)", commands, re.MULTILINE) == ["generate", "chat"]
 
 
 def test_defaults_are_the_bundled_pair(monkeypatch):
@@ -82,12 +83,39 @@ def test_defaults_are_the_bundled_pair(monkeypatch):
     options = vars(seen[0])
     assert options["model"] == "jaxspec/tiny-gemma2"
     assert options["speculative_model"] == "jaxspec/tiny-gemma2-draft"
-    assert options["num_speculative_tokens"] == 4
+    assert options["num_speculative_tokens"] == 5, "as in the API"
     assert (options["max_tokens"], options["temperature"]) == (128, 0.0)
     assert options["is_chat"]
     assert options["is_compared"]
     assert not seen[1].is_chat
     assert not seen[1].is_compared
+
+
+def test_a_chat_has_the_same_models_or_a_servers(monkeypatch):
+    seen: list[argparse.Namespace] = []
+    monkeypatch.setattr(talk, "run", seen.append)
+    assert command_line.main(["chat"]) == 0
+    assert command_line.main(["chat", "--url", "http://x", "--temperature", "1"]) == 0
+    own, servers = seen
+    assert own.model == "jaxspec/tiny-gemma2"
+    assert own.speculative_model == "jaxspec/tiny-gemma2-draft"
+    assert (own.num_speculative_tokens, own.url) == (5, None)
+    assert (servers.url, servers.model) == ("http://x", None)
+    assert servers.temperature == 1.0
+    assert command_line.main(["chat", "--model", "x"]) == 2
+
+
+@pytest.mark.slow
+def test_the_bundled_pair_talks():
+    flags = ("--max-tokens", "8", "--num-speculative-tokens", "1", "--ignore-eos")
+    lines = "Tell me a story.\n/k 0\nAnd then?\n"
+    done = jaxspec("chat", *flags, lines=lines)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip()) > 10
+    assert "\x1b" not in done.stdout
+    *_, first, second = done.stderr.splitlines()
+    assert re.search(r"tokens/s, \d+% of the drafts accepted", first)
+    assert "drafts" not in second
 
 
 @pytest.mark.parametrize(
@@ -118,13 +146,18 @@ def test_a_wrong_value_is_one_line_and_code_2(arguments, said, capsys):
         (["generate"], "PROMPT"),
         (["generate", "hi", "--max-tokens", "ten"], "invalid int value: 'ten'"),
         (["generate", "hi", "--chat", "--raw"], "not allowed with"),
+        (["generate", "hi", "--typo"], "unrecognized arguments: --typo"),
+        (["chat", "hi"], "unrecognized arguments: hi"),
     ],
 )
-def test_a_wrong_form_is_code_2(arguments, said, capsys):
+def test_a_wrong_form_is_code_2_with_its_own_usage(arguments, said, capsys):
     with pytest.raises(SystemExit) as end:
         command_line.main(arguments)
     assert end.value.code == 2
-    assert said in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert said in shown
+    command = "" if arguments == ["serve"] else f" {arguments[0]}"
+    assert shown.startswith(f"usage: python -m jaxspec{command} [-h]")
 
 
 def test_an_interrupt_ends_cleanly(monkeypatch, capsys):

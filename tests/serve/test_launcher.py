@@ -20,7 +20,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.serve import launcher
 from jaxspec.serve.flags import read_flags
 from tests.engine.test_llm_engine import letters, make_fake_engine, said
-from tests.serving import COMPLETIONS, PROMPT, events_of
+from tests.serving import COMPLETIONS, PROMPT, TurnsTokenizer, events_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 def served(ask: Callable[[httpx.Client], Any], timeout_s: int, delay_s: float) -> int:
     """Serve in this thread while a client asks in another; the exit status."""
     engine, fake = make_fake_engine(num_draft_tokens=3)
+    engine.tokenizer = TurnsTokenizer(16)
     runner: Any = fake
     launch = runner.launch
 

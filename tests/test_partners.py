@@ -1,0 +1,128 @@
+"""Who answers in a chat: the same, whether in this process or over HTTP."""
+
+import os
+import signal
+from typing import Any
+
+import httpx
+import pytest
+
+from jaxspec.errors import RequestError
+from jaxspec.partners import EnginePartner, Part, PartnerError, ServerPartner, _parts_in
+from tests.engine.test_llm_engine import (
+    assert_idle,
+    letters,
+    make_fake_engine,
+    said,
+)
+from tests.serve.test_launcher import served
+from tests.serving import PROMPT, TurnsTokenizer
+
+MESSAGES = [{"role": "user", "content": PROMPT}]
+FIELDS = {"max_tokens": 20, "temperature": 0.0}
+
+
+def engine_partner() -> EnginePartner:
+    engine, _ = make_fake_engine(num_draft_tokens=3)
+    engine.tokenizer = TurnsTokenizer(16)
+    return EnginePartner(engine)
+
+
+def text_of(parts: list[Part]) -> str:
+    return "".join(piece.text for part in parts for piece in part.pieces)
+
+
+def check(parts: list[Part]) -> None:
+    """What both must say: a text with its drafts, then how it went."""
+    assert text_of(parts) == letters(said(20))
+    last = parts[-1]
+    assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [
+        "length"
+    ]
+    assert last.metrics is not None
+    counts = last.metrics["speculative_decoding"]
+    green = sum(piece.is_draft for part in parts for piece in part.pieces)
+    # The last round may have kept a draft that there was no room for.
+    assert 0 <= counts["num_accepted_draft_tokens"] - green <= 3
+    assert green > 3
+    assert last.metrics["tokens_per_second"] > 0
+
+
+def test_an_engine_answers():
+    partner = engine_partner()
+    check(list(partner.answer(MESSAGES, FIELDS)))
+    # One after the other, with as many drafts as are wanted.
+    parts = list(partner.answer(MESSAGES, FIELDS | {"num_speculative_tokens": 0}))
+    assert text_of(parts) == letters(said(20))
+    assert not any(piece.is_draft for part in parts for piece in part.pieces)
+    with pytest.raises(RequestError, match="temperature"):
+        list(partner.answer(MESSAGES, {"temperature": 9}))
+    assert_idle(partner._engine)
+
+
+def test_an_engine_is_idle_after_an_answer_that_is_left_or_interrupted():
+    partner = engine_partner()
+    parts = partner.answer(MESSAGES, FIELDS)
+    next(parts)
+    parts.close()
+    step, seen = partner._engine.step, []
+
+    def interrupted() -> Any:
+        signal.raise_signal(signal.SIGINT)
+        seen.append(step())
+        return seen[-1]
+
+    partner._engine.step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        next(partner.answer(MESSAGES, FIELDS))
+    assert len(seen) == 1, "a step runs to its end"
+    partner._engine.step = step
+    check(list(partner.answer(MESSAGES, FIELDS)))
+    assert_idle(partner._engine)
+
+
+def test_a_server_answers():
+    def ask(client: httpx.Client) -> None:
+        url = str(client.base_url)
+        client.get("/health")  # waits until it listens
+        for name in (url, f"{url}/v1", f"{url}/v1/"):
+            partner = ServerPartner(name, model="m", api_key="any")
+            check(list(partner.answer(MESSAGES, FIELDS)))
+        other = ServerPartner(url, model="other", api_key=None)
+        with pytest.raises(PartnerError, match="The model `other` does not exist"):
+            list(other.answer(MESSAGES, FIELDS))
+        with pytest.raises(PartnerError, match="404 Not Found|Not Found"):
+            list(ServerPartner(f"{url}/x", model=None, api_key=None).answer([], {}))
+        with pytest.raises(PartnerError, match="temperature must be"):
+            list(partner.answer(MESSAGES, {"temperature": 9}))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert served(ask, timeout_s=30, delay_s=0) == 0
+
+
+def test_a_failing_server(monkeypatch: pytest.MonkeyPatch):
+    def ask(client: httpx.Client) -> None:
+        client.get("/health")
+        partner = ServerPartner(str(client.base_url), model=None, api_key=None)
+        with pytest.raises(PartnerError, match="boom"):
+            list(partner.answer(MESSAGES, FIELDS))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr("tests.fake_device.FakeRunner.launch", broken)
+    assert served(ask, timeout_s=30, delay_s=0) == 0
+
+
+def test_a_failure_within_an_answer():
+    chunk = {"error": {"message": "boom"}}
+    with pytest.raises(PartnerError, match="boom"):
+        list(_parts_in(chunk))
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "nowhere", "http://[::"])
+def test_no_server(url: str):
+    partner = ServerPartner(url, model=None, api_key=None)
+    with pytest.raises(PartnerError, match="v1/chat/completions"):
+        next(partner.answer(MESSAGES, {}))

@@ -1,0 +1,269 @@
+"""`python -m jaxspec chat`: what is typed, what is shown, and how it ends."""
+
+import argparse
+import contextlib
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from jaxspec import talk
+from jaxspec.errors import ArgumentError, RequestError
+from jaxspec.partners import Fields, Message, Part, Parts
+from jaxspec.talk import Talk, closing_line
+from jaxspec.terminal import Piece
+from tests.engine.test_llm_engine import letters, make_fake_engine, said
+from tests.serve.test_launcher import served
+from tests.serving import PROMPT, TurnsTokenizer
+from tests.test_terminal import GREEN
+
+ROOT = Path(__file__).parents[1]
+FIELDS = {"max_tokens": 20, "temperature": 0.0}
+SERVER_OPTIONS = {"url": "http://server", "model": None, "api_key": None}
+# A session's leader makes the terminal its own: then keys reach it as signals.
+IN_A_TERMINAL = """
+import fcntl, runpy, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+runpy.run_module("jaxspec", run_name="__main__")
+"""
+COLOUR = re.compile("\x1b\\[[0-9;]*m")
+
+
+class Echo:
+    """Says a message back, and remembers what it was asked."""
+
+    def __init__(self):
+        self.asked: list[tuple[list[Message], Fields]] = []
+        self.is_closed = False
+
+    def answer(self, messages: list[Message], fields: Fields) -> Parts:
+        self.asked.append((list(messages), dict(fields)))
+        said_back = messages[-1]["content"]
+        if said_back == "fail":
+            yield Part(pieces=[Piece("Oh", False)])
+            raise RequestError("no such thing")
+        if said_back == "interrupt":
+            yield Part(pieces=[Piece("So", False)])
+            raise KeyboardInterrupt
+        yield Part(pieces=[Piece(said_back, False)])
+        yield Part(pieces=[Piece("!", True)], finish_reason="stop")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def type_lines(
+    monkeypatch: pytest.MonkeyPatch, lines: Iterable[str | type[BaseException]]
+) -> None:
+    """Have somebody type; an exception is what a key raises."""
+    typed: Iterator[Any] = iter(lines)
+
+    def read(_: str = "") -> str:
+        line = next(typed, EOFError)
+        if isinstance(line, type):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+
+
+def talked(
+    monkeypatch: pytest.MonkeyPatch,
+    *lines: str | type[BaseException],
+    is_terminal: bool = True,
+) -> Echo:
+    type_lines(monkeypatch, lines)
+    partner = Echo()
+    Talk(partner, FIELDS, is_terminal=is_terminal).run()
+    return partner
+
+
+def contents(asked: tuple[list[Message], Fields]) -> list[str]:
+    return [message["content"] for message in asked[0]]
+
+
+def test_a_conversation_is_remembered_until_it_is_cleared(monkeypatch):
+    partner = talked(monkeypatch, "a", "", "b", "/clear", "c", "/quit", "never")
+    assert [contents(one) for one in partner.asked] == [
+        ["a"],
+        ["a", "a!", "b"],
+        ["c"],
+    ]
+    roles = [message["role"] for message in partner.asked[1][0]]
+    assert roles == ["user", "assistant", "user"]
+
+
+def test_settings_change_within_a_conversation(monkeypatch, capsys):
+    lines = ["a", "/temperature 0.8", "/k 3", "b", "/k 0", "c"]
+    partner = talked(monkeypatch, *lines)
+    changed = FIELDS | {"temperature": 0.8, "num_speculative_tokens": 3}
+    assert [fields for _, fields in partner.asked] == [
+        FIELDS,
+        changed,
+        changed | {"num_speculative_tokens": 0},
+    ]
+    capsys.readouterr()
+    wrong = ["/temperature hot", "/temperature 3", "/k 1.5", "/k", "/clear x", "/what"]
+    partner = talked(monkeypatch, *wrong, "a")
+    assert partner.asked[0][1] == FIELDS
+    shown = capsys.readouterr().err
+    assert "/temperature must be a number in [0, 2], got 'hot'" in shown
+    assert "/k must be an integer of at least 0, got 1.5" in shown
+    assert shown.count("/clear           forget") == 3, "the help, first and twice more"
+
+
+def test_failures_and_interrupts_end_an_answer_only(monkeypatch, capsys):
+    lines = ["fail", "interrupt", KeyboardInterrupt, "a"]
+    partner = talked(monkeypatch, *lines)
+    # What failed is forgotten; what was said before an interrupt is not.
+    assert contents(partner.asked[-1]) == ["interrupt", "So", "a"]
+    shown = capsys.readouterr()
+    assert "error: no such thing" in shown.err
+    assert "[stopped]" in shown.err
+    assert "Ctrl-D or /quit ends." in shown.err
+
+
+@pytest.mark.parametrize("line", ["interrupt", KeyboardInterrupt])
+def test_an_interrupt_ends_what_nobody_types(monkeypatch, line):
+    with pytest.raises(KeyboardInterrupt):
+        talked(monkeypatch, line, is_terminal=False)
+
+
+def test_answers_alone_are_for_a_pipe(monkeypatch, capsys):
+    talked(monkeypatch, "a", "b", is_terminal=False)
+    shown = capsys.readouterr()
+    assert shown.out == "a!\nb!\n"
+    assert shown.err == "[end]\n[end]\n"
+
+
+def test_an_answer_that_breaks_off(monkeypatch, capsys):
+    monkeypatch.setattr(
+        Echo, "answer", lambda *_: (Part(pieces=[Piece("x", False)]) for _ in "x")
+    )
+    talked(monkeypatch, "a", is_terminal=False)
+    assert capsys.readouterr().err == "[broken off]\n"
+
+
+def test_the_closing_line():
+    drafts = {"num_draft_tokens": 8, "draft_acceptance_rate": 0.75}
+    drafts["mean_acceptance_length"] = 4.0
+    metrics = {"tokens_per_second": 61.23, "speculative_decoding": drafts}
+    told = closing_line(Part(finish_reason="stop", metrics=metrics))
+    assert told == "61.2 tokens/s, 75% of the drafts accepted, 4.00 tokens a round"
+    metrics = {"tokens_per_second": None, "speculative_decoding": None}
+    told = closing_line(Part(finish_reason="length", metrics=metrics))
+    assert told == "cut off at --max-tokens"
+    assert closing_line(Part(finish_reason="stop")) == "end"
+
+
+def options(**changes: Any) -> argparse.Namespace:
+    chosen = dict.fromkeys(talk._SAMPLING) | FIELDS | SERVER_OPTIONS
+    return argparse.Namespace(**(chosen | {"speculative_model": None} | changes))
+
+
+def test_an_engine_of_its_own(monkeypatch, capsys):
+    engine, _ = make_fake_engine(num_draft_tokens=3)
+    engine.tokenizer = TurnsTokenizer(16)
+    ended: list[Any] = []
+    monkeypatch.setattr(talk, "load_engine", lambda _: engine)
+    monkeypatch.setattr(engine, "shutdown", lambda: ended.append(engine))
+    type_lines(monkeypatch, [PROMPT, "/k 0", PROMPT])
+    talk.run(options(url=None))
+    shown = capsys.readouterr()
+    assert shown.out == (letters(said(20)) + "\n") * 2
+    first, second = shown.err.splitlines()
+    assert "of the drafts accepted" in first
+    assert "drafts" not in second
+    assert ended == [engine]
+
+
+def test_a_server_and_its_key(monkeypatch):
+    made: list[Any] = []
+
+    def note(*args: Any, **names: Any) -> Any:
+        made.append((args, names))
+        return Echo()
+
+    monkeypatch.setattr(talk, "ServerPartner", note)
+    monkeypatch.setenv("OPENAI_API_KEY", "of the environment")
+    for key in (None, "own"):
+        type_lines(monkeypatch, [])
+        talk.run(options(api_key=key))
+    given = [names["api_key"] for _, names in made]
+    assert given == ["of the environment", "own"]
+    with pytest.raises(ArgumentError, match="not for --url"):
+        talk.run(options(speculative_model="x"))
+
+
+class Screen:
+    """A terminal with `python -m jaxspec chat` in it."""
+
+    def __init__(self, *arguments: str):
+        self._main, other = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", IN_A_TERMINAL, "chat", *arguments],
+            stdin=other,
+            stdout=other,
+            stderr=other,
+            cwd=ROOT,
+            env=os.environ | {"TERM": "xterm", "NO_COLOR": ""},
+            start_new_session=True,
+        )
+        os.close(other)
+        self.shown = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._main, text.encode())
+
+    def wait_for(self, text: str) -> str:
+        """Wait until `text` was shown; returns all up to there, which is then past."""
+        deadline = time.monotonic() + 300
+        while text not in self.shown:
+            assert time.monotonic() < deadline, self.shown
+            if select.select([self._main], [], [], 1)[0]:
+                self.shown += os.read(self._main, 4096).decode()
+        before, _, self.shown = self.shown.partition(text)
+        return before
+
+    def end(self) -> int:
+        # What is still written must be read, or it could not end.
+        with contextlib.suppress(OSError):
+            while os.read(self._main, 4096):
+                pass
+        os.close(self._main)
+        return self.process.wait(60)
+
+
+def test_keys_and_colours_of_a_terminal():
+    def ask(client: httpx.Client) -> None:
+        client.get("/health")
+        screen = Screen("--url", str(client.base_url), "--max-tokens", "60")
+        try:
+            screen.wait_for("\n> ")
+            screen.type(f"{PROMPT}\n")
+            answer = screen.wait_for(" tokens a round]")
+            assert letters(said(60)) in COLOUR.sub("", answer)
+            assert len("".join(GREEN.findall(answer))) > 10
+            screen.wait_for("> ")
+            screen.type(f"{PROMPT}\n")
+            screen.wait_for(letters(said(1)))
+            screen.type("\x03")
+            assert letters(said(60)) not in COLOUR.sub("", screen.wait_for("[stopped]"))
+            screen.wait_for("> ")
+            screen.type("\x04")
+            assert screen.end() == 0
+        finally:
+            screen.process.kill()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert served(ask, timeout_s=30, delay_s=0.1) == 0
