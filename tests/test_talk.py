@@ -70,9 +70,9 @@ def type_lines(
 
     def read(_: str = "") -> str:
         line = next(typed, EOFError)
-        if isinstance(line, type):
-            raise line
-        return line
+        if isinstance(line, str):
+            return line
+        raise line
 
     monkeypatch.setattr("builtins.input", read)
 
