@@ -202,8 +202,13 @@ def test_a_race_has_two_columns(watched: Watched):
     page = watched.page
     watched.site.delay_s = 0.01
     page.check("#race")
-    watched.ask()
-    watched.wait()
+    speeds = ["ask again"]
+    # Where the machine pauses the page gives no ratio, and says to ask again.
+    while "ask again" in speeds[0] and len(watched.requests) < 20:
+        page.click("#clear")
+        watched.ask()
+        watched.wait()
+        speeds = page.locator(".head b").all_text_contents()
     boxes = [one.bounding_box() for one in page.locator(".lane").all()]
     assert boxes[0] and boxes[1]
     assert boxes[0]["y"] == boxes[1]["y"]
@@ -212,14 +217,13 @@ def test_a_race_has_two_columns(watched: Watched):
     assert {origin for origin, _ in drafted} > {"draft"}
     assert {origin for origin, _ in plain} == {"target"}
     assert [text for _, text in drafted] == [text for _, text in plain]
-    speeds = page.locator(".head b").all_text_contents()
     assert all(re.match(r"[1-9]\d* tokens/s", speed) for speed in speeds)
     assert "×" in speeds[0]
     expect(page.locator(".foot").nth(1)).to_contain_text("the same text")
     bodies = [body_of(one) for one in watched.requests if one.method == "POST"]
     drafts = [body.pop("num_speculative_tokens") for body in bodies]
-    assert drafts == [3, 0]
-    assert bodies[0] == bodies[1], "the same request, with and without drafts"
+    assert drafts[-2:] == [3, 0]
+    assert bodies[-2] == bodies[-1], "the same request, with and without drafts"
 
 
 def test_by_keyboard_alone(watched: Watched):
