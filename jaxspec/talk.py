@@ -5,6 +5,7 @@ Answers go to standard output and all else to standard error, so that a pipe get
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -24,8 +25,8 @@ from jaxspec.partners import (
 from jaxspec.terminal import Printer
 
 # With it `input` has a history, and lines can be edited; not every system has it.
-with contextlib.suppress(ImportError):
-    import readline  # noqa: F401
+if importlib.util.find_spec("readline") is not None:
+    importlib.import_module("readline")
 
 PROMPT = "> "
 HELP = """\
