@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxspec.errors import ArgumentError, RequestError, check_integer, check_number
-from jaxspec.generate import load_engine
+from jaxspec.generate import WARM_UP_TOKENS, load_engine
 from jaxspec.partners import (
     EnginePartner,
     Fields,
@@ -49,6 +49,8 @@ def run(options: argparse.Namespace) -> None:
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     partner = _make_partner(options, is_terminal=is_terminal)
     try:
+        if options.url is None:
+            _warm_up(partner, fields)
         Talk(partner, fields, is_terminal=is_terminal).run()
     finally:
         partner.close()
@@ -65,6 +67,14 @@ def _make_partner(options: argparse.Namespace, *, is_terminal: bool) -> Partner:
     if is_terminal:
         engine.announce_compiles(lambda what: _note(f"[{what}]") if what else None)
     return EnginePartner(engine)
+
+
+def _warm_up(partner: Partner, fields: Fields) -> None:
+    """Compile what short answers need: the first one would wait in its midst."""
+    _note("Compiling ...")
+    short = {"max_tokens": WARM_UP_TOKENS, "ignore_eos": True}
+    for _ in partner.answer([{"role": "user", "content": "!"}], fields | short):
+        pass
 
 
 class Talk:

@@ -181,10 +181,14 @@ def test_an_engine_of_its_own(monkeypatch, capsys):
     talk.run(options(url=None))
     shown = capsys.readouterr()
     assert shown.out == (letters(said(20)) + "\n") * 2
-    first, second = shown.err.splitlines()
+    warm_up, first, second = shown.err.splitlines()
+    assert warm_up == "Compiling ..."
     assert "of the drafts accepted" in first
     assert "drafts" not in second
     assert ended == [engine]
+    with pytest.raises(RequestError, match="temperature"):
+        talk.run(options(url=None, temperature=9))
+    assert len(ended) == 2, "before anything is typed"
 
 
 def test_a_server_and_its_key(monkeypatch):
