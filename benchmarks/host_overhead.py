@@ -36,6 +36,7 @@ NUM_DRAFT_TOKENS = 4
 ROUND_S = 0.010
 PROMPT_TOKENS = 64
 GOAL_S = 0.001
+FIRST_ID = 400
 
 
 class WaitingRunner(Runner):
@@ -82,11 +83,11 @@ class WaitingRunner(Runner):
         drafts = vector[start : start + seqs]
         accepted = self._random.integers(0, drafts + 1)
         # Ids past the special and the byte tokens.
-        tokens = self._random.integers(300, self._vocab_size, (seqs, width))
+        tokens = self._random.integers(FIRST_ID, self._vocab_size, (seqs, width))
         is_done = np.zeros(seqs, np.int32)
         columns = np.stack([accepted + 1, drafts, accepted, is_done], axis=1)
         decode = np.concatenate([tokens, columns], axis=1)
-        tiles = np.full((shape.num_tiles, 2), [300, 0])
+        tiles = np.full((shape.num_tiles, 2), [FIRST_ID, 0])
         parts = [decode.reshape(-1), tiles.reshape(-1)]
         return np.concatenate(parts).astype(np.int32)
 
@@ -120,7 +121,7 @@ def measure(
     random = np.random.default_rng(1)
     params = SamplingParams(max_tokens=None, ignore_eos=True, output_kind=kind)
     for number in range(NUM_SEQS):
-        prompt = random.integers(300, 8000, PROMPT_TOKENS).tolist()
+        prompt = random.integers(FIRST_ID, 8000, PROMPT_TOKENS).tolist()
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
     samples = []
     while any(request.num_fed < PROMPT_TOKENS for request in engine.scheduler.running):

@@ -26,6 +26,7 @@ class Stream:
 
     Attributes:
         is_silent: Nothing is told before the end, and no text decides when that is.
+        is_steady: Silent, or before the end a delta has nothing but tokens and text.
         origins: Of its tokens; None for a request that does not ask for them.
         num_characters: What deltas have told of the text.
         num_tokens: The same of the tokens.
@@ -36,6 +37,7 @@ class Stream:
     text: TextStream
     logprobs: LogprobStream
     is_silent: bool
+    is_steady: bool
     origins: OriginStream | None = None
     num_characters: int = 0
     num_tokens: int = 0
@@ -45,6 +47,28 @@ class Stream:
     def parent_or_none(self) -> Parent | None:
         """Whose text it is, where several are asked for."""
         return None if self.parent is None else self.parent[0]
+
+    def flow(self, token_ids: list[int]) -> RequestOutput | None:
+        """The delta of a text that goes on, and that nothing but tokens can end."""
+        if not token_ids:
+            return None
+        request, text = self.request, self.text.follow(token_ids)
+        self.num_characters += len(text)
+        self.num_tokens += len(token_ids)
+        completion = CompletionOutput(
+            index=0,
+            text=text,
+            token_ids=token_ids,
+            spec_decode_metrics=request.spec_metrics,
+        )
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[completion],
+            metrics=request.stats,
+            num_cached_tokens=request.num_cached_tokens,
+        )
 
 
 class Delivery:
@@ -75,15 +99,20 @@ class Delivery:
         """Expect a request's tokens."""
         params = request.params
         has_origins = params.return_token_origins
+        is_plain = not (
+            params.stop
+            or has_origins
+            or params.logprobs is not None
+            or params.prompt_logprobs is not None
+        )
+        kind = params.output_kind
+        is_silent = is_plain and kind is RequestOutputKind.FINAL_ONLY
         self.streams[request.request_id] = Stream(
             request=request,
             text=TextStream(self._tokenizer, params, has_ends=has_origins),
             logprobs=LogprobStream(self._tokenizer, params, request.prompt_token_ids),
-            is_silent=params.output_kind is RequestOutputKind.FINAL_ONLY
-            and not params.stop
-            and params.logprobs is None
-            and params.prompt_logprobs is None
-            and not has_origins,
+            is_silent=is_silent,
+            is_steady=is_silent or (is_plain and kind is RequestOutputKind.DELTA),
             origins=OriginStream() if has_origins else None,
             parent=parent,
         )
@@ -108,17 +137,18 @@ class Delivery:
         Args:
             finish: Ends a request, for a reason, at a stop string or token.
         """
-        now = time.monotonic()
+        self._count([part for part in progress if part.token_ids])
         outputs: list[RequestOutput] = []
         parents: dict[str, Parent] = {}
         for part in progress:
             stream = self.streams[part.request.request_id]
-            if part.token_ids:
-                self._count(part, now)
-            if stream.is_silent and not part.is_done:
+            if part.is_done or not stream.is_steady:
+                self._read(stream, part, finish)
+                output = self._tell(stream)
+            elif stream.is_silent:
                 continue
-            self._read(stream, part, finish)
-            output = self._tell(stream)
+            else:
+                output = stream.flow(part.token_ids)
             if output is None:
                 continue
             if stream.parent is None:
@@ -131,15 +161,17 @@ class Delivery:
         outputs += [output for output in told if output is not None]
         return outputs
 
-    def _count(self, part: Progress, now: float) -> None:
-        stats = part.request.stats
+    def _count(self, progress: list[Progress]) -> None:
+        now = time.monotonic()
         if not self._config.disable_log_stats:
-            self._metrics.add_tokens(part.request, now)
-        if not stats.num_generation_tokens:
-            stats.first_token_ts = now
-            stats.first_token_latency = now - stats.queued_ts
-        stats.last_token_ts = now
-        stats.num_generation_tokens += len(part.token_ids)
+            self._metrics.add_tokens([part.request for part in progress], now)
+        for part in progress:
+            stats = part.request.stats
+            if not stats.num_generation_tokens:
+                stats.first_token_ts = now
+                stats.first_token_latency = now - stats.queued_ts
+            stats.last_token_ts = now
+            stats.num_generation_tokens += len(part.token_ids)
 
     def _read(self, stream: Stream, part: Progress, finish: Finish) -> None:
         """Look for what ends a text."""

@@ -5,6 +5,7 @@ lengths. Knows nothing of who reads it.
 """
 
 import bisect
+import collections
 import copy
 import dataclasses
 import logging
@@ -57,8 +58,12 @@ class Distribution:
 
     def add(self, value: float | int) -> None:
         """Count one value; a bound itself belongs to what lies below it."""
-        self._counts[bisect.bisect_left(self._bounds, value)] += 1
-        self._sum += value
+        self.add_many(value, 1)
+
+    def add_many(self, value: float | int, count: int) -> None:
+        """Count an observation that was made several times."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += count
+        self._sum += value * count
 
     def read(self, name: str, labels: dict[str, str]) -> Histogram:
         """Return the counts summed up from below, as Prometheus has them."""
@@ -97,17 +102,20 @@ class EngineMetrics:
         self._seen = {name: Distribution(edges) for name, edges in bounds.items()}
         self._last_log = (time.monotonic(), 0, copy.deepcopy(stats))
 
-    def add_tokens(self, request: Request, now: float) -> None:
-        """Count an output with new tokens, before the request's own times are set."""
-        stats = request.stats
-        if not stats.num_generation_tokens:
-            cached = request.num_cached_tokens or 0
+    def add_tokens(self, requests: list[Request], now: float) -> None:
+        """Count what got new tokens, before the requests' own times are set."""
+        last = []
+        for request in requests:
+            stats = request.stats
+            if stats.num_generation_tokens:
+                last.append(stats.last_token_ts)
+                continue
             self.num_prompt_tokens += request.num_prompt_tokens
-            self.num_cached_tokens += cached
+            self.num_cached_tokens += request.num_cached_tokens or 0
             self._seen["time_to_first_token_seconds"].add(now - stats.queued_ts)
-        else:
-            waited = now - stats.last_token_ts
-            self._seen["inter_token_latency_seconds"].add(waited)
+        # Those of one round have the same time.
+        for then, count in collections.Counter(last).items():
+            self._seen["inter_token_latency_seconds"].add_many(now - then, count)
 
     def add_round(self, num_tokens: int) -> None:
         """Count one launch that fed and generated this many tokens."""

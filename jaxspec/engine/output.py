@@ -77,6 +77,13 @@ class TextStream:
                 return matched, count
         return None
 
+    def follow(self, token_ids: list[int]) -> str:
+        """Add tokens where there are no stop strings; returns what that tells."""
+        before = len(self._text)
+        self._ids += token_ids
+        self._advance(is_end=False)
+        return self._text[before:]
+
     def finish(self) -> str | None:
         """Release what was held back; returns a stop string that this completed."""
         before = len(self._text)
@@ -128,13 +135,10 @@ class TextStream:
         Bytes that wait for the rest of their character are among the new tokens.
         """
         plain_texts = self._tokenizer.plain_texts
-        new = ""
-        for token in self._ids[self._read :]:
-            text = plain_texts[token]
-            if text is None:
-                return False
-            new += text
-        self._text += new
+        texts = [plain_texts[token] for token in self._ids[self._read :]]
+        if None in texts:
+            return False
+        self._text += "".join(texts)
         self._known, self._read = None, len(self._ids)
         return True
 

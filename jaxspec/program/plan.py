@@ -357,7 +357,7 @@ class StepResult:
     def unpack(cls, vector: np.ndarray, shape: StepShape) -> "StepResult":
         """Read the vector that `step.speculative_step` returns."""
         seqs, tiles, width = shape.num_seqs, shape.num_tiles, shape.num_draft_tokens + 5
-        decode, rest = np.split(vector, [seqs * width])
+        decode, rest = vector[: seqs * width], vector[seqs * width :]
         decode = decode.reshape(seqs, width)
         logprobs = prompt_logprobs = tile_logprobs = None
         top, prompt_top = (
@@ -369,7 +369,7 @@ class StepResult:
             logprobs, rest = read_logprobs(rest, leading, top)
         if prompt_top is not None:
             prompt_logprobs, rest = read_logprobs(rest, (tiles, TILE), prompt_top)
-        first, rest = np.split(rest, [2 * tiles])
+        first, rest = rest[: 2 * tiles], rest[2 * tiles :]
         first = first.reshape(tiles, 2)
         if top is not None:
             tile_logprobs, rest = read_logprobs(rest, (tiles,), top)

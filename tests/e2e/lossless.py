@@ -3,11 +3,11 @@
 Every way of proposing drafts, every number of them, several batch sizes; prompts fed
 whole or in chunks, requests preempted, prefixes found in the cache. float32. Texts
 come from plain decoding, and HuggingFace must agree with them by a margin that rounding
-cannot cross; prompts with nearer ties are left out and counted.
+cannot cross; others take the place of prompts with nearer ties.
 
 `python -m tests.e2e.lossless` plays the whole and writes
-`benchmarks/results/lossless.json`, `--resume` what that file has not; a test plays a
-short cut of it.
+`benchmarks/results/lossless.json`, `--resume` what that file has not, more prompts of a
+combination as well; a test plays a short cut of it.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,12 @@ Played = tuple[str, int, int, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How much is played."""
+    """How much is played.
+
+    Attributes:
+        num_prompts: Without near ties.
+        alone: Of those, the ones played at batch 1, where rounds are many.
+    """
 
     num_prompts: int = 1000
     num_tokens: int = 128
@@ -56,8 +61,7 @@ class Cut:
     drafts: tuple[int, ...] = DRAFTS
     batches: tuple[int, ...] = BATCHES
     paths: tuple[str, ...] = PATHS
-    # At batch 1 rounds are many; a part of the prompts is played there.
-    alone: int = 100
+    alone: int = 1000
     is_optimized: bool = True
 
     @property
@@ -67,6 +71,10 @@ class Cut:
     @property
     def pages_per_seq(self) -> int:
         return -(-self.max_model_len // PAGE_SIZE)
+
+    def count(self, batch: int) -> int:
+        """Prompts played at a batch size."""
+        return min(self.alone, self.num_prompts) if batch == 1 else self.num_prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +90,25 @@ class Play:
     acceptance_rate: float
     num_preemptions: int
     num_cached_tokens: int
+
+    @property
+    def played(self) -> Played:
+        return self.proposer, self.num_drafts, self.batch, self.path
+
+    def __add__(self, other: "Play") -> "Play":
+        """Both together: other prompts of the same combination."""
+        assert self.played == other.played
+        count = self.num_prompts + other.num_prompts
+        rates = self.acceptance_rate * self.num_prompts
+        rates += other.acceptance_rate * other.num_prompts
+        return replace(
+            self,
+            num_prompts=count,
+            num_equal=self.num_equal + other.num_equal,
+            acceptance_rate=round(rates / count, 4),
+            num_preemptions=self.num_preemptions + other.num_preemptions,
+            num_cached_tokens=self.num_cached_tokens + other.num_cached_tokens,
+        )
 
 
 def prompts_of(count: int) -> list[list[int]]:
@@ -99,9 +126,10 @@ def prompts_of(count: int) -> list[list[int]]:
 
 
 def clear_texts(
-    cut: Cut, prompts: list[list[int]], params: SamplingParams
+    cut: Cut, params: SamplingParams
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts without near ties, and what plain decoding says to them."""
+    prompts = prompts_of(cut.num_prompts + cut.num_prompts // 25 + 8)
     engine = make_engine(
         pair.target(),
         max_num_seqs=32,
@@ -118,6 +146,8 @@ def clear_texts(
         for both in zip(prompts, tqdm(said, desc="margins"), strict=True)
         if pair.greedy_margin(*both) > pair.MIN_MARGIN
     ]
+    assert len(kept) >= cut.num_prompts, f"of {len(said)} prompts {len(kept)} are clear"
+    kept = kept[: cut.num_prompts]
     return [prompt for prompt, _ in kept], [text for _, text in kept]
 
 
@@ -154,42 +184,45 @@ def on_path(engine: LLMEngine, cut: Cut, path: str) -> LLMEngine:
     return LLMEngine(config, runner=engine.runner, tokenizer=engine.tokenizer)
 
 
-def play(cut: Cut, played: Collection[Played] = ()) -> Iterator[Play]:
-    """Every combination of a cut that is not yet played, one after the other."""
+def play(cut: Cut, played: Mapping[Played, int] | None = None) -> Iterator[Play]:
+    """Every combination of a cut, one after the other.
+
+    Args:
+        played: How many of the prompts have been played already.
+    """
+    played = played or {}
     params = SamplingParams(
         temperature=0,
         max_tokens=cut.num_tokens,
         ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    prompts, texts = clear_texts(cut, prompts_of(cut.num_prompts), params)
+    prompts, texts = clear_texts(cut, params)
     for proposer, batch in itertools.product(cut.proposers, cut.batches):
+        stop = cut.count(batch)
         left = [
-            (num_drafts, path)
+            (num_drafts, path, start)
             for num_drafts, path in itertools.product(cut.drafts, cut.paths)
-            if (proposer, num_drafts, batch, path) not in played
+            if (start := played.get((proposer, num_drafts, batch, path), 0)) < stop
             # Alone there is nobody to give way to.
             and (batch > 1 or path != "preempted")
         ]
         if not left:
             continue
         engine = engine_for(cut, proposer, batch)
-        count = min(cut.alone, len(prompts)) if batch == 1 else len(prompts)
-        for num_drafts, path in left:
+        for num_drafts, path, start in left:
             made = on_path(engine, cut, path)
             own = params.clone()
             own.extra_args = {"num_speculative_tokens": num_drafts}
-            outputs = generate(made, prompts[:count], own)
-            equal = [
-                said == text
-                for said, text in zip(tokens_of(outputs), texts[:count], strict=True)
-            ]
+            outputs = generate(made, prompts[start:stop], own)
+            said, texts_here = tokens_of(outputs), texts[start:stop]
+            equal = [a == b for a, b in zip(said, texts_here, strict=True)]
             yield Play(
                 proposer=proposer,
                 num_drafts=num_drafts,
                 batch=batch,
                 path=path,
-                num_prompts=count,
+                num_prompts=stop - start,
                 num_equal=sum(equal),
                 acceptance_rate=round(made.stats.acceptance_rate, 4),
                 num_preemptions=made.stats.num_preemptions,
@@ -200,32 +233,40 @@ def play(cut: Cut, played: Collection[Played] = ()) -> Iterator[Play]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=1000)
+    parser.add_argument("--alone", type=int, default=1000, help="of those, at batch 1")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--resume", action="store_true", help="go on with the output")
     options = parser.parse_args()
-    cut = Cut(num_prompts=options.prompts, num_tokens=options.tokens)
+    cut = Cut(
+        num_prompts=options.prompts, num_tokens=options.tokens, alone=options.alone
+    )
     result: dict[str, Any] = {
         "cut": json.loads(json.dumps(asdict(cut))),
         "device": jax.devices()[0].device_kind,
         "cores": os.cpu_count(),
         "versions": {"jax": jax.__version__, "python": platform.python_version()},
         "seconds": 0,
-        "plays": [],
     }
+    plays: dict[Played, Play] = {}
     if options.resume:
         before = json.loads(options.output.read_text(encoding="utf-8"))
+        for name in ("num_prompts", "alone"):
+            before["cut"][name] = result["cut"][name]
         for name in ("cut", "versions"):
             assert before[name] == result[name], f"another {name}: {before[name]}"
-        result = before
-    plays, start = result["plays"], time.monotonic() - result["seconds"]
-    played = {(p["proposer"], p["num_drafts"], p["batch"], p["path"]) for p in plays}
-    for one in tqdm(play(cut, played), desc="combinations"):
-        plays.append(asdict(one))
+        result["seconds"] = before["seconds"]
+        plays = {one.played: one for one in (Play(**each) for each in before["plays"])}
+    start = time.monotonic() - result["seconds"]
+    counts = {key: one.num_prompts for key, one in plays.items()}
+    for one in tqdm(play(cut, counts), desc="combinations"):
+        earlier = plays.get(one.played)
+        plays[one.played] = one if earlier is None else earlier + one
         result |= {
             "seconds": round(time.monotonic() - start),
-            "num_texts": sum(each["num_prompts"] for each in plays),
-            "num_equal": sum(each["num_equal"] for each in plays),
+            "num_texts": sum(each.num_prompts for each in plays.values()),
+            "num_equal": sum(each.num_equal for each in plays.values()),
+            "plays": [asdict(each) for each in plays.values()],
         }
         options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({name: result[name] for name in ("num_texts", "num_equal")}))

@@ -135,7 +135,7 @@ def test_times_and_lengths_of_a_request():
     stats, request.num_cached_tokens = request.stats, 4
     stats.queued_ts, stats.scheduled_ts = 100.0, 101.0
     for now, count in [(103.0, 1), (104.0, 2), (106.0, 2)]:
-        metrics.add_tokens(request, now)
+        metrics.add_tokens([request], now)
         stats.first_token_ts = stats.first_token_ts or now
         stats.last_token_ts = now
         stats.num_generation_tokens += count
