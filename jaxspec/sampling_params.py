@@ -65,6 +65,9 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
+_FIXED = (bool, int, float, str, type(None), RequestOutputKind)
+
+
 # No checks by jaxtyping in the tests: the class has its own, with better errors.
 @no_type_check
 @dataclass(kw_only=True)
@@ -142,8 +145,8 @@ class SamplingParams:
 
     def __new__(cls, **given: object):
         """Refuse unknown names with the reason, before the fields are set."""
-        known = [item.name for item in dataclasses.fields(cls)]
-        for name in given.keys() - set(known):
+        known = {item.name for item in dataclasses.fields(cls)}
+        for name in given.keys() - known:
             hint = _REPLACED.get(name)
             if hint is None:
                 close = difflib.get_close_matches(name, known, n=1)
@@ -177,7 +180,12 @@ class SamplingParams:
 
     def clone(self) -> "SamplingParams":
         """Return an independent copy."""
-        return copy.deepcopy(self)
+        # Of every request; `deepcopy` of the whole takes ten times as long.
+        made = object.__new__(type(self))
+        for name, value in vars(self).items():
+            is_fixed = isinstance(value, _FIXED)
+            setattr(made, name, value if is_fixed else copy.deepcopy(value))
+        return made
 
     @property
     def is_greedy(self) -> bool:
@@ -250,14 +258,12 @@ class SamplingParams:
                 raise wrong_argument(RequestError, name, allowed, asked, hint)
 
     def _number(self, name: str, **limits: Any) -> None:
-        setattr(
-            self, name, check_number(RequestError, name, getattr(self, name), **limits)
-        )
+        value = check_number(RequestError, name, getattr(self, name), **limits)
+        setattr(self, name, value)
 
     def _integer(self, name: str, **limits: Any) -> None:
-        setattr(
-            self, name, check_integer(RequestError, name, getattr(self, name), **limits)
-        )
+        value = check_integer(RequestError, name, getattr(self, name), **limits)
+        setattr(self, name, value)
 
     def _check_numbers(self) -> None:
         self._integer("n", low=1)
@@ -324,18 +330,12 @@ class SamplingParams:
 
     def _check_token_choices(self) -> None:
         if self.allowed_token_ids is not None:
-            allowed = check_token_ids(
-                RequestError, "allowed_token_ids", self.allowed_token_ids
-            )
-            if not allowed:
-                raise wrong_argument(
-                    RequestError,
-                    "allowed_token_ids",
-                    "a list of at least one id",
-                    allowed,
-                    "None allows every token.",
-                )
-            self.allowed_token_ids = allowed
+            name, hint = "allowed_token_ids", "None allows every token."
+            chosen = check_token_ids(RequestError, name, self.allowed_token_ids)
+            if not chosen:
+                allowed = "a list of at least one id"
+                raise wrong_argument(RequestError, name, allowed, chosen, hint)
+            self.allowed_token_ids = chosen
         self.bad_words = check_strings(RequestError, "bad_words", self.bad_words)
         check_structured_outputs(self.structured_outputs)
         if self.logit_bias is not None:

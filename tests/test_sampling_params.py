@@ -9,6 +9,7 @@ import pytest
 
 from jaxspec.errors import RequestError
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.structured_outputs import StructuredOutputsParams
 
 # vLLM's fields and defaults, written down from the reference, not from the class.
 VLLM_DEFAULTS = {
@@ -303,12 +304,25 @@ def test_from_optional_drops_none_except_for_max_tokens():
 
 
 def test_a_clone_is_independent():
-    params = SamplingParams(stop=["a"], temperature=0.5)
+    params = SamplingParams(
+        stop=["a"],
+        temperature=0.5,
+        stop_token_ids=[5],
+        logit_bias={3: 1.0},
+        allowed_token_ids=[3],
+        extra_args={"num_speculative_tokens": 2},
+        bad_words=["b"],
+        structured_outputs=StructuredOutputsParams(choice=["a", "b"]),
+    )
     clone = params.clone()
     assert clone == params
-    assert isinstance(clone.stop, list)
-    clone.stop.append("b")
-    assert params.stop == ["a"]
+    assert type(clone) is SamplingParams
+    for name, value in vars(params).items():
+        if isinstance(value, list | dict | StructuredOutputsParams):
+            assert getattr(clone, name) is not value, name
+    clone.structured_outputs.choice.append("c")
+    assert params.structured_outputs.choice == ["a", "b"]
+    assert clone != params
     assert copy.copy(params) == params
     assert pickle.loads(pickle.dumps(params)) == params
 

@@ -91,7 +91,7 @@ class Intake:
                 value=request_id,
             )
         make = functools.partial(
-            self.make, arrival_time=arrival_time, priority=priority
+            self._make_checked, arrival_time=arrival_time, priority=priority
         )
         params = self.checked(params)
         if params.n == 1:
@@ -119,7 +119,24 @@ class Intake:
             RequestError: The prompt or a sampling value is not acceptable.
             NotImplementedError: A sampling value asks for what the engine does not do.
         """
-        params = self.checked(params)
+        return self._make_checked(
+            request_id,
+            prompt,
+            self.checked(params),
+            arrival_time=arrival_time,
+            priority=priority,
+        )
+
+    @no_type_check
+    def _make_checked(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        arrival_time: float | None,
+        priority: int,
+    ) -> Request:
         priority = check_integer(
             RequestError, "priority", priority, low=-(2**31), high=2**31 - 1
         )

@@ -135,10 +135,13 @@ class TextStream:
         Bytes that wait for the rest of their character are among the new tokens.
         """
         plain_texts = self._tokenizer.plain_texts
-        texts = [plain_texts[token] for token in self._ids[self._read :]]
-        if None in texts:
-            return False
-        self._text += "".join(texts)
+        new = ""
+        for token in self._ids[self._read :]:
+            text = plain_texts[token]
+            if text is None:
+                return False
+            new += text
+        self._text += new
         self._known, self._read = None, len(self._ids)
         return True
 
