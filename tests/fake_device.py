@@ -8,7 +8,7 @@ would have gone wrong. What each request says is fixed in advance, by `truth`.
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,6 +112,9 @@ class FakeDevice:
         self.target_kv = np.zeros(pool_size(pool) + 1, np.int64)
         self.draft_kv = np.zeros_like(self.target_kv)
         self.token_pages = np.zeros_like(self.target_kv)
+        # What no request says, if its sequence has it, makes its numbers NaN.
+        self.poison: int | None = None
+        self.is_draft_broken = False
         self.num_accepted = 0
         self.num_proposed = 0
         self._random = np.random.default_rng(seed)
@@ -141,8 +144,11 @@ class FakeDevice:
             num_draft=np.zeros(shape.num_seqs, np.int32),
             num_accepted=np.zeros(shape.num_seqs, np.int32),
             is_done=np.ones(shape.num_seqs, bool),
+            is_broken=np.zeros(shape.num_seqs, bool),
+            is_draft_broken=np.zeros(shape.num_seqs, bool),
             tile_token=np.array([token for token, _ in tiles], np.int32),
             tile_is_done=np.array([done for _, done in tiles], bool),
+            tile_is_broken=self._is_broken([tile.row for tile in plan.tiles], tiles),
         )
         for index, (row, drafts) in enumerate(plan.decode):
             assert 0 <= drafts <= shape.num_draft_tokens
@@ -158,7 +164,22 @@ class FakeDevice:
             result.num_draft[index] = drafts
             result.num_accepted[index] = accepted
             result.is_done[index] = self.rows[row].is_done
+            result.is_draft_broken[index] = drafts and self.is_draft_broken
+        result.is_broken[: len(plan.decode)] = self._is_broken(
+            [row for row, _ in plan.decode], plan.decode
+        )
         return result
+
+    def forget(self) -> None:
+        """Lose all sequences, as when the state is made anew."""
+        self.rows.clear()
+        for values in (self.target_kv, self.draft_kv, self.token_pages):
+            values[:] = 0
+
+    def _is_broken(self, rows: list[int], entries: Sequence[Any]) -> np.ndarray:
+        """Which of a launch's entries have the poison in their rows; pads have not."""
+        is_broken = [self.poison in self.rows[row].tokens for row in rows]
+        return np.array([*is_broken, *[False] * (len(entries) - len(rows))], bool)
 
     def _share_tokens(self, plan: StepPlan) -> None:
         """Note the prompts' tokens, and those in the pages that prompts begin with."""
@@ -295,6 +316,12 @@ class FakeRunner(Runner):
 
     def drop_pages(self) -> None:
         self.events.append(("drop_pages", self.num_launches))
+
+    def restore_pages(self) -> None:
+        self.device.forget()
+
+    def leave_out_drafts(self) -> None:
+        self.device.has_draft = False
 
     def drop_weights(self, *, keep: bool) -> None:
         self.events.append(("drop_weights", int(keep)))

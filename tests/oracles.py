@@ -109,7 +109,7 @@ class PagedModel:
         backend = Backend(mesh=self.mesh, mesh_axes=TARGET_MESH_AXES)
         model = bind(self.config, params, backend)
         hidden, kv_pages = model.hidden(batch, kv_pages)
-        return model.logits(hidden), kv_pages
+        return model.logits(hidden.rows), kv_pages
 
     def feed(self, tokens: np.ndarray, pads: int = 0) -> np.ndarray:
         """Append tokens (with `pads` rows before them); their logits."""

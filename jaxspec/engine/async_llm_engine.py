@@ -76,9 +76,10 @@ class AsyncLLMEngine:
         try:
             while not is_finished:
                 output = await mailbox.get()
+                _check_sound(output)
                 is_finished = output.finished
                 yield output
-        except (EngineGenerateError, EngineDeadError):
+        except EngineDeadError:
             is_finished = True
             raise
         finally:
@@ -251,10 +252,12 @@ class AsyncLLMEngine:
             _tell(loop, _put_all, batch)
 
     def _fail(self, error: BaseException) -> None:
-        """Tell everybody that waits, each with an error to raise of its own."""
+        """Tell everybody whose request has ended, each with an error of its own."""
         for mailbox in list(self._mailboxes.values()):
             if isinstance(error, EngineDeadError):
                 told: Exception = EngineDeadError(str(error))
+            elif self.engine.is_unfinished(mailbox.request_id):
+                continue
             else:
                 told = EngineGenerateError(
                     f"A step failed that this request was part of: {error!r}. The "
@@ -262,6 +265,20 @@ class AsyncLLMEngine:
                 )
             told.__cause__ = error
             _tell(mailbox.loop, mailbox.fail, told)
+
+
+def _check_sound(output: RequestOutput) -> None:
+    """Refuse a text that the model could not go on with.
+
+    Raises:
+        EngineGenerateError: There is one.
+    """
+    if any(one.finish_reason == "error" for one in output.outputs):
+        raise EngineGenerateError(
+            "The model's numbers became NaN or infinite for this request. The engine "
+            "goes on; if it happens again the weights are damaged, or the type is too "
+            "small for them."
+        )
 
 
 def _put_all(batch: list[tuple[Mailbox, RequestOutput]]) -> None:

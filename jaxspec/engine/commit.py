@@ -25,7 +25,7 @@ def commit(
             part = _commit_first(result, index, request, rows)
             if part is None:
                 continue
-            stats.num_generated_tokens += 1
+            stats.num_generated_tokens += len(part.token_ids)
             part.prompt_logprobs = told
             progress.append(part)
         elif told is not None and request.status is not Status.FINISHED:
@@ -41,7 +41,8 @@ def _commit_rounds(
     launch: Launch, result: StepResult, rows: RowTable, stats: EngineStats
 ) -> list[Progress]:
     count = len(launch.rows)
-    emitted = result.num_emitted[:count]
+    is_broken = result.is_broken[:count]
+    emitted = np.where(is_broken, 0, result.num_emitted[:count])
     is_there = rows.owner[launch.rows] == launch.owners
     there, planned, new = launch.rows, launch.drafts, emitted
     if not is_there.all():
@@ -58,12 +59,14 @@ def _commit_rounds(
         drafts.tolist(),
         accepted.tolist(),
         result.is_done[:count].tolist(),
+        is_broken.tolist(),
         strict=True,
     )
     progress = []
     has_ended = []
     logprobs = result.logprobs
-    for index, (request, has_row, tokens, new, asked, kept, done) in enumerate(columns):
+    for index, column in enumerate(columns):
+        request, has_row, tokens, new, asked, kept, done, broken = column
         if not has_row:
             if request.status is Status.FINISHED:
                 has_ended.append(index)
@@ -78,7 +81,8 @@ def _commit_rounds(
         part = Progress(
             request=request,
             token_ids=tokens,
-            is_done=done,
+            is_done=done or broken,
+            is_broken=broken,
             num_draft_tokens=asked,
             num_accepted=kept,
         )
@@ -98,12 +102,15 @@ def _commit_first(
     """The token after a prompt; None if the request has ended."""
     if request.status is Status.FINISHED:
         return None
-    token = int(result.tile_token[index])
+    token, is_broken = int(result.tile_token[index]), bool(result.tile_is_broken[index])
     if request.row < 0:
         request.num_unread -= 1
     else:
         one = np.array([request.row])
-        rows.read(one, np.zeros(1, np.int64), np.ones(1, np.int64))
+        new = np.array([0 if is_broken else 1])
+        rows.read(one, np.zeros(1, np.int64), new)
+    if is_broken:
+        return Progress(request=request, token_ids=[], is_done=True, is_broken=True)
     request.output_token_ids.append(token)
     part = Progress(
         request=request, token_ids=[token], is_done=bool(result.tile_is_done[index])

@@ -1,23 +1,38 @@
 """How many drafts the next launch makes."""
 
+import logging
+
 from jaxspec.config import SpeculativeConfig
+
+_log = logging.getLogger(__name__)
 
 # Rungs for which executables may be built; K in between rounds up.
 DRAFT_LADDER = (0, 1, 2, 3, 5, 8)
 
 
 class Controller:
-    """Picks K by the number of running requests and what they ask for."""
+    """Picks K by the number of running requests and what they ask for.
+
+    Attributes:
+        is_stopped: Nothing is drafted any more: drafting has failed.
+    """
 
     def __init__(self, speculative: SpeculativeConfig | None):
         self.speculative = speculative
         configured = speculative.num_speculative_tokens if speculative else 0
         rungs = {rung for rung in DRAFT_LADDER if rung <= configured} | {configured}
         self.ladder = tuple(sorted(rungs))
+        self.is_stopped = False
+
+    def stop(self, reason: str) -> None:
+        """Draft no more."""
+        if self.speculative is not None and not self.is_stopped:
+            self.is_stopped = True
+            _log.error("Going on without speculation: %s", reason)
 
     def limit(self, num_running: int) -> int:
         """Most drafts per sequence with this many requests running; 0 is off."""
-        if self.speculative is None:
+        if self.speculative is None or self.is_stopped:
             return 0
         threshold = self.speculative.disable_by_batch_size
         if threshold is not None and num_running > threshold:

@@ -1,7 +1,7 @@
 """What the engine's callers get of every round: texts, ends of requests, outputs."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from jaxspec.config import EngineConfig
@@ -117,6 +117,15 @@ class Delivery:
             parent=parent,
         )
 
+    def callers_of(self, requests: Iterable[Request]) -> set[str]:
+        """The ids that callers chose for what these requests belong to."""
+        ids = [request.request_id for request in requests]
+        parents = [self.streams[one].parent_or_none for one in ids]
+        return {
+            one if parent is None else parent.request_id
+            for one, parent in zip(ids, parents, strict=True)
+        }
+
     def close(self, request: Request) -> None:
         """Expect no more of a request."""
         stream = self.streams.pop(request.request_id)
@@ -184,6 +193,11 @@ class Delivery:
                 len(part.token_ids), part.num_draft_tokens, part.num_accepted
             )
         shown = request.output_token_ids if stream.is_silent else part.token_ids
+        if part.is_broken:
+            if stream.is_silent:
+                stream.text.push(request.output_token_ids)
+            finish(request, "error", None)
+            return
         ended_by_id = part.is_done and _is_stop(request)
         if ended_by_id and not request.params.include_stop_str_in_output:
             shown = shown[:-1]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.controller import Controller
 from jaxspec.engine.delivery import Delivery
 from jaxspec.engine.intake import Intake, Prepared
+from jaxspec.engine.launch import LaunchError, on_device
 from jaxspec.engine.loading import make_runner, read_tokenizer
 from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.parent import Parent
@@ -19,18 +21,14 @@ from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Launch, Scheduler
 from jaxspec.engine.sleeping import Sleep, check_level
 from jaxspec.engine.stats import EngineStats
-from jaxspec.errors import (
-    ConfigError,
-    RequestError,
-    check_integer,
-    refuse,
-)
+from jaxspec.errors import ConfigError, RequestError, check_integer, refuse
 from jaxspec.metrics import Metric
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import Features
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
 LOG_INTERVAL_S = 10.0
 
 
@@ -151,7 +149,7 @@ class LLMEngine:
             raise RequestError(
                 "The engine sleeps and takes no requests: call wake_up() first."
             )
-        if request_id in self._delivery or request_id in self._parents:
+        if self.is_unfinished(request_id):
             raise RequestError(
                 f"request_id {request_id!r} is running already: choose another",
                 parameter="request_id",
@@ -164,17 +162,38 @@ class LLMEngine:
         Returns an empty list when the launch could not be read yet or no request has
         anything to show (`output_kind`).
 
-        A step that fails or is interrupted ends all requests: what the device did with
-        them is not known any more. The engine takes new ones.
+        A launch that fails with drafts ends them: requests go on without. One that
+        fails without ends the requests that run, and its error is raised. An interrupt
+        ends all requests: nobody knows what the device did. The engine takes new ones.
         """
         try:
             outputs = self._step()
+        except LaunchError as failure:
+            outputs = self._restart(failure.reason)
         except BaseException:
             self._reset()
             raise
         if self.metrics.seconds_since_log() > LOG_INTERVAL_S:
             self.do_log_stats()
         return outputs
+
+    def _restart(self, error: Exception) -> list[RequestOutput]:
+        """Begin again after a launch that failed; nobody gets anything of it."""
+        self._launched.clear()
+        self._planned = None
+        has_drafts = self.controller.limit(1) > 0
+        if has_drafts:
+            _log.error("A launch failed, maybe for what drafts need", exc_info=error)
+            self.controller.stop("a launch failed")
+            self.runner.leave_out_drafts()
+        else:
+            self._end(self._delivery.callers_of(self.scheduler.running), "error")
+        self.scheduler.restart()
+        self.runner.drop_pages()
+        self.runner.restore_pages()
+        if not has_drafts:
+            raise error
+        return []
 
     def _reset(self) -> None:
         for request in self._delivery:
@@ -196,10 +215,10 @@ class LLMEngine:
             if self._launched and not self.runner.is_compiled(launch.shape):
                 self._planned = launch  # tokens must not wait for a compile
             else:
-                result = self.runner.launch(launch.plan, launch.shape)
+                with on_device():
+                    result = self.runner.launch(launch.plan, launch.shape)
                 self._launched.append((launch, result, time.monotonic()))
-        waited = 0.0
-        outputs: list[RequestOutput] = []
+        outputs, waited = list[RequestOutput](), 0.0
         is_full = len(self._launched) > 1
         if self._launched and (launch is None or self._planned or is_full):
             outputs, waited = self._read()
@@ -211,7 +230,8 @@ class LLMEngine:
         """Take in the oldest launch; its outputs, and the seconds waited for it."""
         launch, result, launched_ts = self._launched.popleft()
         before = time.monotonic()
-        fetched = self.runner.fetch(result, launch.shape)
+        with on_device():
+            fetched = self.runner.fetch(result, launch.shape)
         now = time.monotonic()
         # The device runs one launch at a time.
         took_s = now - max(launched_ts, self._last_read_ts)
@@ -233,6 +253,10 @@ class LLMEngine:
         """Whether `step` has anything left to do."""
         return self.scheduler.has_unfinished() or bool(self._launched or self._planned)
 
+    def is_unfinished(self, request_id: str) -> bool:
+        """Whether a request waits or runs."""
+        return request_id in self._delivery or request_id in self._parents
+
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run."""
         return len(self._delivery.streams)
@@ -243,13 +267,16 @@ class LLMEngine:
         Of a request for several texts all end, and none of them has an id of its own.
         """
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        self._end(ids, "abort")
+
+    def _end(self, ids: Iterable[str], reason: str) -> None:
         for one in ids:
             parent = self._parents.pop(one, None)
             for name in [one] if parent is None else parent.children:
                 stream = self._delivery.streams.get(name)
                 # A child's id may have gone to somebody else when it had ended.
                 if stream is not None and stream.parent_or_none is parent:
-                    self.scheduler.finish(stream.request, "abort", None)
+                    self.scheduler.finish(stream.request, reason, None)
                     self._delivery.close(stream.request)
 
     def get_metrics(self) -> list[Metric]:

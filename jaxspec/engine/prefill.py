@@ -13,6 +13,9 @@ from jaxspec.program.plan import (
     Tile,
 )
 
+# A request, and the number of its first tokens that must have pages.
+Claim = tuple[Request, int]
+
 
 class Prefill:
     """Tiles, admissions and new pages of one plan, while it is made.
@@ -83,6 +86,17 @@ class Prefill:
 def next_end(request: Request, room: int) -> int:
     """Where a prompt stands once `room` more tiles of it are fed."""
     return min(request.num_fed + room * TILE, len(request.tokens_to_feed))
+
+
+def claims_of(prefilling: list[Request], room: int) -> list[Claim]:
+    """Requests whose prompts are continued, and the tokens that need pages then."""
+    claims = []
+    for request in prefilling:
+        if room > 0:
+            end = next_end(request, room)
+            room -= -(-(end - request.num_fed) // TILE)
+            claims.append((request, end + 1))
+    return claims
 
 
 def grow(

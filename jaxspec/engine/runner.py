@@ -3,6 +3,7 @@
 The only module of `engine` that touches jax.
 """
 
+import dataclasses
 import logging
 import platform
 import time
@@ -178,6 +179,11 @@ class Runner:
     def restore_pages(self) -> None:
         """Allocate empty pages again."""
         self.state = self._init_state()
+
+    def leave_out_drafts(self) -> None:
+        """Compile programs that propose nothing from now on."""
+        self.program = dataclasses.replace(self.program, draft=None, lookup=None)
+        self._executables, self._layouts = {}, {}
 
     def drop_weights(self, *, keep: bool) -> None:
         """Free the weights' memory on the devices; `keep` leaves them on the host."""

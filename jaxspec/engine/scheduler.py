@@ -18,7 +18,7 @@ from jaxspec.engine.launch import Launch as Launch
 from jaxspec.engine.launch import Progress as Progress
 from jaxspec.engine.pacing import Pacer
 from jaxspec.engine.page_tables import PageTables
-from jaxspec.engine.prefill import Prefill, grow, next_end
+from jaxspec.engine.prefill import Claim, Prefill, claims_of, grow
 from jaxspec.engine.request import Request, Status
 from jaxspec.engine.rows import RowTable
 from jaxspec.engine.stats import EngineStats
@@ -35,9 +35,6 @@ from jaxspec.program.plan import (
 
 # Prompt tokens per launch for which executables may be built.
 CHUNK_LADDER = (0, 32, 128, 512, 2048)
-
-# A request, and the number of its first tokens that must have pages.
-Claim = tuple[Request, int]
 
 
 class Scheduler:
@@ -60,7 +57,11 @@ class Scheduler:
         self.waiting = WaitingLine(config.scheduling_policy)
         self.running: list[Request] = []
         self.pacer = Pacer()
-        self._has_draft_model = config.draft_model_config is not None
+
+    @property
+    def _has_draft_model(self) -> bool:
+        has_one = self.config.draft_model_config is not None
+        return has_one and not self.controller.is_stopped
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -94,7 +95,7 @@ class Scheduler:
         prefilling = [r for r in self.running if r.status is Status.PREFILL]
         if room is None:
             room, charged_s = self._room(plain, rows, is_prefilling=bool(prefilling))
-        going_on = _going_on(prefilling, room)
+        going_on = claims_of(prefilling, room)
         growing = self._growing(rows, plain.num_draft_tokens)
         updates, sitting_out = self._secure(growing + going_on)
         if sitting_out is not None:
@@ -336,7 +337,14 @@ class Scheduler:
 
     def commit(self, launch: Launch, result: StepResult) -> list[Progress]:
         """Take a launch's result into the requests that have not ended."""
-        return commit(launch, result, self.rows, self.stats)
+        progress = commit(launch, result, self.rows, self.stats)
+        for part in progress:
+            if part.is_broken:
+                # Nobody may begin with what it left there.
+                self.pages.forget(part.request.pages)
+        if result.is_draft_broken[: len(launch.rows)].any():
+            self.controller.stop("the draft model's numbers are NaN or infinite")
+        return progress
 
     def record_time(self, launch: Launch, seconds: float) -> None:
         """Note how long a launch kept the device."""
@@ -352,6 +360,15 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason = reason, stop
 
+    def restart(self) -> None:
+        """Let all who run wait again: the device has lost all pages and launches."""
+        for request in list(self.running):
+            self._preempt(request)
+        for request in self.waiting:
+            request.num_unread = 0
+        is_forgotten = self.pages.reset()
+        assert is_forgotten, "a page is held"
+
     def check_idle(self) -> None:
         """Assert that ended requests have left nothing but pages to be found."""
         assert not self.has_unfinished()
@@ -359,17 +376,6 @@ class Scheduler:
         self.rows.check()
         assert self.pages.num_free == self.pages.num_pages, "a page is held"
         assert len(self.rows.free) == self.config.max_num_seqs, "a row is taken"
-
-
-def _going_on(prefilling: list[Request], room: int) -> list[Claim]:
-    """Requests whose prompts are continued, and the tokens that need pages then."""
-    claims = []
-    for request in prefilling:
-        if room > 0:
-            end = next_end(request, room)
-            room -= -(-(end - request.num_fed) // TILE)
-            claims.append((request, end + 1))
-    return claims
 
 
 def _power_of_two(count: int) -> int:

@@ -9,11 +9,12 @@ residual stream, norms, attention statistics and logits are float32.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
@@ -70,9 +71,13 @@ def rms_norm(
     inputs: Float[Array, "... model"], weight: Float[Array, " model"], epsilon: float
 ) -> Float[Array, "... model"]:
     """Normalise in float32 and scale by 1 + weight, Gemma's form."""
-    variance = jnp.mean(jnp.square(inputs), axis=-1, keepdims=True)
     scale = jnp.expand_dims(1.0 + weight.astype(jnp.float32), range(inputs.ndim - 1))
-    return inputs * jax.lax.rsqrt(variance + epsilon) * scale
+    return inputs * jax.lax.rsqrt(mean_square(inputs) + epsilon) * scale
+
+
+def mean_square(inputs: Float[Array, "... model"]) -> Float[Array, "... 1"]:
+    """Of every row, the variance that its norm divides by."""
+    return jnp.mean(jnp.square(inputs), axis=-1, keepdims=True)
 
 
 def rope_tables(
@@ -232,6 +237,18 @@ class Layer(nnx.Module):
         return stream, kv_pages
 
 
+class Hidden(NamedTuple):
+    """What the layers make of tokens.
+
+    Attributes:
+        rows: Normalised.
+        is_finite: Rows that came of numbers, without NaN or infinity.
+    """
+
+    rows: Float[Array, "token model"]
+    is_finite: Bool[Array, " token"]
+
+
 class Gemma2(nnx.Module):
     """The whole network. `rngs=None` declares shapes without random values."""
 
@@ -254,8 +271,8 @@ class Gemma2(nnx.Module):
 
     def hidden(
         self, batch: TokenBatch, kv_pages: tuple[Array, ...]
-    ) -> tuple[Float[Array, "token model"], tuple[Array, ...]]:
-        """Run all layers; returns normalised rows and the updated pages per layer."""
+    ) -> tuple[Hidden, tuple[Array, ...]]:
+        """Run all layers; returns the rows and the updated pages per layer."""
         config = self.config
         table = self.embedding[...]
         rows = table.at[batch.tokens].get(mode="clip").astype(jnp.float32)
@@ -269,7 +286,10 @@ class Gemma2(nnx.Module):
             stream, pages = layer(stream, batch, tables, pages)
             updated.append(pages)
         normed = rms_norm(stream, self.final_norm[...], config.rms_norm_eps)
-        return normed[: batch.tokens.shape[0]], tuple(updated)
+        # The norm's own statistic: any NaN or infinity of a row makes it one.
+        is_finite = jnp.isfinite(mean_square(stream)[:, 0])
+        tokens = batch.tokens.shape[0]
+        return Hidden(normed[:tokens], is_finite[:tokens]), tuple(updated)
 
     def logits(self, hidden: Float[Array, "row model"]) -> Float[Array, "row vocab"]:
         """Soft-capped float32 logits of normalised rows, through the tied embedding."""

@@ -29,6 +29,10 @@ TILE = 32
 # End-of-text ids plus a request's own stop_token_ids.
 MAX_STOP_IDS = 40
 
+# Bits of what a launch says of a sequence: it ended, or the target's or the draft's
+# numbers were NaN or infinite.
+DONE, TARGET_BROKEN, DRAFT_BROKEN = 1, 2, 4
+
 # A row, an index in the row's page table, a page id.
 PageUpdate = tuple[int, int, int]
 
@@ -333,8 +337,10 @@ class StepResult:
         num_draft: Draft tokens that were proposed: a lookup may find fewer than asked.
         num_accepted: Draft tokens among `tokens`.
         is_done: The sequence ended on the device.
+        is_broken: The tokens mean nothing: the target's numbers were NaN or infinite.
+        is_draft_broken: The draft model's were; the tokens are the target's.
         tile_token: `[tile]`, sampled where the tile was the prompt's last.
-        tile_is_done: As `is_done`, for those.
+        tile_is_done, tile_is_broken: As for sequences.
         logprobs: `[seq, K + 1]`, of `tokens`, where the shape tells any.
         tile_logprobs: `[tile]`, of `tile_token`.
         prompt_logprobs: `[tile, TILE]`, where the shape tells any: entry t is about the
@@ -347,8 +353,11 @@ class StepResult:
     num_draft: np.ndarray
     num_accepted: np.ndarray
     is_done: np.ndarray
+    is_broken: np.ndarray
+    is_draft_broken: np.ndarray
     tile_token: np.ndarray
     tile_is_done: np.ndarray
+    tile_is_broken: np.ndarray
     logprobs: TokenLogprobs | None = None
     tile_logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
@@ -379,9 +388,12 @@ class StepResult:
             num_emitted=decode[:, -4],
             num_draft=decode[:, -3],
             num_accepted=decode[:, -2],
-            is_done=decode[:, -1].astype(bool),
+            is_done=decode[:, -1] & DONE > 0,
+            is_broken=decode[:, -1] & TARGET_BROKEN > 0,
+            is_draft_broken=decode[:, -1] & DRAFT_BROKEN > 0,
             tile_token=first[:, 0],
-            tile_is_done=first[:, 1].astype(bool),
+            tile_is_done=first[:, 1] & DONE > 0,
+            tile_is_broken=first[:, 1] & TARGET_BROKEN > 0,
             logprobs=logprobs,
             tile_logprobs=tile_logprobs,
             prompt_logprobs=prompt_logprobs,

@@ -19,7 +19,7 @@ from jaxspec.program import logprobs
 from jaxspec.program.active import Active
 from jaxspec.program.controls import Adjust
 from jaxspec.program.judge import judge, logits_of, place_next
-from jaxspec.program.plan import PoolShape, StepShape
+from jaxspec.program.plan import TILE, PoolShape, StepShape
 from jaxspec.program.propose import Proposal
 from jaxspec.program.region import join, make_region
 
@@ -31,7 +31,9 @@ class Judged(NamedTuple):
 
     tokens: Int[Array, "seq width"]  # accepted drafts, then the target's own
     num_accepted: Int[Array, " seq"]
+    is_broken: Bool[Array, " seq"]  # NaN or infinity where a token was decided
     tile_logits: Float[Array, "tile vocab"]
+    is_tile_broken: Bool[Array, " tile"]  # the same in the tile's last row
     told: list[Int[Array, "..."]]  # of the result vector: log-probabilities
     pages: Pages
 
@@ -71,6 +73,8 @@ class Round:
         judged = Judged(
             tokens=tokens,
             num_accepted=jnp.zeros_like(self.num_draft),
+            is_broken=jnp.zeros_like(self.active.is_active),
+            is_tile_broken=jnp.zeros(0, bool),
             tile_logits=jnp.zeros((0, self.target.config.vocab_size), jnp.float32),
             told=logprobs.blank(tokens, shape=self.shape),
             pages=pages,
@@ -101,7 +105,7 @@ class Round:
         if self.prompts is not None:
             batches.append(self.prompts)
         hidden, pages = self.target.hidden(join(batches), pages)
-        logits, tile_logits = logits_of(self.target, hidden, seqs * width)
+        logits, tile_logits = logits_of(self.target, hidden.rows, seqs * width)
         verdict = judge(
             proposal, logits, self.num_draft, active, backend, adjust=self.adjust
         )
@@ -112,13 +116,35 @@ class Round:
         if self.prompts is not None and self.after_prompts is not None:
             told += logprobs.tell_prompt(
                 self.target,
-                hidden[seqs * width :],
+                hidden.rows[seqs * width :],
                 self.prompts.tokens,
                 self.after_prompts,
                 shape=shape,
                 backend=backend,
             )
-        return Judged(tokens, verdict.num_accepted, tile_logits, told, pages)
+        is_broken, is_tile_broken = _broken(
+            hidden.is_finite, verdict.num_accepted, width
+        )
+        return Judged(
+            tokens=tokens,
+            num_accepted=verdict.num_accepted,
+            is_broken=is_broken,
+            tile_logits=tile_logits,
+            is_tile_broken=is_tile_broken,
+            told=told,
+            pages=pages,
+        )
+
+
+def _broken(
+    is_finite: Bool[Array, " token"], num_accepted: Int[Array, " seq"], width: int
+) -> tuple[Bool[Array, " seq"], Bool[Array, " tile"]]:
+    """Whether tokens were decided by what is no number, in sequences and tiles."""
+    is_broken, seqs = ~is_finite, num_accepted.shape[0]
+    decode = is_broken[: seqs * width].reshape(seqs, width)
+    is_used = jnp.arange(width)[None] <= num_accepted[:, None]
+    tiles = is_broken[seqs * width :].reshape(-1, TILE)
+    return (decode & is_used).any(axis=1), tiles[:, -1]
 
 
 def _widen(part: Array, width: int) -> Array:

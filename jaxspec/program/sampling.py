@@ -41,8 +41,9 @@ def distribution(
     """Probabilities after temperature, top-k, top-p and min-p, in that order.
 
     A filter keeps what is at or above a threshold: all of several equal logits at the
-    border stay. Rows of greedy requests get the plain softmax.
+    border stay. Rows of greedy requests get the plain softmax. NaN excludes its token.
     """
+    logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
     temperature = controls.temperature[:, None]
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
     scaled = scaled - scaled.max(axis=-1, keepdims=True)

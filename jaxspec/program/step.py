@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
@@ -22,7 +22,14 @@ from jaxspec.program.active import Active, gather
 from jaxspec.program.apply import Tiles, apply_plan, read_tiles, unpack
 from jaxspec.program.commit import Emitted, append, truncate
 from jaxspec.program.judge import choose_next
-from jaxspec.program.plan import PlanLayout, PoolShape, StepShape
+from jaxspec.program.plan import (
+    DONE,
+    DRAFT_BROKEN,
+    TARGET_BROKEN,
+    PlanLayout,
+    PoolShape,
+    StepShape,
+)
 from jaxspec.program.propose import Proposal, draft_model, ngram
 from jaxspec.program.region import make_region
 from jaxspec.program.round import Judged, Round
@@ -98,13 +105,13 @@ def speculative_step(
     )
     emitted = truncate(judged.tokens, judged.num_accepted + 1, active)
     rows, token_pages = append(launch.rows, launch.token_pages, active, emitted)
-    result = [_pack_result(emitted, judged.num_accepted, num_draft), *judged.told]
+    result = [_pack_result(emitted, judged, proposal, num_draft), *judged.told]
     if shape.chunk:
         rows, token_pages, first = _finish_prompts(
             rows,
             token_pages,
             launch.tiles,
-            judged.tile_logits,
+            judged,
             launch.fields,
             config=config,
             shape=shape,
@@ -198,6 +205,8 @@ def _propose(
             shape=shape,
         ),
     )
+    if proposal.is_broken is not None:
+        num_draft = jnp.where(proposal.is_broken, 0, num_draft)
     return proposal, num_draft, pages
 
 
@@ -236,25 +245,34 @@ def _judge(
 
 
 def _pack_result(
-    emitted: Emitted, num_accepted: Int[Array, " seq"], num_draft: Int[Array, " seq"]
+    emitted: Emitted,
+    judged: Judged,
+    proposal: Proposal | None,
+    num_draft: Int[Array, " seq"],
 ) -> Int[Array, "seq field"]:
     # A sequence that ends inside an accepted run keeps only the drafts before the end.
-    accepted = jnp.minimum(num_accepted, emitted.num_emitted)
-    is_done = emitted.is_done.astype(jnp.int32)
-    columns = [emitted.num_emitted, num_draft, accepted, is_done]
+    accepted = jnp.minimum(judged.num_accepted, emitted.num_emitted)
+    status = jnp.where(judged.is_broken, TARGET_BROKEN, 0)
+    if proposal is not None and proposal.is_broken is not None:
+        status += jnp.where(proposal.is_broken, DRAFT_BROKEN, 0)
+    status += jnp.where(emitted.is_done, DONE, 0)
+    columns = [emitted.num_emitted, num_draft, accepted, status]
     return jnp.concatenate([emitted.tokens, jnp.stack(columns, axis=1)], axis=1)
 
 
-def _pack_first(first: Emitted) -> Int[Array, "tile 2"]:
-    is_done = first.is_done.astype(jnp.int32)
-    return jnp.stack([first.tokens[:, 0], is_done], axis=1)
+def _pack_first(
+    first: Emitted, is_broken: Bool[Array, " tile"]
+) -> Int[Array, "tile 2"]:
+    status = jnp.where(first.is_done, DONE, 0)
+    status += jnp.where(is_broken, TARGET_BROKEN, 0)
+    return jnp.stack([first.tokens[:, 0], status], axis=1)
 
 
 def _finish_prompts(
     rows: Rows,
     token_pages: Int[Array, "page page_size"],
     tiles: Tiles,
-    logits: Float[Array, "tile vocab"],
+    judged: Judged,
     fields: dict[str, Array],
     *,
     config: ProgramConfig,
@@ -277,11 +295,12 @@ def _finish_prompts(
         config=config,
         shape=shape,
     )
+    logits = judged.tile_logits
     token = choose_next(logits, active, adjust=adjust)
     emitted = truncate(token[:, None], jnp.ones_like(token), active)
     backend = config.backend(TARGET_MESH_AXES)
     told = logprobs.tell_some(logits, emitted.tokens, shape=shape, backend=backend)
-    result = [_pack_first(emitted), *told]
+    result = [_pack_first(emitted, judged.is_tile_broken), *told]
     return *append(rows, token_pages, active, emitted), result
 
 

@@ -72,7 +72,7 @@ def test_two_regions_in_one_pass_equal_huggingface():
     def forward(params, batch, kv_pages):
         model = bind(config, params)
         hidden, _ = model.hidden(batch, kv_pages)
-        return model.logits(hidden)
+        return model.logits(hidden.rows)
 
     pages = init_kv_pages(config, 8, 4, jnp.dtype(jnp.float32))
     logits = np.asarray(forward(load_ours(reference), batch, pages))

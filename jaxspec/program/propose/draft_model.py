@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.gemma2 import Gemma2
+from jaxspec.models.gemma2 import Gemma2, Hidden
 from jaxspec.program import randomness, sampling
 from jaxspec.program.active import Active
 from jaxspec.program.choose import choose_token, forbid_early_stop
@@ -51,44 +51,55 @@ def propose(
         adjust: What requests ask of single tokens; None where none asks anything.
     """
 
-    def draw(hidden: Array, step: Array | int, drafts: Array | None):
+    def draw(hidden: Hidden, step: Array | int, drafts: Array | None):
         position = active.num_tokens + step
-        logits = model.logits(hidden)
+        logits, is_broken = _finite_logits(model, hidden)
         if adjust is not None:
             logits = adjust(logits[:, None], drafts, num_before=step)[:, 0]
         logits = forbid_early_stop(logits, position, active)
-        drawn = sampling.argmax(logits), None
+        token, probs = sampling.argmax(logits), None
         if not is_greedy:
-            drawn = choose_token(logits, position, active, role=randomness.DRAFT)
-        return drawn if found is None else found.before(step, *drawn)
+            token, probs = choose_token(logits, position, active, role=randomness.DRAFT)
+        if found is not None:
+            token, probs = found.before(step, token, probs)
+        return token, probs, is_broken
 
     seqs = active.row.shape[0]
     hidden, pages = model.hidden(_newest(active, tiles, pool), pages)
-    newest = hidden[: 2 * seqs].reshape(seqs, 2, -1)[:, 1]
+    newest = Hidden(hidden.rows[1 : 2 * seqs : 2], hidden.is_finite[1 : 2 * seqs : 2])
     # Only controls ask which drafts came before.
     drafts = None if adjust is None else jnp.zeros((seqs, num_draft_tokens), jnp.int32)
-    token, probs = draw(newest, 0, drafts)
+    token, probs, was_broken = draw(newest, 0, drafts)
 
     def extend(carry: tuple[Array, Pages, Array | None], step: Array):
         token, pages, drafts = carry
         if drafts is not None:
             drafts = drafts.at[:, step - 1].set(token)
-        kv_len = active.num_tokens + step
-        batch = make_region(
-            token[:, None], kv_len, active.page_table, active.is_active[:, None], pool
-        )
-        hidden, pages = model.hidden(batch, pages)
-        token, probs = draw(hidden, step, drafts)
-        return (token, pages, drafts), (token, probs)
+        hidden, pages = model.hidden(_next(token, step, active, pool), pages)
+        token, probs, is_broken = draw(hidden, step, drafts)
+        return (token, pages, drafts), (token, probs, is_broken)
 
     steps = jnp.arange(1, num_draft_tokens, dtype=jnp.int32)
     is_shallow = model.config.num_layers <= MAX_UNROLLED_LAYERS
-    (_, pages, _), (tokens, rest) = jax.lax.scan(
+    (_, pages, _), (tokens, rest, is_broken) = jax.lax.scan(
         extend, (token, pages, drafts), steps, unroll=is_shallow
     )
     if probs is not None and rest is not None:
         probs = jnp.concatenate([probs[None], rest]).transpose(1, 0, 2)
-    return chain(jnp.concatenate([token[None], tokens]).T, probs), pages
+    tokens = jnp.concatenate([token[None], tokens]).T
+    return chain(tokens, probs, was_broken | is_broken.any(axis=0)), pages
+
+
+def _finite_logits(model: Gemma2, hidden: Hidden) -> tuple[Array, Array]:
+    """Logits, and the rows that are NaN or infinite: theirs are those of zeros."""
+    rows, is_finite = hidden
+    return model.logits(jnp.where(is_finite[:, None], rows, 0)), ~is_finite
+
+
+def _next(token: Array, step: Array, active: Active, pool: PoolShape) -> TokenBatch:
+    """The draft before the one that is drawn in a step."""
+    kv_len, is_written = active.num_tokens + step, active.is_active[:, None]
+    return make_region(token[:, None], kv_len, active.page_table, is_written, pool)
 
 
 def _newest(active: Active, tiles: TokenBatch | None, pool: PoolShape) -> TokenBatch:

@@ -1,0 +1,107 @@
+"""Numbers that are none, and failures, in the draft model and in the target."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.program.propose import draft_model
+from jaxspec.sampling_params import SamplingParams
+from tests.e2e import pair
+from tests.engines import generate, make_engine, tokens_of
+
+BAD_TOKEN = 40
+PROMPTS = [[2, 5, 7, 9], [2, 9, 4, 11], [2, 8, 8, 30]]
+
+
+def make(*, has_draft: bool = True) -> LLMEngine:
+    draft = dict(draft=pair.draft("noisy"), num_draft_tokens=3) if has_draft else {}
+    settings = dict(max_num_seqs=4, max_num_batched_tokens=32)
+    return make_engine(pair.target(), has_one_shape=True, **settings, **draft)
+
+
+def greedy(**changes: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, **changes)
+
+
+def seeded() -> list[SamplingParams]:
+    return [
+        SamplingParams(temperature=0.9, max_tokens=24, ignore_eos=True, seed=seed)
+        for seed in range(len(PROMPTS))
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLMEngine:
+    return make(has_draft=False)
+
+
+def ruin(params: Any) -> Any:
+    """NaN in one number of every layer norm: one step spoils all rows."""
+    return jax.tree.map(
+        lambda leaf: leaf.at[0].set(jnp.nan) if leaf.ndim == 1 else leaf, params
+    )
+
+
+def ruin_token(params: Any) -> Any:
+    embedding = params["embedding"].at[BAD_TOKEN].set(jnp.nan)
+    return {**params, "embedding": embedding}
+
+
+def test_a_draft_of_nan_costs_speed_only(plain):
+    expected = [tokens_of(generate(plain, PROMPTS, p)) for p in (greedy(), seeded())]
+    engine = make()
+    target, draft = engine.runner.params
+    assert tokens_of(generate(engine, PROMPTS, greedy())) == expected[0]
+    assert engine.stats.acceptance_rate > 0
+    assert not engine.controller.is_stopped
+    engine.runner.params = target, ruin(draft)
+    for params, texts in zip((greedy(), seeded()), expected, strict=True):
+        assert tokens_of(generate(engine, PROMPTS, params)) == texts
+    assert engine.controller.is_stopped
+    engine.scheduler.check_idle()
+
+
+def test_a_draft_that_cannot_be_compiled_costs_speed_only(plain, monkeypatch):
+    expected = tokens_of(generate(plain, PROMPTS, greedy()))
+    engine = make()
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(draft_model, "propose", fail)
+    monkeypatch.setattr(draft_model, "feed_prompt", fail)
+    assert tokens_of(generate(engine, PROMPTS, greedy())) == expected
+    assert engine.controller.is_stopped
+    engine.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("has_draft", [False, True])
+def test_a_target_of_nan_ends_whom_it_reaches(has_draft):
+    engine = make(has_draft=has_draft)
+    target, draft = engine.runner.params
+    engine.runner.params = ruin_token(target), draft
+    prompts = [*PROMPTS, [2, 5, BAD_TOKEN, 9]]
+    # A draft of that token would reach the positions before it, which see it times 0.
+    bias = {BAD_TOKEN: -100.0}
+    sampled = [*seeded(), greedy()]
+    for one in sampled:
+        one.logit_bias = bias
+    for params in (greedy(logit_bias=bias), sampled):
+        *good, bad = generate(engine, prompts, params)
+        assert bad.outputs[0].finish_reason == "error"
+        assert bad.outputs[0].token_ids == []
+        for output in good:
+            assert output.outputs[0].finish_reason == "length"
+            # Its own logit is NaN as well, and nobody draws it.
+            assert BAD_TOKEN not in output.outputs[0].token_ids
+    assert not engine.controller.is_stopped
+    engine.scheduler.check_idle()
+    engine.runner.params = ruin(target), draft
+    outputs = generate(engine, PROMPTS, greedy())
+    assert {one.outputs[0].finish_reason for one in outputs} == {"error"}
+    engine.runner.params = target, draft
+    outputs = generate(engine, PROMPTS, greedy())
+    assert {one.outputs[0].finish_reason for one in outputs} == {"length"}

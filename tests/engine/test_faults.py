@@ -1,0 +1,130 @@
+"""What fails on the device costs no more than it must."""
+
+from typing import Any
+
+import pytest
+
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.outputs import RequestOutput
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from tests.engine.test_llm_engine import assert_idle, make_fake_engine, run_all, said
+
+POISON = 15
+PROMPTS = [[2, 3, 4], [2, 3, 5], [2, 6, 4]]
+LONG = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+def add(engine: LLMEngine, **changes: Any) -> None:
+    for index, prompt in enumerate(PROMPTS):
+        params = LONG.clone()
+        for name, value in changes.items():
+            setattr(params, name, value)
+        engine.add_request(str(index), prompt, params)
+
+
+def last_of(outputs: dict[str, list[RequestOutput]]) -> dict[str, list[int]]:
+    """The tokens of every request that has come to its end."""
+    completions = {name: told[-1].outputs[0] for name, told in outputs.items()}
+    assert {one.finish_reason for one in completions.values()} == {"length"}
+    return {name: list(one.token_ids) for name, one in completions.items()}
+
+
+def fail(runner: Any, name: str, *, after: int, times: int = 1) -> None:
+    """Have a runner's method raise, once it was called so often."""
+    method, calls = getattr(runner, name), 0
+
+    def called(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if after < calls <= after + times:
+            raise RuntimeError("the device is gone")
+        return method(*arguments)
+
+    setattr(runner, name, called)
+
+
+@pytest.mark.parametrize("where", ["launch", "fetch"])
+@pytest.mark.parametrize("after", [0, 1, 2, 5])
+@pytest.mark.parametrize("num_seqs", [2, 4])
+def test_a_failure_with_drafts_costs_the_drafts(where, after, num_seqs):
+    engine, runner = make_fake_engine(num_draft_tokens=3, max_num_seqs=num_seqs)
+    add(engine)
+    fail(runner, where, after=after)
+    assert last_of(run_all(engine)) == {str(index): said(40) for index in range(3)}
+    assert engine.controller.is_stopped
+    assert_idle(engine)
+    _, shape = runner.plans[-1]
+    assert shape.num_draft_tokens == 0
+    assert not runner.device.has_draft
+
+
+@pytest.mark.parametrize("where", ["launch", "fetch"])
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_a_failure_without_drafts_ends_who_runs(where, after):
+    engine, runner = make_fake_engine(num_draft_tokens=0, max_num_seqs=2)
+    add(engine)
+    fail(runner, where, after=after)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        run_all(engine)
+    assert [engine.is_unfinished(str(index)) for index in range(3)] == [0, 0, 1]
+    assert last_of(run_all(engine)) == {"2": said(40)}
+    assert_idle(engine)
+
+
+def test_texts_of_one_request_end_together():
+    engine, runner = make_fake_engine(num_draft_tokens=0, max_num_seqs=2)
+    add(engine, n=3)
+    fail(runner, "launch", after=3)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        run_all(engine)
+    assert not engine.is_unfinished("0")
+    assert set(run_all(engine)) == {"1", "2"}
+    assert_idle(engine)
+
+
+def test_a_broken_draft_ends_the_drafts():
+    engine, runner = make_fake_engine(num_draft_tokens=3)
+    runner.device.is_draft_broken = True
+    add(engine)
+    assert last_of(run_all(engine)) == {str(index): said(40) for index in range(3)}
+    assert engine.controller.is_stopped
+    shapes = [shape for _, shape in runner.plans]
+    drafting = [index for index, shape in enumerate(shapes) if shape.num_draft_tokens]
+    # One more was on its way.
+    assert len(drafting) <= 2
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("num_draft", [0, 3])
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_a_broken_request_ends_alone(num_draft, kind):
+    engine, runner = make_fake_engine(num_draft_tokens=num_draft, page_size=4)
+    runner.device.poison = POISON
+    poisoned = [2, 9, 9, 9, 9, 9, 9, 9, POISON, 3]
+    for name in ("bad", "again"):
+        params = LONG.clone()
+        params.output_kind = kind
+        engine.add_request(name, poisoned, params)
+        engine.add_request("good", PROMPTS[0], LONG)
+        outputs = run_all(engine)
+        (end,) = outputs.pop(name)
+        assert end.finished
+        assert end.outputs[0].finish_reason == "error"
+        assert end.outputs[0].token_ids == []
+        # What is broken is not found again.
+        assert end.num_cached_tokens == 0
+        assert last_of(outputs) == {"good": said(40)}
+        assert_idle(engine)
+
+
+def test_a_request_can_break_after_some_text():
+    text = [*range(2, 14), POISON]
+    engine, runner = make_fake_engine(text, num_draft_tokens=3)
+    runner.device.poison = POISON
+    engine.add_request("bad", PROMPTS[0], LONG)
+    (outputs,) = run_all(engine).values()
+    completion = outputs[-1].outputs[0]
+    assert completion.finish_reason == "error"
+    assert completion.token_ids == said(len(completion.token_ids), text)
+    assert POISON not in completion.token_ids
+    assert_idle(engine)
