@@ -377,7 +377,7 @@ class LLMEngine:
             decoding = dataclasses.replace(features, num_prompt_logprobs=None)
             wanted += [features, decoding]
         for features in dict.fromkeys(wanted):
-            for shape in self.scheduler.shapes(prompt_tokens, features):
+            for shape in self.scheduler.shapes.all(prompt_tokens, features):
                 self.runner.executable(shape)
 
     def shutdown(self) -> None:

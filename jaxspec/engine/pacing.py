@@ -5,7 +5,6 @@ decide how many go along: over the rounds of a prefill, the mean time is held at
 `MAX_SLOWDOWN` of a round without prompts. Knows nothing of requests.
 """
 
-import dataclasses
 import math
 
 from jaxspec.program.plan import StepShape
@@ -64,20 +63,18 @@ class Pacer:
         """No prompt is coming in: the next prefill starts with an even account."""
         self.saved_s, self._num_waited = 0.0, 0
 
-    def chunk(
-        self, plain: StepShape, chunks: tuple[int, ...]
-    ) -> tuple[int, float | None]:
+    def chunk(self, plain: StepShape, fed: list[StepShape]) -> tuple[int, float | None]:
         """The prompt tokens that the next round may take along, and what it pays out.
 
         Args:
             plain: The round without any.
-            chunks: Sizes from the smallest, without 0.
+            fed: The same round with some, from the smallest chunk.
         """
         base = self.times.get(plain)
         if base is None:
             return 0, None  # first see what a round takes
         allowance = MAX_SLOWDOWN * base
-        costs = self._costs(plain, base, chunks)
+        costs, chunks = self._costs(base, fed), [shape.chunk for shape in fed]
         chosen, cost = 0, base
         for size, seconds in zip(chunks, costs, strict=True):
             if seconds <= (allowance + self.saved_s) * ROUNDING:
@@ -89,20 +86,18 @@ class Pacer:
         self.saved_s = min(self.saved_s + allowance, most + cost) - cost
         return chosen, cost
 
-    def _costs(
-        self, plain: StepShape, base: float, chunks: tuple[int, ...]
-    ) -> list[float]:
+    def _costs(self, base: float, fed: list[StepShape]) -> list[float]:
         """Measured times; what is not known is taken as in proportion to the last.
 
         While nothing is known, the smallest chunk is tried and no other.
         """
-        found = [self.times.get(dataclasses.replace(plain, chunk=c)) for c in chunks]
+        found = [self.times.get(shape) for shape in fed]
         if found[0] is None:
-            return [base] + [math.inf] * (len(chunks) - 1)
+            return [base] + [math.inf] * (len(fed) - 1)
         costs = [found[0]]
         for index, known in enumerate(found[1:], 1):
             if known is None:
                 more = costs[-1] - base
-                known = base + more * chunks[index] / chunks[index - 1]
+                known = base + more * fed[index].chunk / fed[index - 1].chunk
             costs.append(known)
         return costs

@@ -6,7 +6,6 @@ texts or devices.
 """
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from jaxspec.engine.page_tables import PageTables
 from jaxspec.engine.prefill import Claim, Prefill, claims_of, grow
 from jaxspec.engine.request import Request, Status
 from jaxspec.engine.rows import RowTable
+from jaxspec.engine.shapes import Shapes
 from jaxspec.engine.stats import EngineStats
 from jaxspec.engine.waiting import WaitingLine
 from jaxspec.program.plan import (
@@ -32,9 +32,6 @@ from jaxspec.program.plan import (
     StepResult,
     StepShape,
 )
-
-# Prompt tokens per launch for which executables may be built.
-CHUNK_LADDER = (0, 32, 128, 512, 2048)
 
 
 class Scheduler:
@@ -54,6 +51,7 @@ class Scheduler:
         longest_drafted = speculative.max_model_len if speculative else None
         longest_drafted = longest_drafted or config.max_model_len
         self.rows = RowTable(config.max_num_seqs, longest_drafted)
+        self.shapes = Shapes(config, controller)
         self.waiting = WaitingLine(config.scheduling_policy)
         self.running: list[Request] = []
         self.pacer = Pacer()
@@ -80,7 +78,7 @@ class Scheduler:
         """Plan the next launch; None when nothing can be done before a read."""
         launch, is_held = self._plan(None)
         # Prompts made way for those who stream, and of those nobody finds a page.
-        return self._plan(self._most_tiles())[0] if is_held else launch
+        return self._plan(self.shapes.most_tiles)[0] if is_held else launch
 
     def _plan(self, room: int | None) -> tuple[Launch | None, bool]:
         """A launch, and whether one with more room for prompts would do more.
@@ -91,19 +89,24 @@ class Scheduler:
         charged_s = None
         limit = self.controller.limit(len(self.running) + bool(self.waiting))
         rows, wanted = self.rows.decodable(limit)
-        plain = shape = self._shape(rows, wanted)
         prefilling = [r for r in self.running if r.status is Status.PREFILL]
+        is_lagging = bool(limit and self._has_draft_model and self.rows.lagging())
+        num_draft = self.shapes.num_draft(
+            int(wanted.max(initial=0)),
+            may_feed=bool(prefilling or self.waiting or is_lagging),
+        )
+        plain = shape = self._shape(rows, num_draft)
         if room is None:
             room, charged_s = self._room(plain, rows, is_prefilling=bool(prefilling))
         going_on = claims_of(prefilling, room)
-        growing = self._growing(rows, plain.num_draft_tokens)
+        growing = self._growing(rows, num_draft)
         updates, sitting_out = self._secure(growing + going_on)
         if sitting_out is not None:
             # Who was preempted is not there any more.
             is_served = (self.rows.owner[rows] >= 0) & ~np.isin(rows, sitting_out)
             rows, wanted = rows[is_served], wanted[is_served]
-        work = Prefill(self.rows, self.tables, self._most_tiles(), updates)
-        if limit and self._has_draft_model:
+        work = Prefill(self.rows, self.tables, self.shapes.most_tiles, updates)
+        if is_lagging:
             for request in self.rows.lagging():
                 work.catch_up(request)
         work.room = min(work.room, room)
@@ -116,19 +119,17 @@ class Scheduler:
         if not len(rows) and not work.tiles:
             return None, sitting_out is not None and not room
         if work.tiles:
-            shape = self._shape(rows, wanted, work)
-        if sitting_out is not None:
-            # Pages were taken for the drafts of all: a plan of fewer may not list them.
-            sizes = plain.num_seqs, plain.num_draft_tokens
-            shape = replace(shape, num_seqs=sizes[0], num_draft_tokens=sizes[1])
+            # Pages were taken for all rows: a plan of fewer may not list them.
+            num_seqs = len(rows) if sitting_out is None else plain.num_seqs
+            shape = self._shape(rows, num_draft, work, num_seqs)
         return self._launch(rows, wanted, shape, work, charged_s), False
 
-    def _most_tiles(self) -> int:
-        budget = min(self.config.max_num_batched_tokens, CHUNK_LADDER[-1])
-        return max(budget // TILE, 1)
-
     def _shape(
-        self, rows: np.ndarray, wanted: np.ndarray, work: Prefill | None = None
+        self,
+        rows: np.ndarray,
+        num_draft: int,
+        work: Prefill | None = None,
+        num_seqs: int | None = None,
     ) -> StepShape:
         features, num_tokens = Features(), 0
         for row in rows[self.rows.has_features[rows]].tolist():
@@ -138,18 +139,14 @@ class Scheduler:
             for tile, request in zip(work.tiles, work.tiled, strict=True):
                 if not tile.is_draft_only:
                     features |= request.features
-        return StepShape(
-            num_seqs=_power_of_two(max(len(rows), 1)),
-            num_draft_tokens=self.controller.rung(int(wanted.max(initial=0))),
-            chunk=next(c for c in CHUNK_LADDER if c >= num_tokens),
-            features=features,
-        )
+        num_seqs = len(rows) if num_seqs is None else num_seqs
+        return self.shapes.of(num_seqs, num_draft, num_tokens, features)
 
     def _room(
         self, plain: StepShape, rows: np.ndarray, *, is_prefilling: bool
     ) -> tuple[int, float | None]:
         """Tiles of prompts that the launch may take along."""
-        most = self._most_tiles()
+        most = self.shapes.most_tiles
         if not is_prefilling and not self.waiting:
             self.pacer.rest()
             return most, None
@@ -158,8 +155,8 @@ class Scheduler:
             return most, None
         if not len(rows):
             return 0, None  # after the read, or the draft model's catching up
-        chunks = tuple(c for c in CHUNK_LADDER if 0 < c <= most * TILE)
-        tokens, charged_s = self.pacer.chunk(plain, chunks)
+        fed = [self.shapes.with_prompts(plain, chunk) for chunk in self.shapes.chunks]
+        tokens, charged_s = self.pacer.chunk(plain, fed)
         return tokens // TILE, charged_s
 
     def _growing(self, rows: np.ndarray, num_draft: int) -> list[Claim]:
@@ -308,33 +305,6 @@ class Scheduler:
         assert launch.is_over()
         self.pages.forget(launch.registered)
 
-    def shapes(
-        self, prompt_tokens: int | None = None, features: Features | None = None
-    ) -> list[StepShape]:
-        """Every shape that `plan` can produce, for prompts up to a length.
-
-        Args:
-            features: What requests will need; nothing special by default.
-        """
-        budget = self._most_tiles() * TILE
-        # Prompts come together, each in tiles of its own.
-        tiles = -(-(budget if prompt_tokens is None else prompt_tokens) // TILE)
-        wanted = tiles * TILE * self.config.max_num_seqs
-        last = next(c for c in CHUNK_LADDER if c >= min(wanted, budget))
-        most = _power_of_two(self.config.max_num_seqs)
-        return [
-            StepShape(
-                num_seqs=seqs,
-                num_draft_tokens=draft,
-                chunk=chunk,
-                features=features or Features(),
-            )
-            for seqs in (1 << i for i in range(most.bit_length()))
-            for draft in self.controller.ladder
-            for chunk in CHUNK_LADDER
-            if chunk <= last
-        ]
-
     def commit(self, launch: Launch, result: StepResult) -> list[Progress]:
         """Take a launch's result into the requests that have not ended."""
         progress = commit(launch, result, self.rows, self.stats)
@@ -376,10 +346,6 @@ class Scheduler:
         self.rows.check()
         assert self.pages.num_free == self.pages.num_pages, "a page is held"
         assert len(self.rows.free) == self.config.max_num_seqs, "a row is taken"
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
 
 
 def _readings(decoding: list[Request], work: Prefill) -> dict[int, Any]:

@@ -140,7 +140,7 @@ def test_compiles_are_announced(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jaxspec.engine.runner.compile_step", lambda *_: print)
     engine.runner, told = runner, []
     engine.announce_compiles(told.append)
-    (shape, *_) = engine.scheduler.shapes()
+    (shape, *_) = engine.scheduler.shapes.all()
     for _ in range(2):
         assert runner.executable(shape) is print
     assert told == ["Compiling 1 sequences x 0 drafts + 0 prompt tokens", ""]

@@ -14,13 +14,14 @@ from tests.loops import MODEL, Loop, make_config, make_requests
 
 PLAIN = StepShape(num_seqs=4, num_draft_tokens=3, chunk=0)
 CHUNKS = (32, 128, 512, 2048)
+FED = [dataclasses.replace(PLAIN, chunk=chunk) for chunk in CHUNKS]
 
 
 def run(costs: dict[int, float], rounds: int) -> list[int]:
     """Chunks of the rounds, each measured before the next is planned."""
     pacer, chosen = Pacer(), []
     for _ in range(rounds):
-        chunk, charged = pacer.chunk(PLAIN, CHUNKS)
+        chunk, charged = pacer.chunk(PLAIN, FED)
         chosen.append(chunk)
         shape = dataclasses.replace(PLAIN, chunk=chunk)
         pacer.record(shape, costs[chunk], charged)
@@ -68,7 +69,7 @@ def test_a_stall_does_not_keep_prompts_out(stalled):
     costs = {0: 0.010, 32: 0.012}
     pacer, chosen = Pacer(), []
     for number in range(200):
-        chunk, charged = pacer.chunk(PLAIN, (32,))
+        chunk, charged = pacer.chunk(PLAIN, FED[:1])
         chosen.append(chunk)
         shape = dataclasses.replace(PLAIN, chunk=chunk)
         seconds = costs[chunk]
@@ -89,7 +90,7 @@ def test_prompts_wait_for_a_while_at_most():
     wrong = dataclasses.replace(PLAIN, chunk=32)
     pacer.times[wrong] = 1000.0
     for _ in range(4000):
-        chunk, charged = pacer.chunk(PLAIN, (32,))
+        chunk, charged = pacer.chunk(PLAIN, FED[:1])
         chosen.append(chunk)
         shape = dataclasses.replace(PLAIN, chunk=chunk)
         pacer.record(shape, costs[chunk], charged)

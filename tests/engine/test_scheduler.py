@@ -67,7 +67,7 @@ def test_random_traffic_runs_to_its_ends(name, depth):
         for request in requests:
             loop.assert_said_the_truth(request)
         loop.assert_idle()
-        shapes = set(loop.scheduler.shapes())
+        shapes = set(loop.scheduler.shapes.all())
         assert {launch.shape for launch in loop.launches} <= shapes
 
 
@@ -260,14 +260,6 @@ def test_long_sequences_are_not_drafted_for(monkeypatch, longest):
     loop.assert_said_the_truth(loop.finished[0])
 
 
-def test_shapes_follow_the_prompts_that_are_expected():
-    scheduler = Loop(make_config(max_num_seqs=3), seed=0).scheduler
-    chunks = {shape.chunk for shape in scheduler.shapes()}
-    assert chunks == {0, 32, 128}
-    assert {shape.num_seqs for shape in scheduler.shapes()} == {1, 2, 4}
-    assert {shape.num_draft_tokens for shape in scheduler.shapes()} == {0, 1, 2, 3}
-
-
 @pytest.mark.parametrize("num_draft", [0, 3])
 def test_who_came_last_waits_again_when_pages_run_out(num_draft):
     config = make_config(
@@ -359,7 +351,7 @@ def test_a_launch_has_what_anybody_in_it_needs():
         elif requests[1] in launch.decoding:
             expected = Features(num_logprobs=20)  # the prompt is told already
         assert launch.shape.features == expected
-        assert launch.shape in loop.scheduler.shapes(features=expected)
+        assert launch.shape in loop.scheduler.shapes.all(features=expected)
 
 
 def test_few_admissions_of_a_launch_have_controls():

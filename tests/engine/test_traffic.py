@@ -217,7 +217,7 @@ def test_twenty_thousand_requests_leave_nothing_behind():
         engine.step()
     engine.scheduler.check_idle()
     # `warm_up` compiles those, so that none of the requests would have to wait for one.
-    assert runner.shapes <= set(engine.scheduler.shapes())
+    assert runner.shapes <= set(engine.scheduler.shapes.all())
     assert resident_bytes() <= 1.01 * middle
     assert not engine._delivery.streams
     assert not engine._parents
