@@ -104,3 +104,10 @@ def unchecked_types() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True)
+def _slow_tests_do_not_check_types(request: pytest.FixtureRequest) -> None:
+    """What takes long makes the calls of the fast tests, very many times."""
+    if request.node.get_closest_marker("slow"):
+        request.getfixturevalue("unchecked_types")
