@@ -54,9 +54,11 @@ def make_runner(config: EngineConfig) -> Runner:
     Raises:
         ConfigError: A checkpoint is incomplete or damaged.
     """
-    use_compilation_cache(config.compilation_cache_dir)
+    store = use_compilation_cache(config.compilation_cache_dir)
     mesh = build_mesh(config)
-    return Runner(config, mesh, *load_weights(config, mesh))
+    runner = Runner(config, mesh, *load_weights(config, mesh))
+    runner.store = store
+    return runner
 
 
 def load_weights(config: EngineConfig, mesh: Mesh) -> tuple[Params, Params | None]:

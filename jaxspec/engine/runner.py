@@ -37,6 +37,7 @@ from jaxspec.program.state import (
     page_forms,
 )
 from jaxspec.program.step import ProgramConfig, compile_step
+from jaxspec.program.store import ProgramStore
 from jaxspec.sharding import (
     DRAFT_MESH_AXES,
     TARGET_MESH_AXES,
@@ -54,6 +55,7 @@ class Runner:
         num_compiles: Executables built so far; constant after warm-up.
         num_launches: Programs launched so far: one per round.
         token_masks: Whom the programs of requests with grammars ask.
+        store: Where executables are kept; None for nowhere.
         announce: Told what is being compiled, and "" when that is done.
     """
 
@@ -90,6 +92,7 @@ class Runner:
         self.num_launches = 0
         self.announce: Callable[[str], None] | None = None
         self.compiler_options: dict[str, str | bool] | None = None
+        self.store: ProgramStore | None = None
         self._host_params: tuple[Params, Params | None] | None = None
         self._executables: dict[StepShape, Callable[..., Any]] = {}
         self._layouts: dict[StepShape, PlanLayout] = {}
@@ -116,18 +119,31 @@ class Runner:
             start = time.monotonic()
             if self.announce is not None:
                 self.announce(f"Compiling {_sizes(shape)}")
-            self._executables[shape] = compile_step(
-                self.program,
-                shape,
-                (*self.params, self.state),
-                self.compiler_options,
-            )
+            self._executables[shape] = self._build(shape)
             self._layouts[shape] = PlanLayout(shape, self.pool)
             self.num_compiles += 1
             if self.announce is not None:
                 self.announce("")
-            _log.info("compiled %s in %.1f s", shape, time.monotonic() - start)
+            _log.info("%s is ready after %.1f s", shape, time.monotonic() - start)
         return self._executables[shape]
+
+    def _build(self, shape: StepShape) -> Callable[..., Any]:
+        """Load an executable, or compile it and keep it for the next start."""
+        arguments = (*self.params, self.state)
+        options = self.compiler_options
+        # Whom a grammar's program asks is an object of this process.
+        if self.store is None or shape.features.has_grammar:
+            return compile_step(self.program, shape, arguments, options)
+        leaves, structure = jax.tree.flatten(arguments)
+        forms = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves]
+        program = dataclasses.replace(self.program, mask_source=None)
+        name = self.store.name(self.mesh, program, shape, forms, structure, options)
+        trees = (*arguments, "plan"), (self.state, "result")
+        built = self.store.load(name, self.mesh, *trees)
+        if built is None:
+            built = compile_step(self.program, shape, arguments, options)
+            self.store.save(name, built)
+        return built
 
     def check_features(self, features: Features) -> None:
         """Refuse what programs cannot have on these devices.
@@ -258,14 +274,16 @@ def _cpu_has_bfloat16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def use_compilation_cache(folder: str | None) -> None:
+def use_compilation_cache(folder: str | None) -> ProgramStore | None:
     """Keep executables on disk, so that a second start does not compile.
 
-    A cache that the user has configured for jax is left alone.
+    A cache that the user has configured for jax is left alone, and is all there is.
     """
-    if jax.config.values["jax_compilation_cache_dir"] or folder is None:
-        return
+    configured = jax.config.values["jax_compilation_cache_dir"]
+    if folder is None or configured not in (None, folder):
+        return None
     Path(folder).mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return ProgramStore(Path(folder) / "programs")

@@ -4,7 +4,6 @@ The only `jax.jit` of the package. Static: the shapes and model configs. Donated
 engine's state. The host passes one plan vector and reads one result vector.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -339,7 +338,7 @@ def compile_step(
     shape: StepShape,
     arguments: tuple[Params, Params | None, EngineState],
     compiler_options: dict[str, str | bool] | None = None,
-) -> Callable[..., tuple[EngineState, Array]]:
+) -> jax.stages.Compiled:
     """Compile one executable ahead of time.
 
     Args:

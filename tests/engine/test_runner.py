@@ -11,9 +11,16 @@ from jaxspec.engine import runner as runner_module
 from jaxspec.engine.runner import build_mesh, choose_dtype, use_compilation_cache
 from jaxspec.errors import ConfigError
 from jaxspec.program.plan import Features, StepPlan, StepShape
+from jaxspec.program.store import ProgramStore
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.e2e import pair
-from tests.engines import generate, make_draft_of, make_engine, make_micro
+from tests.engines import (
+    generate,
+    make_draft_of,
+    make_engine,
+    make_micro,
+    tokens_of,
+)
 from tests.loops import make_config
 from tests.oracles import model_config
 
@@ -189,7 +196,7 @@ def test_a_cache_folder_of_the_users_own_is_left_alone(tmp_path, monkeypatch):
     name = "jax_compilation_cache_dir"
     before = jax.config.values[name]
     assert before, "the tests share one"
-    use_compilation_cache(str(tmp_path / "mine"))
+    assert use_compilation_cache(str(tmp_path / "mine")) is None
     assert jax.config.values[name] == before
     assert not (tmp_path / "mine").exists()
     kept = {
@@ -202,11 +209,45 @@ def test_a_cache_folder_of_the_users_own_is_left_alone(tmp_path, monkeypatch):
     }
     try:
         jax.config.update(name, None)
-        use_compilation_cache(None)
+        assert use_compilation_cache(None) is None
         assert jax.config.values[name] is None
-        use_compilation_cache(str(tmp_path / "mine"))
+        assert use_compilation_cache(str(tmp_path / "mine")) is not None
         assert jax.config.values[name] == str(tmp_path / "mine")
         assert (tmp_path / "mine").is_dir()
     finally:
         for option, value in kept.items():
             jax.config.update(option, value)
+
+
+def test_a_second_start_compiles_nothing_but_grammars(tmp_path, monkeypatch):
+    target = make_micro()
+    prompts = [[2, 5, 7], [2, 9]]
+    plain = SamplingParams(max_tokens=9, seed=3)
+    form = StructuredOutputsParams(choice=["ab", "ba"])
+    formed = SamplingParams(max_tokens=9, structured_outputs=form)
+    compiled = []
+
+    def start() -> list[list[int]]:
+        engine = make_engine(
+            target,
+            make_draft_of(target),
+            num_draft_tokens=2,
+            max_num_seqs=2,
+            max_num_batched_tokens=32,
+            has_one_shape=True,
+        )
+        engine.runner.store = ProgramStore(tmp_path)
+        compiled.clear()
+        return tokens_of(generate(engine, prompts, [plain, formed]))
+
+    def compile_step(program, shape, *others):
+        compiled.append(shape)
+        return original(program, shape, *others)
+
+    original = runner_module.compile_step
+    monkeypatch.setattr(runner_module, "compile_step", compile_step)
+    first, num_compiled = start(), len(compiled)
+    second = start()
+    assert second == first
+    assert {shape.features.has_grammar for shape in compiled} == {True}
+    assert 0 < len(compiled) < num_compiled

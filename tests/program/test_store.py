@@ -1,0 +1,94 @@
+"""What a store gives back does what was put in, and is never of something else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxspec.program import store as store_module
+from jaxspec.program.store import ProgramStore
+from jaxspec.sharding import make_mesh
+
+
+def compiled(mesh, factor: float) -> jax.stages.Compiled:
+    whole = NamedSharding(mesh, PartitionSpec())
+    row = NamedSharding(mesh, PartitionSpec(mesh.axis_names[-1]))
+    value = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=row)
+    other = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
+
+    def run(tree, other):
+        return {"sum": tree["value"].sum() * factor + other, "tree": tree}
+
+    return jax.jit(run).lower({"value": value}, other).compile()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_is_loaded_computes_the_same(tmp_path, devices):
+    mesh = make_mesh(devices)
+    store = ProgramStore(tmp_path / "new")
+    row = NamedSharding(mesh, PartitionSpec(mesh.axis_names[-1]))
+    whole = NamedSharding(mesh, PartitionSpec())
+    arguments = (
+        {"value": jax.device_put(jnp.arange(8.0), row)},
+        jax.device_put(jnp.float32(1), whole),
+    )
+    result = {"sum": 0, "tree": {"value": 0}}
+    name = store.name(mesh, "sum")
+    assert store.load(name, mesh, arguments, result) is None
+    store.save(name, compiled(mesh, 2.0))
+    loaded = store.load(name, mesh, ({"value": 0}, 0), result)
+    assert loaded is not None
+    found = loaded(*arguments)
+    assert float(found["sum"]) == 57.0
+    np.testing.assert_array_equal(found["tree"]["value"], np.arange(8.0))
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [name]
+
+
+def test_names_follow_all_that_a_program_depends_on(tmp_path, monkeypatch):
+    store, mesh = ProgramStore(tmp_path), make_mesh(1)
+    names = [store.name(mesh, "a", 1)]
+    assert store.name(mesh, "a", 1) == names[0]
+    names.append(store.name(mesh, "a", 2))
+    names.append(store.name(mesh, "a1"))
+    names.append(store.name(make_mesh(2), "a", 1))
+    with jax.default_matmul_precision("float32"):
+        names.append(store.name(mesh, "a", 1))
+    with monkeypatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_some_flag=1")
+        names.append(store.name(mesh, "a", 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "__version__", "0.0.0")
+        names.append(store.name(mesh, "a", 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "_sources", lambda: b"other sources")
+        names.append(store.name(mesh, "a", 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "_cpu_flags", lambda: "flags: none")
+        names.append(store.name(mesh, "a", 1))
+    assert len(set(names)) == len(names)
+    assert store.name(mesh, "a", 1) == names[0]
+
+
+def test_sources_of_both_packages_count():
+    packages = store_module._PACKAGES
+    names = {path.name for one in packages for path in store_module._files(one)}
+    assert {"step.py", "gemma2.py", "reference.py"} <= names
+
+
+def test_a_damaged_program_is_compiled_again(tmp_path, caplog):
+    store, mesh = ProgramStore(tmp_path), make_mesh(1)
+    name, result = store.name(mesh), {"sum": 0, "tree": {"value": 0}}
+    store.save(name, compiled(mesh, 2.0))
+    for content in (b"", b"no zlib", (tmp_path / name).read_bytes()[:100]):
+        (tmp_path / name).write_bytes(content)
+        assert store.load(name, mesh, ({"value": 0}, 0), result) is None
+        assert "compiled again" in caplog.text
+        caplog.clear()
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    store, mesh = ProgramStore(tmp_path / "file" / "folder"), make_mesh(1)
+    store.save(store.name(mesh), compiled(mesh, 1.0))
+    assert "cannot be kept" in caplog.text
