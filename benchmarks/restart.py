@@ -1,0 +1,118 @@
+"""Seconds until the server listens, with nothing compiled and after it was killed.
+
+    python -m benchmarks.restart
+
+The server is `python -m jaxspec.serve`, the bundled pair, in a folder of its own for
+compiled programs. It is killed (SIGKILL) in the middle of a stream; the second process
+must be ready with what the first one left, and say what it said.
+Writes benchmarks/results/restart.json.
+"""
+
+import argparse
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.machine import ROOT, commit, describe_machine, versions
+
+GOAL_S = 30.0
+LONGEST_START_S = 1800.0
+PROMPT = "The dragon looked at the map and"
+
+
+def measure(flags: list[str]) -> dict[str, Any]:
+    """Start, kill in the middle of a stream, start again.
+
+    Args:
+        flags: Of the server, beside where it listens and keeps its programs.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["--compilation-cache-dir", folder, *flags]
+        with _served(arguments) as (process, client, cold_s):
+            text = _complete(client)
+            body = _body() | {"stream": True, "ignore_eos": True, "max_tokens": 200}
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                next(response.iter_lines())
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+        size = sum(path.stat().st_size for path in Path(folder).rglob("*"))
+        with _served(arguments) as (_, client, warm_s):
+            again = _complete(client)
+    return {
+        "cold_ready_s": round(cold_s, 1),
+        "warm_ready_s": round(warm_s, 1),
+        "cache_mb": round(size / 1e6),
+        "same_text": text == again,
+    }
+
+
+@contextmanager
+def _served(
+    arguments: list[str],
+) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client, float]]:
+    """A server that is ready, a client of it, and the seconds that took."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "jaxspec.serve", "--port", str(port), *arguments]
+    start = time.monotonic()
+    with (
+        subprocess.Popen(command, cwd=ROOT) as process,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
+    ):
+        try:
+            while not _is_ready(client):
+                assert process.poll() is None, "the server has ended"
+                assert time.monotonic() < start + LONGEST_START_S, "it takes too long"
+                time.sleep(0.1)
+            yield process, client, time.monotonic() - start
+        finally:
+            process.terminate()
+
+
+def _is_ready(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+def _body() -> dict[str, Any]:
+    return {"prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+
+
+def _complete(client: httpx.Client) -> str:
+    response = client.post("/v1/completions", json=_body())
+    return response.raise_for_status().json()["choices"][0]["text"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Seconds until the server listens.")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks/results/restart.json"
+    )
+    options, flags = parser.parse_known_args()
+    result = measure(flags) | {
+        "goal_s": GOAL_S,
+        "flags": flags,
+        "command": "python -m benchmarks.restart",
+        "machine": describe_machine(),
+        "versions": versions(),
+        **commit(),
+    }
+    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
