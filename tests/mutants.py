@@ -118,9 +118,9 @@ MUTANTS = [
     ),
     mutant(
         "stale_draft",
-        "propose/draft_model.propose",
-        "kv_len = active.num_tokens + step",
-        "kv_len = active.num_tokens + step - 1",
+        "propose/draft_model._next",
+        "active.num_tokens + step",
+        "active.num_tokens + step - 1",
         check=check_self_draft,
     ),
     mutant(
