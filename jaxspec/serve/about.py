@@ -30,7 +30,8 @@ def health_routes(serving: Serving) -> APIRouter:
         return Response(status_code=200)
 
     router.add_api_route("/health", health, methods=["GET"])
-    router.add_api_route("/ping", health, methods=["GET", "POST"])
+    for method in ("GET", "POST"):  # two ids in /openapi.json
+        router.add_api_route("/ping", health, methods=[method])
 
     @router.get("/load")
     async def load() -> dict[str, int]:

@@ -189,9 +189,9 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
     add("--host", default="127.0.0.1", help="default: this machine only")
     add("--port", type=int, default=8000, help="default: %(default)s; 0: any")
     add("--uds", metavar="PATH", help="a Unix socket, in place of host and port")
-    add("--ssl-keyfile", metavar="FILE", help="with it, HTTPS")
-    add("--ssl-certfile", metavar="FILE")
-    add("--ssl-ca-certs", metavar="FILE")
+    add("--ssl-certfile", metavar="FILE", help="with it, HTTPS")
+    add("--ssl-keyfile", metavar="FILE", help="where the certificate's has no key")
+    add("--ssl-ca-certs", metavar="FILE", help="who signs clients' certificates")
     add(
         "--ssl-cert-reqs",
         type=int,

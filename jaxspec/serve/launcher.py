@@ -10,6 +10,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -95,7 +96,8 @@ def run(options: Options) -> int:
     """
     level = options.listening.uvicorn_log_level
     logging.basicConfig(format=LOG_FORMAT, level=_level(level), stream=sys.stderr)
-    # An address that is taken is found before minutes of compiling.
+    # What cannot work is found before minutes of compiling.
+    _check_tls(options.listening)
     bound = _bind(options.listening)
     try:
         engine = LLMEngine.from_engine_args(options.engine)
@@ -106,7 +108,7 @@ def run(options: Options) -> int:
         finally:
             serving_engine.shutdown(LAST_WORDS_S)
     finally:
-        bound.close()
+        _release(bound, options.listening)
 
 
 def _serve(engine: AsyncLLMEngine, options: Options, bound: socket.socket) -> int:
@@ -117,7 +119,7 @@ def _serve(engine: AsyncLLMEngine, options: Options, bound: socket.socket) -> in
         host=given.host,
         port=given.port,
         uds=given.uds,
-        root_path=given.root_path,
+        root_path=_root_path(given),
         log_level=given.uvicorn_log_level,
         access_log=not given.disable_uvicorn_access_log,
         timeout_graceful_shutdown=timeout_s + LAST_WORDS_S,
@@ -163,21 +165,73 @@ def _bind(given: Namespace) -> socket.socket:
         bound.bind(address)
     except (OSError, OverflowError) as error:
         bound.close()
-        where = given.uds or f"{given.host}:{given.port}"
+        name, where = "port", f"{given.host}:{given.port}"
+        advice = "Choose another --port."
+        if given.uds is not None:
+            name, where = "uds", given.uds
+            advice = "Remove the file if no server uses it, or choose another --uds."
         raise ConfigError(
-            f"The server cannot listen on {where}: {error}. Choose another --port.",
-            parameter="port",
-            value=given.port,
+            f"The server cannot listen on {where}: {error}. {advice}",
+            parameter=name,
+            value=getattr(given, name),
         ) from error
     return bound
+
+
+def _release(bound: socket.socket, given: Namespace) -> None:
+    """Give the address back; a Unix socket's file would stay and be in the way."""
+    bound.close()
+    if given.uds is not None:
+        Path(given.uds).unlink(missing_ok=True)
 
 
 def _address(bound: socket.socket, given: Namespace) -> str:
     if given.uds is not None:
         return given.uds
-    scheme = "https" if given.ssl_keyfile else "http"
+    scheme = "https" if given.ssl_certfile else "http"
     host, port = bound.getsockname()[:2]
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _root_path(given: Namespace) -> str:
+    """With a slash before it and none after, which would be there twice."""
+    path = given.root_path.strip("/")
+    return f"/{path}" if path else ""
+
+
+def _check_tls(given: Namespace) -> None:
+    """Read the certificates as uvicorn will.
+
+    Raises:
+        ConfigError: They cannot be used, or one is missing.
+    """
+    needs = [("ssl_keyfile", "ssl_certfile"), ("ssl_ca_certs", "ssl_certfile")]
+    needs += [("ssl_cert_reqs", "ssl_certfile"), ("ssl_cert_reqs", "ssl_ca_certs")]
+    for name, other in needs:
+        if getattr(given, name) and not getattr(given, other):
+            flag, needed = (f"--{one.replace('_', '-')}" for one in (name, other))
+            raise ConfigError(
+                f"{flag} needs {needed}: give both, or neither.",
+                parameter=other,
+                value=None,
+            )
+    if not given.ssl_certfile:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    files = [given.ssl_certfile, given.ssl_keyfile, given.ssl_ca_certs]
+    try:
+        # Without a password, OpenSSL would ask for one at the terminal.
+        context.load_cert_chain(*files[:2], password=lambda: "")
+        if given.ssl_ca_certs:
+            context.load_verify_locations(given.ssl_ca_certs)
+    except OSError as error:  # ssl's own are of this kind
+        told = ", ".join(repr(one) for one in files if one)
+        raise ConfigError(
+            f"HTTPS does not work with {told}: {error}. They must be PEM files, the "
+            "key of the certificate and without a password.",
+            parameter="ssl_certfile",
+            value=given.ssl_certfile,
+        ) from error
 
 
 def _tls(given: Namespace) -> dict[str, Any]:

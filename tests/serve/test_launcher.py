@@ -1,19 +1,22 @@
 """A server's life: it listens when it is ready, and ends when it is told to."""
 
 import os
+import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import trustme
 
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.errors import ConfigError
@@ -25,8 +28,18 @@ from tests.serving import COMPLETIONS, PROMPT, TurnsTokenizer, events_of
 ROOT = Path(__file__).parents[2]
 
 
-def served(ask: Callable[[httpx.Client], Any], timeout_s: int, delay_s: float) -> int:
-    """Serve in this thread while a client asks in another; the exit status."""
+def served(
+    ask: Callable[[httpx.Client], Any],
+    timeout_s: int = 30,
+    delay_s: float = 0.0,
+    flags: Sequence[str] = (),
+    **connecting: Any,
+) -> int:
+    """Serve in this thread while a client asks in another; the exit status.
+
+    Args:
+        connecting: How the client does, as `httpx.HTTPTransport` takes it.
+    """
     engine, fake = make_fake_engine(num_draft_tokens=3)
     engine.tokenizer = TurnsTokenizer(16)
     runner: Any = fake
@@ -37,15 +50,18 @@ def served(ask: Callable[[httpx.Client], Any], timeout_s: int, delay_s: float) -
         return launch(*arguments)
 
     runner.launch = delayed
-    flags = ["m", "--port", "0", "--shutdown-timeout", str(timeout_s)]
-    options = read_flags("prog", flags)
+    always = ["m", "--port", "0", "--shutdown-timeout", str(timeout_s)]
+    options = read_flags("prog", [*always, *flags])
+    launcher._check_tls(options.listening)
     bound = launcher._bind(options.listening)
-    url = "http://{}:{}".format(*bound.getsockname())
+    address = launcher._address(bound, options.listening)
+    url = address if "://" in address else "http://server"
     failures: list[BaseException] = []
 
     def client() -> None:
         try:
-            transport = httpx.HTTPTransport(retries=20)
+            wait_until_it_listens(bound)
+            transport = httpx.HTTPTransport(**connecting)
             with httpx.Client(base_url=url, transport=transport, timeout=30) as one:
                 ask(one)
         except BaseException as failure:  # noqa: BLE001 - the test is told
@@ -60,9 +76,19 @@ def served(ask: Callable[[httpx.Client], Any], timeout_s: int, delay_s: float) -
     finally:
         asking.join()
         serving.shutdown(5)
-        bound.close()
+        launcher._release(bound, options.listening)
     assert not failures, failures
     return status
+
+
+def wait_until_it_listens(bound: socket.socket) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with socket.socket(bound.family) as probe:
+            if probe.connect_ex(bound.getsockname()) == 0:
+                return
+        time.sleep(0.02)
+    raise AssertionError(f"nobody listens on {bound.getsockname()}")
 
 
 def ended_by_signal(client: httpx.Client) -> list[Any]:
@@ -134,6 +160,127 @@ def test_an_address_that_is_taken_is_found_first():
         options = read_flags("prog", ["/no/such/model", "--port", port])
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
             launcher.run(options)
+
+
+def ask_and_end(client: httpx.Client, path: str = COMPLETIONS) -> None:
+    """Ask for a text, whole and as a stream; then end the server."""
+    body = {"prompt": PROMPT, "max_tokens": 20}
+    whole = client.post(path, json=body).raise_for_status().json()
+    stream = client.post(path, json=body | {"stream": True}).raise_for_status()
+    texts = [one["choices"][0]["text"] for one in events_of(stream.text)]
+    assert "".join(texts) == whole["choices"][0]["text"] == letters(said(20))
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_unix_socket(tmp_path: Path):
+    path = tmp_path / "socket"
+    for _ in range(2):  # the first leaves nothing in the way
+        assert served(ask_and_end, flags=["--uds", str(path)], uds=str(path)) == 0
+        assert not path.exists()
+
+
+def test_a_file_in_the_way_of_a_unix_socket(tmp_path: Path):
+    path = tmp_path / "socket"
+    path.write_text("somebody's")
+    with pytest.raises(ConfigError, match=f"on {path}: .* choose another --uds"):
+        launcher.run(read_flags("prog", ["/no/such/model", "--uds", str(path)]))
+    assert path.read_text() == "somebody's"
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Files: who signs, the server's certificate and key, together and apart."""
+    folder = tmp_path_factory.mktemp("tls")
+    signer = trustme.CA()
+    issued = signer.issue_cert("127.0.0.1", "localhost")
+    content = {
+        "signer": signer.cert_pem.bytes(),
+        "certificate": issued.cert_chain_pems[0].bytes(),
+        "key": issued.private_key_pem.bytes(),
+        "both": issued.private_key_and_cert_chain_pem.bytes(),
+        "other_key": signer.issue_cert("other").private_key_pem.bytes(),
+    }
+    for name, text in content.items():
+        (folder / name).write_bytes(text)
+    return {name: str(folder / name) for name in content}
+
+
+@pytest.mark.parametrize("is_one_file", [False, True])
+def test_https(certificates: dict[str, str], is_one_file: bool):
+    flags = ["--ssl-certfile", certificates["both"]]
+    if not is_one_file:
+        flags = ["--ssl-certfile", certificates["certificate"]]
+        flags += ["--ssl-keyfile", certificates["key"]]
+    trusting = ssl.create_default_context(cafile=certificates["signer"])
+
+    def ask(client: httpx.Client) -> None:
+        assert client.base_url.scheme == "https"
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            httpx.get(f"{client.base_url}/health", verify=ssl.create_default_context())
+        ask_and_end(client)
+
+    assert served(ask, flags=flags, verify=trusting) == 0
+
+
+def test_https_with_clients_that_must_show_who_they_are(certificates: dict[str, str]):
+    flags = ["--ssl-certfile", certificates["both"], "--ssl-cert-reqs", "2"]
+    flags += ["--ssl-ca-certs", certificates["signer"]]
+    unknown = ssl.create_default_context(cafile=certificates["signer"])
+    known = ssl.create_default_context(cafile=certificates["signer"])
+    known.load_cert_chain(certificates["both"])
+
+    def ask(client: httpx.Client) -> None:
+        assert client.get("/health").status_code == 200
+        with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):
+            httpx.get(f"{client.base_url}/health", verify=unknown)
+        ask_and_end(client)
+
+    assert served(ask, flags=flags, verify=known) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"keyfile": "key"}, "--ssl-keyfile needs --ssl-certfile"),
+        ({"ca_certs": "signer"}, "--ssl-ca-certs needs --ssl-certfile"),
+        ({"certfile": "both", "cert_reqs": "2"}, "--ssl-cert-reqs needs --ssl-ca-cer"),
+        ({"certfile": "/no/such"}, "'/no/such': .*No such file"),
+        ({"certfile": "certificate"}, "PEM files"),
+        ({"certfile": "certificate", "keyfile": "other_key"}, "MISMATCH"),
+        ({"certfile": "both", "ca_certs": "/no/such"}, "'/no/such': .*No such file"),
+    ],
+)
+def test_certificates_that_cannot_work_are_found_first(
+    certificates: dict[str, str], given: dict[str, str], message: str
+):
+    flags = ["/no/such/model", "--port", "0"]
+    for name, value in given.items():
+        flags += [f"--ssl-{name.replace('_', '-')}", certificates.get(value, value)]
+    with pytest.raises(ConfigError, match=message):
+        launcher.run(read_flags("prog", flags))
+
+
+@pytest.mark.parametrize("root_path", ["/models/gemma", "models/gemma/"])
+def test_behind_a_proxy_that_takes_off_the_root_path(root_path: str):
+    flags = ["--root-path", root_path, "--api-key", "secret"]
+
+    def ask(client: httpx.Client) -> None:
+        assert client.get("/v1/models").status_code == 401
+        client.headers["Authorization"] = "Bearer secret"
+        assert client.get("/v1/models").status_code == 200
+        described = client.get("/openapi.json").json()
+        assert described["servers"] == [{"url": "/models/gemma"}]
+        assert "/v1/completions" in described["paths"]
+        assert set(described["paths"]["/ping"]) == {"get", "post"}
+        assert "'/models/gemma/openapi.json'" in client.get("/docs").text
+        page = client.get("/").text
+        assert not re.findall(r'(?:src|href)="/', page)  # it may lie anywhere
+        for path in re.findall(r'(?:src|href)="([^"]+)"', page):
+            assert client.get(f"/{path}").status_code == 200
+        assert 'handler="/v1/models"' in client.get("/metrics").text
+        ask_and_end(client)
+
+    assert served(ask, flags=flags) == 0
 
 
 def test_what_is_compiled_first():
