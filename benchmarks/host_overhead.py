@@ -48,6 +48,7 @@ class WaitingRunner(Runner):
     def __init__(self, pool: PoolShape, vocab_size: int):
         self.pool = pool
         self.num_compiles = self.num_launches = 0
+        self.compile_s = 0.0
         self._vocab_size = vocab_size
         self._layouts: dict[StepShape, PlanLayout] = {}
         self._random = np.random.default_rng(0)

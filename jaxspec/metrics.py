@@ -18,7 +18,7 @@ class Metric:
 class Counter(Metric):
     """A count since the engine started; it never falls."""
 
-    value: int
+    value: int | float
 
 
 @dataclass(kw_only=True)

@@ -307,6 +307,7 @@ class FakeRunner(Runner):
         self.events: list[tuple[str, int]] = []
         self.plans: list[tuple[StepPlan, StepShape]] = []
         self.num_launches = self.num_compiles = 0
+        self.compile_s = 0.0
 
     def executable(self, shape: StepShape) -> Any:
         self.num_compiles += 1

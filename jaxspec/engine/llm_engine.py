@@ -173,8 +173,7 @@ class LLMEngine:
         except BaseException:
             self._reset()
             raise
-        if self.metrics.seconds_since_log() > LOG_INTERVAL_S:
-            self.do_log_stats()
+        self.log_if_due()
         return outputs
 
     def _restart(self, error: Exception) -> list[RequestOutput]:
@@ -204,7 +203,7 @@ class LLMEngine:
         self._planned = None
 
     def _step(self) -> list[RequestOutput]:
-        start = time.monotonic()
+        start, compiled_s = time.monotonic(), self.runner.compile_s
         launch, self._planned = self._planned, None
         if launch is not None and launch.is_over():
             self.scheduler.discard(launch)
@@ -223,7 +222,10 @@ class LLMEngine:
         if self._launched and (launch is None or self._planned or is_full):
             outputs, waited = self._read()
         self.stats.wait_s += waited
-        self.stats.host_s += time.monotonic() - start - waited
+        compiling_s = self.runner.compile_s - compiled_s
+        host_s = time.monotonic() - start - waited - compiling_s
+        self.stats.host_s += host_s
+        self.metrics.add_step(host_s)
         return outputs
 
     def _read(self) -> tuple[list[RequestOutput], float]:
@@ -241,7 +243,7 @@ class LLMEngine:
         progress = self.scheduler.commit(launch, fetched)
         if not self.config.disable_log_stats:
             generated = self.stats.num_generated_tokens - num_before
-            self.metrics.add_round(launch.num_fed + generated)
+            self.metrics.add_round(launch, generated, took_s)
         self.stats.num_rounds += 1
         outputs = self._delivery.advance(progress, self.scheduler.finish)
         for output in outputs:
@@ -299,6 +301,11 @@ class LLMEngine:
             return
         self.metrics.log(self._load())
 
+    def log_if_due(self) -> None:
+        """Call `do_log_stats` if the last time was ten seconds ago."""
+        if self.metrics.seconds_since_log() > LOG_INTERVAL_S:
+            self.do_log_stats()
+
     def _load(self) -> Load:
         scheduler, pages = self.scheduler, self.scheduler.pages
         return Load(
@@ -306,6 +313,8 @@ class LLMEngine:
             num_waiting=len(scheduler.waiting),
             kv_usage=1 - pages.num_free / pages.num_pages,
             sleep_level=self._sleep.level,
+            num_compiles=self.runner.num_compiles,
+            compile_s=self.runner.compile_s,
         )
 
     def reset_prefix_cache(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.llm_engine import LOG_INTERVAL_S, LLMEngine
 from jaxspec.errors import EngineDeadError
 from jaxspec.outputs import RequestOutput
 
@@ -86,6 +86,8 @@ class EngineLoop:
         failures = 0
         while not self._is_stopped:
             has_work = self._engine.has_unfinished_requests() and not self._is_paused
+            if not has_work:
+                self._engine.log_if_due()  # what came since the last step's line
             self._obey(waits=not has_work)
             if not has_work or self._is_stopped:
                 continue
@@ -106,7 +108,7 @@ class EngineLoop:
     def _obey(self, *, waits: bool) -> None:
         """Answer the calls that wait; for the first one there is time if `waits`."""
         try:
-            command = self._commands.get(block=waits)
+            command = self._commands.get(block=waits, timeout=LOG_INTERVAL_S)
             while True:
                 if command is not None:
                     self._answer(*command)

@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass
 
 from jaxspec.config import EngineConfig
+from jaxspec.engine.controller import Controller
+from jaxspec.engine.launch import Launch
 from jaxspec.engine.request import Request
 from jaxspec.engine.stats import EngineStats
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
@@ -21,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 # Dashboards look for vLLM's; a script whose imports were renamed looks for ours.
 PREFIXES = ("vllm", "jaxspec")
+# Of what vLLM does not count.
+OWN = "jaxspec"
 
 _TO_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
 _TO_FIRST_TOKEN_S += (1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
@@ -28,6 +32,12 @@ _PER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)
 _PER_TOKEN_S += (1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _PER_REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0)
 _PER_REQUEST_S += (50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+# From a tiny pair on a GPU to a large one on a CPU.
+_ROUND_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075)
+_ROUND_S += (0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+# The goal is below 0.001 with 64 sequences.
+_HOST_S = (0.0001, 0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.0025, 0.005, 0.01)
+_HOST_S += (0.025, 0.05, 0.1, 0.25, 1.0)
 _ITERATION_TOKENS = (1, *(1 << power for power in range(3, 15)))
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
@@ -40,12 +50,15 @@ class Load:
     Attributes:
         kv_usage: Share of the pages that running requests hold.
         sleep_level: 0 is awake.
+        num_compiles: Since the start, as `compile_s`.
     """
 
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0
     sleep_level: int = 0
+    num_compiles: int = 0
+    compile_s: float = 0.0
 
 
 class Distribution:
@@ -100,7 +113,11 @@ class EngineMetrics:
             bounds[f"request_{name}_tokens"] = lengths_up_to(config.max_model_len)
         bounds["request_prefill_kv_computed_tokens"] = bounds["request_prompt_tokens"]
         self._seen = {name: Distribution(edges) for name, edges in bounds.items()}
+        self._round_s, self._host_s = Distribution(_ROUND_S), Distribution(_HOST_S)
+        # Every K there can be, so that a rate sees the first launch of each.
+        self._launches = dict.fromkeys(Controller(config.speculative).ladder, 0)
         self._last_log = (time.monotonic(), 0, copy.deepcopy(stats))
+        self._was_busy = False
 
     def add_tokens(self, requests: list[Request], now: float) -> None:
         """Count what got new tokens, before the requests' own times are set."""
@@ -117,9 +134,16 @@ class EngineMetrics:
         for then, count in collections.Counter(last).items():
             self._seen["inter_token_latency_seconds"].add_many(now - then, count)
 
-    def add_round(self, num_tokens: int) -> None:
-        """Count one launch that fed and generated this many tokens."""
-        self._seen["iteration_tokens_total"].add(num_tokens)
+    def add_round(self, launch: Launch, num_generated: int, took_s: float) -> None:
+        """Count a launch that has been read."""
+        self._seen["iteration_tokens_total"].add(launch.num_fed + num_generated)
+        self._round_s.add(took_s)
+        if launch.decoding:
+            self._launches[launch.shape.num_draft_tokens] += 1
+
+    def add_step(self, host_s: float) -> None:
+        """Count a step by what it cost the host."""
+        self._host_s.add(host_s)
 
     def add_finished(self, request: Request) -> None:
         """Count a request that has ended."""
@@ -160,7 +184,7 @@ class EngineMetrics:
         self._seen["request_max_num_generation_tokens"].add(most_tokens)
 
     def read(self, load: Load) -> list[Metric]:
-        """Return everything in vLLM's names, once for each of `PREFIXES`."""
+        """Return everything in vLLM's names, for each of `PREFIXES`; then the rest."""
         gauges = {
             "num_requests_running": load.num_running,
             "num_requests_waiting": load.num_waiting,
@@ -185,10 +209,29 @@ class EngineMetrics:
             *self._drafts(),
             *(seen.read(name, dict(self._labels)) for name, seen in self._seen.items()),
         ]
+        told = [(prefix, metric) for prefix in PREFIXES for metric in found]
+        told += [(OWN, metric) for metric in self._own(load)]
         return [
             dataclasses.replace(metric, name=f"{prefix}:{metric.name}")
-            for prefix in PREFIXES
-            for metric in found
+            for prefix, metric in told
+        ]
+
+    def _own(self, load: Load) -> list[Metric]:
+        """What vLLM has no name for.
+
+        K is a counter with a label, not a histogram, whose buckets would add up: a
+        dashboard stacks what it finds.
+        """
+        labels = dict(self._labels)
+        return [
+            self._round_s.read("round_time_seconds", labels),
+            self._host_s.read("host_time_seconds", labels),
+            *(
+                self._counter("draft_tokens_chosen", count, num_draft_tokens=str(k))
+                for k, count in self._launches.items()
+            ),
+            self._counter("num_compiles", load.num_compiles),
+            self._counter("compile_seconds", load.compile_s),
         ]
 
     def _states(self, load: Load) -> list[Metric]:
@@ -243,7 +286,7 @@ class EngineMetrics:
     def _gauge(self, name: str, value: float | int, **labels: str) -> Gauge:
         return Gauge(name=name, labels=self._labels | labels, value=float(value))
 
-    def _counter(self, name: str, value: int, **labels: str) -> Counter:
+    def _counter(self, name: str, value: int | float, **labels: str) -> Counter:
         return Counter(name=name, labels=self._labels | labels, value=value)
 
     def seconds_since_log(self) -> float:
@@ -251,19 +294,27 @@ class EngineMetrics:
         return time.monotonic() - self._last_log[0]
 
     def log(self, load: Load) -> None:
-        """Write a line on what happened since the last one, and one on drafts."""
+        """Write a line on what happened since the last one, and one on drafts.
+
+        An idle engine is told of once, then at the level DEBUG.
+        """
         now, stats = time.monotonic(), self._stats
         then, prompt_tokens, before = self._last_log
         seconds = max(now - then, 1e-9)
         self._last_log = (now, self.num_prompt_tokens, copy.deepcopy(stats))
         generated = stats.num_generated_tokens - before.num_generated_tokens
+        fed = self.num_prompt_tokens - prompt_tokens
+        is_busy = bool(fed or generated or load.num_running or load.num_waiting)
+        level = logging.INFO if is_busy or self._was_busy else logging.DEBUG
+        self._was_busy = is_busy
         hits = stats.num_prefix_hits / max(stats.num_prefix_queries, 1)
-        _log.info(
+        _log.log(
+            level,
             "Avg prompt throughput: %.1f tokens/s, "
             "Avg generation throughput: %.1f tokens/s, Running: %d reqs, "
             "Waiting: %d reqs, GPU KV cache usage: %.1f%%, "
             "Prefix cache hit rate: %.1f%%",
-            (self.num_prompt_tokens - prompt_tokens) / seconds,
+            fed / seconds,
             generated / seconds,
             load.num_running,
             load.num_waiting,

@@ -53,6 +53,7 @@ class Runner:
 
     Attributes:
         num_compiles: Executables built so far; constant after warm-up.
+        compile_s: Seconds that this took.
         num_launches: Programs launched so far: one per round.
         token_masks: Whom the programs of requests with grammars ask.
         store: Where executables are kept; None for nowhere.
@@ -89,6 +90,7 @@ class Runner:
         self.params: tuple[Params, Params | None] = (target_params, draft_params)
         self.state = self._init_state()
         self.num_compiles = 0
+        self.compile_s = 0.0
         self.num_launches = 0
         self.announce: Callable[[str], None] | None = None
         self.compiler_options: dict[str, str | bool] | None = None
@@ -121,10 +123,12 @@ class Runner:
                 self.announce(f"Compiling {_sizes(shape)}")
             self._executables[shape] = self._build(shape)
             self._layouts[shape] = PlanLayout(shape, self.pool)
+            took_s = time.monotonic() - start
             self.num_compiles += 1
+            self.compile_s += took_s
             if self.announce is not None:
                 self.announce("")
-            _log.info("%s is ready after %.1f s", shape, time.monotonic() - start)
+            _log.info("%s is ready after %.1f s", shape, took_s)
         return self._executables[shape]
 
     def _build(self, shape: StepShape) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ class EngineStats:
         num_preemptions: Times that a request lost its pages to another.
         num_prefix_queries: Prompt tokens that were looked for in earlier pages.
         num_prefix_hits: Those found there.
-        host_s: Seconds that `step` spent outside of waiting for the device.
+        host_s: Seconds that `step` neither waited for the device nor compiled.
         wait_s: Seconds that `step` waited for the device.
         accepted_per_position: Entry i counts rounds that kept draft i (from 0).
     """

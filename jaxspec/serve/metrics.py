@@ -27,6 +27,15 @@ from jaxspec.serve.serving import Serving
 _COARSE_S = (0.1, 0.5, 1.0)
 _FINE_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)
 _FINE_S += (3.5, 4.0, 4.5, 5.0, 7.5, 10.0, 30.0, 60.0)
+# Of ours; vLLM's names are known.
+_HELP = {
+    "jaxspec:round_time_seconds": "From a launch, or the end of the one before, to "
+    "its tokens",
+    "jaxspec:host_time_seconds": "What a step takes besides waiting and compiling",
+    "jaxspec:draft_tokens_chosen": "Launches that decode, by their drafts per sequence",
+    "jaxspec:num_compiles": "Programs that were compiled",
+    "jaxspec:compile_seconds": "How long that took",
+}
 
 
 class EngineFamilies(Collector):
@@ -46,7 +55,8 @@ class EngineFamilies(Collector):
 
 def _family(name: str, values: list[metrics.Metric]) -> Metric:
     labels = list(values[0].labels)
-    text = name.partition(":")[2].replace("_", " ").capitalize()
+    words = name.partition(":")[2].replace("_", " ").capitalize()
+    text = _HELP.get(name, words)
     gauge = GaugeMetricFamily(name, text, labels=labels)
     counter = CounterMetricFamily(name, text, labels=labels)
     by_position = CounterMetricFamily(name, text, labels=[*labels, "position"])

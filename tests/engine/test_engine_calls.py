@@ -1,6 +1,7 @@
 """What can be asked of an `LLMEngine` besides texts, over a device of plain Python."""
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -136,14 +137,22 @@ def test_compiles_are_announced(monkeypatch: pytest.MonkeyPatch):
     runner._executables, runner._layouts = {}, {}
     runner.program = runner.params = runner.state = ()
     runner.pool, runner.num_compiles = fake.device.pool, 0
+    runner.compile_s = 0.0
     runner.compiler_options = None
-    monkeypatch.setattr("jaxspec.engine.runner.compile_step", lambda *_: print)
+
+    def compile_slowly(*_: Any) -> Any:
+        time.sleep(0.01)
+        return print
+
+    monkeypatch.setattr("jaxspec.engine.runner.compile_step", compile_slowly)
     engine.runner, told = runner, []
     engine.announce_compiles(told.append)
     (shape, *_) = engine.scheduler.shapes.all()
     for _ in range(2):
         assert runner.executable(shape) is print
     assert told == ["Compiling 1 sequences x 0 drafts + 0 prompt tokens", ""]
+    assert runner.num_compiles == 1
+    assert runner.compile_s >= 0.01
     engine.announce_compiles(None)
 
 

@@ -1,6 +1,7 @@
 """One thread has the engine: calls are answered between steps, failures end it."""
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -18,6 +19,10 @@ class Engine(LLMEngine):
         self.errors: list[BaseException] = []
         self.threads: set[str] = set()
         self.stepped = threading.Event()
+        self.num_looks = 0
+
+    def log_if_due(self) -> None:
+        self.num_looks += 1
 
     def has_unfinished_requests(self) -> bool:
         return self.work > 0
@@ -112,6 +117,19 @@ def test_one_failure_after_the_other_is_the_end(running: Running):
         running.loop.call(lambda engine: None).result(10)
     assert running.loop.dead_error is dead
     assert not running.loop.is_running
+
+
+def test_an_idle_loop_still_looks_after_the_log(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jaxspec.engine.loop.LOG_INTERVAL_S", 0.01)
+    idle = Running()
+    try:
+        deadline = time.monotonic() + 10
+        while idle.engine.num_looks < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not idle.engine.stepped.is_set()
+    finally:
+        idle.loop.stop(10)
 
 
 def test_no_step_while_paused(running: Running):

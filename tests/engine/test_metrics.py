@@ -1,6 +1,7 @@
 """What an engine tells about itself equals counting by hand."""
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ import pytest
 from jaxspec.engine.metrics import Distribution, EngineMetrics, Load, lengths_up_to
 from jaxspec.engine.stats import EngineStats
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
+from jaxspec.sampling_params import SamplingParams
 from tests.engine.test_intake import make
+from tests.engine.test_llm_engine import PROMPT, make_fake_engine
 from tests.loops import make_config
 
 # vLLM's names, written down from the reference.
@@ -30,6 +33,15 @@ iteration_tokens_total request_prompt_tokens request_generation_tokens
 request_max_num_generation_tokens request_params_max_tokens request_params_n
 request_prefill_kv_computed_tokens
 """
+# What vLLM does not count.
+CHOSEN = "jaxspec:draft_tokens_chosen"
+OWN = [
+    ("jaxspec:round_time_seconds", Histogram),
+    ("jaxspec:host_time_seconds", Histogram),
+    *[(CHOSEN, Counter)] * 4,
+    ("jaxspec:num_compiles", Counter),
+    ("jaxspec:compile_seconds", Counter),
+]
 
 
 def make_metrics(**changes: Any) -> tuple[EngineMetrics, EngineStats]:
@@ -65,9 +77,10 @@ def test_names_and_kinds_are_those_of_vllm():
     for kind, names in kinds.items():
         same = {name for name, ones in found.items() if type(ones[0]) is kind}
         assert same == set(names.split())
-    names = [metric.name for metric in make_metrics()[0].read(Load())]
-    half = len(names) // 2
-    assert [name.replace("vllm:", "jaxspec:") for name in names[:half]] == names[half:]
+    told = [(one.name, type(one)) for one in make_metrics()[0].read(Load())]
+    theirs = [(name, kind) for name, kind in told if name.startswith("vllm:")]
+    ours = [(name.replace("vllm:", "jaxspec:"), kind) for name, kind in theirs]
+    assert told == theirs + ours + OWN
     for ones in found.values():
         for one in ones:
             assert one.name.startswith("vllm:")
@@ -193,6 +206,78 @@ def test_buckets_count_what_is_not_above_their_bound():
 def test_bounds_of_lengths():
     assert lengths_up_to(96) == (1, 2, 5, 10, 20, 50)
     assert lengths_up_to(1000) == (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+
+
+def test_rounds_and_the_host(monkeypatch: pytest.MonkeyPatch):
+    engine, fake = make_fake_engine(num_draft_tokens=3)
+    runner: Any = fake
+    clock, launch, fetch = SimpleNamespace(now=50.0), runner.launch, runner.fetch
+    engine_time = SimpleNamespace(monotonic=lambda: clock.now)
+    monkeypatch.setattr("jaxspec.engine.llm_engine.time", engine_time)
+
+    def slow_launch(*arguments: Any) -> Any:
+        if not runner.num_compiles:
+            runner.num_compiles, runner.compile_s = 1, 7.5
+            clock.now += 7.5
+        clock.now += 0.002
+        return launch(*arguments)
+
+    def slow_fetch(*arguments: Any) -> Any:
+        clock.now += 0.02
+        return fetch(*arguments)
+
+    runner.launch, runner.fetch = slow_launch, slow_fetch
+    engine.add_request("0", PROMPT, SamplingParams(max_tokens=9))
+    num_steps = 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        num_steps += 1
+    found = {one.name: one for one in engine.get_metrics() if one.name != CHOSEN}
+    host, rounds = (found[f"jaxspec:{one}_time_seconds"] for one in ("host", "round"))
+    assert isinstance(host, Histogram)
+    assert isinstance(rounds, Histogram)
+    # The host's part of a round runs before the read of the one before it.
+    assert (rounds.buckets["0.015"], rounds.buckets["0.03"]) == (0, rounds.count)
+    assert rounds.count == runner.num_launches > 2
+    assert rounds.sum == pytest.approx(0.022 * rounds.count, abs=0.005)
+    # What compiled and what waited is not the host's.
+    assert host.count == num_steps
+    assert host.sum == pytest.approx(0.002 * runner.num_launches)
+    assert host.sum == pytest.approx(engine.stats.host_s)
+    compiled = found["jaxspec:num_compiles"], found["jaxspec:compile_seconds"]
+    assert [getattr(one, "value", None) for one in compiled] == [1, 7.5]
+
+
+def test_launches_are_counted_by_their_drafts():
+    engine, runner = make_fake_engine(num_draft_tokens=3, disable_by_batch_size=2)
+    for name, count in [("a", 30), ("b", 5), ("c", 9)]:
+        engine.add_request(name, PROMPT, SamplingParams(max_tokens=count))
+    while engine.has_unfinished_requests():
+        engine.step()
+    expected = dict.fromkeys("0123", 0)
+    for plan, shape in runner.plans:
+        expected[str(shape.num_draft_tokens)] += bool(plan.decode)
+    assert expected["0"] > 0 < expected["3"]
+    found = {
+        one.labels["num_draft_tokens"]: one.value
+        for one in engine.get_metrics()
+        if isinstance(one, Counter) and one.name == CHOSEN
+    }
+    assert found == expected
+
+
+def test_the_log_is_silent_about_nothing(caplog: pytest.LogCaptureFixture):
+    metrics, stats = make_metrics()
+    caplog.set_level(logging.INFO, "jaxspec")
+    metrics.log(Load())
+    assert not caplog.messages
+    metrics.log(Load(num_waiting=1))
+    stats.num_generated_tokens += 3
+    metrics.log(Load())
+    assert ["0.0 tokens/s, Running" in one for one in caplog.messages] == [True, False]
+    metrics.log(Load())  # it has ended
+    metrics.log(Load())
+    assert len(caplog.messages) == 3
 
 
 def test_the_log_tells_what_is_new(caplog: pytest.LogCaptureFixture):

@@ -1,6 +1,11 @@
 """What /metrics tells, as Prometheus reads it."""
 
+import asyncio
+import logging
+import re
+
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxspec.metrics import Counter, Gauge, Histogram, Vector
@@ -101,3 +106,42 @@ def test_an_engine_that_does_not_count():
         assert "vllm:prompt_tokens_total" not in names
 
     serve_http(ask, disable_log_stats=True)
+
+
+def test_a_line_is_logged_now_and_then_until_nothing_happens(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    for module in ("llm_engine", "loop"):
+        monkeypatch.setattr(f"jaxspec.engine.{module}.LOG_INTERVAL_S", 0.05)
+    caplog.set_level(logging.INFO, "jaxspec.engine.metrics")
+    name = "vllm:spec_decode_num_accepted_tokens_total", frozenset(LABELS.items())
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        await asyncio.sleep(0.2)
+        assert not caplog.messages
+        body = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True}
+        await post(client, COMPLETIONS, **body)
+        ended = "generation throughput: 0.0 tokens/s, Running: 0 reqs"
+        while not (caplog.messages and ended in caplog.messages[-1]):
+            await asyncio.sleep(0.01)
+        lines = list(caplog.messages)
+        engine = [line for line in lines if line.startswith("Avg prompt throughput")]
+        drafts = [line for line in lines if line.startswith("SpecDecoding metrics")]
+        assert len(engine) > 2
+        assert len(engine) + len(drafts) == len(lines)
+        pattern = (
+            r"Avg prompt throughput: [\d.]+ tokens/s, Avg generation throughput: "
+            r"[\d.]+ tokens/s, Running: 1 reqs, Waiting: 0 reqs, GPU KV cache usage: "
+            r"[\d.]+%, Prefix cache hit rate: [\d.]+%"
+        )
+        assert re.fullmatch(pattern, engine[0])
+        for line in drafts:
+            rates = re.findall(r"Per-position acceptance rate: ([\d., ]+),", line)
+            assert len(rates[0].split(", ")) == 3
+        # Nothing is left out, the rounds after the last step's line neither.
+        told = re.findall(r"Accepted: (\d+) tokens", caplog.text)
+        assert sum(map(int, told)) == (await read(client))[name] > 0
+        await asyncio.sleep(0.2)
+        assert caplog.messages == lines
+
+    serve_http(ask, delay_s=0.03)
