@@ -126,7 +126,9 @@ def test_the_newest_full_result_becomes_the_table(tmp_path):
 
 
 def test_links_lead_somewhere():
-    for page in (ROOT / "README.md", ROOT / "benchmarks" / "README.md"):
+    benchmarks = ROOT / "benchmarks"
+    folders = (ROOT, benchmarks, benchmarks / "monitoring")
+    for page in (folder / "README.md" for folder in folders):
         links = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
         assert links
         gone = [link for link in links if not (page.parent / link).exists()]
