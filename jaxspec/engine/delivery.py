@@ -76,6 +76,7 @@ class Delivery:
 
     Attributes:
         streams: Of all requests that have not ended.
+        parents: Requests for several texts, by the ids that callers gave them.
     """
 
     def __init__(
@@ -86,17 +87,20 @@ class Delivery:
         stats: EngineStats,
     ):
         self.streams: dict[str, Stream] = {}
+        self.parents: dict[str, Parent] = {}
         self._config, self._tokenizer = config, tokenizer
         self._metrics, self._stats = metrics, stats
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self.streams
+        return request_id in self.streams or request_id in self.parents
 
     def __iter__(self) -> Iterator[Request]:
         return iter([stream.request for stream in self.streams.values()])
 
     def open(self, request: Request, parent: tuple[Parent, int] | None = None) -> None:
         """Expect a request's tokens."""
+        if parent is not None:
+            self.parents[parent[0].request_id] = parent[0]
         params = request.params
         has_origins = params.return_token_origins
         is_plain = not (
@@ -125,6 +129,20 @@ class Delivery:
             one if parent is None else parent.request_id
             for one, parent in zip(ids, parents, strict=True)
         }
+
+    def requests_of(self, caller_id: str) -> list[Request]:
+        """What runs and waits under an id that a caller chose, about to be ended."""
+        parent = self.parents.pop(caller_id, None)
+        names = [caller_id] if parent is None else parent.children
+        streams = [self.streams[name] for name in names if name in self.streams]
+        # A child's id may have gone to somebody else when it had ended.
+        return [one.request for one in streams if one.parent_or_none is parent]
+
+    def reset(self) -> None:
+        """Expect nothing any more."""
+        for request in self:
+            self.close(request)
+        self.parents.clear()
 
     def close(self, request: Request) -> None:
         """Expect no more of a request."""
@@ -168,6 +186,9 @@ class Delivery:
                 parents[parent.request_id] = parent
         told = (parent.tell() for parent in parents.values())
         outputs += [output for output in told if output is not None]
+        for output in outputs:
+            if output.finished:
+                self.parents.pop(output.request_id, None)
         return outputs
 
     def _count(self, progress: list[Progress]) -> None:

@@ -16,7 +16,6 @@ from jaxspec.engine.intake import Intake, Prepared
 from jaxspec.engine.launch import LaunchError, on_device
 from jaxspec.engine.loading import make_runner, read_tokenizer
 from jaxspec.engine.metrics import EngineMetrics, Load
-from jaxspec.engine.parent import Parent
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Launch, Scheduler
 from jaxspec.engine.sleeping import Sleep, check_level
@@ -56,7 +55,6 @@ class LLMEngine:
         self.metrics = EngineMetrics(config, self.stats)
         self._delivery = Delivery(config, self.tokenizer, self.metrics, self.stats)
         self._intake = Intake(config, self.tokenizer)
-        self._parents: dict[str, Parent] = {}
         self._groups = itertools.count()
         # With the time of each launch.
         self._launched: deque[tuple[Launch, Any, float]] = deque()
@@ -135,7 +133,6 @@ class LLMEngine:
         if parent is not None:
             for child_id in parent.children:
                 self._check_open(child_id)
-            self._parents[prepared.request_id] = parent
         # The texts share the prompt's pages, also where nothing else is shared.
         group = None if parent is None else next(self._groups)
         for index, request in enumerate(prepared.requests):
@@ -195,9 +192,7 @@ class LLMEngine:
         return []
 
     def _reset(self) -> None:
-        for request in self._delivery:
-            self._delivery.close(request)
-        self._parents.clear()
+        self._delivery.reset()
         self.scheduler = Scheduler(self.config, self.controller, self.stats)
         self._launched.clear()
         self._planned = None
@@ -246,9 +241,6 @@ class LLMEngine:
             self.metrics.add_round(launch, generated, took_s)
         self.stats.num_rounds += 1
         outputs = self._delivery.advance(progress, self.scheduler.finish)
-        for output in outputs:
-            if output.finished:
-                self._parents.pop(output.request_id, None)
         return outputs, now - before
 
     def has_unfinished_requests(self) -> bool:
@@ -257,7 +249,7 @@ class LLMEngine:
 
     def is_unfinished(self, request_id: str) -> bool:
         """Whether a request waits or runs."""
-        return request_id in self._delivery or request_id in self._parents
+        return request_id in self._delivery
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run."""
@@ -273,13 +265,9 @@ class LLMEngine:
 
     def _end(self, ids: Iterable[str], reason: str) -> None:
         for one in ids:
-            parent = self._parents.pop(one, None)
-            for name in [one] if parent is None else parent.children:
-                stream = self._delivery.streams.get(name)
-                # A child's id may have gone to somebody else when it had ended.
-                if stream is not None and stream.parent_or_none is parent:
-                    self.scheduler.finish(stream.request, reason, None)
-                    self._delivery.close(stream.request)
+            for request in self._delivery.requests_of(one):
+                self.scheduler.finish(request, reason, None)
+                self._delivery.close(request)
 
     def get_metrics(self) -> list[Metric]:
         """Return counts and distributions since the start, in vLLM's names.
@@ -394,7 +382,7 @@ class LLMEngine:
 
         The engine sleeps then: `wake_up` reads the weights again.
         """
-        self.abort_request([*self._parents, *self._delivery.streams])
+        self.abort_request(self._delivery.callers_of(self._delivery))
         self._drain()
         self.reset_prefix_cache()
         self._sleep.begin(2)

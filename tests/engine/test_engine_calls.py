@@ -138,7 +138,7 @@ def test_compiles_are_announced(monkeypatch: pytest.MonkeyPatch):
     runner.program = runner.params = runner.state = ()
     runner.pool, runner.num_compiles = fake.device.pool, 0
     runner.compile_s = 0.0
-    runner.compiler_options = None
+    runner.compiler_options = runner.store = None
 
     def compile_slowly(*_: Any) -> Any:
         time.sleep(0.01)

@@ -53,7 +53,7 @@ def run_one(engine: LLMEngine, params: SamplingParams, prompt: Any = PROMPT) -> 
 def assert_idle(engine: LLMEngine) -> None:
     engine.scheduler.check_idle()
     assert not engine._delivery.streams
-    assert not engine._parents
+    assert not engine._delivery.parents
 
 
 def letters(tokens: list[int]) -> str:

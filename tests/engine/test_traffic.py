@@ -219,4 +219,4 @@ def test_twenty_thousand_requests_leave_nothing_behind():
     assert runner.shapes <= set(engine.scheduler.shapes.all())
     assert resident_bytes() <= 1.01 * middle
     assert not engine._delivery.streams
-    assert not engine._parents
+    assert not engine._delivery.parents
