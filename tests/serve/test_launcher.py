@@ -57,6 +57,7 @@ def served(
     address = launcher._address(bound, options.listening)
     url = address if "://" in address else "http://server"
     failures: list[BaseException] = []
+    has_ended = threading.Event()
 
     def client() -> None:
         try:
@@ -66,7 +67,8 @@ def served(
                 ask(one)
         except BaseException as failure:  # noqa: BLE001 - the test is told
             failures.append(failure)
-            os.kill(os.getpid(), signal.SIGTERM)
+            if not has_ended.is_set():  # the signal would end the tests
+                os.kill(os.getpid(), signal.SIGTERM)
 
     asking = threading.Thread(target=client)
     serving = AsyncLLMEngine(engine)
@@ -74,6 +76,7 @@ def served(
     try:
         status = launcher._serve(serving, options, bound)
     finally:
+        has_ended.set()
         asking.join()
         serving.shutdown(5)
         launcher._release(bound, options.listening)
@@ -82,7 +85,7 @@ def served(
 
 
 def wait_until_it_listens(bound: socket.socket) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         with socket.socket(bound.family) as probe:
             if probe.connect_ex(bound.getsockname()) == 0:
@@ -216,7 +219,8 @@ def test_https(certificates: dict[str, str], is_one_file: bool):
     def ask(client: httpx.Client) -> None:
         assert client.base_url.scheme == "https"
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-            httpx.get(f"{client.base_url}/health", verify=ssl.create_default_context())
+            others = ssl.create_default_context()
+            httpx.get(f"{client.base_url}/health", verify=others, timeout=30)
         ask_and_end(client)
 
     assert served(ask, flags=flags, verify=trusting) == 0
@@ -232,7 +236,7 @@ def test_https_with_clients_that_must_show_who_they_are(certificates: dict[str, 
     def ask(client: httpx.Client) -> None:
         assert client.get("/health").status_code == 200
         with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):
-            httpx.get(f"{client.base_url}/health", verify=unknown)
+            httpx.get(f"{client.base_url}/health", verify=unknown, timeout=30)
         ask_and_end(client)
 
     assert served(ask, flags=flags, verify=known) == 0
