@@ -40,13 +40,15 @@ FIRST_ID = 400
 
 
 class WaitingRunner(Runner):
-    """Runs nothing: a round takes `ROUND_S` and ends with random tokens.
+    """Runs nothing: a round takes a fixed time and ends with random tokens.
 
     Sequences never end by themselves.
     """
 
-    def __init__(self, pool: PoolShape, vocab_size: int):
-        self.pool = pool
+    def __init__(self, pool: PoolShape, vocab_size: int, round_s: float):
+        self.pool, self._round_s = pool, round_s
+        self.fetched_ts = 0.0
+        self.params, self.state = ({}, None), {}
         self.num_compiles = self.num_launches = 0
         self.compile_s = 0.0
         self._vocab_size = vocab_size
@@ -62,7 +64,7 @@ class WaitingRunner(Runner):
         if shape not in self._layouts:
             self._layouts[shape] = PlanLayout(shape, self.pool)
         vector = self._layouts[shape].pack(plan)
-        self._free_at = max(self._free_at, time.monotonic()) + ROUND_S
+        self._free_at = max(self._free_at, time.monotonic()) + self._round_s
         self.num_launches += 1
         return self._free_at, vector
 
@@ -72,6 +74,7 @@ class WaitingRunner(Runner):
         layout = self._layouts[shape]
         numbers = self._device(shape, vector, layout)
         time.sleep(max(ready_at - time.monotonic(), 0.0))
+        self.fetched_ts = time.monotonic()
         self.waited_s += time.perf_counter() - start
         return StepResult.unpack(numbers, shape)
 
@@ -93,7 +96,9 @@ class WaitingRunner(Runner):
         return np.concatenate(parts).astype(np.int32)
 
 
-def make_engine(max_model_len: int) -> tuple[LLMEngine, WaitingRunner]:
+def make_engine(
+    max_model_len: int, round_s: float = ROUND_S
+) -> tuple[LLMEngine, WaitingRunner]:
     args = EngineArgs(
         model="jaxspec/tiny-gemma2",
         speculative_model="jaxspec/tiny-gemma2-draft",
@@ -111,7 +116,7 @@ def make_engine(max_model_len: int) -> tuple[LLMEngine, WaitingRunner]:
         max_model_len=config.max_model_len,
         vocab_size=config.model_config.vocab_size,
     )
-    runner = WaitingRunner(pool, pool.vocab_size)
+    runner = WaitingRunner(pool, pool.vocab_size, round_s)
     return LLMEngine(config, runner=runner), runner
 
 

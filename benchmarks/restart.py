@@ -11,22 +11,16 @@ Writes benchmarks/results/restart.json.
 import argparse
 import json
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.machine import ROOT, commit, describe_machine, versions
+from benchmarks.server import served
 
 GOAL_S = 30.0
-LONGEST_START_S = 1800.0
 PROMPT = "The dragon looked at the map and"
 
 
@@ -38,7 +32,7 @@ def measure(flags: list[str]) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--compilation-cache-dir", folder, *flags]
-        with _served(arguments) as (process, client, cold_s):
+        with served(arguments) as (process, client, cold_s):
             text = _complete(client)
             body = _body() | {"stream": True, "ignore_eos": True, "max_tokens": 200}
             with client.stream("POST", "/v1/completions", json=body) as response:
@@ -46,7 +40,7 @@ def measure(flags: list[str]) -> dict[str, Any]:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
         size = sum(path.stat().st_size for path in Path(folder).rglob("*"))
-        with _served(arguments) as (_, client, warm_s):
+        with served(arguments) as (_, client, warm_s):
             again = _complete(client)
     return {
         "cold_ready_s": round(cold_s, 1),
@@ -54,37 +48,6 @@ def measure(flags: list[str]) -> dict[str, Any]:
         "cache_mb": round(size / 1e6),
         "same_text": text == again,
     }
-
-
-@contextmanager
-def _served(
-    arguments: list[str],
-) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client, float]]:
-    """A server that is ready, a client of it, and the seconds that took."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "jaxspec.serve", "--port", str(port), *arguments]
-    start = time.monotonic()
-    with (
-        subprocess.Popen(command, cwd=ROOT) as process,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
-    ):
-        try:
-            while not _is_ready(client):
-                assert process.poll() is None, "the server has ended"
-                assert time.monotonic() < start + LONGEST_START_S, "it takes too long"
-                time.sleep(0.1)
-            yield process, client, time.monotonic() - start
-        finally:
-            process.terminate()
-
-
-def _is_ready(client: httpx.Client) -> bool:
-    try:
-        return client.get("/health").status_code == httpx.codes.OK
-    except httpx.TransportError:
-        return False
 
 
 def _body() -> dict[str, Any]:
