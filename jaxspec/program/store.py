@@ -28,6 +28,9 @@ _log = logging.getLogger(__name__)
 _PACKAGES = ("jaxspec", "jaxspec_kernels")
 # Of jax's settings those that say where things are kept, or what is told of them.
 _ASIDE = ("cache", "log", "profiler", "traceback", "dump")
+# Not every device's programs can be taken out of the process.
+_UNSUPPORTED = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)
+_UNREADABLE = (OSError, EOFError, zlib.error, pickle.PickleError, *_UNSUPPORTED)
 
 
 class ProgramStore:
@@ -70,20 +73,20 @@ class ProgramStore:
             return serialize_executable.deserialize_and_load(
                 zlib.decompress(path.read_bytes()), *trees, execution_devices=devices
             )
-        except (OSError, ValueError, zlib.error, pickle.PickleError, EOFError) as error:
+        except _UNREADABLE as error:
             _log.warning("%s cannot be used, and is compiled again: %r", path, error)
             return None
 
     def save(self, name: str, executable: jax.stages.Compiled) -> None:
         """Keep an executable for the next start."""
-        payload, _, _ = serialize_executable.serialize(executable)
         try:
+            payload, _, _ = serialize_executable.serialize(executable)
             self._folder.mkdir(parents=True, exist_ok=True)
             # Another process may be at the same one: whole files only.
             with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
                 file.write(zlib.compress(payload, level=1))
             os.replace(file.name, self._folder / name)
-        except OSError as error:
+        except (OSError, *_UNSUPPORTED) as error:
             _log.warning("a program cannot be kept in %s: %r", self._folder, error)
 
 

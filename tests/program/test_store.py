@@ -92,3 +92,16 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     store, mesh = ProgramStore(tmp_path / "file" / "folder"), make_mesh(1)
     store.save(store.name(mesh), compiled(mesh, 1.0))
     assert "cannot be kept" in caplog.text
+
+
+def test_devices_whose_programs_cannot_be_kept_cost_a_warning(
+    tmp_path, caplog, monkeypatch
+):
+    def serialize(_: object) -> None:
+        raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no such thing here")
+
+    monkeypatch.setattr(store_module.serialize_executable, "serialize", serialize)
+    store, mesh = ProgramStore(tmp_path), make_mesh(1)
+    store.save(store.name(mesh), compiled(mesh, 1.0))
+    assert "UNIMPLEMENTED" in caplog.text
+    assert not list(tmp_path.iterdir())
