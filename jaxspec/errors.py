@@ -8,6 +8,8 @@ import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
 
+MAX_SHOWN = 200
+
 
 class ArgumentError(Exception):
     """Base of the errors below; carries the argument at fault.
@@ -56,17 +58,23 @@ def wrong_argument(
     error: type[ArgumentError], name: str, allowed: str, value: object, hint: str = ""
 ) -> ArgumentError:
     """Make the error that says `name` must be `allowed`, and what it is instead."""
-    # A long value (a whole prompt) would hide what is wrong with it.
-    given = repr(value) if len(repr(value)) <= 200 else f"{repr(value)[:200]}..."
-    message = f"{name} must be {allowed}, got {given}. {hint}".rstrip()
+    message = f"{name} must be {allowed}, got {shown(value)}. {hint}".rstrip()
     return error(message, parameter=name, value=value)
+
+
+def shown(value: object) -> str:
+    """Write a value for a message: a long one would hide what is wrong with it."""
+    if isinstance(value, str | bytes | list | tuple):
+        value = value[: MAX_SHOWN + 1]  # a whole prompt takes long to write
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def refuse(name: str, value: object) -> None:
     """Raise `UnsupportedError` unless `value` is None."""
     if value is not None:
         raise UnsupportedError(
-            f"{name}={value!r} is not supported yet; leave it out.",
+            f"{name}={shown(value)} is not supported yet; leave it out.",
             parameter=name,
             value=value,
         )

@@ -1,16 +1,21 @@
 """The server's application over a device of plain Python, asked as clients ask."""
 
+import contextlib
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
+import uvicorn
 
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.serve.app import make_app
 from jaxspec.serve.settings import ServerSettings
 from tests.engine.test_async_llm_engine import serve
-from tests.engine.test_llm_engine import letters
+from tests.engine.test_llm_engine import assert_idle, letters, make_fake_engine
 from tests.engines import StubTokenizer
 
 # What the model says after a prompt of three tokens is `letters(said(count))`.
@@ -60,6 +65,72 @@ def serve_http(
         assert app.state.serving.admission.num_requests == 0
 
     serve(use, delay_s=delay_s, **changes)
+
+
+class Site:
+    """A server in a thread, which can go and come back where it was.
+
+    Attributes:
+        delay_s: Added to every launch.
+        thread: Of the server; the engine has its own.
+    """
+
+    def __init__(self, engine_changes: Mapping[str, Any], **settings: Any):
+        engine, runner = make_fake_engine(num_draft_tokens=3, **engine_changes)
+        engine.tokenizer = TurnsTokenizer(16)
+        self.delay_s = 0.0
+        patched: Any = runner
+        launch = runner.launch
+
+        def delayed(*arguments: Any) -> Any:
+            time.sleep(self.delay_s)
+            return launch(*arguments)
+
+        patched.launch = delayed
+        self.engine = AsyncLLMEngine(engine)
+        self._port = 0
+        self.start(**settings)
+
+    def start(self, **settings: Any) -> None:
+        bound = socket.socket()
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", self._port))
+        self._port = bound.getsockname()[1]
+        self.address = bound.getsockname()
+        self.url = f"http://127.0.0.1:{self._port}/"
+        self.app = make_app(self.engine, ServerSettings(**settings))
+        # Streams are cut when it goes.
+        config = uvicorn.Config(
+            self.app, log_level="error", timeout_graceful_shutdown=0, ws="none"
+        )
+        self._server = uvicorn.Server(config)
+        self.thread = threading.Thread(
+            target=self._server.run, args=([bound],), daemon=True
+        )
+        self.thread.start()
+        while not self._server.started:
+            assert self.thread.is_alive()
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+@contextlib.contextmanager
+def site_of(
+    engine_changes: Mapping[str, Any] | None = None, **settings: Any
+) -> Iterator[Site]:
+    """A server on a port of its own; afterwards nothing may be left of its requests."""
+    site = Site(engine_changes or {}, **settings)
+    try:
+        yield site
+    finally:
+        site.stop()
+        site.engine.shutdown(10)
+    assert_idle(site.engine.engine)
+    assert site.app.state.serving.admission.num_requests == 0
 
 
 def _break(runner: Any, number: int) -> None:

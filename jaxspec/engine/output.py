@@ -104,16 +104,7 @@ class TextStream:
         if not self._stops or is_finished or self._params.include_stop_str_in_output:
             return text
         # "abST" with stop "STOP" -> "ab"
-        held = max(
-            (
-                count
-                for stop in self._stops
-                for count in range(1, len(stop))
-                if text.endswith(stop[:count])
-            ),
-            default=0,
-        )
-        return text[: len(text) - held]
+        return text[: min(_start_of_stop(text, stop) for stop in self._stops)]
 
     def _advance(self, *, is_end: bool) -> None:
         if not self._params.detokenize or self._read == len(self._ids):
@@ -166,3 +157,17 @@ class TextStream:
         include = self._params.include_stop_str_in_output
         self._text = self._text[: position + len(stop) if include else position]
         return stop
+
+
+def _start_of_stop(text: str, stop: str) -> int:
+    """Where the longest end of `text` begins that `stop` begins with.
+
+    Looks only where the stop's first character is: a stop string may be as long as a
+    client likes, and this runs with every round.
+    """
+    start = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+    while start >= 0:
+        if stop.startswith(text[start:]):
+            return start
+        start = text.find(stop[0], start + 1)
+    return len(text)

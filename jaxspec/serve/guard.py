@@ -1,5 +1,7 @@
 """Owns what a request must pass before any endpoint sees it."""
 
+import asyncio
+import contextlib
 import hashlib
 import hmac
 import uuid
@@ -12,6 +14,16 @@ from jaxspec.serve.refusals import error_body, respond
 
 GUARDED = "/v1"
 MAX_ID = 256
+# Of a body that has been refused.
+MAX_DRAINED_BYTES, MAX_DRAIN_S = 64 * 2**20, 5.0
+# What separates values in JSON, counted in texts as well: a few megabytes can hold more
+# than a million values, and nothing else is done while they are read.
+MAX_MARKS = 300_000
+_MARKS = (b"{", b"[", b":", b",")
+_TOO_MANY = (
+    f"The body may have at most {MAX_MARKS} commas, colons and opening brackets. Send "
+    "it in parts."
+)
 
 
 class ApiKeys:
@@ -45,7 +57,7 @@ def _digest(key: str) -> bytes:
 
 
 class BodyLimit:
-    """Middleware that reads no body beyond a length."""
+    """Middleware that reads no body beyond a length, or of too many parts."""
 
     def __init__(self, app: ASGIApp, max_bytes: int):
         self._app, self._max_bytes = app, max_bytes
@@ -56,26 +68,63 @@ class BodyLimit:
             return
         told = Headers(scope=scope).get("content-length", "")
         if told.isdecimal() and int(told) > self._max_bytes:
-            body = error_body(413, self._message())
-            await respond(413, body, {"Connection": "close"})(scope, receive, send)
+            await self._refuse(scope, receive, send)
             return
-        num_bytes = 0
+        num_bytes = num_marks = 0
 
         async def count() -> Message:
-            nonlocal num_bytes
+            nonlocal num_bytes, num_marks
             message = await receive()
-            num_bytes += len(message.get("body", b""))
+            body = message.get("body", b"")
+            num_bytes += len(body)
+            num_marks += sum(map(body.count, _MARKS))
+            problem = None
             if num_bytes > self._max_bytes:
-                raise HTTPException(413, self._message(), {"Connection": "close"})
+                problem = self._message()
+            elif num_marks > MAX_MARKS:
+                problem = _TOO_MANY
+            if problem is not None:
+                await _drain(receive)
+                raise HTTPException(413, problem, {"Connection": "close"})
             return message
 
         await self._app(scope, count, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer before the body comes: who waits for a word to send it need not."""
+
+        async def keep_open(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                message = {**message, "more_body": True}
+            await send(message)
+
+        body = error_body(413, self._message())
+        answer = respond(413, body, {"Connection": "close"})
+        await answer(scope, receive, keep_open)
+        await _drain(receive)
+        await send({"type": "http.response.body", "body": b""})
 
     def _message(self) -> str:
         return (
             f"The body may have at most {self._max_bytes} bytes (--max-body-bytes). "
             "Send a shorter one."
         )
+
+
+async def _drain(receive: Receive) -> None:
+    """Read some of what the client still sends, and forget it.
+
+    A connection that is closed under a client that writes is reset, and the client may
+    never see what it was answered.
+    """
+    left = MAX_DRAINED_BYTES
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(MAX_DRAIN_S):
+            while left > 0:
+                message = await receive()
+                if not message.get("more_body", False):
+                    return
+                left -= len(message["body"])
 
 
 class RequestIds:

@@ -4,6 +4,7 @@ What a request leaves out comes from the model's own recommendations, then from 
 defaults.
 """
 
+import json
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,8 @@ from jaxspec.structured_outputs import StructuredOutputsParams
 _log = logging.getLogger(__name__)
 
 DEFAULT_COMPLETION_TOKENS = 16
+# Ten times as many take half a minute to compile.
+MAX_GRAMMAR_CHARACTERS = 2**16
 # Fields that are the same there.
 _SAME = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias"),
@@ -148,8 +151,14 @@ def _structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
             given[kind] = value
     if body.response_format is not None:
         given |= _formatted(body.response_format)
-    is_asked = given or body.structured_outputs is not None
-    return StructuredOutputsParams(**given) if is_asked else None
+    if not given and body.structured_outputs is None:
+        return None
+    length = len(json.dumps(given, ensure_ascii=False))
+    if length > MAX_GRAMMAR_CHARACTERS:
+        name = "structured_outputs"
+        allowed = f"at most {MAX_GRAMMAR_CHARACTERS} characters of JSON"
+        raise wrong_argument(RequestError, name, allowed, length)
+    return StructuredOutputsParams(**given)
 
 
 def _formatted(wanted: ResponseFormat) -> dict[str, Any]:

@@ -74,6 +74,10 @@ class Prompts:
             RequestError: The roles do not take turns, or it is too long.
             ConfigError: The template that came with it cannot be used.
         """
+        if body.chat_template is None:  # any other may leave messages out
+            contents = (message.get("content") for message in body.messages)
+            texts = [text.strip() for text in contents if isinstance(text, str)]
+            self._check_length("".join(texts))
         text, token_ids = self.write(body.messages, body)
         return self._finish(text, token_ids, body, max_tokens)
 
@@ -107,10 +111,14 @@ class Prompts:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Encode a text that is not surely too long."""
+        self._check_length(text)
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def _check_length(self, text: str) -> None:
+        """Refuse a text that is surely too long: encoding it would take seconds."""
         least = len(text.encode()) // self._longest_bytes
         if least > self._config.max_model_len:
             raise self._too_long(f"at least {least}", 1)
-        return self._tokenizer.encode(text, add_special_tokens)
 
     def _template(self, given: str | None) -> ChatTemplate | None:
         if given is None:

@@ -4,15 +4,36 @@ Values are checked where `SamplingParams` and the engine check them; here only t
 types are. A field that is not known is ignored, as in vLLM.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+
+T = TypeVar("T")
 
 # One request makes this many texts at most: each is a request to the engine.
 MAX_TEXTS = 1024
 MAX_N = 128
 # What walks through a body later may call itself at every level.
 MAX_DEPTH = 100
+# Fields of one object, and entries of one list but for integers: those are token ids,
+# which cost little. All others are looked at one by one, while all streams wait.
+MAX_FIELDS = 1024
+MAX_ENTRIES = 8192
+# Every new token is compared with each.
+MAX_STOPS = 64
+MAX_BAD_WORDS = 1024
+# Far more than what the engine takes has; spelling a long one takes time.
+MAX_BAD_WORD_CHARACTERS = 1024
+
+
+class FirstFault(FailFast):
+    """Of a million wrong entries the first is told, not each."""
+
+    # Without one no `|` can stand beside it.
+    __hash__ = object.__hash__
+
+
+Entries = Annotated[list[T], FirstFault()]
 
 
 class Body(BaseModel):
@@ -24,23 +45,35 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def check_texts(cls, body: Any) -> Any:
-        """Refuse what Python's JSON lets through, and nothing after it can write."""
+    def check_values(cls, body: Any) -> Any:
+        """Refuse what takes long, and what Python's JSON lets through by mistake."""
         level, depth = [body], 0
         while level:
-            if depth > MAX_DEPTH:
-                raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
             inner: list[Any] = []
             for value in level:
-                if isinstance(value, dict):
-                    inner += value.keys()
-                    inner += value.values()
-                elif isinstance(value, list):
-                    inner += value
+                if isinstance(value, dict | list):
+                    if value and depth == MAX_DEPTH:
+                        message = f"it is nested more than {MAX_DEPTH} levels deep"
+                        raise ValueError(message)
+                    inner += _entries(value)
                 elif isinstance(value, str) and not _is_utf8(value):
                     raise ValueError("a text in it has half of a surrogate pair")
             level, depth = inner, depth + 1
         return body
+
+
+def _entries(value: dict[str, Any] | list[Any]) -> list[Any]:
+    """What is to be looked at of an object or a list: all but numbers in lists."""
+    if isinstance(value, dict):
+        if len(value) > MAX_FIELDS:
+            raise ValueError(f"an object in it has more than {MAX_FIELDS} fields")
+        return [*value.keys(), *value.values()]
+    found = [one for one in value if type(one) is not int]
+    if len(found) > MAX_ENTRIES:
+        raise ValueError(
+            f"a list in it has more than {MAX_ENTRIES} entries that are no integers"
+        )
+    return found
 
 
 def _is_utf8(text: str) -> bool:
@@ -82,7 +115,7 @@ class StructuredOutputs(BaseModel):
     # BaseModel has a method `json` of old.
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Entries[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
@@ -108,7 +141,7 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[Entries[str], Field(max_length=MAX_STOPS)] | None = None
     max_tokens: int | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -121,21 +154,27 @@ class GenerationBody(Body):
     repetition_penalty: float | None = None
     length_penalty: float | None = None
     use_beam_search: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Entries[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Entries[int] | None = None
+    bad_words: (
+        Annotated[
+            Entries[Annotated[str, Field(max_length=MAX_BAD_WORD_CHARACTERS)]],
+            Field(max_length=MAX_BAD_WORDS),
+        ]
+        | None
+    ) = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Entries[str] | None = None
     guided_grammar: str | None = None
-    logprob_token_ids: list[int] | None = None
+    logprob_token_ids: Entries[int] | None = None
     stream_interval: int | None = None
     thinking_token_budget: int | None = None
     repetition_detection: Any = None
@@ -159,7 +198,7 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """Of POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] | None = None
+    prompt: str | Entries[str] | Entries[int] | Entries[Entries[int]] | None = None
     prompt_embeds: Any = None
     suffix: str | None = None
     logprobs: int | None = None
@@ -173,18 +212,18 @@ class ConversationBody(Body):
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Entries[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
 
 
 class ChatBody(GenerationBody, ConversationBody):
     """Of POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Entries[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0)
-    tools: list[dict[str, Any]] | None = None
+    tools: Entries[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -210,15 +249,15 @@ class TextOptions(BaseModel):
 class ResponseBody(GenerationBody):
     """Of POST /v1/responses; see `jaxspec.serve.response_input`."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Entries[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    include: list[str] | None = None
+    include: Entries[str] | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Entries[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     store: bool | None = None
@@ -232,11 +271,11 @@ class TokenizeBody(ConversationBody):
     """Of POST /tokenize: a prompt or messages."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
+    messages: Entries[dict[str, Any]] | None = Field(default=None, min_length=1)
     return_token_strs: bool | None = False
 
 
 class DetokenizeBody(Body):
     """Of POST /detokenize."""
 
-    tokens: list[int]
+    tokens: Entries[int]

@@ -16,6 +16,8 @@ _log = logging.getLogger(__name__)
 
 # Of the many things wrong with a body the first few are told.
 MAX_TOLD = 5
+# A message may quote what was sent: not all of it, where that is long.
+MAX_MESSAGE = 2000
 _TYPES = {
     400: "BadRequestError",
     404: "NotFoundError",
@@ -54,8 +56,13 @@ class TimeLimitError(Exception):
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """Return vLLM's error JSON."""
     kind = _TYPES.get(status) or HTTPStatus(status).phrase
-    told = {"message": message, "type": kind, "param": param, "code": status}
+    told = {"message": _cut(message), "type": kind, "param": param and _cut(param)}
+    told["code"] = status
     return {"error": told}
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."
 
 
 def refusal_of(error: Exception) -> tuple[int, dict[str, Any]]:

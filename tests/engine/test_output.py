@@ -224,3 +224,14 @@ def test_of_several_matches_the_first_in_the_text_wins(stops, expected):
     stream = TextStream(OnePiece(), SamplingParams(stop=stops))
     assert stream.push([0]) == (expected, 1)
     assert stream.text == "a"
+
+
+def test_a_stop_string_longer_than_any_text_costs_nothing():
+    # Compared start by start, these would take days.
+    params = SamplingParams(stop=["a" * 10**7 + "b", "ab" * 10**6])
+    stream = TextStream(TOKENIZER, params)
+    for token in TOKENIZER.encode("a" * 40 + " and so on " * 40 + "ab", False):
+        stream.push([token])
+        shown = stream.visible(is_finished=False)
+    assert shown == "a" * 40 + " and so on " * 40
+    assert stream.visible(is_finished=True) == shown + "ab"

@@ -1,11 +1,14 @@
 """What a request must pass before any endpoint sees it."""
 
+import socket
 from collections.abc import AsyncIterator
 from http import HTTPStatus
 
 import httpx
+import pytest
 
-from tests.serving import COMPLETIONS, PROMPT, error_of, post, serve_http
+from jaxspec.serve.guard import MAX_MARKS
+from tests.serving import COMPLETIONS, PROMPT, error_of, post, serve_http, site_of
 
 BODY = {"prompt": PROMPT, "max_tokens": 2}
 
@@ -54,6 +57,44 @@ def test_a_body_may_be_so_long_and_no_longer():
             assert "64 bytes" in error["message"]
 
     serve_http(ask, settings={"max_body_bytes": 64})
+
+
+def test_a_body_may_have_so_many_values_and_no_more():
+    # Also where they are in a text: no more is known before it is read.
+    longest = b'{"prompt":"' + b"," * (MAX_MARKS - 2)
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        headers = {"Content-Type": "application/json"}
+        for body, status in ((longest + b'"}', 400), (longest + b',"}', 413)):
+            response = await client.post(COMPLETIONS, content=body, headers=headers)
+            assert response.status_code == status, response.text
+
+    serve_http(ask)
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_who_is_refused_within_a_long_body_reads_why(is_told: bool):
+    long = b" " * (10 * 2**20)
+    length = f"Content-Length: {len(long)}" if is_told else "Transfer-Encoding: chunked"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode()
+    with site_of() as site, socket.create_connection(site.address, 10) as client:
+        # All of it is written before anything is read, as many clients do.
+        client.sendall(head)
+        if is_told:
+            client.sendall(long)
+        else:
+            client.sendall(b"%x\r\n%b\r\n0\r\n\r\n" % (len(long), long))
+        answer = b"".join(iter(lambda: client.recv(2**16), b""))
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b"4194304 bytes" in answer
+
+
+def test_who_waits_for_leave_to_send_is_refused_first():
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+    head += f"Content-Length: {10**9}\r\n\r\n"
+    with site_of() as site, socket.create_connection(site.address, 10) as client:
+        client.sendall(head.encode())
+        assert client.recv(2**16).startswith(b"HTTP/1.1 413")
 
 
 def test_pages_of_other_origins_read_nothing_unless_allowed():

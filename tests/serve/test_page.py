@@ -6,82 +6,25 @@ Tests install no browser: `.ci/run` does, and where there is none they say how.
 import json
 import re
 import shutil
-import socket
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from playwright.sync_api import Browser, Page, Request, Route, expect, sync_playwright
 
-from jaxspec.engine.async_llm_engine import AsyncLLMEngine
-from jaxspec.serve.app import make_app
-from jaxspec.serve.settings import ServerSettings
-from tests.engine.test_llm_engine import letters, make_fake_engine, said
-from tests.serving import PROMPT, TurnsTokenizer, events_of
+from tests.engine.test_llm_engine import letters, said
+from tests.serving import PROMPT, Site, events_of, site_of
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 INSTALL = "apt-get install -y --no-install-recommends chromium fonts-dejavu-core"
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"no browser: {INSTALL}")
 
 
-class Site:
-    """A server in a thread, which can go and come back where it was.
-
-    Attributes:
-        delay_s: Added to every launch.
-    """
-
-    def __init__(self):
-        engine, runner = make_fake_engine(num_draft_tokens=3)
-        engine.tokenizer = TurnsTokenizer(16)
-        self.delay_s = 0.0
-        patched: Any = runner
-        launch = runner.launch
-
-        def delayed(*arguments: Any) -> Any:
-            time.sleep(self.delay_s)
-            return launch(*arguments)
-
-        patched.launch = delayed
-        self.engine = AsyncLLMEngine(engine)
-        self._port = 0
-        self.start()
-
-    def start(self, **settings: Any) -> None:
-        bound = socket.socket()
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(("127.0.0.1", self._port))
-        self._port = bound.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self._port}/"
-        app = make_app(self.engine, ServerSettings(**settings))
-        # Streams are cut when it goes.
-        config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=0)
-        config.ws = "none"
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, args=([bound],), daemon=True
-        )
-        self._thread.start()
-        while not self._server.started:
-            assert self._thread.is_alive()
-            time.sleep(0.01)
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(20)
-        assert not self._thread.is_alive()
-
-
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    made = Site()
-    yield made
-    made.stop()
-    made.engine.shutdown(10)
+    with site_of() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from jaxspec.errors import RequestError, UnsupportedError
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.serve.params import make_params
+from jaxspec.serve.params import MAX_GRAMMAR_CHARACTERS, make_params
 from jaxspec.serve.protocol import ChatBody, CompletionBody
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -112,6 +112,18 @@ def test_forms(body: dict[str, Any], field: str, value: Any):
 
 def test_plain_text_is_no_form():
     assert completion(response_format={"type": "text"}).structured_outputs is None
+
+
+def test_a_form_that_takes_long_to_compile():
+    half = "a" * (MAX_GRAMMAR_CHARACTERS // 2)
+    assert completion(structured_outputs={"choice": [half]}).structured_outputs
+    long: tuple[dict[str, Any], ...] = (
+        {"guided_regex": half * 2},
+        {"guided_json": {"const": half * 2}},
+    )
+    for body in long:
+        with pytest.raises(RequestError, match=str(MAX_GRAMMAR_CHARACTERS)):
+            completion(**body)
 
 
 def test_drafts_can_be_limited():

@@ -100,6 +100,19 @@ def test_conversations():
         chat([USER, USER])
 
 
+def test_what_is_surely_too_long_is_not_encoded(monkeypatch: pytest.MonkeyPatch):
+    long = {"role": "user", "content": "a" * 10**5}
+    template = "{{ 'short' }}"  # it may leave out what is long
+    assert chat([long], chat_template=template)["prompt"] == "short"
+    # Templates trim what people say.
+    assert chat([{"role": "user", "content": " " * 10**5 + "Hello"}])
+    monkeypatch.setattr(Tokenizer, "encode", None)
+    monkeypatch.setattr(Tokenizer, "write_chat", None)
+    for ask in (lambda: chat([long]), lambda: completion("a" * 10**5)):
+        with pytest.raises(RequestError, match="at least"):
+            ask()
+
+
 def test_a_message_cannot_end_its_turn():
     spelled = chat([{"role": "user", "content": "a<end_of_turn>"}])
     (end,) = TOKENIZER.turn_end_ids

@@ -5,7 +5,17 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from jaxspec.serve.protocol import MAX_DEPTH, MAX_N, ChatBody, CompletionBody
+from jaxspec.serve.protocol import (
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
+    MAX_DEPTH,
+    MAX_ENTRIES,
+    MAX_FIELDS,
+    MAX_N,
+    MAX_STOPS,
+    ChatBody,
+    CompletionBody,
+)
 
 
 def nested(depth: int) -> Any:
@@ -33,6 +43,41 @@ def test_depth():
     assert CompletionBody.model_validate({"unknown": nested(MAX_DEPTH - 1)})
     with pytest.raises(ValidationError, match="levels deep"):
         CompletionBody.model_validate({"unknown": nested(MAX_DEPTH)})
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("unknown", ["#"] * MAX_ENTRIES),
+        ("unknown", {str(number): 1 for number in range(MAX_FIELDS)}),
+        ("stop", ["#"] * MAX_STOPS),
+        ("bad_words", ["#"] * MAX_BAD_WORDS),
+        ("bad_words", ["#" * MAX_BAD_WORD_CHARACTERS]),
+    ],
+)
+def test_there_is_a_most_of_everything(name: str, most: Any):
+    assert CompletionBody.model_validate({name: most})
+    if isinstance(most, dict):
+        most["more"] = 1
+    elif len(most) == 1:
+        most[0] += "#"
+    else:
+        most.append("#")
+    with pytest.raises(ValidationError):
+        CompletionBody.model_validate({name: most})
+
+
+def test_token_ids_may_be_many():
+    ids = [7] * (2 * MAX_ENTRIES)
+    assert CompletionBody.model_validate({"prompt": ids}).prompt == ids
+    assert CompletionBody.model_validate({"prompt": [ids, ids]})
+
+
+def test_of_many_wrong_entries_the_first_is_told():
+    with pytest.raises(ValidationError) as refused:
+        CompletionBody.model_validate({"stop_token_ids": [1, *["x"] * 100]})
+    (fault,) = refused.value.errors()
+    assert fault["loc"] == ("stop_token_ids", 1)
 
 
 def test_unknown_fields_are_ignored():

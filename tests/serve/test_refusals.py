@@ -7,7 +7,12 @@ import httpx
 import pytest
 
 from jaxspec.errors import EngineDeadError, RequestError, UnsupportedError
-from jaxspec.serve.refusals import ModelNotFoundError, OverloadedError, refusal_of
+from jaxspec.serve.refusals import (
+    MAX_MESSAGE,
+    ModelNotFoundError,
+    OverloadedError,
+    refusal_of,
+)
 from tests.serving import CHAT, COMPLETIONS, PROMPT, error_of, post, serve_http
 
 
@@ -30,6 +35,12 @@ def test_every_error_has_a_status(error: Exception, status: int, kind: str):
 def test_what_went_wrong_inside_is_not_told():
     _, body = refusal_of(KeyError("/secret/path"))
     assert "secret" not in json.dumps(body)
+
+
+def test_a_long_mistake_is_not_told_in_full():
+    _, body = refusal_of(RequestError("x" * 10**6, parameter="y" * 10**6))
+    for told in (body["error"]["message"], body["error"]["param"]):
+        assert len(told) == MAX_MESSAGE + len("...")
 
 
 @pytest.mark.parametrize(

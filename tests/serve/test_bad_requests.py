@@ -1,0 +1,295 @@
+"""Hundreds of bad requests, each refused at once, and the streams beside them.
+
+In every body there is one mistake. Texts come from a device of plain Python: the time
+that a refusal takes is the server's own, and what streams say is known in advance.
+"""
+
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import httpx
+
+from jaxspec.serve.guard import MAX_MARKS
+from jaxspec.serve.protocol import MAX_ENTRIES, MAX_FIELDS
+from jaxspec.serve.settings import DEFAULT_MAX_BODY_BYTES
+from tests.engine.test_llm_engine import letters, said
+from tests.serving import CHAT, COMPLETIONS, MESSAGES, PROMPT, Site, events_of, site_of
+
+# Of computing: by the clock, a busy machine would be what is measured.
+LIMIT_S = 0.1
+TRIES = 4
+LONG = 2**12  # bytes
+RESPONSES = "/v1/responses"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+NUM_STREAMS = 2
+
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+NUMBERS += ("presence_penalty", "frequency_penalty")
+NO_NUMBERS = ('"x"', "[1]", "{}", "NaN", "1e999", "-Infinity", "-9", "1" + "0" * 400)
+INTEGERS = ("max_tokens", "n", "min_tokens", "logprobs", "prompt_logprobs")
+INTEGERS += ("truncate_prompt_tokens", "num_speculative_tokens", "priority")
+NO_INTEGERS = ('"x"', "1.5", "[1]", "NaN", "-9", "1" + "0" * 40)
+
+WRONG = {
+    "seed": ('"x"', "1.5", "[1]", "NaN", "1" + "0" * 40, "-1" + "0" * 40),
+    "top_k": ('"x"', "1.5", "[1]", "NaN", "-9"),
+    "prompt": ("7", "{}", "[]", '""', "true", "[[]]", "[1.5]", '["#", 2]', "[null]"),
+    "stop": (
+        "7",
+        "{}",
+        '""',
+        '[""]',
+        "[7]",
+        '["\\ud800"]',
+        '["#"' + ', "#"' * 64 + "]",
+    ),
+    "stop_token_ids": ('"x"', "[16]", "[-1]", "[1.5]", '["x"]', "7", "[[2]]"),
+    "allowed_token_ids": ('"x"', "[16]", "[-1]", "[]", "[NaN]", "{}"),
+    "bad_words": ('"x"', '[""]', "[7]", '["%s"]' % ("#" * 99), '["%s"]' % ("#" * 9999)),
+    "logit_bias": ('"x"', '{"16": 1}', '{"x": 1}', '{"2": NaN}', '{"2": "x"}', "[1]"),
+    "stream": ('"maybe"', "[]", "7"),
+    "stream_options": ("{}", "7", '{"include_usage": 7}'),
+    "response_format": ("7", '{"type": "xml"}', '{"type": "json_schema"}', "{}"),
+    "structured_outputs": ("{}", "7", '{"x": 1}', '{"regex": "("}', '{"choice": []}'),
+    "guided_regex": ('"("', "7", '"%s"' % ("#" * 100_000)),
+    "guided_json": ('"{"', '{"type": "nothing"}', "7"),
+    "guided_grammar": ('"start: x"', "7"),
+    "model": ("7", '"other"', '""', '"%s"' % ("m" * 100_000)),
+    "request_id": ("7", '"%s"' % ("x" * 257)),
+    "cache_salt": ("7", '""'),
+    "suffix": ('"#"',),
+    "vllm_xargs": ("7", '{"x": 1}'),
+    "kv_transfer_params": ("7", '{"x": "%s"}' % ("#" * 100_000)),
+    "truncation_side": ('"up"', "7"),
+    "use_beam_search": ("true",),
+    "stream_interval": ("4",),
+    "logprob_token_ids": ("[2]",),
+}
+WRONG_CHATS: tuple[dict[str, Any], ...] = (
+    {},
+    {"messages": []},
+    {"messages": "#"},
+    {"messages": [7]},
+    {"messages": [[]]},
+    {"messages": [{}] * (MAX_ENTRIES + 1)},
+    {"messages": [{"role": "user", "content": "#" * 4_000_000}]},
+    {"messages": MESSAGES, "tools": []},
+    {"messages": MESSAGES, "tools": [{}]},
+    {"messages": MESSAGES, "top_logprobs": 1},
+    {"messages": MESSAGES, "top_logprobs": -1},
+    {"messages": MESSAGES, "logprobs": True, "top_logprobs": 99},
+    {"messages": MESSAGES, "chat_template": "{{ 1 }}"},
+    {"messages": MESSAGES, "documents": [{}]},
+    {"messages": MESSAGES, "max_completion_tokens": 0},
+    {"messages": MESSAGES, "max_completion_tokens": 94},
+    {"messages": MESSAGES, "model": "other"},
+    {
+        "messages": MESSAGES,
+        "add_generation_prompt": True,
+        "continue_final_message": True,
+    },
+)
+WRONG_RESPONSES: tuple[dict[str, Any], ...] = (
+    {},
+    {"input": []},
+    {"input": ""},
+    {"input": 7},
+    {"input": [{"role": "user"}]},
+    {"input": [{"type": "function_call"}]},
+    {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+    {"input": PROMPT, "max_output_tokens": 94},
+    {"input": PROMPT, "max_output_tokens": 0},
+    {"input": PROMPT, "previous_response_id": "resp_unknown"},
+    {"input": PROMPT, "background": True},
+    {"input": PROMPT, "conversation": "x"},
+    {"input": PROMPT, "text": {"format": {"type": "xml"}}},
+    {"input": PROMPT, "truncation": "some"},
+)
+NO_JSON = (
+    *(b"", b" ", b"{", b"[]", b"null", b"7", b'"x"', b"NaN", b"{'prompt': 1}"),
+    *(b'{"prompt": "#"', b'{"prompt": "#"}}', b'{"prompt": "#",}', b'\xef\xbb\xbf{"'),
+    *(b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": "\xc3"}', b'{"\x80": 1}'),
+    *(b'{"prompt": "\xed\xa0\x80"}', b'{"prompt": "\xf4\x90\x80\x80"}'),
+    *('{"prompt": "\u00e9"}'.encode("latin-1"), '{"prompt": "#"'.encode("utf-16")),
+    *(b'{"prompt": "\\ud800"}', b'{"prompt": "\\udfff#"}', b'{"\\ud800": "#"}'),
+    *(b'{"prompt": "\\x"}', b'{"prompt": "\x00"}', b"\x00" * 1000, b"[" * 100_000),
+    b'{"prompt": "#", "x": ' + b"[" * 200 + b"]" * 200 + b"}",
+)
+MB = 2**20
+NEAR = DEFAULT_MAX_BODY_BYTES - 1000
+
+
+def of_prompt(value: bytes) -> bytes:
+    return b'{"prompt": ' + value + b"}"
+
+
+def many(entry: bytes, num_bytes: int = NEAR) -> bytes:
+    """A list of the same entry, over and over."""
+    return b"[" + b",".join([entry] * (num_bytes // (len(entry) + 1))) + b"]"
+
+
+LARGE = (
+    # Beyond the length that is read.
+    *(b" " * (10 * MB), of_prompt(b'"' + b"#" * (10 * MB) + b'"')),
+    *(of_prompt(many(b"2", 10 * MB)), b"{" * (10 * MB), b"\xff" * (10 * MB)),
+    # Of a length that is.
+    *(b" " * NEAR, b"1" * NEAR, b"[" * NEAR, b"\xff" * NEAR),
+    of_prompt(b'"' + b"#" * NEAR + b'"'),
+    of_prompt(b'"' + b"\\u0023" * (NEAR // 6) + b'"'),
+    *(of_prompt(many(one)) for one in (b"2", b"[]", b"{}", b"[2]", b'"#"', b"NaN")),
+    # As many values as may be.
+    *(of_prompt(many(one, 2 * MAX_MARKS - 99)) for one in (b"2", b"1.5", b"[]")),
+    b'{"prompt": "#", "x": ' + many(b"[2]", MAX_MARKS) + b"}",
+    b'{"prompt": "#", "logit_bias": {'
+    + b",".join(b'"%d":"x"' % number for number in range(MAX_FIELDS))
+    + b"}}",
+)
+HEADERS = {"content-type": "application/json"}
+
+
+class Bad(NamedTuple):
+    """A request that cannot be answered."""
+
+    path: str
+    body: bytes | None
+    method: str = "POST"
+    is_chunked: bool = False
+
+    def __str__(self) -> str:
+        told = (self.body or b"")[:80]
+        return f"{self.method} {self.path} {told!r} {len(self.body or b'')} bytes"
+
+
+def bad_requests() -> Iterator[Bad]:
+    """Wrong types, NaN, huge, empty, no UTF-8, 10 MB, unknown ids, one too long."""
+    wrong = {name: NO_NUMBERS for name in NUMBERS}
+    wrong |= {name: NO_INTEGERS for name in INTEGERS} | WRONG
+    for name, values in wrong.items():
+        for value in values:
+            given = "" if name == "prompt" else '"prompt": "#", '
+            yield Bad(COMPLETIONS, f'{{{given}"{name}": {value}}}'.encode())
+    for path, bodies in ((CHAT, WRONG_CHATS), (RESPONSES, WRONG_RESPONSES)):
+        for body in bodies:
+            yield Bad(path, json.dumps(body).encode())
+    for body in (*NO_JSON, *LARGE):
+        yield Bad(COMPLETIONS, body)
+    yield Bad(COMPLETIONS, b" " * (10 * MB), is_chunked=True)
+    for path in (CHAT, RESPONSES, TOKENIZE, DETOKENIZE):
+        for body in (b"", b"{", b"\xff", b"{}", of_prompt(many(b"{}")), b" " * NEAR):
+            yield Bad(path, body)
+    for prompt, count in ([2] * 96, 1), ([2] * 95, 2), (PROMPT, 94), ("#" * 96, 1):
+        yield Bad(
+            COMPLETIONS, json.dumps({"prompt": prompt, "max_tokens": count}).encode()
+        )
+    for prompt in ([16], [-1], [2, 10**30], [[2], [16]]):
+        yield Bad(COMPLETIONS, json.dumps({"prompt": prompt}).encode())
+    for tokens in ([16], [-1], ["x"], [1.5], "x"):
+        yield Bad(DETOKENIZE, json.dumps({"tokens": tokens}).encode())
+    yield Bad("/v1/responses/resp_unknown", None, "GET")
+    yield Bad("/v1/responses/resp_unknown/cancel", b"")
+    for path in ("/v1/models/other", "/v1/models/%ff", "/nowhere", COMPLETIONS):
+        yield Bad(path, None, "GET")
+    for method in ("PUT", "DELETE", "PATCH"):
+        yield Bad(COMPLETIONS, b"{}", method)
+
+
+async def pieces(body: bytes) -> Any:
+    for start in range(0, len(body), 2**16):
+        yield body[start : start + 2**16]
+
+
+class Asking:
+    """A client that expects nothing but refusals.
+
+    Attributes:
+        waited_s: What each took by the clock.
+        worked_s: What was computed for it: by all threads of this process, or for a
+            long body by the server's alone; megabytes need their time to arrive.
+    """
+
+    def __init__(self, client: httpx.AsyncClient, site: Site):
+        assert site.thread.ident is not None
+        self._client = client
+        self._server = time.pthread_getcpuclockid(site.thread.ident)
+        self.waited_s, self.worked_s = list[float](), list[float]()
+
+    async def ask(self, bad: Bad) -> None:
+        """Be refused in time; what is slow is asked for again.
+
+        A busy machine has slow moments, a server that needs longer needs it each time.
+        """
+        took = [await self._refused(bad)]
+        while min(took) > LIMIT_S and len(took) < TRIES:
+            took.append(await self._refused(bad))
+        assert min(took) <= LIMIT_S, took
+
+    async def _refused(self, bad: Bad) -> float:
+        """Wait for a refusal in the form of all errors; the seconds of work."""
+        content = pieces(bad.body or b"") if bad.is_chunked else bad.body
+        is_long = len(bad.body or b"") > LONG
+        clock = self._server if is_long else time.CLOCK_PROCESS_CPUTIME_ID
+        start, worked = time.monotonic(), time.clock_gettime(clock)
+        response = await self._client.request(
+            bad.method, bad.path, content=content, headers=HEADERS
+        )
+        self.waited_s.append(time.monotonic() - start)
+        self.worked_s.append(time.clock_gettime(clock) - worked)
+        assert 400 <= response.status_code < 500, response.text[:200]
+        assert len(response.text) < 5000, "it is told all that it said"
+        error = response.json()["error"]
+        assert error["message"]
+        assert error["code"] == response.status_code
+        return self.worked_s[-1]
+
+
+async def keep_streaming(client: httpx.AsyncClient, counts: list[int]) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 90, "ignore_eos": True, "stream": True}
+    while True:
+        response = await client.post(COMPLETIONS, json=body)
+        chunks = events_of(response.text)
+        text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        assert text == letters(said(90))
+        counts.append(len(chunks))
+
+
+def test_bad_requests_are_refused_at_once_and_disturb_nobody():
+    bad = list(bad_requests())
+    assert len(bad) >= 200
+    faults: list[str] = []
+
+    async def ask(site: Site) -> Asking:
+        async with httpx.AsyncClient(base_url=site.url, timeout=60) as client:
+            asking, counts = Asking(client, site), list[int]()
+            beside = [
+                asyncio.ensure_future(keep_streaming(client, counts))
+                for _ in range(NUM_STREAMS)
+            ]
+            for one in bad:
+                try:
+                    await asking.ask(one)
+                except (AssertionError, httpx.HTTPError) as fault:
+                    faults.append(f"{one}: {fault!r}")
+            num_before = len(counts)
+            while len(counts) < num_before + NUM_STREAMS:
+                await asyncio.sleep(0.01)
+                assert not any(stream.done() for stream in beside), beside
+            for stream in beside:
+                stream.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+        return asking
+
+    with site_of() as site:
+        site.delay_s = 0.005
+        asked = asyncio.run(ask(site))
+    assert not faults, "\n".join(faults)
+    # Most of them by the clock as well, however busy the machine is.
+    assert statistics.median(asked.waited_s) <= 5 * LIMIT_S
+    for name, times in (("clock", asked.waited_s), ("work", asked.worked_s)):
+        median, most = 1e3 * statistics.median(times), 1e3 * max(times)
+        print(
+            f"\n{len(times)} refusals, {name}: median {median:.1f} ms, most {most:.0f}"
+        )
