@@ -16,6 +16,7 @@ import numpy as np
 from jaxspec.config import EngineConfig
 from jaxspec.engine.runner import Runner
 from jaxspec.program.plan import (
+    TILE,
     Admission,
     PlanLayout,
     PoolShape,
@@ -24,6 +25,7 @@ from jaxspec.program.plan import (
     StepShape,
     Tile,
 )
+from jaxspec.program.token_logprobs import TokenLogprobs
 
 JUNK = -7  # what a rejected draft leaves in its slot
 NOTHING = 0  # the prefix of a sequence's first token
@@ -149,6 +151,7 @@ class FakeDevice:
             tile_token=np.array([token for token, _ in tiles], np.int32),
             tile_is_done=np.array([done for _, done in tiles], bool),
             tile_is_broken=self._is_broken([tile.row for tile in plan.tiles], tiles),
+            **self._logprobs(shape),
         )
         for index, (row, drafts) in enumerate(plan.decode):
             assert 0 <= drafts <= shape.num_draft_tokens
@@ -180,6 +183,27 @@ class FakeDevice:
         """Which of a launch's entries have the poison in their rows; pads have not."""
         is_broken = [self.poison in self.rows[row].tokens for row in rows]
         return np.array([*is_broken, *[False] * (len(entries) - len(rows))], bool)
+
+    def _logprobs(self, shape: StepShape) -> dict[str, TokenLogprobs]:
+        """What is told of probabilities, where it is: one token is as likely as any."""
+        asked, told = shape.features, dict[str, TokenLogprobs]()
+        leading = {
+            "logprobs": (shape.num_seqs, shape.num_draft_tokens + 1),
+            "tile_logprobs": (shape.num_tiles,),
+            "prompt_logprobs": (shape.num_tiles, TILE),
+        }
+        for name, sizes in leading.items():
+            is_prompt = name == "prompt_logprobs"
+            top = asked.num_prompt_logprobs if is_prompt else asked.num_logprobs
+            if top is not None:
+                each = np.float32(-np.log(self.pool.vocab_size))
+                told[name] = TokenLogprobs(
+                    own=np.full(sizes, each),
+                    rank=np.ones(sizes, np.int32),
+                    top_ids=np.broadcast_to(np.arange(top), (*sizes, top)),
+                    top=np.full((*sizes, top), each),
+                )
+        return told
 
     def _share_tokens(self, plan: StepPlan) -> None:
         """Note the prompts' tokens, and those in the pages that prompts begin with."""

@@ -14,6 +14,7 @@ import uvicorn
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.serve.app import make_app
 from jaxspec.serve.settings import ServerSettings
+from jaxspec.tokenizer import Tokenizer
 from tests.engine.test_async_llm_engine import serve
 from tests.engine.test_llm_engine import assert_idle, letters, make_fake_engine
 from tests.engines import StubTokenizer
@@ -75,9 +76,14 @@ class Site:
         thread: Of the server; the engine has its own.
     """
 
-    def __init__(self, engine_changes: Mapping[str, Any], **settings: Any):
+    def __init__(
+        self,
+        engine_changes: Mapping[str, Any],
+        tokenizer: Tokenizer | None = None,
+        **settings: Any,
+    ):
         engine, runner = make_fake_engine(num_draft_tokens=3, **engine_changes)
-        engine.tokenizer = TurnsTokenizer(16)
+        engine.tokenizer = tokenizer or TurnsTokenizer(16)
         self.delay_s = 0.0
         patched: Any = runner
         launch = runner.launch
@@ -122,7 +128,12 @@ class Site:
 def site_of(
     engine_changes: Mapping[str, Any] | None = None, **settings: Any
 ) -> Iterator[Site]:
-    """A server on a port of its own; afterwards nothing may be left of its requests."""
+    """A server on a port of its own; afterwards nothing may be left of its requests.
+
+    Args:
+        engine_changes: Of the engine's config.
+        settings: Of the server, or a `tokenizer` for prompts.
+    """
     site = Site(engine_changes or {}, **settings)
     try:
         yield site

@@ -29,9 +29,9 @@ def health_routes(serving: Serving) -> APIRouter:
             return Response(status_code=503)
         return Response(status_code=200)
 
-    router.add_api_route("/health", health, methods=["GET"])
-    for method in ("GET", "POST"):  # two ids in /openapi.json
-        router.add_api_route("/ping", health, methods=[method])
+    # One route each: both methods of one would have the same name in /openapi.json.
+    for path, method in (("/health", "GET"), ("/ping", "GET"), ("/ping", "POST")):
+        router.add_api_route(path, health, methods=[method])
 
     @router.get("/load")
     async def load() -> dict[str, int]:

@@ -1,0 +1,85 @@
+"""Requests made of the server's own description of its endpoints, right and wrong."""
+
+import dataclasses
+import json
+from collections import Counter
+from typing import Any
+
+import httpx
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+
+from jaxspec.tokenizer import Tokenizer
+from jaxspec_checkpoints import bundled_target
+from tests.loops import MODEL
+from tests.serving import CHAT, COMPLETIONS, site_of
+
+# Of each endpoint and mode. The same in every run: the time for more is limited.
+EXAMPLES = settings(
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+RIGHT, WRONG = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
+# A made-up body seldom has no field out of range, so that each is sent alone as well.
+ALONE: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "Once"},
+    CHAT: {"messages": [{"role": "user", "content": "Once"}]},
+    "/v1/responses": {"input": "Once"},
+}
+
+
+class Asking:
+    """Sends what was made up, and counts how it was answered.
+
+    Attributes:
+        statuses: By endpoint.
+        faults: What was answered that the server has a fault.
+    """
+
+    def __init__(self, client: httpx.Client):
+        self._client = client
+        self.statuses: dict[str, Counter[int]] = {}
+        self.faults: list[str] = []
+
+    def ask(self, case: Any) -> None:
+        self._note(case, case.call(timeout=30).status_code, case.as_curl_command())
+        path = case.operation.path
+        if path in ALONE and isinstance(case.body, dict):
+            for name, value in case.body.items():
+                body = json.dumps(ALONE[path] | {"max_tokens": 4, name: value})
+                headers = {"content-type": "application/json"}
+                response = self._client.post(path, content=body, headers=headers)
+                self._note(case, response.status_code, f"{path} {body}")
+
+    def _note(self, case: Any, status: int, told: str) -> None:
+        self.statuses.setdefault(case.operation.label, Counter())[status] += 1
+        if status >= 500:
+            self.faults.append(f"{status}: {told}")
+
+
+def test_no_request_finds_a_fault_of_the_server():
+    tokenizer = Tokenizer.from_folder(bundled_target())
+    model = dataclasses.replace(MODEL, vocab_size=tokenizer.vocab_size)
+    changes = {"model_config": model, "draft_model_config": model}
+    with (
+        site_of(changes, tokenizer=tokenizer) as site,
+        httpx.Client(base_url=site.url, timeout=30) as client,
+    ):
+        asking = Asking(client)
+        schema = schemathesis.openapi.from_url(f"{site.url}openapi.json")
+        for result in schema.get_all_operations():
+            operation = result.ok()
+            # Without a body there is nothing that could be wrong.
+            has_body = "requestBody" in operation.definition.raw
+            for mode in (RIGHT, WRONG) if has_body else (RIGHT,):
+                cases = operation.as_strategy(generation_mode=mode)
+                EXAMPLES(given(cases)(asking.ask))()
+    assert not asking.faults, "\n".join(asking.faults)
+    for path in ALONE:
+        found = asking.statuses[f"POST {path}"]
+        assert min(found[200], found[400]) > 0, asking.statuses
