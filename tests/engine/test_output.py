@@ -229,7 +229,7 @@ def test_of_several_matches_the_first_in_the_text_wins(stops, expected):
 def test_a_stop_string_longer_than_any_text_costs_nothing():
     # Compared start by start, these would take days.
     params = SamplingParams(stop=["a" * 10**7 + "b", "ab" * 10**6])
-    stream = TextStream(TOKENIZER, params)
+    stream, shown = TextStream(TOKENIZER, params), ""
     for token in TOKENIZER.encode("a" * 40 + " and so on " * 40 + "ab", False):
         stream.push([token])
         shown = stream.visible(is_finished=False)

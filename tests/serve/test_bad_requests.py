@@ -229,7 +229,7 @@ class Asking:
 
     async def _refused(self, bad: Bad) -> float:
         """Wait for a refusal in the form of all errors; the seconds of work."""
-        content = pieces(bad.body or b"") if bad.is_chunked else bad.body
+        content: Any = pieces(bad.body or b"") if bad.is_chunked else bad.body
         is_long = len(bad.body or b"") > LONG
         clock = self._server if is_long else time.CLOCK_PROCESS_CPUTIME_ID
         start, worked = time.monotonic(), time.clock_gettime(clock)
