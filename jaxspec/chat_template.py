@@ -43,8 +43,6 @@ class ChatTemplate:
             ConfigError: It is no template.
         """
         self.source = source
-        # In what a server tells its clients, who need not know its folders.
-        self._name = Path(source).name
         try:
             self._template = _environment().from_string(text)
         except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
@@ -91,7 +89,7 @@ class ChatTemplate:
             last = messages[-1] | {"content": messages[-1]["content"] + f"{_CUT} "}
             messages = [*messages[:-1], last]
         plain = self._render(messages, {**values, **variables})
-        check_utf8(RequestError, f"What {self._name} writes", plain)
+        check_utf8(RequestError, f"What {self.source} writes", plain)
         if marks is None:
             return plain
         own: list[str] | None = None
@@ -109,7 +107,7 @@ class ChatTemplate:
                 return marked
             own = found
         raise RequestError(
-            f"{self._name} reads what the messages say, and they spell pieces such as "
+            f"{self.source} reads what the messages say, and they spell pieces such as "
             f"{END_OF_TURN}: its own cannot be told from theirs. Take them out of the "
             "messages, or pass parse_special_tokens=True to let them count.",
             parameter="messages",
@@ -147,11 +145,8 @@ class ChatTemplate:
         return head if rest.startswith(" ") else head.rstrip()
 
     def _error(self, kind: type[ArgumentError], did: str) -> ArgumentError:
-        if kind is ConfigError:
-            return kind(
-                f"{self.source} {did}.", parameter="chat_template", value=self.source
-            )
-        return kind(f"{self._name} {did}.", parameter="messages", value=self._name)
+        name = "messages" if kind is RequestError else "chat_template"
+        return kind(f"{self.source} {did}.", parameter=name, value=self.source)
 
 
 def _check_free(variables: Mapping[str, Any], taken: set[str]) -> None:
