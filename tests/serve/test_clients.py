@@ -1,0 +1,188 @@
+"""Programs that people use: openai, litellm, curl, and two generators of load."""
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.engine.test_llm_engine import letters, said
+from tests.serving import COMPLETIONS, MESSAGES, PROMPT, Site, events_of, site_of
+
+HERE = Path(__file__).parent
+CLIENTS = Path(sys.prefix) / "clients" / "bin"
+VLLM = os.environ.get("JAXSPEC_VLLM_PYTHON")
+ENGINE = {"max_num_seqs": 64, "num_pages": 64 * 24, "max_num_batched_tokens": 512}
+KEYS = ("secret",)
+NUM_STREAMS = 64
+
+needs_clients = pytest.mark.skipif(
+    not CLIENTS.exists(), reason="no .venv/clients: see `make test`"
+)
+
+
+def client_of(site: Site, **options: Any) -> openai.OpenAI:
+    options = {"api_key": "secret", "max_retries": 0} | options
+    return openai.OpenAI(base_url=f"{site.url}v1", **options)
+
+
+def run(words: list[Any], environment: dict[str, str], limit_s: float = 120) -> str:
+    """What a program prints, which must end well."""
+    done = subprocess.run(
+        [str(word) for word in words],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_openai():
+    asked: Any = {"model": "model", "max_tokens": 9}
+    messages: Any = MESSAGES
+    with site_of(api_keys=KEYS) as site, client_of(site) as client:
+        assert [model.id for model in client.models.list()] == ["model"]
+        text = client.completions.create(prompt=PROMPT, n=2, logprobs=1, **asked)
+        assert [choice.text for choice in text.choices] == [letters(said(9))] * 2
+        assert text.choices[1].logprobs is not None
+        assert len(text.choices[1].logprobs.tokens or ()) == 9
+        chunks = client.completions.create(prompt=PROMPT, stream=True, **asked)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == letters(said(9))
+        chat = client.chat.completions.create(messages=messages, **asked)
+        assert chat.choices[0].message.content == letters(said(9))
+        assert chat.choices[0].finish_reason == "length"
+        with client.chat.completions.stream(messages=messages, **asked) as stream:
+            deltas = [event.delta for event in stream if event.type == "content.delta"]
+        assert "".join(deltas) == letters(said(9))
+
+
+def test_openai_with_many_at_once():
+    async def ask(site: Site) -> list[Any]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{site.url}v1", api_key=KEYS[0], max_retries=0
+        ) as client:
+            create: Any = client.chat.completions.create
+            asked: Any = {"model": "model", "messages": MESSAGES, "max_tokens": 9}
+            return await asyncio.gather(*(create(**asked) for _ in range(30)))
+
+    with site_of(api_keys=KEYS) as site:
+        for chat in asyncio.run(ask(site)):
+            assert chat.choices[0].message.content == letters(said(9))
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "error"),
+    [
+        ({"max_tokens": -1}, {}, openai.BadRequestError),
+        ({"temperature": "warm"}, {}, openai.BadRequestError),
+        ({"model": "another"}, {}, openai.NotFoundError),
+        ({}, {"api_key": "wrong"}, openai.AuthenticationError),
+    ],
+)
+def test_openais_errors(
+    changes: dict[str, Any], options: dict[str, Any], error: type[openai.APIError]
+):
+    with site_of(api_keys=KEYS) as site, client_of(site, **options) as client:
+        create: Any = client.completions.create
+        with pytest.raises(error) as refused:
+            create(**({"model": "model", "prompt": PROMPT} | changes))
+        # Of a stranger vLLM says less: {"error": "Unauthorized"}.
+        is_stranger = error is openai.AuthenticationError
+        found = refused.value.body
+        assert found == "Unauthorized" if is_stranger else "message" in dict(found)
+
+
+def test_a_client_that_waits_no_longer():
+    with site_of(api_keys=KEYS) as site, client_of(site, timeout=0.3) as client:
+        site.delay_s = 0.1
+        create: Any = client.completions.create
+        with pytest.raises(openai.APITimeoutError):
+            create(model="model", prompt=PROMPT, max_tokens=80)
+        deadline = time.monotonic() + 10
+        while site.app.state.serving.admission.num_requests:
+            assert time.monotonic() < deadline, "the request goes on"
+            time.sleep(0.01)
+
+
+@needs_clients
+def test_litellm():
+    # It would ask for a list of prices over the network.
+    environment = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    with site_of(api_keys=KEYS) as site:
+        words = [CLIENTS / "python", HERE / "litellm_calls.py", site.url[:-1], "model"]
+        found = json.loads(run(words, environment).splitlines()[-1])
+    text = letters(said(9))
+    same = ("whole", "streamed", "asynchronous", "completion")
+    assert [found[name] for name in same] == [text] * 4
+    assert (found["reason"], found["tokens"]) == ("length", 9)
+    assert found["too_long"] in ("BadRequestError", "ContextWindowExceededError")
+    assert found["stranger"] == "AuthenticationError"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
+def test_curl():
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 9, "stream": True})
+    words = ["curl", "-sSN", "--max-time", "60", "-H", "authorization: Bearer secret"]
+    with site_of(api_keys=KEYS) as site:
+        url = site.url[:-1] + COMPLETIONS
+        json_head = ["-H", "content-type: application/json"]
+        events = events_of(run([*words, url, *json_head, "-d", body], {}))
+        assert "".join(e["choices"][0]["text"] for e in events) == letters(said(9))
+        head = run([*words, "-i", url, *json_head, "-d", "{]"], {})
+        assert head.startswith("HTTP/1.1 400")
+        stranger = run([*words[:4], "-w", "%{http_code}", url, "-d", body], {})
+        assert stranger.endswith("401")
+
+
+@needs_clients
+def test_many_streams_of_a_load_generator():
+    words: list[Any] = [CLIENTS / "locust", "-f", HERE / "locust_streams.py"]
+    words += ["--headless", "-u", NUM_STREAMS, "-r", NUM_STREAMS, "-t", "8s"]
+    words += ["--stop-timeout", "20s", "--json", "--loglevel", "ERROR"]
+    with site_of(ENGINE) as site:
+        site.delay_s = 0.05
+        environment = {"JAXSPEC_MODEL": "model"}
+        (found,) = json.loads(run([*words, "-H", site.url[:-1]], environment))
+        served = num_ended(site)
+    assert found["num_failures"] == 0
+    assert found["num_requests"] >= 2 * NUM_STREAMS
+    assert served == found["num_requests"]
+
+
+def num_ended(site: Site) -> int:
+    """Requests that ended at the length they had asked for."""
+    text = httpx.get(f"{site.url}metrics").text
+    (count,) = re.findall(
+        r'^vllm:request_success_total{.*"length".*} (\S+)$', text, re.M
+    )
+    return int(float(count))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(VLLM is None, reason="JAXSPEC_VLLM_PYTHON names no Python of vLLM")
+def test_vllms_own_benchmark(tmp_path: Path):
+    """Its section on speculative decoding is made of our metrics."""
+    tiny = Path(__file__).parents[2] / "checkpoints" / "jaxspec_checkpoints" / "tiny"
+    words: list[Any] = [VLLM, "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
+    words += ["--dataset-name", "random", "--random-input-len", 16]
+    words += ["--random-output-len", 16, "--num-prompts", 32, "--model", "model"]
+    words += ["--tokenizer", tiny / "target", "--save-result"]
+    words += ["--result-dir", tmp_path]
+    with site_of(ENGINE) as site:
+        told = run([*words, "--base-url", site.url[:-1]], {"HF_HUB_OFFLINE": "1"}, 300)
+    assert "Speculative Decoding" in told
+    (file,) = tmp_path.glob("*.json")
+    found = json.loads(file.read_text())
+    assert found["completed"] == 32
+    assert 0 < found["spec_decode_acceptance_rate"] <= 100
