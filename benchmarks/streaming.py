@@ -30,6 +30,7 @@ from benchmarks.machine import ROOT, commit, describe_machine, num_cores, versio
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.outputs import RequestOutput
 from jaxspec.serve.app import make_app
+from jaxspec.serve.launcher import freeze_heap
 from jaxspec.serve.settings import ServerSettings
 
 TOKENS_PER_S = 100.0
@@ -64,6 +65,8 @@ def serve(bound: socket.socket, seconds: float, report: Connection) -> None:
     serving = AsyncLLMEngine(engine)
     app = make_app(serving, ServerSettings())
     server = uvicorn.Server(uvicorn.Config(app, access_log=False, log_level="error"))
+
+    freeze_heap()
 
     async def run() -> None:
         running = asyncio.create_task(server.serve(sockets=[bound]))

@@ -12,6 +12,9 @@ T = TypeVar("T")
 
 DONE = "data: [DONE]\n\n"
 
+# Made once: `json.dumps` makes one for every text that is not written by default.
+_write = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 
 class ClientGoneError(Exception):
     """Nobody waits for the answer any more."""
@@ -19,9 +22,8 @@ class ClientGoneError(Exception):
 
 def event(content: Any) -> str:
     """Write one event of a stream; one with a type is named by it."""
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     name = f"event: {content['type']}\n" if "type" in content else ""
-    return f"{name}data: {text}\n\n"
+    return f"{name}data: {_write(content)}\n\n"
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

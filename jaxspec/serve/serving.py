@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import uuid
 from collections.abc import AsyncGenerator
-from typing import no_type_check
+from typing import Any, no_type_check
 
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.errors import EngineDeadError
@@ -73,22 +73,30 @@ class Serving:
                 self.engine.generate(prompt, params, one, priority=priority)
                 for prompt, one in zip(prompts, ids, strict=True)
             ]
-            end = None
-            if limit_s is not None:
-                end = asyncio.get_running_loop().time() + limit_s
             async with contextlib.aclosing(merge(streams)) as merged:
-                while True:
-                    try:
-                        async with asyncio.timeout_at(end):
-                            numbered = await anext(merged, None)
-                    except TimeoutError as error:
-                        raise TimeLimitError(
-                            f"The request took longer than {limit_s:g} s, the most "
-                            "that this server allows (--max-request-s)."
-                        ) from error
-                    if numbered is None:
-                        return
+                if limit_s is not None:
+                    merged = _limited(merged, limit_s)
+                async for numbered in merged:
                     yield numbered
+
+
+@no_type_check  # asynchronous generators are not checked
+async def _limited(
+    outputs: AsyncGenerator[Any, None], limit_s: float
+) -> AsyncGenerator[Any, None]:
+    end = asyncio.get_running_loop().time() + limit_s
+    while True:
+        try:
+            async with asyncio.timeout_at(end):
+                output = await anext(outputs, None)
+        except TimeoutError as error:
+            raise TimeLimitError(
+                f"The request took longer than {limit_s:g} s, the most that this "
+                "server allows (--max-request-s)."
+            ) from error
+        if output is None:
+            return
+        yield output
 
 
 def new_id() -> str:

@@ -1,6 +1,7 @@
 """Owns several streams of outputs read as one."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any, no_type_check
 
@@ -14,6 +15,11 @@ async def merge(
     None runs ahead of its reader by more than one output. The first error of any ends
     all; so does leaving early.
     """
+    if len(streams) == 1:  # the usual case, and tasks cost more than the stream itself
+        async with contextlib.aclosing(streams[0]) as only:
+            async for output in only:
+                yield 0, output
+        return
     waiting = {
         asyncio.ensure_future(anext(stream, None)): number
         for number, stream in enumerate(streams)

@@ -1,5 +1,6 @@
 """A server's life: it listens when it is ready, and ends when it is told to."""
 
+import gc
 import os
 import re
 import signal
@@ -285,6 +286,16 @@ def test_behind_a_proxy_that_takes_off_the_root_path(root_path: str):
         ask_and_end(client)
 
     assert served(ask, flags=flags) == 0
+
+
+def test_what_stays_is_not_collected():
+    gc.unfreeze()
+    assert gc.get_freeze_count() == 0
+    try:
+        assert served(lambda client: client.get("/health")) == 0
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()
 
 
 def test_what_is_compiled_first():
