@@ -39,6 +39,9 @@ QUICK_COMPILER: dict[str, str | bool] = {
     "xla_backend_optimization_level": "0",
     "xla_cpu_use_fusion_emitters": False,
 }
+# For programs that are looked into: the instructions are those that users get, and only
+# the machine code made of them is not.
+READERS_COMPILER: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 
 SETTINGS: dict[str, Any] = dict(
     dtype="float32",

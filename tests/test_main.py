@@ -1,7 +1,6 @@
 """The command line: what `python -m jaxspec` accepts, refuses and shows."""
 
 import argparse
-import os
 import re
 import subprocess
 import sys
@@ -11,20 +10,20 @@ import pytest
 
 from jaxspec import __main__ as command_line
 from jaxspec import generate, talk
+from tests.programs import quick_environment
 
 ROOT = Path(__file__).parents[1]
 
 
 def jaxspec(*arguments: str, lines: str = "") -> subprocess.CompletedProcess[str]:
     """Run the command line as a user does, sharing the tests' compiled programs."""
-    cache = str(ROOT / ".pytest_cache" / "jax")
     return subprocess.run(
         [sys.executable, "-m", "jaxspec", *arguments],
         input=lines,
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": cache},
+        env=quick_environment(),
         check=False,
     )
 

@@ -1,7 +1,6 @@
 """The README is true: its table, its links, its code and what it says is missing."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -9,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.programs import quick_environment
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,13 +23,12 @@ Done = subprocess.CompletedProcess[str]
 
 
 def python(*arguments: object) -> Done:
-    cache = str(ROOT / ".pytest_cache" / "jax")
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": cache},
+        env=quick_environment(),
         check=False,
     )
 

@@ -1,6 +1,5 @@
 """Scripts written for vLLM run when the import and the model names are changed."""
 
-import os
 import runpy
 import shlex
 import subprocess
@@ -11,6 +10,7 @@ import pytest
 
 from jaxspec.serve import launcher
 from jaxspec.serve.flags import Options
+from tests.programs import quick_environment
 
 ROOT = Path(__file__).parents[1]
 
@@ -217,14 +217,14 @@ def run_script(
     Args:
         expected: How the warnings begin that it may give.
     """
-    cache, whole = str(ROOT / ".pytest_cache" / "jax"), renamed(script, names) + checks
+    whole = renamed(script, names) + checks
     ignored = [part for one in expected for part in ("-W", f"ignore:{one}")]
     done = subprocess.run(
         [sys.executable, "-W", "error", *ignored, "-c", whole],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": cache},
+        env=quick_environment(),
         check=False,
     )
     assert done.returncode == 0, done.stderr

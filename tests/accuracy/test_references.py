@@ -28,7 +28,7 @@ from jaxspec_checkpoints.published import (
 )
 from tests.accuracy import gemma_library, references
 from tests.e2e.pair import greedy_margin
-from tests.engines import StubTokenizer
+from tests.engines import QUICK_COMPILER, StubTokenizer
 from tests.oracles import PagedModel, hf_logits, load_ours, model_config
 
 TOLERANCE = 1e-4
@@ -123,7 +123,7 @@ def make_llm(target: Path, draft: Path | None = None) -> LLM:
         # Prompts are ids: the bundled tokenizer has more pieces than these networks.
         tokenizer = StubTokenizer(references.reference("2b").config.vocab_size)
         patch.setattr(llm_engine, "read_tokenizer", lambda config: tokenizer)
-        return LLM(
+        llm = LLM(
             str(target),
             dtype="float32",
             max_model_len=128,
@@ -133,6 +133,8 @@ def make_llm(target: Path, draft: Path | None = None) -> LLM:
             num_gpu_blocks_override=64,
             speculative_config=speculative,
         )
+    llm.llm_engine.runner.compiler_options = QUICK_COMPILER
+    return llm
 
 
 def texts_of(llm: LLM, **changes: Any) -> list[list[int]]:

@@ -7,20 +7,21 @@ import pytest
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.sampling_params import SamplingParams
 from tests.e2e import pair
-from tests.engines import generate, make_engine, tokens_of
+from tests.engines import READERS_COMPILER, generate, make_engine, tokens_of
 from tests.program.test_step import check_program
 
 LOOKUP = (5, 5)
 
 
 def make_lookup_engine(**changes):
-    return make_engine(
+    engine = make_engine(
         pair.target(),
         num_draft_tokens=pair.NUM_DRAFT,
         lookup=LOOKUP,
-        is_optimized=True,
         **pair.settings(**changes),
     )
+    engine.runner.compiler_options = READERS_COMPILER
+    return engine
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from jaxspec.program.plan import Features, StepShape
 from jaxspec.sampling_params import SamplingParams
 from jaxspec_kernels import write_kv_pages
 from tests.e2e import pair
-from tests.engines import generate, make_engine, tokens_of
+from tests.engines import READERS_COMPILER, generate, make_engine, tokens_of
 from tests.oracles import make_hf_model
 
 PAGE_SHAPES = {
@@ -125,15 +125,27 @@ def check_program(engine: LLMEngine, shape: StepShape) -> str:
 
 @functools.cache
 def users_engine(dtype: str) -> LLMEngine:
-    """Compiled as for users; in bfloat16, a CPU keeps pages as uint16."""
-    return make_engine(
+    """Of the instructions that users get; in bfloat16, a CPU keeps pages as uint16."""
+    engine = make_engine(
         pair.target(),
         pair.draft("noisy"),
         num_draft_tokens=3,
         dtype=dtype,
-        is_optimized=True,
         **pair.SETTINGS,
     )
+    engine.runner.compiler_options = READERS_COMPILER
+    return engine
+
+
+@pytest.mark.slow
+def test_users_get_the_instructions_that_are_looked_into():
+    texts = []
+    for options in (READERS_COMPILER, None):
+        runner: Any = users_engine.__wrapped__("float32").runner
+        runner.compiler_options = options
+        text = runner.executable(SHAPES[-2]).as_text()
+        texts.append(re.sub(r"metadata=\{[^}]*\}", "", text))
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

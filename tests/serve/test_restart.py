@@ -5,6 +5,7 @@ import os
 import pytest
 
 from benchmarks.restart import GOAL_S, measure
+from tests.programs import quick_flags
 
 
 @pytest.mark.slow
@@ -13,6 +14,7 @@ def test_a_killed_server_comes_back_with_its_programs(monkeypatch: pytest.Monkey
     for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"):
         monkeypatch.delenv(name, raising=False)
     assert os.environ["JAX_PLATFORMS"]
+    monkeypatch.setenv("XLA_FLAGS", quick_flags())
     few = ["--max-num-seqs", "1", "--num-speculative-tokens", "1"]
     found = measure([*few, "--max-num-batched-tokens", "32"])
     assert found["same_text"]
