@@ -20,6 +20,7 @@ from tests.kernels.oracle import (
     SCALED_CALLS,
     SCALED_CASES,
     SMALL,
+    UNOPTIMISED,
     Call,
     build,
     error,
@@ -40,7 +41,9 @@ def slow(*values):
 
 
 STATIC = ("scale", "soft_cap", "window", "block_tokens", "interpret")
-compiled = jax.jit(tpu.paged_attention, static_argnames=STATIC)
+compiled = jax.jit(
+    tpu.paged_attention, static_argnames=STATIC, compiler_options=UNOPTIMISED
+)
 
 
 def run(
