@@ -99,8 +99,7 @@ class AsyncLLMEngine:
         prepared = await asyncio.to_thread(
             self.engine.prepare, request_id, prompt, params, priority=priority
         )
-        kind = params.output_kind
-        mailbox = Mailbox(request_id, kind)
+        mailbox = Mailbox(request_id, params.output_kind, params.n)
 
         def admit(engine: LLMEngine) -> None:
             engine.admit(prepared)

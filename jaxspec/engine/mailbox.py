@@ -1,7 +1,6 @@
 """One request's outputs, on their way from the engine's thread to who waits."""
 
 import asyncio
-import copy
 import dataclasses
 
 from jaxspec.outputs import CompletionOutput, RequestOutput
@@ -15,17 +14,23 @@ class Mailbox:
     engine gets fewer and longer outputs, and never holds up the others.
     """
 
-    def __init__(self, request_id: str, kind: RequestOutputKind):
+    def __init__(self, request_id: str, kind: RequestOutputKind, num_texts: int = 1):
         self.request_id = request_id
         self.loop = asyncio.get_running_loop()
         self._is_delta = kind is RequestOutputKind.DELTA
         self._waiting: RequestOutput | None = None
         self._latest: RequestOutput | None = None
+        # What was last put of each text: an output may be of some only.
+        self._texts = {
+            index: CompletionOutput(index=index, text="", token_ids=[])
+            for index in range(num_texts)
+        }
         self._error: BaseException | None = None
         self._has_news = asyncio.Event()
 
     def put(self, output: RequestOutput) -> None:
         """Take an output; nothing is added after the last one or an error."""
+        self._texts |= {one.index: one for one in output.outputs}
         if self._waiting is None:
             self._waiting = output
         else:
@@ -57,23 +62,20 @@ class Mailbox:
         return output
 
     def _aborted(self) -> RequestOutput:
-        """The last output, marked as the end."""
+        """The last output: the texts so far, or (deltas) nothing new of who went on."""
+        texts = list(self._texts.values())
+        if self._is_delta:
+            texts = [_emptied(one) for one in texts if not one.finished()]
         latest = self._waiting or self._latest
         if latest is None:
-            return RequestOutput(
-                request_id=self.request_id,
-                prompt=None,
-                prompt_token_ids=None,
-                outputs=[_ended(CompletionOutput(index=0, text="", token_ids=[]))],
-                finished=True,
+            latest = RequestOutput(
+                request_id=self.request_id, prompt=None, prompt_token_ids=None
             )
-        ended = copy.copy(latest)
-        ended.finished = True
-        ended.outputs = [
-            one if one.finished() else _ended(_emptied(one) if self._is_delta else one)
-            for one in latest.outputs
-        ]
-        return ended
+        return dataclasses.replace(
+            latest,
+            finished=True,
+            outputs=[one if one.finished() else _ended(one) for one in texts],
+        )
 
 
 def _emptied(completion: CompletionOutput) -> CompletionOutput:

@@ -27,9 +27,9 @@ def output_of(text: str, reason: str | None = None, **changes: Any) -> RequestOu
     )
 
 
-def fetch(kind: RequestOutputKind, use: Any) -> Any:
+def fetch(kind: RequestOutputKind, use: Any, num_texts: int = 1) -> Any:
     async def run() -> Any:
-        return await use(Mailbox("a", kind))
+        return await use(Mailbox("a", kind, num_texts))
 
     return asyncio.run(asyncio.wait_for(run(), 10))
 
@@ -97,6 +97,47 @@ def test_a_delta_that_was_not_fetched_is_not_lost_to_an_abort():
         assert last.outputs[0].finish_reason == "abort"
 
     fetch(DELTA, use)
+
+
+@pytest.mark.parametrize("kind", [DELTA, CUMULATIVE])
+def test_an_end_that_was_not_fetched_stays_as_it_is(kind):
+    async def use(mailbox: Mailbox) -> None:
+        mailbox.put(output_of("ab", "stop"))
+        mailbox.abort()
+        (completion,) = (await mailbox.get()).outputs
+        assert (completion.text, len(completion.token_ids)) == ("ab", 2)
+        assert completion.finish_reason == "stop"
+
+    fetch(kind, use)
+
+
+@pytest.mark.parametrize("is_fetched", [False, True])
+def test_all_texts_of_an_aborted_request_end_and_none_is_told_twice(is_fetched):
+    def of_text(index: int, text: str, reason: str | None = None) -> RequestOutput:
+        output = output_of(text, reason)
+        output.outputs[0].index, output.finished = index, False
+        return output
+
+    async def use(mailbox: Mailbox) -> None:
+        texts, reasons = ["", "", ""], []
+        for output in (of_text(1, "xy"), of_text(0, "ab", "stop")):
+            mailbox.put(output)
+            if is_fetched:
+                collect(await mailbox.get(), texts, reasons)
+        mailbox.abort()
+        last = await mailbox.get()
+        assert last.finished
+        collect(last, texts, reasons)
+        assert texts == ["ab", "xy", ""]
+        assert sorted(reasons) == [(0, "stop"), (1, "abort"), (2, "abort")]
+
+    def collect(output: RequestOutput, texts: list[str], reasons: list) -> None:
+        for one in output.outputs:
+            texts[one.index] += one.text
+            if one.finished():
+                reasons.append((one.index, one.finish_reason))
+
+    fetch(DELTA, use, num_texts=3)
 
 
 def test_a_request_that_never_spoke_is_aborted():
