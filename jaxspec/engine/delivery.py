@@ -171,7 +171,10 @@ class Delivery:
             stream = self.streams[part.request.request_id]
             if part.is_done or not stream.is_steady:
                 self._read(stream, part, finish)
-                output = self._tell(stream)
+                # The parts of a prompt come before the first token, which the request
+                # may have already: nothing is known of it yet.
+                has_news = part.is_done or part.token_ids
+                output = self._tell(stream) if has_news else None
             elif stream.is_silent:
                 continue
             else:

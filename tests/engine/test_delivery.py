@@ -14,8 +14,10 @@ from jaxspec.engine.request import Request
 from jaxspec.engine.stats import EngineStats
 from jaxspec.metrics import Histogram
 from jaxspec.outputs import RequestOutput
+from jaxspec.program.plan import TILE
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.engine.test_intake import make
+from tests.engine.test_llm_engine import letters, make_fake_engine, run_all, said
 from tests.engine.test_output import EXAMPLES, IDS, TOKENIZER, split
 from tests.loops import make_config
 
@@ -90,6 +92,33 @@ def test_only_tokens_and_text_go_the_short_way(params, is_steady):
     feed = Feed()
     request = feed.open(**params)
     assert feed.delivery.streams[request.request_id].is_steady == is_steady
+
+
+@pytest.mark.parametrize("kind", [DELTA, RequestOutputKind.CUMULATIVE])
+@pytest.mark.parametrize("has_origins", [False, True])
+def test_a_first_token_that_comes_with_several_parts_of_its_prompt(kind, has_origins):
+    params = SamplingParams(
+        max_tokens=3,
+        logprobs=1,
+        prompt_logprobs=1,
+        output_kind=kind,
+        extra_args={"return_token_origins": has_origins},
+    )
+    engine, _ = make_fake_engine()
+    prompt = [2] * (TILE + 7)  # what follows is what follows three tokens
+    engine.add_request("only", prompt, params)
+    (outputs,) = run_all(engine).values()
+    first, (completion,) = outputs[0], outputs[0].outputs
+    assert first.prompt_logprobs is not None
+    assert len(first.prompt_logprobs) == len(prompt)
+    assert len(completion.token_ids) == len(completion.logprobs or []) == 1
+    assert completion.text == letters(list(completion.token_ids))
+    whole = outputs[0]
+    for output in outputs[1:]:
+        whole.add(output, aggregate=kind is DELTA)
+    (completion,) = whole.outputs
+    assert (completion.token_ids, completion.text) == (said(3), letters(said(3)))
+    assert len(completion.logprobs or []) == 3
 
 
 def test_tokens_of_one_round_have_waited_since_the_one_before(
