@@ -24,6 +24,15 @@ VLLM = os.environ.get("JAXSPEC_VLLM_PYTHON")
 ENGINE = {"max_num_seqs": 64, "num_pages": 64 * 24, "max_num_batched_tokens": 512}
 KEYS = ("secret",)
 NUM_STREAMS = 64
+# `vllm bench serve`; the command itself looks for a package of the name vllm, and the
+# one for CPUs has another.
+VLLM_BENCH_SERVE = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
 
 needs_clients = pytest.mark.skipif(
     not CLIENTS.exists(), reason="no .venv/clients: see `make test`"
@@ -174,9 +183,12 @@ def num_ended(site: Site) -> int:
 def test_vllms_own_benchmark(tmp_path: Path):
     """Its section on speculative decoding is made of our metrics."""
     tiny = Path(__file__).parents[2] / "checkpoints" / "jaxspec_checkpoints" / "tiny"
-    words: list[Any] = [VLLM, "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
-    words += ["--dataset-name", "random", "--random-input-len", 16]
-    words += ["--random-output-len", 16, "--num-prompts", 32, "--model", "model"]
+    words: list[Any] = [VLLM, "-c", VLLM_BENCH_SERVE]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(f"{json.dumps({'prompt': PROMPT})}\n" * 32, encoding="utf-8")
+    words += ["--dataset-name", "custom", "--dataset-path", prompts]
+    words += ["--custom-output-len", 16, "--skip-chat-template", "--ignore-eos"]
+    words += ["--num-prompts", 32, "--model", "model"]
     words += ["--tokenizer", tiny / "target", "--save-result"]
     words += ["--result-dir", tmp_path]
     with site_of(ENGINE) as site:
