@@ -1,0 +1,338 @@
+"""The notebooks: clean in git, true to the API, right in their sums, and executed.
+
+Those for TPUs run here on the CPU, with the bundled pair in place of the weights.
+"""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import nbformat
+import pytest
+from packaging.requirements import Requirement
+
+from jaxspec import LLM, SamplingParams
+from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec_checkpoints import bundled_draft, bundled_target, open_checkpoint
+from jaxspec_checkpoints.published import published_config
+from jaxspec_checkpoints.writing import write_checkpoint
+from tests.notebooks import (
+    FOLDER,
+    ROOT,
+    code_cells,
+    execute,
+    num_pictures,
+    parameters_of,
+    printed,
+    read,
+    run_cells,
+    source_of,
+    trees,
+)
+
+NAMES = ("quickstart", "how_it_works", "colab_tpu", "kaggle_tpu")
+LOADING = ("quickstart", "colab_tpu", "kaggle_tpu")
+
+GIB = 2**30
+# Published sizes: bytes of the weights in bfloat16, as the index files on the Hugging
+# Face Hub add them up (27B: from its shapes), and those of one token's keys and values.
+WEIGHT_BYTES = {"2b": 5_228_683_776, "9b": 18_483_411_968, "27b": 54_454_256_640}
+KV_BYTES = {"2b": 106_496, "9b": 344_064, "27b": 376_832}
+
+# Runs a set-up cell as a notebook does, but shows the call of pip and does not make it.
+SHELL = """
+import importlib.util, sys
+from IPython.core.interactiveshell import InteractiveShell
+
+source, is_installed, cell = sys.argv[1:]
+if is_installed == "no":
+    importlib.util.find_spec = lambda name: None
+shell = InteractiveShell()
+shell.system = print
+shell.user_ns["SOURCE"] = source
+shell.run_cell(cell).raise_error()
+"""
+
+every_notebook = pytest.mark.parametrize("name", NAMES)
+
+
+def test_all_notebooks_are_listed():
+    assert sorted(path.stem for path in FOLDER.iterdir()) == sorted(NAMES)
+
+
+@every_notebook
+def test_nothing_of_a_run_is_in_git(name: str):
+    book = read(name)
+    nbformat.validate(book)
+    for cell in code_cells(book):
+        assert cell.outputs == [], cell.id
+        assert cell.execution_count is None, cell.id
+    for cell in book.cells:
+        assert cell.metadata.keys() <= {"tags"}, cell.id
+
+
+@every_notebook
+def test_one_cell_holds_the_parameters(name: str):
+    book = read(name)
+    cells = code_cells(book)
+    tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", ())]
+    assert tagged == cells[:1], "the first code cell, and no other"
+    parameters = parameters_of(book)
+    assert parameters["SOURCE"] == ""
+    assert any(key.endswith("MODEL") or key == "TARGET" for key in parameters)
+    used = {
+        node.id
+        for tree in trees(book)[1:]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name)
+    }
+    assert parameters.keys() <= used, "each of them changes something"
+
+
+def test_ruff_is_content():
+    for command in (["check"], ["format", "--check"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, FOLDER],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout
+
+
+@every_notebook
+def test_what_is_imported_exists(name: str):
+    imported = 0
+    for tree in trees(read(name)):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                module = importlib.import_module(node.module)
+                for alias in node.names:
+                    assert hasattr(module, alias.name), f"{node.module}.{alias.name}"
+                    imported += node.module.startswith("jaxspec")
+    assert imported
+
+
+@every_notebook
+def test_arguments_exist(name: str):
+    engine = {field.name for field in dataclasses.fields(EngineArgs)}
+    known = {
+        "LLM": engine | inspect.signature(LLM).parameters.keys(),
+        "EngineArgs": engine,
+        "SamplingParams": {one.name for one in dataclasses.fields(SamplingParams)},
+        "chat": inspect.signature(LLM.chat).parameters.keys(),
+        "generate": inspect.signature(LLM.generate).parameters.keys(),
+    }
+    seen = set()
+    for tree in trees(read(name)):
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            called = getattr(node.func, "id", getattr(node.func, "attr", None))
+            if called in known:
+                seen.add(called)
+                given = {word.arg for word in node.keywords} - {None}
+                assert given <= known[called], called
+    assert {"LLM", "SamplingParams"} < seen
+
+
+@every_notebook
+def test_links_lead_somewhere(name: str):
+    text = "\n".join(cell.source for cell in read(name).cells)
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        if "://" not in link:
+            assert (FOLDER / link).exists(), link
+
+
+def set_up(name: str, source: str, folder: Path, installed: str = "yes") -> Any:
+    cell = source_of(read(name), "setup")
+    return subprocess.run(
+        [sys.executable, "-c", SHELL, source, installed, cell],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"IPYTHONDIR": str(folder)},
+        cwd=folder,
+        check=False,
+    )
+
+
+@every_notebook
+def test_the_set_up_cell_installs_from_an_address_or_a_folder(name, tmp_path):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    address = "git+https://example.org/jaxspec.git@main"
+    attached = tmp_path / "a folder"
+    for source, url in ((address, address), (str(attached), attached.as_uri())):
+        done = set_up(name, source, tmp_path)
+        assert done.returncode == 0, done.stderr
+        words = shlex.split(done.stdout)
+        assert words[1:5] == ["-m", "pip", "install", "--quiet"], done.stdout
+        requirement = Requirement(words[5])
+        assert requirement.name == project["name"]
+        assert requirement.url == url
+        assert requirement.extras <= project["optional-dependencies"].keys()
+        assert ("tpu" in requirement.extras) == name.endswith("_tpu")
+
+
+def test_the_set_up_cell_says_what_is_missing(tmp_path):
+    assert set_up("quickstart", "", tmp_path).stdout == "", "nothing to install"
+    done = set_up("quickstart", "", tmp_path, installed="no")
+    assert done.returncode == 1
+    assert "Set SOURCE above" in done.stderr
+
+
+@pytest.mark.parametrize("name", LOADING)
+def test_memory_is_told_before_anything_is_loaded(name: str):
+    sources = [cell.source for cell in code_cells(read(name))]
+    (told,) = (i for i, text in enumerate(sources) if "kv_bytes_per_token" in text)
+    loads = [i for i, text in enumerate(sources) if re.search(r"\bLLM\($", text, re.M)]
+    assert loads and told < min(loads)
+
+
+@pytest.mark.parametrize("size", WEIGHT_BYTES)
+def test_memory_of_the_published_sizes(size: str, capsys):
+    space = run_cells("colab_tpu", "fits", limit=16 * GIB)
+    config = space["config_of"](f"google/gemma-2-{size}-it")
+    assert config == published_config(size)
+    assert space["weight_bytes"](config) == WEIGHT_BYTES[size]
+    assert space["kv_bytes"](config) == KV_BYTES[size]
+    # 18,483,411,968 + 5,228,683,776 bytes; 16,384 tokens of both.
+    assert "9B <- 2B        22.08     6.88    28.96" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="some/model is no folder"):
+        space["config_of"]("some/model")
+
+
+@pytest.mark.parametrize(
+    ("gib", "pages", "big_pages"), [(15.75, 1024, 0), (31.25, 1024, 1024)]
+)
+def test_pages_on_the_devices_of_colab(gib: float, pages: int, big_pages: int):
+    # A page of the 9B and the 2B is 16 * 450,560 bytes; v6e-1 has room for 1,074.
+    space = run_cells("colab_tpu", "fits", "pages", limit=gib * GIB)
+    assert (space["pages"], space["big_pages"]) == (pages, big_pages)
+    with pytest.raises(RuntimeError, match="Lower MAX_MODEL_LEN"):
+        run_cells("colab_tpu", "fits", "pages", limit=5 * GIB)
+
+
+def published(size: str) -> Any:
+    """As much of a checkpoint as the sums of the Kaggle notebook need."""
+    num_parameters = WEIGHT_BYTES[size] // 2
+    return SimpleNamespace(config=published_config(size), num_parameters=num_parameters)
+
+
+def test_memory_on_the_chips_of_kaggle(capsys):
+    pair = dict(target=published("27b"), draft=published("2b"), limit=15.75 * GIB)
+    space = run_cells("kaggle_tpu", "memory", "pages", **pair)
+    # Two of 16 KV heads of the 27B on each chip, and a copy of one of the 2B's four.
+    assert space["kv_bytes"](pair["target"], 8) == KV_BYTES["27b"] / 8
+    assert space["kv_bytes"](pair["draft"], 8) == KV_BYTES["2b"] / 4
+    assert space["weight_bytes"](pair["target"], 8) == WEIGHT_BYTES["27b"] / 8
+    # Eight requests of 8,192 tokens.
+    assert "\n4096 pages: 65,536 tokens, 8 requests\n" in capsys.readouterr().out
+    # A whole draft on every chip: 3.56 GiB are left, a page takes 16 * 153,600 bytes.
+    alone = pair | dict(DRAFT_TENSOR_PARALLEL=1)
+    assert run_cells("kaggle_tpu", "memory", "pages", **alone)["pages"] == 1553
+    with pytest.raises(RuntimeError, match="spread the draft over more chips"):
+        run_cells("kaggle_tpu", "memory", "pages", **(pair | dict(limit=7 * GIB)))
+
+
+@pytest.mark.parametrize("place", ["models/google/gemma-2/flax", "gemma-2/flax"])
+def test_the_latest_attached_version_is_taken(place: str, tmp_path):
+    cell = source_of(read("kaggle_tpu"), "mount")
+    function = re.search(r"^def mounted.*?(?=^\S)(?!def)", cell, re.M | re.S)
+    assert function
+    space: dict[str, Any] = {"Path": Path, "INPUT": str(tmp_path)}
+    exec(function[0], space)
+    with pytest.raises(FileNotFoundError, match="variation gemma2-2b-it"):
+        space["mounted"]("gemma2-2b-it")
+    for version in ("2", "10", "9", "notes"):
+        (tmp_path / place / "gemma2-2b-it" / version).mkdir(parents=True)
+    assert space["mounted"]("gemma2-2b-it") == tmp_path / place / "gemma2-2b-it/10"
+
+
+def check_speeds(text: str, *num_draft_tokens: int) -> None:
+    """A round gives K + 1 tokens at most: what is faster, or far slower, compiled."""
+    told = re.findall(r"(\d+\.\d+) times as fast", text)
+    assert len(told) == len(num_draft_tokens), text
+    for times, k in zip(told, num_draft_tokens, strict=True):
+        assert 0.1 < float(times) <= k + 1, text
+
+
+@pytest.mark.slow
+def test_quickstart(tmp_path):
+    prompts = parameters_of(read("quickstart"))["PROMPTS"][:2]
+    book = execute("quickstart", tmp_path, PROMPTS=prompts, MAX_TOKENS=48, REPEATS=1)
+    text = printed(book)
+    assert "target   16.1 M parameters   32.3 MB in bfloat16" in text
+    assert "the same text for 2 of 2 prompts" in text
+    check_speeds(text, 5)
+    assert num_pictures(book) == 1
+
+
+@pytest.mark.slow
+def test_how_it_works(tmp_path):
+    # Its own assertions hold the laws together.
+    book = execute("how_it_works", tmp_path, MAX_TOKENS=40)
+    text = printed(book)
+    chances = re.findall(r"q (\S+) +p (\S+) +stays with +(\d+)%", text)
+    assert len(chances) == 5
+    for q, p, stays in chances:  # all three are rounded
+        low = (float(p) - 0.0005) / (float(q) + 0.0005)
+        high = (float(p) + 0.0005) / max(float(q) - 0.0005, 1e-9)
+        assert min(1, low) - 0.005 <= int(stays) / 100 <= min(1, high) + 0.005
+    (passes,) = re.findall(r"^40 tokens in (\d+) passes of the target$", text, re.M)
+    assert 40 / 6 <= int(passes) < 40, "some drafts were accepted"
+    assert "with them: the same text? True" in text
+    assert num_pictures(book) == 5
+
+
+@pytest.mark.slow
+def test_colab_tpu(tmp_path):
+    target, draft = str(bundled_target()), str(bundled_draft())
+    book = execute(
+        "colab_tpu",
+        tmp_path,
+        **dict(MODEL=target, BIG_MODEL=target, BIG_DRAFT=draft),
+        **dict(MAX_MODEL_LEN=512, MAX_NUM_SEQS=1, MAX_TOKENS=32, DEVICE_GIB=0.25),
+    )
+    text = printed(book)
+    assert "No TPU: Runtime > Change runtime type." in text
+    assert text.count(": 32 pages, 512 tokens\n") == 2
+    assert text.count("the same text for 1 of 1 prompts") == 2
+    check_speeds(text, 8, 3)
+    assert num_pictures(book) == 3
+
+
+@pytest.mark.slow
+def test_kaggle_tpu(tmp_path):
+    parameters = parameters_of(read("kaggle_tpu"))
+    flax = tmp_path / "input/models/google/gemma-2/flax"
+    pair = {"TARGET": bundled_target(), "DRAFT": bundled_draft()}
+    for name, folder in pair.items():
+        version = flax / parameters[name] / "1"
+        version.parent.mkdir(parents=True)
+        checkpoint = open_checkpoint(folder)
+        write_checkpoint(checkpoint, version, to="kaggle", progress=False)
+    book = execute(
+        "kaggle_tpu",
+        tmp_path,
+        **dict(INPUT=str(tmp_path / "input"), DEVICE_GIB=0.25),
+        **dict(TENSOR_PARALLEL=2, DRAFT_TENSOR_PARALLEL=1),
+        **dict(MAX_MODEL_LEN=512, MAX_NUM_SEQS=1, MAX_TOKENS=32),
+    )
+    text = printed(book)
+    assert text.count("kaggle (Kaggle/Flax Orbax)") == 2
+    assert "No TPU: Settings > Accelerator > TPU v5e-8." in text
+    assert "\n32 pages: 512 tokens, 1 requests\n" in text
+    assert "times as fast, the same text\n" in text
+    check_speeds(text, 5)
+    assert num_pictures(book) == 2
