@@ -213,12 +213,16 @@ def test_memory_of_the_published_sizes(size: str, capsys):
 
 
 @pytest.mark.parametrize(
-    ("gib", "pages", "big_pages"), [(15.75, 1024, 0), (31.25, 1024, 1024)]
+    ("gib", "pages", "big_pages"),
+    [(15.75, 1024, 0), (24.25, 1024, 0), (31.25, 1024, 1024)],
 )
 def test_pages_on_the_devices_of_colab(gib: float, pages: int, big_pages: int):
-    # A page of the 9B and the 2B is 16 * 450,560 bytes; v6e-1 has room for 1,074.
+    # A page of the 9B and the 2B is 16 * 450,560 bytes: v6e-1 has room for 1,074, and
+    # 24.25 GiB for 96, which are too few for one request.
     space = run_cells("colab_tpu", "fits", "pages", limit=gib * GIB)
     assert (space["pages"], space["big_pages"]) == (pages, big_pages)
+    more = run_cells("colab_tpu", "fits", "pages", limit=gib * GIB, MAX_NUM_SEQS=8)
+    assert more["big_pages"] == (1074 if big_pages else 0)
     with pytest.raises(RuntimeError, match="Lower MAX_MODEL_LEN"):
         run_cells("colab_tpu", "fits", "pages", limit=5 * GIB)
 
