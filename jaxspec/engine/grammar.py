@@ -6,7 +6,9 @@ Owns what is known of the library, llguidance; who holds which matcher is
 
 import json
 import logging
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
@@ -20,10 +22,14 @@ _log = logging.getLogger(__name__)
 
 # Grammars kept ready, the most recent ones: requests often come with the same.
 MAX_KEPT = 64
+# Of stack, for each character of a grammar. The library calls itself for every rule of
+# a chain, and a full stack ends the process: 4,000 rules of 13 characters took 8 MiB.
+STACK_BYTES = 4096
+LEAST_STACK_BYTES = 2**24
 
 
 class GrammarCompiler:
-    """Makes matchers; the vocabulary is read when the first is asked for.
+    """Makes matchers, in any thread; the vocabulary is read when the first is wanted.
 
     Args:
         vocab_size: Rows of the network, at least the tokenizer's pieces.
@@ -34,6 +40,7 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._end_ids = end_ids
         self._kept: dict[str, llguidance.LLMatcher] = {}
+        self._lock = threading.Lock()
 
     @cached_property
     def _vocabulary(self) -> llguidance.LLTokenizer:
@@ -52,28 +59,49 @@ class GrammarCompiler:
         """
         try:
             grammar = _grammar_of(params)
-        except ValueError as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise _unusable(params, str(error)) from error
-        if grammar not in self._kept:
-            is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
-                grammar, self._vocabulary
-            )
-            matcher = (
-                None
-                if is_error
-                else llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
-            )
-            if matcher is None or matcher.is_error():
-                told = messages[0] if matcher is None else matcher.get_error()
-                raise _unusable(params, told)
-            for message in messages:
-                _log.warning("structured_outputs.%s: %s", params.kind, message)
-            if len(self._kept) >= MAX_KEPT:
+        with self._lock:
+            kept = self._kept.get(grammar)
+        if kept is None:
+            kept = self._compile(grammar, params)
+        with self._lock:
+            self._kept.pop(grammar, None)
+            self._kept[grammar] = kept  # the most recent last
+            if len(self._kept) > MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
-            self._kept[grammar] = matcher
-        # The most recent last.
-        self._kept[grammar] = self._kept.pop(grammar)
-        return self._kept[grammar].deep_copy()
+        return kept.deep_copy()
+
+    def _compile(
+        self, grammar: str, params: StructuredOutputsParams
+    ) -> llguidance.LLMatcher:
+        """Make a matcher in a thread that has the stack for it."""
+        size = LEAST_STACK_BYTES + STACK_BYTES * len(grammar)
+        with ThreadPoolExecutor(1) as thread:
+            with self._lock:
+                usual = threading.stack_size(size)
+                try:
+                    making = thread.submit(self._make, grammar)
+                finally:
+                    threading.stack_size(usual)
+            made, messages = making.result()
+        if made is None:
+            raise _unusable(params, messages[0])
+        for message in messages:
+            _log.warning("structured_outputs.%s: %s", params.kind, message)
+        return made
+
+    def _make(self, grammar: str) -> tuple[llguidance.LLMatcher | None, list[str]]:
+        """A matcher and warnings; or none, and why."""
+        is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
+            grammar, self._vocabulary
+        )
+        if is_error:
+            return None, messages
+        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
+        if matcher.is_error():
+            return None, [matcher.get_error()]
+        return matcher, messages
 
 
 class _Vocabulary:
@@ -103,8 +131,9 @@ def _grammar_of(params: StructuredOutputsParams) -> str:
     if params.grammar is not None:
         return llguidance.grammar_from("grammar", params.grammar)
     options: Any = _white_space_of(params)
+    # As text: the library follows a dict that holds itself until the stack is full.
     return llguidance.LLMatcher.grammar_from_json_schema(
-        _schema_of(params), overrides=options
+        json.dumps(_schema_of(params), allow_nan=False), overrides=options
     )
 
 

@@ -3,6 +3,8 @@
 import itertools
 import json
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,8 @@ EOS, OTHER_END = 1, 2
 STUB = GrammarCompiler(StubTokenizer(16), 16, (EOS, OTHER_END))
 # Tokens 4 to 15 of the stub are these characters.
 LETTERS = "%&'()*+,-./0"
+CIRCULAR: dict[str, Any] = {"type": "object"}
+CIRCULAR["properties"] = {"a": CIRCULAR}
 
 
 def allowed(matcher, vocab_size: int = 16) -> set[int]:
@@ -157,6 +161,9 @@ def test_white_space_and_additional_properties_of_json(bundled):
         (dict(grammar='root ::= "a'), "GBNF"),
         (dict(json="{"), "structured_outputs.json cannot be used: Expecting"),
         (dict(json="[]"), "a JSON schema is an object"),
+        (dict(json="[" * 100_000), "recursion"),
+        (dict(json=CIRCULAR), "Circular reference"),
+        (dict(json={"const": float("nan")}), "not JSON compliant"),
         (dict(json={"type": "strin"}), "Invalid type: strin"),
         (dict(json={"type": "string", "format": "no-such"}), "Unknown format"),
         (dict(json_object=True, whitespace_pattern="("), "unclosed group"),
@@ -181,3 +188,40 @@ def test_only_so_many_grammars_are_kept():
     for count in range(1, MAX_KEPT + 9):
         compiler.matcher(StructuredOutputsParams(regex=f"%{{{count}}}"))
     assert len(compiler._kept) == MAX_KEPT
+
+
+def chain_of_rules(count: int) -> StructuredOutputsParams:
+    rules = [f'r{i}: "%" r{i + 1}' for i in range(count)]
+    return StructuredOutputsParams(
+        grammar="\n".join(["start: r0", *rules, f'r{count}: "&"'])
+    )
+
+
+def chain_of_schemas(count: int) -> StructuredOutputsParams:
+    schemas: dict[str, Any] = {
+        f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(count)
+    }
+    schemas[f"d{count}"] = {"type": "string"}
+    return StructuredOutputsParams(json={"$ref": "#/$defs/d0", "$defs": schemas})
+
+
+@pytest.mark.parametrize(
+    "params", [chain_of_rules(5000), chain_of_schemas(1400)], ids=["rules", "schemas"]
+)
+def test_a_long_chain_does_not_end_the_process(params):
+    assert not STUB.matcher(params).is_error()
+
+
+def test_many_threads_ask_at_once():
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        # More than are kept: while one is looked up, another makes room for a third.
+        texts = ["%" * number for number in range(1, MAX_KEPT + 9)] * 12
+        forms = [StructuredOutputsParams(choice=[text]) for text in texts]
+        compiler = GrammarCompiler(StubTokenizer(16), 16, (EOS,))
+        with ThreadPoolExecutor(8) as threads:
+            assert all(threads.map(lambda form: allowed(compiler.matcher(form)), forms))
+        assert len(compiler._kept) == MAX_KEPT
+    finally:
+        sys.setswitchinterval(usual)
