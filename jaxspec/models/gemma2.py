@@ -31,23 +31,15 @@ def _parameter(
     shape: tuple[int, ...],
     axes: Axes,
     dtype: jnp.dtype,
-    rngs: nnx.Rngs | None,
     *,
     unit: int = 1,
 ) -> nnx.Param:
-    """Declare a parameter once: shape, logical axes, init.
+    """Declare a parameter once: shape and logical axes.
 
-    `unit` elements of the split axis stay on one device (a head's).
-
-    Matrices are stored (out, in), HuggingFace's order, and start at a standard
-    deviation of 1/sqrt(in); vectors (norm weights) start at zero. Without `rngs` only
-    the shape is declared.
+    `unit` elements of the split axis stay on one device (a head's). Matrices are stored
+    (out, in), HuggingFace's order.
     """
-    if rngs is None or len(shape) == 1:
-        return nnx.Param(jnp.zeros(shape, dtype), axes=axes, unit=unit)
-    scale = jnp.asarray(shape[-1] ** -0.5, jnp.float32)
-    values = jax.random.normal(rngs.params(), shape, jnp.float32) * scale
-    return nnx.Param(values.astype(dtype), axes=axes, unit=unit)
+    return nnx.Param(jnp.zeros(shape, dtype), axes=axes, unit=unit)
 
 
 def project(
@@ -116,7 +108,6 @@ class Attention(nnx.Module):
         config: ModelConfig,
         layer: int,
         dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
         backend: Backend,
     ):
         self.config, self.window = config, config.window(layer)
@@ -126,14 +117,14 @@ class Attention(nnx.Module):
         keys = config.num_kv_heads * config.head_dim
         unit = config.head_dim
         self.q_proj = _parameter(
-            (queries, model), ("q_head", "model"), dtype, rngs, unit=unit
+            (queries, model), ("q_head", "model"), dtype, unit=unit
         )
         # A head's key rows, then its value rows: the order of the pages.
         self.kv_proj = _parameter(
-            (2 * keys, model), ("kv_head", "model"), dtype, rngs, unit=2 * unit
+            (2 * keys, model), ("kv_head", "model"), dtype, unit=2 * unit
         )
         self.o_proj = _parameter(
-            (model, queries), ("model", "q_head"), dtype, rngs, unit=unit
+            (model, queries), ("model", "q_head"), dtype, unit=unit
         )
 
     def __call__(
@@ -183,15 +174,15 @@ def gate_block(hidden: int) -> int:
 class FeedForward(nnx.Module):
     """Gated GELU (tanh form)."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs | None):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
         model, hidden = config.hidden_size, config.intermediate_size
         # Gate and up rows alternate in blocks, so that both split alike on a mesh and
         # one matmul serves both.
         self.block = gate_block(hidden)
         self.gate_up_proj = _parameter(
-            (2 * hidden, model), ("hidden", "model"), dtype, rngs, unit=2 * self.block
+            (2 * hidden, model), ("hidden", "model"), dtype, unit=2 * self.block
         )
-        self.down_proj = _parameter((model, hidden), ("model", "hidden"), dtype, rngs)
+        self.down_proj = _parameter((model, hidden), ("model", "hidden"), dtype)
 
     def __call__(self, inputs: Float[Array, "row model"]) -> Float[Array, "row model"]:
         gate_up = project(inputs, self.gate_up_proj[...])
@@ -208,15 +199,14 @@ class Layer(nnx.Module):
         config: ModelConfig,
         layer: int,
         dtype: jnp.dtype,
-        rngs: nnx.Rngs | None,
         backend: Backend,
     ):
         self.epsilon = config.rms_norm_eps
-        self.attention = Attention(config, layer, dtype, rngs, backend)
-        self.feed_forward = FeedForward(config, dtype, rngs)
+        self.attention = Attention(config, layer, dtype, backend)
+        self.feed_forward = FeedForward(config, dtype)
 
         def norm() -> nnx.Param:
-            return _parameter((config.hidden_size,), ("model",), dtype, rngs)
+            return _parameter((config.hidden_size,), ("model",), dtype)
 
         self.input_norm, self.post_attention_norm = norm(), norm()
         self.pre_feed_forward_norm, self.post_feed_forward_norm = norm(), norm()
@@ -250,24 +240,22 @@ class Hidden(NamedTuple):
 
 
 class Gemma2(nnx.Module):
-    """The whole network. `rngs=None` declares shapes without random values."""
+    """The whole network, its parameters declared; `models.weights` binds them."""
 
     def __init__(
         self,
         config: ModelConfig,
         dtype: jnp.dtype,
-        rngs: nnx.Rngs | None = None,
         backend: Backend = Backend(),  # noqa: B008 frozen
     ):
         self.config = config
         self.embedding = _parameter(
-            (config.vocab_size, config.hidden_size), ("vocab", "model"), dtype, rngs
+            (config.vocab_size, config.hidden_size), ("vocab", "model"), dtype
         )
         self.layers = nnx.List(
-            Layer(config, layer, dtype, rngs, backend)
-            for layer in range(config.num_layers)
+            Layer(config, layer, dtype, backend) for layer in range(config.num_layers)
         )
-        self.final_norm = _parameter((config.hidden_size,), ("model",), dtype, rngs)
+        self.final_norm = _parameter((config.hidden_size,), ("model",), dtype)
 
     def hidden(
         self, batch: TokenBatch, kv_pages: tuple[Array, ...]

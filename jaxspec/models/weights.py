@@ -4,8 +4,9 @@ Owns the correspondence of names and the shardings; reading files and bringing e
 device its shard is `jaxspec_checkpoints`' business.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, UInt32
 from tqdm.auto import tqdm
 
 from jaxspec.config import ModelConfig
@@ -21,6 +23,7 @@ from jaxspec.models.gemma2 import Gemma2, gate_block
 from jaxspec.sharding import TARGET_MESH_AXES, kv_copies, named_sharding, num_parts
 from jaxspec_checkpoints import Sizes, Tensor, check_tensors, tensor_shapes
 from jaxspec_checkpoints.placement import place
+from jaxspec_kernels.rejection_sampling import noise
 
 # Canonical name within a layer -> (path, place among the parts of a fused parameter).
 _LAYER_PATHS: dict[str, tuple[tuple[str, ...], int]] = {
@@ -161,19 +164,57 @@ def random_params(
     mesh: Mesh,
     mesh_axes: tuple[str, ...] = TARGET_MESH_AXES,
 ) -> Params:
-    """Random parameters, placed like loaded ones: for tests and `load_format=dummy`."""
-    made = nnx.state(Gemma2(config, dtype, nnx.Rngs(params=seed)))
-    flat = dict(nnx.to_flat_state(made))
+    """Random parameters, placed like loaded ones: for tests and `load_format=dummy`.
+
+    Each is made where it stays, its shards alone and nothing beside them, and has the
+    same values on any mesh. Matrices, which are (out, in), have a standard deviation of
+    1/sqrt(in); vectors (norm weights) are zeros.
+    """
     spread, copies = _for_mesh(config, mesh, mesh_axes)
     _, declared = abstract_model(spread, dtype)
+    makers: dict[Any, Callable[[jax.Array], jax.Array]] = {}
     placed = {}
-    for path, variable in dict(nnx.to_flat_state(declared)).items():
-        values = flat[path][...]
-        if path[-1] == "kv_proj":
-            heads = values.reshape(config.num_kv_heads, -1, values.shape[1])
-            values = jnp.repeat(heads, copies, axis=0).reshape(variable.shape)
-        placed[path] = jax.device_put(values, _placement(variable, mesh, mesh_axes))
+    for number, (path, variable) in enumerate(nnx.to_flat_state(declared)):
+        shape, placement = variable.shape, _placement(variable, mesh, mesh_axes)
+        if len(shape) == 1:
+            placed[path] = jnp.zeros(shape, dtype, device=placement)
+            continue
+        repeats = copies if path[-1] == "kv_proj" else 1
+        form = shape, repeats, placement
+        if form not in makers:
+            make = partial(
+                _random_matrix,
+                shape=shape,
+                dtype=dtype,
+                block=2 * config.head_dim,
+                copies=repeats,
+            )
+            # Only a compiled function makes nothing but the shards.
+            makers[form] = jax.jit(make, out_shardings=placement)  # noqa: TID251
+        key = jax.random.fold_in(jax.random.key(np.uint32(seed)), number)
+        placed[path] = makers[form](jax.random.key_data(key))
     return nest(placed)
+
+
+def _random_matrix(
+    words: UInt32[Array, "2"],
+    *,
+    shape: tuple[int, int],
+    dtype: jnp.dtype,
+    block: int,
+    copies: int,
+) -> Array:
+    """Uniform values by a hash of where they stand: XLA writes nothing but them.
+
+    Args:
+        block: Rows that are repeated together, `copies` times.
+    """
+    row, column = (jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in (0, 1))
+    if copies > 1:
+        row = row // (block * copies) * block + row % block
+    unit = noise.uniform(words[0], words[1], row * jnp.uint32(shape[1]) + column)
+    # The standard deviation of a uniform is its width over sqrt(12).
+    return ((unit - 0.5) * jnp.float32((12 / shape[1]) ** 0.5)).astype(dtype)
 
 
 def _placement(variable: Any, mesh: Mesh, mesh_axes: tuple[str, ...]) -> NamedSharding:

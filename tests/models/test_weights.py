@@ -1,5 +1,6 @@
 """Canonical tensors arrive in their place, whole, in order; a wrong one is named."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config import ModelConfig
+from jaxspec.models import weights
 from jaxspec.models.weights import (
     bind,
     load_params,
@@ -281,6 +283,29 @@ def test_seed_decides_random_parameters():
     assert not np.array_equal(
         layers["0"]["attention"]["q_proj"], layers["1"]["attention"]["q_proj"]
     )
+
+
+def test_random_parameters_are_the_same_on_any_mesh():
+    config = make_config(**WIDE)
+    first, second = (
+        random_params(config, seed=1, dtype=FLOAT32, mesh=make_mesh(*shards))
+        for shards in ((1,), (8, 2))
+    )
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+def test_random_parameters_take_no_memory_but_their_own():
+    make = partial(
+        weights._random_matrix,
+        shape=(1024, 512),
+        dtype=BFLOAT16,
+        block=32,
+        copies=2,
+    )
+    words = jnp.zeros(2, jnp.uint32)
+    memory: Any = jax.jit(make).lower(words).compile().memory_analysis()
+    assert memory.output_size_in_bytes == 2 * 1024 * 512
+    assert memory.temp_size_in_bytes < 1024
 
 
 def test_bind_gives_a_model_over_the_same_arrays():

@@ -5,14 +5,18 @@ from jaxtyping import Array, Float, UInt32
 
 
 def exponential(first: Array, second: Array, ids: Array) -> Float[Array, "..."]:
-    """Exponential noise by a counter hash of two words and ids; strictly positive.
+    """Exponential noise by a counter hash of two words and ids; strictly positive."""
+    return -jnp.log(uniform(first, second, ids))
+
+
+def uniform(first: Array, second: Array, ids: Array) -> Float[Array, "..."]:
+    """Uniforms by a counter hash of two words and ids, strictly between 0 and 1.
 
     References: the finaliser of MurmurHash3 (Appleby 2011).
     """
     bits = _mix(_mix(ids.astype(jnp.uint32) + first) ^ second)
     # Centred in its cell, so that neither 0 nor 1 comes out.
-    unit = ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
-    return -jnp.log(unit)
+    return ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
 
 
 def _mix(bits: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
