@@ -4,6 +4,7 @@ Knows nothing of models or engines; `jaxspec.engine.speculative_args` turns the 
 of three generations of arguments into a `SpeculativeConfig`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import no_type_check
 
@@ -12,6 +13,7 @@ from jaxspec.errors import (
     UnsupportedError,
     check_choice,
     check_integer,
+    check_number,
     wrong_argument,
 )
 
@@ -24,6 +26,8 @@ DEFAULT_PROMPT_LOOKUP = 5
 
 NGRAM, NGRAM_AND_MODEL, DRAFT_MODEL = "ngram", "ngram+draft_model", "draft_model"
 METHODS = (NGRAM, NGRAM_AND_MODEL, DRAFT_MODEL)
+# The rule that judges nothing: acceptance is given, and texts mean nothing.
+SYNTHETIC = "synthetic"
 
 
 # No checks by jaxtyping in the tests: the class has its own, with better errors.
@@ -37,7 +41,11 @@ class SpeculativeConfig:
             the sequence; "ngram+draft_model" asks the model where nothing matches.
         model: Folder of the draft model; None for "ngram".
         num_speculative_tokens: Draft tokens per step; a request may ask for fewer.
-        rejection_sample_method: Rule that decides which draft tokens stay.
+        rejection_sample_method: Rule that decides which draft tokens stay. "synthetic"
+            is for benchmarks: as many stay as one of the next two says.
+        synthetic_acceptance_rates: Entry i is how often all drafts up to the i-th stay.
+        synthetic_acceptance_length: Tokens per step on average, the target's own
+            included; as many whole drafts always stay, and the next one sometimes.
         draft_sample_method: Draw drafts from the draft's distribution, or its argmax.
         disable_by_batch_size: With more running requests, none is drafted for.
         max_model_len: Sequences longer than this are not drafted for.
@@ -50,6 +58,8 @@ class SpeculativeConfig:
     model: str | None = None
     num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS
     rejection_sample_method: str = "standard"
+    synthetic_acceptance_rates: Sequence[float] | None = None
+    synthetic_acceptance_length: float | None = None
     draft_sample_method: str = "probabilistic"
     disable_by_batch_size: int | None = None
     max_model_len: int | None = None
@@ -74,7 +84,7 @@ class SpeculativeConfig:
             f"at {MAX_DRAFT_TOKENS}; to decode without drafts, name no draft model.",
         )
         choices = {
-            "rejection_sample_method": ("standard", "block", "coupled"),
+            "rejection_sample_method": ("standard", "block", "coupled", SYNTHETIC),
             "draft_sample_method": ("probabilistic", "greedy"),
         }
         for name, allowed in choices.items():
@@ -87,6 +97,24 @@ class SpeculativeConfig:
         for name, low in lowest.items():
             if getattr(self, name) is not None:
                 check_integer(ConfigError, name, getattr(self, name), low=low)
+        self._check_synthetic()
+
+    @property
+    def forced_acceptance(self) -> tuple[float, ...] | None:
+        """Chance of each draft to stay if those before it do; None for a real rule."""
+        if self.rejection_sample_method != SYNTHETIC:
+            return None
+        rates, chances, before = self.synthetic_acceptance_rates, [], 1.0
+        if rates is None:
+            length = self.synthetic_acceptance_length
+            assert length is not None
+            # in 3.5 of 5 drafts -> [1, 1, 0.5, 0, 0]
+            places = range(self.num_speculative_tokens)
+            rates = [min(max(length - 1 - place, 0.0), 1.0) for place in places]
+        for rate in rates:
+            chances.append(rate / before if before else 0.0)
+            before = rate
+        return tuple(chances)
 
     @property
     def has_draft_model(self) -> bool:
@@ -106,6 +134,33 @@ class SpeculativeConfig:
             hint = f"For both kinds of draft, set method to {NGRAM_AND_MODEL!r}."
             allowed = f"left out for method {self.method!r}"
             raise wrong_argument(ConfigError, "model", allowed, self.model, hint)
+
+    def _check_synthetic(self) -> None:
+        names = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
+        given = [name for name in names if getattr(self, name) is not None]
+        is_synthetic = self.rejection_sample_method == SYNTHETIC
+        if len(given) != is_synthetic:
+            raise ConfigError(
+                f"rejection_sample_method={self.rejection_sample_method!r} takes "
+                f"{'exactly one' if is_synthetic else 'none'} of {' and '.join(names)}"
+                f", got {' and '.join(given) or 'none'}: they belong to {SYNTHETIC!r}.",
+                parameter=given[-1] if given else names[0],
+                value=getattr(self, given[-1]) if given else None,
+            )
+        count, rates = self.num_speculative_tokens, self.synthetic_acceptance_rates
+        if self.synthetic_acceptance_length is not None:
+            length = self.synthetic_acceptance_length
+            check_number(ConfigError, names[1], length, low=1, high=count + 1)
+        if rates is None:
+            return
+        if not isinstance(rates, (list, tuple)) or len(rates) != count:
+            allowed = f"a list of num_speculative_tokens={count} numbers"
+            raise wrong_argument(ConfigError, names[0], allowed, rates)
+        for place, rate in enumerate(rates):
+            # Whoever keeps a draft has kept those before it.
+            most = rates[place - 1] if place else 1
+            name = f"{names[0]}[{place}]"
+            check_number(ConfigError, name, rate, low=0, high=most)
 
     def _check_lookup(self) -> None:
         names = ("prompt_lookup_max", "prompt_lookup_min")

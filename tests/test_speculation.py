@@ -63,3 +63,60 @@ def test_keys_of_another_method(keys: dict[str, Any], texts: list[str]):
         SpeculativeConfig(**keys)
     for text in texts:
         assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "chances"),
+    [
+        ({"rates": [0.8, 0.4, 0.4]}, (0.8, 0.5, 1.0)),
+        ({"rates": (1, 0, 0)}, (1.0, 0.0, 0.0)),
+        ({"rates": [0.8**n for n in (1, 2, 3)]}, (0.8, 0.8, 0.8)),
+        ({"length": 1}, (0.0, 0.0, 0.0)),
+        ({"length": 2.25}, (1.0, 0.25, 0.0)),
+        ({"length": 4}, (1.0, 1.0, 1.0)),
+    ],
+)
+def test_forced_acceptance(given: dict[str, Any], chances: tuple[float, ...]):
+    """Chances after those before; a length is whole drafts and a part of the next."""
+    config = SpeculativeConfig(
+        model="draft",
+        num_speculative_tokens=3,
+        rejection_sample_method="synthetic",
+        **{f"synthetic_acceptance_{name}": value for name, value in given.items()},
+    )
+    assert config.forced_acceptance == pytest.approx(chances)
+
+
+def test_rules_that_judge_force_nothing():
+    for rule in ("standard", "block", "coupled"):
+        config = SpeculativeConfig(model="draft", rejection_sample_method=rule)
+        assert config.forced_acceptance is None
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, "takes exactly one of .*rates and .*length, got none"),
+        ({"rates": [1, 1, 1], "length": 2}, "got .*rates and .*length"),
+        ({"length": 2, "rule": "block"}, "'block' takes none of .*, got .*length"),
+        ({"rates": [0.5, 0.5]}, "a list of num_speculative_tokens=3 numbers, got"),
+        ({"rates": 0.5}, "a list of num_speculative_tokens=3 numbers, got 0.5"),
+        ({"rates": [0.5, 0.6, 0.1]}, r"rates\[1\] must be a number in \[0, 0.5\]"),
+        ({"rates": [1.1, 0.6, 0.1]}, r"rates\[0\] must be a number in \[0, 1\]"),
+        ({"rates": [0.5, 0.2, -0.1]}, r"rates\[2\] must .* got -0.1"),
+        ({"rates": [0.5, "x", 0.1]}, r"rates\[1\] must .* got 'x'"),
+        ({"length": 0.9}, r"length must be a number in \[1, 4\], got 0.9"),
+        ({"length": 4.1}, r"length must be a number in \[1, 4\], got 4.1"),
+        ({"length": True}, "got True"),
+    ],
+)
+def test_acceptance_that_cannot_be_forced(given: dict[str, Any], text: str):
+    rule = given.pop("rule", "synthetic")
+    keys = {f"synthetic_acceptance_{name}": value for name, value in given.items()}
+    with pytest.raises(ConfigError, match=text):
+        SpeculativeConfig(
+            model="draft",
+            num_speculative_tokens=3,
+            rejection_sample_method=rule,
+            **keys,
+        )

@@ -29,12 +29,16 @@ def accept(
     num_draft: Int[Array, " seq"],
     active: Active,
     backend: Backend,
+    *,
+    forced_acceptance: Float[Array, " chance"] | None = None,
 ) -> Verdict:
     """Decide a round; greedy, coupled, standard and block sequences side by side.
 
     Args:
         logits: Target rows, sequence-major: row i of a sequence follows its i-th draft.
         num_draft: Drafts of each sequence that count.
+        forced_acceptance: Draft i stays with chance i, if those before it do, whatever
+            the models say. At least one per draft; None lets the rules decide.
     """
     seqs, draft = proposal.tokens.shape
     width = draft + 1
@@ -44,7 +48,7 @@ def accept(
     position = active.num_tokens[:, None] + offset
 
     def decide(logits: Array, probs: Array | None, whole: tuple) -> Verdict:
-        tokens, num_draft, active, position, numbers = whole
+        tokens, num_draft, active, position, numbers, num_forced = whole
         logits = forbid_early_stop(
             logits, position.reshape(-1), active.repeat(width), axes
         )
@@ -63,6 +67,7 @@ def accept(
             accept_uniform=numbers.accept_uniform,
             sample_uniform=numbers.sample_uniform,
             noise_words=numbers.noise_words,
+            num_forced=num_forced,
             vocab_size=vocab_size,
             axis_name=axes,
             implementation=backend.implementation,
@@ -72,10 +77,31 @@ def accept(
     whole = PartitionSpec()
     rows = PartitionSpec(None, axes)
     probs = PartitionSpec(None, None, axes)
-    numbers = _draw_numbers(active, position)
+    numbers, num_forced = _draw_numbers(active, position), None
+    if forced_acceptance is not None:
+        num_forced = force(forced_acceptance[:draft], num_draft, active)
     return backend.split(decide, (rows, probs, whole), whole)(
-        logits, proposal.probs, (proposal.tokens, num_draft, active, position, numbers)
+        logits,
+        proposal.probs,
+        (proposal.tokens, num_draft, active, position, numbers, num_forced),
     )
+
+
+def force(
+    chances: Float[Array, " draft"], num_draft: Int[Array, " seq"], active: Active
+) -> Int[Array, " seq"]:
+    """How many drafts stay by chance alone, of each sequence that has `num_draft`.
+
+    The numbers are those that the rules would compare with: they depend on the
+    request's seed and on where the round starts.
+    """
+    shape = num_draft.shape[0], chances.shape[0]
+    index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
+    seed = jnp.broadcast_to(active.seed[:, None], (*shape, 2))
+    start = jnp.broadcast_to(active.num_tokens[:, None], shape)
+    uniform = randomness.uniform(seed, start, randomness.ACCEPT, index)
+    is_kept = (uniform < chances[None]) & (index < num_draft[:, None])
+    return jnp.cumprod(is_kept.astype(jnp.int32), axis=1).sum(axis=1)
 
 
 def _draw_numbers(active: Active, position: Int[Array, "seq width"]) -> _Numbers:

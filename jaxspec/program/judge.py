@@ -32,12 +32,14 @@ def judge(
     backend: Backend,
     *,
     adjust: Adjust | None,
+    forced_acceptance: Float[Array, " chance"] | None = None,
 ) -> Verdict:
     """Decide a round, with drafts or without.
 
     Args:
         logits: The model's own: row i of a sequence follows its i-th draft.
         adjust: What requests ask of single tokens; None where none asks anything.
+        forced_acceptance: As for `accept`.
     """
     if proposal is None:
         token = choose_next(logits, active, adjust=adjust)
@@ -46,7 +48,14 @@ def judge(
         seqs, draft = proposal.tokens.shape
         rows = logits.reshape(seqs, draft + 1, -1)
         logits = adjust(rows, proposal.tokens).reshape(logits.shape)
-    return accept(proposal, logits, num_draft, active, backend)
+    return accept(
+        proposal,
+        logits,
+        num_draft,
+        active,
+        backend,
+        forced_acceptance=forced_acceptance,
+    )
 
 
 def choose_next(

@@ -49,6 +49,7 @@ class Round:
         prompts: Tiles that ride along.
         after_prompts: The token after each tile's last, where prompts are told about.
         adjust: What requests ask of single tokens; None where none asks anything.
+        forced_acceptance: Chance of each draft to stay; None lets the rules decide.
     """
 
     target: Gemma2
@@ -61,6 +62,7 @@ class Round:
     backend: Backend
     pool: PoolShape
     shape: StepShape
+    forced_acceptance: Float[Array, " chance"] | None = None
 
     def judge(self, proposal: Proposal | None, pages: Pages) -> Judged:
         """Feed the newest tokens and their drafts, and decide."""
@@ -107,7 +109,13 @@ class Round:
         hidden, pages = self.target.hidden(join(batches), pages)
         logits, tile_logits = logits_of(self.target, hidden.rows, seqs * width)
         verdict = judge(
-            proposal, logits, self.num_draft, active, backend, adjust=self.adjust
+            proposal,
+            logits,
+            self.num_draft,
+            active,
+            backend,
+            adjust=self.adjust,
+            forced_acceptance=self.forced_acceptance,
         )
         tokens = place_next(tokens[:, 1:], verdict)
         told = logprobs.tell_some(logits, tokens, shape=shape, backend=backend)

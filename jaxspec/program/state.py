@@ -72,6 +72,8 @@ class EngineState:
     token_pages: Int[Array, "page page_size"]  # known tokens, prompt and output
     target_pages: tuple[Num[Array, "page page_size two_kv_head head_dim"], ...]
     draft_pages: tuple[Num[Array, "page page_size two_kv_head head_dim"], ...]
+    # Chance of each draft to stay if those before it do; None: the rules decide.
+    forced_acceptance: Float[Array, " chance"] | None = None
 
 
 def page_forms(

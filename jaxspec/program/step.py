@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
@@ -99,6 +99,7 @@ def speculative_step(
         launch,
         proposal,
         num_draft,
+        forced_acceptance=state.forced_acceptance,
         config=config,
         shape=shape,
     )
@@ -121,6 +122,7 @@ def speculative_step(
         token_pages=token_pages,
         target_pages=judged.pages,
         draft_pages=draft_pages,
+        forced_acceptance=state.forced_acceptance,
     )
     return state, jnp.concatenate([part.reshape(-1) for part in result])
 
@@ -216,6 +218,7 @@ def _judge(
     proposal: Proposal | None,
     num_draft: Int[Array, " seq"],
     *,
+    forced_acceptance: Float[Array, " chance"] | None,
     config: ProgramConfig,
     shape: StepShape,
 ) -> Judged:
@@ -239,6 +242,7 @@ def _judge(
         backend=backend,
         pool=pool,
         shape=shape,
+        forced_acceptance=forced_acceptance,
     )
     return this.judge(proposal, pages)
 

@@ -162,6 +162,32 @@ def by_whole_rows(one: Round) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)
 
 
+def forced_counts(one: Round, seed: int = 0) -> np.ndarray:
+    """How many drafts are to stay, of those that each sequence has."""
+    return np.random.default_rng(seed).integers(0, one.num_draft + 1).astype(np.int32)
+
+
+def by_force(one: Round, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The verdict where so many stay: the token is the target's own, in float64."""
+    sample = np.asarray(one.numbers["sample_uniform"])
+    position = jnp.asarray(START + counts, jnp.int32)
+    seed, vocab = jnp.asarray(one.seed), one.logits.shape[-1]
+    noise = np.asarray(randomness.exponential(seed, position, SAMPLE, vocab))
+    tokens = []
+    for seq, count in enumerate(counts):
+        row = one.logits[seq, count]
+        kept: Any = one.temperature[seq], one.top_k[seq], one.top_p[seq]
+        law = filtered_law(row, *kept, one.min_p[seq])
+        if one.kind[seq] == GREEDY:
+            tokens.append(row.argmax())
+        elif one.kind[seq] == COUPLED:
+            tokens.append((law / noise[seq]).argmax())
+        else:
+            is_past = (law > 0) & (np.cumsum(law) > sample[seq])
+            tokens.append(is_past.argmax())
+    return counts, np.array(tokens)
+
+
 def with_kind(one: Round, kind: int) -> Round:
     """The same round with one rule for all sequences."""
     temperature = np.maximum(one.temperature, np.float32(0.7)) * (kind != GREEDY)

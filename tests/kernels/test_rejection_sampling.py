@@ -27,7 +27,9 @@ from tests.kernels.rejection_rounds import (
     GREEDY,
     START,
     Round,
+    by_force,
     by_whole_rows,
+    forced_counts,
     make_round,
     with_kind,
 )
@@ -66,6 +68,18 @@ def check_rules(seeds: int = 6) -> None:
 
 def test_verdicts_are_those_of_whole_rows():
     check_rules()
+
+
+def test_forced_drafts_stay_and_the_target_goes_on():
+    """Whatever they are, in every rule; the token never comes from a residual."""
+    found = []
+    for seed in range(6):
+        one = make_round(seed=seed)
+        counts = forced_counts(one, seed)
+        verdict = run(one, num_forced=jnp.asarray(counts))
+        np.testing.assert_array_equal(verdict, by_force(one, counts))
+        found.append(counts != run(one)[0])
+    assert np.mean(found) > 0.3, "the rules would have decided so anyway"
 
 
 @pytest.mark.parametrize("tile", [50, 2048, 7])

@@ -12,7 +12,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec_kernels.rejection_sampling import reference
 from jaxspec_kernels.rejection_sampling.passes import Kernels
-from tests.kernels.rejection_rounds import Round, by_whole_rows, make_round, uncached
+from tests.kernels.rejection_rounds import (
+    Round,
+    by_force,
+    by_whole_rows,
+    forced_counts,
+    make_round,
+    uncached,
+)
 
 COLLECTIVE = re.compile(
     r"= (?P<types>.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|"
@@ -74,6 +81,15 @@ def test_verdicts_are_those_of_whole_rows(shape):
     for seed in range(5):
         one = make_round(seed=seed)
         np.testing.assert_array_equal(run(*padded(one)), by_whole_rows(one))
+
+
+def test_devices_agree_on_what_is_forced():
+    one = make_round(seed=3)
+    counts = forced_counts(one)
+    *arrays, numbers = padded(one)
+    numbers |= {"num_forced": jnp.asarray(counts)}
+    found = on_mesh((8,))(*arrays, numbers)
+    np.testing.assert_array_equal(found, by_force(one, counts))
 
 
 def test_point_mass_needs_no_array():

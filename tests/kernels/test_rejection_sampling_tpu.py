@@ -13,7 +13,12 @@ from jax.sharding import PartitionSpec as P
 from jaxspec_kernels.rejection_sampling import tpu
 from jaxspec_kernels.rejection_sampling.passes import Slice
 from tests.kernels.oracle import UNOPTIMISED
-from tests.kernels.rejection_rounds import by_whole_rows, make_round
+from tests.kernels.rejection_rounds import (
+    by_force,
+    by_whole_rows,
+    forced_counts,
+    make_round,
+)
 
 COLUMNS, VOCAB_SIZE, TILE = 300, 290, 128  # the third tile is cut, and has pads
 # Reads out of bounds raise, memory that nobody wrote is NaN.
@@ -82,6 +87,9 @@ def test_verdicts_are_those_of_whole_rows():
     )
     one = make_round(16, vocab=290)
     np.testing.assert_array_equal(run(*one.arrays, **one.numbers), by_whole_rows(one))
+    counts = forced_counts(one)
+    found = run(*one.arrays, **one.numbers, num_forced=jnp.asarray(counts))
+    np.testing.assert_array_equal(found, by_force(one, counts))
 
 
 def test_slices_agree_on_the_verdict():

@@ -1,5 +1,6 @@
 """One mixed batch: every sequence gets the verdict that a float64 loop gives it."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.program import accept, randomness
 from jaxspec.program.plan import BLOCK, COUPLED, STANDARD
 from jaxspec.program.propose import Proposal
-from tests.laws import filtered_law
+from tests.laws import check_counts, filtered_law
 from tests.rows import make_active
 
 SEQS, DRAFTS, VOCAB, START = 240, 3, 16, 20
@@ -72,10 +73,11 @@ def make_batch(kinds: np.ndarray) -> dict:
     )
 
 
-def run_accept(batch: dict) -> tuple[np.ndarray, np.ndarray]:
+def run_accept(batch: dict, **forced: Any) -> tuple[np.ndarray, np.ndarray]:
     tokens = jnp.asarray(batch["tokens"], jnp.int32)
     parent = jnp.zeros_like(tokens)
-    verdict = jax.jit(lambda *args: accept.accept(*args), static_argnums=4)(
+    decide = partial(accept.accept, **forced)
+    verdict = jax.jit(lambda *args: decide(*args), static_argnums=4)(
         Proposal(tokens, parent, jnp.asarray(batch["draft"])),
         jnp.asarray(batch["logits"].reshape(-1, VOCAB)),
         jnp.asarray(batch["num_draft"], jnp.int32),
@@ -188,3 +190,55 @@ def test_standard_beside_greedy():
 
 def test_coupled_batch():
     check_mixed_batch((COUPLED,))
+
+
+# More than there are drafts, as where a launch drafts fewer than the engine may.
+CHANCES = (0.9, 0.6, 0.75, 0.1)
+
+
+def forced_of(batch: dict, kinds: np.ndarray) -> list[tuple[int, int]]:
+    """Uniforms against the chances, then the target's own choice or draw."""
+    uniform, sample, noise = numbers_of(batch["active"])
+    verdicts = []
+    for row, kind in enumerate(kinds):
+        count = 0
+        while count < batch["num_draft"][row]:
+            if not uniform[row, count] < np.float32(CHANCES[count]):
+                break
+            count += 1
+        law = batch["target"][row, count]
+        if kind == GREEDY:
+            token = batch["masked"][row, count].argmax()
+        elif kind == COUPLED:
+            token = (law / noise[row, count]).argmax()
+        else:
+            token = invert(law, sample[row])
+        verdicts.append((count, int(token)))
+    return verdicts
+
+
+def test_forced_acceptance_takes_no_notice_of_the_models():
+    kinds = np.resize((STANDARD, COUPLED, GREEDY), SEQS)
+    batch = make_batch(kinds)
+    chances = jnp.array(CHANCES, jnp.float32)
+    found = run_accept(batch, forced_acceptance=chances)
+    np.testing.assert_array_equal(np.transpose(found), forced_of(batch, kinds))
+    judged = [count for count, _ in expected_of(batch, kinds)]
+    assert (found[0] != judged).mean() > 0.3
+
+
+def test_forced_counts_follow_the_chances():
+    seqs = 40_000
+    seeds = np.random.default_rng(3).integers(0, 2**32, (seqs, 2), dtype=np.uint32)
+    active = make_active(seqs, seed=seeds)
+    for count, law in (
+        (3, [0.1, 0.9 * 0.4, 0.54 * 0.25, 0.54 * 0.75]),
+        (1, [0.1, 0.9, 0, 0]),
+    ):
+        num_draft = jnp.full(seqs, count, jnp.int32)
+        found = accept.force(jnp.array(CHANCES[:3], jnp.float32), num_draft, active)
+        counts = np.bincount(np.asarray(found), minlength=4)
+        check_counts(counts, np.array(law))
+    sure = jnp.array([1.0, 1.0, 0.0], jnp.float32)
+    found = accept.force(sure, jnp.full(seqs, 3, jnp.int32), active)
+    assert set(np.asarray(found)) == {2}

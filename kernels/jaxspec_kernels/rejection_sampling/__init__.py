@@ -36,6 +36,7 @@ def rejection_sampling(
     accept_uniform: Float[Array, "seq draft"],
     sample_uniform: Float[Array, " seq"],
     noise_words: UInt32[Array, "seq draft+1 2"] | None = None,
+    num_forced: Int[Array, " seq"] | None = None,
     vocab_size: int | None = None,
     axis_name: str | tuple[str, ...] | None = None,
     implementation: str | None = None,
@@ -88,6 +89,9 @@ def rejection_sampling(
         sample_uniform: In [0, 1).
         noise_words: Random words per row, as the draft used at that position; None
             where no sequence is coupled; one that is would follow `STANDARD`.
+        num_forced: For benchmarks: as many drafts stay, at most `num_draft`, whatever
+            they are, and the token is the target's own after them. The passes over the
+            rows are made as ever. None lets the rules decide.
         vocab_size: Of the whole vocabulary; None where no column is a pad.
         axis_name: Mesh axes that split the vocabulary, major first.
         implementation: A name to force; None is that of jax's default backend.
@@ -111,6 +115,7 @@ def rejection_sampling(
         accept_uniform=accept_uniform,
         sample_uniform=sample_uniform,
         noise_words=noise_words,
+        num_forced=num_forced,
     )
     name = dispatch.resolve("rejection_sampling", implementation)
     tuned: dict[str, int] = {}
@@ -131,6 +136,7 @@ def rejection_sampling(
         accept_uniform=accept_uniform,
         sample_uniform=sample_uniform,
         noise_words=noise_words,
+        num_forced=num_forced,
         vocab_size=2**30 if vocab_size is None else vocab_size,
         axis_name=axis_name,
         **tuned,

@@ -48,6 +48,7 @@ def rejection_sampling(
     accept_uniform: Float[Array, "seq draft"],
     sample_uniform: Float[Array, " seq"],
     noise_words: UInt32[Array, "seq draft+1 2"] | None,
+    num_forced: Int[Array, " seq"] | None = None,
     vocab_size: int,
     axis_name: str | tuple[str, ...] | None,
     tile: int = passes.TILE,
@@ -106,8 +107,9 @@ def rejection_sampling(
             is_block=is_sampled & (rule == BLOCK),
             accept_uniform=accept_uniform,
             sample_uniform=sample_uniform,
+            num_forced=num_forced,
         )
-        chosen = _by_choices(draft_tokens, choices, num_draft)
+        chosen = _by_choices(draft_tokens, choices, num_draft, num_forced)
         is_drawn = is_sampled & ~is_coupled
         return jax.tree.map(
             lambda left, right: jnp.where(is_drawn, left, right), drawn, chosen
@@ -116,7 +118,7 @@ def rejection_sampling(
     return jax.lax.cond(
         is_sampled.any(),
         with_sampling,
-        lambda: _by_choices(draft_tokens, best, num_draft),
+        lambda: _by_choices(draft_tokens, best, num_draft, num_forced),
     )
 
 
@@ -191,9 +193,12 @@ def _by_choices(
     draft_tokens: Int[Array, "seq draft"],
     choices: Int[Array, "seq draft+1"],
     num_draft: Int[Array, " seq"],
+    num_forced: Int[Array, " seq"] | None,
 ) -> Verdict:
     """Accept drafts while they equal the target's own choices."""
     num_accepted = _prefix_length(draft_tokens == choices[:, :-1], num_draft)
+    if num_forced is not None:
+        num_accepted = num_forced
     return Verdict(num_accepted, _pick(choices, num_accepted))
 
 
@@ -209,6 +214,7 @@ def _by_chance(
     is_block: Bool[Array, " seq"],
     accept_uniform: Float[Array, "seq draft"],
     sample_uniform: Float[Array, " seq"],
+    num_forced: Int[Array, " seq"] | None,
 ) -> Verdict:
     """Accept by the standard or the block rule, then draw from one row.
 
@@ -232,6 +238,9 @@ def _by_chance(
         by_rule = jax.lax.cond(is_block.any(), by_block, lambda: (num_accepted, joint))
         num_accepted = jnp.where(is_block, by_rule[0], num_accepted)
         joint = jnp.where(is_block[:, None], by_rule[1], joint)
+    if num_forced is not None:
+        # As if no more had been drafted: what follows is the target's own.
+        num_accepted = num_draft = num_forced
     token = draw(
         part,
         logits,
