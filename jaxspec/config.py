@@ -19,7 +19,7 @@ from jaxspec.errors import (
     wrong_argument,
 )
 from jaxspec.model_config import ModelConfig as ModelConfig
-from jaxspec.speculation import SpeculativeConfig
+from jaxspec.speculation import SYNTHETIC, SpeculativeConfig
 from jaxspec_checkpoints import CheckpointError, files, model_files
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -50,6 +50,9 @@ class EngineConfig:
             requests' priorities (a lower value first), then by arrival.
         max_logprobs: Most likely tokens told per token, for requests that ask.
         chat_template: Used in place of the model's; a template, or a file's path.
+        load_format: What the folders must hold; "dummy" reads no weights and makes
+            random ones.
+        skip_tokenizer_init: Read no tokenizer: token ids go in and come out.
         generation_defaults: Sampling parameters that the model folder recommends.
         compilation_cache_dir: Where compiled programs are kept; None for nowhere.
     """
@@ -70,6 +73,7 @@ class EngineConfig:
     draft_model_config: ModelConfig | None = None
     chat_template: str | None = None
     load_format: str = "auto"
+    skip_tokenizer_init: bool = False
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     disable_log_stats: bool = False
     compilation_cache_dir: str | None = None
@@ -85,7 +89,8 @@ class EngineConfig:
             self.scheduling_policy,
             SCHEDULING_POLICIES,
         )
-        check_flag(ConfigError, "enable_prefix_caching", self.enable_prefix_caching)
+        for name in ("enable_prefix_caching", "skip_tokenizer_init"):
+            check_flag(ConfigError, name, getattr(self, name))
         check_integer(
             ConfigError, "max_logprobs", self.max_logprobs, low=0, high=MAX_LOGPROBS
         )
@@ -150,6 +155,14 @@ class EngineConfig:
     def num_logprobs(self) -> int:
         """Most likely tokens that a launch tells, where any request asks for them."""
         return min(self.max_logprobs, self.model_config.vocab_size)
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether acceptance is given, for benchmarks, and texts mean nothing."""
+        speculative = self.speculative
+        if speculative is None:
+            return False
+        return speculative.rejection_sample_method == SYNTHETIC
 
     @property
     def num_draft_tokens(self) -> int:

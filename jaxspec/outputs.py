@@ -19,21 +19,25 @@ class RequestSpecDecodeMetrics:
     Attributes:
         histogram: Entry i counts the steps that kept exactly i draft tokens.
         num_draft_tokens: Draft tokens proposed in all steps together.
+        is_synthetic: Acceptance was given, by the rule "synthetic": it says nothing
+            about the models, and the text means nothing.
     """
 
     histogram: list[int]
     num_draft_tokens: int = 0
+    is_synthetic: bool = False
 
     @classmethod
-    def empty(cls, max_draft_tokens: int) -> "RequestSpecDecodeMetrics":
+    def empty(
+        cls, max_draft_tokens: int, *, is_synthetic: bool = False
+    ) -> "RequestSpecDecodeMetrics":
         """Make the counts before the first step."""
-        return cls(histogram=[0] * (max_draft_tokens + 1))
+        counts = [0] * (max_draft_tokens + 1)
+        return cls(histogram=counts, is_synthetic=is_synthetic)
 
     def snapshot(self) -> "RequestSpecDecodeMetrics":
         """Copy the counts as they are now."""
-        return RequestSpecDecodeMetrics(
-            histogram=self.histogram.copy(), num_draft_tokens=self.num_draft_tokens
-        )
+        return dataclasses.replace(self, histogram=self.histogram.copy())
 
     def record_step(self, num_draft_tokens: int, num_accepted: int) -> None:
         """Count one step that proposed draft tokens."""

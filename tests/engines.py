@@ -128,12 +128,14 @@ def make_engine(
     runner: type[Runner] | None = None,
     draft_tensor_parallel_size: int = 1,
     lookup: tuple[int, int] | None = None,
+    acceptance_rates: tuple[float, ...] | None = None,
     **settings: Any,
 ) -> LLMEngine:
     """An engine over HuggingFace models; without any drafts it decodes plainly.
 
     Args:
         lookup: Most and fewest tokens of n-gram drafts, beside the model's or alone.
+        acceptance_rates: For the rule "synthetic".
         has_one_shape: Run every launch in the largest shape: far fewer compilations.
         is_optimized: Compile as for users, not as soon as possible.
         settings: Of `EngineConfig`, in place of `SETTINGS`.
@@ -149,6 +151,7 @@ def make_engine(
             prompt_lookup_min=lookup and lookup[1],
             num_speculative_tokens=num_draft_tokens,
             rejection_sample_method=rule,
+            synthetic_acceptance_rates=acceptance_rates,
             draft_sample_method=draft_sample_method,
             disable_by_batch_size=disable_by_batch_size,
             draft_tensor_parallel_size=draft_tensor_parallel_size,

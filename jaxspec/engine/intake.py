@@ -174,6 +174,7 @@ class Intake:
             max_logprobs=config.max_logprobs,
         )
         check_supported(params)
+        self._check_text(params)
         if params.n > MAX_TEXTS:
             allowed = f"at most {MAX_TEXTS}"
             raise wrong_argument(RequestError, "n", allowed, params.n)
@@ -181,6 +182,22 @@ class Intake:
         params.top_k = min(params.top_k, config.model_config.vocab_size)
         params.min_tokens = min(params.min_tokens, config.max_model_len)
         return params
+
+    def _check_text(self, params: SamplingParams) -> None:
+        """Refuse what needs text, or drafts that were judged, where there are none."""
+        if params.structured_outputs is not None and self._config.is_synthetic:
+            raise UnsupportedError(
+                "structured_outputs cannot hold with rejection_sample_method="
+                "'synthetic', which keeps drafts whatever they are.",
+                parameter="structured_outputs",
+                value=params.structured_outputs,
+            )
+        if self._tokenizer.has_text:
+            return
+        for name in ("stop", "bad_words", "structured_outputs"):
+            if getattr(params, name):
+                raise self._tokenizer.missing(name, getattr(params, name))
+        params.detokenize = False
 
     @no_type_check
     def features(self, params: SamplingParams) -> Features:
@@ -221,7 +238,9 @@ class Intake:
             num_draft = min(num_draft, params.num_speculative_tokens)
         metrics = None
         if num_draft:
-            metrics = RequestSpecDecodeMetrics.empty(config.num_draft_tokens)
+            metrics = RequestSpecDecodeMetrics.empty(
+                config.num_draft_tokens, is_synthetic=config.is_synthetic
+            )
         seed, rule = self._seed_and_rule(params)
         stop_ids = self._stop_ids(params)
         controls = make_controls(params, self._tokenizer, stop_ids)
@@ -269,7 +288,7 @@ class Intake:
             words = params.seed >> 32 & 0xFFFFFFFF, params.seed & 0xFFFFFFFF
             return words, RULES["coupled"]
         speculative, rule = self._config.speculative, "standard"
-        if speculative is not None:
+        if speculative is not None and not self._config.is_synthetic:
             rule = speculative.rejection_sample_method
         return (int(drawn[0]), int(drawn[1])), RULES[rule]
 

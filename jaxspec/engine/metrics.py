@@ -223,7 +223,13 @@ class EngineMetrics:
         dashboard stacks what it finds.
         """
         labels = dict(self._labels)
+        speculative, forced = self._config.speculative, list[Metric]()
+        chances = speculative and speculative.forced_acceptance
+        if chances:
+            told = ",".join(f"{one:g}" for one in chances)
+            forced = [self._gauge("synthetic_acceptance_info", 1, chances=told)]
         return [
+            *forced,
             self._round_s.read("round_time_seconds", labels),
             self._host_s.read("host_time_seconds", labels),
             *(
@@ -335,10 +341,11 @@ class EngineMetrics:
             for position, count in enumerate(stats.accepted_per_position)
         ]
         _log.info(
-            "SpecDecoding metrics: Mean acceptance length: %.2f, "
+            "SpecDecoding metrics%s: Mean acceptance length: %.2f, "
             "Accepted throughput: %.2f tokens/s, Drafted throughput: %.2f tokens/s, "
             "Accepted: %d tokens, Drafted: %d tokens, "
             "Per-position acceptance rate: %s, Avg Draft acceptance rate: %.1f%%",
+            " (synthetic acceptance)" if self._config.is_synthetic else "",
             1 + accepted / rounds,
             accepted / seconds,
             drafted / seconds,

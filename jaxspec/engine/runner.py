@@ -113,7 +113,15 @@ class Runner:
             ),
             target_pages=pages(target, self.params[0], TARGET_MESH_AXES),
             draft_pages=pages(draft, self.params[1], DRAFT_MESH_AXES),
+            forced_acceptance=self._forced_acceptance(),
         )
+
+    def _forced_acceptance(self) -> jax.Array | None:
+        speculative = self.config.speculative
+        chances = speculative and speculative.forced_acceptance
+        if not chances:
+            return None
+        return jax.device_put(np.array(chances, np.float32), replicated(self.mesh))
 
     def executable(self, shape: StepShape) -> Callable[..., Any]:
         """The compiled program of a shape, built on first use."""

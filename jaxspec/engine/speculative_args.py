@@ -55,8 +55,6 @@ _SPECULATIVE_LATER = (
     "parallel_drafting",
     "use_heterogeneous_vocab",
     "num_speculative_tokens_per_batch_size",
-    "synthetic_acceptance_rates",
-    "synthetic_acceptance_length",
     "posterior_threshold",
     "posterior_alpha",
 )

@@ -33,6 +33,8 @@ _HELP = {
     "its tokens",
     "jaxspec:host_time_seconds": "What a step takes besides waiting and compiling",
     "jaxspec:draft_tokens_chosen": "Launches that decode, by their drafts per sequence",
+    "jaxspec:synthetic_acceptance_info": "Acceptance is given, not found: chance of "
+    "each draft to stay after those before it",
     "jaxspec:num_compiles": "Programs that were compiled",
     "jaxspec:compile_seconds": "How long that took",
 }

@@ -88,4 +88,5 @@ def _drafts(completion: CompletionOutput) -> dict[str, Any] | None:
         "num_accepted_draft_tokens": counts.num_accepted_draft_tokens,
         "num_draft_tokens": counts.num_draft_tokens,
         "num_spec_tokens": len(counts.histogram) - 1,
+        **({"is_synthetic": True} if counts.is_synthetic else {}),
     }

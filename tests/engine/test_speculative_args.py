@@ -50,6 +50,21 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
                 "method": "draft_model",
             },
         ),
+        # Forced acceptance.
+        (
+            {
+                "speculative_config": SAME
+                | {
+                    "rejection-sample-method": "synthetic",
+                    "synthetic-acceptance-length": 3.5,
+                }
+            },
+            SAME
+            | {
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_length": 3.5,
+            },
+        ),
         # n-gram drafts: the first generation must say the most, and the fewest is 1 ...
         ({"speculative_model": "[ngram]", "ngram_prompt_lookup_max": 4}, lookup(4, 1)),
         (
@@ -161,6 +176,10 @@ def test_arguments_without_a_draft_model(arguments: dict[str, Any], given: str):
         (SAME | {"tensor_parallel_size": 2}, ["2", "draft_tensor_parallel_size"]),
         (SAME | {"num_spec_tokens": 3}, ["3", "did you mean num_speculative_tokens?"]),
         (SAME | {"prompt_lookup_max": 4}, ["prompt_lookup_max=4", "n-gram"]),
+        (
+            SAME | {"synthetic_acceptance_rate": 0.8},
+            ["0.8", "did you mean synthetic_acceptance_rates?"],
+        ),
     ],
 )
 def test_a_bad_dict(config: Any, texts: list[str]):

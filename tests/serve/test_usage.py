@@ -57,6 +57,19 @@ def finished(num_texts: int = 1) -> RequestOutput:
     )
 
 
+def test_acceptance_that_was_given_says_so():
+    output = finished()
+    drafts = output.outputs[0].spec_decode_metrics
+    assert drafts is not None
+    told = request_metrics(output, has_drafts=True, has_times=False)
+    assert told is not None
+    assert "is_synthetic" not in told["speculative_decoding"]
+    drafts.is_synthetic = True
+    told = request_metrics(output, has_drafts=True, has_times=False)
+    assert told is not None
+    assert told["speculative_decoding"]["is_synthetic"] is True
+
+
 def test_times_and_acceptance():
     told = request_metrics(finished(), has_drafts=True, has_times=True)
     assert told == {

@@ -1,0 +1,150 @@
+"""Forced acceptance: drafts stay by the given rates, whatever the models say.
+
+The draft is the target's opposite, so that a real rule keeps almost none of its drafts.
+"""
+
+import functools
+import logging
+
+import numpy as np
+import pytest
+
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.outputs import RequestOutput
+from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
+from tests.engines import (
+    generate,
+    make_draft_of,
+    make_engine,
+    make_micro,
+    tokens_of,
+    with_settings,
+)
+from tests.laws import check_counts
+
+RATES = (0.8, 0.5, 0.45)
+LAW = np.array([0.2, 0.3, 0.05, 0.45])
+PROMPTS = [[2, 4 + number % 9, 3, number % 5] for number in range(16)]
+
+
+@functools.cache
+def compiled() -> LLMEngine:
+    target = make_micro()
+    return make_engine(
+        target,
+        make_draft_of(target, sign=-1.0),
+        num_draft_tokens=3,
+        rule="synthetic",
+        acceptance_rates=RATES,
+        has_one_shape=True,
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+    )
+
+
+def params_of(count: int, **changes) -> list[SamplingParams]:
+    """Greedy, sampled and seeded requests in turn."""
+    kinds = [dict(temperature=0.0), dict(temperature=0.9), dict(seed=5)]
+    return [
+        SamplingParams(max_tokens=100, ignore_eos=True, **(kinds[i % 3] | changes))
+        for i in range(count)
+    ]
+
+
+def drafted_rounds(engine: LLMEngine, params: list[SamplingParams]) -> np.ndarray:
+    """Of every round with all drafts, how many it kept."""
+    kept, fetch = [], engine.runner.fetch
+
+    def note(*launched):
+        result = fetch(*launched)
+        is_whole = (result.num_draft == 3) & (result.num_emitted > 0)
+        kept.extend(result.num_accepted[is_whole])
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.runner, "fetch", note)
+        generate(engine, PROMPTS[: len(params)], params)
+    return np.array(kept)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_rounds_keep_drafts_by_the_rates():
+    kept = drafted_rounds(with_settings(compiled()), params_of(16))
+    assert len(kept) > 500
+    check_counts(np.bincount(kept, minlength=4), LAW)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_a_request_of_fewer_drafts_has_the_first_rates():
+    fewer = {"num_speculative_tokens": 1}
+    engine = with_settings(compiled())
+    generate(engine, PROMPTS, params_of(16, extra_args=fewer))
+    steps, kept = engine.stats.num_draft_rounds, engine.stats.num_accepted_tokens
+    assert engine.stats.num_draft_tokens == steps > 500
+    check_counts(np.array([steps - kept, kept]), np.array([0.2, 0.8]))
+
+
+def test_the_other_tokens_are_the_targets_own():
+    engine = with_settings(compiled())
+    origins = {"return_token_origins": True}
+    params = SamplingParams(
+        max_tokens=40, temperature=0.0, ignore_eos=True, extra_args=origins
+    )
+    output = generate(engine, PROMPTS[:1], params)[0].outputs[0]
+    assert output.token_origins is not None
+    own = [
+        place
+        for place, told in enumerate(output.token_origins)
+        if told.origin != "draft"
+    ]
+    assert 10 < len(own) < 30
+    known = PROMPTS[0] + list(output.token_ids)
+    before = [known[: len(PROMPTS[0]) + place] for place in own]
+    plain = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    choices = tokens_of(generate(engine, before, plain))
+    assert choices == [[output.token_ids[place]] for place in own]
+
+
+def test_seeds_repeat_alone_and_in_a_batch():
+    def texts(count: int, seed: int) -> list[list[int]]:
+        engine = with_settings(compiled())
+        params = params_of(count, seed=seed, max_tokens=40)
+        outputs = generate(engine, PROMPTS[:count], params)
+        return tokens_of(outputs)
+
+    together = texts(4, 11)
+    assert texts(1, 11) == together[:1]
+    assert texts(1, 12) != together[:1]
+
+
+def test_an_engine_repeats_itself():
+    texts = [
+        tokens_of(generate(with_settings(compiled()), PROMPTS[:3], params_of(3)))
+        for _ in range(2)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_every_output_says_so(caplog):
+    engine = with_settings(compiled())
+    (output,) = generate(engine, PROMPTS[:1], params_of(1))
+    assert spec_metrics(output).is_synthetic
+    assert spec_metrics(output).snapshot().is_synthetic
+    (info,) = [one for one in engine.get_metrics() if "synthetic" in one.name]
+    assert info.name == "jaxspec:synthetic_acceptance_info"
+    assert info.labels["chances"] == "0.8,0.625,0.9"
+    with caplog.at_level(logging.INFO):
+        engine.do_log_stats()
+    assert "SpecDecoding metrics (synthetic acceptance): Mean" in caplog.text
+
+
+def spec_metrics(output: RequestOutput):
+    found = output.outputs[0].spec_decode_metrics
+    assert found is not None
+    return found
+
+
+def test_a_grammar_cannot_hold():
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    with pytest.raises(NotImplementedError, match="'synthetic', which keeps drafts"):
+        with_settings(compiled()).add_request("0", PROMPTS[0], params)
