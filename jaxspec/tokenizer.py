@@ -25,7 +25,10 @@ class Tokenizer:
         has_turns: Whether there are turn markers.
         chat_template: What writes conversations; None for Gemma's turn format.
         plain_texts: Of every token the text it has within any text.
+        has_text: False where none was read: see `NoTokenizer`.
     """
+
+    has_text = True
 
     def __init__(self, pieces: Pieces, chat_template: ChatTemplate | None = None):
         self.pieces = pieces
@@ -236,6 +239,55 @@ class Tokenizer:
             variables=read_variables(chat_template_kwargs),
         )
         return self._marks.off(marked), self._parse(marked, self._marks.off)
+
+
+class NoTokenizer(Tokenizer):
+    """Stands where no tokenizer was read: token ids go in and come out.
+
+    Ids have no text, and whoever brings a text or a conversation is told why not.
+    """
+
+    has_text = False
+
+    def __init__(self, reason: str):
+        self.chat_template = None
+        self.vocab_size = 0
+        self.bos_token_id = self.eos_token_id = -1
+        self.pad_token_id = self.unk_token_id = -1
+        self.has_turns = False
+        self.all_special_ids = []
+        self.plain_texts = PlainTexts(self)
+        self._reason = reason
+
+    def missing(self, name: str, value: object) -> RequestError:
+        """Make the error for what was asked and needs a tokenizer."""
+        return RequestError(
+            f"{name} needs a tokenizer, and there is none: {self._reason}. Give token "
+            "ids as prompts, or name a tokenizer.",
+            parameter=name,
+            value=value,
+        )
+
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        *,
+        parse_special_tokens: bool = True,
+    ) -> list[int]:
+        raise self.missing("A text", text)
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        return ""
+
+    def is_byte(self, token_id: int) -> bool:
+        return False
+
+    @no_type_check
+    def write_chat(
+        self, messages: Sequence[Mapping[str, Any]], **_: object
+    ) -> tuple[str, list[int]]:
+        raise self.missing("A conversation", messages)
 
 
 def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:

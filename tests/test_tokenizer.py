@@ -9,7 +9,7 @@ import transformers
 import jaxspec_checkpoints
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.inputs import parse_prompt
-from jaxspec.tokenizer import Tokenizer, check_same_tokenizer
+from jaxspec.tokenizer import NoTokenizer, Tokenizer, check_same_tokenizer
 
 TEXTS = [
     "",
@@ -245,3 +245,23 @@ def test_another_number_of_pieces_is_another_tokenizer(tmp_path: Path):
 def test_it_encodes_prompts(tokenizer: Tokenizer):
     parsed = parse_prompt("Hello", tokenizer, tokenizer.vocab_size, 64)
     assert parsed.token_ids == tokenizer.encode("Hello")
+
+
+def test_no_tokenizer_knows_ids_alone():
+    nothing = NoTokenizer("nobody named one")
+    assert not nothing.has_text
+    assert Tokenizer.has_text
+    assert parse_prompt([2, 5], nothing, 16, 16).token_ids == [2, 5]
+    assert nothing.decode([2, 5]) == nothing.id_to_piece(5) == ""
+    assert nothing.convert_ids_to_tokens([2, 5]) == ["", ""]
+    assert nothing.token_bytes(5) == b""
+    assert nothing.plain_texts[5] == ""
+    assert nothing.turn_end_ids == ()
+    messages = [{"role": "user", "content": "Hi"}]
+    for ask in (
+        lambda: parse_prompt("Hi", nothing, 16, 16),
+        lambda: nothing.write_chat(messages),
+        lambda: nothing.apply_chat_template(messages),
+    ):
+        with pytest.raises(RequestError, match="needs a tokenizer.*nobody named one"):
+            ask()

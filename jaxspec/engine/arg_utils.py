@@ -58,13 +58,12 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "enable_chunked_prefill": (None, True),
     "logprobs_mode": ("raw_logprobs",),
     "stream_interval": (None, 1),
-    "skip_tokenizer_init": (False,),
     "enable_lora": (False,),
     "hf_overrides": (None, {}),
     "logits_processors": (None, []),
     "runner": ("auto", "generate"),
     "convert": ("auto", "none"),
-    "load_format": ("auto", "safetensors", "orbax"),
+    "load_format": ("auto", "safetensors", "orbax", "dummy"),
     "spec_decoding_acceptance_method": (None, "rejection_sampler"),
 }
 
@@ -95,6 +94,8 @@ class EngineArgs:
         scheduling_policy: "fcfs": who came first; "priority": lower `priority` first.
         max_logprobs: Most logprobs that a request may ask for per token; -1 allows the
             whole vocabulary, where that is small.
+        load_format: What folders hold; "dummy": random weights, by a config.json alone.
+        skip_tokenizer_init: Read no tokenizer: token ids go in and come out.
         generation_config: "auto" reads the model's recommended sampling parameters,
             "vllm" reads none, anything else is the folder to read them from.
         compilation_cache_dir: Keeps compiled programs between runs; "auto" is
@@ -121,6 +122,7 @@ class EngineArgs:
     scheduling_policy: str = "fcfs"
     max_logprobs: int = 20
     load_format: str = "auto"
+    skip_tokenizer_init: bool = False
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None
     disable_log_stats: bool = False
@@ -150,7 +152,6 @@ class EngineArgs:
     enable_chunked_prefill: bool | None = None
     logprobs_mode: str = "raw_logprobs"
     stream_interval: int | None = None
-    skip_tokenizer_init: bool = False
     enable_lora: bool = False
     hf_overrides: Any = None
     logits_processors: Any = None
@@ -253,6 +254,7 @@ class EngineArgs:
             speculative=speculative,
             draft_model_config=draft,
             load_format=self.load_format,
+            skip_tokenizer_init=self.skip_tokenizer_init,
             generation_defaults=_generation_defaults(self, folder),
             disable_log_stats=self.disable_log_stats,
             enable_prefix_caching=self.enable_prefix_caching is not False,
@@ -274,9 +276,9 @@ class AsyncEngineArgs(EngineArgs):
 
 
 def _fetched(args: EngineArgs, name: object, argument: str, **options: Any) -> Path:
-    return model_folder(
-        name, argument, token=args.hf_token, cache_dir=args.download_dir, **options
-    )
+    options = {"weights": args.load_format != "dummy"} | options
+    options |= {"token": args.hf_token, "cache_dir": args.download_dir}
+    return model_folder(name, argument, **options)
 
 
 def _tokenizer_folder(args: EngineArgs, folder: Path) -> Path:

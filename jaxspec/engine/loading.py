@@ -1,6 +1,8 @@
 """Owns what happens once, at the start: files to a tokenizer and to a runner."""
 
+import logging
 from collections.abc import Mapping
+from typing import Any
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.runner import (
@@ -10,12 +12,15 @@ from jaxspec.engine.runner import (
     use_compilation_cache,
 )
 from jaxspec.errors import ConfigError, wrong_argument
-from jaxspec.models.weights import Params, load_params
+from jaxspec.models.weights import Params, load_params, random_params
 from jaxspec.sharding import DRAFT_MESH_AXES, Mesh
-from jaxspec.tokenizer import Tokenizer, check_same_tokenizer
+from jaxspec.tokenizer import NoTokenizer, Tokenizer, check_same_tokenizer
 from jaxspec_checkpoints import CheckpointError, Tensor, model_files, open_checkpoint
 from jaxspec_checkpoints.layout import EMBEDDING
 
+_log = logging.getLogger(__name__)
+
+_TOKENIZER_FILES = {"tokenizer.model", "tokenizer.json"}
 # vLLM's names, and the formats of checkpoints that they mean.
 _LOAD_FORMATS = {
     "auto": ("hf", "kaggle", "orbax"),
@@ -27,9 +32,20 @@ _LOAD_FORMATS = {
 def read_tokenizer(config: EngineConfig) -> Tokenizer:
     """Read the target's tokenizer, and check that the draft's is the same one.
 
+    Returns:
+        A `NoTokenizer` where none is wanted, or where random weights need no text and
+        their folder has none.
+
     Raises:
         ConfigError: A tokenizer cannot be read, or they differ.
     """
+    if config.skip_tokenizer_init:
+        return NoTokenizer("skip_tokenizer_init=True")
+    has_one = _TOKENIZER_FILES & model_files(config.tokenizer).keys()
+    if _is_dummy(config) and config.tokenizer == config.model and not has_one:
+        reason = f"{config.model} has no tokenizer file"
+        _log.warning("%s: prompts are token ids, outputs have no text", reason)
+        return NoTokenizer(reason)
     tokenizer = Tokenizer.from_folder(config.tokenizer, config.chat_template)
     num_rows = config.model_config.vocab_size
     if tokenizer.vocab_size > num_rows:
@@ -43,7 +59,7 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
     folder = config.speculative and config.speculative.model
     if folder is not None:
         # A draft without a tokenizer of its own was trained for the target's.
-        if {"tokenizer.model", "tokenizer.json"} & model_files(folder).keys():
+        if _TOKENIZER_FILES & model_files(folder).keys():
             check_same_tokenizer(tokenizer, Tokenizer.from_folder(folder))
     return tokenizer
 
@@ -54,6 +70,7 @@ def make_runner(config: EngineConfig) -> Runner:
     Raises:
         ConfigError: A checkpoint is incomplete or damaged.
     """
+    _warn_of_what_is_made_up(config)
     store = use_compilation_cache(config.compilation_cache_dir)
     mesh = build_mesh(config)
     runner = Runner(config, mesh, *load_weights(config, mesh))
@@ -61,13 +78,30 @@ def make_runner(config: EngineConfig) -> Runner:
     return runner
 
 
+def _warn_of_what_is_made_up(config: EngineConfig) -> None:
+    if _is_dummy(config):
+        _log.warning("load_format='dummy': weights are random, texts mean nothing")
+    if config.speculative is not None and config.is_synthetic:
+        _log.warning(
+            "rejection_sample_method='synthetic': acceptance is given, not found, and "
+            "texts mean nothing. Draft i stays with chance %s if those before it do.",
+            config.speculative.forced_acceptance,
+        )
+
+
+def _is_dummy(config: EngineConfig) -> bool:
+    return config.load_format == "dummy"
+
+
 def load_weights(config: EngineConfig, mesh: Mesh) -> tuple[Params, Params | None]:
-    """Read the weights of target and draft.
+    """Read the weights of target and draft; make random ones if they are dummies.
 
     Raises:
         ConfigError: A checkpoint is incomplete or damaged.
     """
     dtype = choose_dtype(config.dtype, mesh)
+    if _is_dummy(config):
+        return _random_weights(config, mesh, dtype)
     # Both are checked before either is read: a wrong draft must not cost minutes.
     tensors = _open(config, config.model, "model")
     draft_tensors = None
@@ -95,6 +129,18 @@ def load_weights(config: EngineConfig, mesh: Mesh) -> tuple[Params, Params | Non
     except CheckpointError as error:
         raise ConfigError(str(error), parameter="model") from error
     return target, draft
+
+
+def _random_weights(
+    config: EngineConfig, mesh: Mesh, dtype: Any
+) -> tuple[Params, Params | None]:
+    options: dict[str, Any] = dict(dtype=dtype, mesh=mesh)
+    target = random_params(config.model_config, seed=config.seed, **options)
+    if config.draft_model_config is None:
+        return target, None
+    # Of its own: with the target's sizes it would be the target.
+    options |= dict(seed=config.seed ^ 1, mesh_axes=DRAFT_MESH_AXES)
+    return target, random_params(config.draft_model_config, **options)
 
 
 def _open(config: EngineConfig, folder: str, argument: str) -> Mapping[str, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 import jaxspec
+from jaxspec.config import EngineConfig
 from jaxspec.errors import (
     EngineDeadError,
     RequestError,
@@ -46,6 +47,15 @@ def health_routes(serving: Serving) -> APIRouter:
     return router
 
 
+def what_is_made_up(config: EngineConfig) -> dict[str, bool]:
+    """Say that texts mean nothing, where that is so: nothing, otherwise."""
+    told = {
+        "synthetic_acceptance": config.is_synthetic,
+        "random_weights": config.load_format == "dummy",
+    }
+    return {name: True for name, is_so in told.items() if is_so}
+
+
 def model_routes(serving: Serving) -> APIRouter:
     """Make GET /v1/models."""
     router = APIRouter()
@@ -61,6 +71,7 @@ def model_routes(serving: Serving) -> APIRouter:
             "root": serving.config.served_model_name,
             "parent": None,
             "max_model_len": serving.config.max_model_len,
+            **what_is_made_up(serving.config),
             "permission": [
                 {
                     "id": f"modelperm-{new_id()}",
@@ -126,6 +137,8 @@ def token_routes(serving: Serving) -> APIRouter:
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:
         """Tell the text of token ids."""
         serving.check_model(body.model)
+        if not tokenizer.has_text:
+            raise tokenizer.missing("A text of tokens", body.tokens)
         most = config.model_config.vocab_size - 1
         for token in body.tokens:
             check_integer(RequestError, "Every id of tokens", token, low=0, high=most)

@@ -153,12 +153,13 @@ def warm_up(engine: LLMEngine, extent: str) -> None:
         return
     params: list[SamplingParams] = []
     if extent == "all":
-        structured = StructuredOutputsParams(json_object=True)
         features: list[dict[str, Any]] = [
             {"logprobs": min(1, engine.config.num_logprobs)},
             {"presence_penalty": 1.0},
-            {"structured_outputs": structured},
         ]
+        if engine.tokenizer.has_text and not engine.config.is_synthetic:
+            structured = StructuredOutputsParams(json_object=True)
+            features.append({"structured_outputs": structured})
         params = [SamplingParams(**feature) for feature in features]
     with logging_redirect_tqdm(), watch_compiles(engine):
         engine.warm_up(sampling_params=params)

@@ -29,7 +29,7 @@ class Prompts:
         self._config, self._tokenizer = config, tokenizer
         self._settings = settings
         pieces = map(tokenizer.token_bytes, range(tokenizer.vocab_size))
-        self._longest_bytes = max(map(len, pieces))
+        self._longest_bytes = max(map(len, pieces), default=1)
 
     def of_completion(
         self, body: CompletionBody, max_tokens: int | None

@@ -7,12 +7,24 @@ import httpx
 import pytest
 
 import jaxspec
+from jaxspec.config import SpeculativeConfig
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.errors import EngineDeadError
+from jaxspec.serve.about import what_is_made_up
 from jaxspec.serve.app import make_app
 from jaxspec.serve.settings import ServerSettings
+from jaxspec.tokenizer import NoTokenizer
 from tests.engine.test_async_llm_engine import serve
-from tests.serving import COMPLETIONS, MESSAGES, PROMPT, error_of, post, serve_http
+from tests.loops import make_config
+from tests.serving import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    PROMPT,
+    error_of,
+    post,
+    serve_http,
+)
 
 
 def test_health_until_the_engine_has_died():
@@ -55,6 +67,46 @@ def test_models():
         error_of(await client.get("/v1/models/a"), 404, "NotFoundError")
 
     serve_http(ask, settings={"served_model_names": ("a/b", "c")})
+
+
+def test_models_say_what_is_made_up():
+    async def ask(client: httpx.AsyncClient) -> None:
+        (card,) = (await client.get("/v1/models")).json()["data"]
+        assert card["random_weights"] is True
+        assert "synthetic_acceptance" not in card
+
+    serve_http(ask, load_format="dummy")
+    forced = SpeculativeConfig(
+        model="draft",
+        num_speculative_tokens=3,
+        rejection_sample_method="synthetic",
+        synthetic_acceptance_length=2.0,
+    )
+    config = make_config(speculative=forced)
+    assert what_is_made_up(config) == {"synthetic_acceptance": True}
+    assert what_is_made_up(make_config()) == {}
+
+
+def test_without_a_tokenizer_what_needs_text_is_refused():
+    async def use(engine: AsyncLLMEngine) -> None:
+        engine.engine.tokenizer = NoTokenizer("it was left out")
+        app: Any = make_app(engine, ServerSettings())
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as one:
+            for path, body in [
+                ("/tokenize", {"prompt": PROMPT}),
+                ("/tokenize", {"messages": MESSAGES}),
+                ("/detokenize", {"tokens": [2, 3]}),
+                (COMPLETIONS, {"prompt": PROMPT}),
+                (CHAT, {"messages": MESSAGES}),
+            ]:
+                response = await one.post(path, json=body)
+                error_of(response, 400, "BadRequestError")
+                assert "it was left out" in response.text
+            found = await post(one, COMPLETIONS, prompt=[2, 3, 4], max_tokens=2)
+            assert found["usage"]["completion_tokens"] == 2
+
+    serve(use)
 
 
 def test_version_and_load():

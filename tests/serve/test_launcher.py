@@ -23,6 +23,7 @@ from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.errors import ConfigError
 from jaxspec.serve import launcher
 from jaxspec.serve.flags import read_flags
+from jaxspec.tokenizer import NoTokenizer
 from tests.engine.test_llm_engine import letters, make_fake_engine, said
 from tests.programs import quick_environment
 from tests.serving import COMPLETIONS, PROMPT, TurnsTokenizer, events_of
@@ -312,6 +313,11 @@ def test_what_is_compiled_first():
     assert any(params.logprobs is not None for params in everything)
     assert any(params.structured_outputs for params in everything)
     assert any(params.presence_penalty for params in everything)
+    # What the engine would refuse is not compiled for.
+    engine.tokenizer = NoTokenizer("it was left out")
+    launcher.warm_up(engine, "all")
+    assert asked[-1]
+    assert not any(params.structured_outputs for params in asked[-1])
 
 
 @pytest.mark.slow

@@ -1,0 +1,166 @@
+"""`load_format="dummy"`: random weights from a config alone, and ids without texts."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec import LLM, SamplingParams
+from jaxspec.engine import loading
+from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.runner import build_mesh
+from jaxspec.errors import ConfigError, RequestError
+from jaxspec.sampling_params import StructuredOutputsParams
+from jaxspec.tokenizer import NoTokenizer
+from jaxspec_checkpoints import bundled_target
+from tests.checkpoints.models import tiny_config, write_tiny
+from tests.engines import QuickRunner
+
+SIZES: dict[str, Any] = dict(max_model_len=64, max_num_seqs=2, dtype="float32")
+
+
+def write_config(folder: Path, family: str = "2b", **changes: Any) -> str:
+    """A folder with a config.json and nothing else."""
+    folder.mkdir()
+    changes = {"num_hidden_layers": 1} | changes
+    (folder / "config.json").write_text(json.dumps(tiny_config(family, **changes)))
+    return str(folder)
+
+
+def configure(model: Any, draft: Any = None, **options: Any) -> Any:
+    settings: dict[str, Any] = SIZES | {"load_format": "dummy"} | options
+    if draft is not None:
+        settings |= dict(speculative_model=str(draft), num_speculative_tokens=2)
+    return EngineArgs(model=str(model), **settings).create_engine_config()
+
+
+def forms(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), params)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_they_have_the_form_of_what_is_read(tmp_path, dtype):
+    """Spread over four devices, the draft over two of its own."""
+    write_tiny(tmp_path / "9b", family="9b")
+    write_tiny(tmp_path / "2b", family="2b")
+    options: dict[str, Any] = dict(
+        dtype=dtype,
+        tensor_parallel_size=4,
+        speculative_config={"draft_tensor_parallel_size": 2},
+    )
+    made, read = (
+        configure(tmp_path / "9b", tmp_path / "2b", load_format=how, **options)
+        for how in ("dummy", "auto")
+    )
+    mesh = build_mesh(made)
+    found, expected = (loading.load_weights(one, mesh) for one in (made, read))
+    assert forms(found) == forms(expected)
+    embeddings = [np.asarray(one["embedding"], np.float32) for one in found if one]
+    assert len(embeddings) == 2
+    assert all(np.isfinite(one).all() and one.any() for one in embeddings)
+
+
+def test_a_draft_of_the_targets_sizes_is_another_model(tmp_path):
+    folder = write_config(tmp_path / "model")
+    config = configure(folder, folder)
+    target, draft = loading.load_weights(config, build_mesh(config))
+    assert draft is not None
+    assert target["embedding"].shape == draft["embedding"].shape
+    assert not np.array_equal(target["embedding"], draft["embedding"])
+
+
+@pytest.fixture
+def llm(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "Runner", QuickRunner)
+    # A bundled model brings this engine's token ids; here nothing else is known.
+    target = write_config(tmp_path / "target", "9b")
+    draft = write_config(tmp_path / "draft")
+    with LLM(
+        target,
+        speculative_model=draft,
+        num_speculative_tokens=2,
+        load_format="dummy",
+        max_num_batched_tokens=32,
+        **SIZES,
+    ) as made:
+        yield made
+
+
+def test_a_config_is_enough(llm, caplog):
+    params = SamplingParams(max_tokens=20, ignore_eos=True, seed=3, logprobs=1)
+
+    def write() -> list[int]:
+        (output,) = llm.generate([[2, 5, 9]], params, use_tqdm=False)
+        assert output.outputs[0].text == ""
+        assert output.outputs[0].logprobs[0]
+        metrics = output.outputs[0].spec_decode_metrics
+        assert metrics.num_spec_steps > 5
+        return output.outputs[0].token_ids
+
+    tokens = write()
+    assert len(tokens) == 20
+    assert len(set(tokens)) > 5
+    llm.sleep(2)
+    llm.wake_up()
+    assert write() == tokens
+    for ask, name in [
+        (lambda: llm.generate("Hello", use_tqdm=False), "A text"),
+        (lambda: llm.chat([{"role": "user", "content": "Hi"}]), "A conversation"),
+        (lambda: llm.get_tokenizer().encode("Hi"), "A text"),
+    ]:
+        with pytest.raises(RequestError, match=f"{name} needs a tokenizer.*no token"):
+            ask()
+    for asked in (
+        {"stop": "x"},
+        {"bad_words": ["x"]},
+        {"structured_outputs": StructuredOutputsParams(regex="a")},
+    ):
+        (name,) = asked
+        with pytest.raises(RequestError, match=f"{name} needs a tokenizer") as caught:
+            llm.generate([[2]], SamplingParams(**asked), use_tqdm=False)
+        assert caught.value.parameter == name
+
+
+def test_the_log_says_that_texts_mean_nothing(tmp_path, caplog):
+    folder = write_config(tmp_path / "model")
+    forced = {
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": 2.5,
+    }
+    config = configure(folder, folder, speculative_config=forced)
+    with caplog.at_level(logging.WARNING):
+        loading.make_runner(config)
+        assert isinstance(loading.read_tokenizer(config), NoTokenizer)
+    assert "load_format='dummy': weights are random" in caplog.text
+    assert "'synthetic': acceptance is given" in caplog.text
+    assert "(1.0, 0.5)" in caplog.text
+    assert "has no tokenizer file: prompts are token ids" in caplog.text
+
+
+def test_a_tokenizer_that_is_there_is_read():
+    config = configure(bundled_target())
+    assert loading.read_tokenizer(config).encode("Hi")
+
+
+def test_no_tokenizer_where_none_is_wanted():
+    config = configure(bundled_target(), load_format="auto", skip_tokenizer_init=True)
+    found = loading.read_tokenizer(config)
+    with pytest.raises(RequestError, match="skip_tokenizer_init=True"):
+        found.encode("Hi")
+    with pytest.raises(ConfigError, match="skip_tokenizer_init must be True or False"):
+        configure(bundled_target(), skip_tokenizer_init="yes")
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "auto"])
+def test_a_tokenizer_that_is_named_must_be_there(tmp_path, load_format):
+    """And one for weights that were trained for it."""
+    write_config(tmp_path / "empty")
+    folder = write_config(tmp_path / "model")
+    options = {"tokenizer": str(tmp_path / "empty")} if load_format == "dummy" else {}
+    config = configure(folder, load_format=load_format, **options)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        loading.read_tokenizer(config)
