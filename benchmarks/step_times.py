@@ -1,0 +1,327 @@
+"""Times of the step program alone: plain steps, rounds of drafts, the target's pass.
+
+No engine and no text: sequences begin in the middle, after a context that nobody fed,
+and launches follow one another without a look at what they gave. Times do not depend on
+what is in the weights or the pages, nor on how many drafts stay, so weights are random
+and acceptance is forced.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxspec.config import ModelConfig
+from jaxspec.models.backend import Backend
+from jaxspec.models.weights import Params, bind, random_params
+from jaxspec.program.active import gather
+from jaxspec.program.plan import PlanLayout, PoolShape, StepPlan, StepResult, StepShape
+from jaxspec.program.propose.proposal import chain
+from jaxspec.program.round import Round
+from jaxspec.program.state import (
+    EngineState,
+    Rows,
+    init_pages,
+    init_rows,
+    init_token_pages,
+    page_forms,
+)
+from jaxspec.program.step import ProgramConfig, compile_step
+from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, make_mesh, replicated
+from jaxspec_kernels.bench_clock import Spread
+
+PAGE_SIZE = 16
+# XLA compiles several programs at once, each on a core or two.
+MAX_COMPILES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How much is run, and on what.
+
+    Attributes:
+        context: Known tokens of every sequence at the start of each run.
+        steps: Launches of one run.
+        repeats: Runs of which the median is told.
+        compiler_options: XLA's, by the names of its flags.
+    """
+
+    context: int = 1024
+    steps: int = 24
+    repeats: int = 5
+    dtype: str = "bfloat16"
+    compiler_options: dict[str, str | bool] | None = None
+
+    def pool(self, seqs: int, vocab_size: int, num_drafts: int) -> PoolShape:
+        """Room for the context and all that a run adds to it."""
+        longest = self.context + (self.steps + 1) * (num_drafts + 1)
+        table = -(-longest // PAGE_SIZE)
+        return PoolShape(
+            num_rows=seqs,
+            num_pages=seqs * table,
+            page_size=PAGE_SIZE,
+            max_model_len=table * PAGE_SIZE,
+            vocab_size=vocab_size,
+        )
+
+
+@dataclass(kw_only=True)
+class Timed:
+    """One program over some launches.
+
+    Attributes:
+        step_s: Of one launch, over the runs.
+        tokens: Per launch and sequence, over all runs.
+        accepted, drafted: Drafts, over all runs.
+    """
+
+    step_s: Spread
+    tokens: float
+    accepted: int = 0
+    drafted: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """A target and, maybe, its draft, on one device."""
+
+    target: ModelConfig
+    target_params: Params
+    draft: ModelConfig | None = None
+    draft_params: Params | None = None
+    setting: Setting
+    mesh: Mesh
+
+    @classmethod
+    def random(
+        cls, target: ModelConfig, draft: ModelConfig, setting: Setting
+    ) -> "Models":
+        """Random weights, made on the first device there is."""
+        mesh, dtype = make_mesh(1), jnp.dtype(setting.dtype)
+        make = functools.partial(random_params, dtype=dtype, mesh=mesh)
+        return cls(
+            target=target,
+            target_params=make(target, seed=0),
+            draft=draft,
+            draft_params=make(draft, seed=1, mesh_axes=DRAFT_MESH_AXES),
+            setting=setting,
+            mesh=mesh,
+        )
+
+    def draft_alone(self) -> "Models":
+        """The draft as a model of its own."""
+        assert self.draft is not None
+        assert self.draft_params is not None
+        return Models(
+            target=self.draft,
+            target_params=self.draft_params,
+            setting=self.setting,
+            mesh=self.mesh,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the target: what a plain step reads once."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.target_params))
+
+    def kv_bytes(self, seqs: int) -> int:
+        """Keys and values of the target that a plain step reads, at the start."""
+        dtype_bytes = jnp.dtype(self.setting.dtype).itemsize
+        return seqs * self.setting.context * self.target.kv_bytes_per_token(dtype_bytes)
+
+
+class Program:
+    """The step of one K, compiled, and a state to run it on.
+
+    Args:
+        chances: Of each draft to stay; None where the rules decide.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        *,
+        seqs: int = 1,
+        num_drafts: int = 0,
+        chances: tuple[float, ...] | None = None,
+    ):
+        self._models, self._seqs, self._num_drafts = models, seqs, num_drafts
+        self._has_drafts = num_drafts > 0
+        setting, vocab_size = models.setting, models.target.vocab_size
+        self.pool = setting.pool(seqs, vocab_size, num_drafts)
+        self.shape = StepShape(num_seqs=seqs, num_draft_tokens=num_drafts, chunk=0)
+        self._whole = replicated(models.mesh)
+        config = ProgramConfig(
+            target=models.target,
+            draft=models.draft if self._has_drafts else None,
+            pool=self.pool,
+            mesh=models.mesh,
+        )
+        draft_params = models.draft_params if self._has_drafts else None
+        self._params = (models.target_params, draft_params)
+        self._chances = chances
+        arguments = (*self._params, self._forms())
+        options = setting.compiler_options
+        self._step = compile_step(config, self.shape, arguments, options)
+        plan = StepPlan(decode=[(row, num_drafts) for row in range(seqs)])
+        vector = PlanLayout(self.shape, self.pool).pack(plan)
+        self._plan = jax.device_put(vector, self._whole)
+
+    def _forms(self) -> Any:
+        """The state's shapes and placement."""
+        models, pool, draft = self._models, self.pool, ()
+        arguments = pool, models.mesh
+        if self._has_drafts:
+            assert models.draft is not None
+            given = models.draft, models.draft_params
+            draft = page_forms(*given, *arguments, DRAFT_MESH_AXES)
+        small = jax.eval_shape(lambda: self._small(self._chances))
+        rows, token_pages, forced = jax.tree.map(
+            lambda form: jax.ShapeDtypeStruct(
+                form.shape, form.dtype, sharding=self._whole
+            ),
+            small,
+        )
+        forms: Any = EngineState  # of arrays that are not there
+        given = models.target, models.target_params
+        return forms(
+            rows=rows,
+            token_pages=token_pages,
+            target_pages=page_forms(*given, *arguments, TARGET_MESH_AXES),
+            draft_pages=draft,
+            forced_acceptance=forced,
+        )
+
+    def _small(self, chances: tuple[float, ...] | None) -> tuple[Any, ...]:
+        """All of a state but the pages of the models."""
+        forced = None if chances is None else jnp.array(chances, jnp.float32)
+        rows = begun_rows(self.pool, self._models.setting.context)
+        return rows, init_token_pages(self.pool), forced
+
+    def _make_state(self, chances: tuple[float, ...] | None) -> EngineState:
+        forms, small = self._forms(), self._small(chances)
+        rows, token_pages, forced = jax.device_put(small, self._whole)
+        return EngineState(
+            rows=rows,
+            token_pages=token_pages,
+            target_pages=init_pages(forms.target_pages),
+            draft_pages=init_pages(forms.draft_pages),
+            forced_acceptance=forced,
+        )
+
+    def run(
+        self, chances: tuple[float, ...] | None = None, *, repeats: int | None = None
+    ) -> Timed:
+        """Launch the steps of each repeat, one behind the other, and wait for the last.
+
+        Args:
+            chances: In place of those that it was made with.
+            repeats: In place of the setting's.
+        """
+        setting = self._models.setting
+        repeats = setting.repeats if repeats is None else repeats
+        chances = self._chances if chances is None else chances
+        state = self._make_state(chances)
+        rows = jax.device_get(state.rows)
+        seconds, emitted, accepted, drafted = [], 0, 0, 0
+        for repeat in range(repeats + 1):
+            state = dataclasses.replace(state, rows=jax.device_put(rows, self._whole))
+            jax.block_until_ready(state)
+            start, results = time.perf_counter(), []
+            for _ in range(setting.steps):
+                state, result = self._step(*self._params, state, self._plan)
+                results.append(result)
+            jax.block_until_ready(results[-1])
+            took_s = time.perf_counter() - start
+            if not repeat:
+                continue  # the first run warms caches and clocks
+            seconds.append(took_s / setting.steps)
+            for result in jax.device_get(results):
+                told = StepResult.unpack(np.asarray(result), self.shape)
+                assert not told.is_broken.any(), "NaN or infinity in random weights"
+                emitted += int(told.num_emitted.sum())
+                accepted += int(told.num_accepted.sum())
+                drafted += int(told.num_draft.sum())
+            # Another seed for the same places, so that repeats are no repetition.
+            rows = dataclasses.replace(rows, seed=rows.seed + np.uint32(1))
+        count = repeats * setting.steps * self._seqs
+        return Timed(
+            step_s=Spread.of(seconds),
+            tokens=emitted / count,
+            accepted=accepted,
+            drafted=drafted,
+        )
+
+
+def begun_rows(pool: PoolShape, context: int) -> Rows:
+    """Greedy sequences with pages of their own, in the middle of their texts."""
+    count = pool.num_rows
+    table = jnp.arange(count * pool.table_len, dtype=jnp.int32)
+    return dataclasses.replace(
+        init_rows(pool),
+        num_tokens=jnp.full(count, context, jnp.int32),
+        num_prompt=jnp.full(count, context, jnp.int32),
+        is_done=jnp.zeros(count, bool),
+        page_table=table.reshape(count, pool.table_len),
+        max_total=jnp.full(count, pool.max_model_len, jnp.int32),
+        seed=jnp.arange(2 * count, dtype=jnp.uint32).reshape(count, 2) + 17,
+    )
+
+
+def compile_all(makers: dict[Any, Callable[[], Program]]) -> dict[Any, Program]:
+    """Make programs at the same time: XLA leaves Python while it compiles."""
+    with ThreadPoolExecutor(MAX_COMPILES) as threads:
+        futures = {name: threads.submit(make) for name, make in makers.items()}
+        return {name: future.result() for name, future in futures.items()}
+
+
+def target_pass(models: Models, *, seqs: int, num_drafts: int) -> Spread:
+    """Time what the target does in a round of K drafts, by itself: K = 0 is plain."""
+    setting, target = models.setting, models.target
+    pool = setting.pool(seqs, target.vocab_size, num_drafts)
+    shape = StepShape(num_seqs=seqs, num_draft_tokens=num_drafts, chunk=0)
+    device = models.mesh.devices.flat[0]
+    program = ProgramConfig(target=target, draft=None, pool=pool, mesh=models.mesh)
+    backend: Backend = program.backend(TARGET_MESH_AXES)
+    rows = jax.device_put(begun_rows(pool, setting.context), device)
+    token_pages = jax.device_put(init_token_pages(pool), device)
+    drafts = jnp.zeros((seqs, num_drafts), jnp.int32)
+
+    def judge(params: Any, rows: Rows, token_pages: Any, drafts: Any, pages: Any):
+        active = gather(rows, token_pages, jnp.arange(seqs, dtype=jnp.int32))
+        this = Round(
+            target=bind(target, params, backend),
+            active=active,
+            num_draft=jnp.full(seqs, num_drafts, jnp.int32),
+            may_be_plain=False,
+            prompts=None,
+            after_prompts=None,
+            adjust=None,
+            backend=backend,
+            pool=pool,
+            shape=shape,
+        )
+        judged = this.judge(chain(drafts, None) if num_drafts else None, pages)
+        # What comes out goes in: no call can begin before the one before has ended.
+        return judged.tokens[:, :num_drafts], judged.pages
+
+    given = models.target_params, pool, models.mesh, TARGET_MESH_AXES
+    pages: Any = init_pages(page_forms(target, *given))
+    arguments = models.target_params, rows, token_pages, drafts, pages
+    lowered = jax.jit(judge, donate_argnums=4).lower(*arguments)
+    run, seconds = lowered.compile(setting.compiler_options), []
+    for _ in range(setting.repeats + 1):
+        start = time.perf_counter()
+        for _ in range(setting.steps):
+            drafts, pages = run(models.target_params, rows, token_pages, drafts, pages)
+        jax.block_until_ready((drafts, pages))
+        seconds.append((time.perf_counter() - start) / setting.steps)
+    return Spread.of(seconds[1:])
