@@ -9,7 +9,7 @@ and acceptance is forced.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -181,6 +181,7 @@ class Program:
         arguments = pool, models.mesh
         if self._has_drafts:
             assert models.draft is not None
+            assert models.draft_params is not None
             given = models.draft, models.draft_params
             draft = page_forms(*given, *arguments, DRAFT_MESH_AXES)
         small = jax.eval_shape(lambda: self._small(self._chances))
@@ -276,7 +277,7 @@ def begun_rows(pool: PoolShape, context: int) -> Rows:
     )
 
 
-def compile_all(makers: dict[Any, Callable[[], Program]]) -> dict[Any, Program]:
+def compile_all(makers: Mapping[Any, Callable[[], Program]]) -> dict[Any, Program]:
     """Make programs at the same time: XLA leaves Python while it compiles."""
     with ThreadPoolExecutor(MAX_COMPILES) as threads:
         futures = {name: threads.submit(make) for name, make in makers.items()}

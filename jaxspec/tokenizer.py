@@ -25,10 +25,7 @@ class Tokenizer:
         has_turns: Whether there are turn markers.
         chat_template: What writes conversations; None for Gemma's turn format.
         plain_texts: Of every token the text it has within any text.
-        has_text: False where none was read: see `NoTokenizer`.
     """
-
-    has_text = True
 
     def __init__(self, pieces: Pieces, chat_template: ChatTemplate | None = None):
         self.pieces = pieces
@@ -246,8 +243,6 @@ class NoTokenizer(Tokenizer):
 
     Ids have no text, and whoever brings a text or a conversation is told why not.
     """
-
-    has_text = False
 
     def __init__(self, reason: str):
         self.chat_template = None

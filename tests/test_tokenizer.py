@@ -249,8 +249,6 @@ def test_it_encodes_prompts(tokenizer: Tokenizer):
 
 def test_no_tokenizer_knows_ids_alone():
     nothing = NoTokenizer("nobody named one")
-    assert not nothing.has_text
-    assert Tokenizer.has_text
     assert parse_prompt([2, 5], nothing, 16, 16).token_ids == [2, 5]
     assert nothing.decode([2, 5]) == nothing.id_to_piece(5) == ""
     assert nothing.convert_ids_to_tokens([2, 5]) == ["", ""]

@@ -28,7 +28,7 @@ from jaxspec.inputs import ParsedPrompt, parse_prompt
 from jaxspec.outputs import RequestSpecDecodeMetrics, RequestStateStats
 from jaxspec.program.plan import MAX_STOP_IDS, RULES, Features
 from jaxspec.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.tokenizer import NoTokenizer, Tokenizer
 
 # Of one request, as in vLLM: each is a request of its own.
 MAX_TEXTS = 16_384
@@ -192,7 +192,7 @@ class Intake:
                 parameter="structured_outputs",
                 value=params.structured_outputs,
             )
-        if self._tokenizer.has_text:
+        if not isinstance(self._tokenizer, NoTokenizer):
             return
         for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name):

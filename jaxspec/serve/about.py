@@ -16,6 +16,7 @@ from jaxspec.errors import (
 from jaxspec.serve.protocol import DetokenizeBody, TokenizeBody
 from jaxspec.serve.refusals import ModelNotFoundError
 from jaxspec.serve.serving import Serving, new_id
+from jaxspec.tokenizer import NoTokenizer
 
 
 def health_routes(serving: Serving) -> APIRouter:
@@ -137,7 +138,7 @@ def token_routes(serving: Serving) -> APIRouter:
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:
         """Tell the text of token ids."""
         serving.check_model(body.model)
-        if not tokenizer.has_text:
+        if isinstance(tokenizer, NoTokenizer):
             raise tokenizer.missing("A text of tokens", body.tokens)
         most = config.model_config.vocab_size - 1
         for token in body.tokens:

@@ -27,6 +27,7 @@ from jaxspec.serve.app import make_app
 from jaxspec.serve.flags import Options
 from jaxspec.serve.serving import Serving
 from jaxspec.structured_outputs import StructuredOutputsParams
+from jaxspec.tokenizer import NoTokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -157,7 +158,8 @@ def warm_up(engine: LLMEngine, extent: str) -> None:
             {"logprobs": min(1, engine.config.num_logprobs)},
             {"presence_penalty": 1.0},
         ]
-        if engine.tokenizer.has_text and not engine.config.is_synthetic:
+        has_text = not isinstance(engine.tokenizer, NoTokenizer)
+        if has_text and not engine.config.is_synthetic:
             structured = StructuredOutputsParams(json_object=True)
             features.append({"structured_outputs": structured})
         params = [SamplingParams(**feature) for feature in features]

@@ -114,11 +114,12 @@ def test_a_config_is_enough(llm, caplog):
     ]:
         with pytest.raises(RequestError, match=f"{name} needs a tokenizer.*no token"):
             ask()
-    for asked in (
+    needs: list[dict[str, Any]] = [
         {"stop": "x"},
         {"bad_words": ["x"]},
         {"structured_outputs": StructuredOutputsParams(regex="a")},
-    ):
+    ]
+    for asked in needs:
         (name,) = asked
         with pytest.raises(RequestError, match=f"{name} needs a tokenizer") as caught:
             llm.generate([[2]], SamplingParams(**asked), use_tqdm=False)

@@ -177,7 +177,7 @@ def by_force(one: Round, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for seq, count in enumerate(counts):
         row = one.logits[seq, count]
         kept: Any = one.temperature[seq], one.top_k[seq], one.top_p[seq]
-        law = filtered_law(row, *kept, one.min_p[seq])
+        law = filtered_law(row, *kept, min_p=one.min_p[seq])
         if one.kind[seq] == GREEDY:
             tokens.append(row.argmax())
         elif one.kind[seq] == COUPLED:
