@@ -40,7 +40,7 @@ ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
 BATCHES = (1, 8)
 VERIFY_DRAFTS = 5
 COPIED_BYTES = 4 * 2**30
-# What the issue wants: share of bandwidth, share of the ceiling, verify / plain, and
+# Goals: share of bandwidth, share of the ceiling, verify / plain, and
 # the speed-up of 27B with 2B at 0.8.
 GOALS = {
     "plain_share_of_bandwidth": 0.75,
