@@ -21,6 +21,7 @@ class _Numbers(NamedTuple):
     accept_uniform: Float[Array, "seq draft"]
     sample_uniform: Float[Array, " seq"]
     noise_words: UInt32[Array, "seq width 2"]
+    num_forced: Int[Array, " seq"] | None = None
 
 
 def accept(
@@ -37,8 +38,7 @@ def accept(
     Args:
         logits: Target rows, sequence-major: row i of a sequence follows its i-th draft.
         num_draft: Drafts of each sequence that count.
-        forced_acceptance: Draft i stays with chance i, if those before it do, whatever
-            the models say. At least one per draft; None lets the rules decide.
+        forced_acceptance: As for `force`, at least one per draft; None forces nothing.
     """
     seqs, draft = proposal.tokens.shape
     width = draft + 1
@@ -48,7 +48,7 @@ def accept(
     position = active.num_tokens[:, None] + offset
 
     def decide(logits: Array, probs: Array | None, whole: tuple) -> Verdict:
-        tokens, num_draft, active, position, numbers, num_forced = whole
+        tokens, num_draft, active, position, numbers = whole
         logits = forbid_early_stop(
             logits, position.reshape(-1), active.repeat(width), axes
         )
@@ -67,7 +67,7 @@ def accept(
             accept_uniform=numbers.accept_uniform,
             sample_uniform=numbers.sample_uniform,
             noise_words=numbers.noise_words,
-            num_forced=num_forced,
+            num_forced=numbers.num_forced,
             vocab_size=vocab_size,
             axis_name=axes,
             implementation=backend.implementation,
@@ -77,23 +77,22 @@ def accept(
     whole = PartitionSpec()
     rows = PartitionSpec(None, axes)
     probs = PartitionSpec(None, None, axes)
-    numbers, num_forced = _draw_numbers(active, position), None
+    numbers = _draw_numbers(active, position)
     if forced_acceptance is not None:
         num_forced = force(forced_acceptance[:draft], num_draft, active)
+        numbers = numbers._replace(num_forced=num_forced)
     return backend.split(decide, (rows, probs, whole), whole)(
-        logits,
-        proposal.probs,
-        (proposal.tokens, num_draft, active, position, numbers, num_forced),
+        logits, proposal.probs, (proposal.tokens, num_draft, active, position, numbers)
     )
 
 
 def force(
     chances: Float[Array, " draft"], num_draft: Int[Array, " seq"], active: Active
 ) -> Int[Array, " seq"]:
-    """How many drafts stay by chance alone, of each sequence that has `num_draft`.
+    """How many drafts of each sequence stay, whatever the models say.
 
-    The numbers are those that the rules would compare with: they depend on the
-    request's seed and on where the round starts.
+    Draft i does with chance i, if those before it do. The numbers are those that the
+    rules would compare with, by the request's seed and where the round starts.
     """
     shape = num_draft.shape[0], chances.shape[0]
     index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
