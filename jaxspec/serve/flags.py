@@ -59,7 +59,7 @@ def read_flags(prog: str, arguments: Sequence[str]) -> Options:
         UnsupportedError: One asks for what the engine does not do.
     """
     parser = make_parser(prog)
-    arguments = [_dashed(argument) for argument in arguments]
+    arguments = [dashed(argument) for argument in arguments]
     config, _ = _config_parser().parse_known_args(arguments)
     if config.config is not None:
         arguments = [*_from_file(Path(config.config), parser), *arguments]
@@ -69,9 +69,7 @@ def read_flags(prog: str, arguments: Sequence[str]) -> Options:
 
 def _options(given: argparse.Namespace) -> Options:
     values = vars(given)
-    _choose_model(values)
-    names = [item.name for item in dataclasses.fields(AsyncEngineArgs)]
-    engine = AsyncEngineArgs(**{name: values[name] for name in names})
+    engine = engine_args(values)
     served = values["served_model_name"] or [values["model"]]
     chosen: dict[str, Any] = {"served_model_names": tuple(served)}
     for item in dataclasses.fields(ServerSettings):
@@ -89,9 +87,24 @@ def _options(given: argparse.Namespace) -> Options:
     )
 
 
+def engine_args(values: dict[str, Any]) -> AsyncEngineArgs:
+    """Make the engine's arguments of flags that `add_engine_flags` has added.
+
+    Args:
+        values: As argparse returns them; the model is settled in them as well.
+
+    Raises:
+        ConfigError: A value cannot work.
+        UnsupportedError: One asks for what the engine does not do.
+    """
+    _choose_model(values)
+    names = [item.name for item in dataclasses.fields(AsyncEngineArgs)]
+    return AsyncEngineArgs(**{name: values[name] for name in names})
+
+
 def _choose_model(values: dict[str, Any]) -> None:
     """Settle the model: as an argument, as a flag, or the bundled pair."""
-    tag, name = values["model_tag"], values["model"]
+    tag, name = values.get("model_tag"), values["model"]
     if tag is not None and name is not None and tag != name:
         allowed = f"left out, or {tag!r}, which stands alone on the command line"
         raise wrong_argument(ConfigError, "--model", allowed, name)
@@ -104,7 +117,7 @@ def _choose_model(values: dict[str, Any]) -> None:
                 values["num_speculative_tokens"] = BUNDLED_DRAFT_TOKENS
 
 
-def _dashed(argument: str) -> str:
+def dashed(argument: str) -> str:
     """Spell a flag with dashes, however it was spelled; vLLM takes both."""
     if not argument.startswith("--"):
         return argument
@@ -180,7 +193,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     _add_listening(parser.add_argument_group("listening"))
     _add_life(parser.add_argument_group("start and end"))
     _add_settings(parser.add_argument_group("answers and limits"))
-    _add_engine(parser)
+    add_engine_flags(parser)
     return parser
 
 
@@ -241,7 +254,8 @@ def _add_settings(group: argparse._ArgumentGroup) -> None:
         group.add_argument(flag, **options)
 
 
-def _add_engine(parser: argparse.ArgumentParser) -> None:
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every field of `AsyncEngineArgs`."""
     told = _documented(*AsyncEngineArgs.__mro__[:-1])
     group = parser.add_argument_group("model and engine")
     for item in dataclasses.fields(AsyncEngineArgs):
