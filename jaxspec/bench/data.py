@@ -1,0 +1,161 @@
+"""Owns the prompts of a benchmark: where they come from, and their tokens.
+
+Knows nothing of engines or servers; an offline run has a tokenizer and gets token ids,
+a run against a server sends texts.
+"""
+
+import itertools
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxspec.errors import ConfigError, check_integer, wrong_argument
+from jaxspec.tokenizer import Tokenizer
+
+DATASETS = ("bundled", "random", "custom", "prefix_repetition")
+BUNDLED = Path(__file__).with_name("prompts.jsonl")
+# A line of a prompts file: a bare text, or a conversation, whose first turn is asked.
+LINE = (
+    'a line of JSON with "prompt" (a text) or "turns" (a list of texts, the first of '
+    "which is asked as a user's turn)"
+)
+# Every one is at least one token of any vocabulary.
+WORDS = (
+    "time year people way day man thing woman life child world school state family "
+    "student group country problem hand part place case week company system program "
+    "question work government number night point home water room mother area money "
+    "story fact month lot right study book eye job word business issue side kind head "
+    "house service friend father power hour game line end member law car city"
+).split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        is_turn: A user's turn that the model answers, not a text that it continues.
+        num_tokens: The prompt is cut to so many tokens; None leaves it as it is.
+    """
+
+    text: str
+    is_turn: bool = False
+    category: str = ""
+    num_tokens: int | None = None
+
+    def token_ids(self, tokenizer: Tokenizer) -> list[int]:
+        """The ids that an engine is given."""
+        if self.is_turn and tokenizer.has_turns:
+            turn = {"role": "user", "content": self.text}
+            return tokenizer.write_chat([turn])[1]
+        return list(tokenizer.encode(self.text))[: self.num_tokens]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """What prompts a command line asks for, in vLLM's names.
+
+    Attributes:
+        path: Of "custom": a file with `LINE` on every line.
+        input_len: Of "random": tokens of a prompt (words, where there is no tokenizer).
+        prefix_len: Of "prefix_repetition", as the next two: what prompts share,
+        suffix_len: what each has of its own,
+        num_prefixes: and how many different beginnings there are.
+    """
+
+    name: str = "bundled"
+    path: Path | None = None
+    input_len: int = 32
+    prefix_len: int = 256
+    suffix_len: int = 32
+    num_prefixes: int = 4
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.name not in DATASETS:
+            allowed = "one of " + ", ".join(DATASETS)
+            raise wrong_argument(ConfigError, "--dataset-name", allowed, self.name)
+        for name in ("input_len", "suffix_len", "num_prefixes"):
+            check_integer(ConfigError, _flag(name), getattr(self, name), low=1)
+        check_integer(ConfigError, _flag("prefix_len"), self.prefix_len, low=0)
+        if (self.path is not None) != (self.name == "custom"):
+            allowed = "a file with prompts, for --dataset-name custom and no other"
+            raise wrong_argument(ConfigError, "--dataset-path", allowed, self.path)
+
+    def prompts(self, count: int) -> list[Prompt]:
+        """So many prompts; those of a file in turn, as often as it takes.
+
+        Raises:
+            ConfigError: The file cannot be read, or a line of it is no prompt.
+        """
+        if self.name in ("bundled", "custom"):
+            found = read_prompts(self.path or BUNDLED)
+            return list(itertools.islice(itertools.cycle(found), count))
+        draw = random.Random(self.seed)
+        if self.name == "random":
+            return [_words(draw, self.input_len) for _ in range(count)]
+        stems = [_words(draw, self.prefix_len).text for _ in range(self.num_prefixes)]
+        total = self.prefix_len + self.suffix_len
+        return [
+            Prompt(
+                text=f"{stems[i % len(stems)]} {_words(draw, self.suffix_len).text}",
+                category=self.name,
+                num_tokens=total,
+            )
+            for i in range(count)
+        ]
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Read a file of prompts.
+
+    Raises:
+        ConfigError: It cannot be read, holds none, or has a line that is no prompt.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--dataset-path must be a file with prompts, got {str(path)!r}: {error}",
+            parameter="dataset_path",
+            value=str(path),
+        ) from error
+    found = [
+        _prompt(line, f"Line {number} of {path.name}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not found:
+        allowed = "a file with at least one prompt"
+        raise wrong_argument(ConfigError, "--dataset-path", allowed, str(path))
+    return found
+
+
+def _prompt(line: str, where: str) -> Prompt:
+    try:
+        entry: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise wrong_argument(ConfigError, where, LINE, line, str(error)) from error
+    if not isinstance(entry, dict):
+        raise wrong_argument(ConfigError, where, LINE, entry)
+    turns = entry.get("turns")
+    if turns is not None and not (isinstance(turns, list) and turns):
+        raise wrong_argument(ConfigError, where, LINE, entry)
+    text = entry.get("prompt") if turns is None else turns[0]
+    if not isinstance(text, str) or not text:
+        raise wrong_argument(ConfigError, where, LINE, entry)
+    category = entry.get("category") or entry.get("domain") or ""
+    return Prompt(text=text, is_turn=turns is not None, category=str(category))
+
+
+def _words(draw: random.Random, count: int) -> Prompt:
+    text = " ".join(draw.choices(WORDS, k=count))
+    return Prompt(text=text, category="random", num_tokens=count)
+
+
+def _flag(name: str) -> str:
+    repeated = ("prefix_len", "suffix_len", "num_prefixes")
+    stem = f"prefix_repetition_{name}" if name in repeated else name
+    return "--" + stem.replace("_", "-")

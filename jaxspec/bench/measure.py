@@ -1,0 +1,279 @@
+"""Owns timed runs of one engine: what a batch of requests took, step by step.
+
+Modes (plain, and so many drafts a round) run in turn in one process with one set of
+weights, so that a slow moment of the machine hits them all. A run in which a program
+was compiled says nothing and is repeated.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jaxspec.bench.acceptance import Acceptance
+from jaxspec.bench.failure import BenchError
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.outputs import RequestOutput
+from jaxspec.sampling_params import SamplingParams
+
+# Which sizes rounds have depends on what is accepted, so a run may meet a new one late.
+MOST_COMPILING_RUNS = 32
+
+_request_ids = (f"bench-{number}" for number in itertools.count())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Requests that come at one moment.
+
+    Attributes:
+        params: One for each prompt.
+    """
+
+    prompts: Sequence[list[int]]
+    params: Sequence[SamplingParams]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A stretch of decoding.
+
+    Attributes:
+        num_seqs: Requests that decoded all the time; None where they came and went.
+        host_s: What `step` spent outside of waiting for the device.
+    """
+
+    seconds: float
+    num_tokens: int
+    num_rounds: int
+    host_s: float
+    num_seqs: int | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def round_s(self) -> float:
+        """Seconds from one round's tokens to the next round's."""
+        return self.seconds / max(self.num_rounds, 1)
+
+    @property
+    def host_per_round_s(self) -> float:
+        return self.host_s / max(self.num_rounds, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one batch took.
+
+    Attributes:
+        elapsed_s: From the first request to the last token.
+        token_ids: Of each request, in the order of the batch.
+        first_token_s: From a request to its first token, for each.
+        per_token_s: From the first token to the last by the tokens between, of each
+            request with more than one.
+        inter_token_s: Between two outputs of a request, one of which may hold several
+            tokens; empty where requests give only their last output.
+        decode: While all requests decoded; or, where they never did at once, from the
+            first token of any to the last. None for one token each.
+    """
+
+    elapsed_s: float
+    num_prompt_tokens: int
+    token_ids: list[list[int]]
+    first_token_s: list[float]
+    per_token_s: list[float]
+    inter_token_s: list[float]
+    decode: Span | None
+    acceptance: Acceptance
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """Generated tokens by the whole time, prompts included."""
+        return self.num_output_tokens / self.elapsed_s
+
+
+def run_batch(engine: LLMEngine, batch: Batch) -> Run:
+    """Run requests on an idle engine, none of whose pages are reused."""
+    is_idle = engine.reset_prefix_cache()
+    assert is_idle, "requests of somebody else are running"
+    before = Acceptance.of(engine.stats)
+    ids = list(itertools.islice(_request_ids, len(batch.prompts)))
+    watch = _Watch(engine, ids)
+    try:
+        for name, prompt, params in zip(ids, batch.prompts, batch.params, strict=True):
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            watch.see(engine.step())
+    except BaseException:
+        engine.abort_request(ids)
+        raise
+    finished = [watch.finished[name] for name in ids]
+    token_ids = [watch.tokens[name] for name in ids]
+    times = [output.metrics for output in finished]
+    assert all(one is not None for one in times)
+    first_s, per_token_s = [], []
+    for one, tokens in zip(times, token_ids, strict=True):
+        assert one is not None
+        first_s.append(one.first_token_latency)
+        if len(tokens) > 1:
+            took_s = one.last_token_ts - one.first_token_ts
+            per_token_s.append(took_s / (len(tokens) - 1))
+    return Run(
+        elapsed_s=watch.marks[-1].time_s - watch.start_s,
+        num_prompt_tokens=sum(map(len, batch.prompts)),
+        token_ids=token_ids,
+        first_token_s=first_s,
+        per_token_s=per_token_s,
+        inter_token_s=watch.gaps,
+        decode=watch.decode(),
+        acceptance=Acceptance.of(engine.stats) - before,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mark:
+    """The counts at a moment when outputs came."""
+
+    time_s: float
+    num_tokens: int
+    num_rounds: int
+    host_s: float
+    num_started: int
+    num_finished: int
+
+
+class _Watch:
+    """Notes when tokens come, and what the engine has counted then."""
+
+    def __init__(self, engine: LLMEngine, ids: list[str]):
+        self._stats, self._num_requests = engine.stats, len(ids)
+        self.tokens: dict[str, list[int]] = {name: [] for name in ids}
+        self.finished: dict[str, RequestOutput] = {}
+        self.gaps: list[float] = []
+        self.marks: list[_Mark] = []
+        self._last_s: dict[str, float] = {}
+        self._num_before = engine.stats.num_generated_tokens
+        self.start_s = time.monotonic()
+
+    def see(self, outputs: list[RequestOutput]) -> None:
+        """Take in what one step has returned; it may be nothing."""
+        num_tokens = self._stats.num_generated_tokens - self._num_before
+        if not outputs and (not self.marks or num_tokens == self.marks[-1].num_tokens):
+            return
+        now = time.monotonic()
+        for output in outputs:
+            name, (completion,) = output.request_id, output.outputs
+            self.tokens[name] += completion.token_ids
+            if name in self._last_s:
+                self.gaps.append(now - self._last_s[name])
+            self._last_s[name] = now
+            if output.finished:
+                self.finished[name] = output
+        self.marks.append(
+            _Mark(
+                time_s=now,
+                num_tokens=num_tokens,
+                num_rounds=self._stats.num_rounds,
+                host_s=self._stats.host_s,
+                num_started=len(self._last_s),
+                num_finished=len(self.finished),
+            )
+        )
+
+    def decode(self) -> Span | None:
+        """The stretch to tell speeds by: as `Run.decode` says."""
+        together = [
+            mark
+            for mark in self.marks
+            if mark.num_started == self._num_requests and not mark.num_finished
+        ]
+        # The mark at which the first ends still belongs to it: all decoded until then.
+        if together:
+            after = self.marks[self.marks.index(together[-1]) + 1]
+            return _span(together[0], after, self._num_requests)
+        first, last = self.marks[0], self.marks[-1]
+        return None if last.time_s == first.time_s else _span(first, last, None)
+
+
+def _span(begin: _Mark, end: _Mark, num_seqs: int | None) -> Span:
+    return Span(
+        seconds=end.time_s - begin.time_s,
+        num_tokens=end.num_tokens - begin.num_tokens,
+        num_rounds=end.num_rounds - begin.num_rounds,
+        host_s=end.host_s - begin.host_s,
+        num_seqs=num_seqs,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Runs of several modes, in turn.
+
+    Attributes:
+        runs: By mode, repeat by repeat.
+        num_discarded: Runs after the warm-up that compiled something.
+    """
+
+    runs: Mapping[str, list[Run]]
+    num_discarded: int
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """An engine, and how often it is measured.
+
+    Attributes:
+        advance: Called after every run that counts, for a progress bar.
+    """
+
+    engine: LLMEngine
+    num_warmups: int = 1
+    num_iters: int = 3
+    advance: Callable[[], object] = field(default=lambda: None)
+
+    def alternate(self, modes: Mapping[str, Batch]) -> Measured:
+        """Run all modes in turn; every other repeat begins with the last.
+
+        Raises:
+            BenchError: Every run compiles something.
+        """
+        for batch in modes.values():
+            self._warm_up(batch)
+        runs: dict[str, list[Run]] = {name: [] for name in modes}
+        num_discarded = 0
+        for repeat in range(self.num_iters):
+            names = list(modes)[:: -1 if repeat % 2 else 1]
+            for name in names:
+                while (run := self._run(modes[name])) is None:
+                    num_discarded += 1
+                    if num_discarded > MOST_COMPILING_RUNS:
+                        raise BenchError(
+                            f"{num_discarded} runs were discarded because programs "
+                            "were compiled in them; there is no end in sight."
+                        )
+                runs[name].append(run)
+                self.advance()
+        return Measured(runs=runs, num_discarded=num_discarded)
+
+    def _warm_up(self, batch: Batch) -> None:
+        """Run until nothing is compiled any more, and as often as was asked for."""
+        num_quiet = 0
+        for _ in range(MOST_COMPILING_RUNS):
+            num_quiet += self._run(batch) is not None
+            if num_quiet >= max(self.num_warmups, 1):
+                return
+        raise BenchError(
+            f"Programs were compiled in {MOST_COMPILING_RUNS} warm-up runs in a row."
+        )
+
+    def _run(self, batch: Batch) -> Run | None:
+        """One run; None if it compiled anything."""
+        num_compiles = self.engine.runner.num_compiles
+        run = run_batch(self.engine, batch)
+        return run if self.engine.runner.num_compiles == num_compiles else None

@@ -1,0 +1,256 @@
+"""Owns what the parts of a round cost on the device: drafts, target pass, verdict.
+
+A round is one program, which nobody can stop half way. So its parts are compiled by
+themselves and run over an engine's own state in the middle of decoding, with the same
+functions that the round calls. They move no length, hence disturb nothing: what they
+write lies behind the lengths, where the next round writes too. What a program costs
+that only hands the state back is taken off.
+"""
+
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxspec.bench.measure import Batch
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.models.weights import bind
+from jaxspec.program.active import Active, gather
+from jaxspec.program.commit import append, truncate
+from jaxspec.program.judge import judge, logits_of, place_next
+from jaxspec.program.propose import Proposal, draft_model, ngram
+from jaxspec.program.region import make_region
+from jaxspec.program.state import EngineState
+from jaxspec.program.step import ProgramConfig
+from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
+
+# Tokens that every sequence has beyond its prompt when parts are timed.
+FIRST_TOKENS = 4
+CALLS = 20
+
+Params = tuple[Any, Any]
+# From parameters, state, rows and what earlier parts made.
+Part = Callable[..., tuple[EngineState, Any]]
+_request_ids = (f"parts-{number}" for number in itertools.count())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Seconds that the parts of one round take.
+
+    Attributes:
+        num_draft_tokens: K; 0 is a plain round.
+        draft_s: The K passes of the draft model, and the lookup in the text.
+        verify_s: The target's pass over K + 1 positions of every sequence, to logits.
+        accept_s: The verdict, and its tokens written into the state.
+        num_bytes: Weights, keys and values that these passes read.
+    """
+
+    num_seqs: int
+    num_draft_tokens: int
+    draft_s: float
+    verify_s: float
+    accept_s: float
+    num_bytes: int
+
+    @property
+    def device_s(self) -> float:
+        return self.draft_s + self.verify_s + self.accept_s
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "num_seqs": self.num_seqs,
+            "num_draft_tokens": self.num_draft_tokens,
+            "draft_s": self.draft_s,
+            "verify_s": self.verify_s,
+            "accept_s": self.accept_s,
+            "num_bytes": self.num_bytes,
+            "bytes_per_s": self.num_bytes / max(self.device_s, 1e-9),
+        }
+
+
+def measure_parts(
+    engine: LLMEngine, batch: Batch, ladder: Sequence[int], *, calls: int = CALLS
+) -> list[Parts]:
+    """Time the parts of rounds with so many drafts, over all of a batch at once.
+
+    Args:
+        engine: Is idle, and is so again afterwards.
+        batch: As many requests as can run at a time, at most.
+        ladder: Values of K; 0 is a plain round.
+    """
+    ids = list(itertools.islice(_request_ids, len(batch.prompts)))
+    try:
+        for name, prompt, params in zip(ids, batch.prompts, batch.params, strict=True):
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        running = engine.scheduler.running
+        while engine.has_unfinished_requests():
+            engine.step()
+            least = min((r.stats.num_generation_tokens for r in running), default=0)
+            if len(running) == len(ids) and least >= FIRST_TOKENS:
+                break
+        assert len(running) == len(ids), "requests ended before they could be timed"
+        rows = jnp.asarray([request.row for request in running], jnp.int32)
+        kv_len = sum(
+            one.num_prompt_tokens + one.stats.num_generation_tokens for one in running
+        )
+        return [_parts(engine, rows, k, kv_len=kv_len, calls=calls) for k in ladder]
+    finally:
+        engine.abort_request(ids)
+        while engine.has_unfinished_requests():
+            engine.step()
+
+
+def _parts(
+    engine: LLMEngine, rows: Array, count: int, *, kv_len: int, calls: int
+) -> Parts:
+    config, timer = engine.runner.program, _Timer(engine, rows, calls)
+    empty_s, _ = timer.time(lambda params, state, rows: (state, rows))
+    draft_s, proposal = empty_s, None
+    if count:
+        draft_s, proposal = timer.time(functools.partial(_draft, config, count))
+    verify_s, logits = timer.time(functools.partial(_verify, config), proposal)
+    accept = functools.partial(_accept, config)
+    accept_s, _ = timer.time(accept, (proposal, logits))
+    return Parts(
+        num_seqs=len(rows),
+        num_draft_tokens=count,
+        draft_s=max(draft_s - empty_s, 0.0),
+        verify_s=max(verify_s - empty_s, 0.0),
+        accept_s=max(accept_s - empty_s, 0.0),
+        num_bytes=round_bytes(engine, count, kv_len),
+    )
+
+
+def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
+    """Bytes that a round must read: each model's weights, keys and values, per pass.
+
+    Args:
+        kv_len: Positions of all sequences together.
+    """
+    models = engine.config.model_config, engine.config.draft_model_config
+    total = 0
+    passes = 1, num_draft_tokens
+    for model, params, count in zip(models, engine.runner.params, passes, strict=True):
+        if model is None or params is None or not count:
+            continue
+        item = params["embedding"].dtype.itemsize
+        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        total += count * (weights + kv_len * model.kv_bytes_per_token(item))
+    return total
+
+
+def cost_ratio(engine: LLMEngine) -> float:
+    """Bytes of a draft pass by bytes of a target pass: c where memory sets the pace."""
+    target = round_bytes(engine, 0, 0)
+    return (round_bytes(engine, 1, 0) - target) / target
+
+
+class _Timer:
+    """Runs parts over an engine's state."""
+
+    def __init__(self, engine: LLMEngine, rows: Array, calls: int):
+        self._runner, self._rows, self._calls = engine.runner, rows, calls
+
+    def time(self, part: Part, *made: Any) -> tuple[float, Any]:
+        """Median seconds of a part until the device has done it, and what it made.
+
+        Args:
+            made: By the parts before it.
+        """
+        runner, seconds, result = self._runner, [], None
+        # The state is donated, as in a round: copies of all pages would be timed too.
+        lowered = jax.jit(part, donate_argnums=(1,)).lower(
+            runner.params, runner.state, self._rows, *made
+        )
+        program = lowered.compile(runner.compiler_options)
+        for _ in range(self._calls + 1):
+            jax.block_until_ready(runner.state)
+            start = time.perf_counter()
+            given = runner.params, runner.state, self._rows, *made
+            runner.state, result = program(*given)
+            jax.block_until_ready((runner.state, result))
+            seconds.append(time.perf_counter() - start)
+        return median(seconds[1:]), result  # the first call of a program is slower
+
+
+def _active(state: EngineState, rows: Array) -> Active:
+    return gather(state.rows, state.token_pages, rows)
+
+
+def _draft(
+    config: ProgramConfig, count: int, params: Params, state: EngineState, rows: Array
+) -> tuple[EngineState, Proposal]:
+    active, found = _active(state, rows), None
+    if config.lookup is not None:
+        found = ngram.look_up(
+            active, state.token_pages, config.lookup, num_draft_tokens=count
+        )
+    if config.draft is None:
+        assert found is not None, "nobody proposes"
+        return state, found.proposal
+    proposal, pages = draft_model.propose(
+        bind(config.draft, params[1], config.backend(DRAFT_MESH_AXES)),
+        state.draft_pages,
+        active,
+        None,
+        num_draft_tokens=count,
+        pool=config.pool,
+        is_greedy=config.has_greedy_draft,
+        found=found,
+    )
+    return dataclasses.replace(state, draft_pages=pages), proposal
+
+
+def _verify(
+    config: ProgramConfig,
+    params: Params,
+    state: EngineState,
+    rows: Array,
+    proposal: Proposal | None,
+) -> tuple[EngineState, Array]:
+    active = _active(state, rows)
+    tokens = active.last_tokens[:, 1:]
+    if proposal is not None:
+        tokens = jnp.concatenate([tokens, proposal.tokens], axis=1)
+    region = make_region(
+        tokens,
+        active.num_tokens + tokens.shape[1] - 1,
+        active.page_table,
+        jnp.broadcast_to(active.is_active[:, None], tokens.shape),
+        config.pool,
+    )
+    target = bind(config.target, params[0], config.backend(TARGET_MESH_AXES))
+    hidden, pages = target.hidden(region, state.target_pages)
+    logits, _ = logits_of(target, hidden.rows, tokens.size)
+    return dataclasses.replace(state, target_pages=pages), logits
+
+
+def _accept(
+    config: ProgramConfig,
+    params: Params,
+    state: EngineState,
+    rows: Array,
+    made: tuple[Proposal | None, Array],
+) -> tuple[EngineState, Any]:
+    proposal, logits = made
+    active, backend = _active(state, rows), config.backend(TARGET_MESH_AXES)
+    drafts, num_draft = jnp.zeros((len(rows), 0), jnp.int32), jnp.zeros_like(rows)
+    if proposal is not None:
+        drafts = proposal.tokens
+        num_draft = jnp.full_like(rows, drafts.shape[1])
+    verdict = judge(proposal, logits, num_draft, active, backend, adjust=None)
+    tokens = place_next(drafts, verdict)
+    emitted = truncate(tokens, verdict.num_accepted + 1, active)
+    moved, token_pages = append(state.rows, state.token_pages, active, emitted)
+    # The lengths that it would move to are told and forgotten.
+    told = moved.num_tokens, moved.is_done, emitted
+    return dataclasses.replace(state, token_pages=token_pages), told

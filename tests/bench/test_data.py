@@ -1,0 +1,117 @@
+"""Prompts: files, what is wrong with them, and random ones of a length."""
+
+import json
+
+import pytest
+
+from jaxspec.bench.data import BUNDLED, WORDS, Dataset, Prompt, read_prompts
+from jaxspec.errors import ConfigError
+from tests.serving import TurnsTokenizer
+
+NUMBERS = {word: number for number, word in enumerate(WORDS)}
+
+
+class WordTokenizer(TurnsTokenizer):
+    """A token for every word."""
+
+    def encode(self, text: str, *_: object, **__: object) -> list[int]:
+        return [NUMBERS[word] for word in text.split()]
+
+
+def lines_in(tmp_path, *entries):
+    path = tmp_path / "prompts.jsonl"
+    texts = [one if isinstance(one, str) else json.dumps(one) for one in entries]
+    path.write_text("\n".join(texts), encoding="utf-8")
+    return path
+
+
+def test_a_file_holds_texts_and_conversations(tmp_path):
+    path = lines_in(
+        tmp_path,
+        {"prompt": "once", "domain": "stories"},
+        "",
+        {"id": "x", "category": "code", "turns": ["write", "again"], "extra": 1},
+    )
+    once, write = Dataset(name="custom", path=path).prompts(2)
+    assert (once.text, once.is_turn, once.category) == ("once", False, "stories")
+    assert (write.text, write.is_turn, write.category) == ("write", True, "code")
+    again = Dataset(name="custom", path=path).prompts(5)
+    assert [prompt.text for prompt in again] == "once write once write once".split()
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("{", "Line 2 of prompts.jsonl must be a line of JSON"),
+        ("[1]", r"got \[1\]"),
+        ({"turns": []}, "Line 2"),
+        ({"turns": [1]}, "Line 2"),
+        ({"prompt": ""}, "Line 2"),
+        ({"text": "x"}, "Line 2"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(entry, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        read_prompts(lines_in(tmp_path, {"prompt": "x"}, entry))
+
+
+def test_a_file_that_is_not_there_or_empty(tmp_path):
+    with pytest.raises(ConfigError, match="--dataset-path must be a file"):
+        read_prompts(tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match="at least one prompt"):
+        read_prompts(lines_in(tmp_path, "", ""))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"name": "sharegpt"}, "--dataset-name must be one of bundled"),
+        ({"name": "custom"}, "--dataset-path must be a file"),
+        ({"name": "random", "path": BUNDLED}, "for --dataset-name custom"),
+        ({"input_len": 0}, "--input-len must be"),
+        ({"num_prefixes": 0}, "--prefix-repetition-num-prefixes must be"),
+    ],
+)
+def test_wrong_arguments(arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        Dataset(**arguments)
+
+
+def test_ours_are_prompts_of_several_kinds():
+    found = Dataset().prompts(8)
+    assert len({prompt.text for prompt in found}) == 8
+    assert {prompt.is_turn for prompt in found} == {True, False}
+
+
+def test_random_prompts_have_the_length_and_follow_the_seed():
+    tokenizer = WordTokenizer(len(WORDS))
+    found = Dataset(name="random", input_len=7, seed=1).prompts(3)
+    assert [len(prompt.token_ids(tokenizer)) for prompt in found] == [7, 7, 7]
+    assert len({prompt.text for prompt in found}) == 3
+    assert Dataset(name="random", input_len=7, seed=1).prompts(3) == found
+    assert Dataset(name="random", input_len=7, seed=2).prompts(3) != found
+    # Where words are several tokens, they are cut.
+    assert len(Prompt(text="people", num_tokens=2).token_ids(TurnsTokenizer(16))) == 2
+
+
+def test_repeated_prefixes_are_shared_in_turn():
+    tokenizer = WordTokenizer(len(WORDS))
+    dataset = Dataset(
+        name="prefix_repetition", prefix_len=20, suffix_len=3, num_prefixes=2
+    )
+    found = [prompt.token_ids(tokenizer) for prompt in dataset.prompts(4)]
+    assert [len(tokens) for tokens in found] == [23] * 4
+    assert found[0][:20] == found[2][:20] != found[1][:20] == found[3][:20]
+    assert len({tuple(tokens[20:]) for tokens in found}) == 4
+
+
+def test_a_turn_is_written_by_the_tokenizer():
+    tokenizer = TurnsTokenizer(16)
+    tokenizer.has_turns = True
+    said = []
+    tokenizer.write_chat = lambda messages, **_: (said.append(messages), ("", [5]))[1]
+    assert Prompt(text="hi", is_turn=True).token_ids(tokenizer) == [5]
+    assert said == [[{"role": "user", "content": "hi"}]]
+    # Without turns a question is a text like others.
+    tokenizer.has_turns = False
+    assert Prompt(text="##", is_turn=True).token_ids(tokenizer) == [2, 2]

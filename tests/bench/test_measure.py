@@ -1,0 +1,163 @@
+"""Runs over a device of plain Python, whose tokens and launches are known."""
+
+from typing import Any
+
+import pytest
+
+from jaxspec.bench.failure import BenchError
+from jaxspec.bench.measure import Batch, Bench, run_batch
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from tests.engine.test_llm_engine import (
+    PROMPT,
+    assert_idle,
+    make_fake_engine,
+    said,
+)
+
+
+def batch_of(
+    size: int, *, count: int = 12, drafts: int = 3, is_streamed: bool = True
+) -> Batch:
+    kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
+    params = SamplingParams(
+        max_tokens=count,
+        ignore_eos=True,
+        temperature=0,
+        output_kind=kind,
+        extra_args={"num_speculative_tokens": drafts},
+    )
+    return Batch(prompts=[PROMPT] * size, params=[params] * size)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_run_tells_all_tokens_and_times(is_streamed, drafts):
+    engine, runner = make_fake_engine(num_draft_tokens=3)
+    run_batch(engine, batch_of(3, drafts=drafts))  # counts go on from here
+    before = runner.num_launches
+    run = run_batch(engine, batch_of(3, drafts=drafts, is_streamed=is_streamed))
+    assert run.token_ids == [said(12)] * 3
+    assert (run.num_output_tokens, run.num_prompt_tokens) == (36, 9)
+    assert run.output_tokens_per_s == 36 / run.elapsed_s
+    assert len(run.first_token_s) == len(run.per_token_s) == 3
+    assert 0 < max(run.first_token_s) < run.elapsed_s
+    assert max(run.per_token_s) * 11 <= run.elapsed_s
+    assert bool(run.inter_token_s) == is_streamed
+    decode = run.decode
+    assert decode is not None
+    assert decode.num_seqs == (3 if is_streamed else None)
+    assert 0 < decode.num_rounds < runner.num_launches - before
+    assert 0 < decode.num_tokens < 36
+    assert 0 < decode.host_s <= decode.seconds < run.elapsed_s
+    assert decode.tokens_per_s == decode.num_tokens / decode.seconds
+    drafted = run.acceptance
+    assert bool(drafted.num_drafts) == bool(drafts)
+    if drafts:
+        assert drafted.num_accepted <= drafted.num_draft_tokens
+        assert drafted.num_drafts * 3 >= drafted.num_draft_tokens
+    assert_idle(engine)
+
+
+def test_plain_decoding_gives_a_token_a_round_while_all_decode():
+    engine, _ = make_fake_engine(num_draft_tokens=3)
+    decode = run_batch(engine, batch_of(3, drafts=0)).decode
+    assert decode is not None
+    # The first to begin has had a few by then: prompts make way for streams.
+    assert decode.num_tokens == 3 * decode.num_rounds
+    assert 5 < decode.num_rounds <= 11
+
+
+def test_more_requests_than_run_at_once_have_no_full_batch():
+    engine, _ = make_fake_engine(num_draft_tokens=0)
+    run = run_batch(engine, batch_of(5, drafts=0))
+    assert run.token_ids == [said(12)] * 5
+    assert run.decode is not None
+    assert run.decode.num_seqs is None
+
+
+def test_one_token_each_is_no_decoding():
+    engine, _ = make_fake_engine(num_draft_tokens=0)
+    run = run_batch(engine, batch_of(1, count=1, drafts=0))
+    assert (run.token_ids, run.per_token_s, run.decode) == ([said(1)], [], None)
+
+
+def test_nothing_is_found_in_pages_of_an_earlier_run():
+    engine, _ = make_fake_engine(num_draft_tokens=0)
+    prompt = list(range(2, 14)) * 4
+    params = batch_of(1, drafts=0).params
+    for _ in range(2):
+        run_batch(engine, Batch(prompts=[prompt], params=params))
+    assert engine.stats.num_prefix_queries > 0
+    assert engine.stats.num_prefix_hits == 0
+
+
+def test_a_failure_leaves_an_idle_engine():
+    engine, runner = make_fake_engine(num_draft_tokens=0)
+    patched: Any = runner
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    patched.launch = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        run_batch(engine, batch_of(2, drafts=0))
+    del patched.launch
+    assert run_batch(engine, batch_of(2, drafts=0)).token_ids == [said(12)] * 2
+
+
+def compiling(engine: LLMEngine, launches: set[int] | None) -> None:
+    """Have launches of these numbers compile something; None: all of them."""
+    runner: Any = engine.runner
+    launch = runner.launch
+
+    def slow(*arguments: Any) -> Any:
+        runner.num_compiles += launches is None or runner.num_launches in launches
+        return launch(*arguments)
+
+    runner.launch = slow
+
+
+def test_modes_run_in_turn():
+    engine, runner = make_fake_engine(num_draft_tokens=3)
+    modes = {"plain": batch_of(1, drafts=0), "speculative": batch_of(1, drafts=3)}
+    done: list[int] = []
+    bench = Bench(engine=engine, num_iters=3, advance=lambda: done.append(1))
+    runner.plans.clear()
+    found = bench.alternate(modes)
+    assert (found.num_discarded, len(done)) == (0, 6)
+    assert {name: len(runs) for name, runs in found.runs.items()} == {
+        "plain": 3,
+        "speculative": 3,
+    }
+    assert not any(run.acceptance.num_drafts for run in found.runs["plain"])
+    assert all(run.acceptance.num_drafts for run in found.runs["speculative"])
+    # The plans tell the order: a request's first launch takes its prompt along.
+    order, drafted = [], []
+    for plan, shape in runner.plans:
+        if plan.admissions:
+            order.append(False)
+        order[-1] |= bool(shape.num_draft_tokens and plan.decode)
+    drafted = ["speculative" if is_drafted else "plain" for is_drafted in order]
+    a, b = "plain", "speculative"
+    assert drafted == [a, b, *(a, b), *(b, a), *(a, b)], "warm-ups, then in turn"
+
+
+def test_runs_that_compile_do_not_count():
+    engine, runner = make_fake_engine(num_draft_tokens=0)
+    run_batch(engine, batch_of(1, drafts=0))
+    per_run = runner.num_launches
+    engine, _ = make_fake_engine(num_draft_tokens=0)
+    # The first warm-up, and the second run that would count.
+    compiling(engine, {0, 3 * per_run})
+    found = Bench(engine=engine, num_iters=2).alternate({"one": batch_of(1, drafts=0)})
+    assert len(found.runs["one"]) == 2
+    assert found.num_discarded == 1
+    assert engine.runner.num_launches == 5 * per_run
+
+
+def test_compiling_without_an_end_is_an_error():
+    engine, _ = make_fake_engine(num_draft_tokens=0)
+    compiling(engine, None)
+    with pytest.raises(BenchError, match="compiled in 32 warm-up runs"):
+        Bench(engine=engine).alternate({"one": batch_of(1, count=1, drafts=0)})

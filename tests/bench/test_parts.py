@@ -1,0 +1,100 @@
+"""Parts over a whole engine: they make what a round makes, and move nothing."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.bench import parts as module
+from jaxspec.bench.measure import Batch
+from jaxspec.bench.parts import cost_ratio, measure_parts, round_bytes
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from tests.engines import generate, make_draft_of, make_engine, make_micro, tokens_of
+
+PROMPTS = [[2, 5, 6, 7], [2, 9, 4]]
+
+
+FINAL = RequestOutputKind.FINAL_ONLY
+
+
+def params_of(**changes: Any) -> SamplingParams:
+    values: dict[str, Any] = dict(
+        max_tokens=24,
+        ignore_eos=True,
+        temperature=0.0,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    return SamplingParams(**(values | changes))
+
+
+@pytest.fixture(scope="module")
+def engine() -> LLMEngine:
+    target = make_micro()
+    return make_engine(
+        target,
+        make_draft_of(target),
+        num_draft_tokens=2,
+        has_one_shape=True,
+        max_num_seqs=2,
+    )
+
+
+def test_bytes_are_those_of_both_models(engine):
+    target, draft = engine.runner.params
+    assert draft is not None
+    size = 16 * 16 * 4  # the embedding alone, in float32
+    plain = round_bytes(engine, 0, 0)
+    assert plain > size
+    one = round_bytes(engine, 1, 0) - plain
+    assert size < one < plain
+    assert round_bytes(engine, 3, 0) == plain + 3 * one
+    # Keys and values: 2 layers in the target, 1 in the draft, of 1 head of 8 floats.
+    assert round_bytes(engine, 0, 10) - plain == 10 * 2 * 2 * 8 * 4
+    assert round_bytes(engine, 2, 10) - round_bytes(engine, 2, 0) == 10 * (128 + 2 * 64)
+    assert cost_ratio(engine) == one / plain
+
+
+def test_parts_are_timed_and_move_nothing(engine, monkeypatch):
+    said = tokens_of(generate(engine, PROMPTS, params_of(output_kind=FINAL)))
+    made = []
+    accept = module._accept
+
+    def spied(config, params, state, rows, given):
+        state, told = accept(config, params, state, rows, given)
+        return state, (told, rows, *given)
+
+    monkeypatch.setattr(module, "_accept", spied)
+    time = module._Timer.time
+
+    def kept(self, part, *given):
+        seconds, result = time(self, part, *given)
+        made.append((result, self._runner.state.rows.num_tokens))
+        return seconds, result
+
+    monkeypatch.setattr(module._Timer, "time", kept)
+    batch = Batch(prompts=PROMPTS, params=[params_of()] * 2)
+    plain, drafted = measure_parts(engine, batch, [0, 2], calls=2)
+    assert (plain.num_seqs, plain.num_draft_tokens, plain.draft_s) == (2, 0, 0)
+    assert (drafted.num_seqs, drafted.num_draft_tokens) == (2, 2)
+    for one in (plain, drafted):
+        assert 0 <= one.device_s < 60
+    assert drafted.num_bytes > plain.num_bytes
+    # The last part made what the round would: the next tokens of the greedy texts.
+    (told, rows, proposal, logits), lengths = made[-1]
+    moved, _, emitted = told
+    assert logits.shape == (6, 16)
+    for number, (prompt, text) in enumerate(zip(PROMPTS, said, strict=True)):
+        row = int(rows[number])
+        length, count = int(lengths[row]), int(emitted.num_emitted[number])
+        begin = length - len(prompt)
+        assert module.FIRST_TOKENS <= begin < 24 - 3
+        assert int(moved[row]) == length + count
+        tokens = np.asarray(emitted.tokens[number, :count]).tolist()
+        assert tokens == text[begin : begin + count]
+        drafts = np.asarray(proposal.tokens[number, : count - 1]).tolist()
+        assert drafts == tokens[:-1]
+    engine.scheduler.check_idle()
+    assert not jnp.isnan(logits).any()
+    assert tokens_of(generate(engine, PROMPTS, params_of(output_kind=FINAL))) == said

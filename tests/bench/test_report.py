@@ -1,0 +1,79 @@
+"""What a result holds: who made it, without this machine's folders and secrets."""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec.bench import report
+from jaxspec.errors import ConfigError
+
+
+def test_a_header_tells_everything_but_secrets():
+    options = argparse.Namespace(
+        model="/root/models/gemma",
+        dataset_path=Path("/root/data/prompts.jsonl"),
+        hf_token="secret",
+        api_key="secret",
+        request_rate=[1.0, math.inf],
+        batch_size=8,
+    )
+    found = report.header("latency", options)
+    assert found["benchmark"] == "latency"
+    assert found["arguments"] == {
+        "model": "gemma",
+        "dataset_path": "prompts.jsonl",
+        "request_rate": [1.0, "inf"],
+        "batch_size": 8,
+    }
+    assert len(found["commit"]) == 12
+    assert isinstance(found["has_changes"], bool)
+    assert {"python", "jax", "numpy"} <= found["versions"].keys()
+    assert found["machine"]["cores"] >= 1
+    text = json.dumps(found, allow_nan=False)
+    assert "secret" not in text
+    assert "/root" not in text
+
+
+def test_outside_of_a_checkout_there_is_no_commit(monkeypatch, tmp_path):
+    monkeypatch.setattr(jaxspec, "__file__", str(tmp_path / "jaxspec" / "__init__.py"))
+    found = report.header("latency", argparse.Namespace())
+    assert (found["commit"], found["has_changes"]) == (None, None)
+
+
+def test_spread_and_percentiles():
+    assert report.spread([3.0, 1.0, 2.0]) == {"median": 2, "least": 1, "most": 3}
+    values = np.arange(101.0)
+    found = report.percentiles(values.tolist())
+    assert found == {"mean": 50} | {str(p): float(p) for p in (10, 25, 50, 75, 90, 99)}
+    assert report.percentiles([]) == {}
+
+
+def test_a_table_is_aligned():
+    text = report.table([["name", "a", "long"], ["x", "1.5"], ["long name", "20", "3"]])
+    assert text.splitlines() == [
+        "name         a  long",
+        "x          1.5",
+        "long name   20     3",
+    ]
+    assert (report.milliseconds(0.0123), report.milliseconds(None)) == ("12.30", "-")
+
+
+def test_a_file_that_cannot_be_written_is_found_early(tmp_path):
+    report.check_writable(tmp_path / "new.json", "--output-json")
+    report.check_writable(None, "--output-json")
+    for path in (tmp_path / "none" / "new.json", tmp_path):
+        with pytest.raises(ConfigError, match="--output-json must be a file"):
+            report.check_writable(path, "--output-json")
+
+
+def test_a_result_is_one_line(tmp_path, capsys):
+    report.write({"a": [1, 2.5]}, tmp_path / "result.json")
+    assert capsys.readouterr().out == '{"a": [1, 2.5]}\n'
+    assert (tmp_path / "result.json").read_text() == '{"a": [1, 2.5]}\n'
+    with pytest.raises(ValueError, match="JSON"):
+        report.write({"a": math.nan}, None)
