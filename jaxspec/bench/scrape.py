@@ -1,0 +1,52 @@
+"""Owns what a server's /metrics tells of drafts, in vLLM's names, and of compiles."""
+
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxspec.bench.acceptance import Acceptance
+
+PREFIX = "vllm:spec_decode_"
+_FIELDS = {
+    f"{PREFIX}num_drafts_total": "num_drafts",
+    f"{PREFIX}num_draft_tokens_total": "num_draft_tokens",
+    f"{PREFIX}num_accepted_tokens_total": "num_accepted",
+}
+_PER_POSITION = f"{PREFIX}num_accepted_tokens_per_pos_total"
+_COMPILES = "jaxspec:num_compiles_total"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scrape:
+    """A server's counts at one moment, of all its engines together.
+
+    Attributes:
+        acceptance: None where it drafts nothing or tells nothing of it.
+        num_compiles: Only a server of jaxspec's tells it; None for others.
+    """
+
+    acceptance: Acceptance | None = None
+    num_compiles: int | None = None
+
+
+def read_scrape(text: str) -> Scrape:
+    """Read Prometheus' text form; what is not there is None."""
+    counts, kept = dict.fromkeys(_FIELDS.values(), 0), dict[int, int]()
+    has_drafts, num_compiles = False, None
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            value = int(sample.value) if sample.name.endswith("_total") else 0
+            if sample.name in _FIELDS:
+                counts[_FIELDS[sample.name]] += value
+                has_drafts = True
+            elif sample.name == _PER_POSITION:
+                position = int(sample.labels["position"])
+                kept[position] = kept.get(position, 0) + value
+            elif sample.name == _COMPILES:
+                num_compiles = (num_compiles or 0) + value
+    width = max(kept, default=-1) + 1
+    per_position = tuple(kept.get(position, 0) for position in range(width))
+    acceptance = Acceptance(**counts, per_position=per_position)
+    return Scrape(
+        acceptance=acceptance if has_drafts else None, num_compiles=num_compiles
+    )
