@@ -71,7 +71,8 @@ def test_help_lists_what_there_is_without_importing_jax(arguments):
         check=True,
     )
     commands = done.stdout.partition("subcommands:")[2]
-    assert re.findall(r"^    (\w+)", commands, re.MULTILINE) == ["generate", "chat"]
+    named = re.findall(r"^    (\w+)", commands, re.MULTILINE)
+    assert named == ["generate", "chat", "bench"]
 
 
 def test_defaults_are_the_bundled_pair(monkeypatch):
@@ -175,3 +176,12 @@ def test_a_bug_is_not_hidden(monkeypatch):
     monkeypatch.setattr(generate, "run", broken)
     with pytest.raises(ValueError, match="a bug"):
         command_line.main(["generate", "hi"])
+
+
+def test_bench_has_a_command_line_of_its_own(capsys):
+    assert command_line.main(["bench"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: python -m jaxspec bench [-h]")
+    assert command_line.main(["bench", "latency", "--batch-size", "0"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("python -m jaxspec bench latency: error: --batch-size must")

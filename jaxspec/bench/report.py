@@ -102,7 +102,8 @@ def write(result: dict[str, Any], path: Path | None) -> None:
 
 def _told(value: Any) -> Any:
     """An argument as a result has it: folders of this machine stay out."""
-    if isinstance(value, Path) or (isinstance(value, str) and value.startswith("/")):
+    is_folder = isinstance(value, str) and value[:1] == "/" and os.path.exists(value)
+    if isinstance(value, Path) or is_folder:
         return Path(value).name
     if isinstance(value, (list, tuple)):
         return [_told(one) for one in value]

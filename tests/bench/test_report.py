@@ -13,9 +13,11 @@ from jaxspec.bench import report
 from jaxspec.errors import ConfigError
 
 
-def test_a_header_tells_everything_but_secrets():
+def test_a_header_tells_everything_but_secrets(tmp_path):
+    (tmp_path / "gemma").mkdir()
     options = argparse.Namespace(
-        model="/root/models/gemma",
+        model=str(tmp_path / "gemma"),
+        endpoint="/v1/completions",
         dataset_path=Path("/root/data/prompts.jsonl"),
         hf_token="secret",
         api_key="secret",
@@ -26,6 +28,7 @@ def test_a_header_tells_everything_but_secrets():
     assert found["benchmark"] == "latency"
     assert found["arguments"] == {
         "model": "gemma",
+        "endpoint": "/v1/completions",
         "dataset_path": "prompts.jsonl",
         "request_rate": [1.0, "inf"],
         "batch_size": 8,
@@ -37,6 +40,7 @@ def test_a_header_tells_everything_but_secrets():
     text = json.dumps(found, allow_nan=False)
     assert "secret" not in text
     assert "/root" not in text
+    assert str(tmp_path) not in text
 
 
 def test_outside_of_a_checkout_there_is_no_commit(monkeypatch, tmp_path):

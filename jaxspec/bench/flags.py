@@ -1,0 +1,295 @@
+"""Owns the command line of the benchmarks, with vLLM's names where it has them."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxspec.bench.data import DATASETS, Dataset
+from jaxspec.serve.flags import add_engine_flags
+
+MODULES = {
+    "latency": "jaxspec.bench.latency",
+    "throughput": "jaxspec.bench.throughput",
+    "serve": "jaxspec.bench.serve",
+    "spec": "jaxspec.bench.spec",
+}
+BATCH_SIZES, TEMPERATURES = (1, 4, 8), (0.0, 0.8)
+
+
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    """The parser of the whole command line; `module` is what runs."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Measure plain decoding and speculation, in turn and in one "
+        "process. Every run ends with one line of JSON.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(
+        title="subcommands", metavar="COMMAND", dest="command"
+    )
+    _add_latency(_command(commands, "latency", "one batch, from start to end"))
+    _add_throughput(_command(commands, "throughput", "many prompts that all wait"))
+    _add_serve(
+        _command(commands, "serve", "requests to a server with OpenAI's API, any one")
+    )
+    _add_spec(
+        _command(
+            commands,
+            "spec",
+            "whether speculation pays here: sweeps K, batch and temperature, and says "
+            "so in words",
+        )
+    )
+    return parser
+
+
+def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=text,
+        description=f"{name}: {text}. Without a model: the bundled pair."
+        if name != "serve"
+        else f"{name}: {text}.",
+        allow_abbrev=False,
+    )
+
+
+def _add_latency(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what is measured")
+    group.add_argument("--batch-size", type=int, default=8, help="default: %(default)s")
+    _add_repeats(group, num_iters=10)
+    _add_offline(parser, output_len=128)
+
+
+def _add_throughput(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what is measured")
+    group.add_argument(
+        "--num-prompts",
+        type=int,
+        default=100,
+        help="they run --max-num-seqs at a time (default: %(default)s)",
+    )
+    _add_repeats(group, num_iters=3)
+    _add_offline(parser, output_len=128)
+
+
+def _add_spec(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what is measured")
+    add = group.add_argument
+    add(
+        "--draft-tokens",
+        type=int,
+        nargs="+",
+        metavar="K",
+        help="values of K (default: all up to --num-speculative-tokens that have "
+        "programs)",
+    )
+    add(
+        "--batch-sizes",
+        type=int,
+        nargs="+",
+        metavar="N",
+        default=list(BATCH_SIZES),
+        help="default: 1 4 8",
+    )
+    add(
+        "--temperatures",
+        type=float,
+        nargs="+",
+        metavar="T",
+        default=list(TEMPERATURES),
+        help="default: 0 0.8",
+    )
+    _add_repeats(group, num_iters=3)
+    _add_offline(parser, output_len=128, has_temperature=False)
+
+
+def _add_repeats(group: argparse._ArgumentGroup, *, num_iters: int) -> None:
+    add = group.add_argument
+    add(
+        "--num-iters",
+        type=int,
+        default=num_iters,
+        help="timed runs of every mode (default: %(default)s)",
+    )
+    add(
+        "--num-iters-warmup",
+        type=int,
+        default=1,
+        help="runs before them, at least until nothing is compiled any more",
+    )
+    add(
+        "--parts",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also time the parts of a round, which compiles programs for them",
+    )
+    add("--output-json", type=Path, metavar="FILE", help="writes the line of JSON here")
+
+
+def _add_offline(
+    parser: argparse.ArgumentParser, *, output_len: int, has_temperature: bool = True
+) -> None:
+    _add_data(parser, output_len=output_len)
+    group = parser.add_argument_group("sampling")
+    _add_sampling(group, has_temperature=has_temperature)
+    group.add_argument(
+        "--disable-detokenize",
+        action="store_true",
+        help="leave the texts out of what is timed",
+    )
+    add_engine_flags(parser)
+
+
+def _add_data(parser: argparse.ArgumentParser, *, output_len: int) -> None:
+    group = parser.add_argument_group("prompts")
+    add = group.add_argument
+    add(
+        "--dataset-name",
+        choices=DATASETS,
+        help="default: a few that we wrote, or custom with --dataset-path. The text of "
+        "random ones means nothing, nor does the acceptance measured on it",
+    )
+    add(
+        "--dataset-path",
+        type=Path,
+        metavar="FILE",
+        help='lines of JSON with "prompt", or with "turns", whose first is asked',
+    )
+    add(
+        *("--input-len", "--random-input-len"),
+        type=int,
+        default=32,
+        help="of random prompts (default: %(default)s)",
+    )
+    add(
+        *("--output-len", "--random-output-len", "--custom-output-len"),
+        type=int,
+        default=output_len,
+        help="tokens to generate (default: %(default)s)",
+    )
+    sizes = {"prefix-len": 256, "suffix-len": 32, "num-prefixes": 4}
+    for name, default in sizes.items():
+        add(f"--prefix-repetition-{name}", type=int, default=default)
+
+
+def _add_sampling(
+    group: argparse._ArgumentGroup, *, has_temperature: bool = True
+) -> None:
+    add = group.add_argument
+    if has_temperature:
+        add("--temperature", type=float, default=0.0, help="default: 0, greedy")
+    add("--top-p", type=float, default=1.0)
+    add("--top-k", type=int, default=0)
+    add("--min-p", type=float, default=0.0)
+    add(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="generate --output-len tokens whatever the text (default: yes)",
+    )
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the server")
+    add = group.add_argument
+    add("--base-url", metavar="URL", help="in place of host and port")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000)
+    add(
+        "--endpoint",
+        default="/v1/completions",
+        help="/v1/completions (default) or /v1/chat/completions",
+    )
+    add("--model", help="default: the first that the server names")
+    add("--api-key", help="default: the environment's OPENAI_API_KEY")
+    add("--ready-check-timeout-sec", type=float, default=600.0)
+    _add_load(parser.add_argument_group("what is measured"))
+    _add_data(parser, output_len=128)
+    sampling = parser.add_argument_group("sampling")
+    _add_sampling(sampling)
+    sampling.add_argument(
+        "--extra-body", type=_json, default={}, help="JSON, added to every request"
+    )
+    _add_saving(parser.add_argument_group("results"))
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--num-prompts", type=int, default=100, help="default: %(default)s")
+    add(
+        "--request-rate",
+        type=float,
+        nargs="+",
+        metavar="RPS",
+        default=[float("inf")],
+        help="requests/s; several are a sweep (default: inf, all at once)",
+    )
+    add(
+        "--max-concurrency",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="requests at a time at most; several are a sweep (default: no limit)",
+    )
+    add(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        help="shape of the gamma law of the times between requests; 1, the default, "
+        "is a Poisson process, less comes in bursts",
+    )
+    add("--num-warmups", type=int, default=0, help="requests that do not count")
+    add(
+        "--compare-plain",
+        action=argparse.BooleanOptionalAction,
+        help="every point also with num_speculative_tokens=0 in the requests, which "
+        "jaxspec's server knows (default: where its metrics tell of drafts)",
+    )
+    add("--seed", type=int, default=0)
+
+
+def dataset(options: argparse.Namespace) -> Dataset:
+    """The prompts that the flags name; a file needs no `--dataset-name`."""
+    name = options.dataset_name
+    if name is None:
+        name = "bundled" if options.dataset_path is None else "custom"
+    return Dataset(
+        name=name,
+        path=options.dataset_path,
+        input_len=options.input_len,
+        prefix_len=options.prefix_repetition_prefix_len,
+        suffix_len=options.prefix_repetition_suffix_len,
+        num_prefixes=options.prefix_repetition_num_prefixes,
+        seed=options.seed or 0,
+    )
+
+
+def _add_saving(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--percentile-metrics", default="ttft,tpot,itl", help="of ttft,tpot,itl,e2el")
+    add("--metric-percentiles", default="99", help="as 50,90,99")
+    add(
+        "--goodput",
+        nargs="+",
+        metavar="NAME:MS",
+        help="count requests within these limits, as ttft:200 tpot:50",
+    )
+    add("--save-result", action="store_true")
+    add("--save-detailed", action="store_true", help="with every request's own times")
+    add("--append-result", action="store_true")
+    add("--result-dir", type=Path, default=Path())
+    add("--result-filename", help="default: by time and load")
+    add("--metadata", nargs="*", metavar="KEY=VALUE", help="told in the result")
+
+
+def _json(text: str) -> Any:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        message = f"it must be JSON, got {text!r}: {error}"
+        raise argparse.ArgumentTypeError(message) from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"it must be a JSON object, got {text!r}")
+    return found

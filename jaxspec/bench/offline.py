@@ -1,0 +1,199 @@
+"""Owns what `latency`, `throughput` and `spec` share: an engine, prompts, sampling.
+
+Everything that can be wrong is found before the weights are read.
+"""
+
+import argparse
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from jaxspec.bench.bandwidth import copy_bandwidth
+from jaxspec.bench.data import Prompt
+from jaxspec.bench.flags import dataset
+from jaxspec.bench.measure import Batch, Bench
+from jaxspec.bench.parts import Parts, cost_ratio, measure_parts
+from jaxspec.bench.report import check_writable
+from jaxspec.config import EngineConfig
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.loading import read_tokenizer
+from jaxspec.errors import ConfigError, RequestError, check_integer, wrong_argument
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.serve.flags import engine_args
+from jaxspec.tokenizer import Tokenizer
+
+PLAIN, SPECULATIVE = "plain", "speculative"
+
+
+@dataclass(kw_only=True)
+class Offline:
+    """A workload and the engine that it runs on.
+
+    Attributes:
+        prompts: Token ids, as many as the command needs.
+    """
+
+    options: argparse.Namespace
+    engine: LLMEngine
+    prompts: list[list[int]]
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K as the engine is configured; 0 without speculation."""
+        return self.engine.config.num_draft_tokens
+
+    def modes(self) -> dict[str, int]:
+        """K of every way to run: plain, and with drafts where there are any."""
+        modes = {PLAIN: 0}
+        if self.num_draft_tokens:
+            modes[SPECULATIVE] = self.num_draft_tokens
+        return modes
+
+    def batch(
+        self,
+        num_draft_tokens: int,
+        size: int | None = None,
+        *,
+        is_streamed: bool = True,
+        **changes: Any,
+    ) -> Batch:
+        """The first `size` prompts, or all, with at most so many drafts a round."""
+        prompts = self.prompts[:size]
+        params = sampling(
+            self.options, num_draft_tokens, is_streamed=is_streamed, **changes
+        )
+        return Batch(prompts=prompts, params=[params] * len(prompts))
+
+    @contextlib.contextmanager
+    def bench(self, num_runs: int) -> Iterator[Bench]:
+        """What measures, with a bar of so many runs that count."""
+        with tqdm(total=num_runs, desc="Runs", dynamic_ncols=True) as bar:
+            self.engine.announce_compiles(
+                lambda what: bar.set_description(what or "Runs")
+            )
+            try:
+                yield Bench(
+                    engine=self.engine,
+                    num_warmups=self.options.num_iters_warmup,
+                    num_iters=self.options.num_iters,
+                    advance=bar.update,
+                )
+            finally:
+                self.engine.announce_compiles(None)
+
+    def parts(self, size: int, ladder: Sequence[int]) -> list[Parts]:
+        """Where a round's time goes, with so many sequences and each of some K."""
+        if not self.options.parts:
+            return []
+        return [
+            found
+            for k in tqdm(ladder, desc=f"Parts of a round, batch {size}")
+            for found in measure_parts(self.engine, self.batch(k, size), [k])
+        ]
+
+    def device(self) -> dict[str, Any]:
+        """The devices, how fast they copy, and what a draft's pass costs in bytes."""
+        runner = self.engine.runner
+        devices = list(runner.mesh.devices.flat)
+        return {
+            "platform": devices[0].platform,
+            "kind": devices[0].device_kind,
+            "count": len(devices),
+            "dtype": str(runner.params[0]["embedding"].dtype),
+            "copy_bytes_per_s": copy_bandwidth(devices[0]) * len(devices),
+            "cost_ratio": cost_ratio(self.engine),
+        }
+
+
+def open_offline(
+    options: argparse.Namespace, *, num_prompts: int, num_seqs: int | None
+) -> Offline:
+    """Check a command line, then load what it names.
+
+    Args:
+        num_seqs: Sequences that must run at once; None for as the flags say.
+
+    Raises:
+        ArgumentError: Something cannot work; nothing was run.
+    """
+    for name in ("num_iters", "output_len"):
+        flag = "--" + name.replace("_", "-")
+        check_integer(ConfigError, flag, getattr(options, name), low=1)
+    check_integer(ConfigError, "--num-iters-warmup", options.num_iters_warmup, low=0)
+    check_writable(options.output_json, "--output-json")
+    sampling(options, 0)
+    config = _config(options, num_seqs)
+    tokenizer = read_tokenizer(config)
+    chosen = dataset(options).prompts(num_prompts)
+    prompts = _fitting(chosen, tokenizer, config, options.output_len)
+    return Offline(
+        options=options,
+        engine=LLMEngine(config, tokenizer=tokenizer),
+        prompts=prompts,
+    )
+
+
+def sampling(
+    options: argparse.Namespace,
+    num_draft_tokens: int,
+    *,
+    is_streamed: bool = True,
+    **changes: Any,
+) -> SamplingParams:
+    """A request of the flags' length and controls.
+
+    Raises:
+        RequestError: A value is not allowed.
+    """
+    values: dict[str, Any] = {
+        "max_tokens": options.output_len,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "top_k": options.top_k,
+        "min_p": options.min_p,
+        "ignore_eos": options.ignore_eos,
+        "detokenize": not options.disable_detokenize,
+    }
+    kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(
+        output_kind=kind,
+        extra_args={"num_speculative_tokens": num_draft_tokens},
+        **(values | changes),
+    )
+
+
+def _config(options: argparse.Namespace, num_seqs: int | None) -> EngineConfig:
+    args = engine_args(vars(options))
+    if num_seqs is not None:
+        if args.max_num_seqs is not None and args.max_num_seqs < num_seqs:
+            raise wrong_argument(
+                ConfigError,
+                "--max-num-seqs",
+                f"at least {num_seqs}, the batch that is measured",
+                args.max_num_seqs,
+            )
+        args.max_num_seqs = args.max_num_seqs or num_seqs
+    return args.create_engine_config()
+
+
+def _fitting(
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    config: EngineConfig,
+    output_len: int,
+) -> list[list[int]]:
+    """Token ids of prompts that leave room for what is generated."""
+    found = [prompt.token_ids(tokenizer) for prompt in prompts]
+    room = config.max_model_len - output_len
+    longest = max(map(len, found))
+    if longest > room:
+        raise RequestError(
+            f"A prompt of {longest} tokens and --output-len {output_len} are more than "
+            f"max_model_len={config.max_model_len}: shorten one of them.",
+            parameter="output_len",
+            value=output_len,
+        )
+    return found

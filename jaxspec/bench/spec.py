@@ -1,0 +1,263 @@
+"""Owns `spec`: does speculation pay here, with which K, from which batch on not.
+
+Plain decoding and every K run in turn for every batch size and temperature; what is
+compared is decoding with the whole batch running, prompts excluded.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxspec.bench.acceptance import Acceptance
+from jaxspec.bench.measure import Measured
+from jaxspec.bench.offline import PLAIN, Offline, open_offline
+from jaxspec.bench.report import header, table, write
+from jaxspec.bench.summary import (
+    against_ceiling,
+    ceiling_lines,
+    cost_ratios,
+    is_equal,
+    parts_table,
+    speed_ups,
+    summarise,
+)
+from jaxspec.errors import ConfigError, check_integer, check_number, wrong_argument
+
+# Below this a gain is not worth a second model in memory.
+WORTH = 1.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One K at one batch size and temperature, against plain decoding beside it.
+
+    Attributes:
+        least: The lowest speed-up of any repeat.
+        acceptance_rate: None where nothing was drafted.
+    """
+
+    temperature: float
+    batch_size: int
+    num_draft_tokens: int
+    speed_up: float
+    least: float
+    tokens_per_s: float
+    acceptance_rate: float | None
+
+    @property
+    def pays(self) -> bool:
+        """Whether every repeat was faster than plain, and the median worth it."""
+        return self.least > 1 and self.speed_up >= WORTH
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the subcommand.
+
+    Raises:
+        ArgumentError: A flag cannot work; nothing was run.
+        BenchError: Nothing that was measured means anything.
+    """
+    sizes = sorted(set(options.batch_sizes))
+    for size in sizes:
+        check_integer(ConfigError, "--batch-sizes", size, low=1)
+    temperatures = sorted(set(options.temperatures))
+    for temperature in temperatures:
+        check_number(ConfigError, "--temperatures", temperature, low=0, high=2)
+    options.temperature = temperatures[0]
+    check_integer(ConfigError, "--output-len", options.output_len, low=2)
+    offline = open_offline(options, num_prompts=sizes[-1], num_seqs=sizes[-1])
+    ladder = _ladder(offline, options.draft_tokens)
+    result, device = header("spec", options), offline.device()
+    parts = {size: offline.parts(size, (0, *ladder)) for size in sizes}
+    cells, told = [], []
+    num_runs = len(temperatures) * len(sizes) * (len(ladder) + 1) * options.num_iters
+    with offline.bench(num_runs) as bench:
+        for temperature in temperatures:
+            for size in sizes:
+                modes = {
+                    str(k) if k else PLAIN: offline.batch(
+                        k, size, temperature=temperature
+                    )
+                    for k in (0, *ladder)
+                }
+                measured = bench.alternate(modes)
+                ratios = {
+                    k: cost_ratios(device["cost_ratio"], parts[size], k) for k in ladder
+                }
+                found, entry = _point(measured, temperature, size, ratios)
+                cells += found
+                told.append(entry)
+    offline.engine.shutdown()
+    print(cell_table(cells))
+    for entry in told:
+        print("\n".join(_ceilings(entry)))
+    for found in filter(None, parts.values()):
+        print(f"\n{parts_table(found, device['copy_bytes_per_s'])}")
+    verdict = answer(cells)
+    print("\n" + "\n".join(verdict) + "\n")
+    result |= {
+        "device": device,
+        "points": told,
+        "parts": [one.as_json() for found in parts.values() for one in found],
+        "answer": verdict,
+    }
+    write(result, options.output_json)
+
+
+def _ladder(offline: Offline, wanted: Sequence[int] | None) -> list[int]:
+    """The values of K to measure: those asked for, or all that have a program."""
+    rungs = [k for k in offline.engine.controller.ladder if k]
+    if not rungs:
+        raise ConfigError(
+            "spec measures speculation, and these flags name no drafts: give "
+            "--speculative-model or --speculative-config.",
+            parameter="speculative_model",
+        )
+    for k in wanted or ():
+        if k not in rungs:
+            allowed = f"among {', '.join(map(str, rungs))}, which have programs"
+            hint = "The highest is --num-speculative-tokens."
+            raise wrong_argument(ConfigError, "--draft-tokens", allowed, k, hint)
+    return sorted(set(wanted or rungs))
+
+
+def _point(
+    measured: Measured,
+    temperature: float,
+    size: int,
+    ratios: Mapping[int, Mapping[str, float]],
+) -> tuple[list[Cell], dict[str, Any]]:
+    """All K at one batch size and temperature: to judge by, and to tell.
+
+    Args:
+        ratios: What drafts cost, by K.
+    """
+    cells, by_k = [], {}
+    for k in ratios:
+        runs = measured.runs[str(k)]
+        ratio, found = speed_ups(measured, str(k), is_decode=True), summarise(runs)
+        found["decode_speed_up"] = ratio
+        found["ceiling"] = against_ceiling(
+            runs,
+            num_draft_tokens=k,
+            ratios=ratios[k],
+            speed_up=ratio["median"],
+        )
+        if temperature == 0:
+            found["is_equal"] = is_equal(measured, str(k))
+        by_k[str(k)] = found
+        acceptance = sum((run.acceptance for run in runs), Acceptance())
+        cells.append(
+            Cell(
+                temperature=temperature,
+                batch_size=size,
+                num_draft_tokens=k,
+                speed_up=ratio["median"],
+                least=ratio["least"],
+                tokens_per_s=_decode_speed(found),
+                acceptance_rate=acceptance.rate if acceptance.num_drafts else None,
+            )
+        )
+    entry = {
+        "temperature": temperature,
+        "batch_size": size,
+        "num_discarded_runs": measured.num_discarded,
+        PLAIN: summarise(measured.runs[PLAIN]),
+        "by_num_draft_tokens": by_k,
+    }
+    return cells, entry
+
+
+def _decode_speed(found: dict[str, Any]) -> float:
+    speeds = found.get("decode_tokens_per_s") or found["output_tokens_per_s"]
+    return speeds["median"]
+
+
+def _ceilings(entry: dict[str, Any]) -> list[str]:
+    """The best K of one point against its ceilings."""
+    k, best = max(
+        entry["by_num_draft_tokens"].items(),
+        key=lambda pair: pair[1]["decode_speed_up"]["median"],
+    )
+    where = f"temperature {entry['temperature']:g}, batch {entry['batch_size']}"
+    if best["ceiling"] is None:
+        return [f"{where}: nothing was drafted"]
+    return [f"{where}: {line}" for line in ceiling_lines(best["ceiling"], int(k))]
+
+
+def cell_table(cells: Sequence[Cell]) -> str:
+    """Speed-ups by K, a row for every temperature and batch size."""
+    ladder = sorted({cell.num_draft_tokens for cell in cells})
+    rows = [["temperature, batch", *(f"K = {k}" for k in ladder), "acceptance"]]
+    by_place: dict[tuple[float, int], list[Cell]] = {}
+    for cell in cells:
+        by_place.setdefault((cell.temperature, cell.batch_size), []).append(cell)
+    for (temperature, size), found in by_place.items():
+        speeds = {cell.num_draft_tokens: f"{cell.speed_up:.2f}" for cell in found}
+        rate = found[-1].acceptance_rate
+        rows.append(
+            [
+                f"{temperature:g}, {size}",
+                *(speeds.get(k, "-") for k in ladder),
+                "-" if rate is None else f"{rate:.3f}",
+            ]
+        )
+    return (
+        "Decoding with drafts by plain decoding (medians); acceptance at the highest "
+        f"K:\n{table(rows)}"
+    )
+
+
+def answer(cells: Sequence[Cell]) -> list[str]:
+    """Say in words whether drafts pay, with which K, and from which batch on not."""
+    lines = []
+    for temperature in sorted({cell.temperature for cell in cells}):
+        here = [cell for cell in cells if cell.temperature == temperature]
+        sizes = sorted({cell.batch_size for cell in here})
+        best = {
+            size: max(
+                (cell for cell in here if cell.batch_size == size),
+                key=lambda cell: cell.speed_up,
+            )
+            for size in sizes
+        }
+        lines.append(f"Temperature {temperature:g}: {_at(best)}")
+    lines.append(
+        f"A K pays here when every repeat beat plain decoding and the median is at "
+        f"least {WORTH:g} times as fast."
+    )
+    return lines
+
+
+def _at(best: dict[int, Cell]) -> str:
+    """The answer at one temperature, from the best K of every batch size."""
+    paying = [size for size, cell in best.items() if cell.pays]
+    if not paying:
+        sizes = ", ".join(map(str, best))
+        fastest = max(best.values(), key=lambda cell: cell.speed_up)
+        return (
+            f"speculation does not pay at batch {sizes}; the best was "
+            f"{fastest.speed_up:.2f} times plain decoding, with "
+            f"K = {fastest.num_draft_tokens} at batch {fastest.batch_size}."
+        )
+    told = ", ".join(
+        f"K = {best[size].num_draft_tokens} at batch {size} "
+        f"({best[size].speed_up:.2f} times plain)"
+        for size in paying
+    )
+    above = [size for size in best if size > paying[-1]]
+    below = [size for size in best if size < paying[-1] and size not in paying]
+    text = f"speculation pays: {told}."
+    if below:
+        text += f" It does not at batch {', '.join(map(str, below))}."
+    if above:
+        text += (
+            f" From batch {above[0]} on it does not "
+            f"({best[above[0]].speed_up:.2f} times plain at best): "
+            f"--speculative-disable-by-batch-size {paying[-1]} turns it off above "
+            f"batch {paying[-1]}."
+        )
+    else:
+        text += f" No batch was found at which it stops paying, up to {paying[-1]}."
+    return text

@@ -1,0 +1,60 @@
+"""The subcommand over a fake device: what it prints and writes."""
+
+import json
+import re
+
+import pytest
+
+from jaxspec.bench import latency
+from jaxspec.errors import ConfigError
+from tests.bench.workloads import flags, line_in, use_fake_engine
+from tests.engine.test_llm_engine import assert_idle
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_batch_is_measured(drafts, monkeypatch, tmp_path, capsys):
+    (opened, path) = (
+        use_fake_engine(monkeypatch, num_draft_tokens=drafts),
+        tmp_path / "out.json",
+    )
+    sizes = ("--batch-size", 2, "--output-len", 12, "--num-iters", 4)
+    latency.run(flags("latency", *sizes, "--output-json", path))
+    printed = capsys.readouterr().out
+    found = json.loads(line_in(path, printed))
+    assert_idle(opened[0])
+    mode = "speculative" if drafts else "plain"
+    assert found["latencies"] == found[mode]["elapsed_s"]
+    assert len(found["latencies"]) == 4
+    assert found["avg_latency"] == pytest.approx(sum(found["latencies"]) / 4)
+    assert list(found["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
+    assert found["arguments"]["batch_size"] == 2
+    assert found[mode]["num_output_tokens"] == 24
+    assert f"Avg latency: {found['avg_latency']} seconds" in printed
+    assert re.search(r"^99% percentile latency: [\d.]+ seconds$", printed, re.M)
+    assert [part["num_draft_tokens"] for part in found["parts"]] == sorted({0, drafts})
+    assert ("speculative" in found) == bool(drafts)
+    assert ("speed_up" in found) == bool(drafts)
+    if drafts:
+        assert found["is_equal"]
+        assert "greedy texts: equal" in printed
+        ceiling = found["ceiling"]
+        assert ceiling["bytes"]["cost_ratio"] == 0.25
+        # A draft takes 1 ms, a plain round 5.
+        assert ceiling["measured"]["cost_ratio"] == pytest.approx(0.2)
+        assert len(ceiling["conditional_rates"]) == 3
+        assert found["speculative"]["acceptance"]["num_drafts"] > 0
+    assert "acceptance" not in found["plain"]
+
+
+def test_a_batch_of_none_is_refused():
+    with pytest.raises(ConfigError, match="--batch-size must be"):
+        latency.run(flags("latency", "--batch-size", 0))
+
+
+def test_parts_may_be_left_out(monkeypatch, capsys):
+    use_fake_engine(monkeypatch)
+    sizes = ("--batch-size", 1, "--output-len", 4, "--num-iters", 1)
+    latency.run(flags("latency", *sizes, "--no-parts"))
+    printed = capsys.readouterr().out
+    assert "Parts of a round" not in printed
+    assert json.loads(printed.splitlines()[-1])["parts"] == []

@@ -1,0 +1,76 @@
+"""Workloads over a device of plain Python, as the subcommands get them."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxspec.bench import offline as module
+from jaxspec.bench.flags import make_parser
+from jaxspec.bench.measure import Batch
+from jaxspec.bench.offline import Offline
+from jaxspec.bench.parts import Parts
+from jaxspec.engine.llm_engine import LLMEngine
+from tests.engine.test_llm_engine import PROMPT, TEXT, make_fake_engine
+
+DEVICE = {
+    "platform": "fake",
+    "kind": "fake",
+    "count": 1,
+    "dtype": "float32",
+    "copy_bytes_per_s": 2e9,
+    "cost_ratio": 0.25,
+}
+
+
+def flags(command: str, *arguments: Any) -> argparse.Namespace:
+    return make_parser("prog").parse_args([command, *map(str, arguments)])
+
+
+def made_parts(engine: LLMEngine, batch: Batch, ladder: list[int]) -> list[Parts]:
+    """Parts of given seconds, in place of programs."""
+    return [
+        Parts(
+            num_seqs=len(batch.prompts),
+            num_draft_tokens=k,
+            draft_s=0.001 * k,
+            verify_s=0.004,
+            accept_s=0.001,
+            num_bytes=5_000_000,
+        )
+        for k in ladder
+    ]
+
+
+def use_fake_engine(patch: pytest.MonkeyPatch, **changes: Any) -> list[LLMEngine]:
+    """Have the subcommands open one, with as many sequences as they need.
+
+    Returns:
+        The engines that were opened.
+    """
+    opened: list[LLMEngine] = []
+
+    def open_fake(
+        options: argparse.Namespace, *, num_prompts: int, num_seqs: int | None
+    ) -> Offline:
+        sizes: dict[str, Any] = {"max_num_seqs": num_seqs or 3, "num_pages": 512}
+        engine, _ = make_fake_engine(
+            TEXT, **(sizes | {"num_draft_tokens": 3} | changes)
+        )
+        opened.append(engine)
+        return Offline(options=options, engine=engine, prompts=[PROMPT] * num_prompts)
+
+    for command in ("latency", "throughput", "spec"):
+        patch.setattr(f"jaxspec.bench.{command}.open_offline", open_fake)
+    patch.setattr(Offline, "device", lambda self: DEVICE)
+    patch.setattr(module, "measure_parts", made_parts)
+    patch.setattr(LLMEngine, "shutdown", lambda self: None)
+    return opened
+
+
+def line_in(path: Path, printed: str) -> str:
+    """The line of JSON that was printed last and written."""
+    last = printed.splitlines()[-1]
+    assert path.read_text(encoding="utf-8") == last + "\n"
+    return last
