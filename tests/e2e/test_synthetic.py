@@ -5,6 +5,7 @@ The draft is the target's opposite, so that a real rule keeps almost none of its
 
 import functools
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,13 +43,15 @@ def compiled() -> LLMEngine:
     )
 
 
-def params_of(count: int, **changes) -> list[SamplingParams]:
+def params_of(count: int, **changes: Any) -> list[SamplingParams]:
     """Greedy, sampled and seeded requests in turn."""
-    kinds = [dict(temperature=0.0), dict(temperature=0.9), dict(seed=5)]
-    return [
-        SamplingParams(max_tokens=100, ignore_eos=True, **(kinds[i % 3] | changes))
-        for i in range(count)
+    kinds: list[dict[str, Any]] = [
+        dict(temperature=0.0),
+        dict(temperature=0.9),
+        dict(seed=5),
     ]
+    whole: dict[str, Any] = dict(max_tokens=100, ignore_eos=True)
+    return [SamplingParams(**(whole | kinds[i % 3] | changes)) for i in range(count)]
 
 
 def drafted_rounds(engine: LLMEngine, params: list[SamplingParams]) -> np.ndarray:
