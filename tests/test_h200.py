@@ -9,7 +9,7 @@ import pytest
 from benchmarks import by_kernel, h200
 from benchmarks.step_times import Setting
 
-QUICK = ["--dry-run", "--batches", "1", "--num-drafts", "1", "--acceptances", "0.8"]
+QUICK = ["--dry-run", "--batches", "1", "--num-drafts", "1", "--acceptances", "0"]
 
 
 def options_of(*more: str) -> argparse.Namespace:
@@ -32,11 +32,12 @@ def test_a_pair_is_measured_in_all_ways():
     assert verify["verify_over_plain"] > 0
     forced, real = by_kind["round"]
     assert (forced["acceptance"], real["acceptance"]) == ("synthetic", "standard")
-    # 3 steps of a draft, twice; the real rule keeps next to none of a random draft's.
-    assert forced["drafted"] == 6
-    assert forced["tokens_per_round"] == pytest.approx(1 + forced["accepted"] / 6)
-    assert forced["ceiling"] < 1 + 0.8
-    assert 1 <= real["tokens_per_round"] < 1.5
+    # 3 steps of a draft, twice. Random models with tied embeddings repeat their last
+    # token, so that a real rule keeps their drafts; a forced chance of 0 keeps none.
+    assert (forced["drafted"], forced["accepted"]) == (6, 0)
+    assert forced["tokens_per_round"] == 1
+    assert forced["ceiling"] < 1
+    assert real["tokens_per_round"] > 1.5
     (profile,) = by_kind["profile"]
     assert profile["num_rounds"] == 6
     assert profile["device_s"] > 0
