@@ -117,4 +117,6 @@ def test_kernels_are_summed_up():
 def test_huggingface_beside_it():
     rows = list(h200.run_part("hf-2b", options_of("--context", "16")))
     assert [row["is_compiled"] for row in rows] == [False, True]
-    assert all(row["step_us"]["median"] > 0 for row in rows)
+    # A long text less a short one: with tiny shapes the clock's noise may be more.
+    for row in rows:
+        assert row["step_us"]["least"] <= row["step_us"]["median"] < 1e6
