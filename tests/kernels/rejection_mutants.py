@@ -152,7 +152,7 @@ MUTANTS = [
         "shared noise", "passes.race", "words[:, :1], words", "words[:1, :1], words"
     ),
     mutant("shared noise", "gpu._race", "(words, row, i)", "(words, 0, i)"),
-    mutant("noise without ids", "noise.exponential", "ids.astype", "(0 * ids).astype"),
+    mutant("noise without ids", "noise.uniform", "ids.astype", "(0 * ids).astype"),
     mutant(
         "not strict",
         "reference._by_chance",
