@@ -50,6 +50,8 @@ class Effects:
     penalties: Float[Array, "seq 3"]
     bad_words: Int[Array, "seq bad_word token"]
     tail: Int[Array, "seq tail"]  # the output's last tokens, right-aligned
+    stop_ids: Int[Array, "seq stop"]
+    num_early: Int[Array, " seq"]  # tokens from here on that may not be stop ids
 
 
 def unpack_bits(
@@ -97,6 +99,8 @@ def prepare(
         penalties=jnp.where(is_controlled[:, None], gathered.penalties, neutral),
         bad_words=jnp.where(is_controlled[:, None, None], gathered.bad_words, NO_TOKEN),
         tail=jnp.where(place >= active.num_prompt[:, None], tail, NO_TOKEN),
+        stop_ids=active.stop_ids,
+        num_early=jnp.where(is_controlled, active.min_total - active.num_tokens, 0),
     )
 
 
@@ -231,8 +235,8 @@ def _forbid_bad_words(
 ) -> Float[Array, "seq width vocab"]:
     """Mask a word's last token where the tokens before are the word's others.
 
-    Where that leaves no token of those that are allowed, words are not forbidden: what
-    followed would be one that is not.
+    Where that leaves no token of those that are allowed, or only stop ids that come too
+    early, words are not forbidden: what followed would be one that is not allowed.
     """
     first, size, axes = part
     seqs, width, _ = logits.shape
@@ -245,7 +249,12 @@ def _forbid_bad_words(
     seq = jnp.arange(seqs, dtype=jnp.int32)[:, None, None]
     row = jnp.arange(width, dtype=jnp.int32)[None, :, None]
     kept = logits.at[seq, row, column].set(-jnp.inf, mode="drop")
-    is_left = (kept > -jnp.inf).any(axis=2, keepdims=True)
+    # `forbid_early_stop` comes later, and takes its share of what is left.
+    is_early = (before[None] < effects.num_early[:, None])[:, :, None]
+    ends = jnp.where(is_early, effects.stop_ids[:, None], NO_TOKEN)
+    ends = _columns(ends, (first, size))
+    left = kept.at[seq, row, ends].set(-jnp.inf, mode="drop")
+    is_left = (left > -jnp.inf).any(axis=2, keepdims=True)
     if axes is not None:
         is_left = jax.lax.pmax(is_left.astype(jnp.int32), axes) > 0
     return jnp.where(is_left, kept, logits)

@@ -147,6 +147,21 @@ def test_what_is_forbidden_does_not_come():
     assert pair_of_letters not in ask(temperature=0, bad_words=[pair_of_letters]).text
 
 
+@pytest.mark.parametrize("extra_args", [None, PLAIN], ids=["drafts", "plain"])
+def test_what_is_not_allowed_stays_out_where_bad_words_meet_min_tokens(extra_args):
+    """After a 20 only the end is left, and it may not come yet."""
+    end, word = 1, 20
+    completion = ask(
+        temperature=0,
+        allowed_token_ids=[word, end],
+        bad_words=[StubTokenizer(64).decode([word, word])],
+        stop_token_ids=[end],
+        min_tokens=6,
+        extra_args=extra_args,
+    )
+    assert list(completion.token_ids) == [word] * 6 + [end]
+
+
 @pytest.mark.parametrize("count", [0, 3])
 def test_logprobs_are_those_of_one_pass(count: int):
     params = [

@@ -10,7 +10,7 @@ import pytest
 from jaxspec.models.backend import Backend
 from jaxspec.program import controls, sampling
 from jaxspec.program.active import Active
-from jaxspec.program.plan import MAX_BAD_WORD_LEN, TokenControls
+from jaxspec.program.plan import MAX_BAD_WORD_LEN, NO_TOKEN, TokenControls
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
 from tests.laws import controlled
 from tests.rows import make_active, make_control_rows
@@ -174,6 +174,25 @@ def test_where_bad_words_leave_nothing_that_is_allowed_it_may_come(shards):
         found[0, row, list(allowed)], made.logits[0, row, list(allowed)]
     )
     assert set(np.flatnonzero(found[1, row] == -np.inf)) == set(allowed)
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_a_stop_id_that_comes_too_early_is_not_what_bad_words_leave(shards):
+    """One may come in the third row and later; the word 5 is all else in each."""
+    stop, word, early = 40, 5, 2
+    asked = TokenControls(allowed=(stop, word), bad_words=((word,),))
+    made = make_round([asked] * 2)
+    active = dataclasses.replace(
+        made.active,
+        stop_ids=jnp.array([[NO_TOKEN, stop]] * 2, jnp.int32),
+        min_total=made.active.num_tokens + jnp.array([early, 0], jnp.int32),
+    )
+    made = dataclasses.replace(made, active=active)
+    found = made.adjusted(Backend(mesh=make_mesh(shards), mesh_axes=TARGET_MESH_AXES))
+    for seq, num_early in enumerate((early, 0)):
+        for row in range(DRAFTS + 1):
+            left = {stop, word} if row < num_early else {stop}
+            assert set(np.flatnonzero(found[seq, row] > -np.inf)) == left
 
 
 @pytest.mark.parametrize("shards", [2, 8])
