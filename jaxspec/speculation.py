@@ -5,7 +5,7 @@ of three generations of arguments into a `SpeculativeConfig`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import no_type_check
 
 from jaxspec.errors import (
@@ -115,6 +115,27 @@ class SpeculativeConfig:
             chances.append(rate / before if before else 0.0)
             before = rate
         return tuple(chances)
+
+    def with_forced_acceptance(self, chance: float) -> "SpeculativeConfig":
+        """The same drafts, each kept with this chance if those before it are.
+
+        Raises:
+            ConfigError: It is none, or there are chances already.
+        """
+        check_number(ConfigError, "forced acceptance", chance, low=0, high=1)
+        if self.rejection_sample_method == SYNTHETIC:
+            raise ConfigError(
+                f"Acceptance is forced twice: to {chance}, and by "
+                f"rejection_sample_method={SYNTHETIC!r}; give one of them.",
+                parameter="rejection_sample_method",
+                value=SYNTHETIC,
+            )
+        places = range(1, self.num_speculative_tokens + 1)
+        return replace(
+            self,
+            rejection_sample_method=SYNTHETIC,
+            synthetic_acceptance_rates=[chance**place for place in places],
+        )
 
     @property
     def has_draft_model(self) -> bool:

@@ -43,14 +43,18 @@ def make_config(**changes) -> EngineConfig:
     num_draft = changes.pop("num_draft_tokens", 3)
     threshold = changes.pop("disable_by_batch_size", None)
     longest_drafted = changes.pop("longest_drafted", None)
+    forced = changes.pop("forced_acceptance", None)
     if num_draft:
         values["draft_model_config"] = MODEL
-        values["speculative"] = SpeculativeConfig(
+        speculative = SpeculativeConfig(
             model="draft",
             num_speculative_tokens=num_draft,
             disable_by_batch_size=threshold,
             max_model_len=longest_drafted,
         )
+        if forced is not None:
+            speculative = speculative.with_forced_acceptance(forced)
+        values["speculative"] = speculative
     return EngineConfig(**(values | changes))
 
 

@@ -87,6 +87,19 @@ def test_forced_acceptance(given: dict[str, Any], chances: tuple[float, ...]):
     assert config.forced_acceptance == pytest.approx(chances)
 
 
+def test_one_chance_for_every_draft():
+    judged = SpeculativeConfig(model="draft", num_speculative_tokens=3)
+    forced = judged.with_forced_acceptance(0.8)
+    assert forced.synthetic_acceptance_rates == pytest.approx([0.8, 0.64, 0.512])
+    assert forced.forced_acceptance == pytest.approx((0.8, 0.8, 0.8))
+    assert judged.with_forced_acceptance(0).forced_acceptance == (0.0, 0.0, 0.0)
+    for wrong in (-0.1, 1.1, True, "x", float("nan")):
+        with pytest.raises(ConfigError, match="forced acceptance must be a number in"):
+            judged.with_forced_acceptance(wrong)
+    with pytest.raises(ConfigError, match="forced twice: to 0.5, and by"):
+        forced.with_forced_acceptance(0.5)
+
+
 def test_rules_that_judge_force_nothing():
     for rule in ("standard", "block", "coupled"):
         config = SpeculativeConfig(model="draft", rejection_sample_method=rule)

@@ -139,6 +139,14 @@ def _add_offline(
         action="store_true",
         help="leave the texts out of what is timed",
     )
+    group = parser.add_argument_group("drafts")
+    group.add_argument(
+        "--forced-acceptance",
+        type=float,
+        metavar="CHANCE",
+        help="keep every draft with this chance, from 0 to 1, if those before it are "
+        "kept: for weights whose text means nothing. Every output says so",
+    )
     add_engine_flags(parser)
 
 

@@ -5,7 +5,7 @@ import argparse
 import numpy as np
 
 from jaxspec.bench.offline import PLAIN, SPECULATIVE, open_offline
-from jaxspec.bench.report import PERCENTILES, header, write
+from jaxspec.bench.report import PERCENTILES, write
 from jaxspec.bench.summary import (
     compared,
     comparison,
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> None:
     """
     size = check_integer(ConfigError, "--batch-size", options.batch_size, low=1)
     offline = open_offline(options, num_prompts=size, num_seqs=size)
-    result, device = header("latency", options), offline.device()
+    result, device = offline.new_result("latency"), offline.device()
     count = offline.num_draft_tokens
     parts = offline.parts(size, sorted({0, count}))
     modes = {name: offline.batch(k) for name, k in offline.modes().items()}
@@ -34,9 +34,10 @@ def run(options: argparse.Namespace) -> None:
         measured,
         num_draft_tokens=count,
         ratios=cost_ratios(device["cost_ratio"], parts, count),
-        is_greedy=options.temperature == 0,
+        must_agree=offline.must_agree(options.temperature),
     )
     offline.engine.shutdown()
+    offline.print_label()
     mode = SPECULATIVE if count else PLAIN
     latencies = found[mode]["elapsed_s"]
     shares = {str(p): float(np.percentile(latencies, p)) for p in PERCENTILES}

@@ -5,6 +5,7 @@ Everything that can be wrong is found before the weights are read.
 
 import argparse
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,17 @@ from jaxspec.bench.data import Prompt
 from jaxspec.bench.flags import dataset
 from jaxspec.bench.measure import Batch, Bench
 from jaxspec.bench.parts import Parts, cost_ratio, measure_parts
-from jaxspec.bench.report import check_writable
+from jaxspec.bench.report import check_writable, forced_line, header
 from jaxspec.config import EngineConfig
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.loading import read_tokenizer
-from jaxspec.errors import ConfigError, RequestError, check_integer, wrong_argument
+from jaxspec.errors import (
+    ConfigError,
+    RequestError,
+    check_integer,
+    check_number,
+    wrong_argument,
+)
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.serve.flags import engine_args
 from jaxspec.tokenizer import Tokenizer
@@ -44,6 +51,27 @@ class Offline:
     def num_draft_tokens(self) -> int:
         """K as the engine is configured; 0 without speculation."""
         return self.engine.config.num_draft_tokens
+
+    @property
+    def forced_acceptance(self) -> list[float] | None:
+        """Chance of every draft to stay if those before it do; None if judged."""
+        speculative = self.engine.config.speculative
+        chances = speculative.forced_acceptance if speculative else None
+        return None if chances is None else list(chances)
+
+    def new_result(self, benchmark: str) -> dict[str, Any]:
+        """What identifies a result, and whether its acceptance was given."""
+        told = {"forced_acceptance": self.forced_acceptance}
+        return header(benchmark, self.options) | told
+
+    def print_label(self) -> None:
+        """Say before any figure that acceptance was given, if it was."""
+        if self.forced_acceptance is not None:
+            print(forced_line(self.forced_acceptance))
+
+    def must_agree(self, temperature: float) -> bool:
+        """Whether drafts may not change a text: greedy ones, if drafts are judged."""
+        return temperature == 0 and self.forced_acceptance is None
 
     def modes(self) -> dict[str, int]:
         """K of every way to run: plain, and with drafts where there are any."""
@@ -176,7 +204,22 @@ def _config(options: argparse.Namespace, num_seqs: int | None) -> EngineConfig:
                 args.max_num_seqs,
             )
         args.max_num_seqs = args.max_num_seqs or num_seqs
-    return args.create_engine_config()
+    config = args.create_engine_config()
+    chance = options.forced_acceptance
+    return config if chance is None else _forced(config, chance)
+
+
+def _forced(config: EngineConfig, chance: float) -> EngineConfig:
+    check_number(ConfigError, "--forced-acceptance", chance, low=0, high=1)
+    if config.speculative is None:
+        raise ConfigError(
+            "--forced-acceptance is for drafts, and these flags name none: give "
+            "--speculative-model or --speculative-config.",
+            parameter="--forced-acceptance",
+            value=chance,
+        )
+    speculative = config.speculative.with_forced_acceptance(chance)
+    return dataclasses.replace(config, speculative=speculative)
 
 
 def _fitting(

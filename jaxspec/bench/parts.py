@@ -247,7 +247,15 @@ def _accept(
     if proposal is not None:
         drafts = proposal.tokens
         num_draft = jnp.full_like(rows, drafts.shape[1])
-    verdict = judge(proposal, logits, num_draft, active, backend, adjust=None)
+    verdict = judge(
+        proposal,
+        logits,
+        num_draft,
+        active,
+        backend,
+        adjust=None,
+        forced_acceptance=state.forced_acceptance,
+    )
     tokens = place_next(drafts, verdict)
     emitted = truncate(tokens, verdict.num_accepted + 1, active)
     moved, token_pages = append(state.rows, state.token_pages, active, emitted)

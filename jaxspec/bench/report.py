@@ -56,6 +56,15 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {"mean": float(np.mean(values)), **found}
 
 
+def forced_line(chances: Sequence[float]) -> str:
+    """What a reader must know first where acceptance was given, not found."""
+    told = ", ".join(f"{chance:g}" for chance in chances)
+    return (
+        f"ACCEPTANCE IS FORCED (synthetic): draft i stays with chance i of {told} if "
+        "those before it do. Texts mean nothing."
+    )
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as they need to be: the first to the left, the others right."""
     columns = range(max(map(len, rows)))

@@ -115,6 +115,8 @@ async def _point(
     if drafts is not None and not drafts.num_drafts:
         drafts = None
     found = serve_report.figures(answers, seconds, task.wanted, drafts)
+    if drafts is not None and after.forced_acceptance is not None:
+        found["forced_acceptance"] = list(after.forced_acceptance)
     if task.options.save_detailed:
         found |= serve_report.details(answers)
     return found

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.client import Answer
+from jaxspec.bench.report import forced_line
 from jaxspec.bench.traffic import Load
 
 # Of vLLM's block: how the section of each metric is called.
@@ -191,6 +192,8 @@ def _drafts(found: Mapping[str, Any]) -> list[str]:
         ("Accepted tokens:", found["spec_decode_accepted_tokens"]),
     ]
     lines = [_title("Speculative Decoding", "-"), *map(_line, rows)]
+    if "forced_acceptance" in found:
+        lines.append(forced_line(found["forced_acceptance"]))
     rates = found["spec_decode_per_position_acceptance_rates"]
     if rates:
         lines.append("Per-position acceptance (%):")

@@ -12,7 +12,7 @@ from typing import Any
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.measure import Measured
 from jaxspec.bench.offline import PLAIN, Offline, open_offline
-from jaxspec.bench.report import header, table, write
+from jaxspec.bench.report import forced_line, table, write
 from jaxspec.bench.summary import (
     against_ceiling,
     ceiling_lines,
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
     check_integer(ConfigError, "--output-len", options.output_len, low=2)
     offline = open_offline(options, num_prompts=sizes[-1], num_seqs=sizes[-1])
     ladder = _ladder(offline, options.draft_tokens)
-    result, device = header("spec", options), offline.device()
+    result, device = offline.new_result("spec"), offline.device()
     parts = {size: offline.parts(size, (0, *ladder)) for size in sizes}
     cells, told = [], []
     num_runs = len(temperatures) * len(sizes) * (len(ladder) + 1) * options.num_iters
@@ -86,15 +86,21 @@ def run(options: argparse.Namespace) -> None:
                     k: cost_ratios(device["cost_ratio"], parts[size], k) for k in ladder
                 }
                 found, entry = _point(measured, temperature, size, ratios)
+                if offline.must_agree(temperature):
+                    for k, one in entry["by_num_draft_tokens"].items():
+                        one["is_equal"] = is_equal(measured, k)
                 cells += found
                 told.append(entry)
     offline.engine.shutdown()
+    offline.print_label()
     print(cell_table(cells))
     for entry in told:
         print("\n".join(_ceilings(entry)))
     for found in filter(None, parts.values()):
         print(f"\n{parts_table(found, device['copy_bytes_per_s'])}")
     verdict = answer(cells)
+    if offline.forced_acceptance is not None:
+        verdict.append(forced_line(offline.forced_acceptance))
     print("\n" + "\n".join(verdict) + "\n")
     result |= {
         "device": device,
@@ -144,8 +150,6 @@ def _point(
             ratios=ratios[k],
             speed_up=ratio["median"],
         )
-        if temperature == 0:
-            found["is_equal"] = is_equal(measured, str(k))
         by_k[str(k)] = found
         acceptance = sum((run.acceptance for run in runs), Acceptance())
         cells.append(

@@ -193,16 +193,20 @@ def compared(
     *,
     num_draft_tokens: int,
     ratios: Mapping[str, float],
-    is_greedy: bool,
+    must_agree: bool,
 ) -> dict[str, Any]:
-    """Both modes, the speed-up and the ceiling, as a result has them."""
+    """Both modes, the speed-up and the ceiling, as a result has them.
+
+    Args:
+        must_agree: Drafts may not change a text: say whether they did.
+    """
     found: dict[str, Any] = {name: summarise(r) for name, r in measured.runs.items()}
     found["num_discarded_runs"] = measured.num_discarded
     if SPECULATIVE not in measured.runs:
         return found
     found["speed_up"] = speed_ups(measured, SPECULATIVE, is_decode=False)
     found["decode_speed_up"] = speed_ups(measured, SPECULATIVE, is_decode=True)
-    if is_greedy:
+    if must_agree:
         found["is_equal"] = is_equal(measured, SPECULATIVE)
     found["ceiling"] = against_ceiling(
         measured.runs[SPECULATIVE],

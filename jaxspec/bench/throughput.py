@@ -3,7 +3,7 @@
 import argparse
 
 from jaxspec.bench.offline import PLAIN, SPECULATIVE, open_offline
-from jaxspec.bench.report import header, write
+from jaxspec.bench.report import write
 from jaxspec.bench.summary import (
     compared,
     comparison,
@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> None:
     """
     number = check_integer(ConfigError, "--num-prompts", options.num_prompts, low=1)
     offline = open_offline(options, num_prompts=number, num_seqs=None)
-    result, device = header("throughput", options), offline.device()
+    result, device = offline.new_result("throughput"), offline.device()
     count = offline.num_draft_tokens
     size = min(number, offline.engine.config.max_num_seqs)
     parts = offline.parts(size, sorted({0, count}))
@@ -36,9 +36,10 @@ def run(options: argparse.Namespace) -> None:
         measured,
         num_draft_tokens=count,
         ratios=cost_ratios(device["cost_ratio"], parts, count),
-        is_greedy=options.temperature == 0,
+        must_agree=offline.must_agree(options.temperature),
     )
     offline.engine.shutdown()
+    offline.print_label()
     ours = found[SPECULATIVE if count else PLAIN]
     requests_per_s = ours["requests_per_s"]["median"]
     output_per_s = ours["output_tokens_per_s"]["median"]

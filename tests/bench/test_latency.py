@@ -34,6 +34,8 @@ def test_a_batch_is_measured(drafts, monkeypatch, tmp_path, capsys):
     assert [part["num_draft_tokens"] for part in found["parts"]] == sorted({0, drafts})
     assert ("speculative" in found) == bool(drafts)
     assert ("speed_up" in found) == bool(drafts)
+    assert found["forced_acceptance"] is None
+    assert "FORCED" not in printed
     if drafts:
         assert found["is_equal"]
         assert "greedy texts: equal" in printed
@@ -58,3 +60,15 @@ def test_parts_may_be_left_out(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "Parts of a round" not in printed
     assert json.loads(printed.splitlines()[-1])["parts"] == []
+
+
+def test_forced_acceptance_is_told_and_no_text_is_compared(monkeypatch, capsys):
+    use_fake_engine(monkeypatch, forced_acceptance=0.5)
+    sizes = ("--batch-size", 1, "--output-len", 8, "--num-iters", 1)
+    latency.run(flags("latency", *sizes))
+    printed = capsys.readouterr().out
+    found = json.loads(printed.splitlines()[-1])
+    assert found["forced_acceptance"] == pytest.approx([0.5] * 3)
+    assert printed.startswith("ACCEPTANCE IS FORCED (synthetic)")
+    assert "is_equal" not in found
+    assert "greedy texts" not in printed

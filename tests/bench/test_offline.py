@@ -1,5 +1,7 @@
 """What the offline subcommands share: checks before loading, modes, sampling."""
 
+import json
+
 import pytest
 
 from jaxspec.bench import offline as module
@@ -12,6 +14,16 @@ from jaxspec.sampling_params import RequestOutputKind
 from jaxspec.tokenizer import Tokenizer
 from tests.bench.workloads import flags, use_fake_engine
 from tests.engine.test_llm_engine import make_fake_engine
+
+TARGET = ("--model", "jaxspec/tiny-gemma2")
+FORCED = json.dumps(
+    {
+        "model": "jaxspec/tiny-gemma2-draft",
+        "num_speculative_tokens": 2,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": 2,
+    }
+)
 
 
 @pytest.fixture
@@ -40,6 +52,13 @@ def test_the_bundled_pair_gets_prompts_and_a_batch(loaded):
     assert {tokens[0] for tokens in prompts} == {tokenizer.bos_token_id}
 
 
+def test_acceptance_is_forced_for_every_draft(loaded):
+    options = flags("latency", "--forced-acceptance", 0.8)
+    open_offline(options, num_prompts=1, num_seqs=1)
+    ((config, _),) = loaded
+    assert config.speculative.forced_acceptance == pytest.approx((0.8,) * 5)
+
+
 def test_random_prompts_have_exactly_the_length(loaded):
     options = flags("latency", "--dataset-name", "random", "--input-len", 40)
     made = open_offline(options, num_prompts=3, num_seqs=None)
@@ -55,6 +74,17 @@ def test_random_prompts_have_exactly_the_length(loaded):
         (("--top-p", 2), RequestError, "top_p must be"),
         (("--max-num-seqs", 1), ConfigError, "--max-num-seqs must be at least 2"),
         (("--output-len", 8190), RequestError, "more than max_model_len=8192"),
+        (("--forced-acceptance", 1.5), ConfigError, "--forced-acceptance must be a"),
+        (
+            ("--forced-acceptance", 0.5, *TARGET, "--speculative-config", FORCED),
+            ConfigError,
+            "forced twice",
+        ),
+        (
+            ("--forced-acceptance", 0.5, *TARGET),
+            ConfigError,
+            "--forced-acceptance is for drafts",
+        ),
     ],
 )
 def test_nothing_is_loaded_for_what_cannot_work(arguments, error, said, loaded):

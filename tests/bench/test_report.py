@@ -13,6 +13,12 @@ from jaxspec.bench import report
 from jaxspec.errors import ConfigError
 
 
+def test_forced_acceptance_is_told_by_draft():
+    line = report.forced_line([0.8, 0.625])
+    assert line.startswith("ACCEPTANCE IS FORCED (synthetic)")
+    assert "chance i of 0.8, 0.625 if" in line
+
+
 def test_a_header_tells_everything_but_secrets(tmp_path):
     (tmp_path / "gemma").mkdir()
     options = argparse.Namespace(

@@ -45,4 +45,14 @@ def test_names_are_those_that_our_engine_tells():
     told = {name.removesuffix("_total") for name in told if "created" not in name}
     assert told <= names
     assert "jaxspec:num_compiles" in names
+    assert "jaxspec:synthetic_acceptance_info" not in names
     assert not run_all(engine)
+
+
+def test_acceptance_that_is_forced_is_read_from_our_engines_words():
+    engine, _ = make_fake_engine(num_draft_tokens=3, forced_acceptance=0.8)
+    (info,) = [one for one in engine.get_metrics() if "synthetic" in one.name]
+    labels = ",".join(f'{name}="{value}"' for name, value in info.labels.items())
+    text = f"# TYPE {info.name} gauge\n{info.name}{{{labels}}} 1.0\n"
+    assert read_scrape(text).forced_acceptance == (0.8, 0.8, 0.8)
+    assert read_scrape(VLLM).forced_acceptance is None

@@ -56,6 +56,13 @@ def test_figures_are_those_of_the_answers_that_came():
     assert "request_goodput" not in found
 
 
+def test_a_block_says_that_acceptance_is_forced():
+    found = figures(ANSWERS, 2.0, ALL, DRAFTS)
+    assert "FORCED" not in block(found, Load(), ALL)
+    told = block(found | {"forced_acceptance": [0.8, 0.5]}, Load(), ALL)
+    assert "ACCEPTANCE IS FORCED (synthetic)" in told
+
+
 def test_requests_at_one_time_are_counted_together():
     twice = [ANSWERS[0], ANSWERS[0], ANSWERS[1]]
     found = figures(twice, 2.0, ALL, None)

@@ -63,6 +63,18 @@ def test_some_values_of_k(monkeypatch, capsys):
     assert list(found["points"][0]["by_num_draft_tokens"]) == ["1", "3"]
 
 
+def test_the_answer_says_that_acceptance_is_forced(monkeypatch, capsys):
+    use_fake_engine(monkeypatch, forced_acceptance=0.5)
+    sweep = ("--batch-sizes", 1, "--temperatures", 0, "--draft-tokens", 2)
+    spec.run(flags("spec", *SMALL, *sweep))
+    printed = capsys.readouterr().out
+    found = json.loads(printed.splitlines()[-1])
+    assert found["forced_acceptance"] == pytest.approx([0.5] * 3)
+    assert "is_equal" not in found["points"][0]["by_num_draft_tokens"]["2"]
+    assert printed.startswith("ACCEPTANCE IS FORCED (synthetic)")
+    assert found["answer"][-1].startswith("ACCEPTANCE IS FORCED (synthetic)")
+
+
 @pytest.mark.parametrize(
     ("arguments", "changes", "said"),
     [

@@ -126,7 +126,7 @@ def test_the_ceiling_is_of_the_measured_acceptance():
 
 
 def test_a_comparison_tells_both_modes():
-    found = compared(MEASURED, num_draft_tokens=3, ratios=BYTES, is_greedy=True)
+    found = compared(MEASURED, num_draft_tokens=3, ratios=BYTES, must_agree=True)
     assert found["num_discarded_runs"] == 2
     assert found["is_equal"]
     text = comparison(found, 3)
@@ -137,10 +137,10 @@ def test_a_comparison_tells_both_modes():
     assert "acceptance by position, speculative: 0.800 0.500 0.200" in text
     assert "greedy texts: equal" in text
     assert "K = 3, c = 0.100 (bytes): 1.92, 104% of it reached; highest" in text
-    sampled = compared(MEASURED, num_draft_tokens=3, ratios=BYTES, is_greedy=False)
+    sampled = compared(MEASURED, num_draft_tokens=3, ratios=BYTES, must_agree=False)
     assert "is_equal" not in sampled
     alone = Measured(runs={"plain": PLAIN}, num_discarded=0)
-    found = compared(alone, num_draft_tokens=0, ratios=BYTES, is_greedy=True)
+    found = compared(alone, num_draft_tokens=0, ratios=BYTES, must_agree=True)
     assert "speed_up" not in found
     assert "speed-up" not in comparison(found, 0)
 
