@@ -106,7 +106,8 @@ def test_a_body_is_sent_as_json():
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ([b"SSH-2.0-OpenSSH\r\n"], "illegal status line"),
+        ([b"SSH-2.0-OpenSSH\r\n"], "without sending a response"),
+        ([b"SSH-2.0-OpenSSH\r\n\r\n"], "illegal status line"),
         ([b""], "without sending a response"),
         ([b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhello"], "received 5 bytes"),
         ([CHUNKED, b"5\r\nhe"], "incomplete chunked read"),

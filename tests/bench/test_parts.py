@@ -101,26 +101,24 @@ def test_parts_are_timed_and_move_nothing(engine, monkeypatch):
     assert tokens_of(generate(engine, PROMPTS, params_of(output_kind=FINAL))) == said
 
 
-def test_the_verdict_is_forced_where_the_rounds_is(engine, monkeypatch):
-    """A draft that is its target's twin has all kept, unless no draft may be."""
-    accept, counts = module._accept, []
+@pytest.mark.parametrize(("chance", "expected"), [(0.0, 1), (1.0, 3)])
+def test_the_verdict_is_forced_where_the_rounds_is(
+    chance, expected, engine, monkeypatch
+):
+    accept, time, emitted = module._accept, module._Timer.time, []
 
     def forced(config, params, state, rows, given):
-        state = dataclasses.replace(state, forced_acceptance=jnp.zeros(2))
+        state = dataclasses.replace(state, forced_acceptance=jnp.full(2, chance))
         state, told = accept(config, params, state, rows, given)
         return dataclasses.replace(state, forced_acceptance=None), told
 
-    time = module._Timer.time
-
     def kept(self, part, *given):
         seconds, result = time(self, part, *given)
-        counts.append(result)
+        emitted.append(result)
         return seconds, result
 
+    monkeypatch.setattr(module, "_accept", forced)
     monkeypatch.setattr(module._Timer, "time", kept)
-    batch = Batch(prompts=PROMPTS, params=[params_of()] * 2)
-    for accepting, expected in ((accept, 3), (forced, 1)):
-        monkeypatch.setattr(module, "_accept", accepting)
-        measure_parts(engine, batch, [2], calls=1)
-        _, _, emitted = counts[-1]
-        assert emitted.num_emitted.tolist() == [expected] * 2
+    measure_parts(engine, Batch(prompts=PROMPTS, params=[params_of()] * 2), [2])
+    _, _, last = emitted[-1]
+    assert last.num_emitted.tolist() == [expected] * 2
