@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.bench.data import DATASETS, Dataset
+from jaxspec.bench.plot import SUFFIXES
 from jaxspec.serve.flags import add_engine_flags
 
 MODULES = {
@@ -126,6 +127,17 @@ def _add_repeats(group: argparse._ArgumentGroup, *, num_iters: int) -> None:
         help="also time the parts of a round, which compiles programs for them",
     )
     add("--output-json", type=Path, metavar="FILE", help="writes the line of JSON here")
+    _add_plot(group)
+
+
+def _add_plot(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help=f"draws the result here, as its suffix says: {', '.join(SUFFIXES)}; needs "
+        "the extra bench",
+    )
 
 
 def _add_offline(
@@ -239,7 +251,8 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         type=int,
         nargs="+",
         metavar="N",
-        help="requests at a time at most; several are a sweep (default: no limit)",
+        help="requests at a time at most; several are a sweep, and one given twice is "
+        "measured twice (default: no limit)",
     )
     add(
         "--burstiness",
@@ -290,6 +303,7 @@ def _add_saving(group: argparse._ArgumentGroup) -> None:
     add("--result-dir", type=Path, default=Path())
     add("--result-filename", help="default: by time and load")
     add("--metadata", nargs="*", metavar="KEY=VALUE", help="told in the result")
+    _add_plot(group)
 
 
 def _json(text: str) -> Any:

@@ -5,6 +5,7 @@ import argparse
 import numpy as np
 
 from jaxspec.bench.offline import PLAIN, SPECULATIVE, open_offline
+from jaxspec.bench.plot import plot
 from jaxspec.bench.report import PERCENTILES, write
 from jaxspec.bench.summary import (
     compared,
@@ -58,3 +59,4 @@ def run(options: argparse.Namespace) -> None:
         "parts": [one.as_json() for one in parts],
     }
     write(result, options.output_json)
+    plot(result, options.plot)

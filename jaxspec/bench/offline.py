@@ -17,6 +17,7 @@ from jaxspec.bench.data import Prompt
 from jaxspec.bench.flags import dataset
 from jaxspec.bench.measure import Batch, Bench
 from jaxspec.bench.parts import Parts, cost_ratio, measure_parts
+from jaxspec.bench.plot import check_plot
 from jaxspec.bench.report import check_writable, forced_line, header
 from jaxspec.config import EngineConfig
 from jaxspec.engine.llm_engine import LLMEngine
@@ -152,6 +153,7 @@ def open_offline(
         check_integer(ConfigError, flag, getattr(options, name), low=1)
     check_integer(ConfigError, "--num-iters-warmup", options.num_iters_warmup, low=0)
     check_writable(options.output_json, "--output-json")
+    check_plot(options.plot)
     sampling(options, 0)
     config = _config(options, num_seqs)
     tokenizer = read_tokenizer(config)

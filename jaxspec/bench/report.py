@@ -19,7 +19,7 @@ from jaxspec.errors import ConfigError
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 # Nobody else's business, or of no meaning elsewhere.
-HIDDEN = ("hf_token", "api_key", "run", "command", "output_json", "result_dir")
+HIDDEN = ("hf_token", "api_key", "run", "command", "output_json", "plot", "result_dir")
 
 
 def header(benchmark: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from jaxspec.bench import serve_report
 from jaxspec.bench.client import CHAT_ENDING, Answer, Client
 from jaxspec.bench.connection import Address, HttpError, fetch
 from jaxspec.bench.failure import BenchError
+from jaxspec.bench.plot import plot
 from jaxspec.bench.report import header, table
 from jaxspec.bench.scrape import Scrape, read_scrape
 from jaxspec.bench.serve_report import Wanted
@@ -76,7 +77,7 @@ async def _run(task: Task) -> None:
     modes: dict[str, dict[str, Any]] = {SERVED: {}}
     if site.has_plain:
         modes[PLAIN] = {"num_speculative_tokens": 0}
-    points = []
+    points, entries = [], []
     for number, load in enumerate(task.loads):
         # In turn, so that a slow moment of the machine hits both.
         names = list(modes)[:: -1 if number % 2 else 1]
@@ -87,9 +88,11 @@ async def _run(task: Task) -> None:
         entry = _entry(task, site, load, found)
         print(json.dumps(entry, allow_nan=False))
         task.save(entry, load)
+        entries.append(entry)
         points += [(load, name, found[name]) for name in modes]
     if len(points) > 1:
         print(f"\n{sweep_table(points, task.wanted)}")
+    plot(entries, task.options.plot)
 
 
 async def _point(

@@ -11,6 +11,7 @@ from jaxspec.bench.client import CHAT_ENDING
 from jaxspec.bench.connection import Address
 from jaxspec.bench.data import Prompt
 from jaxspec.bench.flags import dataset
+from jaxspec.bench.plot import check_plot
 from jaxspec.bench.report import check_writable
 from jaxspec.bench.serve_report import TITLES, Wanted
 from jaxspec.bench.traffic import Load
@@ -77,6 +78,7 @@ def read_task(options: argparse.Namespace) -> Task:
         for limit in options.max_concurrency or (None,)
     ]
     _saved_to(options, loads[0])
+    check_plot(options.plot)
     host = options.host
     if ":" in host and not host.startswith("["):
         host = f"[{host}]"

@@ -12,6 +12,7 @@ from typing import Any
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.measure import Measured
 from jaxspec.bench.offline import PLAIN, Offline, open_offline
+from jaxspec.bench.plot import plot
 from jaxspec.bench.report import forced_line, table, write
 from jaxspec.bench.summary import (
     against_ceiling,
@@ -109,6 +110,7 @@ def run(options: argparse.Namespace) -> None:
         "answer": verdict,
     }
     write(result, options.output_json)
+    plot(result, options.plot)
 
 
 def _ladder(offline: Offline, wanted: Sequence[int] | None) -> list[int]:

@@ -3,6 +3,7 @@
 import argparse
 
 from jaxspec.bench.offline import PLAIN, SPECULATIVE, open_offline
+from jaxspec.bench.plot import plot
 from jaxspec.bench.report import write
 from jaxspec.bench.summary import (
     compared,
@@ -66,3 +67,4 @@ def run(options: argparse.Namespace) -> None:
         "parts": [one.as_json() for one in parts],
     }
     write(result, options.output_json)
+    plot(result, options.plot)

@@ -1,5 +1,7 @@
 """The command line: vLLM's names, the engine's flags, what runs."""
 
+from pathlib import Path
+
 import pytest
 
 from jaxspec.bench.flags import MODULES, dataset, make_parser
@@ -45,6 +47,12 @@ def test_vllms_command_lines_are_read():
     assert options.request_rate == [float("inf")]
     assert options.max_concurrency == [2]
     assert options.extra_body == {"a": 1}
+
+
+def test_every_subcommand_can_draw():
+    for name in MODULES:
+        assert read(name).plot is None
+        assert read(name, "--plot", "a.svg").plot == Path("a.svg")
 
 
 def test_a_file_of_prompts_needs_no_name(tmp_path):

@@ -13,12 +13,10 @@ from tests.engine.test_llm_engine import assert_idle
 
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_a_batch_is_measured(drafts, monkeypatch, tmp_path, capsys):
-    (opened, path) = (
-        use_fake_engine(monkeypatch, num_draft_tokens=drafts),
-        tmp_path / "out.json",
-    )
+    opened = use_fake_engine(monkeypatch, num_draft_tokens=drafts)
+    path, drawn = tmp_path / "out.json", tmp_path / "out.svg"
     sizes = ("--batch-size", 2, "--output-len", 12, "--num-iters", 4)
-    latency.run(flags("latency", *sizes, "--output-json", path))
+    latency.run(flags("latency", *sizes, "--output-json", path, "--plot", drawn))
     printed = capsys.readouterr().out
     found = json.loads(line_in(path, printed))
     assert_idle(opened[0])
@@ -46,6 +44,8 @@ def test_a_batch_is_measured(drafts, monkeypatch, tmp_path, capsys):
         assert len(ceiling["conditional_rates"]) == 3
         assert found["speculative"]["acceptance"]["num_drafts"] > 0
     assert "acceptance" not in found["plain"]
+    assert "plot" not in found["arguments"]
+    assert "One batch from start to end" in drawn.read_text(encoding="utf-8")
 
 
 def test_a_batch_of_none_is_refused():
@@ -62,13 +62,17 @@ def test_parts_may_be_left_out(monkeypatch, capsys):
     assert json.loads(printed.splitlines()[-1])["parts"] == []
 
 
-def test_forced_acceptance_is_told_and_no_text_is_compared(monkeypatch, capsys):
+def test_forced_acceptance_is_told_and_no_text_is_compared(
+    monkeypatch, tmp_path, capsys
+):
     use_fake_engine(monkeypatch, forced_acceptance=0.5)
     sizes = ("--batch-size", 1, "--output-len", 8, "--num-iters", 1)
-    latency.run(flags("latency", *sizes))
+    drawn = tmp_path / "out.svg"
+    latency.run(flags("latency", *sizes, "--plot", drawn))
     printed = capsys.readouterr().out
     found = json.loads(printed.splitlines()[-1])
     assert found["forced_acceptance"] == pytest.approx([0.5] * 3)
     assert printed.startswith("ACCEPTANCE IS FORCED (synthetic)")
     assert "is_equal" not in found
     assert "greedy texts" not in printed
+    assert "SYNTHETIC: acceptance forced to 0.5" in drawn.read_text(encoding="utf-8")

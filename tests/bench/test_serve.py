@@ -11,6 +11,8 @@ import pytest
 
 from jaxspec.bench import serve
 from jaxspec.bench.failure import BenchError
+from jaxspec.bench.figures import form
+from jaxspec.bench.figures.picture import picture
 from tests.bench.workloads import flags
 from tests.serving import PROMPT, Site, site_of
 
@@ -66,9 +68,10 @@ def test_our_server_is_measured_with_drafts_and_without(
     assert printed.count("Speculative Decoding") == 1
 
 
-def test_a_sweep_ends_with_a_table(site, asked_for, capsys):
+def test_a_sweep_ends_with_a_table_and_a_picture(site, asked_for, tmp_path, capsys):
     points = ("--max-concurrency", 1, 3, "--no-compare-plain", "--num-warmups", 1)
-    serve.run(asked_for(site.url, *points))
+    drawn = tmp_path / "out.svg"
+    serve.run(asked_for(site.url, *points, "--plot", drawn))
     printed = capsys.readouterr().out
     first, second = entries_in(printed)
     assert (first["max_concurrency"], second["max_concurrency"]) == (1, 3)
@@ -77,6 +80,9 @@ def test_a_sweep_ends_with_a_table(site, asked_for, capsys):
     table = printed.splitlines()[-3:]
     assert table[0].split()[:3] == ["load", "mode", "tokens/s"]
     assert table[2].startswith("inf requests/s, concurrency 3")
+    told = form.described(picture([first, second]))
+    assert told in drawn.read_text(encoding="utf-8")
+    assert first["median_e2el_ms"] > 0
 
 
 def test_runs_in_which_the_server_compiles_do_not_count(

@@ -56,6 +56,7 @@ def test_what_is_told():
         ("--goodput itl:3", "--goodput must be NAME:MILLISECONDS"),
         ("--goodput ttft", "--goodput must be NAME:MILLISECONDS"),
         ("--save-result --result-dir none", "--result-dir must be a file in a folder"),
+        ("--plot x.jpg", "--plot must be a file that ends in"),
         ("--dataset-path none.jsonl", "--dataset-path must be a file"),
     ],
 )

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from jaxspec.bench import spec
+from jaxspec.bench.figures import form
+from jaxspec.bench.figures.picture import picture
 from jaxspec.bench.spec import Cell, answer, cell_table
 from jaxspec.errors import ConfigError
 from tests.bench.workloads import flags, line_in, use_fake_engine
@@ -28,9 +30,9 @@ def cell(size: int, count: int, speed_up: float, **changes: Any) -> Cell:
 
 def test_a_sweep_measures_every_k_batch_and_temperature(monkeypatch, tmp_path, capsys):
     use_fake_engine(monkeypatch)
-    path = tmp_path / "out.json"
+    path, drawn = tmp_path / "out.json", tmp_path / "out.svg"
     sweep = ("--batch-sizes", 1, 2, "--temperatures", 0, 1, "--output-json", path)
-    spec.run(flags("spec", *SMALL, *sweep))
+    spec.run(flags("spec", *SMALL, *sweep, "--plot", drawn))
     printed = capsys.readouterr().out
     found = json.loads(line_in(path, printed))
     places = [(one["temperature"], one["batch_size"]) for one in found["points"]]
@@ -53,6 +55,7 @@ def test_a_sweep_measures_every_k_batch_and_temperature(monkeypatch, tmp_path, c
     assert len(found["answer"]) == 3
     assert "\n".join(found["answer"]) in printed
     assert "temperature 1, batch 2: ceiling at this acceptance, K = " in printed
+    assert form.described(picture(found)) in drawn.read_text(encoding="utf-8")
 
 
 def test_some_values_of_k(monkeypatch, capsys):

@@ -11,9 +11,10 @@ from tests.bench.workloads import flags, line_in, use_fake_engine
 
 def test_all_prompts_are_run(monkeypatch, tmp_path, capsys):
     use_fake_engine(monkeypatch)
-    path = tmp_path / "out.json"
+    path, drawn = tmp_path / "out.json", tmp_path / "out.svg"
     sizes = ("--num-prompts", 7, "--output-len", 12, "--num-iters", 2)
-    throughput.run(flags("throughput", *sizes, "--output-json", path))
+    files = ("--output-json", path, "--plot", drawn)
+    throughput.run(flags("throughput", *sizes, *files))
     printed = capsys.readouterr().out
     found = json.loads(line_in(path, printed))
     assert found["num_requests"] == 7
@@ -35,3 +36,4 @@ def test_all_prompts_are_run(monkeypatch, tmp_path, capsys):
     assert "Total num output tokens:  84\n" in printed
     # Parts are of as many sequences as run at a time.
     assert {part["num_seqs"] for part in found["parts"]} == {3}
+    assert "Prompts that all wait from the start" in drawn.read_text(encoding="utf-8")
