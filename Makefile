@@ -19,7 +19,7 @@ pytest := $(bin)/python -m pytest -q -n auto --maxprocesses 4 \
 # tests come last, so that their closing line is the last line.
 checks := ruff-check ruff-format pyright lint-imports test
 
-.PHONY: help demo bench check test-fast format clean $(checks)
+.PHONY: help demo bench figures check test-fast format clean $(checks)
 .NOTPARALLEL:
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make test-fast   the same without the tests marked slow"
 	@echo "make check       everything CI checks: $(checks)"
 	@echo "make bench       measure the bundled pair with and without speculation"
+	@echo "make figures     draw the figures from the results in benchmarks/results"
 	@echo "make format      let ruff rewrite the code"
 	@echo "make clean       remove $(VENV) and every cache"
 
@@ -37,6 +38,9 @@ demo: $(installed)
 
 bench: $(installed)
 	@$(bin)/python benchmarks/cpu_pair.py
+
+figures: $(installed_test)
+	@$(bin)/python -m benchmarks.figures
 
 check: $(checks)
 

@@ -1,0 +1,280 @@
+"""Draw the figures of the README from the results in git.
+
+    python -m benchmarks.figures
+
+writes benchmarks/figures/*.svg; a result that is not there is told, and the rest drawn.
+Needs what the extra `bench` brings, and no jax.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from jaxspec.bench.figures import form
+from jaxspec.bench.figures.picture import picture, save, spec_pictures
+
+HERE = Path(__file__).parent
+RESULTS, FIGURES = HERE / "results", HERE / "figures"
+# `jaxspec.bench spec --output-json`, and `serve --save-result`: a line for every load.
+SPEC, SERVE = "spec-cpu.json", "serve-cpu.json"
+SPEC_NAMES = {
+    "speed_up": "speed-up",
+    "acceptance": "acceptance-by-position",
+    "parts": "round-parts",
+}
+WIDTH, HEIGHT = 8.5, 3.2
+GPU_LABELS = {"9b-2b": "9B with 2B", "27b-2b": "27B with 2B"}
+
+Result = dict[str, Any]
+
+
+def draw_all(results: Path) -> tuple[dict[str, Figure], list[str]]:
+    """Every figure that there is a result for, by name; and what is missing."""
+    figures: dict[str, Figure] = {}
+    missing: list[str] = []
+    if lines := _lines(results / SERVE):
+        figures["load"] = picture(lines)
+    else:
+        missing.append(f"{SERVE}: no figure of a server under load")
+    if lines := _lines(results / SPEC):
+        for name, figure in spec_pictures(lines[-1]).items():
+            figures[SPEC_NAMES[name]] = figure
+    else:
+        missing.append(f"{SPEC}: none of speed-up, acceptance and parts of a round")
+    pairs = [_lines(path)[-1] for path in results.glob("cpu_pair-*.json")]
+    full = [result for result in pairs if not result["arguments"]["quick"]]
+    if full:
+        newest = max(full, key=lambda result: result["date"])
+        figures["acceptance-by-domain"] = by_domain(newest)
+    else:
+        missing.append("cpu_pair-*.json: none of acceptance by domain")
+    gpu = _gpu_figures(results)
+    if not gpu:
+        missing.append("gpu-*.json: none of a GPU")
+    return figures | gpu, missing
+
+
+def _lines(path: Path) -> list[Result]:
+    """The results in a file, one a line or one over many; none without the file."""
+    if not path.is_file():
+        return []
+    text = path.read_text(encoding="utf-8")
+    try:
+        return [json.loads(text)]
+    except json.JSONDecodeError:
+        return [json.loads(line) for line in text.splitlines()]
+
+
+def by_domain(result: Result) -> Figure:
+    """Acceptance and speed-up by the kind of text, of `make bench`."""
+    modes = result["modes"]
+    domains = list(modes["greedy"]["rows"])
+    repeats, count = result["arguments"]["repeats"], modes["greedy"]["rows"]["all"]
+    note = (
+        f"K = {result['arguments']['num_speculative_tokens']}, batch 1, "
+        f"{count['num_prompts']} prompts, {repeats} runs. Acceptance: of all rounds. "
+        "Speed-up: medians over prompts, whiskers from the lowest to the highest.\n"
+    )
+    with form.style():
+        figure = form.new_figure(WIDTH, HEIGHT, note + form.provenance(result))
+        form.head(figure, "Acceptance and speed-up by the kind of text", result)
+        grid = figure.subplots(1, 2)
+        for number, (mode, told) in enumerate(modes.items()):
+            rows = [told["rows"][domain] for domain in domains]
+            xs = [place + 0.4 * number - 0.2 for place in range(len(domains))]
+            rates = [form.single(row["acceptance_rate"]) for row in rows]
+            mark = form.MARKS[number]
+            form.bars(grid[0], xs, rates, mark, width=0.4, label=_controls(mode, told))
+            form.bars(grid[1], xs, [_range(row) for row in rows], mark, width=0.4)
+        for axes, title in zip(
+            grid, ("acceptance rate", "speed-up over plain decoding"), strict=True
+        ):
+            axes.set_title(title)
+            axes.set_xticks(range(len(domains)), domains)
+        grid[0].set_ylim(0, 1)
+        grid[0].yaxis.set_major_formatter("{x:.0%}")
+        grid[1].axhline(1.0, color="0.35", linewidth=1.0)
+        figure.legend(loc="outside upper right", ncols=len(modes))
+    return figure
+
+
+def _controls(mode: str, told: Result) -> str:
+    controls = told["controls"]
+    if not controls["temperature"]:
+        return mode
+    return f"temperature {controls['temperature']:g}, top-p {controls['top_p']:g}"
+
+
+def _range(row: Result) -> form.Spread:
+    least, most = row["speed_up_range"]
+    return {"median": row["speed_up"], "least": least, "most": most}
+
+
+def _gpu_figures(results: Path) -> dict[str, Figure]:
+    """Of every GPU that was measured; dry runs mean nothing."""
+    kinds: dict[str, Callable[[Result], Figure | None]] = {
+        "speed-up": gpu_speed_up,
+        "bandwidth": gpu_bandwidth,
+    }
+    found = {}
+    for path in sorted(results.glob("gpu-*.json")):
+        (result,) = _lines(path)
+        if result["is_dry_run"]:
+            continue
+        for kind, draw in kinds.items():
+            figure = draw(result)
+            if figure is not None:
+                found[f"{path.stem}-{kind}"] = figure
+    return found
+
+
+def _rows(result: Result, **wanted: Any) -> list[Result]:
+    return [
+        row
+        for row in result["rows"]
+        if all(row.get(name) == value for name, value in wanted.items())
+    ]
+
+
+def gpu_speed_up(result: Result) -> Figure | None:
+    """Speed-up by K of every pair, at each forced acceptance, with its ceiling."""
+    rounds = _rows(result, what="round", acceptance="synthetic")
+    if not rounds:
+        return None
+    pairs = list(dict.fromkeys(row["pair"] for row in rounds))
+    note = (
+        "Solid: measured, medians, whiskers from the least to the most. Dotted: the "
+        "ceiling E / (1 + K c), with the measured cost c of a draft's step.\n"
+    )
+    with form.style():
+        figure = form.new_figure(WIDTH, HEIGHT + 0.4, note + _gpu_provenance(result))
+        title = "Rounds of K drafts by plain steps, full-size Gemma 2"
+        told = "acceptance forced as labelled, random weights"
+        form.head(figure, title, {}, forced=told)
+        grid = figure.subplots(1, len(pairs), sharey=True, squeeze=False)
+        for axes, pair in zip(grid[0], pairs, strict=True):
+            here = [row for row in rounds if row["pair"] == pair]
+            _gpu_panel(axes, here)
+            axes.set_title(f"{GPU_LABELS.get(pair, pair)}, batch {here[0]['batch']}")
+            axes.set_xlabel("K, drafts a round")
+        form.start_at_zero(grid[0][0])  # and with it the others
+        grid[0][0].set_ylabel("speed-up")
+    return figure
+
+
+def _gpu_panel(axes: Axes, rows: Iterable[Result]) -> None:
+    axes.axhline(1.0, color="0.35", linewidth=1.0)
+    by_chance: dict[float, list[Result]] = {}
+    for row in rows:
+        by_chance.setdefault(row["forced_acceptance"], []).append(row)
+    for number, (chance, found) in enumerate(sorted(by_chance.items())):
+        found.sort(key=lambda row: row["num_drafts"])
+        mark = form.MARKS[number % len(form.MARKS)]
+        counts = [row["num_drafts"] for row in found]
+        ceilings = [row["ceiling"] for row in found]
+        axes.plot(counts, ceilings, color=mark.color, linestyle=":")
+        speeds = [_speed_up(row) for row in found]
+        solid = form.Mark(color=mark.color, fill=mark.fill, marker=mark.marker)
+        form.line(axes, counts, speeds, solid)
+        height, told = speeds[-1]["median"], f"acceptance {chance:g}"
+        form.label_end(axes, height, told, mark.color)
+        axes.set_xticks(counts)
+
+
+def _speed_up(row: Result) -> form.Spread:
+    """With the spread of the round's time; the plain step's is not in it."""
+    round_us = row["round_us"]
+    by_median = row["speed_up"] * round_us["median"]
+    return {
+        "median": row["speed_up"],
+        "least": by_median / round_us["most"],
+        "most": by_median / round_us["least"],
+    }
+
+
+def gpu_bandwidth(result: Result) -> Figure | None:
+    """Share of the copy's bandwidth that plain steps reach, and the goal."""
+    steps = _rows(result, what="plain")
+    if not steps:
+        return None
+    # The draft is measured beside every target: the first time counts.
+    by_place: dict[tuple[str, int], Result] = {}
+    for row in steps:
+        by_place.setdefault((row["model"], row["batch"]), row)
+    models = sorted({model for model, _ in by_place}, key=lambda name: float(name[:-1]))
+    batches = sorted({batch for _, batch in by_place})
+    goal = result["goals"]["plain_share_of_bandwidth"]
+    note = (
+        "Bytes of weights, keys and values read once, by the time of a step and a "
+        "copy's bytes/s; medians, whiskers from the least to the most.\n"
+    )
+    with form.style():
+        figure = form.new_figure(WIDTH, HEIGHT, note + _gpu_provenance(result))
+        form.head(figure, "Plain decoding: share of the memory's bandwidth", {})
+        axes = figure.subplots()
+        width = 0.8 / len(batches)
+        for number, batch in enumerate(batches):
+            have = [i for i, name in enumerate(models) if (name, batch) in by_place]
+            rows = [by_place[models[i], batch] for i in have]
+            xs = [i + (number - (len(batches) - 1) / 2) * width for i in have]
+            mark = form.MARKS[number % len(form.MARKS)]
+            form.bars(
+                axes,
+                xs,
+                [_share(row) for row in rows],
+                mark,
+                width=width,
+                label=f"batch {batch}",
+            )
+        axes.axhline(goal, color="black", linewidth=1.0, linestyle="--")
+        form.label_end(axes, goal, "goal")
+        axes.set_xticks(range(len(models)), [name.upper() for name in models])
+        axes.set_ylim(0, 1)
+        axes.yaxis.set_major_formatter("{x:.0%}")
+        figure.legend(loc="outside upper right", ncols=len(batches))
+    return figure
+
+
+def _share(row: Result) -> form.Spread:
+    step_us, share = row["step_us"], row["share_of_bandwidth"]
+    by_median = share * step_us["median"]
+    return {
+        "median": share,
+        "least": by_median / step_us["most"],
+        "most": by_median / step_us["least"],
+    }
+
+
+def _gpu_provenance(result: Result) -> str:
+    devices = dict.fromkeys(row["device"] for row in _rows(result, what="copy"))
+    changed = " with local changes" if result["has_changes"] else ""
+    return (
+        f"{', '.join(devices) or 'unknown device'}; jax "
+        f"{result['versions'].get('jax', '-')}; {result['date'][:10]}, commit "
+        f"{result['commit']}{changed}."
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=FIGURES)
+    options = parser.parse_args(arguments)
+    figures, missing = draw_all(options.results)
+    options.output.mkdir(exist_ok=True)
+    for name, figure in figures.items():
+        save(figure, options.output / f"{name}.svg")
+        print(f"Drawn: {name}.svg")
+    for told in missing:
+        print(f"Not there: {told}")
+
+
+if __name__ == "__main__":
+    main()
