@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.machine import ROOT, commit, describe_machine, versions
+from benchmarks.machine import ROOT, record
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.runner import Runner
@@ -177,12 +177,8 @@ def main() -> None:
         "round_ms": 1e3 * ROUND_S,
         "goal_ms": 1e3 * GOAL_S,
         "host": found,
-        "command": "python -m benchmarks.host_overhead",
-        "machine": describe_machine(),
-        "versions": versions(),
-        **commit(),
     }
-    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    record(result, options.out, command="python -m benchmarks.host_overhead")
     for name, values in found.items():
         print(f"{name}: {json.dumps(values)}")
 

@@ -1,6 +1,7 @@
-"""What a result was measured on: device, processor, versions, commit."""
+"""Writes results, with what they were measured on: processor, versions, commit."""
 
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
@@ -60,6 +61,30 @@ def commit() -> dict[str, Any]:
         }
     except (OSError, subprocess.CalledProcessError):
         return {"commit": None, "has_changes": None}
+
+
+def record(found: dict[str, Any], path: Path, *, command: str) -> dict[str, Any]:
+    """Write what was found, and how and on what; return all of it.
+
+    Args:
+        command: Finds it again.
+    """
+    result = found | {
+        "command": command,
+        "machine": describe_machine(),
+        "versions": versions(),
+        **commit(),
+    }
+    write_json(result, path)
+    return result
+
+
+def write_json(result: dict[str, Any], path: Path) -> None:
+    """At once: whoever stops this leaves the old text or the new, never a half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f"{path.name}.part")
+    half.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    half.replace(path)
 
 
 def _git(*arguments: str) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 from tqdm.auto import tqdm
 
-from benchmarks.machine import ROOT, commit, describe_machine, versions
+from benchmarks.machine import ROOT, record
 from benchmarks.server import served
 
 FACTOR = 5.0
@@ -198,16 +198,10 @@ def main() -> None:
     with served(flags) as (_, client, _):
         url = str(client.base_url)
         found = measure(url, clients=options.clients, seconds=options.seconds)
-        result = asyncio.run(found) | {
-            "goal_normal_again_s": GOAL_RECOVERY_S,
-            "flags": flags,
-            "command": f"python -m benchmarks.overload --seconds {options.seconds:g}",
-            "machine": describe_machine(),
-            "versions": versions(),
-            **commit(),
-        }
-    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(result))
+        result = asyncio.run(found)
+    result |= {"goal_normal_again_s": GOAL_RECOVERY_S, "flags": flags}
+    command = f"python -m benchmarks.overload --seconds {options.seconds:g}"
+    print(json.dumps(record(result, options.out, command=command)))
 
 
 if __name__ == "__main__":

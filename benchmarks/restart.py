@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.machine import ROOT, commit, describe_machine, versions
+from benchmarks.machine import ROOT, record
 from benchmarks.server import served
 
 GOAL_S = 30.0
@@ -65,16 +65,9 @@ def main() -> None:
         "--out", type=Path, default=ROOT / "benchmarks/results/restart.json"
     )
     options, flags = parser.parse_known_args()
-    result = measure(flags) | {
-        "goal_s": GOAL_S,
-        "flags": flags,
-        "command": "python -m benchmarks.restart",
-        "machine": describe_machine(),
-        "versions": versions(),
-        **commit(),
-    }
-    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(result))
+    result = measure(flags) | {"goal_s": GOAL_S, "flags": flags}
+    command = "python -m benchmarks.restart"
+    print(json.dumps(record(result, options.out, command=command)))
 
 
 if __name__ == "__main__":

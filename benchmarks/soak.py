@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 from tqdm.auto import tqdm
 
-from benchmarks.machine import ROOT, commit, describe_machine, versions
+from benchmarks.machine import ROOT, record
 from benchmarks.server import served
 
 NUM_CLIENTS = 12
@@ -144,14 +144,9 @@ def main() -> None:
         "--out", type=Path, default=ROOT / "benchmarks/results/soak.json"
     )
     options, flags = parser.parse_known_args()
-    result = measure(60 * options.minutes, flags) | {
-        "flags": flags,
-        "command": f"python -m benchmarks.soak --minutes {options.minutes:g}",
-        "machine": describe_machine(),
-        "versions": versions(),
-        **commit(),
-    }
-    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    result = measure(60 * options.minutes, flags) | {"flags": flags}
+    command = f"python -m benchmarks.soak --minutes {options.minutes:g}"
+    result = record(result, options.out, command=command)
     print(json.dumps({key: result[key] for key in result if key != "resident_mb"}))
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import uvicorn
 
 from benchmarks.host_overhead import NUM_DRAFT_TOKENS, NUM_SEQS, make_engine
-from benchmarks.machine import ROOT, commit, describe_machine, num_cores, versions
+from benchmarks.machine import ROOT, num_cores, record
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.outputs import RequestOutput
 from jaxspec.serve.app import make_app
@@ -179,15 +179,9 @@ def main() -> None:
         "--out", type=Path, default=ROOT / "benchmarks/results/streaming.json"
     )
     options = parser.parse_args()
-    result = measure(options.seconds) | {
-        "goal_p99_ms": 1e3 * GOAL_S,
-        "command": "python -m benchmarks.streaming",
-        "machine": describe_machine(),
-        "versions": versions(),
-        **commit(),
-    }
-    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(result))
+    result = measure(options.seconds) | {"goal_p99_ms": 1e3 * GOAL_S}
+    command = "python -m benchmarks.streaming"
+    print(json.dumps(record(result, options.out, command=command)))
 
 
 if __name__ == "__main__":
