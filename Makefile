@@ -57,7 +57,7 @@ lint-imports: $(installed_test)
 	@$(bin)/lint-imports
 
 # Tests that compile for TPU and GPU, in a run of their own: see tests/conftest.py.
-aot_tests := $(shell grep -lsE 'aot_(tpu|gpu|step)|rejection_aot' tests/*/test_*.py)
+aot_tests := $(shell grep -lsE 'aot_(tpu|gpu|step|h200)|rejection_aot' tests/*/test_*.py)
 aot_run := JAXSPEC_AOT=1 JAX_ENABLE_COMPILATION_CACHE=false $(pytest)
 other_run := $(pytest) $(addprefix --ignore=,$(aot_tests))
 

@@ -10,15 +10,18 @@ Needs jax, flax and what they bring; torch and transformers for the comparison.
 """
 
 import argparse
+import contextlib
 import datetime
 import importlib
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +29,8 @@ from typing import Any
 import jax
 
 from benchmarks import by_kernel
-from benchmarks.machine import ROOT, commit, describe_machine, versions
-from benchmarks.step_times import Models, Program, Setting, compile_all, target_pass
+from benchmarks.machine import ROOT, commit, describe_machine, versions, write_json
+from benchmarks.step_times import Models, Program, Setting, TargetPass, compile_all
 from jaxspec.config import ModelConfig
 from jaxspec_checkpoints.published import published_config
 from jaxspec_kernels.bench_clock import copy_bandwidth
@@ -40,6 +43,9 @@ ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
 BATCHES = (1, 8)
 VERIFY_DRAFTS = 5
 COPIED_BYTES = 4 * 2**30
+# Of a GPU's memory, what jax takes at the start: 27B with 2B and the pages of eight
+# sequences are more of an H100 than the three quarters that it takes by itself.
+MEMORY_FRACTION = 0.9
 # Goals: share of bandwidth, share of the ceiling, verify / plain, and
 # the speed-up of 27B with 2B at 0.8.
 GOALS = {
@@ -62,6 +68,7 @@ SMALL = {
 QUICK_COMPILER: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 
 Row = dict[str, Any]
+Makers = dict[Any, Callable[[], Any]]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -110,11 +117,42 @@ def ceiling(acceptance: float, num_drafts: int, cost: float) -> float:
     return tokens / (1 + num_drafts * cost)
 
 
+def configs_of(name: str, options: argparse.Namespace) -> tuple[ModelConfig, ...]:
+    """The target and the draft of a pair."""
+    return tuple(ModelConfig.from_hf(config_of(size, options)) for size in PAIRS[name])
+
+
+def plain_steps(name: str, models: Models, options: argparse.Namespace) -> Makers:
+    """Plain decoding of either model, by size and batch."""
+    alone = dict(zip(PAIRS[name], (models, models.draft_alone()), strict=True))
+    return {
+        (size, seqs): partial(Program, alone[size], seqs=seqs)
+        for size in alone
+        for seqs in options.batches
+    }
+
+
+def target_passes(models: Models, options: argparse.Namespace) -> Makers:
+    """The target's part of a plain step and of a round, by batch and K."""
+    return {
+        (seqs, count): partial(TargetPass, models, seqs=seqs, num_drafts=count)
+        for seqs in options.batches
+        for count in (0, VERIFY_DRAFTS)
+    }
+
+
+def rounds(models: Models, options: argparse.Namespace) -> Makers:
+    """Rounds of the first batch: of every K with forced acceptance, and "standard"."""
+    make = partial(Program, models, seqs=options.batches[0])
+    makers: Makers = {
+        count: partial(make, num_drafts=count, chances=(0.5,) * count)
+        for count in options.num_drafts
+    }
+    return makers | {"standard": partial(make, num_drafts=max(options.num_drafts))}
+
+
 def measure_pair(name: str, options: argparse.Namespace) -> Iterator[Row]:
     """Plain steps of both models, the target's pass, rounds of every K, a profile."""
-    target, draft = (
-        ModelConfig.from_hf(config_of(size, options)) for size in PAIRS[name]
-    )
     setting = setting_of(options)
     copied = 2**22 if options.dry_run else COPIED_BYTES
     bandwidth = copy_bandwidth(copied, calls=4, repeats=3)
@@ -125,23 +163,21 @@ def measure_pair(name: str, options: argparse.Namespace) -> Iterator[Row]:
         "platform": device.platform,
         "gb_per_s": bandwidth,
     }
-    models = Models.random(target, draft, setting)
-    plain = yield from _plain(name, models, bandwidth, options.batches)
-    yield from _passes(name, models, options.batches)
+    models = Models.random(*configs_of(name, options), setting)
+    plain = yield from _plain(name, models, bandwidth, options)
+    yield from _passes(name, models, options)
     yield from _rounds(name, models, plain, options)
 
 
 def _plain(
-    name: str, models: Models, bandwidth: float, batches: tuple[int, ...]
+    name: str, models: Models, bandwidth: float, options: argparse.Namespace
 ) -> Any:
     """Plain steps; returns the seconds of target and draft at the first batch."""
-    alone = dict(zip(PAIRS[name], (models, models.draft_alone()), strict=True))
-    wanted = {(size, seqs): alone[size] for size in alone for seqs in batches}
-    makers = {key: partial(Program, wanted[key], seqs=key[1]) for key in wanted}
-    programs, plain = compile_all(makers), {}
+    plain = {}
+    programs = compile_all(plain_steps(name, models, options))
     for (size, seqs), program in programs.items():
         timed = program.run()
-        read = wanted[size, seqs].weight_bytes + wanted[size, seqs].kv_bytes(seqs)
+        read = program.models.weight_bytes + program.models.kv_bytes(seqs)
         plain[size, seqs] = timed.step_s.median_s
         yield {
             "what": "plain",
@@ -152,15 +188,13 @@ def _plain(
             "bytes_read": read,
             "share_of_bandwidth": read / timed.step_s.median_s / 1e9 / bandwidth,
         }
-    return [plain[size, batches[0]] for size in PAIRS[name]]
+    return [plain[size, options.batches[0]] for size in PAIRS[name]]
 
 
-def _passes(name: str, models: Models, batches: tuple[int, ...]) -> Iterator[Row]:
-    for seqs in batches:
-        plain, verify = (
-            target_pass(models, seqs=seqs, num_drafts=count)
-            for count in (0, VERIFY_DRAFTS)
-        )
+def _passes(name: str, models: Models, options: argparse.Namespace) -> Iterator[Row]:
+    programs = compile_all(target_passes(models, options))
+    for seqs in options.batches:
+        plain, verify = (programs[seqs, count].run() for count in (0, VERIFY_DRAFTS))
         yield {
             "what": "verify",
             "model": PAIRS[name][0],
@@ -175,17 +209,9 @@ def _passes(name: str, models: Models, batches: tuple[int, ...]) -> Iterator[Row
 def _rounds(
     name: str, models: Models, plain: list[float], options: argparse.Namespace
 ) -> Iterator[Row]:
-    """Rounds at batch 1, or at the first batch that was asked for."""
-    seqs, cost = options.batches[0], plain[1] / plain[0]
-    make = partial(Program, models, seqs=seqs)
-    makers: dict[Any, Callable[[], Program]] = {
-        count: partial(make, num_drafts=count, chances=(0.5,) * count)
-        for count in options.num_drafts
-    }
-    most = max(options.num_drafts)
-    makers["standard"] = partial(make, num_drafts=most)
-    programs = compile_all(makers)
-    row = {"pair": name, "batch": seqs, "draft_over_target": cost}
+    cost, most = plain[1] / plain[0], max(options.num_drafts)
+    programs = compile_all(rounds(models, options))
+    row = {"pair": name, "batch": options.batches[0], "draft_over_target": cost}
     for count in options.num_drafts:
         for acceptance in options.acceptances:
             timed = programs[count].run((acceptance,) * count)
@@ -228,6 +254,7 @@ def measure_huggingface(name: str, options: argparse.Namespace) -> Iterator[Row]
             found = hf_shapes.step_s(model, setting, seqs=seqs, is_compiled=is_compiled)
             yield {
                 "what": "huggingface",
+                "device": hf_shapes.device_name(model),
                 "model": size,
                 "batch": seqs,
                 "is_compiled": is_compiled,
@@ -246,24 +273,68 @@ def run_part(name: str, options: argparse.Namespace) -> Iterator[Row]:
 def run_child(name: str, seconds: float, arguments: list[str]) -> Iterator[Row]:
     """Run one part in a process, which is killed when its time is up.
 
-    Its last row says how it ended, if not well.
+    So is what it has started, and when nobody reads on. Its last row says how it
+    ended, if not well.
     """
     command = [sys.executable, "-m", "benchmarks.h200", "--part", name, *arguments]
+    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY_FRACTION)} | os.environ
     start = time.monotonic()
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
-        timer = threading.Timer(seconds, process.kill)
-        timer.start()
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        start_new_session=True,  # a group of its own, which can be killed whole
+    )
+    timer = threading.Timer(seconds, _kill, [process])
+    timer.start()
+    try:
         assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("{"):
-                yield json.loads(line)
+        with process.stdout as lines:
+            for line in lines:
+                # A process that is killed may leave half a line.
+                if line.startswith("{") and line.endswith("}\n"):
+                    yield json.loads(line)
         code = process.wait()
+    finally:
         timer.cancel()
+        _kill(process)
     if code:
         took_s = round(time.monotonic() - start, 1)
         yield {"what": "ended early", "code": code, "after_s": took_s}
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """End it and all that it started, unless it has ended and been waited for."""
+    if process.returncode is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def rows_of(name: str, end: float, arguments: list[str]) -> Generator[Row]:
+    """What one part measures until the end, by the monotonic clock."""
+    left = end - time.monotonic()
+    if left <= 0:
+        yield {"what": "left out: no time"}
+        return
+    yield from run_child(name, left, arguments)
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end this as Ctrl-C does: tidily, and with the part that runs.
+
+    Raises:
+        KeyboardInterrupt: one of them came.
+    """
+    numbers = signal.SIGTERM, signal.SIGHUP
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -284,17 +355,14 @@ def main(arguments: list[str] | None = None) -> None:
         **commit(),
         "rows": [],
     }
-    for name in options.parts:
-        left = end - time.monotonic()
-        if left <= 0:
-            rows: Iterator[Row] = iter([{"what": "left out: no time"}])
-        else:
-            rows = run_child(name, left, arguments)
-        for row in rows:
-            row = {"part": name} | row
-            print(json.dumps(row), flush=True)
-            result["rows"].append(row)
-            write(result, options)
+    with stopped_by_signals():
+        for name in options.parts:
+            with contextlib.closing(rows_of(name, end, arguments)) as rows:
+                for row in rows:
+                    row = {"part": name} | row
+                    print(json.dumps(row), flush=True)
+                    result["rows"].append(row)
+                    write(result, options)
 
 
 def write(result: dict[str, Any], options: argparse.Namespace) -> None:
@@ -305,8 +373,7 @@ def write(result: dict[str, Any], options: argparse.Namespace) -> None:
         name = (kinds or ["unknown"])[0].lower().replace(" ", "-")
         dry = "-dry-run" if options.dry_run else ""
         path = ROOT / "benchmarks" / "results" / f"gpu-{name}{dry}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(result, path)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,13 @@ def step_s(
     return {"median": median(seconds), "least": min(seconds)}
 
 
+def device_name(model: Any) -> str:
+    """Of what it runs on, as jax calls it."""
+    if model.device.type == "cuda":
+        return torch.cuda.get_device_name(model.device)
+    return model.device.type
+
+
 def _wait(device: Any) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()

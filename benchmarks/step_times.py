@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
-from jaxspec.models.weights import Params, bind, random_params
+from jaxspec.models.weights import Params, abstract_params, bind, random_params
 from jaxspec.program.active import gather
 from jaxspec.program.plan import PlanLayout, PoolShape, StepPlan, StepResult, StepShape
 from jaxspec.program.propose.proposal import chain
@@ -91,7 +91,10 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """A target and, maybe, its draft, on one device."""
+    """A target and, maybe, its draft, on one device.
+
+    Parameters may be shapes alone: programs are compiled from those, and not run.
+    """
 
     target: ModelConfig
     target_params: Params
@@ -116,6 +119,22 @@ class Models:
             mesh=mesh,
         )
 
+    @classmethod
+    def abstract(
+        cls, target: ModelConfig, draft: ModelConfig, setting: Setting, mesh: Mesh
+    ) -> "Models":
+        """The shapes of weights, for a device that need not be there."""
+        dtype = jnp.dtype(setting.dtype)
+        form: Any = functools.partial(abstract_params, dtype=dtype, mesh=mesh)
+        return cls(
+            target=target,
+            target_params=form(target),
+            draft=draft,
+            draft_params=form(draft, mesh_axes=DRAFT_MESH_AXES),
+            setting=setting,
+            mesh=mesh,
+        )
+
     def draft_alone(self) -> "Models":
         """The draft as a model of its own."""
         assert self.draft is not None
@@ -130,7 +149,8 @@ class Models:
     @property
     def weight_bytes(self) -> int:
         """Of the target: what a plain step reads once."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.target_params))
+        leaves = jax.tree.leaves(self.target_params)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     def kv_bytes(self, seqs: int) -> int:
         """Keys and values of the target that a plain step reads, at the start."""
@@ -143,6 +163,10 @@ class Program:
 
     Args:
         chances: Of each draft to stay; None where the rules decide.
+
+    Attributes:
+        params: What it reads and leaves as it is, or the shapes of that.
+        forms: Shapes of what it is given and updates in place.
     """
 
     def __init__(
@@ -153,7 +177,7 @@ class Program:
         num_drafts: int = 0,
         chances: tuple[float, ...] | None = None,
     ):
-        self._models, self._seqs, self._num_drafts = models, seqs, num_drafts
+        self.models, self._seqs, self._num_drafts = models, seqs, num_drafts
         self._has_drafts = num_drafts > 0
         setting, vocab_size = models.setting, models.target.vocab_size
         self.pool = setting.pool(seqs, vocab_size, num_drafts)
@@ -166,18 +190,16 @@ class Program:
             mesh=models.mesh,
         )
         draft_params = models.draft_params if self._has_drafts else None
-        self._params = (models.target_params, draft_params)
+        self.params = (models.target_params, draft_params)
         self._chances = chances
-        arguments = (*self._params, self._forms())
+        self.forms = self._make_forms()
+        arguments = (*self.params, self.forms)
         options = setting.compiler_options
-        self._step = compile_step(config, self.shape, arguments, options)
-        plan = StepPlan(decode=[(row, num_drafts) for row in range(seqs)])
-        vector = PlanLayout(self.shape, self.pool).pack(plan)
-        self._plan = jax.device_put(vector, self._whole)
+        self.compiled = compile_step(config, self.shape, arguments, options)
 
-    def _forms(self) -> Any:
+    def _make_forms(self) -> EngineState:
         """The state's shapes and placement."""
-        models, pool, draft = self._models, self.pool, ()
+        models, pool, draft = self.models, self.pool, ()
         arguments = pool, models.mesh
         if self._has_drafts:
             assert models.draft is not None
@@ -185,12 +207,7 @@ class Program:
             given = models.draft, models.draft_params
             draft = page_forms(*given, *arguments, DRAFT_MESH_AXES)
         small = jax.eval_shape(lambda: self._small(self._chances))
-        rows, token_pages, forced = jax.tree.map(
-            lambda form: jax.ShapeDtypeStruct(
-                form.shape, form.dtype, sharding=self._whole
-            ),
-            small,
-        )
+        rows, token_pages, forced = placed_forms(small, models.mesh)
         forms: Any = EngineState  # of arrays that are not there
         given = models.target, models.target_params
         return forms(
@@ -204,12 +221,12 @@ class Program:
     def _small(self, chances: tuple[float, ...] | None) -> tuple[Any, ...]:
         """All of a state but the pages of the models."""
         forced = None if chances is None else jnp.array(chances, jnp.float32)
-        rows = begun_rows(self.pool, self._models.setting.context)
+        rows = begun_rows(self.pool, self.models.setting.context)
         return rows, init_token_pages(self.pool), forced
 
     def _make_state(self, chances: tuple[float, ...] | None) -> EngineState:
-        forms, small = self._forms(), self._small(chances)
-        rows, token_pages, forced = jax.device_put(small, self._whole)
+        forms: Any = self.forms
+        rows, token_pages, forced = jax.device_put(self._small(chances), self._whole)
         return EngineState(
             rows=rows,
             token_pages=token_pages,
@@ -217,6 +234,11 @@ class Program:
             draft_pages=init_pages(forms.draft_pages),
             forced_acceptance=forced,
         )
+
+    def _make_plan(self) -> jax.Array:
+        decode = [(row, self._num_drafts) for row in range(self._seqs)]
+        vector = PlanLayout(self.shape, self.pool).pack(StepPlan(decode=decode))
+        return jax.device_put(vector, self._whole)
 
     def run(
         self, chances: tuple[float, ...] | None = None, *, repeats: int | None = None
@@ -227,10 +249,10 @@ class Program:
             chances: In place of those that it was made with.
             repeats: In place of the setting's.
         """
-        setting = self._models.setting
+        setting = self.models.setting
         repeats = setting.repeats if repeats is None else repeats
         chances = self._chances if chances is None else chances
-        state = self._make_state(chances)
+        state, plan = self._make_state(chances), self._make_plan()
         rows = jax.device_get(state.rows)
         seconds, emitted, accepted, drafted = [], 0, 0, 0
         for repeat in range(repeats + 1):
@@ -238,7 +260,7 @@ class Program:
             jax.block_until_ready(state)
             start, results = time.perf_counter(), []
             for _ in range(setting.steps):
-                state, result = self._step(*self._params, state, self._plan)
+                state, result = self.compiled(*self.params, state, plan)
                 results.append(result)
             jax.block_until_ready(results[-1])
             took_s = time.perf_counter() - start
@@ -277,52 +299,87 @@ def begun_rows(pool: PoolShape, context: int) -> Rows:
     )
 
 
-def compile_all(makers: Mapping[Any, Callable[[], Program]]) -> dict[Any, Program]:
+def placed_forms(shapes: Any, mesh: Mesh) -> Any:
+    """The same on every device of the mesh."""
+    whole = replicated(mesh)
+    return jax.tree.map(
+        lambda form: jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=whole),
+        shapes,
+    )
+
+
+def compile_all(makers: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
     """Make programs at the same time: XLA leaves Python while it compiles."""
     with ThreadPoolExecutor(MAX_COMPILES) as threads:
         futures = {name: threads.submit(make) for name, make in makers.items()}
         return {name: future.result() for name, future in futures.items()}
 
 
-def target_pass(models: Models, *, seqs: int, num_drafts: int) -> Spread:
-    """Time what the target does in a round of K drafts, by itself: K = 0 is plain."""
-    setting, target = models.setting, models.target
-    pool = setting.pool(seqs, target.vocab_size, num_drafts)
-    shape = StepShape(num_seqs=seqs, num_draft_tokens=num_drafts, chunk=0)
-    device = models.mesh.devices.flat[0]
-    program = ProgramConfig(target=target, draft=None, pool=pool, mesh=models.mesh)
-    backend: Backend = program.backend(TARGET_MESH_AXES)
-    rows = jax.device_put(begun_rows(pool, setting.context), device)
-    token_pages = jax.device_put(init_token_pages(pool), device)
-    drafts = jnp.zeros((seqs, num_drafts), jnp.int32)
+class TargetPass:
+    """What the target does in a round of K drafts, by itself: K = 0 is plain.
 
-    def judge(params: Any, rows: Rows, token_pages: Any, drafts: Any, pages: Any):
-        active = gather(rows, token_pages, jnp.arange(seqs, dtype=jnp.int32))
+    Attributes:
+        params: What it reads and leaves as it is, or the shapes of that.
+        forms: Shapes of what it updates in place.
+    """
+
+    def __init__(self, models: Models, *, seqs: int = 1, num_drafts: int = 0):
+        self.models, self._seqs, self._num_drafts = models, seqs, num_drafts
+        setting, target, mesh = models.setting, models.target, models.mesh
+        self._pool = setting.pool(seqs, target.vocab_size, num_drafts)
+        self.params = models.target_params
+        self.forms = page_forms(target, self.params, self._pool, mesh, TARGET_MESH_AXES)
+        small = placed_forms(jax.eval_shape(self._small), mesh)
+        lowered = jax.jit(self._judge, donate_argnums=4).lower(
+            self.params, *small, self.forms
+        )
+        self.compiled = lowered.compile(setting.compiler_options)
+
+    def _small(self) -> tuple[Any, ...]:
+        """All that it is given but weights and pages."""
+        rows = begun_rows(self._pool, self.models.setting.context)
+        tokens = jnp.zeros((self._seqs, self._num_drafts + 1), jnp.int32)
+        return rows, init_token_pages(self._pool), tokens
+
+    def _judge(
+        self, params: Params, rows: Rows, token_pages: Any, tokens: Any, pages: Any
+    ) -> tuple[Any, Any]:
+        target, count = self.models.target, self._num_drafts
+        pool, seqs = self._pool, self._seqs
+        mesh = self.models.mesh
+        program = ProgramConfig(target=target, draft=None, pool=pool, mesh=mesh)
+        backend: Backend = program.backend(TARGET_MESH_AXES)
         this = Round(
             target=bind(target, params, backend),
-            active=active,
-            num_draft=jnp.full(seqs, num_drafts, jnp.int32),
+            active=gather(rows, token_pages, jnp.arange(seqs, dtype=jnp.int32)),
+            num_draft=jnp.full(seqs, count, jnp.int32),
             may_be_plain=False,
             prompts=None,
             after_prompts=None,
             adjust=None,
             backend=backend,
             pool=pool,
-            shape=shape,
+            shape=StepShape(num_seqs=seqs, num_draft_tokens=count, chunk=0),
         )
-        judged = this.judge(chain(drafts, None) if num_drafts else None, pages)
-        # What comes out goes in: no call can begin before the one before has ended.
-        return judged.tokens[:, :num_drafts], judged.pages
+        judged = this.judge(chain(tokens[:, :count], None) if count else None, pages)
+        # What comes out goes in: no call can begin before the one before has ended. All
+        # tokens come out, also the plain pass's one, which nobody reads: what is not
+        # asked for is not computed, the last layer and the vocabulary of it.
+        return judged.tokens, judged.pages
 
-    given = models.target_params, pool, models.mesh, TARGET_MESH_AXES
-    pages: Any = init_pages(page_forms(target, *given))
-    arguments = models.target_params, rows, token_pages, drafts, pages
-    lowered = jax.jit(judge, donate_argnums=4).lower(*arguments)
-    run, seconds = lowered.compile(setting.compiler_options), []
-    for _ in range(setting.repeats + 1):
-        start = time.perf_counter()
-        for _ in range(setting.steps):
-            drafts, pages = run(models.target_params, rows, token_pages, drafts, pages)
-        jax.block_until_ready((drafts, pages))
-        seconds.append((time.perf_counter() - start) / setting.steps)
-    return Spread.of(seconds[1:])
+    def run(self) -> Spread:
+        """Call it as often as the setting says, one behind the other."""
+        setting = self.models.setting
+        small = jax.device_put(self._small(), replicated(self.models.mesh))
+        rows, token_pages, tokens = small
+        pages: Any = init_pages(self.forms)
+        seconds = []
+        for _ in range(setting.repeats + 1):  # the first warms caches and clocks
+            start = time.perf_counter()
+            for _ in range(setting.steps):
+                tokens, pages = self.compiled(
+                    self.params, rows, token_pages, tokens, pages
+                )
+            jax.block_until_ready((tokens, pages))
+            seconds.append((time.perf_counter() - start) / setting.steps)
+        return Spread.of(seconds[1:])

@@ -2,12 +2,16 @@
 
 import argparse
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks import by_kernel, h200
-from benchmarks.step_times import Setting
+from benchmarks.step_times import Models, Program, Setting, TargetPass
+from jaxspec.config import ModelConfig
 
 QUICK = ["--dry-run", "--batches", "1", "--num-drafts", "1", "--acceptances", "0"]
 
@@ -92,16 +96,112 @@ def test_what_was_measured_is_kept_when_a_part_fails(tmp_path, monkeypatch):
     assert left == ["left out: no time"] * 2
 
 
-def test_a_process_that_takes_too_long_is_killed(monkeypatch, tmp_path: Path):
-    script = tmp_path / "python"
-    script.write_text("#!/bin/sh\necho '{\"what\": 1}'\necho not json\nexec sleep 60\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(h200.sys, "executable", str(script))
+@pytest.fixture
+def child(monkeypatch, tmp_path: Path):
+    """Makes a part run lines of a shell, which writes its number to `$0.pids`."""
+    path = tmp_path / "python"
+    monkeypatch.setattr(h200.sys, "executable", str(path))
+
+    def make(*lines: str) -> Path:
+        path.write_text("\n".join(["#!/bin/sh", "echo $$ >> $0.pids", *lines, ""]))
+        path.chmod(0o755)
+        return path.with_name("python.pids")
+
+    return make
+
+
+def have_ended(pids: Path) -> bool:
+    """Whether all of them end, which takes a moment where nobody waits for them."""
+    for _ in range(100):
+        states = [Path("/proc", pid, "stat") for pid in pids.read_text().split()]
+        if not any(path.exists() and " Z " not in path.read_text() for path in states):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_process_that_takes_too_long_is_killed_with_what_it_started(child):
+    """What it started holds the pipe too: as long as that lives, there may be more."""
+    more = "sleep 60 &", "echo $! >> $0.pids", "exec sleep 60"
+    pids = child("echo '{\"what\": 1}'", "echo not json", *more)
     first, last = h200.run_child("9b-2b", 1.0, [])
     assert first == {"what": 1}
     assert last["what"] == "ended early"
     assert last["code"] < 0
     assert last["after_s"] < 30
+    assert len(pids.read_text().split()) == 2
+    assert have_ended(pids)
+
+
+def test_a_part_ends_when_nobody_reads_on(child):
+    pids = child("echo '{\"what\": 1}'", "exec sleep 60")
+    rows = h200.rows_of("9b-2b", time.monotonic() + 60, [])
+    assert next(rows) == {"what": 1}
+    rows.close()
+    assert have_ended(pids)
+
+
+@pytest.mark.parametrize("given", [None, 0.5])
+def test_a_part_takes_most_of_the_memory_unless_it_is_told(child, monkeypatch, given):
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, str(given))
+    # Half a line, as of one that was killed while it wrote, is none.
+    child(f'echo "{{\\"what\\": ${name}}}"', "printf '{\"half'")
+    expected = h200.MEMORY_FRACTION if given is None else given
+    assert list(h200.run_child("9b-2b", 60, [])) == [{"what": expected}]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_the_run_and_the_part(monkeypatch, tmp_path, number):
+    output, ended = tmp_path / "result.json", []
+
+    def child(*_):
+        try:
+            yield {"what": "first"}
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        finally:
+            ended.append(True)
+
+    monkeypatch.setattr(h200, "run_child", child)
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt):
+        h200.main([*QUICK, "--output", str(output)])
+    assert ended == [True]
+    assert len(json.loads(output.read_text())["rows"]) == 1
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_a_pass_computes_what_a_round_needs(num_drafts):
+    """The tokens of a plain pass are no one's input, and are computed all the same."""
+    setting = h200.setting_of(options_of("--context", "16"))
+    config = ModelConfig.from_hf(h200.config_of("9b", options_of()))
+    models = Models.random(config, config, setting)
+    one = TargetPass(models, seqs=2, num_drafts=num_drafts)
+    tokens, pages = one.compiled.out_info
+    assert tokens.shape == (2, num_drafts + 1)
+    assert [page.shape for page in pages] == [form.shape for form in one.forms]
+    assert one.run().least_s > 0
+
+
+@pytest.mark.slow
+def test_shapes_of_weights_compile_the_program_that_weights_do():
+    config = ModelConfig.from_hf(h200.config_of("9b", options_of()))
+    setting = h200.setting_of(options_of("--context", "16"))
+    models = Models.random(config, config, setting)
+    shapes = Models.abstract(config, config, setting, models.mesh)
+    assert shapes.weight_bytes == models.weight_bytes
+    for make in (Program, TargetPass):
+        made, abstract = (
+            make(which, seqs=1, num_drafts=1).compiled for which in (models, shapes)
+        )
+        assert made.args_info == abstract.args_info
+        assert made.input_shardings == abstract.input_shardings
+        assert str(made.memory_analysis()) == str(abstract.memory_analysis())
 
 
 def test_kernels_are_summed_up():

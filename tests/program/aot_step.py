@@ -6,15 +6,11 @@ With names of places behind it, it prints those. Nothing runs: no figure is a sp
 jax looks for its compilers when it starts, so the path must be there before.
 """
 
-import collections
 import json
 import logging
-import math
 import os
-import re
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -44,6 +40,7 @@ from jaxspec.sharding import (
 )
 from jaxspec_checkpoints.published import published_config
 from tests.kernels import aot_gpu, aot_tpu
+from tests.program import hlo
 
 _log = logging.getLogger(__name__)
 
@@ -87,20 +84,6 @@ PLACES = {
         num_pages=4096, hbm=141 * 10**9,
     ),
 }  # fmt: skip
-
-# What moves bytes and computes nothing.
-_MOVES = (
-    "all-gather", "all-to-all", "collective-permute", "copy", "reduce-scatter",
-    "transpose",
-)  # fmt: skip
-_COLLECTIVES = (
-    "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter",
-)  # fmt: skip
-_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1, "s8": 1, "u8": 1}
-# The result's shapes, one or several in parentheses, then the operation's name.
-_OPERATION = re.compile(r" = (\(.*?\)|\S+) ([a-z][\w-]*)\(")
-_NOTHING = (0, "u8[]", "")
-_ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{(\S*?)\})?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,10 +175,7 @@ def compile_pair(
         compiled: Any = compile_step(config, shape, (*params, state))
         elapsed = time.monotonic() - start
     text = compiled.as_text()
-    kept = set()
-    for leaf in jax.tree.leaves((params, state.target_pages, state.draft_pages)):
-        local = leaf.sharding.shard_shape(leaf.shape)
-        kept |= {tuple(sorted(local)), tuple(sorted(_as_slots(local)))}
+    kept = params, state.target_pages, state.draft_pages
     memory = compiled.memory_analysis()
     used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     used += memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -207,84 +187,15 @@ def compile_pair(
         peak_bytes=memory.peak_memory_in_bytes - memory.argument_size_in_bytes,
         hbm_bytes=used + memory.generated_code_size_in_bytes,
         donated_bytes=memory.alias_size_in_bytes,
-        state_bytes=sum(_local_bytes(leaf) for leaf in jax.tree.leaves(state)),
-        kernels=len(
-            re.findall(r'custom_call_target="(?:tpu_custom|__gpu\$xla\.gpu)', text)
-        ),
-        all_reduces=_all_reduces(text),
-        moves=_largest(_moves(text)),
-        copied=[move for move in _moves(text) if _sizes_of(move) in kept],
+        state_bytes=hlo.local_bytes(state),
+        kernels=hlo.num_kernels(text),
+        all_reduces=hlo.all_reduces(text),
+        moves=hlo.largest(hlo.moves(text)),
+        copied=hlo.copied(text, kept),
         compile_s=round(elapsed, 1),
     )
     _log.info("%s", json.dumps(asdict(report)))
     return report, text
-
-
-def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    assert leaf.sharding is not None
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-
-
-def _operations(text: str) -> Iterator[tuple[str, str, int, str]]:
-    """Name, shape, bytes and layout of every operation's (largest) result."""
-    for line in text.splitlines():
-        found = _OPERATION.search(line)
-        if found is None:
-            continue
-        results, name = found.groups()
-        arrays = []
-        for kind, sizes, layout in _ARRAY.findall(results):
-            count = math.prod(int(size) for size in sizes.split(",") if size)
-            bytes_ = count * _BYTES.get(kind, 4)
-            arrays.append((bytes_, f"{kind}[{sizes}]", layout))
-        # An asynchronous one lists operands too: a gather's are smaller, and of a
-        # copy's two the first is where it goes.
-        size, shape, layout = max(arrays, key=lambda array: array[0], default=_NOTHING)
-        yield name, shape, size, layout
-
-
-def _all_reduces(text: str) -> dict[str, int]:
-    names = ("all-reduce", "all-reduce-start")
-    counted = collections.Counter(
-        shape for name, shape, _, _ in _operations(text) if name in names
-    )
-    return dict(sorted(counted.items()))
-
-
-def largest_collective(text: str, *, but: tuple[int, ...]) -> int:
-    """Numbers in the largest collective that is not of a layer's hidden rows."""
-    sizes = [0]
-    for name, shape, _, _ in _operations(text):
-        dimensions = _sizes_of(shape)
-        is_hidden = bool(dimensions) and dimensions[-1] in but
-        if name.removesuffix("-start") in _COLLECTIVES and not is_hidden:
-            sizes.append(math.prod(dimensions))
-    return max(sizes)
-
-
-def _as_slots(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Pages as the scatter sees them."""
-    return (shape[0] * shape[1], *shape[2:]) if len(shape) == 4 else shape
-
-
-def _sizes_of(move: str) -> tuple[int, ...]:
-    """Its dimensions in order of size: a transposed weight is a copy too."""
-    sizes = re.sub(r".*\[(.*)\]", r"\1", move).split(",")
-    return tuple(sorted(int(size) for size in sizes if size))
-
-
-def _moves(text: str) -> dict[str, int]:
-    return {
-        f"{name} {shape}": size
-        for name, shape, size, layout in _operations(text)
-        # S(1) is on-chip memory: XLA fetches weights there before it needs them.
-        if name.removesuffix("-start") in _MOVES and "S(1)" not in layout
-    }
-
-
-def _largest(moves: dict[str, int], count: int = 8) -> dict[str, int]:
-    order = sorted(moves, key=lambda move: -moves[move])
-    return {move: moves[move] for move in order[:count]}
 
 
 def main(names: list[str]) -> None:

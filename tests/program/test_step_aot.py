@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.program import aot_step
+from tests.program import aot_step, hlo
 from tests.program.aot_step import PLACES, Report
 
 # Of a chip, beside arguments. Rounds need logits, hidden rows and what the compiler
@@ -80,28 +80,4 @@ def test_9b_with_a_2b_draft_compiles_for(name):
             if re.search(r"^bf16\[\d+,(2304|3584)\]", shape)
         }
         assert embedding == {"bf16[40,3584]": 1, "bf16[16,2304]": 1, "bf16[8,2304]": 1}
-        assert aot_step.largest_collective(text, but=(2304, 3584)) <= LARGEST_COLLECTIVE
-
-
-HLO = """
-  %a = (f32[1,32000]{1,0:T(8,128)}, f32[8,256000]{1,0}) all-gather-start(%x), dim=1
-  %b = ((f32[1,256]{1,0}), (f32[8,4,1024]{2,1,0})) all-gather-start(%y, %z), dim=1
-  %c = f32[40,3584]{1,0:T(8,128)S(1)} all-reduce(%w), to_apply=%add
-  %d = (f32[64,8]{1,0}, f32[64,8]{1,0:T(8,128)S(1)}, u32[]{:S(2)}) copy-start(%v)
-  %e = (f32[96,8]{1,0:S(1)}, f32[96,8]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%u)
-  ROOT %f = bf16[16,2304]{1,0:T(8,128)(2,1)} transpose(%t), dimensions={1,0}
-"""
-
-
-def test_moves_are_read_whatever_form_they_have():
-    """To memory on the chip (S(1)) is no move, from there it is one."""
-    moves = aot_step._moves(HLO)
-    assert moves == {
-        "all-gather-start f32[8,256000]": 8 * 256000 * 4,
-        "all-gather-start f32[8,4,1024]": 8 * 4 * 1024 * 4,
-        "copy-start f32[64,8]": 64 * 8 * 4,
-        "transpose bf16[16,2304]": 16 * 2304 * 2,
-    }
-    assert aot_step.largest_collective(HLO, but=(3584,)) == 8 * 256000
-    assert aot_step._all_reduces(HLO) == {"f32[40,3584]": 1}
-    assert aot_step._sizes_of("transpose bf16[16,2304]") == (16, 2304)
+        assert hlo.largest_collective(text, but=(2304, 3584)) <= LARGEST_COLLECTIVE

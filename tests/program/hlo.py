@@ -1,0 +1,113 @@
+"""What a compiled program's text says: which operations move bytes, and how many."""
+
+import collections
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+# What moves bytes and computes nothing.
+_MOVES = (
+    "all-gather", "all-to-all", "collective-permute", "copy", "reduce-scatter",
+    "transpose",
+)  # fmt: skip
+_COLLECTIVES = (
+    "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter",
+)  # fmt: skip
+_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1, "s8": 1, "u8": 1}
+# The result's shapes, one or several in parentheses, then the operation's name.
+_OPERATION = re.compile(r" = (\(.*?\)|\S+) ([a-z][\w-]*)\(")
+_NOTHING = (0, "u8[]", "")
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{(\S*?)\})?")
+
+
+def local_bytes(tree: Any) -> int:
+    """What the arrays of these shapes take on one chip."""
+    return sum(_local_bytes(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    assert leaf.sharding is not None
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _operations(text: str) -> Iterator[tuple[str, str, int, str]]:
+    """Name, shape, bytes and layout of every operation's (largest) result."""
+    for line in text.splitlines():
+        found = _OPERATION.search(line)
+        if found is None:
+            continue
+        results, name = found.groups()
+        arrays = []
+        for kind, sizes, layout in _ARRAY.findall(results):
+            count = math.prod(int(size) for size in sizes.split(",") if size)
+            bytes_ = count * _BYTES.get(kind, 4)
+            arrays.append((bytes_, f"{kind}[{sizes}]", layout))
+        # An asynchronous one lists operands too: a gather's are smaller, and of a
+        # copy's two the first is where it goes.
+        size, shape, layout = max(arrays, key=lambda array: array[0], default=_NOTHING)
+        yield name, shape, size, layout
+
+
+def all_reduces(text: str) -> dict[str, int]:
+    """How often the text has a sum over chips, by shape."""
+    names = ("all-reduce", "all-reduce-start")
+    counted = collections.Counter(
+        shape for name, shape, _, _ in _operations(text) if name in names
+    )
+    return dict(sorted(counted.items()))
+
+
+def largest_collective(text: str, *, but: tuple[int, ...]) -> int:
+    """Numbers in the largest collective that is not of a layer's hidden rows."""
+    sizes = [0]
+    for name, shape, _, _ in _operations(text):
+        dimensions = sizes_of(shape)
+        is_hidden = bool(dimensions) and dimensions[-1] in but
+        if name.removesuffix("-start") in _COLLECTIVES and not is_hidden:
+            sizes.append(math.prod(dimensions))
+    return max(sizes)
+
+
+def _as_slots(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Pages as the scatter sees them."""
+    return (shape[0] * shape[1], *shape[2:]) if len(shape) == 4 else shape
+
+
+def sizes_of(move: str) -> tuple[int, ...]:
+    """Its dimensions in order of size: a transposed weight is a copy too."""
+    sizes = re.sub(r".*\[(.*)\]", r"\1", move).split(",")
+    return tuple(sorted(int(size) for size in sizes if size))
+
+
+def moves(text: str) -> dict[str, int]:
+    """What moves bytes and computes nothing, with their number."""
+    return {
+        f"{name} {shape}": size
+        for name, shape, size, layout in _operations(text)
+        # S(1) is on-chip memory: XLA fetches weights there before it needs them.
+        if name.removesuffix("-start") in _MOVES and "S(1)" not in layout
+    }
+
+
+def largest(found: dict[str, int], count: int = 8) -> dict[str, int]:
+    """The first of them in order of bytes."""
+    order = sorted(found, key=lambda move: -found[move])
+    return {move: found[move] for move in order[:count]}
+
+
+def copied(text: str, tree: Any) -> list[str]:
+    """Those moves that have the size of a weight or of a layer's pages."""
+    kept = set()
+    for leaf in jax.tree.leaves(tree):
+        local = leaf.sharding.shard_shape(leaf.shape)
+        kept |= {tuple(sorted(local)), tuple(sorted(_as_slots(local)))}
+    return [move for move in moves(text) if sizes_of(move) in kept]
+
+
+def num_kernels(text: str) -> int:
+    """Launches of kernels of ours that the text has."""
+    target = r'custom_call_target="(?:tpu_custom|__gpu\$xla\.gpu)'
+    return len(re.findall(target, text))

@@ -1,0 +1,43 @@
+"""What is read from a compiled program's text."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from tests.program import hlo
+
+HLO = """
+  %a = (f32[1,32000]{1,0:T(8,128)}, f32[8,256000]{1,0}) all-gather-start(%x), dim=1
+  %b = ((f32[1,256]{1,0}), (f32[8,4,1024]{2,1,0})) all-gather-start(%y, %z), dim=1
+  %c = f32[40,3584]{1,0:T(8,128)S(1)} all-reduce(%w), to_apply=%add
+  %d = (f32[64,8]{1,0}, f32[64,8]{1,0:T(8,128)S(1)}, u32[]{:S(2)}) copy-start(%v)
+  %e = (f32[96,8]{1,0:S(1)}, f32[96,8]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%u)
+  ROOT %f = bf16[16,2304]{1,0:T(8,128)(2,1)} transpose(%t), dimensions={1,0}
+"""
+
+
+def test_moves_are_read_whatever_form_they_have():
+    """To memory on the chip (S(1)) is no move, from there it is one."""
+    assert hlo.moves(HLO) == {
+        "all-gather-start f32[8,256000]": 8 * 256000 * 4,
+        "all-gather-start f32[8,4,1024]": 8 * 4 * 1024 * 4,
+        "copy-start f32[64,8]": 64 * 8 * 4,
+        "transpose bf16[16,2304]": 16 * 2304 * 2,
+    }
+    assert hlo.largest_collective(HLO, but=(3584,)) == 8 * 256000
+    assert hlo.all_reduces(HLO) == {"f32[40,3584]": 1}
+    assert hlo.sizes_of("transpose bf16[16,2304]") == (16, 2304)
+
+
+def test_copies_of_what_is_kept_are_told():
+    """In any order of its dimensions, and as the rows that a scatter sees."""
+    place = SingleDeviceSharding(jax.devices()[0])
+    forms = {
+        "weight": ((2304, 16), "transpose bf16[16,2304]"),
+        "pages": ((2, 4, 4, 1024), "all-gather-start f32[8,4,1024]"),
+        "other": ((64, 9), None),
+    }
+    for shape, move in forms.values():
+        form = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
+        assert hlo.copied(HLO, [form]) == ([] if move is None else [move])
+        assert hlo.local_bytes([form, form]) == 8 * form.size
