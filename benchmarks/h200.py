@@ -117,9 +117,13 @@ def ceiling(acceptance: float, num_drafts: int, cost: float) -> float:
     return tokens / (1 + num_drafts * cost)
 
 
-def configs_of(name: str, options: argparse.Namespace) -> tuple[ModelConfig, ...]:
+def configs_of(
+    name: str, options: argparse.Namespace
+) -> tuple[ModelConfig, ModelConfig]:
     """The target and the draft of a pair."""
-    return tuple(ModelConfig.from_hf(config_of(size, options)) for size in PAIRS[name])
+    target, draft = PAIRS[name]
+    read = ModelConfig.from_hf
+    return read(config_of(target, options)), read(config_of(draft, options))
 
 
 def plain_steps(name: str, models: Models, options: argparse.Namespace) -> Makers:
