@@ -1,6 +1,6 @@
-"""Write the results table of README.md from the newest result of `make bench`.
+"""Write the tables of README.md: the newest result of `make bench`, and the peers.
 
-`--check` changes nothing and fails when the README does not hold that table.
+`--check` changes nothing and fails when the README does not hold these tables.
 """
 
 import argparse
@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from peers.table import peers_table
 from tables import MIB, hf_speed
 
 HERE = Path(__file__).parent
 BEGIN = "<!-- results: written by benchmarks/readme_table.py -->"
 END = "<!-- end of results -->"
+PEERS_BEGIN = "<!-- peers: written by benchmarks/readme_table.py -->"
+PEERS_END = "<!-- end of peers -->"
 NOT_MEASURED = "Not measured yet: run `make bench` on a quiet machine."
 
 
@@ -95,13 +98,19 @@ def _memory(startup: dict[str, Any]) -> str:
     return "" if None in peaks else f" Peak memory: {max(peaks) / MIB:.0f} MiB."
 
 
-def replace_table(readme: str, table: str) -> str:
-    """Put `table` between the two marks of `readme`."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"README.md must hold {BEGIN} and, below it, {END}")
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+def peers_result(folder: Path) -> dict[str, Any] | None:
+    """The result of `python -m benchmarks.peers`, if there is one."""
+    path = folder / "peers-cpu.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def replace_table(readme: str, table: str, begin: str, end: str) -> str:
+    """Put `table` between two marks of `readme`."""
+    before, found_begin, rest = readme.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end:
+        raise SystemExit(f"README.md must hold {begin} and, below it, {end}")
+    return f"{before}{begin}\n{table}\n{end}{after}"
 
 
 def main() -> None:
@@ -111,7 +120,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
     readme = options.readme.read_text(encoding="utf-8")
-    expected = replace_table(readme, readme_table(newest_result(options.results)))
+    own = readme_table(newest_result(options.results))
+    beside = peers_table(peers_result(options.results))
+    expected = replace_table(readme, own, BEGIN, END)
+    expected = replace_table(expected, beside, PEERS_BEGIN, PEERS_END)
     if not options.check:
         options.readme.write_text(expected, encoding="utf-8")
     elif readme != expected:

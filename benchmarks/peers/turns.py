@@ -1,0 +1,190 @@
+"""The run: children that stay up, asked in turn, and rows written as they come."""
+
+import argparse
+import json
+import os
+import time
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from benchmarks.machine import num_cores
+from benchmarks.peers.cells import OURS, Cell, rows
+from benchmarks.peers.child import Child, PeerError
+from benchmarks.peers.found import Peer
+
+LOOKUP_MAX = 4
+ROOM = 512  # tokens for a prompt
+# Runs of ours that compile do not count; which programs it needs depends on the texts.
+MOST_COMPILING_RUNS = 16
+LONGEST_ANSWER_S = 300.0
+NO_TIME = "no time was left"
+
+
+class Turns:
+    """All cells, the children that fill them, and the result so far.
+
+    Attributes:
+        result: What is written, with `rows` as far as they are.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        peers: dict[str, Peer],
+        prompts: list[list[int]],
+        result: dict[str, Any],
+    ):
+        self._options, self._peers, self._prompts = options, peers, prompts
+        self.result = result | {"peers": {name: {} for name in peers}, "rows": []}
+        self._cells: list[Cell] = []
+        self._models: dict[str, dict[str, str]] = {}
+        self._children: dict[tuple[str, str, str], Child] = {}
+        self._is_warm: set[tuple[Any, ...]] = set()
+
+    def prepare(self) -> None:
+        """Find out who can take part, and make what they need of the weights."""
+        for name, peer in self._peers.items():
+            reason = peer.missing
+            if reason is None:
+                try:
+                    self._models[name] = peer.models(self._options.models)
+                except PeerError as error:
+                    reason = str(error)
+            if reason is not None:
+                self.result["peers"][name]["skipped"] = reason
+                tqdm.write(f"{name}: skipped, {reason}")
+        self._write()
+
+    def measure(self, threads: int, end: float) -> None:
+        """All that runs on so many threads, in turn, until all is done or time over."""
+        cells, cores = self._make_cells(threads), usable_cores()[:threads]
+        self._cells += cells
+        repeats = self._options.repeats
+        try:
+            with tqdm(total=repeats * len(cells), desc=f"{threads} threads") as bar:
+                for repeat in range(repeats):
+                    for cell in cells[:: -1 if repeat % 2 else 1]:
+                        bar.set_postfix_str(f"{cell.peer} {cell.mode}")
+                        self._fill(cell, cores, end)
+                        self._write()
+                        bar.update()
+        finally:
+            self.close()
+
+    def _make_cells(self, threads: int) -> list[Cell]:
+        found = []
+        for name in self._models:
+            peer, dtypes = self._peers[name], ["float32"]
+            if self._options.bfloat16 and name == OURS:
+                dtypes.append("bfloat16")
+            found += [
+                Cell(
+                    peer=name,
+                    mode=mode,
+                    dtype=dtype,
+                    batch_size=size,
+                    threads=threads,
+                    bans_end=peer.bans_end,
+                    failed=f"does at most {most} at once" if size > most else None,
+                )
+                for dtype in dtypes
+                for mode, most in peer.modes.items()
+                for size in self._options.batch_sizes
+            ]
+        return found
+
+    def _fill(self, cell: Cell, cores: list[int], end: float) -> None:
+        """One run of a cell, or the reason why there is none."""
+        if cell.failed:
+            return
+        if time.monotonic() >= end:
+            if not cell.answers:
+                cell.failed = NO_TIME
+            return
+        name = cell.peer, cell.mode, cell.dtype
+        try:
+            if name not in self._children:
+                self._children[name] = self._start(cell, cores, end)
+            if cell.kind() not in self._is_warm:
+                self._ask(cell, end, is_short=True)
+                self._is_warm.add(cell.kind())
+            cell.answers.append(self._ask(cell, end))
+        except PeerError as error:
+            # Its child is gone; the other batch sizes get a new one.
+            if name in self._children:
+                self._children.pop(name).close()
+            if time.monotonic() < end:
+                cell.failed = str(error)
+                tqdm.write(f"{cell.peer} {cell.mode}, batch {cell.batch_size}: {error}")
+            elif not cell.answers:
+                cell.failed = NO_TIME
+
+    def _start(self, cell: Cell, cores: list[int], end: float) -> Child:
+        peer, options = self._peers[cell.peer], self._options
+        task = {
+            **self._models[cell.peer],
+            **peer.task,
+            "mode": cell.mode,
+            "dtype": cell.dtype,
+            "threads": cell.threads,
+            "num_drafts": options.num_speculative_tokens,
+            "lookup_max": LOOKUP_MAX,
+            "max_batch_size": max(options.batch_sizes),
+            "max_model_len": ROOM + options.num_tokens,
+        }
+        child = Child(
+            peer.command(),
+            task,
+            cores=cores,
+            environment=peer.environment_of(cores),
+            limit_s=limit_s(cell, end),
+        )
+        about = self.result["peers"][peer.name]
+        about["version"] = child.about["version"]
+        what = f"{cell.mode}, {cell.dtype}, threads {cell.threads}"
+        about.setdefault("settings", {})[what] = child.about["settings"]
+        self._is_warm -= {kind for kind in self._is_warm if kind[:3] == cell.kind()[:3]}
+        return child
+
+    def _ask(self, cell: Cell, end: float, *, is_short: bool = False) -> dict[str, Any]:
+        """One run, repeated while it compiles; a short one is a batch, to warm up."""
+        size, options = cell.batch_size, self._options
+        wanted = options.single_prompts if size == 1 else options.num_prompts
+        request = {
+            "prompts": self._prompts[: size if is_short else wanted],
+            "batch_size": size,
+            "num_tokens": options.num_tokens,
+        }
+        child = self._children[cell.peer, cell.mode, cell.dtype]
+        for _ in range(MOST_COMPILING_RUNS):
+            answer = child.ask(request, limit_s(cell, end))
+            if not answer["counts"].get("compiles"):
+                return answer
+        # It is not gone, but of no use.
+        raise PeerError(f"compiled something in {MOST_COMPILING_RUNS} runs in a row")
+
+    def _write(self) -> None:
+        """Write what there is, so that nothing is lost when the run is stopped."""
+        self.result["rows"] = rows(self._cells)
+        path = self._options.output
+        part = path.with_name(path.name + ".part")
+        part.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+
+    def close(self) -> None:
+        while self._children:
+            self._children.popitem()[1].close()
+
+
+def usable_cores() -> list[int]:
+    """Numbers of the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(num_cores()))
+
+
+def limit_s(cell: Cell, end: float) -> float:
+    """Longest time for one answer of a child; ours may compile as long as there is."""
+    left = max(end - time.monotonic(), 1.0)
+    return left if cell.peer == OURS else min(left, LONGEST_ANSWER_S)
