@@ -14,6 +14,7 @@ from benchmarks.peers import found
 from benchmarks.peers.cells import Cell, rows
 from benchmarks.peers.child import Child, PeerError, shorten
 from benchmarks.peers.found import Peer
+from benchmarks.peers.turns import usable_cores
 
 FOLDER = Path(found.HERE)
 ROOT = FOLDER.parents[1]
@@ -48,6 +49,8 @@ answer(Fake)
 """
 BRIEF = ("--num-prompts", "3", "--single-prompts", "2", "--num-tokens", "4")
 BRIEF += ("--batch-sizes", "1", "3", "--threads", "1", "--repeats", "2")
+
+AROUND: dict[str, Any] = {"cores": usable_cores()[:1], "environment": {}}
 
 
 def fake(folder: Path, name: str, **changes: Any) -> Peer:
@@ -217,21 +220,20 @@ def test_no_time(tmp_path, monkeypatch):
 
 def test_who_is_late_is_ended_with_all_it_started(tmp_path, monkeypatch):
     mark = tmp_path / "mark"
-    later = f"import time; time.sleep(4); open({str(mark)!r}, 'w')"
+    later = f"import time; time.sleep(3); open({str(mark)!r}, 'w')"
     start = f"subprocess.Popen([sys.executable, '-c', {later!r}]); time.sleep(60)"
     peer = fake(tmp_path, "jaxspec", setup=start)
     begin = time.monotonic()
     with pytest.raises(PeerError, match="took longer than 2 s"):
-        Child(peer.command(), {}, cores=[], environment={}, limit_s=2.0)
+        Child(peer.command(), {}, **AROUND, limit_s=2.0)
     assert time.monotonic() - begin < 4
-    time.sleep(max(begin + 6 - time.monotonic(), 0))
+    time.sleep(max(begin + 4 - time.monotonic(), 0))
     assert not mark.exists()
 
 
 def test_a_text_of_another_length_is_an_error(tmp_path):
     peer = fake(tmp_path, "jaxspec", run="num_tokens -= 1")
-    with_environment: dict[str, Any] = {"cores": [], "environment": {}, "limit_s": 30.0}
-    child = Child(peer.command(), {"mode": "plain"}, **with_environment)
+    child = Child(peer.command(), {"mode": "plain"}, **AROUND, limit_s=30.0)
     try:
         with pytest.raises(PeerError, match="2 texts of 4 tokens .* came 2 of .3."):
             child.ask({"prompts": [[1], [2]], "batch_size": 2, "num_tokens": 4}, 30.0)

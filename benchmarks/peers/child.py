@@ -49,18 +49,23 @@ class Child:
         environment: Mapping[str, str],
         limit_s: float,
     ):
+        # What it says to people; an end of it becomes a reason.
         self._log = tempfile.TemporaryFile()
-        with on_cores(cores):
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                text=True,
-                env=dict(environment),
-                # A group of its own: what it starts ends with it.
-                start_new_session=True,
-            )
+        try:
+            with on_cores(cores):
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._log,
+                    text=True,
+                    env=dict(environment),
+                    # A group of its own: what it starts ends with it.
+                    start_new_session=True,
+                )
+        except BaseException:
+            self._log.close()
+            raise
         try:
             self.about = self.ask(task, limit_s)
         except BaseException:
