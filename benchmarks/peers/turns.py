@@ -18,6 +18,7 @@ ROOM = 512  # tokens for a prompt
 # Runs of ours that compile do not count; which programs it needs depends on the texts.
 MOST_COMPILING_RUNS = 16
 LONGEST_ANSWER_S = 300.0
+LONGEST_COMPILING_S = 1800.0
 NO_TIME = "no time was left"
 
 
@@ -26,6 +27,7 @@ class Turns:
 
     Attributes:
         result: What is written, with `rows` as far as they are.
+        left_s: Time that is left for all; runs of ours that compile take none of it.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Turns:
         self._models: dict[str, dict[str, str]] = {}
         self._children: dict[tuple[str, str, str], Child] = {}
         self._is_warm: set[tuple[Any, ...]] = set()
+        self.left_s, self._end = 60 * options.minutes, time.monotonic()
 
     def prepare(self) -> None:
         """Find out who can take part, and make what they need of the weights."""
@@ -56,21 +59,28 @@ class Turns:
                 tqdm.write(f"{name}: skipped, {reason}")
         self._write()
 
-    def measure(self, threads: int, end: float) -> None:
-        """All that runs on so many threads, in turn, until all is done or time over."""
+    def measure(self, threads: int, share: float) -> None:
+        """All that runs on so many threads, in turn, until done or time is over.
+
+        Args:
+            share: Of the time that is left.
+        """
         cells, cores = self._make_cells(threads), usable_cores()[:threads]
         self._cells += cells
         repeats = self._options.repeats
+        given_s = share * self.left_s
+        self._end = time.monotonic() + given_s
         try:
             with tqdm(total=repeats * len(cells), desc=f"{threads} threads") as bar:
                 for repeat in range(repeats):
                     for cell in cells[:: -1 if repeat % 2 else 1]:
                         bar.set_postfix_str(f"{cell.peer} {cell.mode}")
-                        self._fill(cell, cores, end)
+                        self._fill(cell, cores)
                         self._write()
                         bar.update()
         finally:
             self.close()
+        self.left_s -= given_s - (self._end - time.monotonic())
 
     def _make_cells(self, threads: int) -> list[Cell]:
         found = []
@@ -94,33 +104,33 @@ class Turns:
             ]
         return found
 
-    def _fill(self, cell: Cell, cores: list[int], end: float) -> None:
+    def _fill(self, cell: Cell, cores: list[int]) -> None:
         """One run of a cell, or the reason why there is none."""
         if cell.failed:
             return
-        if time.monotonic() >= end:
+        if time.monotonic() >= self._end:
             if not cell.answers:
                 cell.failed = NO_TIME
             return
         name = cell.peer, cell.mode, cell.dtype
         try:
             if name not in self._children:
-                self._children[name] = self._start(cell, cores, end)
+                self._children[name] = self._start(cell, cores)
             if cell.kind() not in self._is_warm:
-                self._ask(cell, end, is_short=True)
+                self._ask(cell, is_short=True)
                 self._is_warm.add(cell.kind())
-            cell.answers.append(self._ask(cell, end))
+            cell.answers.append(self._ask(cell))
         except PeerError as error:
             # Its child is gone; the other batch sizes get a new one.
             if name in self._children:
                 self._children.pop(name).close()
-            if time.monotonic() < end:
+            if time.monotonic() < self._end:
                 cell.failed = str(error)
                 tqdm.write(f"{cell.peer} {cell.mode}, batch {cell.batch_size}: {error}")
             elif not cell.answers:
                 cell.failed = NO_TIME
 
-    def _start(self, cell: Cell, cores: list[int], end: float) -> Child:
+    def _start(self, cell: Cell, cores: list[int]) -> Child:
         peer, options = self._peers[cell.peer], self._options
         task = {
             **self._models[cell.peer],
@@ -138,7 +148,7 @@ class Turns:
             task,
             cores=cores,
             environment=peer.environment_of(cores),
-            limit_s=limit_s(cell, end),
+            limit_s=self._limit_s(cell),
         )
         about = self.result["peers"][peer.name]
         about["version"] = child.about["version"]
@@ -147,7 +157,7 @@ class Turns:
         self._is_warm -= {kind for kind in self._is_warm if kind[:3] == cell.kind()[:3]}
         return child
 
-    def _ask(self, cell: Cell, end: float, *, is_short: bool = False) -> dict[str, Any]:
+    def _ask(self, cell: Cell, *, is_short: bool = False) -> dict[str, Any]:
         """One run, repeated while it compiles; a short one is a batch, to warm up."""
         size, options = cell.batch_size, self._options
         wanted = options.single_prompts if size == 1 else options.num_prompts
@@ -158,11 +168,19 @@ class Turns:
         }
         child = self._children[cell.peer, cell.mode, cell.dtype]
         for _ in range(MOST_COMPILING_RUNS):
-            answer = child.ask(request, limit_s(cell, end))
+            start = time.monotonic()
+            answer = child.ask(request, self._limit_s(cell))
             if not answer["counts"].get("compiles"):
                 return answer
+            self._end += time.monotonic() - start
         # It is not gone, but of no use.
         raise PeerError(f"compiled something in {MOST_COMPILING_RUNS} runs in a row")
+
+    def _limit_s(self, cell: Cell) -> float:
+        """Longest time for one answer of a child; ours may compile."""
+        if cell.peer == OURS:
+            return LONGEST_COMPILING_S
+        return min(max(self._end - time.monotonic(), 1.0), LONGEST_ANSWER_S)
 
     def _write(self) -> None:
         """Write what there is, so that nothing is lost when the run is stopped."""
@@ -182,9 +200,3 @@ def usable_cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(num_cores()))
-
-
-def limit_s(cell: Cell, end: float) -> float:
-    """Longest time for one answer of a child; ours may compile as long as there is."""
-    left = max(end - time.monotonic(), 1.0)
-    return left if cell.peer == OURS else min(left, LONGEST_ANSWER_S)

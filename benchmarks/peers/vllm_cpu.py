@@ -1,15 +1,12 @@
 """vLLM on a CPU, by its `LLM.generate`, in an environment of its own; see `answer`."""
 
 import os
-import time
 from typing import Any
 
 import vllm  # pyright: ignore[reportMissingImports]
 from answer import answer
 from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
-# Its processes poll for another second after the last token, at the others' expense.
-POLLING_S = 1.2
 COUNTERS = {
     "vllm:spec_decode_num_drafts": "rounds",
     "vllm:spec_decode_num_draft_tokens": "drafted",
@@ -46,12 +43,12 @@ class VLLM:
             disable_log_stats=not drafting,
             **more,
         )
-        self._is_drafting, self._has_run = bool(drafting), False
+        self._is_drafting = bool(drafting)
         self.version = vllm.__version__
         libraries = os.environ.get("LD_PRELOAD", "").split(":")
         self.settings = {
             "preloaded": sorted(os.path.basename(path) for path in libraries if path),
-            "cores_bound": os.environ.get("VLLM_CPU_OMP_THREADS_BIND"),
+            "processes": 1,
         }
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
@@ -59,15 +56,10 @@ class VLLM:
             temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
         )
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
-        self._has_run = True
         outputs = self._llm.generate(given, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def counts(self) -> dict[str, int]:
-        """Asked after a run, outside of the clock: waits until the polling is over."""
-        if self._has_run:
-            time.sleep(POLLING_S)
-            self._has_run = False
         if not self._is_drafting:
             return {}
         return {
