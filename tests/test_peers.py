@@ -132,7 +132,7 @@ def test_a_run_of_all(tmp_path, monkeypatch, capsys):
     dying = 'if len(prompts) > 1: sys.exit(f"no room in {__file__}")'
     peers = [
         fake(tmp_path, "jaxspec"),
-        fake(tmp_path, "single", modes={"plain": 1}),
+        fake(tmp_path, "single", modes={"plain": 1}, note="alone"),
         fake(tmp_path, "dying", modes={"plain": 9}, run=dying),
         fake(tmp_path, "absent", missing="not installed"),
     ]
@@ -162,6 +162,7 @@ def test_a_run_of_all(tmp_path, monkeypatch, capsys):
     }
     assert result["peers"]["absent"] == {"skipped": "not installed"}
     assert result["peers"]["single"]["version"] == "1.0"
+    assert result["peers"]["single"]["note"] == "alone"
     assert str(tmp_path) not in json.dumps(result), "no paths of this machine"
     assert "| single | plain |" in capsys.readouterr().out
 

@@ -25,7 +25,7 @@ def result(*rows: dict[str, Any]) -> dict[str, Any]:
         "machine": {"cpu": "a CPU", "load_average": [0.1, 0.1, 0.1]},
         "peers": {
             "jaxspec": {"version": "0.1"},
-            "fast": {"version": "2.0"},
+            "fast": {"version": "2.0", "note": "it rounds"},
             "gone": {"skipped": "not installed"},
         },
         "rows": list(rows),
@@ -54,6 +54,7 @@ def test_a_line_for_every_engine_and_mode():
         "| slow | plain | 100 (2.99) | 125 (4.00) | 9/10 |",
     ]
     assert lines[5] == ""
+    assert "Texts are compared with ours without drafts. fast: it rounds.\n" in table
     assert "jaxspec 0.1, fast 2.0." in table
     assert "at commit 0123456789ab on a CPU, load 0.1" in table
     left_out = "slow draft, batch 1, 1 thread: did not start"

@@ -37,6 +37,7 @@ class Peer:
         export: A command that makes a model of a folder with weights in float32; empty
             if it reads our folders.
         suffix: Of what `export` makes.
+        note: What its texts or speeds must be read with.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Peer:
     bans_end: bool = False
     export: tuple[str, ...] = ()
     suffix: str = ""
+    note: str | None = None
 
     def command(self) -> list[str]:
         return [self.python, str(HERE / self.script)]
@@ -133,6 +135,7 @@ def _openvino(python: str | None) -> Peer:
         script=script,
         python=python,
         missing=_lacks(python) or _lacks(exporter),
+        note="the exported models leave out the soft cap of attention scores",
         export=(exporter, "export", "openvino", "--model", SOURCE, *what, MADE),
     )
 
@@ -149,6 +152,7 @@ def _llama(server: str | None, converter: str | None, python: str) -> Peer:
         task={"server": server},
         missing=_lacks(server) or _lacks(converter) or _lacks(python),
         bans_end=True,
+        note="its texts are compared up to their end, which it may not choose",
         export=(python, converter, SOURCE, "--outtype", "f32", "--outfile", MADE),
         suffix=".gguf",
     )

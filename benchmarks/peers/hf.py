@@ -33,7 +33,7 @@ class HuggingFace:
             self._more["max_matching_ngram_size"] = task["lookup_max"]
         if self._more:
             self._model.register_forward_pre_hook(self._count, with_kwargs=True)
-        self._counts = dict.fromkeys(("rounds", "drafted", "accepted"), 0)
+        self._counts = {"rounds": 0, "drafted": 0, "accepted": 0}
         self._pass_widths: list[int] = []
         self.version = transformers.__version__
         self.settings = {"torch": torch.__version__, "attention": "eager"}

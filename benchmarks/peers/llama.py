@@ -97,7 +97,7 @@ class LlamaCpp:
             }
             for names, value in wanted.items():
                 self._flags += [option(about, names), value]
-        self._counts = dict.fromkeys(("rounds", "drafted", "accepted"), 0)
+        self._counts = {"rounds": 0, "drafted": 0, "accepted": 0}
         self.version = version_of(task["server"])
         self.settings = {"flags": " ".join(self._flags)}
 

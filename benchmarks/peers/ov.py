@@ -35,7 +35,7 @@ class OpenVINO:
         self._pipeline = openvino_genai.LLMPipeline(
             task["target"], "CPU", **more, **self.settings
         )
-        self._counts = dict.fromkeys(("rounds", "drafted", "accepted"), 0)
+        self._counts = {"rounds": 0, "drafted": 0, "accepted": 0}
         self.version = openvino_genai.__version__
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:

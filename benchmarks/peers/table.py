@@ -21,8 +21,7 @@ def peers_table(
     """
     if result is None:
         return NOT_MEASURED
-    if why is None:
-        why = json.loads(WHY.read_text(encoding="utf-8"))
+    reasons = json.loads(WHY.read_text(encoding="utf-8")) if why is None else why
     columns = sorted({(row["batch_size"], row["threads"]) for row in result["rows"]})
     names = [f"batch {size}, {_threads(threads)}" for size, threads in columns]
     lines = [f"| engine | drafts | {' | '.join(names)} | texts equal |"]
@@ -41,7 +40,7 @@ def peers_table(
         cells = [_cell(found.get(column, {})) for column in columns]
         equal = _equal(list(found.values()))
         lines.append(f"| {_name(kind)} | {kind[1]} | {' | '.join(cells)} | {equal} |")
-    return "\n".join([*lines, "", *_notes(result), *_behind(result, why)])
+    return "\n".join([*lines, "", *_notes(result), *_behind(result, reasons)])
 
 
 def _threads(count: int) -> str:
@@ -73,6 +72,11 @@ def _notes(result: dict[str, Any]) -> list[str]:
         for name, about in result["peers"].items()
         if "version" in about
     )
+    notes = "".join(
+        f" {name}: {about['note']}."
+        for name, about in result["peers"].items()
+        if "note" in about
+    )
     changed = " with local changes" if result["has_changes"] else ""
     lines = [
         "New tokens by the whole time, prompts included, in tokens/s; in brackets ours "
@@ -82,8 +86,7 @@ def _notes(result: dict[str, Any]) -> list[str]:
         f"{result['lookup_max']} tokens; medians of up to {arguments['repeats']} runs "
         f"in turn, of {arguments['single_prompts']} prompts one by one and of "
         f"{arguments['num_prompts']} in batches ({result['prompts']['source']}). Texts "
-        "are compared with ours without drafts, those of llama.cpp up to their end, "
-        "where it is kept from ending them.",
+        f"are compared with ours without drafts.{notes}",
         f"Measured {result['date'][:10]} at commit {result['commit']}{changed} on "
         f"{machine['cpu']}, load {machine['load_average'][0]:g}; {versions}.",
     ]

@@ -152,6 +152,8 @@ class Turns:
         )
         about = self.result["peers"][peer.name]
         about["version"] = child.about["version"]
+        if peer.note is not None:
+            about["note"] = peer.note
         what = f"{cell.mode}, {cell.dtype}, threads {cell.threads}"
         about.setdefault("settings", {})[what] = child.about["settings"]
         self._is_warm -= {kind for kind in self._is_warm if kind[:3] == cell.kind()[:3]}
