@@ -2,17 +2,19 @@
 
 import importlib
 import json
+import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.peers import __main__ as command
-from benchmarks.peers import found
+from benchmarks.peers import found, turns
 from benchmarks.peers.cells import Cell, rows
-from benchmarks.peers.child import Child, PeerError, shorten
+from benchmarks.peers.child import Child, PeerError, on_cores, shorten
 from benchmarks.peers.found import Peer
 from benchmarks.peers.turns import usable_cores
 
@@ -207,6 +209,36 @@ def test_runs_that_compile_do_not_count(tmp_path, monkeypatch):
     assert order.read_text().split() == ["3"] * 5, "3 that compile, a warm-up, a run"
 
 
+def test_what_compiling_takes_is_not_of_the_time(tmp_path, monkeypatch):
+    clock = [0.0]
+
+    class Timed:
+        """Loads in 5 s, compiles for 100 s in its first run; other runs take 10 s."""
+
+        def __init__(self, *_: Any, **__: Any):
+            clock[0] += 5
+            self.about: dict[str, Any] = {"version": "1.0", "settings": {}}
+            self.num_runs = 0
+
+        def ask(self, request: dict[str, Any], _: float) -> dict[str, Any]:
+            self.num_runs += 1
+            clock[0] += 100 if self.num_runs == 1 else 10
+            counts = {"compiles": int(self.num_runs == 1)}
+            return {"seconds": 10.0, "token_ids": request["prompts"], "counts": counts}
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(turns, "Child", Timed)
+    monkeypatch.setattr(turns, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    peer = fake(tmp_path, "jaxspec", modes={"plain": 9, "n-gram": 9})
+    # 45 s are enough for 5 + 10 + 10 + 5 + 10 + 10, as the last begins in time.
+    more = ("--batch-sizes", "3", "--minutes", "0.75")
+    result = run_fakes(monkeypatch, tmp_path, [peer], *more)
+    assert [len(row["tokens_per_s"]) for row in result["rows"]] == [1, 1]
+    assert clock[0] == 250
+
+
 def test_without_end_to_compiling(tmp_path, monkeypatch):
     peer = fake(tmp_path, "jaxspec", modes={"plain": 9}, compiles=99)
     result = run_fakes(monkeypatch, tmp_path, [peer], "--batch-sizes", "3")
@@ -230,6 +262,29 @@ def test_who_is_late_is_ended_with_all_it_started(tmp_path, monkeypatch):
     assert time.monotonic() - begin < 4
     time.sleep(max(begin + 4 - time.monotonic(), 0))
     assert not mark.exists()
+
+
+def test_children_are_started_on_their_cores(monkeypatch):
+    calls: list[Any] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 7}, raising=False)
+    monkeypatch.setattr(
+        os, "sched_setaffinity", lambda _, cores: calls.append(cores), raising=False
+    )
+    with pytest.raises(ValueError, match="inside"), on_cores([7]):
+        assert calls == [[7]]
+        raise ValueError("inside")
+    assert calls == [[7], {3, 7}]
+    assert usable_cores() == [3, 7]
+
+
+def test_a_new_child_is_warmed_up_again(tmp_path, monkeypatch):
+    order = tmp_path / "order"
+    lines = f"print(len(prompts), file=open({str(order)!r}, 'a'))"
+    lines += "; len(prompts) > 1 and sys.exit(1)"
+    peer = fake(tmp_path, "jaxspec", run=lines, modes={"plain": 9})
+    run_fakes(monkeypatch, tmp_path, [peer])
+    # One prompt to warm up, two that count, and the batch that ends it: then all again.
+    assert order.read_text().split() == ["1"] * 3 + ["3"] + ["1"] * 3
 
 
 def test_a_text_of_another_length_is_an_error(tmp_path):
