@@ -1,6 +1,5 @@
 """The run beside other engines, with children that only pretend to be engines."""
 
-import importlib
 import json
 import os
 import sys
@@ -368,13 +367,3 @@ def test_threads_and_foreign_interpreters(monkeypatch):
     assert environment["OMP_NUM_THREADS"] == "2"
     assert environment["BIND"] == "0,5"
     assert "PYTHONPATH" not in environment
-
-
-def test_options_of_llama_servers_by_version(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    llama = importlib.import_module("benchmarks.peers.llama")
-    old, new = "--draft-max, --draft N", "--spec-draft-n-max N"
-    assert llama.option(old, llama.MOST_DRAFTS) == "--draft-max"
-    assert llama.option(new, llama.MOST_DRAFTS) == "--spec-draft-n-max"
-    with pytest.raises(ValueError, match="has none of --spec-draft-n-max, --draft-max"):
-        llama.option("--no-draft-max --draft-max-x", llama.MOST_DRAFTS)

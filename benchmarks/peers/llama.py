@@ -19,6 +19,7 @@ LONGEST_START_S = 120.0
 MOST_DRAFTS = ("--spec-draft-n-max", "--draft-max")
 FEWEST_DRAFTS = ("--spec-draft-n-min", "--draft-min")
 LEAST_CHANCE = ("--spec-draft-p-min", "--draft-p-min")
+KIND_OF_DRAFT = "draft-simple"  # a model of its own; older versions do not ask
 DRAFT_THREADS = ("--spec-draft-threads", "--threads-draft")
 DRAFT_KEY_TYPE = ("--spec-draft-type-k", "--cache-type-k-draft")
 DRAFT_VALUE_TYPE = ("--spec-draft-type-v", "--cache-type-v-draft")
@@ -97,6 +98,8 @@ class LlamaCpp:
             }
             for names, value in wanted.items():
                 self._flags += [option(about, names), value]
+            if KIND_OF_DRAFT in about:
+                self._flags += ["--spec-type", KIND_OF_DRAFT]
         self._counts = {"rounds": 0, "drafted": 0, "accepted": 0}
         self.version = version_of(task["server"])
         self.settings = {"flags": " ".join(self._flags)}
@@ -134,6 +137,8 @@ class LlamaCpp:
             self._counts["accepted"] += accepted
             # The first token is the prompt's; all others are a round's own or accepted.
             self._counts["rounds"] += num_tokens - 1 - accepted if drafted else 0
+        if self._task["mode"] == "draft" and not self._counts["drafted"]:
+            raise RuntimeError("llama-server made no drafts")
         return [one["tokens"] for one in answers]
 
     def counts(self) -> dict[str, int]:
