@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,7 @@ if "--version" in sys.argv:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    timeout = 0.2  # of a connection that nothing comes over
 
     def do_GET(self):
         self.say(200, {{}})
@@ -99,6 +101,7 @@ def test_servers_of_two_batch_sizes(tmp_path):
             # Of 4 tokens the first is the prompt's and 2 are accepted.
             counts = {"drafted": 4 * size, "accepted": 2 * size, "rounds": size}
             assert found["counts"] == counts
+            time.sleep(0.4)  # others have their turn
     finally:
         child.close()
     one, three = (tmp_path / "llama-server.log").read_text().splitlines()

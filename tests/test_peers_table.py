@@ -41,6 +41,7 @@ def test_a_line_for_every_engine_and_mode():
             row("slow", 100.4, ours_over_theirs=2.988),
             row("slow", 125.0, threads=2, ours_over_theirs=4.0, num_equal=5),
             row("slow", None, mode="draft", failed="did not start"),
+            row("odd", 9.0, tokens_per_s=[9.0, 9.0], failed="it fell over"),
         ),
         {},
     )
@@ -53,12 +54,15 @@ def test_a_line_for_every_engine_and_mode():
         "| jaxspec, bfloat16 | plain | 400 | - | - |",
         "| slow | plain | 100 (2.99) | 125 (4.00) | 9/10 |",
     ]
-    assert lines[5] == ""
+    assert lines[5] == "| odd | plain | 9 | - | 4/5 |"
+    assert lines[6] == ""
     assert "Texts are compared with ours without drafts. fast: it rounds.\n" in table
     assert "jaxspec 0.1, fast 2.0." in table
     assert "at commit 0123456789ab on a CPU, load 0.1" in table
     left_out = "slow draft, batch 1, 1 thread: did not start"
     assert f"Not measured: gone in any way: not installed; {left_out}." in table
+    early = "odd plain, batch 1, 1 thread (after 2): it fell over"
+    assert f"Ended early: {early}." in table
     assert "is ahead" not in table
 
 

@@ -1,6 +1,7 @@
 """llama.cpp's `llama-server`, one for every batch size; see `answer`.
 
-The server's time includes its HTTP, over connections that stay open.
+The server's time includes its HTTP, over new connections for every batch: it closes
+those that nothing comes over for some seconds, which others' turns take.
 """
 
 import http.client
@@ -57,6 +58,8 @@ class Server:
 
     def ask(self, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Send requests at once, each over a connection of its own."""
+        for connection in self._connections:
+            connection.close()  # the next request opens it again
         return list(self._pool.map(self._ask, self._connections, bodies))
 
     def _ask(

@@ -90,22 +90,31 @@ def _notes(result: dict[str, Any]) -> list[str]:
         f"Measured {result['date'][:10]} at commit {result['commit']}{changed} on "
         f"{machine['cpu']}, load {machine['load_average'][0]:g}; {versions}.",
     ]
-    reasons: dict[tuple[str, str], str] = {
-        (name, "in any way"): about["skipped"]
+    skipped = {
+        f"{name} in any way": about["skipped"]
         for name, about in result["peers"].items()
         if "skipped" in about
     }
-    for row in result["rows"]:
-        if "failed" in row and (row["peer"], "in any way") not in reasons:
-            what = f"{row['mode']}, batch {row['batch_size']}"
-            what += f", {_threads(row['threads'])}"
-            reasons[row["peer"], what] = row["failed"]
-    if reasons:
-        told = "; ".join(
-            f"{peer} {what}: {reason}" for (peer, what), reason in reasons.items()
-        )
-        lines.append(f"Not measured: {told}.")
+    failed = [row for row in result["rows"] if "failed" in row]
+    without = [row for row in failed if "median_tokens_per_s" not in row]
+    reasons = {
+        "Not measured": skipped | {_place(row): row["failed"] for row in without},
+        "Ended early": {
+            f"{_place(row)} (after {len(row['tokens_per_s'])})": row["failed"]
+            for row in failed
+            if row not in without
+        },
+    }
+    for title, found in reasons.items():
+        if found:
+            told = "; ".join(f"{what}: {reason}" for what, reason in found.items())
+            lines.append(f"{title}: {told}.")
     return lines
+
+
+def _place(row: dict[str, Any]) -> str:
+    where = f"batch {row['batch_size']}, {_threads(row['threads'])}"
+    return f"{row['peer']} {row['mode']}, {where}"
 
 
 def _behind(result: dict[str, Any], why: dict[str, str]) -> list[str]:
