@@ -41,7 +41,9 @@ def test_a_line_for_every_engine_and_mode():
             row("slow", 100.4, ours_over_theirs=2.988),
             row("slow", 125.0, threads=2, ours_over_theirs=4.0, num_equal=5),
             row("slow", None, mode="draft", failed="did not start"),
-            row("odd", 9.0, tokens_per_s=[9.0, 9.0], failed="it fell over"),
+            row("odd", 9.0, failed="it fell over"),
+            row("odd", 9.0, failed="it fell over", mode="n-gram"),
+            row("odd", 9.0, failed="it fell over", threads=2),
         ),
         {},
     )
@@ -54,15 +56,16 @@ def test_a_line_for_every_engine_and_mode():
         "| jaxspec, bfloat16 | plain | 400 | - | - |",
         "| slow | plain | 100 (2.99) | 125 (4.00) | 9/10 |",
     ]
-    assert lines[5] == "| odd | plain | 9 | - | 4/5 |"
-    assert lines[6] == ""
+    assert lines[5] == "| odd | plain | 9 | 9 | 8/10 |"
+    assert lines[6] == "| odd | n-gram | 9 | - | 4/5 |"
+    assert lines[7] == ""
     assert "Texts are compared with ours without drafts. fast: it rounds.\n" in table
     assert "jaxspec 0.1, fast 2.0." in table
     assert "at commit 0123456789ab on a CPU, load 0.1" in table
-    left_out = "slow draft, batch 1, 1 thread: did not start"
-    assert f"Not measured: gone in any way: not installed; {left_out}." in table
-    early = "odd plain, batch 1, 1 thread (after 2): it fell over"
-    assert f"Ended early: {early}." in table
+    left_out = "slow, draft at batch 1: did not start"
+    assert f"Not measured: gone: not installed; {left_out}." in table
+    early = "odd, plain at batch 1, n-gram at batch 1: it fell over"
+    assert f"Ended early, and fewer runs than others: {early}." in table
     assert "is ahead" not in table
 
 
@@ -71,17 +74,18 @@ def test_where_others_are_ahead_and_why():
         row("fast", 400.0, ours_over_theirs=0.99),
         row("fast", 400.0, ours_over_theirs=1.0, batch_size=8),
         row("fast", 500.0, ours_over_theirs=0.5, threads=2),
-        row("fast", 500.0, ours_over_theirs=0.5, mode="draft"),
+        row("fast", 500.0, ours_over_theirs=0.25, mode="draft"),
     ]
     table = peers_table(result(*rows), {"fast plain": "it reads less"})
     assert table.splitlines()[-2:] == [
-        "- fast, plain, is ahead with batch 1 on 1 thread and batch 1 on 2 threads: "
-        "it reads less.",
-        "- fast, draft, is ahead with batch 1 on 1 thread: not explained yet.",
+        "- fast is ahead, plain in 2 of 3 places, up to 2.0 times: it reads less.",
+        "- fast is ahead, draft in 1 of 1 places, up to 4.0 times: not explained yet.",
     ]
-    table = peers_table(result(*rows), {"fast": "for all", "fast plain": "for one"})
-    assert table.splitlines()[-2].endswith(": for one.")
-    assert table.splitlines()[-1].endswith(": for all.")
+    table = peers_table(result(*rows), {"fast": "for all"})
+    assert table.splitlines()[-1] == (
+        "- fast is ahead, plain in 2 of 3 places, up to 2.0 times; draft in 1 of 1 "
+        "places, up to 4.0 times: for all."
+    )
 
 
 def test_nothing_measured():

@@ -91,43 +91,54 @@ def _notes(result: dict[str, Any]) -> list[str]:
         f"{machine['cpu']}, load {machine['load_average'][0]:g}; {versions}.",
     ]
     skipped = {
-        f"{name} in any way": about["skipped"]
+        name: about["skipped"]
         for name, about in result["peers"].items()
         if "skipped" in about
     }
     failed = [row for row in result["rows"] if "failed" in row]
-    without = [row for row in failed if "median_tokens_per_s" not in row]
-    reasons = {
-        "Not measured": skipped | {_place(row): row["failed"] for row in without},
-        "Ended early": {
-            f"{_place(row)} (after {len(row['tokens_per_s'])})": row["failed"]
-            for row in failed
-            if row not in without
-        },
-    }
-    for title, found in reasons.items():
+    titles = {"Not measured": False, "Ended early, and fewer runs than others": True}
+    for title, is_measured in titles.items():
+        found = {} if is_measured else dict(skipped)
+        for place, reason in _places(failed, is_measured).items():
+            found[place] = reason
         if found:
             told = "; ".join(f"{what}: {reason}" for what, reason in found.items())
             lines.append(f"{title}: {told}.")
     return lines
 
 
-def _place(row: dict[str, Any]) -> str:
-    where = f"batch {row['batch_size']}, {_threads(row['threads'])}"
-    return f"{row['peer']} {row['mode']}, {where}"
+def _places(failed: list[dict[str, Any]], is_measured: bool) -> dict[str, str]:
+    """Reasons by where they hold: those of one peer for one reason in one place."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in failed:
+        if ("median_tokens_per_s" in row) == is_measured:
+            place = f"{row['mode']} at batch {row['batch_size']}"
+            places = found.setdefault((row["peer"], row["failed"]), [])
+            if place not in places:
+                places.append(place)
+    return {
+        f"{peer}, {', '.join(places)}": reason
+        for (peer, reason), places in found.items()
+    }
 
 
 def _behind(result: dict[str, Any], why: dict[str, str]) -> list[str]:
-    """Where others are ahead, and why."""
-    places: dict[tuple[str, str], list[str]] = {}
+    """Where others are ahead, by how much at most, and why."""
+    ratios: dict[tuple[str, str], dict[str, list[float]]] = {}
     for row in result["rows"]:
-        if row.get("ours_over_theirs", 1.0) < 1:
-            place = f"batch {row['batch_size']} on {_threads(row['threads'])}"
-            places.setdefault((row["peer"], row["mode"]), []).append(place)
+        if "ours_over_theirs" in row:
+            peer, mode = row["peer"], row["mode"]
+            reason = why.get(f"{peer} {mode}", why.get(peer, "not explained yet"))
+            modes = ratios.setdefault((peer, reason), {})
+            modes.setdefault(mode, []).append(row["ours_over_theirs"])
     lines = []
-    for (peer, mode), found in places.items():
-        reason = why.get(f"{peer} {mode}", why.get(peer, "not explained yet"))
-        lines.append(
-            f"- {peer}, {mode}, is ahead with {' and '.join(found)}: {reason}."
-        )
+    for (peer, reason), modes in ratios.items():
+        places = [
+            f"{mode} in {sum(one < 1 for one in found)} of {len(found)} places, up to "
+            f"{1 / min(found):.1f} times"
+            for mode, found in modes.items()
+            if min(found) < 1
+        ]
+        if places:
+            lines.append(f"- {peer} is ahead, {'; '.join(places)}: {reason}.")
     return ["", *lines] if lines else []
