@@ -93,7 +93,8 @@ def test_one_chance_for_every_draft():
     assert forced.synthetic_acceptance_rates == pytest.approx([0.8, 0.64, 0.512])
     assert forced.forced_acceptance == pytest.approx((0.8, 0.8, 0.8))
     assert judged.with_forced_acceptance(0).forced_acceptance == (0.0, 0.0, 0.0)
-    for wrong in (-0.1, 1.1, True, "x", float("nan")):
+    wrongs: list[Any] = [-0.1, 1.1, True, "x", float("nan")]
+    for wrong in wrongs:
         with pytest.raises(ConfigError, match="forced acceptance must be a number in"):
             judged.with_forced_acceptance(wrong)
     with pytest.raises(ConfigError, match="forced twice: to 0.5, and by"):
