@@ -34,7 +34,7 @@ from jaxspec.program.state import (
     init_token_pages,
     page_forms,
 )
-from jaxspec.program.step import ProgramConfig, compile_step
+from jaxspec.program.step import ProgramConfig, lower_step
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, make_mesh, replicated
 from jaxspec_kernels.bench_clock import Spread
 
@@ -195,7 +195,7 @@ class Program:
         self.forms = self._make_forms()
         arguments = (*self.params, self.forms)
         options = setting.compiler_options
-        self.compiled = compile_step(config, self.shape, arguments, options)
+        self.compiled = lower_step(config, self.shape, arguments).compile(options)
 
     def _make_forms(self) -> EngineState:
         """The state's shapes and placement."""

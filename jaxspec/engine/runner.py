@@ -36,7 +36,7 @@ from jaxspec.program.state import (
     init_token_pages,
     page_forms,
 )
-from jaxspec.program.step import ProgramConfig, compile_step
+from jaxspec.program.step import ProgramConfig, lower_step
 from jaxspec.program.store import ProgramStore
 from jaxspec.sharding import (
     DRAFT_MESH_AXES,
@@ -145,7 +145,7 @@ class Runner:
         options = self.compiler_options
         # Whom a grammar's program asks is an object of this process.
         if self.store is None or shape.features.has_grammar:
-            return compile_step(self.program, shape, arguments, options)
+            return lower_step(self.program, shape, arguments).compile(options)
         leaves, structure = jax.tree.flatten(arguments)
         forms = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves]
         program = dataclasses.replace(self.program, mask_source=None)
@@ -153,8 +153,9 @@ class Runner:
         trees = (*arguments, "plan"), (self.state, "result")
         built = self.store.load(name, self.mesh, *trees)
         if built is None:
-            built = compile_step(self.program, shape, arguments, options)
-            self.store.save(name, built)
+            own = f"step_{name[:16]}"
+            lowered = lower_step(self.program, shape, arguments, name=own)
+            built = self.store.compile(name, lowered, options)
         return built
 
     def check_features(self, features: Features) -> None:

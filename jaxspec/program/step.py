@@ -337,18 +337,19 @@ def _adjuster(
     return adjust
 
 
-def compile_step(
+def lower_step(
     config: ProgramConfig,
     shape: StepShape,
     arguments: tuple[Params, Params | None, EngineState],
-    compiler_options: dict[str, str | bool] | None = None,
-) -> jax.stages.Compiled:
-    """Compile one executable ahead of time.
+    *,
+    name: str = "step",
+) -> jax.stages.Lowered:
+    """Trace one program ahead of time; `compile` makes an executable of it.
 
     Args:
         arguments: The parameters and the state (or their abstract forms), whose
             placement the executable keeps.
-        compiler_options: XLA's, by the names of its flags; those left out are its own.
+        name: What profiles call it. jax's cache takes programs of two names for two.
     """
     size = PlanLayout(shape, config.pool).size
     whole = replicated(config.mesh)
@@ -359,6 +360,7 @@ def compile_step(
             target_params, draft_params, state, plan, config=config, shape=shape
         )
 
+    run.__name__ = name
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=leaf.sharding
@@ -367,4 +369,4 @@ def compile_step(
     )
     placement = jax.tree.map(lambda leaf: leaf.sharding, abstract[2])
     step = jax.jit(run, donate_argnums=(2,), out_shardings=(placement, whole))
-    return step.lower(*abstract, plan).compile(compiler_options)
+    return step.lower(*abstract, plan)

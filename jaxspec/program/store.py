@@ -6,13 +6,15 @@ the packages' sources, the configuration, shapes and placement of the arguments,
 devices, the versions, and jax's settings.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
 import pickle
 import tempfile
+import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -30,6 +32,7 @@ _PACKAGES = ("jaxspec", "jaxspec_kernels")
 _ASIDE = ("cache", "log", "profiler", "traceback", "dump")
 # Not every device's programs can be taken out of the process.
 _UNSUPPORTED = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"
 _UNREADABLE = (OSError, EOFError, zlib.error, pickle.PickleError, *_UNSUPPORTED)
 
 
@@ -77,6 +80,24 @@ class ProgramStore:
             _log.warning("%s cannot be used, and is compiled again: %r", path, error)
             return None
 
+    def compile(
+        self,
+        name: str,
+        lowered: jax.stages.Lowered,
+        options: dict[str, str | bool] | None = None,
+    ) -> jax.stages.Compiled:
+        """Compile a program, and keep it for the next start.
+
+        One that jax's cache had is not kept: XLA:CPU writes such an executable without
+        its functions, and what is read back fails when it runs. A program that is named
+        after `name` is in that cache only if the store has lost it.
+        """
+        with _cache_hits() as hits:
+            executable = lowered.compile(options)
+        if not hits:
+            self.save(name, executable)
+        return executable
+
     def save(self, name: str, executable: jax.stages.Compiled) -> None:
         """Keep an executable for the next start."""
         try:
@@ -88,6 +109,22 @@ class ProgramStore:
             os.replace(file.name, self._folder / name)
         except (OSError, *_UNSUPPORTED) as error:
             _log.warning("a program cannot be kept in %s: %r", self._folder, error)
+
+
+@contextlib.contextmanager
+def _cache_hits() -> Generator[list[int]]:
+    """What this thread takes from jax's cache meanwhile: an entry for each."""
+    thread, hits = threading.get_ident(), list[int]()
+
+    def listen(event: str, **_: str | int) -> None:
+        if event == _CACHE_HIT and threading.get_ident() == thread:
+            hits.append(thread)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield hits
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
 
 
 def _surroundings() -> tuple[object, ...]:

@@ -140,11 +140,12 @@ def test_compiles_are_announced(monkeypatch: pytest.MonkeyPatch):
     runner.compile_s = 0.0
     runner.compiler_options = runner.store = None
 
-    def compile_slowly(*_: Any) -> Any:
-        time.sleep(0.01)
-        return print
+    class Lowered:
+        def compile(self, _: Any) -> Any:
+            time.sleep(0.01)
+            return print
 
-    monkeypatch.setattr("jaxspec.engine.runner.compile_step", compile_slowly)
+    monkeypatch.setattr("jaxspec.engine.runner.lower_step", lambda *_: Lowered())
     engine.runner, told = runner, []
     engine.announce_compiles(told.append)
     (shape, *_) = engine.scheduler.shapes.all()

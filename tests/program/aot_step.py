@@ -31,7 +31,7 @@ from jaxspec.program.state import (
     init_token_pages,
     page_forms,
 )
-from jaxspec.program.step import ProgramConfig, compile_step
+from jaxspec.program.step import ProgramConfig, lower_step
 from jaxspec.sharding import (
     DRAFT_MESH_AXES,
     TARGET_MESH_AXES,
@@ -172,7 +172,7 @@ def compile_pair(
     shape = StepShape(num_seqs=8, num_draft_tokens=4, chunk=0)
     start = time.monotonic()
     with aot_tpu.no_compilation_cache():
-        compiled: Any = compile_step(config, shape, (*params, state))
+        compiled: Any = lower_step(config, shape, (*params, state)).compile()
         elapsed = time.monotonic() - start
     text = compiled.as_text()
     kept = params, state.target_pages, state.draft_pages

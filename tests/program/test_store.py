@@ -1,5 +1,9 @@
 """What a store gives back does what was put in, and is never of something else."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,3 +109,46 @@ def test_devices_whose_programs_cannot_be_kept_cost_a_warning(
     store.save(store.name(mesh), compiled(mesh, 1.0))
     assert "UNIMPLEMENTED" in caplog.text
     assert not list(tmp_path.iterdir())
+
+
+# What a start does with a program of a name: load it, or compile and keep it.
+START = """
+import sys
+import jax, jax.numpy as jnp
+from jaxspec.engine.runner import use_compilation_cache
+from jaxspec.sharding import make_mesh
+
+folder, name = sys.argv[1:]
+store, mesh = use_compilation_cache(folder), make_mesh(1)
+value = jnp.arange(64.0).reshape(8, 8)
+
+def run(value):
+    return jnp.tanh(value @ value) * jax.nn.softmax(value)
+
+run.__name__ = name
+step = store.load(name, mesh, (value,), value)
+print("compiled" if step is None else "loaded")
+if step is None:
+    step = store.compile(name, jax.jit(run).lower(value))
+print(float(step(value).sum()))
+"""
+
+
+def start(folder: Path, name: str) -> list[str]:
+    command = [sys.executable, "-c", START, str(folder), name]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_what_the_cache_of_jax_had_is_not_kept(tmp_path):
+    programs = tmp_path / "programs"
+    how, total = start(tmp_path, "first")
+    assert (how, [path.name for path in programs.iterdir()]) == ("compiled", ["first"])
+    # The same program by another name, as other sources make it, is compiled anew.
+    assert start(tmp_path, "second") == ["compiled", total]
+    assert start(tmp_path, "second") == ["loaded", total]
+    for path in programs.iterdir():
+        path.unlink()
+    assert start(tmp_path, "second") == ["compiled", total]
+    assert not list(programs.iterdir())
+    assert start(tmp_path, "second") == ["compiled", total]
