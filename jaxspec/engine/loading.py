@@ -12,7 +12,7 @@ from jaxspec.engine.runner import (
     use_compilation_cache,
 )
 from jaxspec.errors import ConfigError, wrong_argument
-from jaxspec.models.weights import Params, load_params, random_params
+from jaxspec.models.weights import Params, load_params, random_params, suit_devices
 from jaxspec.sharding import DRAFT_MESH_AXES, Mesh
 from jaxspec.tokenizer import NoTokenizer, Tokenizer, check_same_tokenizer
 from jaxspec_checkpoints import CheckpointError, Tensor, model_files, open_checkpoint
@@ -101,7 +101,17 @@ def load_weights(config: EngineConfig, mesh: Mesh) -> tuple[Params, Params | Non
     """
     dtype = choose_dtype(config.dtype, mesh)
     if _is_dummy(config):
-        return _random_weights(config, mesh, dtype)
+        found = _random_weights(config, mesh, dtype)
+    else:
+        found = _read_weights(config, mesh, dtype)
+    for params in filter(None, found):
+        suit_devices(params, mesh)
+    return found
+
+
+def _read_weights(
+    config: EngineConfig, mesh: Mesh, dtype: Any
+) -> tuple[Params, Params | None]:
     # Both are checked before either is read: a wrong draft must not cost minutes.
     tensors = _open(config, config.model, "model")
     draft_tensors = None

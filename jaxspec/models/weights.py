@@ -18,6 +18,7 @@ from jaxtyping import Array, UInt32
 from tqdm.auto import tqdm
 
 from jaxspec.config import ModelConfig
+from jaxspec.models import panels
 from jaxspec.models.backend import Backend
 from jaxspec.models.gemma2 import Gemma2, gate_block
 from jaxspec.sharding import TARGET_MESH_AXES, kv_copies, named_sharding, num_parts
@@ -59,7 +60,7 @@ def laid_out(config: ModelConfig, params: Params) -> ModelConfig:
 
     To the network they are heads like others, each with fewer queries.
     """
-    rows = params["layers"]["0"]["attention"]["kv_proj"].shape[0]
+    rows = panels.num_outputs(params["layers"]["0"]["attention"]["kv_proj"])
     return replace(config, num_kv_heads=rows // (2 * config.head_dim))
 
 
@@ -215,6 +216,12 @@ def _random_matrix(
     unit = noise.uniform(words[0], words[1], row * jnp.uint32(shape[1]) + column)
     # The standard deviation of a uniform is its width over sqrt(12).
     return ((unit - 0.5) * jnp.float32((12 / shape[1]) ** 0.5)).astype(dtype)
+
+
+def suit_devices(params: Params, mesh: Mesh) -> None:
+    """Bring matrices in place into the form that these devices multiply fastest."""
+    if panels.are_wanted(mesh, params["embedding"].dtype):
+        panels.cut_params(params, mesh)
 
 
 def _placement(variable: Any, mesh: Mesh, mesh_axes: tuple[str, ...]) -> NamedSharding:
