@@ -44,6 +44,7 @@ def paged_attention(
     missing = -page_table.shape[1] % block_pages
     page_table = jnp.pad(page_table, ((0, 0), (0, missing)))
 
+    heads = jnp.arange(2 * kv_heads, dtype=jnp.int32)[None, :, None]
     rows = fold(query.astype(jnp.float32) * scale, kv_heads)
     see = functools.partial(
         _visible,
@@ -58,14 +59,15 @@ def paged_attention(
         pages = jax.lax.dynamic_slice_in_dim(
             page_table, number * block_pages, block_pages, axis=1
         )
-        kv = from_storage(kv_pages.at[pages].get(mode="clip"))
-        kv = kv.reshape(seqs, block, kv_heads, 2, head_dim)
+        # Head by head, as the products below want them: moved once, not twice.
+        kv = kv_pages.at[pages[:, None], :, heads].get(mode="clip")
+        kv = from_storage(kv).reshape(seqs, kv_heads, 2, block, head_dim)
         at = number * block + jnp.arange(block, dtype=jnp.int32)
         visible = see(at) & (at < capacity)[None, None]
         # A slot that no query sees may hold NaN, and 0 * NaN is NaN.
-        live = visible.any(axis=1)[:, :, None, None]
-        key = jnp.where(live, kv[:, :, :, 0], 0.0)
-        value = jnp.where(live, kv[:, :, :, 1], 0.0)
+        live = visible.any(axis=1)[:, None, :, None]
+        key = jnp.where(live, kv[:, :, 0], 0.0)
+        value = jnp.where(live, kv[:, :, 1], 0.0)
         visible = jnp.repeat(visible, group, axis=1)[:, None]  # [seq, 1, row, key]
         added = _add(statistics, rows, key, value, visible, soft_cap=soft_cap)
         return number + 1, *added
@@ -105,8 +107,8 @@ def unfold(
 def _add(
     statistics: list[Array],
     rows: Float[Array, "seq kv_head row head_dim"],
-    key: Float[Array, "seq key kv_head head_dim"],
-    value: Float[Array, "seq key kv_head head_dim"],
+    key: Float[Array, "seq kv_head key head_dim"],
+    value: Float[Array, "seq kv_head key head_dim"],
     visible: Bool[Array, "seq 1 row key"],
     *,
     soft_cap: float | None,
@@ -114,7 +116,7 @@ def _add(
     """Running maximum, sum of weights and mixed values, with one block more."""
     maximum, total, mixed = statistics
     # s seq  h kv head  r row  t key  d head_dim
-    scores = _einsum("shrd,sthd->shrt", rows, key)
+    scores = _einsum("shrd,shtd->shrt", rows, key)
     if soft_cap is not None:
         scores = jnp.tanh(scores / soft_cap) * soft_cap
     scores = jnp.where(visible, scores, _MASKED)
@@ -122,7 +124,7 @@ def _add(
     weights = jnp.where(visible, jnp.exp(scores - new_maximum), 0.0)
     rescale = jnp.exp(maximum - new_maximum)
     total = total * rescale + weights.sum(axis=-1, keepdims=True)
-    mixed = mixed * rescale + _einsum("shrt,sthd->shrd", weights, value)
+    mixed = mixed * rescale + _einsum("shrt,shtd->shrd", weights, value)
     return new_maximum, total, mixed
 
 
