@@ -37,7 +37,7 @@ from jaxspec.program.state import (
     page_forms,
 )
 from jaxspec.program.step import ProgramConfig, lower_step
-from jaxspec.program.store import ProgramStore
+from jaxspec.program.store import ProgramStore, unseen_name
 from jaxspec.sharding import (
     DRAFT_MESH_AXES,
     TARGET_MESH_AXES,
@@ -153,9 +153,11 @@ class Runner:
         trees = (*arguments, "plan"), (self.state, "result")
         built = self.store.load(name, self.mesh, *trees)
         if built is None:
-            own = f"step_{name[:16]}"
-            lowered = lower_step(self.program, shape, arguments, name=own)
-            built = self.store.compile(name, lowered, options)
+            own = unseen_name()
+            built = lower_step(self.program, shape, arguments, name=own).compile(
+                options
+            )
+            self.store.save(name, built)
         return built
 
     def check_features(self, features: Features) -> None:

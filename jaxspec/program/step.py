@@ -349,7 +349,7 @@ def lower_step(
     Args:
         arguments: The parameters and the state (or their abstract forms), whose
             placement the executable keeps.
-        name: What profiles call it. jax's cache takes programs of two names for two.
+        name: What profiles call it. To jax's cache, programs of two names are two.
     """
     size = PlanLayout(shape, config.pool).size
     whole = replicated(config.mesh)

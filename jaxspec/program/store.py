@@ -6,15 +6,14 @@ the packages' sources, the configuration, shapes and placement of the arguments,
 devices, the versions, and jax's settings.
 """
 
-import contextlib
 import hashlib
 import logging
 import os
 import pickle
 import tempfile
-import threading
+import uuid
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -32,8 +31,16 @@ _PACKAGES = ("jaxspec", "jaxspec_kernels")
 _ASIDE = ("cache", "log", "profiler", "traceback", "dump")
 # Not every device's programs can be taken out of the process.
 _UNSUPPORTED = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)
-_CACHE_HIT = "/jax/compilation_cache/cache_hits"
 _UNREADABLE = (OSError, EOFError, zlib.error, pickle.PickleError, *_UNSUPPORTED)
+
+
+def unseen_name() -> str:
+    """A name that gives a program no place in jax's cache.
+
+    XLA:CPU writes an executable that came out of a cache without its functions: read
+    back, it fails when it runs. So what is to be kept must have been compiled.
+    """
+    return f"step_{uuid.uuid4().hex}"
 
 
 class ProgramStore:
@@ -80,24 +87,6 @@ class ProgramStore:
             _log.warning("%s cannot be used, and is compiled again: %r", path, error)
             return None
 
-    def compile(
-        self,
-        name: str,
-        lowered: jax.stages.Lowered,
-        options: dict[str, str | bool] | None = None,
-    ) -> jax.stages.Compiled:
-        """Compile a program, and keep it for the next start.
-
-        One that jax's cache had is not kept: XLA:CPU writes such an executable without
-        its functions, and what is read back fails when it runs. A program that is named
-        after `name` is in that cache only if the store has lost it.
-        """
-        with _cache_hits() as hits:
-            executable = lowered.compile(options)
-        if not hits:
-            self.save(name, executable)
-        return executable
-
     def save(self, name: str, executable: jax.stages.Compiled) -> None:
         """Keep an executable for the next start."""
         try:
@@ -109,22 +98,6 @@ class ProgramStore:
             os.replace(file.name, self._folder / name)
         except (OSError, *_UNSUPPORTED) as error:
             _log.warning("a program cannot be kept in %s: %r", self._folder, error)
-
-
-@contextlib.contextmanager
-def _cache_hits() -> Generator[list[int]]:
-    """What this thread takes from jax's cache meanwhile: an entry for each."""
-    thread, hits = threading.get_ident(), list[int]()
-
-    def listen(event: str, **_: str | int) -> None:
-        if event == _CACHE_HIT and threading.get_ident() == thread:
-            hits.append(thread)
-
-    jax.monitoring.register_event_listener(listen)
-    try:
-        yield hits
-    finally:
-        jax.monitoring.unregister_event_listener(listen)
 
 
 def _surroundings() -> tuple[object, ...]:

