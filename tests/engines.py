@@ -6,11 +6,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import torch
+from jax.sharding import Mesh
 
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.runner import Runner, build_mesh
-from jaxspec.models.weights import load_params
+from jaxspec.models.weights import load_params, suit_devices
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import StepPlan, StepResult, StepShape
 from jaxspec.sampling_params import SamplingParams
@@ -177,16 +178,19 @@ def _make_runner(
     mesh = build_mesh(config)
 
     def load(model: Any, axes: tuple[str, ...]) -> Any:
-        return load_params(
-            model_config(model),
-            hf_tensors(model),
-            dtype=jnp.dtype(config.dtype),
-            mesh=mesh,
-            mesh_axes=axes,
-        )
+        return _load(model, jnp.dtype(config.dtype), mesh, axes)
 
     draft_params = None if draft is None else load(draft, DRAFT_MESH_AXES)
     return kind(config, mesh, load(target, TARGET_MESH_AXES), draft_params)
+
+
+def _load(model: Any, dtype: jnp.dtype, mesh: Mesh, axes: tuple[str, ...]) -> Any:
+    """Weights as an engine loads them."""
+    params = load_params(
+        model_config(model), hf_tensors(model), dtype=dtype, mesh=mesh, mesh_axes=axes
+    )
+    suit_devices(params, mesh)
+    return params
 
 
 def with_settings(engine: LLMEngine, *, seed: int = 0, **speculative: Any) -> LLMEngine:
@@ -239,13 +243,8 @@ def with_draft(engine: LLMEngine, draft: Any) -> LLMEngine:
     assert config.draft_model_config == model_config(draft)
     target_params, draft_params = old.params
     assert draft_params is not None
-    params = load_params(
-        model_config(draft),
-        hf_tensors(draft),
-        dtype=draft_params["embedding"].dtype,
-        mesh=old.mesh,
-        mesh_axes=DRAFT_MESH_AXES,
-    )
+    dtype = draft_params["embedding"].dtype
+    params = _load(draft, dtype, old.mesh, DRAFT_MESH_AXES)
     runner = type(old)(config, old.mesh, target_params, params)
     # Executables take the parameters as arguments.
     runner.compiler_options = old.compiler_options

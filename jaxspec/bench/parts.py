@@ -143,7 +143,8 @@ def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
         if model is None or params is None or not count:
             continue
         item = params["embedding"].dtype.itemsize
-        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        matrices = jax.tree.leaves(params, is_leaf=lambda node: hasattr(node, "nbytes"))
+        weights = sum(matrix.nbytes for matrix in matrices)
         total += count * (weights + kv_len * model.kv_bytes_per_token(item))
     return total
 

@@ -9,7 +9,7 @@ residual stream, norms, attention statistics and logits are float32.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxspec.config import ModelConfig
-from jaxspec.models import panels
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
+from jaxspec.models.panels import Matrix, multiply
 
 # XLA:CPU's bf16 kernel wants two rows, and from four rows on a row's result no longer
 # depends on how many there are: plain decoding then equals verification bit for bit.
@@ -38,26 +38,26 @@ def _parameter(
     """Declare a parameter once: shape and logical axes.
 
     `unit` elements of the split axis stay on one device (a head's). Matrices are stored
-    (out, in), HuggingFace's order, or cut into `panels`.
+    (out, in), HuggingFace's order.
     """
     return nnx.Param(jnp.zeros(shape, dtype), axes=axes, unit=unit)
 
 
 def project(
-    inputs: Float[Array, "token features"], weight: panels.Matrix
+    inputs: Float[Array, "token features"], weight: Matrix
 ) -> Float[Array, "token out"]:
     """Multiply rows by an (out, in) weight in the weight's type; float32 result.
 
     Contracting both second axes is the form for which XLA:CPU has a bf16 kernel whose
-    cost does not grow between 2 and 16 rows, which is what verification needs.
+    cost does not grow between 2 and 16 rows, which is what verification needs. Its
+    float32 kernel wants `panels` for that.
     """
-    options: Any = dict(
-        precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    return multiply(
+        inputs.astype(weight.dtype),
+        weight,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
     )
-    inputs = inputs.astype(weight.dtype)
-    if panels.is_cut(weight):
-        return panels.multiply(inputs, weight, **options)
-    return jax.lax.dot_general(inputs, weight, (((1,), (1,)), ((), ())), **options)
 
 
 def rms_norm(
@@ -264,10 +264,7 @@ class Gemma2(nnx.Module):
         """Run all layers; returns the rows and the updated pages per layer."""
         config = self.config
         table = self.embedding[...]
-        if panels.is_cut(table):
-            rows = panels.take(table, batch.tokens)
-        else:
-            rows = table.at[batch.tokens].get(mode="clip").astype(jnp.float32)
+        rows = table.at[batch.tokens].get(mode="clip").astype(jnp.float32)
         # HuggingFace rounds the scale to the weights' type: 59.75 in bf16 for the 9B.
         scale = jnp.sqrt(jnp.float32(config.hidden_size)).astype(table.dtype)
         rows = rows * scale.astype(jnp.float32)

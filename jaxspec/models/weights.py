@@ -60,7 +60,7 @@ def laid_out(config: ModelConfig, params: Params) -> ModelConfig:
 
     To the network they are heads like others, each with fewer queries.
     """
-    rows = panels.num_outputs(params["layers"]["0"]["attention"]["kv_proj"])
+    rows = params["layers"]["0"]["attention"]["kv_proj"].shape[0]
     return replace(config, num_kv_heads=rows // (2 * config.head_dim))
 
 
@@ -219,9 +219,9 @@ def _random_matrix(
 
 
 def suit_devices(params: Params, mesh: Mesh) -> None:
-    """Bring matrices in place into the form that these devices multiply fastest."""
-    if panels.are_wanted(mesh, params["embedding"].dtype):
-        panels.cut_params(params, mesh)
+    """Add in place the forms in which these devices multiply matrices fastest."""
+    if panels.are_wanted(mesh, params):
+        panels.add_panels(params, mesh)
 
 
 def _placement(variable: Any, mesh: Mesh, mesh_axes: tuple[str, ...]) -> NamedSharding:

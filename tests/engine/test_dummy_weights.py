@@ -14,6 +14,7 @@ from jaxspec.engine import loading
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.runner import build_mesh
 from jaxspec.errors import ConfigError, RequestError
+from jaxspec.models.panels import Panelled
 from jaxspec.sampling_params import StructuredOutputsParams
 from jaxspec.tokenizer import NoTokenizer
 from jaxspec_checkpoints import bundled_target
@@ -62,6 +63,15 @@ def test_they_have_the_form_of_what_is_read(tmp_path, dtype):
     embeddings = [np.asarray(one["embedding"], np.float32) for one in found if one]
     assert len(embeddings) == 2
     assert all(np.isfinite(one).all() and one.any() for one in embeddings)
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "auto"])
+def test_float32_weights_on_one_cpu_lie_in_panels(tmp_path, load_format):
+    write_tiny(tmp_path / "2b", family="2b")
+    config = configure(tmp_path / "2b", tmp_path / "2b", load_format=load_format)
+    for params in loading.load_weights(config, build_mesh(config)):
+        assert params is not None
+        assert isinstance(params["embedding"], Panelled)
 
 
 def test_a_draft_of_the_targets_sizes_is_another_model(tmp_path):

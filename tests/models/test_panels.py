@@ -1,6 +1,6 @@
-"""Matrices in panels give the bits of the (out, in) form, and are read where they lie.
+"""Panels give the bits of the (out, in) form, where they pay and nowhere else.
 
-The whole engine runs on them in every float32 test that loads a model's files.
+They lie in every float32 engine of the tests (`tests.engines`), where sizes divide.
 """
 
 import functools
@@ -15,6 +15,7 @@ import pytest
 from jaxspec.config import ModelConfig
 from jaxspec.models import panels
 from jaxspec.models.gemma2 import MIN_ROWS, project
+from jaxspec.models.panels import Panelled
 from jaxspec.models.weights import laid_out, random_params, suit_devices
 from jaxspec.sharding import make_mesh
 from tests.oracles import TINY, PagedModel
@@ -27,83 +28,125 @@ CONFIG = ModelConfig.from_hf(
 )
 
 
-def rows_of(count: int, features: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(count), (count, features))
+def both(matrix: jax.Array) -> Panelled:
+    return Panelled(matrix, panels.cut(matrix))
+
+
+def make_params(dtype: str = "float32", devices: int = 1) -> dict[str, Any]:
+    mesh = make_mesh(devices)
+    return random_params(CONFIG, seed=3, dtype=jnp.dtype(dtype), mesh=mesh)
 
 
 def test_a_panel_holds_its_outputs_input_by_input():
     found = panels.cut(MATRIX)
-    assert found.shape == (3, 40, panels.PANEL)
-    assert panels.is_cut(found)
-    assert not panels.is_cut(MATRIX)
-    assert panels.num_outputs(found) == panels.num_outputs(MATRIX) == 192
+    assert found.shape == (3, 40, panels.WIDTH)
     for output in (0, 63, 64, 191):
-        panel, place = divmod(output, panels.PANEL)
+        panel, place = divmod(output, panels.WIDTH)
         np.testing.assert_array_equal(found[panel, :, place], MATRIX[output])
 
 
+def test_both_forms_together_look_like_the_matrix():
+    one = both(MATRIX)
+    assert (one.shape, one.dtype, one.nbytes) == ((192, 40), jnp.float32, 192 * 40 * 4)
+    assert one.sharding == MATRIX.sharding
+    assert one[...] is one
+    np.testing.assert_array_equal(one[5], MATRIX[5])
+    np.testing.assert_array_equal(np.asarray(one, np.float64), MATRIX)
+    index = jnp.array([3, 191, 500])
+    np.testing.assert_array_equal(
+        one.at[index].get(mode="clip"), MATRIX[np.array([3, 191, 191])]
+    )
+    assert len(jax.tree.leaves(one)) == 2
+
+
 @pytest.mark.parametrize("shape", [(192, 40), (384, 1536), (3072, 384)])
-@pytest.mark.parametrize("rows", [4, 7, 48, panels.MOST_ROWS, panels.MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [4, 7, panels.MAX_ROWS, panels.MAX_ROWS + 1, 70])
 def test_products_are_those_of_the_matrix_bit_for_bit(rows, shape):
     matrix = jax.random.normal(jax.random.key(2), shape)
-    inputs = rows_of(rows, shape[1])
+    inputs = jax.random.normal(jax.random.key(rows), (rows, shape[1]))
     multiply: Any = jax.jit(project)
-    found, expected = (multiply(inputs, one) for one in (panels.cut(matrix), matrix))
-    np.testing.assert_array_equal(found, expected)
-    few = multiply(inputs[-MIN_ROWS:], panels.cut(matrix))
+    found = multiply(inputs, both(matrix))
+    np.testing.assert_array_equal(found, multiply(inputs, matrix))
+    few = multiply(inputs[-MIN_ROWS:], both(matrix))
     np.testing.assert_array_equal(found[-MIN_ROWS:], few)
 
 
-def test_rows_taken_are_those_of_the_matrix():
-    index = jnp.array([0, 1, 63, 64, 191, 192, 10**6], jnp.int32)
-    expected = MATRIX.at[index].get(mode="clip")
-    np.testing.assert_array_equal(panels.take(panels.cut(MATRIX), index), expected)
+def read_by(rows: int, outputs: int, features: int = 384) -> set[str]:
+    """Which form a compiled product reads, and that it copies neither."""
+    shapes = [(outputs, features), (outputs // panels.WIDTH, features, panels.WIDTH)]
+    forms = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    inputs = jax.ShapeDtypeStruct((rows, features), jnp.float32)
+    compiled = jax.jit(project).lower(inputs, Panelled(*forms)).compile()
+    memory: Any = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes <= 1.5 * panels.MAX_COPIED_BYTES
+    read = set()
+    for shape in shapes:
+        kind = ",".join(map(str, shape))
+        made = re.findall(rf"= f32\[{kind}\]\S* (\S+?)\(", str(compiled.as_text()))
+        assert set(made) <= {"parameter"}, "a weight is copied"
+        read |= {len(shape)} if made else set()
+    return {{2: "matrix", 3: "panels"}[axes] for axes in read}
 
 
-@pytest.mark.parametrize("rows", [4, panels.MOST_ROWS])
-def test_few_rows_read_panels_where_they_lie(rows):
-    forms = [
-        jax.ShapeDtypeStruct(shape, jnp.float32)
-        for shape in ((rows, 384), (48, 384, 64))
-    ]
-    text = str(jax.jit(project).lower(*forms).compile().as_text())
-    made = re.findall(r"= f32\[48,384,64\]\S* (\S+?)\(", text)
-    assert set(made) == {"parameter"}, "the weight itself is copied or converted"
+@pytest.mark.parametrize(
+    "rows, outputs, expected",
+    [
+        (MIN_ROWS, 3072, "panels"),
+        (panels.MAX_ROWS, 3072, "panels"),
+        (panels.MAX_ROWS + 1, 3072, "matrix"),
+        # As many rows, but too many copies of them.
+        (panels.MAX_ROWS, 64 * 256, "matrix"),
+        (MIN_ROWS, 64 * 256, "panels"),
+    ],
+)
+def test_the_faster_form_is_read_where_it_lies(rows, outputs, expected):
+    assert read_by(rows, outputs) == {expected}
 
 
 @pytest.mark.parametrize(
     "devices, dtype, expected",
-    [(1, "float32", 3), (2, "float32", 2), (1, "bfloat16", 2)],
+    [(1, "float32", True), (2, "float32", False), (1, "bfloat16", False)],
 )
 def test_one_cpu_with_float32_gets_panels(devices, dtype, expected):
-    mesh = make_mesh(devices)
-    params = random_params(CONFIG, seed=3, dtype=jnp.dtype(dtype), mesh=mesh)
-    placements = jax.tree.map(lambda leaf: leaf.sharding, params)
-    suit_devices(params, mesh)
-    assert params["embedding"].ndim == expected
-    assert params["layers"]["0"]["attention"]["kv_proj"].ndim == expected
-    assert params["final_norm"].ndim == 1
+    params = make_params(dtype, devices)
+    forms = jax.tree.map(lambda leaf: (leaf.shape, leaf.sharding), params)
+    suit_devices(params, make_mesh(devices))
+    assert isinstance(params["embedding"], Panelled) == expected
+    key_value = params["layers"]["0"]["attention"]["kv_proj"]
+    assert isinstance(key_value, Panelled) == expected
+    assert isinstance(params["final_norm"], jax.Array)
     assert laid_out(CONFIG, params) == CONFIG
-    if devices == 1:
-        for found, before in zip(
-            *map(jax.tree.leaves, (params, placements)), strict=True
-        ):
-            assert found.sharding.mesh == before.mesh
+    found = jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.sharding),
+        params,
+        is_leaf=lambda node: isinstance(node, Panelled),
+    )
+    assert found == forms
+
+
+def test_a_large_model_has_no_second_form(monkeypatch):
+    params = make_params()
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    monkeypatch.setattr(panels, "MAX_BYTES", num_bytes - 1)
+    suit_devices(params, make_mesh(1))
+    assert isinstance(params["embedding"], jax.Array)
+    monkeypatch.setattr(panels, "MAX_BYTES", num_bytes)
+    suit_devices(params, make_mesh(1))
+    assert isinstance(params["embedding"], Panelled)
 
 
 def test_what_does_not_divide_stays_as_it_is():
     params: Any = {"a": {"odd": jnp.ones((96, 8)), "even": jnp.ones((128, 8))}}
-    panels.cut_params(params, make_mesh(1))
-    assert params["a"]["odd"].shape == (96, 8)
-    assert params["a"]["even"].shape == (2, 8, 64)
+    panels.add_panels(params, make_mesh(1))
+    assert isinstance(params["a"]["odd"], jax.Array)
+    assert params["a"]["even"].panels.shape == (2, 8, 64)
 
 
 @functools.cache
-def logits(pieces: tuple[int, ...], *, is_cut: bool) -> np.ndarray:
-    mesh = make_mesh(1)
-    params = random_params(CONFIG, seed=4, dtype=jnp.dtype("float32"), mesh=mesh)
-    if is_cut:
-        suit_devices(params, mesh)
+def logits(pieces: tuple[int, ...], *, has_panels: bool) -> np.ndarray:
+    params = make_params()
+    if has_panels:
+        suit_devices(params, make_mesh(1))
     model = PagedModel(CONFIG, params)
     tokens = np.random.default_rng(5).integers(0, CONFIG.vocab_size, sum(pieces))
     return np.concatenate(
@@ -111,7 +154,7 @@ def logits(pieces: tuple[int, ...], *, is_cut: bool) -> np.ndarray:
     )
 
 
-@pytest.mark.parametrize("pieces", [(40, 1, 6), (panels.MOST_ROWS + 8,)])
+@pytest.mark.parametrize("pieces", [(40, 1, 6), (72,)])
 def test_a_model_computes_the_same_bits(pieces):
-    found, expected = logits(pieces, is_cut=True), logits(pieces, is_cut=False)
+    found, expected = (logits(pieces, has_panels=one) for one in (True, False))
     np.testing.assert_array_equal(found, expected)
