@@ -130,8 +130,8 @@ REFERENCE = [
     mutant(
         "unseen slots used",
         "reference.paged_attention",
-        "jnp.where(live, kv[:, :, :, 1], 0.0)",
-        "kv[:, :, :, 1]",
+        "jnp.where(live, kv[:, :, 1], 0.0)",
+        "kv[:, :, 1]",
     ),
     mutant(
         "wrong GQA row",

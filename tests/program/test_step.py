@@ -148,6 +148,8 @@ def test_users_get_the_instructions_that_are_looked_into():
         runner: Any = users_engine.__wrapped__("float32").runner
         runner.compiler_options = options
         text = runner.executable(SHAPES[-2]).as_text()
+        # Where they were traced may differ: one may have been compiled in another run.
+        text = re.sub(r"(?m)^(File|Function|Stack)\w+\n(\d+ .*\n)+", "", text)
         texts.append(re.sub(r"metadata=\{[^}]*\}", "", text))
     assert texts[0] == texts[1]
 
