@@ -178,14 +178,16 @@ def _make_runner(
     mesh = build_mesh(config)
 
     def load(model: Any, axes: tuple[str, ...]) -> Any:
-        return _load(model, jnp.dtype(config.dtype), mesh, axes)
+        return load_weights(model, jnp.dtype(config.dtype), mesh, axes)
 
     draft_params = None if draft is None else load(draft, DRAFT_MESH_AXES)
     return kind(config, mesh, load(target, TARGET_MESH_AXES), draft_params)
 
 
-def _load(model: Any, dtype: jnp.dtype, mesh: Mesh, axes: tuple[str, ...]) -> Any:
-    """Weights as an engine loads them."""
+def load_weights(
+    model: Any, dtype: jnp.dtype, mesh: Mesh, axes: tuple[str, ...]
+) -> Any:
+    """A HuggingFace model's weights in the form in which an engine has them."""
     params = load_params(
         model_config(model), hf_tensors(model), dtype=dtype, mesh=mesh, mesh_axes=axes
     )
@@ -244,7 +246,7 @@ def with_draft(engine: LLMEngine, draft: Any) -> LLMEngine:
     target_params, draft_params = old.params
     assert draft_params is not None
     dtype = draft_params["embedding"].dtype
-    params = _load(draft, dtype, old.mesh, DRAFT_MESH_AXES)
+    params = load_weights(draft, dtype, old.mesh, DRAFT_MESH_AXES)
     runner = type(old)(config, old.mesh, target_params, params)
     # Executables take the parameters as arguments.
     runner.compiler_options = old.compiler_options

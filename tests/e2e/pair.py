@@ -16,10 +16,10 @@ import torch
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.runner import Runner
-from jaxspec.models.weights import load_params
 from jaxspec.program.plan import StepPlan, StepResult, StepShape
-from tests.engines import make_engine, with_settings
-from tests.oracles import hf_logits, hf_tensors, make_hf_model, model_config
+from jaxspec.sharding import DRAFT_MESH_AXES
+from tests.engines import load_weights, make_engine, with_settings
+from tests.oracles import hf_logits, make_hf_model
 
 # Sizes are apart from one another, so that an array's shape says what it is.
 SIZES = dict(
@@ -113,13 +113,8 @@ def _runner(kind: str) -> Runner:
     first = _first_engine().runner
     if kind == "noisy":
         return first
-    model = draft(kind)
-    params = load_params(
-        model_config(model),
-        hf_tensors(model),
-        dtype=first.params[0]["embedding"].dtype,
-        mesh=first.mesh,
-    )
+    dtype = first.params[0]["embedding"].dtype
+    params = load_weights(draft(kind), dtype, first.mesh, DRAFT_MESH_AXES)
     runner = Runner(first.config, first.mesh, first.params[0], params)
     runner.compiler_options = first.compiler_options
     runner._executables, runner._layouts = first._executables, first._layouts
