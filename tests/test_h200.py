@@ -153,6 +153,15 @@ def test_a_part_takes_most_of_the_memory_unless_it_is_told(child, monkeypatch, g
     assert list(h200.run_child("9b-2b", 60, [])) == [{"what": expected}]
 
 
+@pytest.fixture
+def heeds_interrupts():
+    """A process that a shell starts in the background ignores SIGINT."""
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, found)
+
+
+@pytest.mark.usefixtures("heeds_interrupts")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_ends_the_run_and_the_part(monkeypatch, tmp_path, number):
     output, ended = tmp_path / "result.json", []
