@@ -96,18 +96,17 @@ def _notes(result: dict[str, Any]) -> list[str]:
         if "skipped" in about
     }
     failed = [row for row in result["rows"] if "failed" in row]
-    titles = {"Not measured": False, "Ended early, and fewer runs than others": True}
-    for title, is_measured in titles.items():
-        found = {} if is_measured else dict(skipped)
-        for place, reason in _places(failed, is_measured).items():
-            found[place] = reason
+    for title, found in (
+        ("Not measured", skipped | _places(failed, is_measured=False)),
+        ("Ended early, and fewer runs than others", _places(failed, is_measured=True)),
+    ):
         if found:
             told = "; ".join(f"{what}: {reason}" for what, reason in found.items())
             lines.append(f"{title}: {told}.")
     return lines
 
 
-def _places(failed: list[dict[str, Any]], is_measured: bool) -> dict[str, str]:
+def _places(failed: list[dict[str, Any]], *, is_measured: bool) -> dict[str, str]:
     """Reasons by where they hold: those of one peer for one reason in one place."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in failed:
