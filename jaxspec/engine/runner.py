@@ -154,9 +154,8 @@ class Runner:
         built = self.store.load(name, self.mesh, *trees)
         if built is None:
             own = unseen_name()
-            built = lower_step(self.program, shape, arguments, name=own).compile(
-                options
-            )
+            lowered = lower_step(self.program, shape, arguments, name=own)
+            built = lowered.compile(options)
             self.store.save(name, built)
         return built
 

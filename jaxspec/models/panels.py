@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.sharding import replicated
 
-# Outputs of one panel. Of 32, 64, 96 and 128, with AVX-512.
+# Outputs of one panel: the fastest of 32, 64, 96 and 128, with AVX-512.
 WIDTH = 64
 # A batch wants its rows once for each panel. With more rows than this, or more bytes of
 # copies, the (out, in) form is faster.
