@@ -169,6 +169,8 @@ def make_engine(
     kind = runner or (OneShapeRunner if has_one_shape else Runner)
     made = _make_runner(kind, config, target, draft)
     made.compiler_options = None if is_optimized else QUICK_COMPILER
+    # Every launch in its own program: what a test sees does not depend on the clock.
+    made.compiles_beside = False
     return _over(config, made)
 
 
@@ -250,7 +252,7 @@ def with_draft(engine: LLMEngine, draft: Any) -> LLMEngine:
     runner = type(old)(config, old.mesh, target_params, params)
     # Executables take the parameters as arguments.
     runner.compiler_options = old.compiler_options
-    runner._executables, runner._layouts = old._executables, old._layouts
+    runner.compiler, runner.compiles_beside = old.compiler, old.compiles_beside
     runner.token_masks = old.token_masks  # whom they ask
     return _over(config, runner)
 

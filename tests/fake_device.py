@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.config import EngineConfig
+from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.runner import Runner
 from jaxspec.program.plan import (
     TILE,
@@ -153,14 +154,15 @@ class FakeDevice:
             tile_is_broken=self._is_broken([tile.row for tile in plan.tiles], tiles),
             **self._logprobs(shape),
         )
+        wanted = [self._wanted(row, drafts, shape) for row, drafts in plan.decode]
+        # The draft model runs as often as the row with the most drafts wants.
+        num_passes = max([*wanted, 1]) if shape.num_draft_tokens else 0
         for index, (row, drafts) in enumerate(plan.decode):
-            assert 0 <= drafts <= shape.num_draft_tokens
-            left = self.rows[row].admission.max_total - self.rows[row].num_tokens
-            drafts = min(drafts, max(left - 1, 0))
+            drafts = wanted[index]
             if not self.has_draft:  # an n-gram lookup may find fewer
                 drafts = int(self._random.integers(0, drafts + 1))
             tokens, accepted = self._round(
-                self.rows[row], drafts, shape.num_draft_tokens
+                self.rows[row], drafts, shape.num_draft_tokens, num_passes
             )
             result.tokens[index, : len(tokens)] = tokens
             result.num_emitted[index] = len(tokens)
@@ -172,6 +174,12 @@ class FakeDevice:
             [row for row, _ in plan.decode], plan.decode
         )
         return result
+
+    def _wanted(self, row: int, drafts: int, shape: StepShape) -> int:
+        """Drafts of a row that its sequence has room for."""
+        assert 0 <= drafts <= shape.num_draft_tokens
+        left = self.rows[row].admission.max_total - self.rows[row].num_tokens
+        return min(drafts, max(left - 1, 0))
 
     def forget(self) -> None:
         """Lose all sequences, as when the state is made anew."""
@@ -251,7 +259,9 @@ class FakeDevice:
         (token,) = self._append(row, 1)
         return token, row.is_done
 
-    def _round(self, row: Row, drafts: int, lookahead: int) -> tuple[list[int], int]:
+    def _round(
+        self, row: Row, drafts: int, lookahead: int, num_passes: int
+    ) -> tuple[list[int], int]:
         if row.is_done:
             return [], 0
         known = row.num_tokens
@@ -263,7 +273,7 @@ class FakeDevice:
                 self._check(row, self.draft_kv, known - 2)
             newest = max(known - 2, 0)
             self._write(row, self.draft_kv, newest, row.prefixes[newest:known])
-            self._write(row, self.draft_kv, known, ahead[:-1])
+            self._write(row, self.draft_kv, known, ahead[: num_passes - 1])
         self._check(row, self.target_kv, known - 1)
         self._write(row, self.target_kv, known - 1, [row.prefix, *ahead])
         tokens = self._append(row, accepted + 1)
@@ -330,14 +340,9 @@ class FakeRunner(Runner):
         self.device = FakeDevice(pool, truth, has_draft=has_draft, seed=seed)
         self.events: list[tuple[str, int]] = []
         self.plans: list[tuple[StepPlan, StepShape]] = []
-        self.num_launches = self.num_compiles = 0
-        self.compile_s = 0.0
-
-    def executable(self, shape: StepShape) -> Any:
-        self.num_compiles += 1
-
-    def is_compiled(self, shape: StepShape) -> bool:
-        return True
+        self.num_launches = 0
+        self.compiles_beside = False
+        self.compiler = Compiler(lambda shape: None)
 
     def drop_pages(self) -> None:
         self.events.append(("drop_pages", self.num_launches))

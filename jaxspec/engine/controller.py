@@ -6,9 +6,6 @@ from jaxspec.config import SpeculativeConfig
 
 _log = logging.getLogger(__name__)
 
-# Rungs for which executables may be built; K in between rounds up.
-DRAFT_LADDER = (0, 1, 2, 3, 5, 8)
-
 
 class Controller:
     """Picks K by the number of running requests and what they ask for.
@@ -20,8 +17,9 @@ class Controller:
     def __init__(self, speculative: SpeculativeConfig | None):
         self.speculative = speculative
         configured = speculative.num_speculative_tokens if speculative else 0
-        rungs = {rung for rung in DRAFT_LADDER if rung <= configured} | {configured}
-        self.ladder = tuple(sorted(rungs))
+        # For which executables are built: how often the draft model runs, and how many
+        # drafts each sequence has, is data.
+        self.ladder = (0, configured) if configured else (0,)
         self.is_stopped = False
 
     def stop(self, reason: str) -> None:

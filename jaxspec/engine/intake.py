@@ -214,6 +214,7 @@ class Intake:
     def _features(self, params: SamplingParams, *, has_controls: bool) -> Features:
         most = self._config.num_logprobs
         return Features(
+            is_greedy=params.temperature == 0,
             has_controls=has_controls,
             has_grammar=params.structured_outputs is not None,
             num_logprobs=_if_asked(params.logprobs, most),

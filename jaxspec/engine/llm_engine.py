@@ -16,6 +16,7 @@ from jaxspec.engine.intake import Intake, Prepared
 from jaxspec.engine.launch import LaunchError, on_device
 from jaxspec.engine.loading import make_runner, read_tokenizer
 from jaxspec.engine.metrics import EngineMetrics, Load
+from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Launch, Scheduler
 from jaxspec.engine.sleeping import Sleep, check_level
@@ -23,12 +24,14 @@ from jaxspec.engine.stats import EngineStats
 from jaxspec.errors import ConfigError, RequestError, check_integer, refuse
 from jaxspec.metrics import Metric
 from jaxspec.outputs import RequestOutput
-from jaxspec.program.plan import Features
+from jaxspec.program.plan import Features, StepShape
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 LOG_INTERVAL_S = 10.0
+# For a program, before calls of other threads are looked at again.
+MAX_WAIT_S = 0.05
 
 
 class LLMEngine:
@@ -51,7 +54,7 @@ class LLMEngine:
         self.runner = runner or make_runner(config)
         self.controller = Controller(config.speculative)
         self.stats = EngineStats()
-        self.scheduler = Scheduler(config, self.controller, self.stats)
+        self.scheduler = self._make_scheduler()
         self.metrics = EngineMetrics(config, self.stats)
         self._delivery = Delivery(config, self.tokenizer, self.metrics, self.stats)
         self._intake = Intake(config, self.tokenizer)
@@ -59,8 +62,13 @@ class LLMEngine:
         # With the time of each launch.
         self._launched: deque[tuple[Launch, Any, float]] = deque()
         self._last_read_ts = 0.0
-        self._planned: Launch | None = None
         self._sleep = Sleep(config, self.runner)
+        # What must be there before requests are served; None for nothing.
+        self._first_program: StepShape | None = None
+
+    def _make_scheduler(self) -> Scheduler:
+        programs = self.runner.programs
+        return Scheduler(self.config, self.controller, self.stats, programs)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
@@ -176,14 +184,13 @@ class LLMEngine:
     def _restart(self, error: Exception) -> list[RequestOutput]:
         """Begin again after a launch that failed; nobody gets anything of it."""
         self._launched.clear()
-        self._planned = None
         has_drafts = self.controller.limit(1) > 0
         if has_drafts:
             _log.error("A launch failed, maybe for what drafts need", exc_info=error)
             self.controller.stop("a launch failed")
             self.runner.leave_out_drafts()
         else:
-            self._end(self._delivery.callers_of(self.scheduler.running), "error")
+            self._end(self._delivery.callers_of(self._at_work()), "error")
         self.scheduler.restart()
         self.runner.drop_pages()
         self.runner.restore_pages()
@@ -191,37 +198,40 @@ class LLMEngine:
             raise error
         return []
 
+    def _at_work(self) -> list[Request]:
+        """Whose launch has failed: those that run, or who waits for a program."""
+        scheduler = self.scheduler
+        return scheduler.running or list(itertools.islice(scheduler.waiting, 1))
+
     def _reset(self) -> None:
         self._delivery.reset()
-        self.scheduler = Scheduler(self.config, self.controller, self.stats)
+        self.scheduler = self._make_scheduler()
         self._launched.clear()
-        self._planned = None
 
     def _step(self) -> list[RequestOutput]:
-        start, compiled_s = time.monotonic(), self.runner.compile_s
-        launch, self._planned = self._planned, None
-        if launch is not None and launch.is_over():
-            self.scheduler.discard(launch)
-            launch = None
-        if launch is None:
-            launch = self.scheduler.plan()
+        start, outputs, waited = time.monotonic(), list[RequestOutput](), 0.0
+        launch = self.scheduler.plan()
         if launch is not None:
-            if self._launched and not self.runner.is_compiled(launch.shape):
-                self._planned = launch  # tokens must not wait for a compile
-            else:
-                with on_device():
-                    result = self.runner.launch(launch.plan, launch.shape)
-                self._launched.append((launch, result, time.monotonic()))
-        outputs, waited = list[RequestOutput](), 0.0
-        is_full = len(self._launched) > 1
-        if self._launched and (launch is None or self._planned or is_full):
+            with on_device():
+                result = self.runner.launch(launch.plan, launch.shape)
+            self._launched.append((launch, result, time.monotonic()))
+        if self._launched and (launch is None or len(self._launched) > 1):
             outputs, waited = self._read()
+        elif launch is None and self.scheduler.has_unfinished():
+            waited = self._wait_for_program()
         self.stats.wait_s += waited
-        compiling_s = self.runner.compile_s - compiled_s
-        host_s = time.monotonic() - start - waited - compiling_s
+        host_s = time.monotonic() - start - waited
         self.stats.host_s += host_s
         self.metrics.add_step(host_s)
         return outputs
+
+    def _wait_for_program(self) -> float:
+        """Let the program be made that everybody waits for; the seconds waited."""
+        before = time.monotonic()
+        with on_device():
+            self.runner.compiler.check()
+        self.runner.compiler.wait(MAX_WAIT_S)
+        return time.monotonic() - before
 
     def _read(self) -> tuple[list[RequestOutput], float]:
         """Take in the oldest launch; its outputs, and the seconds waited for it."""
@@ -245,7 +255,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do."""
-        return self.scheduler.has_unfinished() or bool(self._launched or self._planned)
+        return self.scheduler.has_unfinished() or bool(self._launched)
 
     def is_unfinished(self, request_id: str) -> bool:
         """Whether a request waits or runs."""
@@ -303,6 +313,7 @@ class LLMEngine:
             sleep_level=self._sleep.level,
             num_compiles=self.runner.num_compiles,
             compile_s=self.runner.compile_s,
+            num_warming=self.runner.compiler.num_wanted,
         )
 
     def reset_prefix_cache(self) -> bool:
@@ -345,7 +356,7 @@ class LLMEngine:
 
     def announce_compiles(self, tell: Callable[[str], None] | None) -> None:
         """Have `tell` called with what is compiled, and with "" when that is done."""
-        self.runner.announce = tell
+        self.runner.compiler.announce = tell
 
     @no_type_check  # `Intake` checks, with better errors
     def warm_up(
@@ -365,23 +376,59 @@ class LLMEngine:
             RequestError: As for `add_request`.
             NotImplementedError: As for `add_request`.
         """
+        for shape in self._wanted(prompt_tokens, sampling_params):
+            self.runner.executable(shape)
+
+    def start_warm_up(self, sampling_params: Iterable[SamplingParams] = ()) -> None:
+        """Have the same programs made beside requests, which the first of them serves.
+
+        Raises:
+            RequestError: As for `add_request`.
+            NotImplementedError: As for `add_request`.
+        """
+        shapes = self._wanted(None, sampling_params)
+        self._first_program = shapes[0]
+        self.runner.compiler.prepare(shapes)
+
+    def _wanted(
+        self, prompt_tokens: int | None, sampling_params: Iterable[SamplingParams]
+    ) -> list[StepShape]:
+        """The programs that requests can need, the first one serves plain requests."""
         if prompt_tokens is not None:
             check_integer(RequestError, "prompt_tokens", prompt_tokens, low=1)
-        wanted = [Features()]
+        wanted = [Features(is_greedy=True), Features()]
         for params in sampling_params:
             features = self._intake.features(params)
             self.runner.check_features(features)
             decoding = dataclasses.replace(features, num_prompt_logprobs=None)
             wanted += [features, decoding]
-        for features in dict.fromkeys(wanted):
-            for shape in self.scheduler.shapes.all(prompt_tokens, features):
-                self.runner.executable(shape)
+        return self.scheduler.shapes.all(prompt_tokens, wanted)
+
+    def wait_for_programs(self) -> None:
+        """Return when no program is being made, or wanted, any more.
+
+        Raises:
+            Exception: Why one could not be made.
+        """
+        self.runner.compiler.wait_for_all()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a plain request would start at once; any thread may ask."""
+        first = self._first_program
+        return first is None or first in self.runner.programs
+
+    @property
+    def num_warming(self) -> int:
+        """Programs that are still to be made; any thread may ask."""
+        return self.runner.compiler.num_wanted
 
     def shutdown(self) -> None:
         """End all requests, wait for the device and free its memory.
 
         The engine sleeps then: `wake_up` reads the weights again.
         """
+        self.runner.compiler.stop()
         self.abort_request(self._delivery.callers_of(self._delivery))
         self._drain()
         self.reset_prefix_cache()
@@ -389,9 +436,6 @@ class LLMEngine:
 
     def _drain(self) -> None:
         """Wait for what was launched for requests that have all ended."""
-        if self._planned is not None:
-            self.scheduler.discard(self._planned)
-            self._planned = None
         while self._launched:
             launch, result, _ = self._launched.popleft()
             self.runner.fetch(result, launch.shape)

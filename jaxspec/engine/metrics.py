@@ -51,6 +51,7 @@ class Load:
         kv_usage: Share of the pages that running requests hold.
         sleep_level: 0 is awake.
         num_compiles: Since the start, as `compile_s`.
+        num_warming: Programs that are still to be made.
     """
 
     num_running: int = 0
@@ -59,6 +60,7 @@ class Load:
     sleep_level: int = 0
     num_compiles: int = 0
     compile_s: float = 0.0
+    num_warming: int = 0
 
 
 class Distribution:
@@ -238,6 +240,7 @@ class EngineMetrics:
             ),
             self._counter("num_compiles", load.num_compiles),
             self._counter("compile_seconds", load.compile_s),
+            self._gauge("warming", load.num_warming),
         ]
 
     def _states(self, load: Load) -> list[Metric]:

@@ -5,7 +5,9 @@ microseconds. The device may be ahead of these values by the launches that are n
 """
 
 import dataclasses
+import functools
 import itertools
+import operator
 
 import numpy as np
 
@@ -13,7 +15,8 @@ from jaxspec.engine.request import Request
 from jaxspec.program.plan import Features
 from jaxspec.sampling_params import RequestOutputKind
 
-NO_FEATURES = Features()
+# What a launch needs that nobody takes part in: the neutral element of `|`.
+NO_FEATURES = Features(is_greedy=True)
 
 
 class RowTable:
@@ -33,7 +36,7 @@ class RowTable:
             may lack keys and values, once all that is launched has run. Its first
             pass fills two. Without a draft model 1: the target's own.
         num_pages: Pages in the row's table.
-        has_features: Decoding needs more than the common program.
+        kind: What decoding needs, as an index of `kinds`.
     """
 
     def __init__(self, num_rows: int, longest_drafted: int = 2**31 - 1):
@@ -46,16 +49,15 @@ class RowTable:
             return np.zeros(num_rows, bool)
 
         self.requests: list[Request | None] = [None] * num_rows
-        self.features: list[Features] = [NO_FEATURES] * num_rows
+        self.kinds: list[Features] = []
         self.free = list(range(num_rows - 1, -1, -1))
         self.owner = integers(-1)
         self.is_decoding, self.is_streamed = flags(), flags()
-        self.has_features = flags()
         self.num_tokens, self.num_unread = integers(), integers()
         self.ahead = integers()
         self.max_total, self.longest = integers(), integers()
         self.num_draft, self.draft_gap = integers(), integers(1)
-        self.num_pages = integers()
+        self.num_pages, self.kind = integers(), integers()
         self._longest_drafted = longest_drafted
         self._admissions = itertools.count()
 
@@ -74,8 +76,9 @@ class RowTable:
         self.num_pages[row] = 0
         # Its prompt is in when it decodes.
         features = dataclasses.replace(request.features, num_prompt_logprobs=None)
-        self.features[row] = features
-        self.has_features[row] = features != NO_FEATURES
+        if features not in self.kinds:
+            self.kinds.append(features)
+        self.kind[row] = self.kinds.index(features)
 
     def give_up(self, request: Request) -> None:
         """Take a row back; launches that are not read stay the request's."""
@@ -93,6 +96,11 @@ class RowTable:
         found = [request for row in rows if (request := requests[row]) is not None]
         assert len(found) == len(rows), f"of rows {rows} some are free"
         return found
+
+    def features(self, rows: np.ndarray) -> Features:
+        """What a launch in which rows decode needs of its program."""
+        kinds = [self.kinds[kind] for kind in set(self.kind[rows].tolist())]
+        return functools.reduce(operator.or_, kinds, NO_FEATURES)
 
     def most_tokens(self, rows: np.ndarray) -> np.ndarray:
         """Tokens that the device may know by the end of what is launched."""

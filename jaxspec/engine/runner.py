@@ -6,7 +6,6 @@ The only module of `engine` that touches jax.
 import dataclasses
 import logging
 import platform
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.config import EngineConfig, ModelConfig
+from jaxspec.engine.compiler import Compiler
+from jaxspec.engine.shapes import EveryProgram, Programs
 from jaxspec.engine.token_masks import TokenMasks
 from jaxspec.errors import ConfigError
 from jaxspec.models.weights import Params
@@ -52,12 +53,12 @@ class Runner:
     """One engine's device side.
 
     Attributes:
-        num_compiles: Executables built so far; constant after warm-up.
-        compile_s: Seconds that this took.
+        compiler: Makes the programs, in a thread of its own.
+        compiles_beside: Whether launches go on in other programs while one is made.
+            Otherwise every launch has its own, and waits for it.
         num_launches: Programs launched so far: one per round.
         token_masks: Whom the programs of requests with grammars ask.
         store: Where executables are kept; None for nowhere.
-        announce: Told what is being compiled, and "" when that is done.
     """
 
     def __init__(
@@ -89,15 +90,12 @@ class Runner:
         )
         self.params: tuple[Params, Params | None] = (target_params, draft_params)
         self.state = self._init_state()
-        self.num_compiles = 0
-        self.compile_s = 0.0
+        self.compiler = Compiler(self._make)
+        self.compiles_beside = True
         self.num_launches = 0
-        self.announce: Callable[[str], None] | None = None
         self.compiler_options: dict[str, str | bool] | None = None
         self.store: ProgramStore | None = None
         self._host_params: tuple[Params, Params | None] | None = None
-        self._executables: dict[StepShape, Callable[..., Any]] = {}
-        self._layouts: dict[StepShape, PlanLayout] = {}
 
     def _init_state(self) -> EngineState:
         def pages(model: ModelConfig | None, params: Params | None, axes):
@@ -123,21 +121,29 @@ class Runner:
             return None
         return jax.device_put(np.array(chances, np.float32), replicated(self.mesh))
 
+    @property
+    def num_compiles(self) -> int:
+        """Executables made so far; constant after warm-up."""
+        return self.compiler.num_made
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds that this took, of which the engine need not have waited for any."""
+        return self.compiler.made_s
+
+    @property
+    def programs(self) -> Programs:
+        """What launches may choose from."""
+        return self.compiler if self.compiles_beside else EveryProgram()
+
     def executable(self, shape: StepShape) -> Callable[..., Any]:
-        """The compiled program of a shape, built on first use."""
-        if shape not in self._executables:
-            start = time.monotonic()
-            if self.announce is not None:
-                self.announce(f"Compiling {_sizes(shape)}")
-            self._executables[shape] = self._build(shape)
-            self._layouts[shape] = PlanLayout(shape, self.pool)
-            took_s = time.monotonic() - start
-            self.num_compiles += 1
-            self.compile_s += took_s
-            if self.announce is not None:
-                self.announce("")
-            _log.info("%s is ready after %.1f s", shape, took_s)
-        return self._executables[shape]
+        """The compiled program of a shape, built now where it is missing."""
+        return self.compiler.get(shape)[0]
+
+    def _make(self, shape: StepShape) -> tuple[Callable[..., Any], PlanLayout]:
+        layout = PlanLayout(shape, self.pool)
+        layout.prepare()
+        return self._build(shape), layout
 
     def _build(self, shape: StepShape) -> Callable[..., Any]:
         """Load an executable, or compile it and keep it for the next start."""
@@ -179,20 +185,16 @@ class Runner:
                 value=named,
             ) from error
 
-    def is_compiled(self, shape: StepShape) -> bool:
-        """Whether a launch of this shape starts at once."""
-        return shape in self._executables
-
     def launch(self, plan: StepPlan, shape: StepShape) -> jax.Array:
         """Start one round; returns its result vector, not yet computed."""
-        step = self.executable(shape)
+        step, layout = self.compiler.get(shape)
         if self.state.rows.num_tokens.is_deleted():
             # An interrupt fell between the donation and the assignment below. The
             # engine has ended all requests, so an empty state is the right one.
             self.state = self._init_state()
         for reading in plan.grammars.values():
             self.token_masks.add(reading)
-        vector = self._layouts[shape].pack(plan)
+        vector = layout.pack(plan)
         device_plan = jax.device_put(vector, self._plan_placement)
         self.state, result = step(*self.params, self.state, device_plan)
         self.num_launches += 1
@@ -213,7 +215,7 @@ class Runner:
     def leave_out_drafts(self) -> None:
         """Compile programs that propose nothing from now on."""
         self.program = dataclasses.replace(self.program, draft=None, lookup=None)
-        self._executables, self._layouts = {}, {}
+        self.compiler.clear()
 
     def drop_weights(self, *, keep: bool) -> None:
         """Free the weights' memory on the devices; `keep` leaves them on the host."""
@@ -238,13 +240,6 @@ class Runner:
     def stop_profile(self) -> None:
         """Write what was recorded."""
         jax.profiler.stop_trace()
-
-
-def _sizes(shape: StepShape) -> str:
-    return (
-        f"{shape.num_seqs} sequences x {shape.num_draft_tokens} drafts "
-        f"+ {shape.chunk} prompt tokens"
-    )
 
 
 def _lookup(config: EngineConfig) -> Lookup | None:

@@ -5,6 +5,8 @@ device alone knows how many drafts were accepted. Owns rows and pages; knows not
 texts or devices.
 """
 
+import functools
+import operator
 import time
 from typing import Any
 
@@ -20,7 +22,7 @@ from jaxspec.engine.page_tables import PageTables
 from jaxspec.engine.prefill import Claim, Prefill, claims_of, grow
 from jaxspec.engine.request import Request, Status
 from jaxspec.engine.rows import RowTable
-from jaxspec.engine.shapes import Shapes
+from jaxspec.engine.shapes import Programs, Shapes
 from jaxspec.engine.stats import EngineStats
 from jaxspec.engine.waiting import WaitingLine
 from jaxspec.program.plan import (
@@ -42,6 +44,7 @@ class Scheduler:
         config: EngineConfig,
         controller: Controller,
         stats: EngineStats | None = None,
+        programs: Programs | None = None,
     ):
         self.config, self.controller = config, controller
         self.stats = stats or EngineStats()
@@ -51,7 +54,7 @@ class Scheduler:
         longest_drafted = speculative.max_model_len if speculative else None
         longest_drafted = longest_drafted or config.max_model_len
         self.rows = RowTable(config.max_num_seqs, longest_drafted)
-        self.shapes = Shapes(config, controller)
+        self.shapes = Shapes(config, controller, programs)
         self.waiting = WaitingLine(config.scheduling_policy)
         self.running: list[Request] = []
         self.pacer = Pacer()
@@ -77,8 +80,9 @@ class Scheduler:
     def plan(self) -> Launch | None:
         """Plan the next launch; None when nothing can be done before a read."""
         launch, is_held = self._plan(None)
-        # Prompts made way for those who stream, and of those nobody finds a page.
-        return self._plan(self.shapes.most_tiles)[0] if is_held else launch
+        # Prefill was deferred to protect decode latency, but no decoding row could get
+        # pages: plan again with all the room that prompts can have.
+        return self._plan(self.shapes.max_tiles)[0] if is_held else launch
 
     def _plan(self, room: int | None) -> tuple[Launch | None, bool]:
         """A launch, and whether one with more room for prompts would do more.
@@ -87,75 +91,114 @@ class Scheduler:
             room: Tiles of prompts that it may take along; None for what is fair.
         """
         charged_s = None
-        limit = self.controller.limit(len(self.running) + bool(self.waiting))
+        limit, is_put_off = self._limit()
         rows, wanted = self.rows.decodable(limit)
+        num_draft, features = int(wanted.max(initial=0)), self.rows.features(rows)
+        plain = None
+        if len(rows):
+            asks = not is_put_off  # the program that has drafts is asked for
+            plain = self.shapes.find(len(rows), num_draft, 0, features, asks=asks)
+        if plain is None:  # its program is being made
+            rows, wanted, num_draft = rows[:0], wanted[:0], 0
         prefilling = [r for r in self.running if r.status is Status.PREFILL]
         is_lagging = bool(limit and self._has_draft_model and self.rows.lagging())
-        num_draft = self.shapes.num_draft(
-            int(wanted.max(initial=0)),
-            may_feed=bool(prefilling or self.waiting or is_lagging),
-        )
-        plain = shape = self._shape(rows, num_draft)
+        fed = list[StepShape]()
+        if prefilling or self.waiting or is_lagging:
+            fed = self._with_prompts(rows, num_draft, prefilling)
         if room is None:
-            room, charged_s = self._room(plain, rows, is_prefilling=bool(prefilling))
+            room, charged_s = self._room(
+                plain, fed, rows, is_prefilling=bool(prefilling)
+            )
+        room = min(room, fed[-1].num_tiles if fed else 0)
         going_on = claims_of(prefilling, room)
         growing = self._growing(rows, num_draft)
         updates, sitting_out = self._secure(growing + going_on)
         if sitting_out is not None:
-            # Who was preempted is not there any more.
+            # Drop the rows that were preempted or found no page.
             is_served = (self.rows.owner[rows] >= 0) & ~np.isin(rows, sitting_out)
             rows, wanted = rows[is_served], wanted[is_served]
-        work = Prefill(self.rows, self.tables, self.shapes.most_tiles, updates)
+        most = fed[-1].num_tiles if fed else 0
+        work = Prefill(self.rows, self.tables, most, updates)
         if is_lagging:
             for request in self.rows.lagging():
-                work.catch_up(request)
+                if work.room:
+                    work.catch_up(request)
         work.room = min(work.room, room)
         for request, _ in going_on:
             is_there = request.row >= 0 and request.row not in (sitting_out or ())
             if work.room and is_there:  # the catching up takes room as well
                 work.feed(request)
-        while sitting_out is None and work.room and self._admit(work):
+        # Without any program for prompts, admission asks for one.
+        while sitting_out is None and (work.room or not fed) and self._admit(work):
             pass
         if not len(rows) and not work.tiles:
             return None, sitting_out is not None and not room
         if work.tiles:
-            # Pages were taken for all rows: a plan of fewer may not list them.
-            num_seqs = len(rows) if sitting_out is None else plain.num_seqs
-            shape = self._shape(rows, num_draft, work, num_seqs)
-        return self._launch(rows, wanted, shape, work, charged_s), False
-
-    def _shape(
-        self,
-        rows: np.ndarray,
-        num_draft: int,
-        work: Prefill | None = None,
-        num_seqs: int | None = None,
-    ) -> StepShape:
-        features, num_tokens = Features(), 0
-        for row in rows[self.rows.has_features[rows]].tolist():
-            features |= self.rows.features[row]
-        if work is not None:
-            num_tokens = len(work.tiles) * TILE
+            features = self.rows.features(rows)
             for tile, request in zip(work.tiles, work.tiled, strict=True):
                 if not tile.is_draft_only:
                     features |= request.features
-        num_seqs = len(rows) if num_seqs is None else num_seqs
-        return self.shapes.of(num_seqs, num_draft, num_tokens, features)
+            # Pages were taken for all rows: a plan of fewer may not list them.
+            num_seqs = len(rows)
+            if sitting_out is not None and plain is not None:
+                num_seqs = plain.num_seqs
+            tokens = len(work.tiles) * TILE
+            plain = self.shapes.find(num_seqs, num_draft, tokens, features)
+        assert plain is not None, "rows decode, and prompts come in, where they can"
+        return self._launch(rows, wanted, plain, work, charged_s), False
+
+    def _limit(self) -> tuple[int, bool]:
+        """Most drafts of a sequence, and whether their program is being made.
+
+        There are none so long.
+        """
+        limit = self.controller.limit(len(self.running) + bool(self.waiting))
+        decoding = np.flatnonzero(self.rows.is_decoding)
+        wanted = min(limit, int(self.rows.num_draft[decoding].max(initial=0)))
+        if not wanted:
+            return limit, False
+        features = self.rows.features(decoding)
+        found = self.shapes.find(len(decoding), wanted, 0, features)
+        return (0, True) if found is None else (limit, False)
+
+    def _with_prompts(
+        self, rows: np.ndarray, num_draft: int, prefilling: list[Request]
+    ) -> list[StepShape]:
+        """Programs that are there for a launch with prompts, from the smallest."""
+        features, tokens = self.rows.features(rows), 0
+        for request in prefilling:
+            features |= request.features
+            tokens += len(request.tokens_to_feed) - request.num_fed
+        found = self.shapes.with_prompts(len(rows), num_draft, features)
+        if tokens:
+            self.shapes.ask_for(len(rows), num_draft, tokens, features)
+        return found
 
     def _room(
-        self, plain: StepShape, rows: np.ndarray, *, is_prefilling: bool
+        self,
+        plain: StepShape | None,
+        fed: list[StepShape],
+        rows: np.ndarray,
+        *,
+        is_prefilling: bool,
     ) -> tuple[int, float | None]:
-        """Tiles of prompts that the launch may take along."""
-        most = self.shapes.most_tiles
+        """Tiles of prompts that the launch may take along.
+
+        Args:
+            plain: The launch without any.
+            fed: The same launch with some, from the smallest chunk.
+        """
+        most = self.shapes.max_tiles
         if not is_prefilling and not self.waiting:
             self.pacer.rest()
             return most, None
         table = self.rows
         if not (table.is_decoding & table.is_streamed).any():
             return most, None
-        if not len(rows):
+        if plain is None:
             return 0, None  # after the read, or the draft model's catching up
-        fed = [self.shapes.with_prompts(plain, chunk) for chunk in self.shapes.chunks]
+        if not fed:
+            return 0, None
         tokens, charged_s = self.pacer.chunk(plain, fed)
         return tokens // TILE, charged_s
 
@@ -227,11 +270,23 @@ class Scheduler:
         self.tables.give_up(request)
 
     def _admit(self, work: Prefill) -> bool:
-        """Let the first that waits run, if there is a row and room for its prompt."""
-        request = self.waiting.first
-        if request is None or not self.rows.free or request.num_unread:
+        """Let the first that waits run, if there is a row and room for its prompt.
+
+        Those whose program is being made wait alone: who comes after them goes first.
+        """
+        if not self.rows.free:
+            return False
+        request = next((one for one in self.waiting if self._has_program(one)), None)
+        if request is None or request.num_unread:
             return False
         if request.controls is not None and work.num_controlled == MAX_CONTROLLED:
+            return False
+        # The program may have less room for prompts than that of those before.
+        found = self.shapes.with_prompts(
+            len(self.running) + 1, 0, self._features_with(request)
+        )
+        work.room = min(work.room, found[-1].num_tiles - len(work.tiles))
+        if work.room <= 0:
             return False
         if request.output_token_ids:
             request.tokens_to_feed = request.tokens(0, request.num_tokens)
@@ -248,6 +303,27 @@ class Scheduler:
         if not request.stats.scheduled_ts:
             request.stats.scheduled_ts = time.monotonic()
         return True
+
+    def _features_with(self, request: Request) -> Features:
+        """What launches need once a request runs beside those that do."""
+        return functools.reduce(
+            operator.or_, (one.features for one in self.running), request.features
+        )
+
+    def _has_program(self, request: Request) -> bool:
+        """Whether all who run can go on beside a request, in programs that are there.
+
+        Else the one that is missing is asked for, with room for all that wait now.
+        """
+        features, num_seqs = self._features_with(request), len(self.running) + 1
+        if self.shapes.with_prompts(num_seqs, 0, features):
+            return True
+        waiting = [one for one in self.waiting if features.covers(one.features)]
+        most = self.config.max_num_seqs
+        num_seqs = min(len(self.running) + len(waiting), most)
+        tokens = sum(len(one.tokens_to_feed) for one in waiting[:most])
+        self.shapes.ask_for(num_seqs, 0, tokens, features)
+        return False
 
     def _has_room(self, request: Request, found: list[int]) -> bool:
         """Whether a request's tokens fit beside what those who run need next.
@@ -299,11 +375,6 @@ class Scheduler:
             registered=work.registered,
             charged_s=charged_s,
         )
-
-    def discard(self, launch: Launch) -> None:
-        """Drop a plan that will not run, since its requests have all ended."""
-        assert launch.is_over()
-        self.pages.forget(launch.registered)
 
     def commit(self, launch: Launch, result: StepResult) -> list[Progress]:
         """Take a launch's result into the requests that have not ended."""

@@ -1,98 +1,260 @@
-"""Which sizes launches have: few, since every size is a program to compile."""
+"""Which programs an engine can have, and which of those that are there serves a launch.
 
-import dataclasses
+Every size of a launch is a program to compile, so there are few, chosen by what
+launches in larger programs cost (`benchmarks/results/program-costs-cpu.json`): K, rows
+and features that a launch does not use are pads and zeros. A launch whose own program
+is not there yet runs in a larger one that is.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Protocol, runtime_checkable
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.controller import Controller
 from jaxspec.program.plan import TILE, Features, StepShape
 
-# Prompt tokens per launch for which executables may be built.
-CHUNK_LADDER = (0, 32, 128, 512, 2048)
+# Prompt tokens per launch for which executables may be built, at most.
+MAX_CHUNK = 2048
+# Numbers of sequences for which programs without prompts are built.
+NUM_SIZES = 3
+
+GREEDY, SAMPLED = Features(is_greedy=True), Features()
+
+
+@runtime_checkable
+class Programs(Protocol):
+    """The programs that are there, and who makes more."""
+
+    def __contains__(self, shape: StepShape, /) -> bool: ...
+
+    @property
+    def version(self) -> int:
+        """Changes with what is there."""
+        ...
+
+    def request(self, shape: StepShape) -> None:
+        """Have a program made, before those that nobody waits for."""
+        ...
+
+
+class EveryProgram:
+    """All programs are there, or made when they are launched."""
+
+    version = 0
+
+    def __contains__(self, shape: StepShape) -> bool:
+        return True
+
+    def request(self, shape: StepShape) -> None:
+        """Do nothing: it is there."""
 
 
 class Shapes:
     """The sizes of an engine's launches.
 
-    Sequences alone have the smallest of all powers of two and all rungs of K. Where
-    prompts ride along, which is rarer and costs the most for the prompts, there are
-    one sequence or all, and no drafts or the most: that saves more than half of the
-    programs.
-
     Attributes:
-        most_tiles: Of prompts, in one launch.
+        max_tiles: Of prompts, in one launch.
     """
 
-    def __init__(self, config: EngineConfig, controller: Controller):
-        self._controller = controller
-        budget = min(config.max_num_batched_tokens, CHUNK_LADDER[-1])
-        self.most_tiles = max(budget // TILE, 1)
-        self._max_num_seqs = config.max_num_seqs
-        self._most_seqs = _power_of_two(config.max_num_seqs)
+    def __init__(
+        self,
+        config: EngineConfig,
+        controller: Controller,
+        programs: Programs | None = None,
+    ):
+        self._config, self._controller = config, controller
+        self._programs = EveryProgram() if programs is None else programs
+        budget = min(config.max_num_batched_tokens, MAX_CHUNK)
+        self.max_tiles = max(budget // TILE, 1)
+        self._found: dict[tuple, StepShape | None] = {}
+        self._with_prompts: dict[tuple, list[StepShape]] = {}
+        self._found_version = -1
+        # By form: what launches are made of.
+        self._lists: dict[tuple[Features, tuple[int, ...]], list[StepShape]] = {}
 
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        """Prompt tokens that a launch may take along, without 0."""
-        return tuple(c for c in CHUNK_LADDER if 0 < c <= self.most_tiles * TILE)
+    def form(self, features: Features) -> Features:
+        """The features of a program that serves requests with `features`.
 
-    def num_draft(self, wanted: int, *, may_feed: bool) -> int:
-        """K for the most drafts that anybody wants.
+        Log-probabilities and controls come together, so that no mix of requests needs a
+        program of its own.
+        """
+        if features in (GREEDY, SAMPLED):
+            return features
+        most = self._config.num_logprobs
+        tells_prompts = features.num_prompt_logprobs is not None
+        return Features(
+            has_controls=True,
+            has_grammar=features.has_grammar,
+            num_logprobs=most,
+            num_prompt_logprobs=most if tells_prompts else None,
+        )
+
+    def all(
+        self,
+        prompt_tokens: int | None = None,
+        features: Iterable[Features] = (GREEDY, SAMPLED),
+    ) -> list[StepShape]:
+        """Every program that launches can use, the most useful first.
+
+        The first one of every form serves all launches of that form.
 
         Args:
-            may_feed: Prompts may ride along. Pages are taken before that is known.
+            prompt_tokens: Longest prompt to expect; None for any.
+            features: What requests will need; greedy and sampled ones by default.
         """
-        rung = self._controller.rung(wanted)
-        return self._controller.ladder[-1] if rung and may_feed else rung
+        forms = list(dict.fromkeys(self.form(one) for one in features))
+        # Sampled before greedy: its programs serve both.
+        forms.sort(key=lambda form: form.is_greedy)
+        lists = [self._list(form) for form in forms]
+        listed = [shapes[0] for shapes in lists if shapes and shapes[0].chunk]
+        listed += [shape for shapes in lists for shape in shapes]
+        budget = self.max_tiles * TILE
+        tokens = budget if prompt_tokens is None else prompt_tokens
+        # Prompts come together, each in tiles of its own.
+        wanted = min(-(-tokens // TILE) * TILE * self._config.max_num_seqs, budget)
+        chunks = sorted({shape.chunk for shape in listed})
+        last = next(chunk for chunk in chunks if chunk >= wanted)
+        kept = [shape for shape in listed if shape.chunk <= last]
+        return list(dict.fromkeys(kept))
 
-    def of(
+    def _list(self, form: Features) -> list[StepShape]:
+        """The programs of one form, from the one that serves all its launches."""
+        ladder = self._controller.ladder
+        key = form, ladder
+        if key not in self._lists:
+            sizes = dict.fromkeys(self._sizes(form, ladder))
+            self._lists[key] = [
+                StepShape(num_seqs=s, num_draft_tokens=k, chunk=c, features=form)
+                for s, k, c in sizes
+            ]
+        return self._lists[key]
+
+    def _sizes(
+        self, form: Features, ladder: tuple[int, ...]
+    ) -> list[tuple[int, int, int]]:
+        """Sequences, drafts and prompt tokens of the programs of one form."""
+        most, most_drafts = _power_of_two(self._config.max_num_seqs), ladder[-1]
+        large = self.max_tiles * TILE
+        small, single = (_tiled(large // part) for part in (8, 4))
+        with_prompts = [(most, most_drafts, large)]
+        if form == SAMPLED:
+            with_prompts += [(1, 0, single), (most, most_drafts, small)]
+        elif not form.is_greedy:
+            with_prompts += [(most, most_drafts, small)]
+        if form.num_prompt_logprobs is not None:
+            return with_prompts  # who decodes needs another form
+        drafting = [
+            (seqs, rung, 0) for rung in ladder[:0:-1] for seqs in _sizes_up_to(most)
+        ]
+        if form.is_greedy:
+            plain = [(1, 0, 0), (most, 0, 0)]
+            if not drafting:
+                plain = [(seqs, 0, 0) for seqs in _sizes_up_to(most)]
+            return drafting + plain
+        if form == SAMPLED:
+            return with_prompts + drafting + [(most, 0, 0)] + [(1, 0, 0)][: not drafting]
+        alone = [(1, most_drafts, 0), (most, most_drafts, 0)]
+        return with_prompts + alone
+
+    def find(
         self,
         num_seqs: int,
         num_draft_tokens: int,
         num_prompt_tokens: int = 0,
-        features: Features | None = None,
-    ) -> StepShape:
-        """The smallest size that serves a launch.
+        features: Features = SAMPLED,
+        *,
+        asks: bool = True,
+    ) -> StepShape | None:
+        """The best program that is there and serves a launch; None if none is.
 
         Args:
-            num_draft_tokens: Of `num_draft`.
+            asks: Have the best one of all made where it is missing.
         """
-        size = _power_of_two(max(num_seqs, 1))
-        return StepShape(
-            num_seqs=self._most_seqs if num_prompt_tokens and size > 1 else size,
-            num_draft_tokens=num_draft_tokens,
-            chunk=next(c for c in CHUNK_LADDER if c >= num_prompt_tokens),
-            features=features or Features(),
-        )
+        self._refresh()
+        need = num_seqs, num_draft_tokens, num_prompt_tokens, features
+        if (*need, asks) not in self._found:
+            able = self._able(*need)
+            there = next((shape for shape in able if shape in self._programs), None)
+            if asks and there is not able[0]:
+                self._programs.request(able[0])
+            self._found[*need, asks] = there
+        return self._found[*need, asks]
 
-    def with_prompts(self, plain: StepShape, chunk: int) -> StepShape:
-        """The size of the same launch with prompt tokens."""
-        num_seqs = self._most_seqs if plain.num_seqs > 1 else 1
-        return dataclasses.replace(plain, num_seqs=num_seqs, chunk=chunk)
+    def _refresh(self) -> None:
+        if self._found_version != self._programs.version:
+            self._found_version = self._programs.version
+            self._found.clear()
+            self._with_prompts.clear()
 
-    def all(
-        self, prompt_tokens: int | None = None, features: Features | None = None
+    def _able(
+        self, num_seqs: int, num_draft_tokens: int, tokens: int, features: Features
     ) -> list[StepShape]:
-        """Every size that a launch can have, for prompts up to a length.
-
-        Args:
-            prompt_tokens: None for as many as a launch takes.
-            features: What requests will need; nothing special by default.
-        """
-        budget = self.most_tiles * TILE
-        # Prompts come together, each in tiles of its own.
-        tiles = -(-(budget if prompt_tokens is None else prompt_tokens) // TILE)
-        wanted = tiles * TILE * self._max_num_seqs
-        last = next(c for c in CHUNK_LADDER if c >= min(wanted, budget))
-        ladder = self._controller.ladder
-        alone = [1 << power for power in range(self._most_seqs.bit_length())]
-        sizes = [(seqs, draft, 0) for seqs in alone for draft in ladder]
-        sizes += [
-            (seqs, draft, chunk)
-            for seqs in sorted({1, self._most_seqs})
-            for draft in sorted({0, ladder[-1]})
-            for chunk in CHUNK_LADDER
-            if 0 < chunk <= last
+        """Programs that serve a launch, the best first."""
+        rung = self._controller.rung(num_draft_tokens)
+        forms = {self.form(features), *self._more_general(features)}
+        able = [
+            shape
+            for form in forms
+            for shape in self._list(form)
+            if shape.num_seqs >= num_seqs
+            and shape.num_draft_tokens >= rung
+            and shape.chunk >= tokens
         ]
-        return [self.of(*size, features=features) for size in sizes]
+        assert able, f"no program for {num_seqs} sequences and {tokens} prompt tokens"
+        return sorted(able, key=_rank)
+
+    def _more_general(self, features: Features) -> list[Features]:
+        """Other forms that serve requests with these features."""
+        special = Features(has_controls=True)
+        forms = [GREEDY, SAMPLED, *(self.form(one | features) for one in (
+            special,
+            Features(has_grammar=True),
+            Features(num_prompt_logprobs=0),
+            Features(has_grammar=True, num_prompt_logprobs=0),
+        ))]
+        return [form for form in forms if form.covers(self.form(features))]
+
+    def ask_for(
+        self, num_seqs: int, num_draft_tokens: int, tokens: int, features: Features
+    ) -> None:
+        """Have the best program for a launch with prompts made, if it is missing."""
+        tiles = min(-(-tokens // TILE), self.max_tiles)
+        self.find(num_seqs, num_draft_tokens, tiles * TILE, features)
+
+    def with_prompts(
+        self, num_seqs: int, num_draft_tokens: int, features: Features
+    ) -> list[StepShape]:
+        """Programs that are there for a launch with prompts, from the smallest chunk."""
+        self._refresh()
+        need = num_seqs, num_draft_tokens, features
+        if need not in self._with_prompts:
+            able = self._able(num_seqs, num_draft_tokens, TILE, features)
+            there = [shape for shape in able if shape in self._programs]
+            # Of equal chunks the best; a larger one only if it has more room.
+            chunks = {shape.chunk: shape for shape in reversed(there)}
+            self._with_prompts[need] = [chunks[size] for size in sorted(chunks)]
+        return self._with_prompts[need]
+
+
+def _rank(shape: StepShape) -> tuple:
+    """Programs in the order of what a launch in them costs."""
+    form = shape.features
+    extras = form.has_grammar, form.num_prompt_logprobs is not None, form.has_controls
+    size = shape.num_draft_tokens, shape.chunk, shape.num_seqs
+    return *size, extras, not form.is_greedy
+
+
+def _sizes_up_to(most: int) -> list[int]:
+    """1 and the most sequences, and those between them at about equal ratios."""
+    power = most.bit_length() - 1
+    steps = range(NUM_SIZES)
+    exponents = {-(-power * step // (NUM_SIZES - 1)) for step in steps}
+    # From both ends: single sequences and full batches are the most common.
+    return sorted((1 << one for one in exponents), key=lambda n: n not in (1, most))
+
+
+def _tiled(tokens: int) -> int:
+    return max(tokens // TILE, 1) * TILE
 
 
 def _power_of_two(count: int) -> int:

@@ -16,11 +16,11 @@ from jaxspec_kernels.rejection_sampling import Controls, Verdict, rejection_samp
 
 
 class _Numbers(NamedTuple):
-    """The random numbers of a round."""
+    """The random numbers of a round; None in a program without sampling."""
 
-    accept_uniform: Float[Array, "seq draft"]
-    sample_uniform: Float[Array, " seq"]
-    noise_words: UInt32[Array, "seq width 2"]
+    accept_uniform: Float[Array, "seq draft"] | None = None
+    sample_uniform: Float[Array, " seq"] | None = None
+    noise_words: UInt32[Array, "seq width 2"] | None = None
     num_forced: Int[Array, " seq"] | None = None
 
 
@@ -57,12 +57,7 @@ def accept(
             probs,
             logits.reshape(seqs, width, -1),
             num_draft,
-            Controls(
-                jnp.where(active.is_sampled, active.temperature, 0.0),
-                active.top_k,
-                active.top_p,
-                active.min_p,
-            ),
+            _controls(active),
             rule=active.rule,
             accept_uniform=numbers.accept_uniform,
             sample_uniform=numbers.sample_uniform,
@@ -103,29 +98,35 @@ def force(
     return jnp.cumprod(is_kept.astype(jnp.int32), axis=1).sum(axis=1)
 
 
+def _controls(active: Active) -> Controls | None:
+    if active.is_greedy:
+        return None
+    temperature = jnp.where(active.is_sampled, active.temperature, 0.0)
+    return Controls(temperature, active.top_k, active.top_p, active.min_p)
+
+
 def _draw_numbers(active: Active, position: Int[Array, "seq width"]) -> _Numbers:
-    """Numbers for the sequences that need some; a greedy batch pays for none."""
+    """Numbers for the sequences that need some; a greedy batch pays for none.
+
+    All words of a round come from one call, since each call is as much to compile.
+    """
+    if active.is_greedy:
+        return _Numbers()
     seqs, width = position.shape
-    index = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (seqs, width))
-    seed = jnp.broadcast_to(active.seed[:, None], (seqs, width, 2))
+    index = jnp.arange(width, dtype=jnp.int32)[None]
     start = jnp.broadcast_to(active.num_tokens[:, None], (seqs, width))
-
-    def uniforms() -> tuple[Array, Array]:
-        accept = randomness.uniform(seed, start, randomness.ACCEPT, index)[:, :-1]
-        return accept, randomness.uniform(
-            active.seed, active.num_tokens, randomness.SAMPLE
-        )
-
-    accept_uniform, sample_uniform = jax.lax.cond(
-        active.is_sampled.any(),
-        uniforms,
-        lambda: (jnp.zeros((seqs, width - 1)), jnp.zeros(seqs)),
-    )
+    # At the round's start one uniform for each draft, and one for what follows them.
+    purposes = randomness.ACCEPT + randomness.NUM_ROLES * index
+    purposes = purposes.at[:, -1].set(randomness.SAMPLE)
+    noise = jnp.full_like(index, randomness.SAMPLE)
+    purposes = jnp.concatenate([purposes, noise], axis=1)
+    purposes = jnp.broadcast_to(purposes, (seqs, 2 * width))
+    place = jnp.concatenate([start, position], axis=1)
+    seed = jnp.broadcast_to(active.seed[:, None], (*place.shape, 2))
     words = jax.lax.cond(
-        active.is_coupled.any(),
-        lambda: randomness.words(
-            seed, position, jnp.full_like(index, randomness.SAMPLE)
-        ),
+        active.is_sampled.any(),
+        lambda: randomness.words(seed, place, purposes),
         lambda: jnp.zeros_like(seed),
     )
-    return _Numbers(accept_uniform, sample_uniform, words)
+    uniform = randomness.to_uniform(words[:, :width])
+    return _Numbers(uniform[:, :-1], uniform[:, -1], words[:, width:])

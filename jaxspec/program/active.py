@@ -1,6 +1,6 @@
 """The rows of the state that take part in this launch, gathered side by side."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import no_type_check
 
 import jax
@@ -34,6 +34,8 @@ class Active:
     seed: UInt32[Array, "seq 2"]
     rule: Int[Array, " seq"]
     stop_ids: Int[Array, "seq stop"]
+    # Static: no sequence of the launch samples.
+    is_greedy: bool = field(default=False, metadata={"static": True})
 
     @property
     def controls(self) -> Controls:
@@ -60,11 +62,14 @@ def gather(
     token_pages: Int[Array, "page page_size"],
     row: Int[Array, " seq"],
     num_tokens: Array | None = None,
+    *,
+    is_greedy: bool = False,
 ) -> Active:
     """Entries of the given rows; a row index past the end gives an inactive pad.
 
     Args:
         num_tokens: Replaces the rows' own count (a prompt that has just come in).
+        is_greedy: No sequence samples, whatever the rows say.
     """
 
     def take(leaf: Array) -> Array:
@@ -90,4 +95,5 @@ def gather(
         seed=take(rows.seed),
         rule=take(rows.rule),
         stop_ids=take(rows.stop_ids),
+        is_greedy=is_greedy,
     )

@@ -30,7 +30,7 @@ def choose_token(
     active: Active,
     *,
     role: int,
-) -> tuple[Int[Array, " token"], Float[Array, "token vocab"]]:
+) -> tuple[Int[Array, " token"], Float[Array, "token vocab"] | None]:
     """Draw the token at `position`; returns it and the probabilities it came from.
 
     Args:
@@ -41,9 +41,12 @@ def choose_token(
             `SAMPLE` noise, whoever draws.
 
     Returns:
-        Probabilities are zeros in a batch without sampled rows.
+        Probabilities are zeros in a batch without sampled rows, and None where the
+        program has none.
     """
     greedy = sampling.argmax(logits)
+    if active.is_greedy:
+        return greedy, None
 
     def draw() -> tuple[Array, Array]:
         probs = sampling.distribution(logits, active.controls)

@@ -47,6 +47,7 @@ class Features:
     Each is a part of the program that the common one does without.
 
     Attributes:
+        is_greedy: Every request takes the argmax: the program has no sampling in it.
         has_controls: Penalties, logit bias, allowed ids, bad words.
         has_grammar: Token masks that the host makes from the drafts.
         num_logprobs: Most probable tokens told per generated token; None tells nothing,
@@ -54,6 +55,7 @@ class Features:
         num_prompt_logprobs: The same for the tokens of prompts.
     """
 
+    is_greedy: bool = False
     has_controls: bool = False
     has_grammar: bool = False
     num_logprobs: int | None = None
@@ -62,6 +64,7 @@ class Features:
     def __or__(self, other: "Features") -> "Features":
         """What two requests in one launch need."""
         return Features(
+            is_greedy=self.is_greedy and other.is_greedy,
             has_controls=self.has_controls or other.has_controls,
             has_grammar=self.has_grammar or other.has_grammar,
             num_logprobs=_most(self.num_logprobs, other.num_logprobs),
@@ -70,6 +73,22 @@ class Features:
             ),
         )
 
+    @property
+    def name(self) -> str:
+        """What logs call a program of these features."""
+        extras = {
+            "controls": self.has_controls,
+            "grammar": self.has_grammar,
+            "logprobs": self.num_logprobs is not None,
+            "prompt-logprobs": self.num_prompt_logprobs is not None,
+        }
+        names = [name for name, has_one in extras.items() if has_one]
+        return "_".join(["greedy" if self.is_greedy else "sampled", *names])
+
+    def covers(self, other: "Features") -> bool:
+        """Whether a program of these features serves requests that need `other`."""
+        return self | other == self
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
@@ -77,7 +96,8 @@ class StepShape:
 
     Attributes:
         num_seqs: Rows of the decode region.
-        num_draft_tokens: K; 0 leaves the draft model out of the program.
+        num_draft_tokens: K, the most drafts of a sequence; how often the draft model
+            runs is the plan's. 0 leaves it out of the program.
         chunk: Prompt tokens fed, a multiple of `TILE` (or 0).
         features: What the requests of the launch need.
     """
@@ -86,6 +106,12 @@ class StepShape:
     num_draft_tokens: int
     chunk: int
     features: Features = Features()
+
+    @property
+    def name(self) -> str:
+        """What logs call the program: `8x5+512_sampled`, sequences x drafts + prompt."""
+        chunk = f"+{self.chunk}" if self.chunk else ""
+        return f"{self.num_seqs}x{self.num_draft_tokens}{chunk}_{self.features.name}"
 
     @property
     def num_tiles(self) -> int:
@@ -257,6 +283,10 @@ class PlanLayout:
     def size(self) -> int:
         """Length of the vector."""
         return sum(math.prod(shape) for shape in self.fields.values())
+
+    def prepare(self) -> None:
+        """Work out all that does not depend on a plan."""
+        _ = self.offsets, self._empty
 
     @cached_property
     def _empty(self) -> np.ndarray:

@@ -16,7 +16,7 @@ from jaxspec_kernels.rejection_sampling import noise
 
 # Roles: independent numbers at the same position.
 DRAFT, ACCEPT, SAMPLE = 0, 1, 2
-_NUM_ROLES = 3
+NUM_ROLES = 3
 
 
 def words(
@@ -52,9 +52,13 @@ def uniform(
         index: Which token of the round; None is the first.
     """
     index = jnp.zeros_like(position) if index is None else index
-    bits = words(seed, position, role + _NUM_ROLES * index)[..., 0]
+    return to_uniform(words(seed, position, role + NUM_ROLES * index))
+
+
+def to_uniform(words: UInt32[Array, "*batch 2"]) -> Float[Array, "*batch"]:
+    """Float32 uniforms in [0, 1) from `words`."""
     # 24 bits: every value is exact in float32 and 1.0 cannot come out.
-    return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
+    return (words[..., 0] >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 
 def exponential(

@@ -154,7 +154,12 @@ def _read_plan(
     fields = unpack(plan, PlanLayout(shape, pool))
     tiles = read_tiles(fields)
     rows, token_pages = apply_plan(state.rows, state.token_pages, fields, tiles, pool)
-    active = gather(rows, token_pages, fields["decode_row"])
+    active = gather(
+        rows,
+        token_pages,
+        fields["decode_row"],
+        is_greedy=shape.features.is_greedy,
+    )
     return _Launch(fields, tiles, rows, token_pages, active)
 
 
@@ -183,16 +188,17 @@ def _propose(
         return None, num_draft, pages
     assert params is not None, "a draft config came without parameters"
     model = bind(config.draft, params, config.backend(DRAFT_MESH_AXES))
-    batch = launch.batch(config.pool, is_draft=True) if shape.chunk else None
+    if shape.chunk:
+        batch = launch.batch(config.pool, is_draft=True)
+        pages = draft_model.prefill(model, pages, batch)
     if not count:
-        assert batch is not None
-        return None, num_draft, draft_model.feed_prompt(model, pages, batch)
+        return None, num_draft, pages
     proposal, pages = draft_model.propose(
         model,
         pages,
         active,
-        batch,
-        num_draft_tokens=count,
+        num_draft,
+        max_draft_tokens=count,
         pool=config.pool,
         is_greedy=config.has_greedy_draft,
         found=found,
@@ -288,7 +294,13 @@ def _finish_prompts(
     """
     num_rows = rows.num_tokens.shape[0]
     row = jnp.where(tiles.is_last, tiles.row, num_rows)
-    active = gather(rows, token_pages, row, num_tokens=tiles.start + tiles.length)
+    active = gather(
+        rows,
+        token_pages,
+        row,
+        num_tokens=tiles.start + tiles.length,
+        is_greedy=shape.features.is_greedy,
+    )
     adjust = _adjuster(
         rows,
         token_pages,

@@ -37,6 +37,7 @@ _HELP = {
     "each draft to stay after those before it",
     "jaxspec:num_compiles": "Programs that were compiled",
     "jaxspec:compile_seconds": "How long that took",
+    "jaxspec:warming": "Programs that are still to be compiled; 0 when all are there",
 }
 
 

@@ -117,7 +117,7 @@ def _runner(kind: str) -> Runner:
     params = load_weights(draft(kind), dtype, first.mesh, DRAFT_MESH_AXES)
     runner = Runner(first.config, first.mesh, first.params[0], params)
     runner.compiler_options = first.compiler_options
-    runner._executables, runner._layouts = first._executables, first._layouts
+    runner.compiler, runner.compiles_beside = first.compiler, first.compiles_beside
     return runner
 
 

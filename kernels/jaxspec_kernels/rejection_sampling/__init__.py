@@ -30,11 +30,11 @@ def rejection_sampling(
     draft_probs: Float[Array, "seq draft vocab"] | None,
     target_logits: Float[Array, "seq draft+1 vocab"],
     num_draft: Int[Array, " seq"],
-    controls: Controls,
+    controls: Controls | None,
     *,
-    rule: Int[Array, " seq"],
-    accept_uniform: Float[Array, "seq draft"],
-    sample_uniform: Float[Array, " seq"],
+    rule: Int[Array, " seq"] | None = None,
+    accept_uniform: Float[Array, "seq draft"] | None = None,
+    sample_uniform: Float[Array, " seq"] | None = None,
     noise_words: UInt32[Array, "seq draft+1 2"] | None = None,
     num_forced: Int[Array, " seq"] | None = None,
     vocab_size: int | None = None,
@@ -84,6 +84,8 @@ def rejection_sampling(
             None where each was certain (a greedy or looked-up draft).
         target_logits: float32 or bfloat16; row i follows draft i - 1.
         num_draft: Drafts that count; the later ones are ignored.
+        controls: None where every sequence is greedy: nothing else is made part of the
+            program then, and what follows is not used.
         rule: `STANDARD`, `BLOCK` or `COUPLED`.
         accept_uniform: In [0, 1), one per draft.
         sample_uniform: In [0, 1).
@@ -143,7 +145,9 @@ def rejection_sampling(
     )
 
 
-def _check_shapes(logits: tuple[int, ...], *, controls: Controls, **given: Any) -> None:
+def _check_shapes(
+    logits: tuple[int, ...], *, controls: Controls | None, **given: Any
+) -> None:
     """Compare with the shape of the logits, of which each device may hold a slice."""
     if len(logits) != 3 or not logits[1]:
         raise ValueError(
@@ -160,7 +164,7 @@ def _check_shapes(logits: tuple[int, ...], *, controls: Controls, **given: Any) 
         "sample_uniform": seq,
         "noise_words": (seqs, width, 2),
     }
-    given |= controls._asdict()
+    given |= {} if controls is None else controls._asdict()
     for name, array in given.items():
         shape = expected.get(name, seq)
         if array is not None and array.shape != shape:

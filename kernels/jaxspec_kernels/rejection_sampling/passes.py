@@ -263,12 +263,13 @@ def statistics(
     logits: Float[Array, "row vocab"],
     temperature: Float[Array, " row"],
     tokens: Int[Array, " row"],
-    is_sampled: Bool[Array, " row"],
+    is_sampled: Bool[Array, " row"] | None,
 ) -> Statistics:
     """Maximum, its id, the sum of exp, and one logit, of this device's slice.
 
     Args:
-        is_sampled: Rows whose sum is wanted; without any, sums are 0.
+        is_sampled: Rows whose sum is wanted; without any, sums are 0. None for none,
+            which the program need not find out.
     """
     rows = logits.shape[0]
     column, is_held = part.local(tokens)
@@ -291,11 +292,16 @@ def statistics(
         jnp.zeros(rows, jnp.int32),
         jnp.zeros((rows, part.lanes), jnp.float32),
     )
-    maximum, at, total = jax.lax.cond(
-        is_sampled.any(),
-        lambda: part.walk(partial(visit, has_sum=True), start, logits),
-        lambda: part.walk(partial(visit, has_sum=False), start, logits),
-    )
+
+    def walked(has_sum: bool) -> tuple[Array, ...]:
+        return part.walk(partial(visit, has_sum=has_sum), start, logits)
+
+    if is_sampled is None:
+        maximum, at, total = walked(False)
+    else:
+        maximum, at, total = jax.lax.cond(
+            is_sampled.any(), lambda: walked(True), lambda: walked(False)
+        )
     # The first tile with the maximum is read again, for the lowest id that has it.
     every = jnp.arange(rows, dtype=jnp.int32)
     top = part.rows(logits, every, at, 0, part.tile)

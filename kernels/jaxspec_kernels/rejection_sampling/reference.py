@@ -42,11 +42,11 @@ def rejection_sampling(
     draft_probs: Float[Array, "seq draft vocab"] | None,
     target_logits: Float[Array, "seq draft+1 vocab"],
     num_draft: Int[Array, " seq"],
-    controls: Controls,
+    controls: Controls | None,
     *,
-    rule: Int[Array, " seq"],
-    accept_uniform: Float[Array, "seq draft"],
-    sample_uniform: Float[Array, " seq"],
+    rule: Int[Array, " seq"] | None,
+    accept_uniform: Float[Array, "seq draft"] | None,
+    sample_uniform: Float[Array, " seq"] | None,
     noise_words: UInt32[Array, "seq draft+1 2"] | None,
     num_forced: Int[Array, " seq"] | None = None,
     vocab_size: int,
@@ -67,12 +67,21 @@ def rejection_sampling(
         axis_name=axis_name,
     )
     logits = target_logits.reshape(seqs * width, columns)
+    # The last row of a sequence judges no draft.
+    tokens = jnp.pad(draft_tokens, ((0, 0), (0, 1))).reshape(-1)
+    if controls is None:
+        temperature = jnp.ones(seqs * width, jnp.float32)
+        own = kernels.statistics(part, logits, temperature, tokens, None)
+        found = passes.combine(part, own, temperature)
+        choices = found.best.reshape(seqs, width)
+        return _by_choices(draft_tokens, choices, num_draft, num_forced)
+    assert rule is not None, "sampled sequences have a rule"
+    assert accept_uniform is not None, "sampled sequences need uniforms"
+    assert sample_uniform is not None, "sampled sequences need uniforms"
     row_controls = Controls(*(jnp.repeat(values, width) for values in controls))
     is_sampled = controls.temperature > 0
     hot = row_controls.temperature > 0
     temperature = jnp.where(hot, row_controls.temperature, 1.0)
-    # The last row of a sequence judges no draft.
-    tokens = jnp.pad(draft_tokens, ((0, 0), (0, 1))).reshape(-1)
     own = kernels.statistics(part, logits, temperature, tokens, hot)
     found = passes.combine(part, own, temperature)
     best = found.best.reshape(seqs, width)

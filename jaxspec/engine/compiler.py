@@ -1,0 +1,190 @@
+"""Makes programs in a thread beside the engine, so that nobody stands still for one.
+
+Owns which programs are there, which are wanted and in what order they are made. Knows
+nothing of how: it is given a function that makes one. XLA compiles without Python's
+lock, so the engine goes on meanwhile with the programs that it has.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jaxspec.program.plan import StepShape
+
+_log = logging.getLogger(__name__)
+
+
+class Compiler:
+    """Programs by shape, and the thread that makes those that are missing.
+
+    The thread ends when nothing is wanted, and with the main thread, after the program
+    that it is at: a process that ended in the middle of one would crash.
+
+    Attributes:
+        version: Changes with what is there.
+        num_made: Programs made so far, loaded or compiled.
+        made_s: Seconds that this took.
+        current: What is being made now, or None.
+        failures: Why programs could not be made. They are not tried again.
+        announce: Told what is being made, and "" when that is done; in any thread.
+    """
+
+    def __init__(self, make: Callable[[StepShape], Any]):
+        """Take over what makes a program, in any thread; it may take minutes."""
+        self._make = make
+        self._lock = threading.Condition()
+        self._programs: dict[StepShape, Any] = {}
+        self._urgent: list[StepShape] = []
+        self._later: list[StepShape] = []
+        self._making: set[StepShape] = set()
+        self._thread: threading.Thread | None = None
+        # Programs that were begun before `clear` are not wanted any more.
+        self._generation = 0
+        self.version = self.num_made = 0
+        self.made_s = 0.0
+        self.current: StepShape | None = None
+        self.failures: dict[StepShape, Exception] = {}
+        self.announce: Callable[[str], None] | None = None
+
+    def __contains__(self, shape: StepShape) -> bool:
+        return shape in self._programs
+
+    @property
+    def num_wanted(self) -> int:
+        """Programs that are still to be made, the current one included."""
+        with self._lock:
+            return len({*self._urgent, *self._later, *self._making})
+
+    def request(self, shape: StepShape) -> None:
+        """Have a program made next: the last one that was asked for goes first."""
+        self._want([shape], self._urgent)
+
+    def prepare(self, shapes: Iterable[StepShape]) -> None:
+        """Have programs made, in this order, when nothing is requested."""
+        self._want(list(shapes), self._later)
+
+    def _want(self, shapes: list[StepShape], line: list[StepShape]) -> None:
+        with self._lock:
+            for shape in shapes:
+                known = (self._programs, self._making, self.failures, line)
+                if not any(shape in one for one in known):
+                    line.append(shape)
+            if (self._urgent or self._later) and self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="jaxspec-compiler"
+                )
+                self._thread.start()
+
+    def get(self, shape: StepShape) -> Any:
+        """A program; made now, in this thread, where it is missing."""
+        found = self._programs.get(shape)
+        if found is not None:
+            return found
+        with self._lock:
+            while shape in self._making:
+                self._lock.wait()
+            if shape in self._programs:
+                return self._programs[shape]
+            self._making.add(shape)
+        return self._made(shape)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when something has been made, or has failed, or after a time."""
+        with self._lock:
+            if self._making or self._urgent or self._later:
+                self._lock.wait(timeout_s)
+
+    def wait_for_all(self) -> None:
+        """Return when nothing is wanted any more.
+
+        Raises:
+            Exception: What a program could not be made for.
+        """
+        while self.num_wanted:
+            self.wait(1.0)  # in turns, so that Ctrl-C comes through
+        for error in self.failures.values():
+            raise error
+
+    def check(self) -> None:
+        """Raise why a program could not be made, once."""
+        with self._lock:
+            if self.failures:
+                raise self.failures.pop(next(iter(self.failures)))
+
+    def clear(self) -> None:
+        """Forget all programs: others are needed from now on."""
+        with self._lock:
+            self._generation += 1
+            self._programs = {}
+            self._urgent.clear()
+            self._later.clear()
+            self.failures.clear()
+            self.version += 1
+
+    def stop(self) -> None:
+        """Make no more than what has been begun."""
+        with self._lock:
+            self._urgent.clear()
+            self._later.clear()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                shape = self._next()
+                if shape is None:
+                    self._thread = None
+                    self._lock.notify_all()
+                    return
+                self._making.add(shape)
+            try:
+                self._made(shape)
+            except Exception as error:  # noqa: BLE001 - whoever waits for it is told
+                _log.exception("A program could not be made: %s", shape)
+                with self._lock:
+                    self.failures[shape] = error
+                    self.version += 1
+                    self._lock.notify_all()
+
+    def _next(self) -> StepShape | None:
+        if not threading.main_thread().is_alive():
+            return None
+        for line, index in ((self._urgent, -1), (self._later, 0)):
+            while line:
+                shape = line.pop(index)
+                if shape not in self._programs and shape not in self._making:
+                    return shape
+        return None
+
+    def _made(self, shape: StepShape) -> Any:
+        """Make one that this thread has put among those being made."""
+        start, generation = time.monotonic(), self._generation
+        self.current = shape
+        self._tell(f"Compiling {shape.name}")
+        try:
+            program = self._make(shape)
+        except BaseException:
+            self._leave(shape)
+            raise
+        took_s = time.monotonic() - start
+        with self._lock:
+            self.num_made += 1
+            self.made_s += took_s
+            if generation == self._generation:
+                self._programs[shape] = program
+        self._leave(shape)
+        self._tell("")
+        _log.info("%s is ready after %.1f s", shape.name, took_s)
+        return program
+
+    def _leave(self, shape: StepShape) -> None:
+        with self._lock:
+            self._making.discard(shape)
+            self.current = None
+            self.version += 1
+            self._lock.notify_all()
+
+    def _tell(self, what: str) -> None:
+        if self.announce is not None:
+            self.announce(what)
