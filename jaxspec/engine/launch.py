@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxspec.engine.request import Request, Status
+from jaxspec.engine.request import Request
 from jaxspec.program.plan import StepPlan, StepShape, TokenLogprobs
 
 
@@ -58,11 +58,6 @@ class Launch:
     def num_fed(self) -> int:
         """Tokens of prompts."""
         return sum(len(tile.tokens) for tile in self.plan.tiles)
-
-    def is_over(self) -> bool:
-        """Whether all its requests have ended since it was planned."""
-        requests = (*self.decoding, *self.tiled)
-        return all(request.status is Status.FINISHED for request in requests)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -390,6 +390,7 @@ class LLMEngine:
         self._first_program = shapes[0]
         self.runner.compiler.prepare(shapes)
 
+    @no_type_check  # it has its own check, with a better error
     def _wanted(
         self, prompt_tokens: int | None, sampling_params: Iterable[SamplingParams]
     ) -> list[StepShape]:

@@ -13,7 +13,6 @@ import time
 from dataclasses import dataclass
 
 from jaxspec.config import EngineConfig
-from jaxspec.engine.controller import Controller
 from jaxspec.engine.launch import Launch
 from jaxspec.engine.request import Request
 from jaxspec.engine.stats import EngineStats
@@ -117,7 +116,7 @@ class EngineMetrics:
         self._seen = {name: Distribution(edges) for name, edges in bounds.items()}
         self._round_s, self._host_s = Distribution(_ROUND_S), Distribution(_HOST_S)
         # Every K there can be, so that a rate sees the first launch of each.
-        self._launches = dict.fromkeys(Controller(config.speculative).ladder, 0)
+        self._launches = dict.fromkeys(range(config.num_draft_tokens + 1), 0)
         self._last_log = (time.monotonic(), 0, copy.deepcopy(stats))
         self._was_busy = False
 
@@ -141,7 +140,7 @@ class EngineMetrics:
         self._seen["iteration_tokens_total"].add(launch.num_fed + num_generated)
         self._round_s.add(took_s)
         if launch.decoding:
-            self._launches[launch.shape.num_draft_tokens] += 1
+            self._launches[int(launch.drafts.max(initial=0))] += 1
 
     def add_step(self, host_s: float) -> None:
         """Count a step by what it cost the host."""

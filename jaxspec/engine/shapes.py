@@ -6,7 +6,7 @@ and features that a launch does not use are pads and zeros. A launch whose own p
 is not there yet runs in a larger one that is.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 from jaxspec.config import EngineConfig
@@ -139,7 +139,7 @@ class Shapes:
         with_prompts = [(most, most_drafts, large)]
         if form == SAMPLED:
             with_prompts += [(1, 0, single), (most, most_drafts, small)]
-        elif not form.is_greedy:
+        elif not form.has_grammar and form.num_prompt_logprobs is None:
             with_prompts += [(most, most_drafts, small)]
         if form.num_prompt_logprobs is not None:
             return with_prompts  # who decodes needs another form
@@ -152,7 +152,9 @@ class Shapes:
                 plain = [(seqs, 0, 0) for seqs in _sizes_up_to(most)]
             return drafting + plain
         if form == SAMPLED:
-            return with_prompts + drafting + [(most, 0, 0)] + [(1, 0, 0)][: not drafting]
+            return (
+                with_prompts + drafting + [(most, 0, 0)] + [(1, 0, 0)][: not drafting]
+            )
         alone = [(1, most_drafts, 0), (most, most_drafts, 0)]
         return with_prompts + alone
 
@@ -206,12 +208,19 @@ class Shapes:
     def _more_general(self, features: Features) -> list[Features]:
         """Other forms that serve requests with these features."""
         special = Features(has_controls=True)
-        forms = [GREEDY, SAMPLED, *(self.form(one | features) for one in (
-            special,
-            Features(has_grammar=True),
-            Features(num_prompt_logprobs=0),
-            Features(has_grammar=True, num_prompt_logprobs=0),
-        ))]
+        forms = [
+            GREEDY,
+            SAMPLED,
+            *(
+                self.form(one | features)
+                for one in (
+                    special,
+                    Features(has_grammar=True),
+                    Features(num_prompt_logprobs=0),
+                    Features(has_grammar=True, num_prompt_logprobs=0),
+                )
+            ),
+        ]
         return [form for form in forms if form.covers(self.form(features))]
 
     def ask_for(
@@ -224,7 +233,7 @@ class Shapes:
     def with_prompts(
         self, num_seqs: int, num_draft_tokens: int, features: Features
     ) -> list[StepShape]:
-        """Programs that are there for a launch with prompts, from the smallest chunk."""
+        """Programs that are there and take prompts along, from the smallest chunk."""
         self._refresh()
         need = num_seqs, num_draft_tokens, features
         if need not in self._with_prompts:

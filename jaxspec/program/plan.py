@@ -109,7 +109,7 @@ class StepShape:
 
     @property
     def name(self) -> str:
-        """What logs call the program: `8x5+512_sampled`, sequences x drafts + prompt."""
+        """What logs call it: `8x5+512_sampled`, sequences x drafts + prompt tokens."""
         chunk = f"+{self.chunk}" if self.chunk else ""
         return f"{self.num_seqs}x{self.num_draft_tokens}{chunk}_{self.features.name}"
 

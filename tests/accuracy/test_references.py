@@ -111,8 +111,7 @@ def first_runner(size: str) -> list[Runner]:
 def share_executables(size: str, runner: Runner) -> None:
     first = first_runner(size)
     if first:
-        runner._executables = first[0]._executables
-        runner._layouts = first[0]._layouts
+        runner.compiler = first[0].compiler
     else:
         first.append(runner)
 

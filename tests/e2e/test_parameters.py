@@ -41,9 +41,6 @@ class OneProgramRunner(Runner):
             ),
         )
 
-    def is_compiled(self, shape: StepShape) -> bool:
-        return super().is_compiled(self.largest(shape))
-
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         return super().launch(plan, self.largest(shape))
 
@@ -54,7 +51,9 @@ class OneProgramRunner(Runner):
 @functools.cache
 def runner() -> OneProgramRunner:
     made = pair.engine()
-    return OneProgramRunner(made.config, made.runner.mesh, *made.runner.params)
+    runner = OneProgramRunner(made.config, made.runner.mesh, *made.runner.params)
+    runner.compiles_beside = False
+    return runner
 
 
 def run(

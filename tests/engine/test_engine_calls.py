@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxspec.engine.llm_engine
+from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.runner import Runner
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.metrics import Counter, Gauge
@@ -134,10 +135,9 @@ def test_a_busy_engine_logs_now_and_then(
 def test_compiles_are_announced(monkeypatch: pytest.MonkeyPatch):
     engine, fake = make_fake_engine()
     runner: Any = object.__new__(Runner)
-    runner._executables, runner._layouts = {}, {}
+    runner.compiler = Compiler(runner._make)
     runner.program = runner.params = runner.state = ()
-    runner.pool, runner.num_compiles = fake.device.pool, 0
-    runner.compile_s = 0.0
+    runner.pool = fake.device.pool
     runner.compiler_options = runner.store = None
 
     class Lowered:
@@ -151,7 +151,7 @@ def test_compiles_are_announced(monkeypatch: pytest.MonkeyPatch):
     (shape, *_) = engine.scheduler.shapes.all()
     for _ in range(2):
         assert runner.executable(shape) is print
-    assert told == ["Compiling 1 sequences x 0 drafts + 0 prompt tokens", ""]
+    assert told == [f"Compiling {shape.name}", ""]
     assert runner.num_compiles == 1
     assert runner.compile_s >= 0.01
     engine.announce_compiles(None)
@@ -198,26 +198,6 @@ def test_an_id_that_was_a_texts_is_somebody_elses():
     engine.add_request("0_x", PROMPT, SamplingParams(max_tokens=4))
     engine.abort_request("x")
     assert list(run_all(engine)) == ["0_x"]
-
-
-def test_pages_of_a_plan_that_never_ran_are_not_found(monkeypatch):
-    engine, runner = make_fake_engine(num_draft_tokens=0)
-    engine.add_request("a", PROMPT, SamplingParams(max_tokens=9))
-    engine.step()
-    # The next shape is not compiled: its launch is planned and has to wait.
-    monkeypatch.setattr(runner, "is_compiled", lambda shape: not shape.chunk)
-    engine.add_request("b", list(range(2, 14)), SamplingParams(max_tokens=9))
-    while engine._planned is None or not engine._planned.plan.tiles:
-        engine.step()
-    launches = runner.num_launches
-    assert engine._planned.registered
-    engine.shutdown()
-    assert runner.num_launches == launches
-    monkeypatch.undo()
-    engine._sleep.level, engine._sleep._asleep = 0, set()
-    engine.add_request("c", list(range(2, 14)), SamplingParams(max_tokens=9))
-    outputs = run_all(engine)["c"]
-    assert outputs[-1].num_cached_tokens == 0
 
 
 def test_numbers_beyond_32_bits_are_like_none():

@@ -36,10 +36,10 @@ def test_an_interrupt_after_the_donation_loses_nothing_but_the_requests(
 ):
     """The state is given away and its successor never assigned: the worst moment."""
     expected = texts(engine)
-    executable, rounds = engine.runner.executable, []
+    get, rounds = engine.runner.compiler.get, []
 
     def interrupted(shape: Any) -> Any:
-        step = executable(shape)
+        step, layout = get(shape)
 
         def run(*arguments: Any) -> Any:
             result = step(*arguments)
@@ -48,9 +48,9 @@ def test_an_interrupt_after_the_donation_loses_nothing_but_the_requests(
                 raise KeyboardInterrupt
             return result
 
-        return run
+        return run, layout
 
-    monkeypatch.setattr(engine.runner, "executable", interrupted)
+    monkeypatch.setattr(engine.runner.compiler, "get", interrupted)
     with pytest.raises(KeyboardInterrupt):
         texts(engine)
     monkeypatch.undo()

@@ -234,28 +234,6 @@ def test_the_next_round_is_launched_before_the_last_is_read():
     assert runner.events == [*events, ("fetch", 5)]
 
 
-def test_a_compile_waits_until_everything_is_read(monkeypatch):
-    """A launch whose program is missing is held back, and dropped if all is over."""
-    stop = letters(said(5)[3:])
-    for seed in range(6):
-        engine, runner = make_fake_engine(seed=seed, num_draft_tokens=3, max_num_seqs=2)
-        monkeypatch.setattr(runner, "is_compiled", lambda shape: False)
-        for number in range(5):
-            params = SamplingParams(max_tokens=12, stop=stop if number % 2 else None)
-            engine.add_request(str(number), PROMPT, params)
-        outputs = {}
-        for _ in range(2 * seed + 2):
-            outputs |= {output.request_id: output for output in engine.step()}
-        engine.abort_request("0")
-        outputs |= {name: parts[-1] for name, parts in run_all(engine).items()}
-        for number in range(1, 5):
-            (completion,) = outputs[str(number)].outputs
-            assert list(completion.token_ids) == said(5 if number % 2 else 12)
-        kinds = [kind for kind, _ in runner.events]
-        assert kinds == ["launch", "fetch"] * runner.num_launches
-        assert_idle(engine)
-
-
 def test_a_step_reads_at_most_one_round():
     engine, runner = make_fake_engine(num_draft_tokens=3)
     for number in range(5):

@@ -5,7 +5,7 @@
 
 import pytest
 
-from tests.loops import Loop, make_config, make_requests, run_traffic
+from tests.loops import make_config, make_requests, run_traffic
 
 
 def test_prompts_that_begin_alike_are_fed_once():
@@ -79,19 +79,3 @@ def test_resetting_the_prefix_cache():
     while loop.step():
         pass
     assert third.num_cached_tokens == 0
-
-
-def test_pages_of_a_plan_that_never_runs_are_not_found():
-    config = make_config(num_pages=200)
-    first, second = make_requests(config, 2)
-    loop = Loop(config, seed=0)
-    loop.scheduler.add(first)
-    launch = loop.scheduler.plan()
-    assert launch is not None
-    loop.scheduler.finish(first, "abort", None)
-    loop.scheduler.discard(launch)
-    loop.scheduler.add(second)
-    while loop.step():
-        pass
-    assert second.num_cached_tokens == 0
-    loop.assert_said_the_truth(second)

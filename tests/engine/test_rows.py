@@ -111,7 +111,7 @@ def test_a_row_given_up_forgets_all_but_unread_launches():
     first = make_request(features=Features(num_logprobs=5, num_prompt_logprobs=5))
     table.admit(first, longest=30)
     row = np.array([first.row])
-    assert table.features[first.row] == Features(num_logprobs=5)
+    assert table.features(row) == Features(num_logprobs=5)
     table.launch(row, np.array([2]))
     table.draft(row, 0)
     table.draft(row, 0)
@@ -121,7 +121,7 @@ def test_a_row_given_up_forgets_all_but_unread_launches():
     second = make_request(tokens_to_feed=[5, 6, 7])
     table.admit(second, longest=30)
     assert (table.owner[row] != owner).all()
-    assert not table.has_features[row].any()
+    assert table.features(np.array([second.row])) == Features()
     assert table.draft_gap[row].tolist() == [1]
     assert table.most_tokens(row).tolist() == [3]
     table.check()

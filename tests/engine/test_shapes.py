@@ -1,71 +1,195 @@
-"""Every launch has one of few sizes, and it serves what the launch needs."""
+"""There are few programs, and one of those that are there serves every launch."""
+
+import itertools
 
 import pytest
 
 from jaxspec.engine.controller import Controller
-from jaxspec.engine.shapes import Shapes
-from jaxspec.program.plan import Features, StepShape
+from jaxspec.engine.shapes import GREEDY, SAMPLED, EveryProgram, Shapes
+from jaxspec.program.plan import TILE, Features, StepShape
 from tests.loops import make_config
 
+LOGPROBS = Features(num_logprobs=3)
+CONTROLS = Features(has_controls=True, is_greedy=True)
+GRAMMAR = Features(has_grammar=True)
+PROMPTS = Features(num_prompt_logprobs=2)
+SOME = (GREEDY, SAMPLED, LOGPROBS, CONTROLS, GRAMMAR, PROMPTS)
+DEFAULT = dict(max_num_seqs=8, max_num_batched_tokens=512, num_draft_tokens=5)
 
-def make_shapes(**changes) -> Shapes:
+
+class SomePrograms(EveryProgram):
+    """Has only those it was given."""
+
+    def __init__(self, *there: StepShape):
+        self.there, self.asked = set(there), list[StepShape]()
+
+    def __contains__(self, shape: StepShape) -> bool:
+        return shape in self.there
+
+    def request(self, shape: StepShape) -> None:
+        self.asked.append(shape)
+
+    def add(self, shape: StepShape) -> None:
+        self.there.add(shape)
+        self.version += 1
+
+
+def make_shapes(programs: EveryProgram | None = None, **changes) -> Shapes:
     config = make_config(**changes)
-    return Shapes(config, Controller(config.speculative))
+    return Shapes(config, Controller(config.speculative), programs)
 
 
-def test_shapes_follow_the_prompts_that_are_expected():
-    shapes = make_shapes(max_num_seqs=3)
-    chunks = {shape.chunk for shape in shapes.all()}
-    assert chunks == {0, 32, 128}
-    assert {shape.num_seqs for shape in shapes.all()} == {1, 2, 4}
-    assert {shape.num_draft_tokens for shape in shapes.all()} == {0, 1, 2, 3}
-    assert {shape.chunk for shape in shapes.all(1)} == {0, 32, 128}
-    one = make_shapes(max_num_seqs=1)
-    assert {shape.chunk for shape in one.all(1)} == {0, 32}
-    asked = Features(has_controls=True)
-    assert {shape.features for shape in one.all(1, asked)} == {asked}
+def is_able(shape: StepShape, seqs: int, drafts: int, tokens: int, need: Features):
+    return (
+        shape.num_seqs >= seqs
+        and shape.num_draft_tokens >= drafts
+        and shape.chunk >= tokens
+        and (need.is_greedy or not shape.features.is_greedy)
+        and (shape.features.has_controls or not need.has_controls)
+        and (shape.features.has_grammar or not need.has_grammar)
+        and (shape.features.num_logprobs is not None or need.num_logprobs is None)
+        and (
+            shape.features.num_prompt_logprobs is not None
+            or need.num_prompt_logprobs is None
+        )
+    )
 
 
-def test_the_default_engine_has_32_programs():
-    shapes = make_shapes(max_num_seqs=8, max_num_batched_tokens=512, num_draft_tokens=5)
-    assert len(shapes.all()) == 4 * 5 + 2 * 2 * 3
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 5, 8])
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 256])
+def test_a_server_has_at_most_twelve_programs_and_twenty_with_all(
+    max_num_seqs, num_draft_tokens
+):
+    shapes = make_shapes(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=512,
+        num_draft_tokens=num_draft_tokens,
+    )
+    listed = shapes.all()
+    assert len(set(listed)) == len(listed) <= 12
+    every = shapes.all(features=SOME)
+    assert len(set(every)) == len(every) <= 20
+    assert set(listed) < set(every)
+
+
+def test_the_default_server_has_these_programs():
+    names = [shape.name for shape in make_shapes(**DEFAULT).all()]
+    assert names[0] == "8x5+512_sampled", "the first one serves everything"
+    assert sorted(names) == [
+        "1x0+128_sampled",
+        "1x0_greedy",
+        "1x5_greedy",
+        "1x5_sampled",
+        "4x5_greedy",
+        "4x5_sampled",
+        "8x0_greedy",
+        "8x0_sampled",
+        "8x5+512_sampled",
+        "8x5+64_sampled",
+        "8x5_greedy",
+        "8x5_sampled",
+    ]
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8])
-def test_every_launch_has_a_listed_size_that_serves_it(max_num_seqs):
+@pytest.mark.parametrize("num_draft_tokens", [0, 5])
+def test_every_launch_has_a_listed_program_that_serves_it(
+    max_num_seqs, num_draft_tokens
+):
     shapes = make_shapes(
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=512, num_draft_tokens=5
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=512,
+        num_draft_tokens=num_draft_tokens,
     )
-    listed = shapes.all()
-    assert len(set(listed)) == len(listed)
-    met = set()
-    for num_seqs in range(max_num_seqs + 1):
-        for wanted in range(6):
-            for tokens in (0, 32, 64, 160, 512):
-                for may_feed in {True, tokens > 0}:
-                    drafts = shapes.num_draft(wanted, may_feed=may_feed)
-                    shape = shapes.of(num_seqs, drafts, tokens)
-                    assert shape in listed
-                    assert shape.num_seqs >= num_seqs
-                    assert shape.num_draft_tokens >= wanted
-                    assert (shape.num_draft_tokens > 0) == (wanted > 0)
-                    assert shape.chunk >= tokens
-                    met.add(shape)
+    listed, met = shapes.all(features=SOME), set()
+    for need in SOME:
+        for seqs, drafts, tokens in itertools.product(
+            range(max_num_seqs + 1),
+            range(num_draft_tokens + 1),
+            (0, 32, 64, 128, 160, 512),
+        ):
+            if need is PROMPTS and not tokens:
+                continue  # who decodes has told of the prompt already
+            found = shapes.find(seqs, drafts, tokens, need)
+            assert found is not None
+            assert found in listed
+            assert is_able(found, seqs, drafts, tokens, need)
+            met.add(found)
     assert met == set(listed), "a program that no launch needs"
 
 
-def test_a_launch_alone_has_the_smallest_size():
-    shapes = make_shapes(max_num_seqs=8, max_num_batched_tokens=512, num_draft_tokens=5)
-    for num_seqs, size in ((1, 1), (2, 2), (3, 4), (5, 8)):
-        for wanted, drafts in ((0, 0), (1, 1), (4, 5)):
-            found = shapes.of(num_seqs, shapes.num_draft(wanted, may_feed=False))
-            assert found == StepShape(num_seqs=size, num_draft_tokens=drafts, chunk=0)
+def test_mixes_of_requests_have_a_program():
+    shapes = make_shapes(**DEFAULT)
+    for left, right in itertools.combinations(SOME, 2):
+        need = left | right
+        for tokens in (0, 32) if need.num_prompt_logprobs is None else (32,):
+            found = shapes.find(8, 5, tokens, need)
+            assert found is not None
+            assert is_able(found, 8, 5, tokens, need)
 
 
-def test_the_same_launch_with_prompts():
-    shapes = make_shapes(max_num_seqs=8, max_num_batched_tokens=512, num_draft_tokens=5)
-    assert shapes.chunks == (32, 128, 512)
-    for num_seqs in (1, 2, 4, 8):
-        plain = shapes.of(num_seqs, 5)
-        for chunk in shapes.chunks:
-            assert shapes.with_prompts(plain, chunk) == shapes.of(num_seqs, 5, chunk)
+def test_the_first_program_of_a_form_serves_all_its_launches():
+    shapes = make_shapes(**DEFAULT)
+    for need in (SAMPLED, LOGPROBS, GRAMMAR, PROMPTS):
+        first = shapes.all(features=[need])[0]
+        assert is_able(first, 8, 5, 512, need)
+    assert is_able(shapes.all()[0], 8, 5, 512, GREEDY)
+
+
+def test_prompts_that_are_expected_decide_the_chunks():
+    shapes = make_shapes(**DEFAULT)
+    assert {shape.chunk for shape in shapes.all()} == {0, 64, 128, 512}
+    assert {shape.chunk for shape in shapes.all(500)} == {0, 64, 128, 512}
+    one = make_shapes(**(DEFAULT | dict(max_num_seqs=1)))
+    assert {shape.chunk for shape in one.all(1)} == {0, 64}
+    assert {shape.chunk for shape in one.all(100)} == {0, 64, 128}
+
+
+def test_a_launch_whose_program_is_missing_runs_in_a_larger_one_and_asks():
+    programs = SomePrograms()
+    shapes = make_shapes(programs, **DEFAULT)
+    best = StepShape(num_seqs=1, num_draft_tokens=5, chunk=0, features=GREEDY)
+    assert shapes.find(1, 3, 0, GREEDY) is None
+    assert programs.asked == [best]
+    universal = shapes.all()[0]
+    programs.add(universal)
+    assert shapes.find(1, 3, 0, GREEDY) == universal  # more of everything
+    sampled = StepShape(num_seqs=1, num_draft_tokens=5, chunk=0)
+    programs.add(sampled)
+    assert shapes.find(1, 3, 0, GREEDY) == sampled
+    assert shapes.find(2, 3, 0, GREEDY) == universal
+    programs.add(best)
+    programs.asked.clear()
+    assert shapes.find(1, 3, 0, GREEDY) == best
+    assert not programs.asked
+    assert shapes.find(1, 5, 0, LOGPROBS) is None
+
+
+def test_nothing_is_asked_for_where_that_is_not_wanted():
+    programs = SomePrograms()
+    shapes = make_shapes(programs, **DEFAULT)
+    assert shapes.find(1, 0, 0, GREEDY, asks=False) is None
+    assert not programs.asked
+    assert shapes.find(1, 0, 0, GREEDY) is None
+    assert programs.asked
+
+
+def test_programs_with_prompts_are_told_from_the_smallest():
+    shapes = make_shapes(**DEFAULT)
+    assert [one.chunk for one in shapes.with_prompts(2, 5, SAMPLED)] == [64, 512]
+    assert [one.chunk for one in shapes.with_prompts(1, 0, SAMPLED)] == [64, 128, 512]
+    programs = SomePrograms()
+    shapes = make_shapes(programs, **DEFAULT)
+    assert shapes.with_prompts(1, 0, SAMPLED) == []
+    assert not programs.asked
+    shapes.ask_for(1, 0, 5 * TILE - 1, SAMPLED)
+    assert [one.name for one in programs.asked] == ["8x5+512_sampled"]
+
+
+def test_a_form_covers_what_it_says():
+    for one, other in itertools.product(SOME, SOME):
+        assert (one | other).covers(one)
+        assert (one | other).covers(other)
+    assert not GREEDY.covers(SAMPLED)
+    assert SAMPLED.covers(GREEDY)
+    assert not LOGPROBS.covers(CONTROLS)

@@ -1,5 +1,7 @@
 """A warm-up compiles what requests will need, and nothing twice."""
 
+import dataclasses
+
 import pytest
 
 from jaxspec.errors import RequestError
@@ -28,10 +30,11 @@ def test_warm_up_asks_for_what_special_requests_need():
     with pytest.raises(RequestError, match="max_logprobs"):
         engine.warm_up(10, [SamplingParams(logprobs=1000)])
     engine.warm_up(10, [special])
-    assert {shape.features for shape in asked} == {
-        Features(),
-        Features(has_controls=True),
-    }
+    most = engine.config.num_logprobs
+    plain = {Features(), Features(is_greedy=True)}
+    # Controls and log-probabilities share their programs.
+    form = Features(has_controls=True, num_logprobs=most)
+    assert {shape.features for shape in asked} == {*plain, form}
     assert len(set(asked)) == len(asked)
     # Short prompts that come together are one long chunk.
     for number in range(7):
@@ -39,12 +42,8 @@ def test_warm_up_asks_for_what_special_requests_need():
         engine.add_request(str(number), [2] * 9, params)
     run_all(engine)
     assert {shape for _, shape in runner.plans} <= set(asked)
-    assert Features(has_controls=True) in {shape.features for _, shape in runner.plans}
+    assert form in {shape.features for _, shape in runner.plans}
     asked.clear()
     engine.warm_up(10, [SamplingParams(logprobs=1, prompt_logprobs=0)])
-    most = engine.config.num_logprobs
-    assert {shape.features for shape in asked} == {
-        Features(),
-        Features(num_logprobs=most),
-        Features(num_logprobs=most, num_prompt_logprobs=most),
-    }
+    told = dataclasses.replace(form, num_prompt_logprobs=most)
+    assert {shape.features for shape in asked} == {*plain, form, told}
