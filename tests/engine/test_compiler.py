@@ -1,0 +1,151 @@
+"""Programs are made beside whoever uses them: in order, once, and never in the way."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from jaxspec.engine.compiler import Compiler
+from jaxspec.program.plan import StepShape
+
+SHAPES = [
+    StepShape(num_seqs=seqs, num_draft_tokens=0, chunk=0) for seqs in (1, 2, 4, 8)
+]
+LIMIT_S = 10.0
+
+
+class Maker:
+    """Makes a program when it is let to."""
+
+    def __init__(self):
+        self.made: list[StepShape] = []
+        self.threads: set[threading.Thread] = set()
+        self.may_go = threading.Semaphore(0)
+        self.began = threading.Semaphore(0)
+
+    def __call__(self, shape: StepShape) -> Any:
+        self.threads.add(threading.current_thread())
+        self.began.release()
+        assert self.may_go.acquire(timeout=LIMIT_S)
+        self.made.append(shape)
+        return f"program {shape.num_seqs}"
+
+    def let_all(self) -> None:
+        self.may_go.release(100)
+
+
+def wait_until(condition: Any) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_what_is_asked_for_goes_before_what_is_prepared_and_the_last_first():
+    maker = Maker()
+    compiler = Compiler(maker)
+    compiler.prepare(SHAPES[:2])
+    assert maker.began.acquire(timeout=LIMIT_S)
+    assert compiler.current == SHAPES[0]
+    compiler.request(SHAPES[2])
+    compiler.request(SHAPES[3])
+    compiler.request(SHAPES[2])  # nothing is made twice
+    assert compiler.num_wanted == 4
+    maker.let_all()
+    compiler.wait_for_all()
+    assert maker.made == [SHAPES[0], SHAPES[3], SHAPES[2], SHAPES[1]]
+    assert all(shape in compiler for shape in SHAPES)
+    assert (compiler.num_wanted, compiler.num_made) == (0, 4)
+    assert threading.main_thread() not in maker.threads
+    assert compiler.get(SHAPES[1]) == "program 2"
+    wait_until(lambda: not any(thread.is_alive() for thread in maker.threads))
+    compiler.request(SHAPES[0])  # there already: no thread is started
+    assert compiler.num_made == 4
+
+
+def test_whoever_gets_a_program_that_is_being_made_waits_for_that_one():
+    maker = Maker()
+    compiler = Compiler(maker)
+    compiler.request(SHAPES[0])
+    assert maker.began.acquire(timeout=LIMIT_S)
+    threading.Timer(0.05, maker.let_all).start()
+    assert compiler.get(SHAPES[0]) == "program 1"
+    assert maker.made == [SHAPES[0]]
+    assert compiler.get(SHAPES[1]) == "program 2"  # made here and now
+    assert threading.current_thread() in maker.threads
+
+
+def test_a_wait_ends_when_something_is_there():
+    maker = Maker()
+    compiler = Compiler(maker)
+    start = time.monotonic()
+    compiler.wait(LIMIT_S)  # for nothing
+    compiler.request(SHAPES[0])
+    compiler.wait(0.01)
+    assert SHAPES[0] not in compiler
+    version = compiler.version
+    threading.Timer(0.05, maker.let_all).start()
+    while SHAPES[0] not in compiler:
+        compiler.wait(LIMIT_S)
+    assert compiler.version > version
+    assert time.monotonic() - start < LIMIT_S / 2
+
+
+def test_a_program_that_cannot_be_made_is_told_once_and_not_tried_again():
+    tried = []
+
+    def make(shape: StepShape) -> Any:
+        tried.append(shape)
+        if shape == SHAPES[0]:
+            raise MemoryError("no room")
+        return shape
+
+    compiler = Compiler(make)
+    compiler.request(SHAPES[0])
+    wait_until(lambda: compiler.failures)
+    compiler.request(SHAPES[0])
+    compiler.request(SHAPES[1])
+    wait_until(lambda: SHAPES[1] in compiler)
+    assert tried == SHAPES[:2]
+    with pytest.raises(MemoryError, match="no room"):
+        compiler.wait_for_all()
+    with pytest.raises(MemoryError, match="no room"):
+        compiler.check()
+    compiler.check()
+    with pytest.raises(MemoryError, match="no room"):
+        compiler.get(SHAPES[0])
+
+
+def test_programs_of_before_are_not_kept_after_a_clear():
+    maker = Maker()
+    compiler = Compiler(maker)
+    compiler.prepare(SHAPES)
+    assert maker.began.acquire(timeout=LIMIT_S)
+    compiler.clear()
+    maker.let_all()
+    wait_until(lambda: not compiler.num_wanted)
+    assert maker.made == SHAPES[:1]
+    assert SHAPES[0] not in compiler
+    assert compiler.get(SHAPES[0]) == "program 1"  # made anew
+    assert maker.made == [SHAPES[0]] * 2
+
+
+def test_nothing_is_begun_after_a_stop():
+    maker = Maker()
+    compiler = Compiler(maker)
+    compiler.prepare(SHAPES)
+    assert maker.began.acquire(timeout=LIMIT_S)
+    compiler.stop()
+    maker.let_all()
+    wait_until(lambda: not compiler.num_wanted)
+    assert maker.made == SHAPES[:1]
+    assert SHAPES[0] in compiler
+
+
+def test_what_is_made_is_announced():
+    told = []
+    compiler = Compiler(lambda shape: shape)
+    compiler.announce = told.append
+    compiler.get(SHAPES[1])
+    assert told == ["Compiling 2x0_sampled", ""]

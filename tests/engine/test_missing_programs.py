@@ -1,0 +1,172 @@
+"""Requests go on in the programs that are there, and say what they would say anyway."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxspec.engine.controller import Controller
+from jaxspec.engine.request import Request, Status
+from jaxspec.engine.scheduler import Scheduler
+from jaxspec.engine.shapes import EveryProgram
+from jaxspec.program.plan import Features, StepShape
+from tests.loops import Loop, make_config, make_request, make_requests
+
+LOGPROBS = Features(num_logprobs=3)
+GRAMMAR = Features(has_grammar=True)
+PROMPTS = Features(num_logprobs=2, num_prompt_logprobs=2)
+KINDS = (Features(is_greedy=True), Features(), LOGPROBS, GRAMMAR, PROMPTS)
+
+
+class ComingPrograms(EveryProgram):
+    """Programs that are asked for come after some plans, the last asked for first."""
+
+    def __init__(self, pause: int):
+        self.there: set[StepShape] = set()
+        self.asked: list[StepShape] = []
+        self.pause, self._left = pause, pause
+
+    def __contains__(self, shape: StepShape) -> bool:
+        return shape in self.there
+
+    def request(self, shape: StepShape) -> None:
+        if shape not in self.asked and shape not in self.there:
+            self.asked.append(shape)
+
+    def add(self, shape: StepShape) -> None:
+        self.there.add(shape)
+        self.version += 1
+
+    def tick(self) -> None:
+        self._left -= 1
+        if self._left <= 0 and self.asked:
+            self.add(self.asked.pop())
+            self._left = self.pause
+
+
+def make_loop(config, programs: ComingPrograms, seed: int = 0) -> Loop:
+    loop = Loop(config, seed)
+    controller = Controller(config.speculative)
+    loop.scheduler = Scheduler(config, controller, programs=programs)
+    return loop
+
+
+def run(loop: Loop, programs: ComingPrograms, requests: list[Request]) -> None:
+    for request in requests:
+        loop.scheduler.add(request)
+    for _ in range(20_000):
+        if not loop.step():
+            break
+        launched = loop.launches[-1].shape if loop.launches else None
+        assert launched is None or launched in programs
+        programs.tick()
+    assert len(loop.finished) == len(requests)
+    for request in requests:
+        loop.assert_said_the_truth(request)
+    loop.assert_idle()
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+@pytest.mark.parametrize("pause", [1, 7, 60])
+@pytest.mark.parametrize("seed", range(4))
+def test_texts_do_not_depend_on_which_programs_are_there(seed, pause, num_draft_tokens):
+    """With pages for half of the requests, so that some are preempted meanwhile."""
+    config = make_config(
+        max_num_seqs=4, num_pages=60, num_draft_tokens=num_draft_tokens
+    )
+    random = np.random.default_rng(seed)
+    requests = [make_request(number, random, config) for number in range(14)]
+    for request in requests:
+        request.features = KINDS[int(random.integers(len(KINDS)))]
+        if request.features.num_prompt_logprobs is not None:
+            request.can_read_prefix_cache = False
+    programs = ComingPrograms(pause)
+    loop = make_loop(config, programs, seed)
+    run(loop, programs, requests)
+    shapes = {launch.shape for launch in loop.launches}
+    assert len(shapes) > 1
+
+
+def test_a_request_of_a_new_kind_waits_alone():
+    """Who came before it goes on, and who comes after it goes first."""
+    config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=128)
+    first, special, last = make_requests(config, 3)
+    special.features = LOGPROBS
+    programs = ComingPrograms(pause=10**9)
+    loop = make_loop(config, programs)
+    for shape in loop.scheduler.shapes.all():
+        programs.add(shape)
+    loop.scheduler.add(first)
+    while first.status is not Status.DECODE:
+        loop.step()
+    loop.scheduler.add(special)
+    loop.scheduler.add(last)
+    said = len(first.output_token_ids)
+    for _ in range(6):
+        loop.step()
+    assert special.status is Status.WAITING
+    assert last.status is Status.DECODE
+    assert len(first.output_token_ids) >= said + 5
+    form = loop.scheduler.shapes.form(LOGPROBS)
+    assert {shape.features for shape in programs.asked} == {form}
+    programs.add(loop.scheduler.shapes.all(features=[LOGPROBS])[0])
+    while loop.step():
+        pass
+    for request in (first, special, last):
+        loop.assert_said_the_truth(request)
+
+
+def test_drafts_begin_when_their_program_is_there():
+    config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=128)
+    (request,) = make_requests(config, 1, num_draft_tokens=3)
+    programs = ComingPrograms(pause=10**9)
+    loop = make_loop(config, programs)
+    assert not loop.step() or not loop.launches, "nothing is there"
+    loop.scheduler.add(request)
+    loop.step()
+    assert not loop.launches
+    (prompt,) = programs.asked
+    assert (prompt.num_draft_tokens, prompt.chunk > 0) == (0, True)
+    programs.asked.clear()
+    programs.add(prompt)
+    for _ in range(6):
+        loop.step()
+    # It decodes in the only program there is, and asks for its own alone.
+    assert request.output_token_ids
+    assert {launch.shape for launch in loop.launches} == {prompt}
+    (own,) = programs.asked
+    assert (own.num_seqs, own.num_draft_tokens, own.chunk) == (1, 3, 0)
+    programs.add(own)
+    while loop.step():
+        pass
+    assert loop.launches[-1].shape == own
+    caught_up = [tile for one in loop.launches for tile in one.plan.tiles]
+    assert any(tile.is_draft_only for tile in caught_up)
+    loop.assert_said_the_truth(request)
+
+
+def test_a_larger_chunk_is_asked_for_while_a_small_one_serves():
+    config = make_config(
+        max_num_seqs=1,
+        num_pages=200,
+        max_num_batched_tokens=512,
+        max_model_len=600,
+        num_draft_tokens=0,
+        model_config=dataclasses.replace(
+            make_config().model_config, max_position_embeddings=1024
+        ),
+    )
+    (request,) = make_requests(config, 1)
+    request.prompt_token_ids, request.max_total = [3] * 500, 510
+    programs = ComingPrograms(pause=10**9)
+    loop = make_loop(config, programs)
+    small = min(loop.scheduler.shapes.all(), key=lambda one: one.chunk or 10**9)
+    programs.add(small)
+    loop.scheduler.add(request)
+    for _ in range(2):
+        loop.step()
+    assert loop.launches[-1].shape == small
+    assert max(shape.chunk for shape in programs.asked) == 512
+    while loop.step():
+        pass
+    loop.assert_said_the_truth(request)
