@@ -347,8 +347,10 @@ def beside_request(
         for one in asked:
             one.result()
         answered = time.monotonic()
+        # What is compiled once the others have left holds the neighbour up as well.
         time.sleep(ALONE_S)
-        neighbour.wait_beyond(answered)
+        left = time.monotonic()
+        neighbour.wait_beyond(left)
         chunks = neighbour.chunks
     before, during = chunks.rate(began, start), chunks.rate(start, answered)
     after = read_totals(client)
@@ -356,7 +358,7 @@ def beside_request(
         "kind": kind,
         "requests": count,
         "request_s": round(answered - start, 2),
-        "gap_s": round(chunks.largest_gap(start, answered), 3),
+        "gap_s": round(chunks.largest_gap(start, left), 3),
         "before_tokens_per_s": round(before),
         "during_tokens_per_s": round(during),
         "share_of_before": round(during / max(before, 1), 3),
