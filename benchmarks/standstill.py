@@ -344,8 +344,7 @@ def beside_request(
         time.sleep(ALONE_S)
         start = time.monotonic()
         asked = [threads.submit(complete, client, **body) for _ in range(count)]
-        for one in asked:
-            one.result()
+        errors = [str(error) for one in asked if (error := one.exception())]
         answered = time.monotonic()
         # What is compiled once the others have left holds the neighbour up as well.
         time.sleep(ALONE_S)
@@ -368,6 +367,7 @@ def beside_request(
             for name, value in after.items()
             if value != compiled.get(name, 0.0)
         },
+        "errors": errors,
     }
 
 
@@ -440,11 +440,16 @@ def first_tokens(checkout: Path, times: int) -> dict[str, Any]:
     return found
 
 
-def measure(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    """All sections that are wanted, in their order.
+def measure(
+    options: argparse.Namespace,
+    flags: list[str],
+    tell: Callable[[dict[str, Any]], Any],
+) -> None:
+    """Measure all sections that are wanted.
 
     Args:
         flags: Of the server, beside where it listens and keeps its programs.
+        tell: Is given what there is after every section, in the order of `SECTIONS`.
     """
     wanted, checkout = options.only, options.checkout
     result: dict[str, Any] = {}
@@ -455,6 +460,7 @@ def measure(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
             result[section] = found
             bar.update()
             tqdm.write(f"{section}: {json.dumps(found)}", file=sys.stderr)
+            tell({name: result[name] for name in SECTIONS if name in result})
 
     needs_server = {"cold", "beside", "warm", "kinds"} & set(wanted)
     with bar, _kept(options.cache) as folder:
@@ -484,7 +490,6 @@ def measure(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     if "interrupt" in wanted:
         moments = [INTERRUPT_S[n % len(INTERRUPT_S)] for n in range(options.interrupts)]
         done("interrupt", [interrupted(checkout, flags, one) for one in moments])
-    return {section: result[section] for section in SECTIONS if section in result}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -516,7 +521,8 @@ def table(result: dict[str, Any]) -> str:
                 f"{row['time']}: {row['requests']} x {row['kind']}",
                 f"{row['request_s']} s; neighbour: gap {row['gap_s']} s, "
                 f"{row['share_of_before']:.0%} of {row['before_tokens_per_s']} "
-                f"tokens/s; {row['cpu_s']} CPU-s",
+                f"tokens/s; {row['cpu_s']} CPU-s"
+                + (f"; {len(row['errors'])} failed" if row["errors"] else ""),
             )
     for kind, one in result.get("llm", {}).items():
         add(f"LLM: first token, {kind}", f"{one['median_s']} s {one['samples_s']}")
@@ -544,14 +550,23 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options, flags = make_parser().parse_known_args(arguments)
+    # A shell starts what runs in the background with SIGINT ignored: so would be the
+    # servers that are interrupted here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     start = time.monotonic()
-    result = measure(options, flags)
-    result |= {"flags": flags, "took_s": round(time.monotonic() - start)}
+    result: dict[str, Any] = {}
+
+    def tell(found: dict[str, Any]) -> None:
+        # After every section: who stops this has what was found until then.
+        took_s = round(time.monotonic() - start)
+        result.clear()
+        result.update(found | {"flags": flags, "took_s": took_s})
+        if options.json is not None:
+            command, checkout = "python -m benchmarks.standstill", options.checkout
+            record(result, options.json, command=command, checkout=checkout)
+
+    measure(options, flags, tell)
     print(table(result))
-    if options.json is not None:
-        command = "python -m benchmarks.standstill"
-        checkout = options.checkout
-        result = record(result, options.json, command=command, checkout=checkout)
     print(json.dumps(result))
 
 
