@@ -52,8 +52,9 @@ FIRST_TOKENS = 16
 STREAM_TOKENS = 400
 # As many as the longest sequence has room for, nearly.
 LONG_STREAM_TOKENS = 7500
-# Programs that a running server still compiles; an older one has no such number.
-GAUGE = "jaxspec:warming"
+# In the name of the number of programs that a running server still compiles; an older
+# one has no such number.
+WARMING = "warming"
 
 LONGEST_START_S = 1800.0
 LONGEST_ANSWER_S = 300.0
@@ -209,10 +210,16 @@ def totals(text: str) -> dict[str, float]:
     found: dict[str, float] = collections.defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if any(word in sample.name for word in ("compile", "program", GAUGE)):
+            if any(word in sample.name for word in ("compile", "program", WARMING)):
                 if not sample.name.endswith(("_created", "_bucket")):
                     found[sample.name] += sample.value
     return dict(found)
+
+
+def num_warming(told: dict[str, float]) -> float | None:
+    """Programs that are still to be compiled; None where nobody tells that."""
+    found = [count for name, count in told.items() if WARMING in name]
+    return sum(found) if found else None
 
 
 def read_totals(client: httpx.Client) -> dict[str, float]:
@@ -276,7 +283,7 @@ class Start:
 
         def is_done() -> bool:
             self.found["programs"] = read_totals(self._client)
-            return not self.found["programs"].get(GAUGE)
+            return not num_warming(self.found["programs"])
 
         self._wait("all_compiled_s", is_done)
         self.found["cpu_s"] = cpu_s(self._process.pid)
@@ -318,9 +325,9 @@ def end(process: subprocess.Popen[bytes], number: signal.Signals) -> dict[str, A
 
 def beside_warm_up(client: httpx.Client, start: Start) -> dict[str, Any]:
     """A stream while programs compile, and the same when nothing does."""
-    compiling = read_totals(client).get(GAUGE)
+    compiling = num_warming(read_totals(client))
     beside = read_stream(client, Chunks(), num_tokens=STREAM_TOKENS).whole()
-    still_compiling = read_totals(client).get(GAUGE)
+    still_compiling = num_warming(read_totals(client))
     start.wait_for_programs()
     alone = read_stream(client, Chunks(), num_tokens=STREAM_TOKENS).whole()
     share = beside["tokens_per_s"] / max(alone["tokens_per_s"], 1)
@@ -396,7 +403,7 @@ def interrupted(checkout: Path, flags: list[str], after_s: float) -> dict[str, A
         words = (folder / "log").read_text(errors="replace")
         has_crashed = found["status"] is None or found["status"] < 0
         crashed = has_crashed or "Fatal Python error" in words
-        found |= {"after_s": after_s, "still_to_compile": told.get(GAUGE)}
+        found |= {"after_s": after_s, "still_to_compile": num_warming(told)}
         found["last_words"] = words.strip().splitlines()[-1:]
         in_time = found["ended_s"] <= END_GOAL_S
         return found | {"has_crashed": crashed, "in_time": in_time}
