@@ -323,6 +323,12 @@ def end(process: subprocess.Popen[bytes], number: signal.Signals) -> dict[str, A
     return {"status": status, "ended_s": round(time.monotonic() - start, 2)}
 
 
+def kept(folder: Path) -> dict[str, Any]:
+    """How much there is of what servers keep."""
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return {"files": len(sizes), "mb": round(sum(sizes) / 1e6, 1)}
+
+
 def beside_warm_up(client: httpx.Client, start: Start) -> dict[str, Any]:
     """A stream while programs compile, and the same when nothing does."""
     compiling = num_warming(read_totals(client))
@@ -401,12 +407,12 @@ def interrupted(checkout: Path, flags: list[str], after_s: float) -> dict[str, A
             told = totals(client.get("/metrics", timeout=1).text)
         found = end(process, signal.SIGINT)
         words = (folder / "log").read_text(errors="replace")
-        has_crashed = found["status"] is None or found["status"] < 0
-        crashed = has_crashed or "Fatal Python error" in words
+        # One that had to be killed has no status: it is late, which is another matter.
+        has_crashed = (found["status"] or 0) < 0 or "Fatal Python error" in words
         found |= {"after_s": after_s, "still_to_compile": num_warming(told)}
         found["last_words"] = words.strip().splitlines()[-1:]
         in_time = found["ended_s"] <= END_GOAL_S
-        return found | {"has_crashed": crashed, "in_time": in_time}
+        return found | {"has_crashed": has_crashed, "in_time": in_time}
 
 
 @contextlib.contextmanager
@@ -482,13 +488,14 @@ def measure(
                 if "beside" in wanted:
                     done("beside", beside_warm_up(client, start))
                 start.wait_for_programs()
-                done("cold", start.found | {"end": end(process, signal.SIGTERM)})
+                found = start.found | {"end": end(process, signal.SIGTERM)}
+                done("cold", found | {"kept": kept(folder / "programs")})
         if {"warm", "kinds"} & set(wanted):
             with _server(checkout, folder, flags) as (process, client, started):
                 start = Start(process, client, started)
                 start.wait_for_answer()
                 start.wait_for_programs()
-                found = dict(start.found)
+                found = dict(start.found) | {"kept": kept(folder / "programs")}
                 if "kinds" in wanted:
                     done("kinds", new_kinds(client, process.pid))
                 done("warm", found | {"end": end(process, signal.SIGTERM)})
@@ -510,6 +517,8 @@ def table(result: dict[str, Any]) -> str:
         for name, value in result.get(kind, {}).items():
             if name == "programs":
                 value = ", ".join(f"{key} {count:g}" for key, count in value.items())
+            elif name == "kept":
+                value = f"{value['files']} files, {value['mb']} MB"
             elif name == "end":
                 value = f"status {value['status']} after {value['ended_s']} s"
             add(f"{kind}: {name}", value)
@@ -537,7 +546,8 @@ def table(result: dict[str, Any]) -> str:
         add(
             f"SIGINT after {one['after_s']:g} s",
             f"status {one['status']} after {one['ended_s']} s"
-            + (", crashed" if one["has_crashed"] else ""),
+            + (", crashed" if one["has_crashed"] else "")
+            + ("" if one["in_time"] else ", too late"),
         )
     return "\n".join(lines)
 
