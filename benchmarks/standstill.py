@@ -21,17 +21,14 @@ Prints a table and one line of JSON.
 """
 
 import argparse
-import collections
 import contextlib
 import json
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,32 +36,30 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 from tqdm.auto import tqdm
 
+from benchmarks.client import Chunks, Neighbour, complete, read_stream
 from benchmarks.machine import ROOT, record
-from benchmarks.server import environment, is_ready, launched
+from benchmarks.server import (
+    FIRST_TOKENS,
+    Start,
+    cpu_s,
+    end,
+    environment,
+    launched,
+    num_warming,
+    read_totals,
+    totals,
+)
 from benchmarks.startup import measure_startup
 
 SECTIONS = ("cold", "beside", "warm", "kinds", "llm", "interrupt")
-PROMPT = "The dragon looked at the map and"
-FIRST_TOKENS = 16
 STREAM_TOKENS = 400
-# As many as the longest sequence has room for, nearly.
-LONG_STREAM_TOKENS = 7500
-# In the name of the number of programs that a running server still compiles; an older
-# one has no such number.
-WARMING = "warming"
-
-LONGEST_START_S = 1800.0
-LONGEST_ANSWER_S = 300.0
-LONGEST_END_S = 60.0
 # What an interrupted server may take, and when after its start it is interrupted.
 END_GOAL_S = 15.0
 INTERRUPT_S = (10.0, 20.0, 35.0)
 # A stream runs by itself so long before and after what happens beside it.
 ALONE_S = 1.0
-POLL_S = 0.05
 
 SCHEMA = {
     "type": "object",
@@ -87,240 +82,6 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 CONCURRENCIES = (1, 4)
-
-
-class Chunks:
-    """When the parts of one or several streams came, one stream after the other."""
-
-    def __init__(self):
-        self.times: list[float] = []
-        self.totals: list[int] = []
-
-    def add(self, then: float, num_tokens: int) -> None:
-        """Take down a part with so many new tokens."""
-        self.times.append(then)
-        self.totals.append(num_tokens + (self.totals[-1] if self.totals else 0))
-
-    def largest_gap(self, since: float, until: float) -> float:
-        """Longest time between two parts, of those that reach into the given time."""
-        pairs = zip(self.times, self.times[1:], strict=False)
-        gaps = [after - then for then, after in pairs if after > since and then < until]
-        return max(gaps, default=until - since)
-
-    def rate(self, since: float, until: float) -> float:
-        """Tokens per second in between."""
-        return (self._total(until) - self._total(since)) / (until - since)
-
-    def _total(self, at: float) -> int:
-        return max(
-            (n for then, n in zip(self.times, self.totals, strict=True) if then <= at),
-            default=0,
-        )
-
-    def whole(self) -> dict[str, float]:
-        """Of a stream that ran to its end."""
-        first, last = self.times[0], self.times[-1]
-        return {
-            "tokens": self.totals[-1],
-            "tokens_per_s": round((self.totals[-1] - self.totals[0]) / (last - first)),
-            "gap_s": round(self.largest_gap(first, last), 3),
-        }
-
-
-def read_stream(
-    client: httpx.Client,
-    chunks: Chunks,
-    *,
-    num_tokens: int,
-    until: Callable[[], bool] = lambda: False,
-) -> Chunks:
-    """Ask for a greedy stream and take down its parts, to its end or to a condition."""
-    body = {
-        "prompt": PROMPT,
-        "max_tokens": num_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    }
-    before = 0
-    with client.stream(
-        "POST", "/v1/completions", json=body, timeout=LONGEST_ANSWER_S
-    ) as response:
-        response.raise_for_status()
-        for line in response.iter_lines():
-            now = time.monotonic()
-            if not line.startswith("data: {"):
-                continue
-            told = json.loads(line.removeprefix("data: "))
-            now_tokens = told["usage"]["completion_tokens"]
-            if now_tokens > before:
-                chunks.add(now, now_tokens - before)
-                before = now_tokens
-            if until():
-                break
-    return chunks
-
-
-class Neighbour:
-    """A client that reads streams, one after the other, until it is left."""
-
-    def __init__(self, client: httpx.Client):
-        self.chunks = Chunks()
-        self._client = client
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._read)
-
-    def _read(self) -> None:
-        while not self._is_over.is_set():
-            read_stream(
-                self._client,
-                self.chunks,
-                num_tokens=LONG_STREAM_TOKENS,
-                until=self._is_over.is_set,
-            )
-
-    def __enter__(self) -> "Neighbour":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def wait_beyond(self, moment: float) -> None:
-        """Wait until it has got something later than that."""
-        limit = time.monotonic() + LONGEST_ANSWER_S
-        while not self.chunks.times or self.chunks.times[-1] <= moment:
-            assert self._thread.is_alive(), "the neighbour's stream has failed"
-            assert time.monotonic() < limit, "the neighbour's stream stands still"
-            time.sleep(POLL_S)
-
-
-def complete(client: httpx.Client, **more: Any) -> str:
-    """The text of one request."""
-    body = {"prompt": PROMPT, **more}
-    given = {"json": body, "timeout": LONGEST_ANSWER_S}
-    response = client.post("/v1/completions", **given).raise_for_status()
-    return response.json()["choices"][0]["text"]
-
-
-def totals(text: str) -> dict[str, float]:
-    """What /metrics tells, over all labels, of programs: by the name of its sample."""
-    found: dict[str, float] = collections.defaultdict(float)
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if any(word in sample.name for word in ("compile", "program", WARMING)):
-                if not sample.name.endswith(("_created", "_bucket")):
-                    found[sample.name] += sample.value
-    return dict(found)
-
-
-def num_warming(told: dict[str, float]) -> float | None:
-    """Programs that are still to be compiled; None where nobody tells that."""
-    found = [count for name, count in told.items() if WARMING in name]
-    return sum(found) if found else None
-
-
-def read_totals(client: httpx.Client) -> dict[str, float]:
-    return totals(client.get("/metrics", timeout=LONGEST_ANSWER_S).text)
-
-
-def cpu_s(pid: int) -> float:
-    """CPU-s of a process, its descendants and those of them that have ended."""
-    children: dict[int, list[int]] = collections.defaultdict(list)
-    used: dict[int, float] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            # The name, in parentheses, may have anything in it.
-            fields = path.read_text().rpartition(")")[2].split()
-            number = int(path.parent.name)
-            children[int(fields[1])].append(number)
-            used[number] = sum(map(int, fields[11:15])) / 100
-    total, left = 0.0, [pid]
-    while left:
-        number = left.pop()
-        total += used.get(number, 0.0)
-        left += children[number]
-    return round(total, 1)
-
-
-class Start:
-    """What happens after a server was started, in seconds since then."""
-
-    def __init__(
-        self, process: subprocess.Popen[bytes], client: httpx.Client, start: float
-    ):
-        self._process, self._client, self._start = process, client, start
-        self.found: dict[str, Any] = {}
-
-    def _passed(self) -> float:
-        return round(time.monotonic() - self._start, 2)
-
-    def _wait(self, name: str, is_so: Callable[[], bool]) -> None:
-        while not is_so():
-            assert self._process.poll() is None, "the server has ended"
-            assert self._passed() < LONGEST_START_S, f"too long until {name}"
-            time.sleep(POLL_S)
-        self.found[name] = self._passed()
-
-    def wait_for_answer(self) -> None:
-        """Until the port is open, then until a first request is answered.
-
-        It is asked at once, whether or not the server says that it is ready.
-        """
-        self._wait("listens_s", self._listens)
-        with ThreadPoolExecutor(1) as thread:
-            health = thread.submit(
-                self._wait, "healthy_s", lambda: is_ready(self._client)
-            )
-            self._wait("first_answer_s", self._answers)
-            health.result()
-        self.found["first_answer_cpu_s"] = cpu_s(self._process.pid)
-
-    def wait_for_programs(self) -> None:
-        """Until no more programs are compiled, where the server tells that."""
-
-        def is_done() -> bool:
-            self.found["programs"] = read_totals(self._client)
-            return not num_warming(self.found["programs"])
-
-        self._wait("all_compiled_s", is_done)
-        self.found["cpu_s"] = cpu_s(self._process.pid)
-
-    def _listens(self) -> bool:
-        address = self._client.base_url.host, self._client.base_url.port or 0
-        with contextlib.suppress(OSError), socket.create_connection(address, 1):
-            return True
-        return False
-
-    def _answers(self) -> bool:
-        try:
-            complete(
-                self._client,
-                max_tokens=FIRST_TOKENS,
-                temperature=0,
-                ignore_eos=True,
-            )
-        except httpx.TransportError:
-            return False
-        except httpx.HTTPStatusError as error:
-            if error.response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
-                return False  # it does not let anybody in yet
-            raise
-        return True
-
-
-def end(process: subprocess.Popen[bytes], number: signal.Signals) -> dict[str, Any]:
-    """Send a signal; the exit status, and the seconds until then."""
-    start = time.monotonic()
-    process.send_signal(number)
-    try:
-        status = process.wait(LONGEST_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        status = None
-    return {"status": status, "ended_s": round(time.monotonic() - start, 2)}
 
 
 def kept(folder: Path) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import standstill
-from benchmarks.standstill import Chunks, num_warming, totals
+from benchmarks import client, server, standstill
+from benchmarks.client import Chunks
+from benchmarks.server import num_warming, totals
 
 # It listens at once, tells for a while that a program compiles, and keeps streams
 # waiting while another request is answered.
@@ -100,15 +101,16 @@ def test_a_server_is_measured_from_outside(
     for folder in (package.parent, package):
         (folder / "__init__.py").touch()
     (package / "__main__.py").write_text(SERVER)
-    for name, value in (
-        ("LONGEST_START_S", 20.0),
-        ("ALONE_S", 0.05),
-        ("POLL_S", 0.01),
-        ("STREAM_TOKENS", 20),
-        ("CONCURRENCIES", (1,)),
-        ("INTERRUPT_S", (0.2,)),
+    for module, name, value in (
+        (server, "LONGEST_START_S", 20.0),
+        (server, "POLL_S", 0.01),
+        (client, "POLL_S", 0.01),
+        (standstill, "ALONE_S", 0.05),
+        (standstill, "STREAM_TOKENS", 20),
+        (standstill, "CONCURRENCIES", (1,)),
+        (standstill, "INTERRUPT_S", (0.2,)),
     ):
-        monkeypatch.setattr(standstill, name, value)
+        monkeypatch.setattr(module, name, value)
     flags = ["--checkout", str(tmp_path), "--interrupts", "1"]
     only = ["cold", "beside", "warm", "kinds", "interrupt"]
     out = tmp_path / "result.json"
