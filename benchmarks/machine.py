@@ -52,28 +52,32 @@ def versions() -> dict[str, str]:
     return found
 
 
-def commit() -> dict[str, Any]:
-    """The commit of the checkout, and whether files differed from it."""
+def commit(checkout: Path = ROOT) -> dict[str, Any]:
+    """The commit of a checkout, and whether files differed from it."""
+    status = "status", "--porcelain", "--untracked-files=no"
     try:
         return {
-            "commit": _git("rev-parse", "--short=12", "HEAD"),
-            "has_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+            "commit": _git(checkout, "rev-parse", "--short=12", "HEAD"),
+            "has_changes": bool(_git(checkout, *status)),
         }
     except (OSError, subprocess.CalledProcessError):
         return {"commit": None, "has_changes": None}
 
 
-def record(found: dict[str, Any], path: Path, *, command: str) -> dict[str, Any]:
+def record(
+    found: dict[str, Any], path: Path, *, command: str, checkout: Path = ROOT
+) -> dict[str, Any]:
     """Write what was found, and how and on what; return all of it.
 
     Args:
         command: Finds it again.
+        checkout: What was measured.
     """
     result = found | {
         "command": command,
         "machine": describe_machine(),
         "versions": versions(),
-        **commit(),
+        **commit(checkout),
     }
     write_json(result, path)
     return result
@@ -87,7 +91,7 @@ def write_json(result: dict[str, Any], path: Path) -> None:
     half.replace(path)
 
 
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(ROOT), *arguments]
+def _git(checkout: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(checkout), *arguments]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return done.stdout.strip()

@@ -15,16 +15,27 @@ from typing import Any
 SCRIPT = Path(__file__).parent / "first_token.py"
 
 
-def measure_startup(num_drafts: int, dtype: str, num_tokens: int) -> dict[str, Any]:
-    """Start the process twice; seconds and peak bytes of each."""
+def measure_startup(
+    num_drafts: int,
+    dtype: str,
+    num_tokens: int,
+    *,
+    environment: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """Start the process twice; seconds and peak bytes of each.
+
+    Args:
+        environment: Of the process, which says whose engine is started; this one's own
+            by default.
+    """
     with tempfile.TemporaryDirectory() as cache:
         arguments = ["--cache", cache, "--num-tokens", str(num_tokens)]
         arguments += ["--num-speculative-tokens", str(num_drafts), "--dtype", dtype]
-        return {kind: _start(arguments) for kind in ("cold", "warm")}
+        environment = dict(os.environ if environment is None else environment)
+        return {kind: _start(arguments, environment) for kind in ("cold", "warm")}
 
 
-def _start(arguments: list[str]) -> dict[str, Any]:
-    environment = dict(os.environ)
+def _start(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
     # A cache that the user has set up would make the cold start warm.
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     start = time.monotonic()

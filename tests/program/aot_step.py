@@ -47,6 +47,7 @@ _log = logging.getLogger(__name__)
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_step.json"
 GIB = 2**30
 PAGE_SIZE = 16
+SHAPE = StepShape(num_seqs=8, num_draft_tokens=4, chunk=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +146,13 @@ def pool_of(place: Place, target: ModelConfig) -> PoolShape:
     )
 
 
-def compile_pair(
-    name: str, *, layers: tuple[int | None, int | None] = (None, None)
-) -> tuple[Report, str]:
-    """Compile 9B with a 2B draft, K = 4, 8 sequences; the report and the program."""
+def lower_pair(
+    name: str,
+    shape: StepShape = SHAPE,
+    *,
+    layers: tuple[int | None, int | None] = (None, None),
+) -> tuple[jax.stages.Lowered, tuple[Any, Any], EngineState]:
+    """Trace 9B with a 2B draft: the program, and the forms of what it is given."""
     place = PLACES[name]
     mesh = describe(place)
     target, draft = model("9b", layers[0]), model("2b", layers[1])
@@ -169,11 +173,18 @@ def compile_pair(
         draft_pages=page_forms(draft, params[1], pool, mesh, DRAFT_MESH_AXES),
     )
     config = ProgramConfig(target=target, draft=draft, pool=pool, mesh=mesh)
-    shape = StepShape(num_seqs=8, num_draft_tokens=4, chunk=0)
+    return lower_step(config, shape, (*params, state)), params, state
+
+
+def compile_pair(
+    name: str, *, layers: tuple[int | None, int | None] = (None, None)
+) -> tuple[Report, str]:
+    """Compile 9B with a 2B draft, K = 4, 8 sequences; the report and the program."""
     start = time.monotonic()
+    lowered, params, state = lower_pair(name, layers=layers)
     with aot_tpu.no_compilation_cache():
-        compiled: Any = lower_step(config, shape, (*params, state)).compile()
-        elapsed = time.monotonic() - start
+        compiled: Any = lowered.compile()
+    elapsed = time.monotonic() - start
     text = compiled.as_text()
     kept = params, state.target_pages, state.draft_pages
     memory = compiled.memory_analysis()
@@ -181,7 +192,7 @@ def compile_pair(
     used += memory.output_size_in_bytes - memory.alias_size_in_bytes
     report = Report(
         place=name,
-        layers=(target.num_layers, draft.num_layers),
+        layers=(model("9b", layers[0]).num_layers, model("2b", layers[1]).num_layers),
         argument_bytes=memory.argument_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         peak_bytes=memory.peak_memory_in_bytes - memory.argument_size_in_bytes,
