@@ -21,6 +21,9 @@ DEVICE_FLAG = "--xla_force_host_platform_device_count"
 if DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_FLAG}=8"
 
+# Programs that engines keep where nobody says where: with those of this checkout.
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" / "user")
+
 # Compilers for accelerators that are not here. They live in a folder of their own, and
 # the tests that compile with them run in processes of their own (see the Makefile): jax
 # looks for devices of theirs when it starts, and a process that had loaded them crashed

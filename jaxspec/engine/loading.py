@@ -2,15 +2,12 @@
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from jaxspec.config import EngineConfig
-from jaxspec.engine.runner import (
-    Runner,
-    build_mesh,
-    choose_dtype,
-    use_compilation_cache,
-)
+from jaxspec.engine.program_cache import ProgramCache
+from jaxspec.engine.runner import Runner, build_mesh, choose_dtype
 from jaxspec.errors import ConfigError, wrong_argument
 from jaxspec.models.weights import Params, load_params, random_params, suit_devices
 from jaxspec.sharding import DRAFT_MESH_AXES, Mesh
@@ -71,10 +68,10 @@ def make_runner(config: EngineConfig) -> Runner:
         ConfigError: A checkpoint is incomplete or damaged.
     """
     _warn_of_what_is_made_up(config)
-    store = use_compilation_cache(config.compilation_cache_dir)
     mesh = build_mesh(config)
     runner = Runner(config, mesh, *load_weights(config, mesh))
-    runner.store = store
+    folder = config.compilation_cache_dir
+    runner.cache = ProgramCache(None if folder is None else Path(folder))
     return runner
 
 

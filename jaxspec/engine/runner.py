@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.engine.compiler import Compiler
+from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.shapes import EveryProgram, Programs
 from jaxspec.engine.token_masks import TokenMasks
 from jaxspec.errors import ConfigError
@@ -37,8 +38,7 @@ from jaxspec.program.state import (
     init_token_pages,
     page_forms,
 )
-from jaxspec.program.step import ProgramConfig, lower_step
-from jaxspec.program.store import ProgramStore, unseen_name
+from jaxspec.program.step import ProgramConfig
 from jaxspec.sharding import (
     DRAFT_MESH_AXES,
     TARGET_MESH_AXES,
@@ -58,7 +58,7 @@ class Runner:
             Otherwise every launch has its own, and waits for it.
         num_launches: Programs launched so far: one per round.
         token_masks: Whom the programs of requests with grammars ask.
-        store: Where executables are kept; None for nowhere.
+        cache: Where programs are read from, and kept.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Runner:
         self.compiles_beside = True
         self.num_launches = 0
         self.compiler_options: dict[str, str | bool] | None = None
-        self.store: ProgramStore | None = None
+        self.cache = ProgramCache(None)
         self._host_params: tuple[Params, Params | None] | None = None
 
     def _init_state(self) -> EngineState:
@@ -104,11 +104,12 @@ class Runner:
             return init_pages(page_forms(model, params, self.pool, self.mesh, axes))
 
         target, draft = self.program.target, self.program.draft
+        rows, token_pages = jax.device_put(
+            (init_rows(self.pool), init_token_pages(self.pool)), replicated(self.mesh)
+        )
         return EngineState(
-            rows=jax.device_put(init_rows(self.pool), replicated(self.mesh)),
-            token_pages=jax.device_put(
-                init_token_pages(self.pool), replicated(self.mesh)
-            ),
+            rows=rows,
+            token_pages=token_pages,
             target_pages=pages(target, self.params[0], TARGET_MESH_AXES),
             draft_pages=pages(draft, self.params[1], DRAFT_MESH_AXES),
             forced_acceptance=self._forced_acceptance(),
@@ -143,27 +144,9 @@ class Runner:
     def _make(self, shape: StepShape) -> tuple[Callable[..., Any], PlanLayout]:
         layout = PlanLayout(shape, self.pool)
         layout.prepare()
-        return self._build(shape), layout
-
-    def _build(self, shape: StepShape) -> Callable[..., Any]:
-        """Load an executable, or compile it and keep it for the next start."""
         arguments = (*self.params, self.state)
-        options = self.compiler_options
-        # Whom a grammar's program asks is an object of this process.
-        if self.store is None or shape.features.has_grammar:
-            return lower_step(self.program, shape, arguments).compile(options)
-        leaves, structure = jax.tree.flatten(arguments)
-        forms = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves]
-        program = dataclasses.replace(self.program, mask_source=None)
-        name = self.store.name(self.mesh, program, shape, forms, structure, options)
-        trees = (*arguments, "plan"), (self.state, "result")
-        built = self.store.load(name, self.mesh, *trees)
-        if built is None:
-            own = unseen_name()
-            lowered = lower_step(self.program, shape, arguments, name=own)
-            built = lowered.compile(options)
-            self.store.save(name, built)
-        return built
+        built = self.cache.build(self.program, shape, arguments, self.compiler_options)
+        return built.executable, layout
 
     def check_features(self, features: Features) -> None:
         """Refuse what programs cannot have on these devices.
@@ -281,18 +264,3 @@ def _cpu_has_bfloat16() -> bool:
     path = Path("/proc/cpuinfo")
     flags = path.read_text() if path.exists() else ""
     return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
-def use_compilation_cache(folder: str | None) -> ProgramStore | None:
-    """Keep executables on disk, so that a second start does not compile.
-
-    A cache that the user has configured for jax is left alone, and is all there is.
-    """
-    configured = jax.config.values["jax_compilation_cache_dir"]
-    if folder is None or configured not in (None, folder):
-        return None
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return ProgramStore(Path(folder) / "programs")

@@ -87,10 +87,13 @@ def are_wanted(mesh: Mesh, params: dict[str, Any]) -> bool:
 
 def cut(
     matrix: Float[Array, "out features"],
-) -> Float[Array, "panel features width"]:
-    """An (out, in) matrix in panels; `out` is a multiple of `WIDTH`."""
-    panels = matrix.reshape(-1, WIDTH, matrix.shape[1])
-    return panels.transpose(0, 2, 1)
+) -> Float[np.ndarray, "panel features width"]:
+    """An (out, in) matrix in panels; `out` is a multiple of `WIDTH`.
+
+    On the host, which has the CPU's arrays: nothing is compiled for it.
+    """
+    panels = np.asarray(matrix).reshape(-1, WIDTH, matrix.shape[1])
+    return np.ascontiguousarray(panels.transpose(0, 2, 1))
 
 
 def add_panels(params: dict[str, Any], mesh: Mesh) -> None:

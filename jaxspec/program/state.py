@@ -1,10 +1,11 @@
 """What lives on the device between launches, and the only way to make it."""
 
 from dataclasses import dataclass
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Num, UInt32
 
@@ -96,44 +97,55 @@ def page_forms(
 
 def init_pages(forms: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[Array, ...]:
     """Zeroed pages, each made where it stays."""
-    return tuple(
-        jnp.zeros(form.shape, form.dtype, device=form.sharding) for form in forms
-    )
+    return tuple(_zeros(form) for form in forms)
 
 
-def init_token_pages(pool: PoolShape) -> Int[Array, "page page_size"]:
+def _zeros(form: jax.ShapeDtypeStruct) -> Array:
+    assert form.sharding is not None
+    if all(device.platform == "cpu" for device in form.sharding.device_set):
+        # Nothing travels, and nothing is compiled for it.
+        return jax.device_put(np.zeros(form.shape, form.dtype), form.sharding)
+    return jnp.zeros(form.shape, form.dtype, device=form.sharding)
+
+
+def init_token_pages(pool: PoolShape) -> Int[np.ndarray, "page page_size"]:
     """Pages of tokens, none of which is known yet."""
-    return jnp.zeros((pool.num_pages, pool.page_size), jnp.int32)
+    return np.zeros((pool.num_pages, pool.page_size), np.int32)
 
 
 def init_control_rows(pool: PoolShape) -> ControlRows:
-    """Rows without controls."""
+    """Rows without controls, on the host."""
     rows = pool.num_rows
     bad_words = rows, MAX_BAD_WORDS, MAX_BAD_WORD_LEN
-    return ControlRows(
-        is_controlled=jnp.zeros((rows,), bool),
-        penalties=jnp.zeros((rows, 3), jnp.float32),
-        bias_ids=jnp.full((rows, MAX_BIAS), NO_TOKEN, jnp.int32),
-        bias_values=jnp.zeros((rows, MAX_BIAS), jnp.float32),
-        allowed=jnp.zeros((rows, num_words(pool.vocab_size)), jnp.uint32),
-        bad_words=jnp.full(bad_words, NO_TOKEN, jnp.int32),
+    form: Any = ControlRows  # of arrays that no device has yet
+    return form(
+        is_controlled=np.zeros((rows,), bool),
+        penalties=np.zeros((rows, 3), np.float32),
+        bias_ids=np.full((rows, MAX_BIAS), NO_TOKEN, np.int32),
+        bias_values=np.zeros((rows, MAX_BIAS), np.float32),
+        allowed=np.zeros((rows, num_words(pool.vocab_size)), np.uint32),
+        bad_words=np.full(bad_words, NO_TOKEN, np.int32),
     )
 
 
 def init_rows(pool: PoolShape) -> Rows:
-    """Rows without requests. Every leaf is an array of its own: donation wants it."""
+    """Rows without requests, on the host, where nothing is compiled for them.
+
+    Every leaf is an array of its own: donation wants it.
+    """
     rows = pool.num_rows
 
-    def integers(*shape: int, fill: int = 0) -> Array:
-        return jnp.full((rows, *shape), fill, jnp.int32)
+    def integers(*shape: int, fill: int = 0) -> np.ndarray:
+        return np.full((rows, *shape), fill, np.int32)
 
-    def floats(fill: float) -> Array:
-        return jnp.full((rows,), fill, jnp.float32)
+    def floats(fill: float) -> np.ndarray:
+        return np.full((rows,), fill, np.float32)
 
-    return Rows(
+    form: Any = Rows  # of arrays that no device has yet
+    return form(
         num_tokens=integers(),
         num_prompt=integers(),
-        is_done=jnp.ones((rows,), bool),
+        is_done=np.ones((rows,), bool),
         page_table=integers(pool.table_len, fill=pool.num_pages),
         min_total=integers(),
         max_total=integers(),
@@ -141,7 +153,7 @@ def init_rows(pool: PoolShape) -> Rows:
         top_k=integers(),
         top_p=floats(1.0),
         min_p=floats(0.0),
-        seed=jnp.zeros((rows, 2), jnp.uint32),
+        seed=np.zeros((rows, 2), np.uint32),
         rule=integers(),
         stop_ids=integers(MAX_STOP_IDS, fill=NO_TOKEN),
         controls=init_control_rows(pool),

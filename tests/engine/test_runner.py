@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.engine import program_cache
 from jaxspec.engine import runner as runner_module
-from jaxspec.engine.runner import build_mesh, choose_dtype, use_compilation_cache
+from jaxspec.engine.program_cache import ProgramCache
+from jaxspec.engine.runner import build_mesh, choose_dtype
 from jaxspec.errors import ConfigError
 from jaxspec.program.plan import Features, StepPlan, StepShape
-from jaxspec.program.store import ProgramStore
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.e2e import pair
 from tests.engines import (
@@ -192,40 +193,13 @@ def test_grammars_need_the_cpu_backend_beside_an_accelerators(monkeypatch):
     engine.runner.check_features(Features(has_controls=True, num_logprobs=3))
 
 
-def test_a_cache_folder_of_the_users_own_is_left_alone(tmp_path, monkeypatch):
-    name = "jax_compilation_cache_dir"
-    before = jax.config.values[name]
-    assert before, "the tests share one"
-    assert use_compilation_cache(str(tmp_path / "mine")) is None
-    assert jax.config.values[name] == before
-    assert not (tmp_path / "mine").exists()
-    kept = {
-        option: jax.config.values[option]
-        for option in (
-            name,
-            "jax_persistent_cache_min_compile_time_secs",
-            "jax_persistent_cache_min_entry_size_bytes",
-        )
-    }
-    try:
-        jax.config.update(name, None)
-        assert use_compilation_cache(None) is None
-        assert jax.config.values[name] is None
-        assert use_compilation_cache(str(tmp_path / "mine")) is not None
-        assert jax.config.values[name] == str(tmp_path / "mine")
-        assert (tmp_path / "mine").is_dir()
-    finally:
-        for option, value in kept.items():
-            jax.config.update(option, value)
-
-
 def test_a_second_start_compiles_nothing_but_grammars(tmp_path, monkeypatch):
     target = make_micro()
     prompts = [[2, 5, 7], [2, 9]]
     plain = SamplingParams(max_tokens=9, seed=3)
     form = StructuredOutputsParams(choice=["ab", "ba"])
     formed = SamplingParams(max_tokens=9, structured_outputs=form)
-    compiled, names = [], []
+    compiled = []
 
     def start() -> list[list[int]]:
         engine = make_engine(
@@ -236,21 +210,20 @@ def test_a_second_start_compiles_nothing_but_grammars(tmp_path, monkeypatch):
             max_num_batched_tokens=32,
             has_one_shape=True,
         )
-        engine.runner.store = ProgramStore(tmp_path)
+        engine.runner.cache = ProgramCache(tmp_path)
         compiled.clear()
         return tokens_of(generate(engine, prompts, [plain, formed]))
 
     def lower_step(program, shape, *others, **options):
         compiled.append(shape)
-        names.extend(options.values())
         return original(program, shape, *others, **options)
 
-    original = runner_module.lower_step
-    monkeypatch.setattr(runner_module, "lower_step", lower_step)
-    first, num_compiled = start(), len(compiled)
+    original = program_cache.lower_step
+    monkeypatch.setattr(program_cache, "lower_step", lower_step)
+    first, both = start(), list(compiled)
     second = start()
     assert second == first
     assert {shape.features.has_grammar for shape in compiled} == {True}
-    assert 0 < len(compiled) < num_compiled
-    # Names that jax's cache has not seen: what it gives cannot be kept.
-    assert len(names) == len(set(names)) == len(list(tmp_path.iterdir())) > 0
+    assert 0 < len(compiled) < len(both)
+    kept = {shape for shape in both if not shape.features.has_grammar}
+    assert len(kept) == len(list(tmp_path.iterdir())) > 0

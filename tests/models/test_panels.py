@@ -29,7 +29,7 @@ CONFIG = ModelConfig.from_hf(
 
 
 def both(matrix: jax.Array) -> Panelled:
-    return Panelled(matrix, panels.cut(matrix))
+    return Panelled(matrix, jnp.asarray(panels.cut(matrix)))
 
 
 def make_params(dtype: str = "float32", devices: int = 1) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Rows start empty, and every leaf is an array of its own."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.program.plan import NO_TOKEN, PoolShape
@@ -21,8 +22,9 @@ def test_new_rows_hold_nobody():
 
 def test_the_state_can_be_donated_and_used_again():
     state = EngineState(
-        rows=init_rows(POOL),
-        token_pages=init_token_pages(POOL),
+        # A copy: what shares numpy's memory is not donated at once.
+        rows=jax.tree.map(jnp.copy, init_rows(POOL)),
+        token_pages=jnp.copy(init_token_pages(POOL)),
         target_pages=(),
         draft_pages=(),
     )

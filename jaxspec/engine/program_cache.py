@@ -1,0 +1,341 @@
+"""Compiled programs on disk: a second start neither traces nor compiles them.
+
+Owns how one executable comes about: read from a folder, or lowered, compiled and kept
+there. jax's own cache is asked only after a program has been traced and lowered, which
+takes as long as reading it back does; here the name of a file is made of what the
+program is traced from, so that nothing is traced to find it: the packages' sources, the
+configuration, shapes and placement of the arguments, the devices, the versions, and
+jax's settings. None of these settings is changed.
+
+Programs may be built by several threads and by several processes at once. A folder
+holds code: who can write to it can run what they like where it is read.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import math
+import os
+import pickle
+import re
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+
+# Private, and the only way to settings of one thread: those of `jax.config` are all's.
+from jax._src import config as thread_settings
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh
+
+from jaxspec.models.weights import Params
+from jaxspec.program.plan import StepShape
+from jaxspec.program.state import EngineState
+from jaxspec.program.step import ProgramConfig, lower_step
+
+_log = logging.getLogger(__name__)
+
+# Of all programs in a folder; those that were not used for longest make way.
+MAX_BYTES = 4 * 2**30
+SUFFIX = ".program"
+
+Arguments = tuple[Params, Params | None, EngineState]
+Options = dict[str, str | bool]
+
+_PACKAGES = ("jaxspec", "jaxspec_kernels")
+# Of jax's settings those that say where things are kept, what is told of them, or which
+# devices there are: the ones of a program are in its name themselves.
+_ASIDE = re.compile(
+    "cache|log|profiler|traceback|dump|platform|backend|_devices|distributed|cross_host"
+    "|timeout|transfer|client"
+)
+# The platform's name of a GPU ends with its memory where it is only described.
+_MEMORY = re.compile(r" \d+GB.*")
+# Not every device's programs can be taken out of the process.
+_UNSUPPORTED = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)
+_UNREADABLE = (
+    *(OSError, EOFError, zlib.error, pickle.PickleError),
+    *(AttributeError, ImportError, LookupError, TypeError),
+    *_UNSUPPORTED,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Built:
+    """An executable, and what it took.
+
+    Attributes:
+        lower_s: Seconds to trace and lower it; 0 where it was read.
+        compile_s: Seconds that XLA took; where it was read, seconds to read it.
+    """
+
+    executable: Callable[..., Any]
+    was_loaded: bool
+    lower_s: float
+    compile_s: float
+
+
+class ProgramCache:
+    """A folder of executables, or none: then everything is compiled."""
+
+    def __init__(self, folder: Path | None):
+        self._folder = folder
+        self._has_warned = False
+
+    def build(
+        self,
+        program: ProgramConfig,
+        shape: StepShape,
+        arguments: Arguments,
+        options: Options | None = None,
+    ) -> Built:
+        """Read an executable; where there is none, compile and keep it.
+
+        Args:
+            arguments: The parameters and the state, or their abstract forms.
+            options: Of XLA, by the names of its flags.
+        """
+        path = self.path(program, shape, arguments, options)
+        if path is None:
+            # Not by the name of those that are kept: jax's cache may take this one.
+            name = f"{program_name(shape)}_unkept"
+            return _compile(program, shape, arguments, options, name)
+        start = time.monotonic()
+        loaded = _load(path, program.mesh, arguments)
+        if loaded is not None:
+            return Built(
+                executable=loaded,
+                was_loaded=True,
+                lower_s=0.0,
+                compile_s=time.monotonic() - start,
+            )
+        with _past_jax_cache():
+            built = _compile(program, shape, arguments, options, program_name(shape))
+        try:
+            save(path, built.executable)
+        except (OSError, *_UNSUPPORTED) as error:
+            if not self._has_warned:
+                _log.warning("Programs cannot be kept in %s: %r", self._folder, error)
+            self._has_warned = True
+        return built
+
+    def path(
+        self,
+        program: ProgramConfig,
+        shape: StepShape,
+        arguments: Arguments,
+        options: Options | None = None,
+    ) -> Path | None:
+        """The file of an executable, there or not; None where none is kept.
+
+        A program with a grammar asks an object of its process for masks.
+        """
+        if self._folder is None or shape.features.has_grammar:
+            return None
+        digest = _digest(program, shape, arguments, options)
+        return self._folder / f"{program_name(shape)}-{digest}{SUFFIX}"
+
+
+def program_name(shape: StepShape) -> str:
+    """What profiles call a program: sequences x drafts, prompt tokens, features."""
+    parts = ["step", f"{shape.num_seqs}x{shape.num_draft_tokens}", str(shape.chunk)]
+    for item in dataclasses.fields(shape.features):
+        value = getattr(shape.features, item.name)
+        if value is None or value is False:
+            continue
+        count = "" if value is True else str(value)
+        parts.append(item.name.partition("_")[2] + count)
+    return "_".join(parts)
+
+
+def _compile(
+    program: ProgramConfig,
+    shape: StepShape,
+    arguments: Arguments,
+    options: Options | None,
+    name: str,
+) -> Built:
+    start = time.monotonic()
+    lowered = lower_step(program, shape, arguments, name=name)
+    lowered_ts = time.monotonic()
+    executable = lowered.compile(options)
+    return Built(
+        executable=executable,
+        was_loaded=False,
+        lower_s=lowered_ts - start,
+        compile_s=time.monotonic() - lowered_ts,
+    )
+
+
+@contextlib.contextmanager
+def _past_jax_cache() -> Iterator[None]:
+    """In this thread, have jax's cache keep nothing, if the user has set one up.
+
+    XLA:CPU writes an executable that came out of a cache without its functions: read
+    back, it fails when it runs. What jax's cache never gets it cannot give.
+    """
+    with thread_settings.persistent_cache_min_compile_time_secs(math.inf):
+        yield
+
+
+def _load(path: Path, mesh: Mesh, arguments: Arguments) -> Callable[..., Any] | None:
+    """Bring an executable back; None if there is none that can be read."""
+    trees = (
+        jax.tree.structure(((*arguments, "plan"), {})),
+        jax.tree.structure((arguments[2], "result")),
+    )
+    try:
+        payload = zlib.decompress(path.read_bytes())
+        loaded = serialize_executable.deserialize_and_load(
+            payload, *trees, execution_devices=list(mesh.devices.flat)
+        )
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except _UNREADABLE as error:
+        _log.warning("%s cannot be used, and is compiled again: %r", path, error)
+        return None
+    with contextlib.suppress(OSError):  # of others, or of an image
+        os.utime(path)
+    return loaded
+
+
+def save(path: Path, executable: Any) -> int:
+    """Keep an executable for the next start; returns the bytes that it takes.
+
+    Raises:
+        OSError: The folder cannot be written.
+        ValueError, NotImplementedError, jax.errors.JaxRuntimeError: These devices'
+            executables cannot be taken out of the process.
+    """
+    payload, _, _ = serialize_executable.serialize(executable)
+    # Reading is not faster without: this takes a twentieth of it, for a fifth of the
+    # bytes, and damage is noticed.
+    content = zlib.compress(payload, level=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Another process may be at the same one: whole files only.
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        # For all whom the user's umask lets read it: it may have been made for others.
+        with partial.open("xb") as file:
+            file.write(content)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    _make_room(path.parent)
+    return len(content)
+
+
+def _make_room(folder: Path) -> None:
+    """Remove the programs that were not used for longest, beyond `MAX_BYTES`."""
+    # Another process may remove some meanwhile.
+    with contextlib.suppress(OSError):
+        found = [(path.stat(), path) for path in folder.glob(f"step_*{SUFFIX}*")]
+        found.sort(key=lambda pair: pair[0].st_mtime)
+        excess = sum(status.st_size for status, _ in found) - MAX_BYTES
+        for status, path in found:
+            if excess <= 0:
+                break
+            path.unlink()
+            excess -= status.st_size
+
+
+def _digest(
+    program: ProgramConfig,
+    shape: StepShape,
+    arguments: Arguments,
+    options: Options | None,
+) -> str:
+    """One name for all that an executable depends on."""
+    mesh = program.mesh
+    leaves, structure = jax.tree.flatten(arguments)
+    forms = [
+        (leaf.shape, str(leaf.dtype), _parts(leaf.sharding, leaf.shape, mesh))
+        for leaf in leaves
+    ]
+    # Whom a grammar's program asks is an object of this process.
+    program = dataclasses.replace(program, mask_source=None)
+    digest = hashlib.sha256(_sources())
+    for part in (
+        *_surroundings(mesh),
+        *(program, shape, forms, structure, sorted((options or {}).items())),
+    ):
+        digest.update(repr(part).encode() + b"\0")
+    return digest.hexdigest()
+
+
+def _parts(sharding: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
+    """What of an array each device has, however that was said."""
+    if sharding.is_fully_replicated:
+        return None
+    indices = sharding.devices_indices_map(shape)
+    return [indices[device] for device in mesh.devices.flat]
+
+
+def _surroundings(mesh: Mesh) -> Iterator[object]:
+    """What all programs for these devices depend on; described ones have it as well."""
+    yield jax.__version__, metadata.version("jaxlib")
+    yield [
+        (name, value)
+        for name, value in sorted(jax.config.values.items())
+        if not _ASIDE.search(name)
+    ]
+    yield os.environ.get("XLA_FLAGS", "").split()
+    yield mesh
+    for device in mesh.devices.flat:
+        place = getattr(device, "coords", None) if device.platform == "tpu" else None
+        yield device.id, _MEMORY.sub("", device.device_kind), place
+    platform = mesh.devices.flat[0].platform
+    if platform == "cpu":
+        yield _cpu_flags()
+    elif platform == "tpu":
+        yield mesh.devices.flat[0].client.platform_version
+        yield os.environ.get("LIBTPU_INIT_ARGS", "").split()
+    else:
+        yield _plugin_versions()
+
+
+@cache
+def _cpu_flags() -> str | None:
+    """The instructions that code for this CPU may have."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = (line for line in lines if line.startswith(("flags", "Features")))
+    return next(found, None)
+
+
+@cache
+def _plugin_versions() -> list[str]:
+    """Of the compilers for GPUs; a described one's client does not tell its own."""
+    return sorted(
+        f"{found.name} {found.version}"
+        for found in metadata.distributions()
+        if re.fullmatch(r"jax[-_](cuda|rocm)\d+[-_](pjrt|plugin)", found.name)
+    )
+
+
+@cache
+def _sources() -> bytes:
+    """A digest of everything that a step is traced from, wherever it is installed."""
+    digest = hashlib.sha256()
+    for package in _PACKAGES:
+        for name, path in sorted(_files(package)):
+            digest.update(f"{package}/{name}".encode() + b"\0" + path.read_bytes())
+    return digest.digest()
+
+
+def _files(package: str) -> Iterator[tuple[str, Path]]:
+    spec = find_spec(package)
+    assert spec is not None
+    for folder in spec.submodule_search_locations or ():
+        for suffix in ("*.py", "*.json"):
+            for path in Path(folder).rglob(suffix):
+                yield path.relative_to(folder).as_posix(), path

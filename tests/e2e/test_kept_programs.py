@@ -1,0 +1,73 @@
+"""Programs that processes share: two at once, and beside a cache of jax's own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# What a start does: load the program, or compile and keep it.
+START = """
+import sys
+from pathlib import Path
+from jaxspec.engine import program_cache
+from tests import tiny_programs as tests
+
+program_cache.lower_step = tests.lower_round
+program = tests.make_program()
+folder = None if sys.argv[1] == "none" else Path(sys.argv[1])
+arguments = tests.make_arguments(program.mesh)
+built = program_cache.ProgramCache(folder).build(program, tests.SHAPE, arguments)
+print("loaded" if built.was_loaded else "compiled")
+plan = tests.jax.device_put(tests.PLAN)
+print(float(built.executable(*arguments, plan)[0].rows.sum()))
+"""
+
+
+def begin(folder: Path | str, jax_folder: Path | None = None) -> subprocess.Popen:
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    environment |= {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    if jax_folder is not None:
+        environment["JAX_COMPILATION_CACHE_DIR"] = str(jax_folder)
+        environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    return subprocess.Popen(
+        [sys.executable, "-c", START, str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+    )
+
+
+def end(process: subprocess.Popen) -> list[str]:
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    return output.split()
+
+
+@pytest.mark.slow
+def test_two_processes_at_once(tmp_path):
+    processes = [begin(tmp_path) for _ in range(2)]
+    (_, total), (_, other) = [end(process) for process in processes]
+    assert total == other
+    assert len(list(tmp_path.iterdir())) == 1
+    assert end(begin(tmp_path)) == ["loaded", total]
+
+
+@pytest.mark.slow
+def test_a_cache_that_the_user_has_set_up_for_jax_does_not_spoil_programs(tmp_path):
+    ours, jaxs = tmp_path / "ours", tmp_path / "jax"
+    # Whatever jax's cache has of the same program is not what is kept.
+    without, total = end(begin("none", jaxs))
+    assert without == "compiled"
+    assert any(path.name.startswith("jit_step_") for path in jaxs.iterdir())
+    assert end(begin(ours, jaxs)) == ["compiled", total]
+    assert end(begin(ours, jaxs)) == ["loaded", total]
+    [path] = ours.iterdir()
+    path.unlink()
+    assert end(begin(ours, jaxs)) == ["compiled", total]
+    assert end(begin(ours, jaxs)) == ["loaded", total]

@@ -1,0 +1,369 @@
+"""What a cache gives back does what was put in, and is never of something else."""
+
+import dataclasses
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxspec.engine import program_cache
+from jaxspec.engine.program_cache import Built, ProgramCache, program_name
+from jaxspec.engine.token_masks import TokenMasks
+from jaxspec.program.plan import Features, StepShape
+from tests.tiny_programs import (
+    PLAN,
+    SHAPE,
+    as_state,
+    lower_sums,
+    make_arguments,
+    make_program,
+)
+
+
+@pytest.fixture
+def lowered(monkeypatch) -> list[str]:
+    """Names of what was lowered."""
+    names = []
+
+    def lower(*arguments: Any, name: str) -> jax.stages.Lowered:
+        names.append(name)
+        return lower_sums(*arguments, name=name)
+
+    monkeypatch.setattr(program_cache, "lower_step", lower)
+    return names
+
+
+def run(built: Built, arguments: Any) -> None:
+    """An executable on its arguments; the sums are right."""
+    mesh = arguments[0]["w"].sharding.mesh
+    plan = jax.device_put(PLAN, NamedSharding(mesh, PartitionSpec()))
+    state, result = built.executable(*arguments, plan)
+    np.testing.assert_array_equal(state.rows, np.full(4, 29.0))
+    np.testing.assert_array_equal(result, PLAN + 1)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_what_is_loaded_computes_the_same(tmp_path, lowered, num_devices):
+    program = make_program(num_devices)
+    arguments = make_arguments(program.mesh)
+    folder = tmp_path / "new"
+    first = ProgramCache(folder).build(program, SHAPE, arguments)
+    assert not first.was_loaded
+    assert first.lower_s > 0
+    run(first, arguments)
+    forms = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=leaf.sharding
+        ),
+        arguments,
+    )
+    again = ProgramCache(folder).build(program, SHAPE, forms)
+    assert again.was_loaded
+    assert again.lower_s == 0
+    run(again, arguments)
+    assert lowered == ["step_1x2_0"]
+    path = ProgramCache(folder).path(program, SHAPE, arguments)
+    assert path is not None
+    assert list(folder.iterdir()) == [path]
+    assert path.name.startswith("step_1x2_0-")
+
+
+def test_nothing_is_kept_without_a_folder_nor_with_a_grammar(tmp_path, lowered):
+    program = make_program()
+    arguments = make_arguments(program.mesh)
+    run(ProgramCache(None).build(program, SHAPE, arguments), arguments)
+    form = dataclasses.replace(SHAPE, features=Features(has_grammar=True))
+    for _ in range(2):
+        built = ProgramCache(tmp_path).build(program, form, arguments)
+        assert not built.was_loaded
+    assert lowered == ["step_1x2_0_unkept", *["step_1x2_0_grammar_unkept"] * 2]
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_are_readable():
+    features = Features(has_controls=True, num_logprobs=0, num_prompt_logprobs=3)
+    shape = StepShape(num_seqs=8, num_draft_tokens=5, chunk=512, features=features)
+    assert program_name(shape) == "step_8x5_512_controls_logprobs0_prompt_logprobs3"
+    assert program_name(SHAPE) == "step_1x2_0"
+
+
+def test_names_follow_all_that_a_program_depends_on(tmp_path, monkeypatch):
+    cache, program = ProgramCache(tmp_path), make_program()
+    arguments = make_arguments(program.mesh)
+
+    def name(program=program, shape=SHAPE, arguments=arguments, options=None) -> str:
+        path = cache.path(program, shape, arguments, options)
+        assert path is not None
+        return path.name
+
+    names = [name()]
+    assert name() == names[0]
+    names.append(name(shape=dataclasses.replace(SHAPE, chunk=32)))
+    names.append(name(dataclasses.replace(program, has_greedy_draft=True)))
+    other = make_program(2)
+    names.append(name(other, arguments=make_arguments(other.mesh)))
+    longer = as_state(jax.device_put(np.ones(5, np.float32)))
+    names.append(name(arguments=(*arguments[:2], longer)))
+    renamed = {"more": arguments[0]["w"]}
+    names.append(name(arguments=(renamed, *arguments[1:])))
+    names.append(name(options={"xla_backend_optimization_level": "0"}))
+    with jax.default_matmul_precision("float32"):
+        names.append(name())
+    for variable in ("XLA_FLAGS",):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "--xla_some_flag=1")
+            names.append(name())
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "__version__", "0.0.0")
+        names.append(name())
+    for function, value in (
+        ("_sources", b"other sources"),
+        ("_cpu_flags", "flags: none"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(program_cache, function, lambda value=value: value)
+            names.append(name())
+    assert len(set(names)) == len(names)
+    assert name() == names[0]
+
+
+def test_names_do_not_follow_where_things_lie(tmp_path, monkeypatch):
+    program = make_program()
+    arguments = make_arguments(program.mesh)
+    first = ProgramCache(tmp_path).path(program, SHAPE, arguments)
+    assert first is not None
+    masked = dataclasses.replace(program, mask_source=TokenMasks(16))
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "other"))
+    try:
+        second = ProgramCache(tmp_path / "b").path(masked, SHAPE, arguments)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert second is not None
+    assert second.name == first.name
+    # The same sources in another folder.
+    copies = {}
+    for package in program_cache._PACKAGES:
+        copies[package] = copy = tmp_path / "site" / package
+        for name, path in program_cache._files(package):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes(path.read_bytes())
+    program_cache._sources.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            program_cache,
+            "_files",
+            lambda package: [
+                (path.relative_to(copies[package]).as_posix(), path)
+                for path in copies[package].rglob("*.*")
+            ],
+        )
+        third = ProgramCache(tmp_path).path(program, SHAPE, arguments)
+        program_cache._sources.cache_clear()
+        (copies["jaxspec"] / "program" / "step.py").write_text("")
+        fourth = ProgramCache(tmp_path).path(program, SHAPE, arguments)
+    program_cache._sources.cache_clear()
+    assert third == first
+    assert fourth != first
+
+
+def test_sources_of_both_packages_count():
+    packages = program_cache._PACKAGES
+    names = {path.name for one in packages for _, path in program_cache._files(one)}
+    assert {"step.py", "gemma2.py", "reference.py"} <= names
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: b"no zlib",
+        lambda content: content[:100],
+        lambda content: content[:-1],
+        lambda content: content[:300] + bytes([content[300] ^ 1]) + content[301:],
+    ],
+)
+def test_a_damaged_program_is_replaced_with_one_warning(
+    tmp_path, caplog, lowered, damage
+):
+    program = make_program()
+    arguments = make_arguments(program.mesh)
+    cache = ProgramCache(tmp_path)
+    cache.build(program, SHAPE, arguments)
+    [path] = tmp_path.iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    built = cache.build(program, SHAPE, arguments)
+    assert not built.was_loaded
+    run(built, arguments)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "is compiled again" in caplog.text
+    assert ProgramCache(tmp_path).build(program, SHAPE, arguments).was_loaded
+    assert len(caplog.records) == 1
+
+
+def test_a_program_of_another_jax_is_replaced(tmp_path, caplog, lowered, monkeypatch):
+    """Its name says so already; this is for two that say they are the same."""
+
+    def load(*_: object, **__: object) -> None:
+        raise AttributeError("no such class in jax")
+
+    program = make_program()
+    arguments = make_arguments(program.mesh)
+    cache = ProgramCache(tmp_path)
+    cache.build(program, SHAPE, arguments)
+    module = program_cache.serialize_executable
+    monkeypatch.setattr(module, "deserialize_and_load", load)
+    assert not cache.build(program, SHAPE, arguments).was_loaded
+    assert "no such class" in caplog.text
+
+
+def test_files_of_others_do_no_harm(tmp_path, lowered, monkeypatch):
+    (tmp_path / "0123-cache").write_text("of jax")
+    (tmp_path / "step_1x2_0.ckpt").write_text("of somebody")
+    program = make_program()
+    arguments = make_arguments(program.mesh)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "__version__", "0.0.0")
+        ProgramCache(tmp_path).build(program, SHAPE, arguments)
+    built = ProgramCache(tmp_path).build(program, SHAPE, arguments)
+    assert not built.was_loaded
+    monkeypatch.setattr(program_cache, "MAX_BYTES", 0)
+    wider = dataclasses.replace(SHAPE, num_seqs=2)
+    ProgramCache(tmp_path).build(program, wider, arguments)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"0123-cache", "step_1x2_0.ckpt"}
+
+
+def test_the_programs_that_are_not_used_make_room(tmp_path, lowered, monkeypatch):
+    program = make_program()
+    arguments = make_arguments(program.mesh)
+    cache = ProgramCache(tmp_path)
+    shapes = [dataclasses.replace(SHAPE, num_seqs=count) for count in (1, 2, 4)]
+    paths = [cache.path(program, shape, arguments) for shape in shapes]
+    for age, shape, path in zip((100, 50), shapes, paths, strict=False):
+        cache.build(program, shape, arguments)
+        assert path is not None
+        used_ts = path.stat().st_mtime - age
+        os.utime(path, (used_ts, used_ts))
+    # The oldest is used again.
+    assert cache.build(program, shapes[0], arguments).was_loaded
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    monkeypatch.setattr(program_cache, "MAX_BYTES", int(size * 1.2))
+    cache.build(program, shapes[2], arguments)
+    assert set(tmp_path.iterdir()) == {paths[0], paths[2]}
+
+
+def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path, caplog, lowered):
+    (tmp_path / "file").write_text("")
+    program = make_program()
+    arguments = make_arguments(program.mesh)
+    cache = ProgramCache(tmp_path / "file" / "folder")
+    for count in (1, 2):
+        shape = dataclasses.replace(SHAPE, num_seqs=count)
+        assert not cache.build(program, shape, arguments).was_loaded
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "cannot be kept" in caplog.text
+
+
+def test_a_full_disk_leaves_no_half_file(tmp_path, caplog, lowered, monkeypatch):
+    def replace(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    program = make_program()
+    arguments = make_arguments(program.mesh)
+    monkeypatch.setattr(Path, "replace", replace)
+    built = ProgramCache(tmp_path).build(program, SHAPE, arguments)
+    run(built, arguments)
+    assert "No space left" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_only_read_is_read(tmp_path, caplog, lowered, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    program = make_program()
+    arguments = make_arguments(program.mesh)
+    ProgramCache(tmp_path).build(program, SHAPE, arguments)
+    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert ProgramCache(tmp_path).build(program, SHAPE, arguments).was_loaded
+    assert not caplog.records
+    wider = dataclasses.replace(SHAPE, num_seqs=2)
+    assert not ProgramCache(tmp_path).build(program, wider, arguments).was_loaded
+    assert "Read-only" in caplog.text
+
+
+def test_devices_whose_programs_cannot_be_kept_cost_a_warning(
+    tmp_path, caplog, lowered, monkeypatch
+):
+    def serialize(_: object) -> None:
+        raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no such thing here")
+
+    monkeypatch.setattr(program_cache.serialize_executable, "serialize", serialize)
+    program = make_program()
+    arguments = make_arguments(program.mesh)
+    run(ProgramCache(tmp_path).build(program, SHAPE, arguments), arguments)
+    assert "UNIMPLEMENTED" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_can_be_read_by_whom_the_umask_lets(tmp_path, lowered):
+    program = make_program()
+    before = os.umask(0o027)
+    try:
+        ProgramCache(tmp_path).build(program, SHAPE, make_arguments(program.mesh))
+    finally:
+        os.umask(before)
+    [path] = tmp_path.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_threads_build_at_once(tmp_path, lowered):
+    program = make_program()
+    arguments = make_arguments(program.mesh)
+    cache, built = ProgramCache(tmp_path), []
+
+    def build(count: int) -> None:
+        shape = dataclasses.replace(SHAPE, num_seqs=1 + count % 2)
+        built.append(cache.build(program, shape, arguments))
+
+    threads = [threading.Thread(target=build, args=(count,)) for count in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(built) == 6
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_settings_of_jax_stay_as_they_are(tmp_path, lowered, monkeypatch):
+    name = "persistent_cache_min_compile_time_secs"
+    setting = getattr(program_cache.thread_settings, name)
+    before = dict(jax.config.values)
+    seen = []
+
+    class Watched(jax.stages.Lowered):
+        def compile(self, *arguments, **options):
+            seen.append(setting.value)
+            other = threading.Thread(target=lambda: seen.append(setting.value))
+            other.start()
+            other.join()
+            return super().compile(*arguments, **options)
+
+    def lower(*arguments: Any, name: str) -> Any:
+        made = lower_sums(*arguments, name=name)
+        made.__class__ = Watched
+        return made
+
+    monkeypatch.setattr(program_cache, "lower_step", lower)
+    program = make_program()
+    ProgramCache(tmp_path).build(program, SHAPE, make_arguments(program.mesh))
+    assert seen == [float("inf"), before[f"jax_{name}"]]
+    assert dict(jax.config.values) == before

@@ -1,0 +1,69 @@
+"""Programs in place of rounds: as many arguments and results, compiled in no time."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxspec.config import ModelConfig
+from jaxspec.program.plan import PoolShape, StepShape
+from jaxspec.program.state import EngineState
+from jaxspec.program.step import ProgramConfig
+from jaxspec.sharding import make_mesh
+from jaxspec_checkpoints.published import published_config
+
+SHAPE = StepShape(num_seqs=1, num_draft_tokens=2, chunk=0)
+POOL = PoolShape(num_rows=1, num_pages=4, page_size=4, max_model_len=8, vocab_size=16)
+PLAN = np.arange(3, dtype=np.int32)
+
+
+def as_state(rows: Any) -> EngineState:
+    form: Any = EngineState
+    return form(rows=rows, token_pages=(), target_pages=(), draft_pages=())
+
+
+def lower_sums(program, shape, arguments, *, name):
+    """In place of a round: as many arguments and results, compiled in no time."""
+
+    def run(target, draft, state, plan):
+        assert draft is None
+        return as_state(state.rows + target["w"].sum()), plan + shape.num_seqs
+
+    run.__name__ = name
+    whole = NamedSharding(program.mesh, PartitionSpec())
+    forms = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=leaf.sharding
+        ),
+        arguments,
+    )
+    plan = jax.ShapeDtypeStruct(PLAN.shape, jnp.int32, sharding=whole)
+    return jax.jit(run).lower(*forms, plan)
+
+
+def lower_round(program, shape, arguments, *, name):
+    """Of what XLA:CPU makes functions."""
+
+    def run(target, draft, state, plan):
+        square = jnp.outer(target["w"], target["w"]) / 64
+        found = jnp.tanh(square @ square) * jax.nn.softmax(square)
+        return as_state(state.rows + found.sum()), plan
+
+    run.__name__ = name
+    return jax.jit(run).lower(*arguments, PLAN)
+
+
+def make_program(num_devices: int = 1) -> ProgramConfig:
+    target = ModelConfig.from_hf(published_config("2b"))
+    return ProgramConfig(
+        target=target, draft=None, pool=POOL, mesh=make_mesh(num_devices)
+    )
+
+
+def make_arguments(mesh: Mesh) -> Any:
+    row = NamedSharding(mesh, PartitionSpec(mesh.axis_names[-1]))
+    weights = jax.device_put(np.arange(8, dtype=np.float32), row)
+    rows = jax.device_put(np.ones(4, np.float32), NamedSharding(mesh, PartitionSpec()))
+    return {"w": weights}, None, as_state(rows)
