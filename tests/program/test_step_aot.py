@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.batteries import members
 from tests.program import aot_step, hlo
 from tests.program.aot_step import PLACES, Report
 
@@ -44,8 +45,11 @@ def test_whole_models_are_recorded_for_every_place_and_fit():
         check_report(Report(**row))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    "name",
+    members("step", PLACES, is_example=lambda name: PLACES[name].draft_devices == 2),
+)
 def test_9b_with_a_2b_draft_compiles_for(name):
     place = PLACES[name]
     reason = aot_step.missing(place)
