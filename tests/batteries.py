@@ -78,12 +78,12 @@ class Battery:
 
 
 def _aot(name: str, file: str, reads: tuple[str, ...], *data: str) -> Battery:
-    tuning = "kernels/jaxspec_kernels/**/*.json"
+    tuned = "kernels/jaxspec_kernels/tuned/*.json"
     return Battery(
         name=name,
         files=(file,),
         reads=reads,
-        data=(tuning, *data),
+        data=(tuned, *data),
         needs_compilers=True,
     )
 
@@ -98,6 +98,30 @@ BATTERIES = (
         name="rejection_mutants",
         files=("tests/kernels/test_rejection_mutants.py",),
         reads=(*KERNELS, "jaxspec/program/randomness.py"),
+    ),
+    Battery(
+        name="attention_calls",
+        files=(
+            "tests/kernels/test_paged_attention.py",
+            "tests/kernels/test_paged_attention_gpu.py",
+            "tests/kernels/test_paged_attention_tpu.py",
+        ),
+        reads=KERNELS,
+    ),
+    Battery(
+        name="traffic",
+        files=("tests/engine/test_traffic.py",),
+        reads=("jaxspec/engine/", "tests/"),
+    ),
+    Battery(
+        name="lossless",
+        files=("tests/e2e/test_greedy_equality.py", "tests/e2e/test_lossless.py"),
+        reads=ENGINE,
+    ),
+    Battery(
+        name="counts",
+        files=("tests/e2e/test_distribution.py", "tests/e2e/test_enumerated.py"),
+        reads=ENGINE,
     ),
     Battery(
         name="program_mutants",
@@ -150,7 +174,10 @@ def code_of(text: str) -> str:
             lines[row - 1] = lines[row - 1][:column]
     owners = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, owners) and ast.get_docstring(node, clean=False) is not None:
+        if (
+            isinstance(node, owners)
+            and ast.get_docstring(node, clean=False) is not None
+        ):
             docstring = node.body[0]
             assert docstring.end_lineno is not None
             count = docstring.end_lineno - docstring.lineno + 1
@@ -227,7 +254,9 @@ def main() -> int:
     """Run the batteries that are due, one after the other; the first failure ends it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="also those not due")
-    parser.add_argument("--list", action="store_true", help="say which are due, and why")
+    parser.add_argument(
+        "--list", action="store_true", help="say which are due, and why"
+    )
     parser.add_argument("--name", action="append", help="only these")
     options, arguments = parser.parse_known_args()
     chosen = [one for one in BATTERIES if not options.name or one.name in options.name]

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxspec.engine.runner import Runner, build_mesh
 from jaxspec.models.weights import load_params, suit_devices
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import StepPlan, StepResult, StepShape
+from jaxspec.program.store import ProgramStore
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
 from jaxspec.tokenizer import PlainTexts, Tokenizer
@@ -43,6 +45,9 @@ QUICK_COMPILER: dict[str, str | bool] = {
 # For programs that are looked into: the instructions are those that users get, and only
 # the machine code made of them is not.
 READERS_COMPILER: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
+
+# Of all tests, here and in the next run: what one has compiled, the others read.
+PROGRAMS = Path(__file__).parents[1] / ".pytest_cache" / "programs"
 
 SETTINGS: dict[str, Any] = dict(
     dtype="float32",
@@ -169,6 +174,7 @@ def make_engine(
     kind = runner or (OneShapeRunner if has_one_shape else Runner)
     made = _make_runner(kind, config, target, draft)
     made.compiler_options = None if is_optimized else QUICK_COMPILER
+    made.store = ProgramStore(PROGRAMS)
     return _over(config, made)
 
 
@@ -249,7 +255,7 @@ def with_draft(engine: LLMEngine, draft: Any) -> LLMEngine:
     params = load_weights(draft, dtype, old.mesh, DRAFT_MESH_AXES)
     runner = type(old)(config, old.mesh, target_params, params)
     # Executables take the parameters as arguments.
-    runner.compiler_options = old.compiler_options
+    runner.compiler_options, runner.store = old.compiler_options, old.store
     runner._executables, runner._layouts = old._executables, old._layouts
     runner.token_masks = old.token_masks  # whom they ask
     return _over(config, runner)

@@ -116,7 +116,7 @@ def _runner(kind: str) -> Runner:
     dtype = first.params[0]["embedding"].dtype
     params = load_weights(draft(kind), dtype, first.mesh, DRAFT_MESH_AXES)
     runner = Runner(first.config, first.mesh, first.params[0], params)
-    runner.compiler_options = first.compiler_options
+    runner.compiler_options, runner.store = first.compiler_options, first.store
     runner._executables, runner._layouts = first._executables, first._layouts
     return runner
 

@@ -20,8 +20,6 @@ from tests.e2e import pair
 from tests.engines import StubTokenizer
 from tests.oracles import hf_logits
 
-pytestmark = pytest.mark.slow  # two programs to compile, with all features
-
 PROMPTS = pair.prompts(4, seed=5)
 MAX_TOKENS = 14
 PLAIN = {"num_speculative_tokens": 0}
@@ -54,7 +52,10 @@ class OneProgramRunner(Runner):
 @functools.cache
 def runner() -> OneProgramRunner:
     made = pair.engine()
-    return OneProgramRunner(made.config, made.runner.mesh, *made.runner.params)
+    runner = OneProgramRunner(made.config, made.runner.mesh, *made.runner.params)
+    runner.compiler_options = made.runner.compiler_options
+    runner.store = made.runner.store
+    return runner
 
 
 def run(

@@ -19,7 +19,9 @@ from tests.kernels import aot_gpu, aot_tpu
 @pytest.mark.parametrize(
     "controls",
     members(
-        "kernel_benchmark", bench_work.CONTROLS, is_example=lambda name: name == "greedy"
+        "kernel_benchmark",
+        bench_work.CONTROLS,
+        is_example=lambda name: name == "greedy",
     ),
 )
 def test_no_read_of_logits_is_moved_out_of_the_loop(controls):

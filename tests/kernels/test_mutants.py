@@ -11,9 +11,7 @@ EXAMPLE = "tpu: missing rescale"
 
 @pytest.mark.parametrize(
     "one",
-    members(
-        "attention_mutants", MUTANTS, is_example=lambda one: one.name == EXAMPLE
-    ),
+    members("attention_mutants", MUTANTS, is_example=lambda one: one.name == EXAMPLE),
     ids=lambda one: one.name,
 )
 def test_mutant_is_killed(one):

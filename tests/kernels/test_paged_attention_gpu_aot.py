@@ -31,9 +31,7 @@ def test_recorded_programs_are_those_that_exist():
 @needs_compiler
 @pytest.mark.parametrize(
     "name",
-    members(
-        "attention_gpu", UNEQUAL.values(), is_example=lambda name: name == EXAMPLE
-    ),
+    members("attention_gpu", UNEQUAL.values(), is_example=lambda name: name == EXAMPLE),
 )
 def test_program_fits_an_h200(name):
     """Nothing spills, all shares run at once, pages come in wide copies."""

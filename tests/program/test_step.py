@@ -226,8 +226,14 @@ SHARDED: dict[str, Any] = dict(
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("shards", "draft_shards"), [(2, 1), (8, 2), (8, 8)])
+@pytest.mark.parametrize(
+    ("shards", "draft_shards"),
+    [
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        (8, 2),
+        pytest.param(8, 8, marks=pytest.mark.slow),
+    ],
+)
 def test_devices_that_share_a_model_say_what_one_says(shards, draft_shards):
     target, draft = make_hf_model(seed=3, **SHARDED), make_hf_model(seed=4, **SHARDED)
     settings = pair.settings(max_num_seqs=3, has_one_shape=True)
