@@ -251,7 +251,7 @@ def run(battery: Battery, arguments: list[str]) -> int:
 
 
 def main() -> int:
-    """Run the batteries that are due, one after the other; the first failure ends it."""
+    """Run the batteries that are due, one by one; the first failure ends it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="also those not due")
     parser.add_argument(

@@ -82,6 +82,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"no {platform} here"))
 
 
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of every later collection of garbage.
+
+    A million objects of torch, transformers and jax: one collection took a second.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None):
     """Let go of compiled programs between files, where a process has very many."""

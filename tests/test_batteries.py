@@ -1,4 +1,4 @@
-"""A battery is due when, and only when, code that it proves something of has changed."""
+"""A battery is due when, and only when, what it proves something of has changed."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`make test` leaves the long proofs out, `make test-all` runs all, and both can fail."""
+"""`make test` leaves long proofs out, `make test-all` runs all, and both can fail."""
 
 import os
 import shutil
