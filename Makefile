@@ -64,8 +64,7 @@ test: $(installed_test)
 
 # The long proofs in runs of their own, one for each, which record what passed. Those
 # that compile for TPU and GPU could not run with the other tests: see tests/conftest.py.
-run_batteries := $(bin)/python -m tests.batteries -q -n auto --maxprocesses 4 \
-  --dist worksteal
+run_batteries := $(bin)/python -m tests.batteries
 
 test-all: $(installed_test)
 	@$(pytest) -m "not battery and not aot" $(PYTEST_ARGS)

@@ -95,17 +95,23 @@ def test_what_makes_it_due(one: Battery, file: str, *, is_read: bool):
     assert not batteries.is_due(one)
 
 
-def test_it_is_due_until_it_has_passed(one: Battery):
+def test_it_is_due_until_it_has_passed(one: Battery, monkeypatch: pytest.MonkeyPatch):
     assert batteries.is_due(one)
     test = batteries.ROOT / "tests" / "test_a.py"
     mark = f"import pytest\n\n\n@pytest.mark.battery(name={one.name!r})\n"
     mark += "def test_it():\n"
-    plain = ["-p", "no:cacheprovider", "-W", "ignore"]
+    monkeypatch.setattr(batteries, "ARGUMENTS", ("-q", "-p", "no:cacheprovider"))
     test.write_text(f"{mark}    raise ValueError\n")
-    assert batteries.run(one, plain) == 1
+    assert batteries.run(one, []) == 1
     assert batteries.is_due(one)
     test.write_text(f"{mark}    pass\n")
-    assert batteries.run(one, plain) == 0
+    assert batteries.run(one, ["-rs"]) == 0
+    assert batteries.is_due(one), "arguments may leave tests out"
+    test.write_text(f"{mark}    pytest.skip('no compiler')\n")
+    assert batteries.run(one, []) == 0
+    assert batteries.is_due(one), "nothing has been proven"
+    test.write_text(f"{mark}    pass\n")
+    assert batteries.run(one, []) == 0
     assert not batteries.is_due(one)
     assert batteries.recorded()["one"]["digest"] == one.digest()
 
