@@ -10,22 +10,24 @@ bin := $(VENV)/bin
 installed := $(VENV)/.installed
 installed_test := $(VENV)/.installed-test
 
-# Tests run on as many cores as there are, four at most: a process takes a few GB. One
-# file stays in one process, which shares its models and compiled programs.
-pytest := $(bin)/python -m pytest -q -n auto --maxprocesses 4 \
-  --dist loadfile --no-loadscope-reorder
+# Tests run on as many cores as there are, four at most: a process takes a few GB. They
+# stay in order, so that those of a file share models and compiled programs, until one
+# process is done and takes some from another.
+pytest := $(bin)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
-# What a change must pass: `.ci/run` runs all of it, pre-commit the same targets. The
-# tests come last, so that their closing line is the last line.
+# What a change must pass: `.ci/run` runs all of it, and then the batteries that are due;
+# pre-commit runs the same targets. The tests come last, so that their closing line is
+# the last line.
 checks := ruff-check ruff-format pyright lint-imports test
 
-.PHONY: help demo bench figures check test-fast format clean $(checks)
+.PHONY: help demo bench figures check test-all batteries format clean $(checks)
 .NOTPARALLEL:
 
 help:
 	@echo "make demo        install into $(VENV) and let the bundled pair tell a story"
-	@echo "make test        install the test tools and run all tests"
-	@echo "make test-fast   the same without the tests marked slow"
+	@echo "make test        install the test tools and prove every claim once"
+	@echo "make test-all    prove every claim in full"
+	@echo "make batteries   the long proofs whose sources have changed since they passed"
 	@echo "make check       everything CI checks: $(checks)"
 	@echo "make bench       measure the bundled pair with and without speculation"
 	@echo "make figures     draw the figures from the results in benchmarks/results"
@@ -56,23 +58,20 @@ pyright: $(installed_test)
 lint-imports: $(installed_test)
 	@$(bin)/lint-imports
 
-# Tests that compile for TPU and GPU, in a run of their own: see tests/conftest.py.
-aot_tests := $(shell grep -lsE 'aot_(tpu|gpu|step|h200)|rejection_aot' tests/*/test_*.py)
-aot_run := JAXSPEC_AOT=1 JAX_ENABLE_COMPILATION_CACHE=false $(pytest)
-other_run := $(pytest) $(addprefix --ignore=,$(aot_tests))
-
-# pytest's status 5 says that a run has no test that PYTEST_ARGS chooses: a mistake only
-# if the other run has none either. Any other failure ends both.
-both_runs = $(aot_run) $(1) $(PYTEST_ARGS) $(aot_tests); first=$$?; \
-  [ $$first = 0 ] || [ $$first = 5 ] || exit $$first; \
-  $(other_run) $(1) $(PYTEST_ARGS); second=$$?; \
-  [ $$second != 5 ] || exit $$first; exit $$second
-
+# tests/test_aot.py runs those marked `aot`, in processes of their own.
 test: $(installed_test)
-	@$(call both_runs)
+	@$(pytest) -m "not slow and not battery and not aot" $(PYTEST_ARGS)
 
-test-fast: $(installed_test)
-	@$(call both_runs,-m "not slow")
+# The long proofs in runs of their own, one for each, which record what passed. Those
+# that compile for TPU and GPU could not run with the other tests: see tests/conftest.py.
+run_batteries := $(bin)/python -m tests.batteries
+
+test-all: $(installed_test)
+	@$(pytest) -m "not battery and not aot" $(PYTEST_ARGS)
+	@$(run_batteries) --all $(PYTEST_ARGS)
+
+batteries: $(installed_test)
+	@$(run_batteries) $(PYTEST_ARGS)
 
 format: $(installed_test)
 	@$(bin)/ruff check --fix .

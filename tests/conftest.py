@@ -3,7 +3,6 @@
 It must not import jaxspec: tests import it, after the settings are made.
 """
 
-import collections
 import contextlib
 import gc
 import os
@@ -25,9 +24,9 @@ if DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" / "user")
 
 # Compilers for accelerators that are not here. They live in a folder of their own, and
-# the tests that compile with them run in processes of their own (see the Makefile): jax
-# looks for devices of theirs when it starts, and a process that had loaded them crashed
-# when it stored a program for the CPU.
+# the tests that compile with them, marked `aot`, run in processes of their own (see
+# test_aot.py): jax looks for devices of theirs when it starts, and a process that had
+# loaded them crashed when it stored a program for the CPU.
 if os.environ.get("JAXSPEC_AOT"):
     sys.path.append(str(Path(sys.prefix) / "aot"))
 
@@ -50,7 +49,10 @@ with _quiet():
 
     jax.devices()
 
+gc.disable()  # until all is imported: see pytest_collection_finish
+
 MARKED_PLATFORMS = ("tpu", "gpu")
+LONGEST = ("test_aot.py",)
 
 # Every compiled program takes about nine mappings of memory. Linux allows a process
 # 65,530 of them, and LLVM ends it when there are no more.
@@ -72,19 +74,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests for a device that is not here; begin with the files that take long.
+    """Skip tests for a device that is not here; begin with the longest tests.
 
-    Files go to one process each: a long one that comes last would run alone.
+    Processes take tests from one another, but not the one that is running: a long one
+    that comes last would run alone.
     """
-    slow = collections.Counter(
-        item.path for item in items if item.get_closest_marker("slow")
-    )
-    items.sort(key=lambda item: -slow[item.path])
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     for platform in MARKED_PLATFORMS:
         marked = [item for item in items if item.get_closest_marker(platform)]
         if marked and jax.default_backend() != platform:
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=f"no {platform} here"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of every collection of garbage, now and later.
+
+    A million objects of torch, transformers and jax: one collection takes a second, and
+    together they were a quarter of the time that the imports take.
+    """
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -112,5 +122,5 @@ def unchecked_types() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _slow_tests_do_not_check_types(request: pytest.FixtureRequest) -> None:
     """What takes long makes the calls of the fast tests, very many times."""
-    if request.node.get_closest_marker("slow"):
+    if any(map(request.node.get_closest_marker, ("slow", "battery"))):
         request.getfixturevalue("unchecked_types")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import Runner, build_mesh
 from jaxspec.models.weights import load_params, suit_devices
 from jaxspec.outputs import RequestOutput
@@ -43,6 +45,9 @@ QUICK_COMPILER: dict[str, str | bool] = {
 # For programs that are looked into: the instructions are those that users get, and only
 # the machine code made of them is not.
 READERS_COMPILER: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
+
+# Of all tests, here and in the next run: what one has compiled, the others read.
+PROGRAMS = Path(__file__).parents[1] / ".pytest_cache" / "programs"
 
 SETTINGS: dict[str, Any] = dict(
     dtype="float32",
@@ -171,6 +176,7 @@ def make_engine(
     made.compiler_options = None if is_optimized else QUICK_COMPILER
     # Every launch in its own program: what a test sees does not depend on the clock.
     made.compiles_beside = False
+    made.cache = ProgramCache(PROGRAMS)
     return _over(config, made)
 
 
@@ -251,7 +257,7 @@ def with_draft(engine: LLMEngine, draft: Any) -> LLMEngine:
     params = load_weights(draft, dtype, old.mesh, DRAFT_MESH_AXES)
     runner = type(old)(config, old.mesh, target_params, params)
     # Executables take the parameters as arguments.
-    runner.compiler_options = old.compiler_options
+    runner.compiler_options, runner.cache = old.compiler_options, old.cache
     runner.compiler, runner.compiles_beside = old.compiler, old.compiles_beside
     runner.token_masks = old.token_masks  # whom they ask
     return _over(config, runner)

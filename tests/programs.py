@@ -18,8 +18,7 @@ def quick_flags() -> str:
 
 def quick_environment() -> dict[str, str]:
     """An environment in which compiled programs are made soon, and kept for all."""
-    cache = str(ROOT / ".pytest_cache" / "jax")
     return os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": cache,
+        "XDG_CACHE_HOME": str(ROOT / ".pytest_cache"),
         "XLA_FLAGS": quick_flags(),
     }

@@ -1,4 +1,4 @@
-"""`make test` is two runs of pytest, and fails as they do."""
+"""`make test` leaves long proofs out, `make test-all` runs all, and both can fail."""
 
 import os
 import shutil
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# What stands in for pytest ends as it is told: the second run leaves files out.
+# What stands in for Python ends as it is told: pytest, or the module of the batteries.
 PYTHON = """#!/bin/sh
 case "$*" in
-  *--ignore=*) echo other: "$*"; exit $OTHER ;;
-  *) echo aot: "$*"; exit $AOT ;;
+  *tests.batteries*) echo batteries: "$*"; exit $BATTERIES ;;
+  *) echo tests: "$*"; exit $TESTS ;;
 esac
 """
 
@@ -28,29 +28,30 @@ def venv(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
-@pytest.mark.parametrize("target", ["test", "test-fast"])
 @pytest.mark.parametrize(
-    ("aot", "other", "runs", "is_green"),
+    ("target", "tests", "batteries", "runs", "is_green"),
     [
-        (0, 0, 2, True),
-        (5, 0, 2, True),  # 5: nothing collected
-        (0, 5, 2, True),
-        (5, 5, 2, False),
-        (1, 0, 1, False),
-        (0, 1, 2, False),
-        (5, 2, 2, False),
-        (2, 5, 1, False),
+        ("test", 0, 1, ["tests"], True),
+        ("test", 1, 0, ["tests"], False),
+        ("test", 5, 0, ["tests"], False),  # 5: nothing collected
+        ("test-all", 0, 0, ["tests", "batteries"], True),
+        ("test-all", 1, 0, ["tests"], False),
+        ("test-all", 0, 1, ["tests", "batteries"], False),
+        ("batteries", 1, 0, ["batteries"], True),
+        ("batteries", 0, 1, ["batteries"], False),
     ],
 )
-def test_status_of_both_runs(venv, target, *, aot, other, runs, is_green):
+def test_what_a_target_runs(venv, target, *, tests, batteries, runs, is_green):
     words = ["make", f"VENV={venv}", target, "PYTEST_ARGS=-k x"]
-    environment = os.environ | {"AOT": str(aot), "OTHER": str(other)}
+    environment = os.environ | {"TESTS": str(tests), "BATTERIES": str(batteries)}
     made = subprocess.run(
         words, cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    lines = made.stdout.splitlines()
-    calls = [line for line in lines if line.startswith(("aot:", "other:"))]
-    assert len(calls) == runs
+    calls = [line for line in made.stdout.splitlines() if ": -m " in line]
+    assert [call.partition(":")[0] for call in calls] == runs, made.stderr
     assert all("-k x" in call for call in calls)
-    assert all(("-m not slow" in call) == (target == "test-fast") for call in calls)
+    assert all(
+        ("not slow" in call) == (target == "test") for call in calls if "pytest" in call
+    )
+    assert all("--all" in call for call in calls[1:])
     assert (made.returncode == 0) == is_green, made.stderr

@@ -4,11 +4,19 @@ import importlib
 
 import pytest
 
+from tests.batteries import members
 from tests.mutants import MUTANTS
 from tests.mutation import Mutant, applied, is_killed
 
+# The first is of accepting, over several rounds; the other of where a run ends.
+EXAMPLES = "shared_uniform_accept_and_sample", "stop_inside_run_ignored"
 
-@pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.name)
+
+@pytest.mark.parametrize(
+    "one",
+    members("program_mutants", MUTANTS, is_example=lambda one: one.name in EXAMPLES),
+    ids=lambda one: one.name,
+)
 def test_mutant_is_killed(one: Mutant):
     assert is_killed(one), f"{one.name} survived: {one.old} -> {one.new}"
 
@@ -22,6 +30,7 @@ def test_mutants_are_taken_out_again():
         assert getattr(module, one.function) is real
 
 
+@pytest.mark.battery(name="program_mutants")
 def test_checks_pass_without_a_mutant():
     for check in dict.fromkeys(one.check for one in MUTANTS):
         check()

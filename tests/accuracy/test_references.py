@@ -178,8 +178,13 @@ def test_greedy_texts_without_a_draft_equal_huggingface(size, tmp_path):
         assert texts_of(llm) == expected_texts(size)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", references.SIZES)
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(size, marks=() if size == "2b" else pytest.mark.slow)
+        for size in references.SIZES
+    ],
+)
 def test_logits_equal_the_gemma_library(size):
     model = references.reference(size)
     config = model.config.to_dict()

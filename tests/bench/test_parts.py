@@ -57,6 +57,7 @@ def test_bytes_are_those_of_both_models(engine):
     assert cost_ratio(engine) == one / plain
 
 
+@pytest.mark.slow
 def test_parts_are_timed_and_move_nothing(engine, monkeypatch):
     said = tokens_of(generate(engine, PROMPTS, params_of(output_kind=FINAL)))
     made = []

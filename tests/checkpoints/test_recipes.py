@@ -20,6 +20,8 @@ card, corpus, decode, distill, evaluate, export, network, sample, training = map
     "card corpus decode distill evaluate export network sample training".split(),
 )
 
+slow = pytest.mark.slow
+
 VOCAB = 128
 CHAT = (
     "<start_of_turn>user\nAdd 1  and 2.<end_of_turn>\n<start_of_turn>model\n3!\n\n  ok"
@@ -173,6 +175,7 @@ def train_micro(state: Path, rows: CountingRows, **changes: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_loss_falls(tmp_path: Path) -> None:
     config = micro_config(num_hidden_layers=1)
     train_micro(tmp_path / "micro.safetensors", CountingRows(), rate=0.06)
@@ -212,7 +215,9 @@ def micro_prompts(rows: int, count: int) -> Any:
 
 
 @pytest.mark.usefixtures("float32_linear")
-@pytest.mark.parametrize("window", [8, 129, 140])
+@pytest.mark.parametrize(
+    "window", [pytest.param(8, marks=slow), 129, pytest.param(140, marks=slow)]
+)
 def test_greedy_text_is_what_a_full_forward_pass_chooses(window: int) -> None:
     config = micro_config(sliding_window=window)
     params, prompts = lively_params(config), micro_prompts(4, 12)
@@ -282,7 +287,7 @@ def test_draw_inverts_the_distribution_function() -> None:
     assert not counts[::3].any()
 
 
-@pytest.mark.parametrize("num_labels", [VOCAB, 10])
+@pytest.mark.parametrize("num_labels", [pytest.param(VOCAB, marks=slow), 10])
 @pytest.mark.usefixtures("float32_linear")
 def test_label_loss_is_the_divergence_with_the_others_merged(num_labels: int) -> None:
     config = micro_config()

@@ -351,8 +351,14 @@ writing.write_checkpoint(open_checkpoint(source), destination, to=to)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("step", ["write", "_write_side_files", "_sync"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        "write",
+        pytest.param("_write_side_files", marks=pytest.mark.slow),
+        pytest.param("_sync", marks=pytest.mark.slow),
+    ],
+)
 def test_killed_process_leaves_nothing_that_opens(tmp_path, source, step):
     """What is left is hidden and marked; a second attempt is not in its way."""
     processes = {

@@ -133,7 +133,7 @@ def test_every_position_follows_the_target(engine, next_logits, rule):
         check_law(tokens, laws_of(next_logits, controls), (rule, controls))
 
 
-@pytest.mark.slow
+@pytest.mark.battery(name="counts")
 @pytest.mark.parametrize("rule", RULES)
 def test_every_position_follows_the_target_closely(engine, next_logits, rule):
     for controls, tokens in zip(CONTROLS, sample(engine, rule, 10_000), strict=True):

@@ -6,7 +6,7 @@ from tests.e2e.enumerated import RULES, count, law_of_texts, make
 from tests.engines import make_micro
 
 
-@pytest.mark.slow
+@pytest.mark.battery(name="counts")
 def test_texts_come_as_often_as_the_target_says():
     target = make_micro(seed=3)
     engine = make(target, batch=16, num_pages=32)

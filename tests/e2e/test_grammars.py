@@ -5,6 +5,7 @@ import functools
 import gc
 import itertools
 import re
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,7 @@ from tests.engines import (
 )
 from tests.laws import check_counts, filtered_law
 
-# Programs of their own: these tests compile for a minute.
-pytestmark = pytest.mark.slow
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 PATTERNS = [r"[A-Z]{3,6}(,[0-9]{1,3}){2,4};", r"(ABRA|CADABRA|[0-9A-C]{2}=){1,4}[<>]"]
 CHOICES = ["YES", "NO", "YES,BUT", "42"]
@@ -98,7 +98,7 @@ def made(kind: str) -> LLMEngine:
     )
 
 
-@pytest.fixture(scope="module", params=["noisy", "unrelated"])
+@pytest.fixture(scope="module", params=["noisy", slow("unrelated")])
 def engine(request) -> LLMEngine:
     return made(request.param)
 
@@ -115,7 +115,7 @@ def test_drafts_change_nothing(engine, prompts, texts):
     assert_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("kind", ["ngram", "ngram+noisy", "two devices"])
+@pytest.mark.parametrize("kind", ["ngram", slow("ngram+noisy"), slow("two devices")])
 def test_other_drafts_and_devices_change_nothing(kind, prompts, texts):
     settings: dict[str, Any] = dict(runner=GrammarRunner, **SETTINGS)
     if kind == "two devices":
@@ -297,7 +297,7 @@ def law_pair() -> tuple[Any, LLMEngine]:
     return target, engine
 
 
-@pytest.mark.parametrize("rule", ["standard", "block", "seeded"])
+@pytest.mark.parametrize("rule", ["standard", slow("block"), slow("seeded")])
 def test_the_law_under_a_grammar_is_the_enumerated_one(rule):
     target, engine = law_pair()
     words = words_of_the_form()

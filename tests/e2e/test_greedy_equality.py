@@ -168,7 +168,7 @@ def hundred() -> tuple[list[list[int]], list[list[int]]]:
     return many_prompts(104)
 
 
-@pytest.mark.slow
+@pytest.mark.battery(name="lossless")
 @pytest.mark.parametrize("num_draft", [1, 2, 3, 5, 8])
 def test_a_hundred_texts_with_every_number_of_drafts(num_draft, hundred, monkeypatch):
     """Eight at a time, then one, in one executable."""
@@ -189,7 +189,7 @@ def test_a_hundred_texts_with_every_number_of_drafts(num_draft, hundred, monkeyp
         assert tokens_of(generate(alone, [prompt], GREEDY)) == [text]
 
 
-@pytest.mark.slow
+@pytest.mark.battery(name="lossless")
 def test_a_hundred_texts_in_batches_of_three(hundred):
     """Batches that grow and shrink, each size an executable of its own."""
     prompts, texts = hundred
@@ -203,7 +203,7 @@ def test_a_hundred_texts_in_batches_of_three(hundred):
     assert 0.3 < engine.stats.acceptance_rate < 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.battery(name="lossless")
 @pytest.mark.parametrize("kind", ["noisy", "unrelated", "same"])
 def test_a_hundred_texts_with_every_draft(kind, hundred):
     prompts, texts = hundred

@@ -29,7 +29,7 @@ from tests.e2e.lossless import PATHS, Cut, play
                 is_optimized=False,
             ),
             id="long",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.battery(name="lossless"),
         ),
     ],
 )

@@ -20,8 +20,6 @@ from tests.e2e import pair
 from tests.engines import StubTokenizer
 from tests.oracles import hf_logits
 
-pytestmark = pytest.mark.slow  # two programs to compile, with all features
-
 PROMPTS = pair.prompts(4, seed=5)
 MAX_TOKENS = 14
 PLAIN = {"num_speculative_tokens": 0}
@@ -53,6 +51,8 @@ def runner() -> OneProgramRunner:
     made = pair.engine()
     runner = OneProgramRunner(made.config, made.runner.mesh, *made.runner.params)
     runner.compiles_beside = False
+    runner.compiler_options = made.runner.compiler_options
+    runner.cache = made.runner.cache
     return runner
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import jaxspec.engine.llm_engine
 from jaxspec.engine.compiler import Compiler
+from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import Runner
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.metrics import Counter, Gauge
@@ -138,14 +139,16 @@ def test_compiles_are_announced(monkeypatch: pytest.MonkeyPatch):
     runner.compiler = Compiler(runner._make)
     runner.program = runner.params = runner.state = ()
     runner.pool = fake.device.pool
-    runner.compiler_options = runner.store = None
+    runner.compiler_options, runner.cache = None, ProgramCache(None)
 
     class Lowered:
         def compile(self, _: Any) -> Any:
             time.sleep(0.01)
             return print
 
-    monkeypatch.setattr("jaxspec.engine.runner.lower_step", lambda *_: Lowered())
+    monkeypatch.setattr(
+        "jaxspec.engine.program_cache.lower_step", lambda *_, **__: Lowered()
+    )
     engine.runner, told = runner, []
     engine.announce_compiles(told.append)
     (shape, *_) = engine.scheduler.shapes.all()

@@ -11,8 +11,6 @@ from jaxspec.errors import RequestError
 from jaxspec.sampling_params import SamplingParams
 from tests.engines import generate, make_draft_of, make_engine, make_micro, tokens_of
 
-pytestmark = pytest.mark.slow  # three programs to compile
-
 PROMPTS = [[2, 5, 6, 7], [2, 9]]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),

@@ -24,6 +24,7 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.request import Request, Status
 from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from tests.batteries import members
 from tests.engines import StubTokenizer
 from tests.fake_device import FakeRunner, random_truth
 from tests.loops import Loop, make_config, make_request
@@ -152,7 +153,7 @@ def test_a_little_traffic():
     assert run(8, 25).num_steps > 0
 
 
-@pytest.mark.slow
+@pytest.mark.battery(name="traffic")
 def test_forty_thousand_steps():
     ran = run(300, 60)
     assert ran.num_steps >= 40_000
@@ -181,9 +182,11 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * 4096
 
 
-@pytest.mark.slow
-def test_twenty_thousand_requests_leave_nothing_behind():
-    total, window = 20_000, 12
+@pytest.mark.parametrize(
+    "total", members("traffic", (500, 20_000), is_example=lambda total: total == 500)
+)
+def test_many_requests_leave_nothing_behind(total: int):
+    window = 12
     config = make_config(max_num_seqs=8, num_pages=60, num_draft_tokens=3)
     runner = ForgetfulRunner(config, random_truth(16))
     engine = LLMEngine(config, runner=runner, tokenizer=StubTokenizer(16))
@@ -217,6 +220,7 @@ def test_twenty_thousand_requests_leave_nothing_behind():
     engine.scheduler.check_idle()
     # `warm_up` compiles those, so that none of the requests would have to wait for one.
     assert runner.shapes <= set(engine.scheduler.shapes.all())
-    assert resident_bytes() <= 1.01 * middle
+    if total >= 20_000:  # of fewer, what Python keeps for the next is a larger part
+        assert resident_bytes() <= 1.01 * middle
     assert not engine._delivery.streams
     assert not engine._delivery.parents

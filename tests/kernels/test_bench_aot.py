@@ -10,12 +10,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspec_kernels import bench_work
 from jaxspec_kernels.bench_clock import loop_of
 from jaxspec_kernels.rejection_sampling.cases import Case as SamplingCase
+from tests.batteries import members
 from tests.kernels import aot_gpu, aot_tpu
 
 
-@pytest.mark.slow
+@pytest.mark.aot
 @pytest.mark.skipif(aot_gpu.missing() is not None, reason=str(aot_gpu.missing()))
-@pytest.mark.parametrize("controls", list(bench_work.CONTROLS))
+@pytest.mark.parametrize(
+    "controls",
+    members(
+        "kernel_benchmark",
+        bench_work.CONTROLS,
+        is_example=lambda name: name == "greedy",
+    ),
+)
 def test_no_read_of_logits_is_moved_out_of_the_loop(controls):
     """On a GPU: a read that depends on no result could be made once for all calls."""
     case = SamplingCase(seqs=1, drafts=5, vocab_size=32_768, columns=32_768)

@@ -2,19 +2,23 @@
 
 import pytest
 
+from tests.batteries import members
 from tests.kernels.mutants import BUGS, CHECKS, MUTANTS
 from tests.mutation import applied, is_killed
 
-slow = pytest.mark.slow
+EXAMPLE = "tpu: missing rescale"
 
 
-@slow
-@pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "one",
+    members("attention_mutants", MUTANTS, is_example=lambda one: one.name == EXAMPLE),
+    ids=lambda one: one.name,
+)
 def test_mutant_is_killed(one):
     assert is_killed(one), f"{one.name} survived: {one.old} -> {one.new}"
 
 
-@slow
+@pytest.mark.battery(name="attention_mutants")
 def test_checks_pass_without_a_mutant():
     for check in dict.fromkeys(one.check for one in MUTANTS):
         check()

@@ -77,7 +77,7 @@ def test_case_equals_float64(name):
     assert error(call, attend(*call.arrays, **call.settings)) <= EXACT
 
 
-@pytest.mark.slow
+@pytest.mark.battery(name="attention_calls")
 @pytest.mark.parametrize(("name", "dtype"), SCALED_CALLS)
 def test_real_heads_and_queries_equal_float64(name, dtype):
     call = build(SCALED_CASES[name], dtype=dtype)

@@ -35,7 +35,7 @@ attend = jax.jit(
     static_argnames=("scale", "soft_cap", "window", "tiles"),
     compiler_options=UNOPTIMISED,
 )
-slow = partial(pytest.param, marks=pytest.mark.slow)
+slow = partial(pytest.param, marks=pytest.mark.battery(name="attention_calls"))
 
 
 def run(call: Call, tiles: Tiles | None = TILES) -> np.ndarray:

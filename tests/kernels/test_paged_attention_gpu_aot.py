@@ -9,6 +9,7 @@ import pytest
 
 from jaxspec_kernels.paged_attention.cases import REAL_CASES
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
+from tests.batteries import members
 from tests.kernels import aot_gpu
 from tests.kernels.aot_gpu import PROGRAMS, Program, compile_program
 from tests.kernels.test_paged_attention_gpu import tiles_of
@@ -19,15 +20,19 @@ needs_compiler = pytest.mark.skipif(
 RECORDED = json.loads(aot_gpu.RESULTS.read_text())
 # Equal programs once, by the first of their names.
 UNEQUAL = {program: name for name, program in reversed(PROGRAMS.items())}
+EXAMPLE = "9b/tp1/verify"
 
 
 def test_recorded_programs_are_those_that_exist():
     assert list(RECORDED["programs"]) == list(PROGRAMS)
 
 
+@pytest.mark.aot
 @needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("name", UNEQUAL.values())
+@pytest.mark.parametrize(
+    "name",
+    members("attention_gpu", UNEQUAL.values(), is_example=lambda name: name == EXAMPLE),
+)
 def test_program_fits_an_h200(name):
     """Nothing spills, all shares run at once, pages come in wide copies."""
     program = PROGRAMS[name]
@@ -51,16 +56,18 @@ def test_program_fits_an_h200(name):
         assert compiled.row() == RECORDED["programs"][name]
 
 
+@pytest.mark.aot
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.battery(name="attention_gpu")
 def test_chips_that_divide_the_heads_exchange_nothing():
     """The program of eight chips is that of one with an eighth of the heads."""
     divided = compile_program(PROGRAMS["9b/tp1/verify on 8 chips"])
     assert divided == compile_program(PROGRAMS["9b/tp8/verify"])
 
 
+@pytest.mark.aot
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.battery(name="attention_gpu")
 def test_tiles_beyond_shared_memory_do_not_compile(monkeypatch):
     monkeypatch.setenv("LLVM_DISABLE_SYMBOLIZATION", "1")  # of the error: minutes
     tiles = Tiles(rows=64, keys=128, splits=1, num_stages=5)

@@ -37,7 +37,7 @@ STRICT = pltpu.InterpretParams(
 
 
 def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
+    return pytest.param(*values, marks=pytest.mark.battery(name="attention_calls"))
 
 
 STATIC = ("scale", "soft_cap", "window", "block_tokens", "interpret")

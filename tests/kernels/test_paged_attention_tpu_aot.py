@@ -1,5 +1,6 @@
 """The TPU kernel compiles for real chips, within half of what they give a kernel."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -7,11 +8,12 @@ import jax
 import pytest
 
 from jaxspec_kernels.paged_attention.cases import REAL_CASES
+from tests.batteries import members
 from tests.kernels import aot_tpu
 from tests.kernels.aot_tpu import CHIPS, PROGRAMS, SCOPED_VMEM_BYTES, Compiled
 
 RECORDED = json.loads(aot_tpu.RESULTS.read_text())["paged_attention"]
-FAST = ("2b/tp8/verify-window", "v5e")
+EXAMPLE = ("2b/tp8/verify-window", "v5e")
 # Long pools of heads of 64 in the layout that XLA prefers: see the docstring of tpu.py.
 COPIED = ("8-to-1/64", "tiny/verify/long")
 
@@ -25,15 +27,15 @@ def check_fits(result: Compiled, chip: str) -> None:
     assert result.vmem_bytes <= SCOPED_VMEM_BYTES[chip] // 2
 
 
+@pytest.mark.aot
 @needs_libtpu
 @pytest.mark.parametrize(
     ("name", "chip"),
-    [
-        pytest.param(name, chip, marks=() if is_fast else pytest.mark.slow)
-        for chip in CHIPS
-        for name in PROGRAMS
-        for is_fast in [(name, chip) == FAST]
-    ],
+    members(
+        "attention_tpu",
+        itertools.product(PROGRAMS, CHIPS),
+        is_example=lambda both: both == EXAMPLE,
+    ),
 )
 def test_program_compiles_and_fits(name, chip):
     result = aot_tpu.compile_attention(PROGRAMS[name], chip)
@@ -51,6 +53,7 @@ def test_every_program_is_recorded_and_fits():
             assert bool(row["whole_copies"]) == (name in COPIED)
 
 
+@pytest.mark.aot
 @needs_libtpu
 @pytest.mark.parametrize(
     ("name", "topology", "shape", "of_one_chip"),
@@ -69,8 +72,9 @@ def test_chips_of_a_mesh_run_the_kernel_of_their_part(
     assert not split.collectives and not split.whole_copies
 
 
+@pytest.mark.aot
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.battery(name="attention_tpu")
 @pytest.mark.parametrize(("chip", "block_tokens"), [("v5e", 1024), ("v6e", 1536)])
 def test_block_that_does_not_fit_is_refused(chip, block_tokens):
     """And names the limit that the other tests go by."""

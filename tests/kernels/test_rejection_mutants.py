@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.batteries import members
 from tests.kernels.rejection_mutants import CHECKS, MUTANTS, rounds
 from tests.mutation import applied, is_killed
 
@@ -12,14 +13,17 @@ def truth():
     rounds()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("truth")
-@pytest.mark.parametrize("one", MUTANTS, ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "one",
+    members("rejection_mutants", MUTANTS, is_example=lambda one: one == MUTANTS[0]),
+    ids=lambda one: one.name,
+)
 def test_mutant_is_killed(one):
     assert is_killed(one), f"{one.name} survived: {one.old} -> {one.new}"
 
 
-@pytest.mark.slow
+@pytest.mark.battery(name="rejection_mutants")
 def test_checks_pass_without_a_mutant():
     for check in dict.fromkeys([*CHECKS.values(), *(one.check for one in MUTANTS)]):
         check()

@@ -1,8 +1,11 @@
 """Compilers for TPUs and GPUs take every case, and write no array of the vocabulary."""
 
+import itertools
+
 import pytest
 
 from jaxspec_kernels.rejection_sampling.cases import CASES
+from tests.batteries import members
 from tests.kernels import aot_gpu, aot_tpu
 from tests.kernels import rejection_aot as aot
 
@@ -15,17 +18,24 @@ SPLIT = [name for name, case in CASES.items() if case.shards > 1 and case.drafts
 PREFETCHES = {"copy-done", "slice-done", "custom-call"}
 
 
-@pytest.mark.slow
+@pytest.mark.aot
 @tpu_only
-@pytest.mark.parametrize("chip", aot_tpu.CHIPS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    members(
+        "rejection",
+        itertools.product(CASES, aot_tpu.CHIPS),
+        is_example=lambda both: both == ("9b/tp1", "v5e"),
+    ),
+)
 def test_first_pass_fits_a_tpu(name, chip):
     found = aot.tpu_kernel(CASES[name], chip)
     assert found.vmem_bytes < aot_tpu.SCOPED_VMEM_BYTES[chip]
     assert not found.whole_copies and not found.collectives
 
 
-@pytest.mark.slow
+@pytest.mark.aot
+@pytest.mark.battery(name="rejection")
 @tpu_only
 @pytest.mark.parametrize(
     ("name", "chip"),
@@ -37,7 +47,8 @@ def test_whole_operation_on_a_tpu_writes_tiles_only(name, chip):
     assert found.temp_bytes < found.logits_bytes / 3
 
 
-@pytest.mark.slow
+@pytest.mark.aot
+@pytest.mark.battery(name="rejection")
 @tpu_only
 @pytest.mark.parametrize("name", ["27b/tp2", "9b/tp4", "9b/tp8"])
 def test_split_operation_on_eight_tpus_passes_few_numbers_on(name):
@@ -51,9 +62,11 @@ def test_split_operation_on_eight_tpus_passes_few_numbers_on(name):
     assert sum(size > few for size in sizes) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.aot
 @gpu_only
-@pytest.mark.parametrize("kind", aot.KINDS)
+@pytest.mark.parametrize(
+    "kind", members("rejection", aot.KINDS, is_example=lambda kind: kind == "greedy")
+)
 def test_operation_on_a_gpu_writes_one_row_per_sequence(kind):
     found = aot.for_gpu(kind)
     case = aot.GOAL
@@ -70,7 +83,7 @@ def test_operation_on_a_gpu_writes_one_row_per_sequence(kind):
     assert first.grid[0] * first.grid[1] <= 132 * first.resident
 
 
-@pytest.mark.slow
+@pytest.mark.aot
 @gpu_only
 def test_greedy_batch_on_a_gpu_is_few_launches():
     assert aot.for_gpu("greedy").launches <= 7

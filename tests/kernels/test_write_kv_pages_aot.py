@@ -25,9 +25,9 @@ HAS_PLUGIN = bool(find_spec("jax_plugins")) and bool(
 ON_TPU = pytest.mark.skipif(find_spec("libtpu") is None, reason=f"no libtpu; {INSTALL}")
 ON_GPU = pytest.mark.skipif(not HAS_PLUGIN, reason=f"no CUDA plugin; {INSTALL}")
 CHIPS = [
-    pytest.param("v5e", marks=ON_TPU),
-    pytest.param("v6e", marks=ON_TPU),
-    pytest.param("h200", marks=ON_GPU),
+    pytest.param("v5e", marks=[pytest.mark.aot, ON_TPU]),
+    pytest.param("v6e", marks=[pytest.mark.aot, ON_TPU]),
+    pytest.param("h200", marks=[pytest.mark.aot, ON_GPU]),
 ]
 TPU_CHIPS = CHIPS[:2]
 PAGES = 4096  # of every pool here; no other array is nearly as large
@@ -151,7 +151,7 @@ def case_named(name: str) -> Case:
     return (CASES | REAL_CASES)[name]
 
 
-@pytest.mark.slow
+@pytest.mark.battery(name="page_writes")
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("name", LARGE_ROWS)
 def test_write_is_in_place(name, chip):
@@ -172,6 +172,7 @@ def test_the_kernel_reads_the_pool_where_it_was_written(name, chip):
     assert program.temp_bytes < program.pool_bytes / 10
 
 
+@pytest.mark.aot
 @ON_GPU
 @pytest.mark.parametrize("name", SMALL_ROWS)
 def test_small_rows_on_gpu(name):
@@ -179,7 +180,7 @@ def test_small_rows_on_gpu(name):
     assert program.is_in_place, program
 
 
-@pytest.mark.slow
+@pytest.mark.battery(name="page_writes")
 @pytest.mark.parametrize("chip", TPU_CHIPS)
 @pytest.mark.parametrize("name", SMALL_ROWS)
 def test_small_rows_on_tpu_need_the_row_major_layout(name, chip):

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from jaxspec.sharding import make_mesh
+from tests.batteries import members
 from tests.kernels import aot_gpu
 from tests.program import aot_h200
 from tests.program.aot_h200 import Report
@@ -56,9 +57,11 @@ def test_a_program_that_does_more_is_refused(change):
         aot_h200.check_report(dataclasses.replace(report, **change))
 
 
-@pytest.mark.slow
+@pytest.mark.aot
 @pytest.mark.skipif(aot_gpu.missing() is not None, reason=str(aot_gpu.missing()))
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", members("h200", PROGRAMS, is_example=lambda name: name == PROGRAMS[1])
+)
 def test_it_compiles(name):
     program = aot_h200.programs(mesh=aot_h200.gpu(), layers=LAYERS)[name]
     report, text = aot_h200.compile_program(name, program)

@@ -29,7 +29,7 @@ def engine():
     return make_lookup_engine()
 
 
-@pytest.mark.parametrize("num_seqs", [1, 2])
+@pytest.mark.parametrize("num_seqs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_both_forms_write_pages_in_place(engine, num_seqs):
     shape = StepShape(num_seqs=num_seqs, num_draft_tokens=pair.NUM_DRAFT, chunk=0)
     program = check_program(engine, shape)

@@ -154,7 +154,14 @@ def test_users_get_the_instructions_that_are_looked_into():
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=() if shape in SHAPES[-2:] else pytest.mark.slow)
+        for shape in SHAPES
+    ],
+    ids=str,
+)
 def test_pages_and_weights_are_never_copied(shape):
     check_program(users_engine("float32"), shape)
 
@@ -195,7 +202,7 @@ def test_the_check_finds_a_copy():
     assert copy.opcode == "copy"
 
 
-@pytest.mark.parametrize("num_seqs", [1, 2])
+@pytest.mark.parametrize("num_seqs", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_without_drafts_the_draft_model_costs_nothing(num_seqs):
     runner: Any = pair.engine().runner
     shape = StepShape(num_seqs=num_seqs, num_draft_tokens=0, chunk=0)
@@ -226,8 +233,14 @@ SHARDED: dict[str, Any] = dict(
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("shards", "draft_shards"), [(2, 1), (8, 2), (8, 8)])
+@pytest.mark.parametrize(
+    ("shards", "draft_shards"),
+    [
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        (8, 2),
+        pytest.param(8, 8, marks=pytest.mark.slow),
+    ],
+)
 def test_devices_that_share_a_model_say_what_one_says(shards, draft_shards):
     target, draft = make_hf_model(seed=3, **SHARDED), make_hf_model(seed=4, **SHARDED)
     settings = pair.settings(max_num_seqs=3, has_one_shape=True)

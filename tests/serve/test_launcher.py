@@ -320,7 +320,6 @@ def test_what_is_compiled_first():
     assert not any(params.structured_outputs for params in asked[-1])
 
 
-@pytest.mark.slow
 def test_the_program_serves_the_bundled_pair_to_openais_client(tmp_path: Path):
     flags = "--port 0 --max-num-seqs 1 --num-speculative-tokens 1 --max-model-len 256"
     flags += " --max-num-batched-tokens 128 --served-model-name pair --api-key secret"

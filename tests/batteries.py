@@ -1,0 +1,298 @@
+"""Batteries: proofs that run in full only when what they read has changed.
+
+A battery is the tests marked `@pytest.mark.battery(name=...)`: mutants, compiles for
+devices that are not here, long counts. `make test` leaves them out and runs one example
+of each; `make batteries` runs those whose digest is not the one recorded when they last
+passed, and records it; `make test-all` runs all.
+
+The digest is of what the tests import, without comments and docstrings, of recorded
+results that they compare with, and of jax's version.
+"""
+
+import argparse
+import ast
+import datetime
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import tokenize
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "benchmarks" / "results" / "batteries.json"
+# As the Makefile has them for all tests.
+ARGUMENTS = ("-q", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
+# Folders that own packages are found in.
+BASES = ("", "kernels", "checkpoints")
+KERNELS = ("kernels/jaxspec_kernels/", "tests/")
+PROGRAM = (*KERNELS, "jaxspec/program/", "jaxspec/models/", "jaxspec/sharding.py")
+ENGINE = (*PROGRAM, "jaxspec/engine/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Battery:
+    """Tests that are due when one of their sources has changed.
+
+    Attributes:
+        files: The test files that the marked tests are in.
+        reads: Folders and files; what the tests import from elsewhere (configuration,
+            checkpoints, text) does not change what they prove.
+        data: Further files that they read, as globs.
+        needs_compilers: For TPU and GPU; see `aot` in tests/conftest.py.
+    """
+
+    name: str
+    files: tuple[str, ...]
+    reads: tuple[str, ...]
+    data: tuple[str, ...] = ()
+    needs_compilers: bool = False
+
+    def sources(self) -> list[Path]:
+        """Every file whose change makes the battery due."""
+        own = {
+            path
+            for path in _imported([ROOT / file for file in self.files])
+            if path.relative_to(ROOT).as_posix().startswith(self.reads)
+        }
+        own.update(path for glob in self.data for path in ROOT.glob(glob))
+        return sorted(own)
+
+    def digest(self) -> str:
+        """What is recorded when the battery has passed."""
+        digest = hashlib.sha256()
+        for path in self.sources():
+            text = path.read_text(encoding="utf-8")
+            text = code_of(text) if path.suffix == ".py" else text
+            digest.update(f"{path.relative_to(ROOT)}\0{text}\0".encode())
+        versions = ["jax", "jaxlib"]
+        digest.update(repr([metadata.version(name) for name in versions]).encode())
+        return digest.hexdigest()[:16]
+
+
+def _aot(name: str, file: str, reads: tuple[str, ...], *data: str) -> Battery:
+    tuned = "kernels/jaxspec_kernels/tuned/*.json"
+    return Battery(
+        name=name,
+        files=(file,),
+        reads=reads,
+        data=(tuned, *data),
+        needs_compilers=True,
+    )
+
+
+BATTERIES = (
+    Battery(
+        name="attention_mutants",
+        files=("tests/kernels/test_mutants.py",),
+        reads=KERNELS,
+    ),
+    Battery(
+        name="rejection_mutants",
+        files=("tests/kernels/test_rejection_mutants.py",),
+        reads=(*KERNELS, "jaxspec/program/randomness.py"),
+    ),
+    Battery(
+        name="attention_calls",
+        files=(
+            "tests/kernels/test_paged_attention.py",
+            "tests/kernels/test_paged_attention_gpu.py",
+            "tests/kernels/test_paged_attention_tpu.py",
+        ),
+        reads=KERNELS,
+    ),
+    Battery(
+        name="traffic",
+        files=("tests/engine/test_traffic.py",),
+        reads=("jaxspec/engine/", "tests/"),
+    ),
+    Battery(
+        name="lossless",
+        files=("tests/e2e/test_greedy_equality.py", "tests/e2e/test_lossless.py"),
+        reads=ENGINE,
+    ),
+    Battery(
+        name="counts",
+        files=("tests/e2e/test_distribution.py", "tests/e2e/test_enumerated.py"),
+        reads=ENGINE,
+    ),
+    Battery(
+        name="program_mutants",
+        files=("tests/test_mutants.py",),
+        reads=PROGRAM,
+    ),
+    _aot(
+        "attention_tpu",
+        "tests/kernels/test_paged_attention_tpu_aot.py",
+        KERNELS,
+        "benchmarks/results/aot_tpu.json",
+    ),
+    _aot(
+        "attention_gpu",
+        "tests/kernels/test_paged_attention_gpu_aot.py",
+        KERNELS,
+        "benchmarks/results/aot_gpu.json",
+    ),
+    _aot("page_writes", "tests/kernels/test_write_kv_pages_aot.py", KERNELS),
+    _aot("rejection", "tests/kernels/test_rejection_sampling_aot.py", KERNELS),
+    _aot("kernel_benchmark", "tests/kernels/test_bench_aot.py", KERNELS),
+    _aot("step", "tests/program/test_step_aot.py", PROGRAM),
+    _aot("h200", "tests/program/test_h200_aot.py", (*PROGRAM, "benchmarks/h200.py")),
+)
+
+
+def members(
+    battery: str, values: Iterable[Any], *, is_example: Callable[[Any], bool]
+) -> list[Any]:
+    """Parameters of a test: examples are always run, the others with the battery.
+
+    A value that is a tuple is several parameters.
+    """
+    mark = pytest.mark.battery(name=battery)
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=() if is_example(value) else mark,
+        )
+        for value in values
+    ]
+
+
+def code_of(text: str) -> str:
+    """A module without comments, docstrings and empty lines."""
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(text)):
+        if (
+            isinstance(
+                node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+            )
+            and ast.get_docstring(node, clean=False) is not None
+        ):
+            docstring = node.body[0]
+            assert docstring.end_lineno is not None
+            count = docstring.end_lineno - docstring.lineno + 1
+            lines[docstring.lineno - 1 : docstring.end_lineno] = [""] * count
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def _imported(files: list[Path]) -> set[Path]:
+    """Files of this repository that some files import, and those import, and so on."""
+    found: set[Path] = set()
+    wanted = list(files)
+    while wanted:
+        path = wanted.pop()
+        if path not in found:
+            found.add(path)
+            names = _names(ast.parse(path.read_text(encoding="utf-8")))
+            wanted += [file for name in names for file in _files_of(name)]
+    return found
+
+
+def _names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _files_of(name: str) -> Iterator[Path]:
+    """The file of a module; none where the name is of something in one."""
+    for base in BASES:
+        place = ROOT / base / name.replace(".", "/")
+        for path in (place.with_suffix(".py"), place / "__init__.py"):
+            if path.is_file():
+                yield path
+
+
+def recorded() -> dict[str, dict[str, object]]:
+    """What was written when each battery last passed."""
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
+def is_due(battery: Battery) -> bool:
+    """Whether a battery has never passed with the sources as they are."""
+    return recorded().get(battery.name, {}).get("digest") != battery.digest()
+
+
+def compilers_environment() -> dict[str, str]:
+    """For a process of pytest that compiles for TPU and GPU."""
+    return os.environ | {"JAXSPEC_AOT": "1", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+
+
+def run(battery: Battery, arguments: list[str]) -> int:
+    """Run a battery in full; if it passes, record that it did. Returns the status.
+
+    Args:
+        arguments: Further ones of pytest; what they may have left out is not recorded.
+    """
+    digest, start = battery.digest(), time.monotonic()
+    words = [sys.executable, "-m", "pytest", *ARGUMENTS, *arguments]
+    words += ["-m", f"battery(name={battery.name!r})", *battery.files]
+    environment = compilers_environment() if battery.needs_compilers else None
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        words.append(f"--junitxml={report}")
+        done = subprocess.run(words, cwd=ROOT, env=environment, check=False)
+        status = done.returncode
+        # Where compilers are missing, tests are skipped.
+        is_whole = not arguments and status == 0 and _num_left_out(report) == 0
+    if is_whole:
+        row = {
+            "digest": digest,
+            "date": datetime.date.today().isoformat(),
+            "jax": metadata.version("jax"),
+            "seconds": round(time.monotonic() - start),
+        }
+        rows = recorded() | {battery.name: row}
+        RECORD.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
+    return status
+
+
+def _num_left_out(report: Path) -> int:
+    (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
+    return int(suite.attrib["skipped"])
+
+
+def main() -> int:
+    """Run the batteries that are due, one by one; the first failure ends it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="also those not due")
+    parser.add_argument(
+        "--list", action="store_true", help="say which are due, and why"
+    )
+    parser.add_argument("--name", action="append", help="only these")
+    options, arguments = parser.parse_known_args()
+    chosen = [one for one in BATTERIES if not options.name or one.name in options.name]
+    due = [one for one in chosen if options.all or is_due(one)]
+    if options.list:
+        for one in chosen:
+            word = "due" if one in due else "recorded"
+            print(f"{one.name:20}{word:10}{len(one.sources()):4} files")
+        return 0
+    for number, one in enumerate(due, 1):
+        print(f"Battery {number} of {len(due)}: {one.name}", flush=True)
+        status = run(one, arguments)
+        if status:
+            return status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""One program of each kind compiles for TPU and GPU; the batteries have all of them.
+
+In a process of its own: see `JAXSPEC_AOT` in conftest.py.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.batteries import BATTERIES, ROOT, compilers_environment
+
+FILES = sorted(
+    file for battery in BATTERIES if battery.needs_compilers for file in battery.files
+)
+
+
+@pytest.mark.parametrize("folder", ["tests/program", "tests/kernels"])
+def test_examples_compile(folder):
+    files = [file for file in FILES if file.startswith(folder)]
+    words = [sys.executable, "-m", "pytest", "-q", "-m", "aot and not battery"]
+    made = subprocess.run(
+        [*words, "--durations=0", *files],
+        cwd=ROOT,
+        env=compilers_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(made.stdout)
+    assert made.returncode == 0, made.stdout + made.stderr
+    if " passed" not in made.stdout:
+        pytest.skip("no compilers for TPU and GPU: make .venv/.installed-test")
+
+
+def test_every_file_that_compiles_is_here():
+    marked = [
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "\n@pytest.mark.aot\n" in path.read_text(encoding="utf-8")
+    ]
+    assert sorted(marked) == FILES
