@@ -1,0 +1,100 @@
+"""A request says the same in whatever program serves it, also if that changes midway."""
+
+import functools
+from typing import Any
+
+import pytest
+
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.runner import Runner
+from jaxspec.engine.shapes import EveryProgram, Shapes
+from jaxspec.program.plan import Features, StepShape
+from jaxspec.sampling_params import SamplingParams
+from tests.e2e import pair
+from tests.engines import generate, tokens_of
+
+PROMPTS = pair.prompts(6, seed=11)
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=12, min_tokens=12),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=18),
+    SamplingParams(temperature=0.7, seed=4, top_p=0.9, max_tokens=16),
+    SamplingParams(temperature=1.2, seed=5, top_k=9, min_p=0.01, max_tokens=15),
+    SamplingParams(
+        temperature=0.9,
+        seed=6,
+        max_tokens=14,
+        extra_args={"num_speculative_tokens": 1},
+    ),
+]
+SPECIAL = Features(has_controls=True, num_logprobs=1)
+
+
+class GivenPrograms(EveryProgram):
+    """Only these are there, and one more with every launch."""
+
+    def __init__(self, given: list[StepShape], coming: list[StepShape] | None = None):
+        self.given, self.coming = set(given), list(coming or [])
+        self.version = 0
+
+    def __contains__(self, shape: StepShape) -> bool:
+        return shape in self.given
+
+    def come(self) -> None:
+        if self.coming:
+            self.given.add(self.coming.pop(0))
+            self.version += 1
+
+
+class GivenRunner(Runner):
+    """A runner over another one's programs, of which it may use some."""
+
+    programs: Any = None
+
+    def __init__(self, other: Runner, programs: GivenPrograms):
+        self.__dict__ |= other.__dict__
+        self.programs = programs
+        self.shapes: list[StepShape] = []
+
+    def launch(self, plan: Any, shape: StepShape) -> Any:
+        self.shapes.append(shape)
+        self.programs.come()
+        return super().launch(plan, shape)
+
+
+@functools.cache
+def plain_texts() -> list[list[int]]:
+    """Without drafts, each request alone in its own programs."""
+    return [
+        tokens_of(generate(pair.plain_engine(), [prompt], params))[0]
+        for prompt, params in zip(PROMPTS, PARAMS, strict=True)
+    ]
+
+
+def shapes_of(engine: LLMEngine) -> Shapes:
+    return engine.scheduler.shapes
+
+
+@pytest.mark.parametrize("features", [[Features()], [SPECIAL]])
+def test_the_most_general_program_says_the_same(features):
+    first = pair.engine()
+    (universal, *_) = shapes_of(first).all(features=features)
+    runner = GivenRunner(first.runner, GivenPrograms([universal]))
+    engine = LLMEngine(first.config, runner=runner, tokenizer=first.tokenizer)
+    said = tokens_of(generate(engine, PROMPTS, PARAMS))
+    assert set(runner.shapes) == {universal}
+    assert said == plain_texts()
+    assert engine.stats.num_accepted_tokens > 0
+
+
+def test_programs_that_come_meanwhile_say_the_same():
+    """From the largest to the smallest, one more with every launch."""
+    first = pair.engine()
+    (universal, *others) = shapes_of(first).all()
+    programs = GivenPrograms([universal], coming=others)
+    runner = GivenRunner(first.runner, programs)
+    engine = LLMEngine(first.config, runner=runner, tokenizer=first.tokenizer)
+    said = tokens_of(generate(engine, PROMPTS, PARAMS))
+    assert runner.shapes[0] == universal
+    assert len(set(runner.shapes)) > 3
+    assert said == plain_texts()
