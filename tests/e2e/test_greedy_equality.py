@@ -182,6 +182,7 @@ def test_a_hundred_texts_with_every_number_of_drafts(num_draft, hundred, monkeyp
         has_one_shape=True,
         **pair.settings(max_num_seqs=8, num_pages=8 * 28),
     )
+    engine.runner.store = None  # names of programs do not know what is patched
     assert tokens_of(generate(engine, prompts, GREEDY)) == texts
     assert 0.3 < engine.stats.acceptance_rate < 0.9
     alone = with_settings(engine)
