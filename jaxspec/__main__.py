@@ -15,8 +15,8 @@ BUNDLED_TARGET = "jaxspec/tiny-gemma2"
 BUNDLED_DRAFT = "jaxspec/tiny-gemma2-draft"
 # `jaxspec.chat` was there first: what conversations are.
 _MODULES = {"generate": "jaxspec.generate", "chat": "jaxspec.talk"}
-# A command line of its own, with subcommands.
-BENCH = "bench"
+# Command lines of their own, with the engine's flags.
+_OWN = {"compile": "jaxspec.ahead", "bench": "jaxspec.bench.__main__"}
 # Exit codes: argparse's for a wrong argument, the shell's for an interrupt.
 WRONG_ARGUMENT, INTERRUPTED = 2, 130
 
@@ -43,7 +43,10 @@ def make_parser() -> argparse.ArgumentParser:
         description="Answer line by line; /help lists the commands there are.",
     )
     _add_chat_arguments(chat)
-    commands.add_parser(BENCH, help="measure plain decoding and speculation")
+    commands.add_parser(
+        "compile", help="compile programs ahead, also for devices that are not here"
+    )
+    commands.add_parser("bench", help="measure plain decoding and speculation")
     for name, subparser in commands.choices.items():
         subparser.set_defaults(parser=subparser, module=_MODULES.get(name))
     return parser
@@ -153,9 +156,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = make_parser()
-    if given[:1] == [BENCH]:
-        bench = importlib.import_module("jaxspec.bench.__main__")
-        return bench.main(given[1:], prog=f"{parser.prog} {BENCH}")
+    if given and given[0] in _OWN:
+        own = importlib.import_module(_OWN[given[0]])
+        return own.main(given[1:], prog=f"{parser.prog} {given[0]}")
     options, unknown = parser.parse_known_args(given)
     if unknown:
         getattr(options, "parser", parser).error(

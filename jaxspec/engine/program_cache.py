@@ -75,12 +75,14 @@ class Built:
     Attributes:
         lower_s: Seconds to trace and lower it; 0 where it was read.
         compile_s: Seconds that XLA took; where it was read, seconds to read it.
+        num_bytes: What its file takes; 0 where there is none.
     """
 
     executable: Callable[..., Any]
     was_loaded: bool
     lower_s: float
     compile_s: float
+    num_bytes: int = 0
 
 
 class ProgramCache:
@@ -120,12 +122,37 @@ class ProgramCache:
         with _past_jax_cache():
             built = _compile(program, shape, arguments, options, program_name(shape))
         try:
-            save(path, built.executable)
+            num_bytes = _save(path, built.executable)
         except (OSError, *_UNSUPPORTED) as error:
             if not self._has_warned:
                 _log.warning("Programs cannot be kept in %s: %r", self._folder, error)
             self._has_warned = True
-        return built
+            return built
+        return dataclasses.replace(built, num_bytes=num_bytes)
+
+    def fill(
+        self,
+        program: ProgramConfig,
+        shape: StepShape,
+        arguments: Arguments,
+        options: Options | None = None,
+    ) -> Built | None:
+        """Compile and keep an executable for devices that may not be here.
+
+        Returns:
+            None where a whole one is there already; whether these devices can read it
+            is not known before they do.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
+        path = self.path(program, shape, arguments, options)
+        assert path is not None, "a program that is not kept"
+        if _is_whole(path):
+            return None
+        with _past_jax_cache():
+            built = _compile(program, shape, arguments, options, program_name(shape))
+        return dataclasses.replace(built, num_bytes=_save(path, built.executable))
 
     def path(
         self,
@@ -145,15 +172,8 @@ class ProgramCache:
 
 
 def program_name(shape: StepShape) -> str:
-    """What profiles call a program: sequences x drafts, prompt tokens, features."""
-    parts = ["step", f"{shape.num_seqs}x{shape.num_draft_tokens}", str(shape.chunk)]
-    for item in dataclasses.fields(shape.features):
-        value = getattr(shape.features, item.name)
-        if value is None or value is False:
-            continue
-        count = "" if value is True else str(value)
-        parts.append(item.name.partition("_")[2] + count)
-    return "_".join(parts)
+    """What profiles and files call a program."""
+    return "step_" + re.sub(r"\W", "_", shape.name)
 
 
 def _compile(
@@ -207,7 +227,7 @@ def _load(path: Path, mesh: Mesh, arguments: Arguments) -> Callable[..., Any] | 
     return loaded
 
 
-def save(path: Path, executable: Any) -> int:
+def _save(path: Path, executable: Any) -> int:
     """Keep an executable for the next start; returns the bytes that it takes.
 
     Raises:
@@ -232,6 +252,14 @@ def save(path: Path, executable: Any) -> int:
         raise
     _make_room(path.parent)
     return len(content)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        zlib.decompress(path.read_bytes())
+    except (OSError, zlib.error):
+        return False
+    return True
 
 
 def _make_room(folder: Path) -> None:
@@ -289,9 +317,9 @@ def _surroundings(mesh: Mesh) -> Iterator[object]:
         if not _ASIDE.search(name)
     ]
     yield os.environ.get("XLA_FLAGS", "").split()
-    yield mesh
+    yield list(mesh.shape.items()), mesh.axis_types
     for device in mesh.devices.flat:
-        place = getattr(device, "coords", None) if device.platform == "tpu" else None
+        place = list(device.coords) if device.platform == "tpu" else None
         yield device.id, _MEMORY.sub("", device.device_kind), place
     platform = mesh.devices.flat[0].platform
     if platform == "cpu":

@@ -71,23 +71,8 @@ class Runner:
         self.config, self.mesh = config, mesh
         self.token_masks = TokenMasks(config.model_config.vocab_size)
         self._plan_placement = replicated(mesh)
-        self.pool = PoolShape(
-            num_rows=config.max_num_seqs,
-            num_pages=config.num_pages,
-            page_size=config.page_size,
-            max_model_len=config.max_model_len,
-            vocab_size=config.model_config.vocab_size,
-        )
-        self.program = ProgramConfig(
-            target=config.model_config,
-            draft=config.draft_model_config,
-            pool=self.pool,
-            has_greedy_draft=config.speculative is not None
-            and config.speculative.draft_sample_method == "greedy",
-            lookup=_lookup(config),
-            mesh=mesh,
-            mask_source=self.token_masks,
-        )
+        self.pool = pool_of(config)
+        self.program = program_of(config, mesh, self.token_masks)
         self.params: tuple[Params, Params | None] = (target_params, draft_params)
         self.state = self._init_state()
         self.compiler = Compiler(self._make)
@@ -223,6 +208,33 @@ class Runner:
     def stop_profile(self) -> None:
         """Write what was recorded."""
         jax.profiler.stop_trace()
+
+
+def pool_of(config: EngineConfig) -> PoolShape:
+    """The sizes of an engine's state."""
+    return PoolShape(
+        num_rows=config.max_num_seqs,
+        num_pages=config.num_pages,
+        page_size=config.page_size,
+        max_model_len=config.max_model_len,
+        vocab_size=config.model_config.vocab_size,
+    )
+
+
+def program_of(
+    config: EngineConfig, mesh: Mesh, mask_source: TokenMasks | None = None
+) -> ProgramConfig:
+    """What all programs of an engine share."""
+    return ProgramConfig(
+        target=config.model_config,
+        draft=config.draft_model_config,
+        pool=pool_of(config),
+        has_greedy_draft=config.speculative is not None
+        and config.speculative.draft_sample_method == "greedy",
+        lookup=_lookup(config),
+        mesh=mesh,
+        mask_source=mask_source,
+    )
 
 
 def _lookup(config: EngineConfig) -> Lookup | None:

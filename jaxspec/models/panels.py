@@ -80,7 +80,8 @@ Matrix = Float[Array, "out features"] | Panelled
 def are_wanted(mesh: Mesh, params: dict[str, Any]) -> bool:
     """Whether these devices gain by a second form of a model's matrices."""
     device, dtype = mesh.devices.flat[0], params["embedding"].dtype
-    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    leaves = jax.tree.leaves(params)
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     is_one_cpu = device.platform == "cpu" and mesh.size == 1
     return is_one_cpu and dtype == jnp.float32 and num_bytes <= MAX_BYTES
 
@@ -97,12 +98,21 @@ def cut(
 
 
 def add_panels(params: dict[str, Any], mesh: Mesh) -> None:
-    """Give the matrices of a tree, in place, their second form, where they divide."""
+    """Give the matrices of a tree, in place, their second form, where they divide.
+
+    Abstract ones get an abstract one.
+    """
     for name, value in params.items():
         if isinstance(value, dict):
             add_panels(value, mesh)
         elif value.ndim == 2 and value.shape[0] % WIDTH == 0:
-            panels = jax.device_put(cut(value), replicated(mesh))
+            if isinstance(value, jax.ShapeDtypeStruct):
+                count, features = value.shape[0] // WIDTH, value.shape[1]
+                panels = jax.ShapeDtypeStruct(
+                    (count, features, WIDTH), value.dtype, sharding=replicated(mesh)
+                )
+            else:
+                panels = jax.device_put(cut(value), replicated(mesh))
             params[name] = Panelled(value, panels)
 
 

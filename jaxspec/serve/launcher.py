@@ -96,8 +96,7 @@ def run(options: Options) -> int:
         ConfigError: An argument cannot work, or the address is taken.
         NotImplementedError: An argument asks for what the engine does not do.
     """
-    level = options.listening.uvicorn_log_level
-    logging.basicConfig(format=LOG_FORMAT, level=_level(level), stream=sys.stderr)
+    set_up_log(options.listening.uvicorn_log_level)
     # What cannot work is found before minutes of compiling.
     _check_tls(options.listening)
     bound = _bind(options.listening)
@@ -111,6 +110,15 @@ def run(options: Options) -> int:
             serving_engine.shutdown(LAST_WORDS_S)
     finally:
         _release(bound, options.listening)
+
+
+def set_up_log(level: str) -> None:
+    """Log to stderr, for the whole program."""
+    logging.basicConfig(format=LOG_FORMAT, level=_level(level), stream=sys.stderr)
+    if _level(level) == logging.INFO:
+        # At the start jax tells, as information, which devices it did not find: "INTERNAL:
+        # Failed to open libtpu.so" wherever there is no TPU. What fails it warns of.
+        logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
 
 
 def _serve(engine: AsyncLLMEngine, options: Options, bound: socket.socket) -> int:

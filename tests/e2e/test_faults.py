@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.program.propose import draft_model
 from jaxspec.sampling_params import SamplingParams
 from tests.e2e import pair
@@ -67,13 +68,14 @@ def test_a_draft_of_nan_costs_speed_only(plain):
 def test_a_draft_that_cannot_be_compiled_costs_speed_only(plain, monkeypatch):
     expected = tokens_of(generate(plain, PROMPTS, greedy()))
     engine = make()
-    engine.runner.store = None  # what it has was compiled without the failure
+    # What the tests' cache has was compiled without the failure.
+    engine.runner.cache = ProgramCache(None)
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(draft_model, "propose", fail)
-    monkeypatch.setattr(draft_model, "feed_prompt", fail)
+    monkeypatch.setattr(draft_model, "prefill", fail)
     assert tokens_of(generate(engine, PROMPTS, greedy())) == expected
     assert engine.controller.is_stopped
     engine.scheduler.check_idle()

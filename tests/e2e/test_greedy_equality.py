@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.program.propose import draft_model
+from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import SamplingParams
 from tests.e2e import pair
 from tests.engines import generate, make_engine, tokens_of, with_settings
@@ -168,26 +168,33 @@ def hundred() -> tuple[list[list[int]], list[list[int]]]:
     return many_prompts(104)
 
 
-@pytest.mark.battery(name="lossless")
-@pytest.mark.parametrize("num_draft", [1, 2, 3, 5, 8])
-def test_a_hundred_texts_with_every_number_of_drafts(num_draft, hundred, monkeypatch):
-    """Eight at a time, then one, in one executable."""
-    prompts, texts = hundred
-    # Compiled as a loop, as for deep drafts; the other tests unroll.
-    monkeypatch.setattr(draft_model, "MAX_UNROLLED_LAYERS", 0)
-    engine = make_engine(
+@pytest.fixture(scope="module")
+def widest() -> LLMEngine:
+    """Of the most drafts that there can be; requests ask for fewer."""
+    return make_engine(
         pair.target(),
         pair.draft("noisy"),
-        num_draft_tokens=num_draft,
+        num_draft_tokens=8,
         has_one_shape=True,
         **pair.settings(max_num_seqs=8, num_pages=8 * 28),
     )
-    engine.runner.store = None  # names of programs do not know what is patched
-    assert tokens_of(generate(engine, prompts, GREEDY)) == texts
+
+
+@pytest.mark.battery(name="lossless")
+@pytest.mark.parametrize("num_draft", [1, 2, 3, 5, 8])
+def test_a_hundred_texts_with_every_number_of_drafts(num_draft, hundred, widest):
+    """Eight at a time, then one, in one executable."""
+    prompts, texts = hundred
+    params = GREEDY.clone()
+    params.extra_args = {"num_speculative_tokens": num_draft}
+    engine = with_settings(widest)
+    assert tokens_of(generate(engine, prompts, params)) == texts
     assert 0.3 < engine.stats.acceptance_rate < 0.9
+    drafted = engine.stats.num_draft_tokens / engine.stats.num_draft_rounds
+    assert num_draft - 1 < drafted <= num_draft
     alone = with_settings(engine)
     for prompt, text in zip(prompts[:8], texts, strict=False):
-        assert tokens_of(generate(alone, [prompt], GREEDY)) == [text]
+        assert tokens_of(generate(alone, [prompt], params)) == [text]
 
 
 @pytest.mark.battery(name="lossless")

@@ -32,8 +32,9 @@ from jaxspec_kernels.paged_attention import gpu
 from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
 
-TARGET = Path(__file__).parent / "data" / "h200_target_config.txtpb"
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_gpu.json"
+ROOT = Path(__file__).parents[2]
+TARGET = ROOT / "jaxspec" / "engine" / "targets" / "h200.txtpb"
+RESULTS = ROOT / "benchmarks" / "results" / "aot_gpu.json"
 # Of one multiprocessor; a program also takes 1 kB of shared memory for the driver.
 REGISTERS, SHARED_BYTES, RESERVED_BYTES = 65536, 233472, 1024
 _WIDE_COPY = re.compile(r"cp\.async\.cg\.shared\.global.*?, (?:0x10|16)\b")

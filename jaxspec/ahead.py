@@ -1,0 +1,167 @@
+"""Owns `python -m jaxspec compile`: programs for an engine that starts later.
+
+Reads no weights. Imports jax only once the command line is right.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from jaxspec.config import EngineConfig
+from jaxspec.engine.controller import Controller
+from jaxspec.engine.shapes import GREEDY, SAMPLED, Shapes
+from jaxspec.errors import ArgumentError, ConfigError
+from jaxspec.program.plan import Features, StepShape
+from jaxspec.serve.flags import add_engine_flags, dashed, engine_args
+from jaxspec_checkpoints import CheckpointError
+
+PROG = "python -m jaxspec compile"
+# Exit codes: argparse's for a wrong argument, the shell's for an interrupt.
+WRONG_ARGUMENT, INTERRUPTED = 2, 130
+
+
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Compile what an engine with these arguments needs, without its "
+        "weights, into a folder that the engine is given as --compilation-cache-dir. "
+        "Without a model: the bundled pair.",
+        epilog="Programs for structured outputs are not kept: they call back into "
+        "their process.",
+        allow_abbrev=False,
+    )
+    group = parser.add_argument_group("what is compiled, and for what")
+    group.add_argument(
+        "--device",
+        metavar="NAME",
+        help="devices that need not be here: v5e-1, v5e-8, v6e-1, h200 and others (an "
+        "unknown name lists them; default: those that are here)",
+    )
+    group.add_argument(
+        "--output",
+        metavar="FOLDER",
+        help="where programs go (default: --compilation-cache-dir)",
+    )
+    group.add_argument(
+        "--warm-up",
+        choices=("plain", "all"),
+        default="plain",
+        help="what plain requests need (default), or also what logprobs, penalties and "
+        "masks do",
+    )
+    add_engine_flags(parser)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
+    """Run one command line; returns the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    options = make_parser(prog).parse_args([dashed(argument) for argument in given])
+    try:
+        run(options)
+    except (ArgumentError, CheckpointError) as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return WRONG_ARGUMENT
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def run(options: argparse.Namespace) -> None:
+    """Fill the folder and print what that took.
+
+    Raises:
+        ArgumentError: An option cannot work; nothing has been compiled.
+    """
+    described = importlib.import_module("jaxspec.engine.described")
+    if options.device is not None:
+        described.check_device(options.device)
+    args = engine_args(vars(options))
+    if options.output is not None:
+        args = dataclasses.replace(args, compilation_cache_dir=options.output)
+    # Programs are the same for whatever weights: none is fetched.
+    config = dataclasses.replace(args, load_format="dummy").create_engine_config()
+    folder = _writable(config.compilation_cache_dir)
+    mesh = described.describe_mesh(options.device, config)
+    program, forms = described.describe(config, mesh)
+    cache = importlib.import_module("jaxspec.engine.program_cache")
+    programs = cache.ProgramCache(folder)
+    rows, num_there = [], 0
+    with tqdm(wanted_shapes(config, options.warm_up), unit="program") as bar:
+        for shape in bar:
+            name = cache.program_name(shape)
+            bar.set_description_str(name)
+            built = programs.fill(program, shape, forms)
+            num_there += built is None
+            if built is not None:
+                rows.append((name, built.lower_s, built.compile_s, built.num_bytes))
+    print(table(rows))
+    device = options.device or mesh.devices.flat[0].device_kind
+    print(f"{len(rows)} programs for {device} written to {folder}", end="")
+    print(f", {num_there} were there" if num_there else "")
+
+
+def wanted_shapes(config: EngineConfig, extent: str) -> list[StepShape]:
+    """The programs that requests can need.
+
+    Args:
+        extent: "plain", or "all" for features whose programs can be kept.
+    """
+    features = [GREEDY, SAMPLED]
+    if extent == "all":
+        features += [Features(has_controls=True), Features(num_prompt_logprobs=0)]
+    return Shapes(config, Controller(config.speculative)).all(features=features)
+
+
+def table(rows: Sequence[tuple[str, float, float, int]]) -> str:
+    """One line for each program, and their sum."""
+    if not rows:
+        return ""
+    _, *columns = zip(*rows, strict=True)
+    total: Any = ("all", *(sum(column) for column in columns))
+    width = max(len(row[0]) for row in rows)
+    lines = [f"{'program':<{width}}  lower s  compile s       bytes"]
+    lines += [
+        f"{name:<{width}}{lower_s:>9.1f}{compile_s:>11.1f}{num_bytes:>12,}"
+        for name, lower_s, compile_s, num_bytes in [*rows, total]
+    ]
+    return "\n".join(lines)
+
+
+def _writable(given: str | None) -> Path:
+    """The folder, made if it is not there.
+
+    Raises:
+        ConfigError: There is none, or nothing can be written to it.
+    """
+    if given is None:
+        raise ConfigError(
+            "There is nowhere to write programs to: name a folder with --output.",
+            parameter="output",
+            value=given,
+        )
+    folder = Path(given)
+    probe = folder / ".writable"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"--output must be a folder that can be written to, got {given!r}: {error}",
+            parameter="output",
+            value=given,
+        ) from error
+    return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""What is described is what an engine has; which devices can be described."""
+
+from importlib import util
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec.engine import described, program_cache
+from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.loading import make_runner
+from jaxspec.engine.program_cache import ProgramCache
+from jaxspec.errors import ConfigError
+from jaxspec.program.plan import StepShape
+from jaxspec.speculation import SYNTHETIC
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        {},
+        {"method": "draft_model", "model": "jaxspec/tiny-gemma2-draft"},
+        {"method": "ngram", "prompt_lookup_max": 2},
+        {
+            "model": "jaxspec/tiny-gemma2-draft",
+            "draft_tensor_parallel_size": 1,
+            "rejection_sample_method": SYNTHETIC,
+            "synthetic_acceptance_rates": [0.5, 0.25],
+        },
+    ],
+)
+def test_a_described_program_is_the_engines(tmp_path, dtype, num_devices, drafts):
+    config = EngineArgs(
+        model="jaxspec/tiny-gemma2",
+        speculative_config=drafts | {"num_speculative_tokens": 2} if drafts else None,
+        dtype=dtype,
+        max_num_seqs=2,
+        max_model_len=64,
+        tensor_parallel_size=num_devices,
+        load_format="dummy",
+    ).create_engine_config()
+    mesh = described.describe_mesh(None, config)
+    program, forms = described.describe(config, mesh)
+    runner = make_runner(config)
+    shape = StepShape(num_seqs=1, num_draft_tokens=0, chunk=0)
+    cache = ProgramCache(tmp_path)
+    real: Any = (*runner.params, runner.state)
+    assert cache.path(program, shape, forms) == cache.path(runner.program, shape, real)
+
+
+def test_devices_that_are_not_known_are_refused():
+    for name in ("v9", "h200-9", "v5e", ""):
+        with pytest.raises(ConfigError, match="--device must be one of v5e-1, .* got"):
+            described.check_device(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("v6e-4", "libtpu"), ("h200-2", "CUDA plugin")]
+)
+def test_a_compiler_that_is_missing_is_named(name, told, monkeypatch):
+    monkeypatch.setattr(described, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=f"{told}.*pip install"):
+        described.check_device(name)
+    monkeypatch.setattr(described, "find_spec", util.find_spec)
+
+
+def test_described_devices_are_called_like_real_ones():
+    def called(**device: Any) -> str:
+        one = SimpleNamespace(id=0, **device)
+        mesh: Any = SimpleNamespace(
+            shape={"model": 1}, axis_types=(), devices=np.array([one])
+        )
+        return repr(list(program_cache._surroundings(mesh)))
+
+    real = called(platform="gpu", device_kind="NVIDIA H200")
+    assert called(platform="gpu", device_kind="NVIDIA H200 141GB HBM3e") == real
+    assert called(platform="gpu", device_kind="NVIDIA H100 80GB HBM3") != real
+
+    def chip(built: str, coords: Any) -> str:
+        client = SimpleNamespace(platform_version=built)
+        kind = "TPU v5 lite"
+        return called(platform="tpu", device_kind=kind, client=client, coords=coords)
+
+    assert chip("TFRT cl/1", [0, 0, 0]) == chip("TFRT cl/1", (0, 0, 0))
+    assert chip("TFRT cl/1", [0, 0, 0]) != chip("TFRT cl/2", [0, 0, 0])
+    assert chip("TFRT cl/1", [0, 0, 0]) != chip("TFRT cl/1", [1, 0, 0])
+
+
+def test_every_gpu_has_its_description():
+    assert (described._TARGETS / "h200.txtpb").read_text().count("NVIDIA H200")
+    assert jax.devices()[0].platform in ("cpu", "gpu", "tpu")

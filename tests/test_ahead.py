@@ -1,0 +1,87 @@
+"""`python -m jaxspec compile`: what it fills is what a start finds."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jaxspec import LLM, SamplingParams, ahead
+from jaxspec import __main__ as command_line
+from jaxspec.engine import program_cache
+from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.described import DEVICES
+
+MODELS = {
+    "model": "jaxspec/tiny-gemma2",
+    "speculative_model": "jaxspec/tiny-gemma2-draft",
+    "num_speculative_tokens": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 32,
+}
+FLAGS = [
+    text
+    for name, value in MODELS.items()
+    for text in (f"--{name.replace('_', '-')}", str(value))
+]
+
+
+def text_of(folder: Path | None) -> str:
+    llm = LLM(**MODELS, compilation_cache_dir=folder and str(folder))
+    if folder is not None:
+        llm.llm_engine.warm_up()
+    params = SamplingParams(temperature=0, max_tokens=12)
+    [output] = llm.generate("Once upon a time", params, use_tqdm=False)
+    return output.outputs[0].text
+
+
+@pytest.mark.slow
+def test_a_start_compiles_nothing_of_what_was_compiled_ahead(
+    tmp_path, monkeypatch, capsys
+):
+    folder, copied = tmp_path / "made", tmp_path / "shipped"
+    assert command_line.main(["compile", *FLAGS, "--output", str(folder)]) == 0
+    told = capsys.readouterr().out
+    names = {path.name.partition("-")[0] for path in folder.iterdir()}
+    assert names >= {"step_1x0_0", "step_1x1_0"}
+    assert all(name in told for name in names)
+    assert f"{len(names)} programs for cpu written to {folder}" in told
+    shutil.copytree(folder, copied)
+    shutil.rmtree(folder)
+
+    def lower(*_: object, name: str) -> None:
+        raise AssertionError(f"{name} is compiled")
+
+    expected = text_of(None)
+    monkeypatch.setattr(program_cache, "lower_step", lower)
+    assert text_of(copied) == expected
+    assert command_line.main(["compile", *FLAGS, "--output", str(copied)]) == 0
+    assert f"{len(names)} were there" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("extent", ["plain", "all"])
+def test_what_is_wanted_can_be_kept(extent):
+    config = EngineArgs(**MODELS).create_engine_config()
+    shapes = ahead.wanted_shapes(config, extent)
+    assert len(shapes) == len(set(shapes))
+    assert not any(shape.features.has_grammar for shape in shapes)
+    assert any(shape.features.has_controls for shape in shapes) == (extent == "all")
+
+
+def test_what_cannot_work_is_told_before_any_work(tmp_path, capsys, monkeypatch):
+    def fetch(*_: object, **__: object) -> None:
+        raise AssertionError("models are read")
+
+    (tmp_path / "file").write_text("")
+    assert ahead.main([*FLAGS, "--output", str(tmp_path / "file")]) == 2
+    assert "--output must be a folder" in capsys.readouterr().err
+    monkeypatch.setattr(EngineArgs, "create_engine_config", fetch)
+    assert command_line.main(["compile", "--device", "v9"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("python -m jaxspec compile: error: --device must be one of")
+    assert all(name in told for name in DEVICES)
+
+
+def test_the_table_sums_up():
+    told = ahead.table([("step_1x0_0", 1.0, 2.0, 1000), ("b", 0.5, 3.0, 24)])
+    assert told.splitlines()[-1].split() == ["all", "1.5", "5.0", "1,024"]
+    assert ahead.table([]) == ""
