@@ -116,8 +116,9 @@ def set_up_log(level: str) -> None:
     """Log to stderr, for the whole program."""
     logging.basicConfig(format=LOG_FORMAT, level=_level(level), stream=sys.stderr)
     if _level(level) == logging.INFO:
-        # At the start jax tells, as information, which devices it did not find: "INTERNAL:
-        # Failed to open libtpu.so" wherever there is no TPU. What fails it warns of.
+        # At the start jax tells, as information, which devices it did not find:
+        # "INTERNAL: Failed to open libtpu.so" wherever there is no TPU. What fails it
+        # warns of.
         logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
 
 

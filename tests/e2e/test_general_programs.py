@@ -1,4 +1,4 @@
-"""A request says the same in whatever program serves it, also if that changes midway."""
+"""A request says the same in whatever program serves it, and if that changes midway."""
 
 import functools
 from typing import Any

@@ -67,11 +67,11 @@ def test_what_is_loaded_computes_the_same(tmp_path, lowered, num_devices):
     assert again.was_loaded
     assert again.lower_s == 0
     run(again, arguments)
-    assert lowered == ["step_1x2_0"]
+    assert lowered == ["step_1x2_sampled"]
     path = ProgramCache(folder).path(program, SHAPE, arguments)
     assert path is not None
     assert list(folder.iterdir()) == [path]
-    assert path.name.startswith("step_1x2_0-")
+    assert path.name.startswith("step_1x2_sampled-")
 
 
 def test_nothing_is_kept_without_a_folder_nor_with_a_grammar(tmp_path, lowered):
@@ -82,15 +82,20 @@ def test_nothing_is_kept_without_a_folder_nor_with_a_grammar(tmp_path, lowered):
     for _ in range(2):
         built = ProgramCache(tmp_path).build(program, form, arguments)
         assert not built.was_loaded
-    assert lowered == ["step_1x2_0_unkept", *["step_1x2_0_grammar_unkept"] * 2]
+    assert lowered == [
+        "step_1x2_sampled_unkept",
+        *["step_1x2_sampled_grammar_unkept"] * 2,
+    ]
     assert not list(tmp_path.iterdir())
 
 
 def test_names_are_readable():
     features = Features(has_controls=True, num_logprobs=0, num_prompt_logprobs=3)
     shape = StepShape(num_seqs=8, num_draft_tokens=5, chunk=512, features=features)
-    assert program_name(shape) == "step_8x5_512_controls_logprobs0_prompt_logprobs3"
-    assert program_name(SHAPE) == "step_1x2_0"
+    assert (
+        program_name(shape) == "step_8x5_512_sampled_controls_logprobs_prompt_logprobs"
+    )
+    assert program_name(SHAPE) == "step_1x2_sampled"
 
 
 def test_names_follow_all_that_a_program_depends_on(tmp_path, monkeypatch):

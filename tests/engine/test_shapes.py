@@ -1,6 +1,7 @@
 """There are few programs, and one of those that are there serves every launch."""
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,9 @@ CONTROLS = Features(has_controls=True, is_greedy=True)
 GRAMMAR = Features(has_grammar=True)
 PROMPTS = Features(num_prompt_logprobs=2)
 SOME = (GREEDY, SAMPLED, LOGPROBS, CONTROLS, GRAMMAR, PROMPTS)
-DEFAULT = dict(max_num_seqs=8, max_num_batched_tokens=512, num_draft_tokens=5)
+DEFAULT: dict[str, Any] = dict(
+    max_num_seqs=8, max_num_batched_tokens=512, num_draft_tokens=5
+)
 
 
 class SomePrograms(EveryProgram):
@@ -34,7 +37,7 @@ class SomePrograms(EveryProgram):
         self.version += 1
 
 
-def make_shapes(programs: EveryProgram | None = None, **changes) -> Shapes:
+def make_shapes(programs: EveryProgram | None = None, **changes: Any) -> Shapes:
     config = make_config(**changes)
     return Shapes(config, Controller(config.speculative), programs)
 
