@@ -1,5 +1,6 @@
 """A server in a process of its own, for as long as a benchmark asks it."""
 
+import re
 import socket
 import subprocess
 import sys
@@ -16,9 +17,13 @@ LONGEST_START_S = 1800.0
 
 @contextmanager
 def served(
-    arguments: list[str],
+    arguments: list[str], *, is_quiet: bool = True
 ) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client, float]]:
-    """A server that is ready, a client of it, and the seconds that took."""
+    """A server that is ready, a client of it, and the seconds that took.
+
+    Args:
+        is_quiet: Nothing is compiled any more, which is not in the seconds.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -33,9 +38,20 @@ def served(
                 assert process.poll() is None, "the server has ended"
                 assert time.monotonic() < start + LONGEST_START_S, "it takes too long"
                 time.sleep(0.1)
-            yield process, client, time.monotonic() - start
+            seconds = time.monotonic() - start
+            while is_quiet and _is_warming(client):
+                assert process.poll() is None, "the server has ended"
+                assert time.monotonic() < start + LONGEST_START_S, "it takes too long"
+                time.sleep(1.0)
+            yield process, client, seconds
         finally:
             process.terminate()
+
+
+def _is_warming(client: httpx.Client) -> bool:
+    """Whether the server still compiles; /metrics says it of its warm-up."""
+    text = client.get("/metrics").text
+    return any(map(float, re.findall(r"^jaxspec:warming{.*} (\S+)$", text, re.M)))
 
 
 def _is_ready(client: httpx.Client) -> bool:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from jaxspec.ending import COMPILER_THREAD
 from jaxspec.program.plan import StepShape
 
 _log = logging.getLogger(__name__)
@@ -72,9 +73,7 @@ class Compiler:
                 if not any(shape in one for one in known):
                     line.append(shape)
             if (self._urgent or self._later) and self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="jaxspec-compiler"
-                )
+                self._thread = threading.Thread(target=self._run, name=COMPILER_THREAD)
                 self._thread.start()
 
     def get(self, shape: StepShape) -> Any:
