@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks.machine import ROOT, record
 from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.runner import Runner
 from jaxspec.program.plan import (
@@ -49,16 +50,13 @@ class WaitingRunner(Runner):
         self.pool, self._round_s = pool, round_s
         self.fetched_ts = 0.0
         self.params, self.state = ({}, None), {}
-        self.num_compiles = self.num_launches = 0
-        self.compile_s = 0.0
+        self.num_launches = 0
+        self.compiler, self.compiles_beside = Compiler(lambda shape: None), False
         self._vocab_size = vocab_size
         self._layouts: dict[StepShape, PlanLayout] = {}
         self._random = np.random.default_rng(0)
         self._free_at = 0.0
         self.waited_s = 0.0
-
-    def is_compiled(self, shape: StepShape) -> bool:
-        return True
 
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         if shape not in self._layouts:
