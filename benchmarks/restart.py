@@ -1,4 +1,4 @@
-"""Seconds until the server listens, with nothing compiled and after it was killed.
+"""Seconds until the server serves, with nothing compiled and after it was killed.
 
     python -m benchmarks.restart
 
@@ -32,7 +32,7 @@ def measure(flags: list[str]) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--compilation-cache-dir", folder, *flags]
-        with served(arguments) as (process, client, cold_s):
+        with served(arguments, is_quiet=False) as (process, client, cold_s):
             text = _complete(client)
             body = _body() | {"stream": True, "ignore_eos": True, "max_tokens": 200}
             with client.stream("POST", "/v1/completions", json=body) as response:
@@ -40,7 +40,7 @@ def measure(flags: list[str]) -> dict[str, Any]:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
         size = sum(path.stat().st_size for path in Path(folder).rglob("*"))
-        with served(arguments) as (_, client, warm_s):
+        with served(arguments, is_quiet=False) as (_, client, warm_s):
             again = _complete(client)
     return {
         "cold_ready_s": round(cold_s, 1),
@@ -60,7 +60,7 @@ def _complete(client: httpx.Client) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Seconds until the server listens.")
+    parser = argparse.ArgumentParser(description="Seconds until the server serves.")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks/results/restart.json"
     )

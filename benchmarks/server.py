@@ -36,14 +36,23 @@ Server = tuple[subprocess.Popen[bytes], httpx.Client, float]
 
 
 @contextmanager
-def served(arguments: list[str]) -> Iterator[Server]:
-    """A server that is ready, a client of it, and the seconds that took."""
+def served(arguments: list[str], *, is_quiet: bool = True) -> Iterator[Server]:
+    """A server that is ready, a client of it, and the seconds that took.
+
+    Args:
+        is_quiet: Nothing is compiled any more, which is not in the seconds.
+    """
     with launched(arguments) as (process, client, start):
         while not is_ready(client):
             assert process.poll() is None, "the server has ended"
             assert time.monotonic() < start + LONGEST_START_S, "it takes too long"
             time.sleep(0.1)
-        yield process, client, time.monotonic() - start
+        seconds = time.monotonic() - start
+        while is_quiet and num_warming(read_totals(client)):
+            assert process.poll() is None, "the server has ended"
+            assert time.monotonic() < start + LONGEST_START_S, "it takes too long"
+            time.sleep(1.0)
+        yield process, client, seconds
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from jaxspec.ending import INTERRUPTED, end, interrupts_end
 from jaxspec.errors import ArgumentError
 from jaxspec_checkpoints import CheckpointError
 
@@ -17,8 +18,8 @@ BUNDLED_DRAFT = "jaxspec/tiny-gemma2-draft"
 _MODULES = {"generate": "jaxspec.generate", "chat": "jaxspec.talk"}
 # Command lines of their own, with the engine's flags.
 _OWN = {"compile": "jaxspec.ahead", "bench": "jaxspec.bench.__main__"}
-# Exit codes: argparse's for a wrong argument, the shell's for an interrupt.
-WRONG_ARGUMENT, INTERRUPTED = 2, 130
+# argparse's exit code for a wrong argument.
+WRONG_ARGUMENT = 2
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -170,7 +171,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if getattr(options, "url", None) is None:
             _choose_models(options)
-        importlib.import_module(options.module).run(options)
+        with interrupts_end():
+            module = importlib.import_module(options.module)
+        module.run(options)
     except (ArgumentError, CheckpointError) as error:
         print(f"{parser.prog} {options.command}: error: {error}", file=sys.stderr)
         return WRONG_ARGUMENT
@@ -197,4 +200,4 @@ def _choose_models(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

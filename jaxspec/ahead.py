@@ -14,6 +14,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from jaxspec.config import EngineConfig
+from jaxspec.ending import INTERRUPTED
 from jaxspec.engine.controller import Controller
 from jaxspec.engine.shapes import GREEDY, SAMPLED, Shapes
 from jaxspec.errors import ArgumentError, ConfigError
@@ -22,8 +23,8 @@ from jaxspec.serve.flags import add_engine_flags, dashed, engine_args
 from jaxspec_checkpoints import CheckpointError
 
 PROG = "python -m jaxspec compile"
-# Exit codes: argparse's for a wrong argument, the shell's for an interrupt.
-WRONG_ARGUMENT, INTERRUPTED = 2, 130
+# argparse's exit code for a wrong argument.
+WRONG_ARGUMENT = 2
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:

@@ -150,12 +150,20 @@ def without_speculation(params: SamplingParams) -> SamplingParams:
 
 
 def warm_up(engine: LLMEngine, prompt: PromptType, params: SamplingParams) -> None:
-    """Build every program that decoding `prompt` with `params` needs."""
+    """Build every program that decoding `prompt` with `params` needs.
+
+    A launch whose own program is not there may run in another one and ask for its own,
+    which is made meanwhile: so all that was asked for, until nothing is.
+    """
     short = params.clone()
     assert short.max_tokens is not None
     short.max_tokens = min(short.max_tokens, WARM_UP_TOKENS)
     short.ignore_eos = True
-    decode(engine, prompt, short)
+    num_compiles = None
+    while engine.runner.num_compiles != num_compiles:
+        num_compiles = engine.runner.num_compiles
+        decode(engine, prompt, short)
+        engine.wait_for_programs()
 
 
 def decode(

@@ -12,6 +12,8 @@ import httpx
 import uvicorn
 
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
+from jaxspec.engine.compiler import Compiler
+from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.serve.app import make_app
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.tokenizer import Tokenizer
@@ -66,6 +68,26 @@ def serve_http(
         assert app.state.serving.admission.num_requests == 0
 
     serve(use, delay_s=delay_s, **changes)
+
+
+class Gate:
+    """Has an engine's programs made one by one, as they are let through.
+
+    The engine is idle. At the end all must be let through, for the thread to end.
+    """
+
+    def __init__(self, engine: LLMEngine):
+        self._passes = threading.Semaphore(0)
+        runner: Any = engine.runner
+        runner.compiler = Compiler(lambda shape: self._passes.acquire())
+        runner.compiles_beside = True
+        engine.scheduler = engine._make_scheduler()
+
+    def let(self, count: int = 1) -> None:
+        self._passes.release(count)
+
+    def open(self) -> None:
+        self.let(1000)
 
 
 class Site:

@@ -45,6 +45,8 @@ class Ours:
 
     def counts(self) -> dict[str, int]:
         engine = self._llm.llm_engine
+        # Programs that the runs before asked for: nothing is made beside the next one.
+        engine.wait_for_programs()
         return {
             "rounds": engine.stats.num_draft_rounds,
             "drafted": engine.stats.num_draft_tokens,

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 from jaxspec.bench.failure import BenchError
 from jaxspec.bench.flags import MODULES, make_parser
+from jaxspec.ending import INTERRUPTED, end, interrupts_end
 from jaxspec.errors import ArgumentError
 from jaxspec.serve.flags import dashed
 from jaxspec_checkpoints import CheckpointError
 
 PROG = "python -m jaxspec.bench"
-# Exit codes: argparse's for a wrong argument, the shell's for an interrupt.
-FAILED, WRONG_ARGUMENT, INTERRUPTED = 1, 2, 130
+# Exit codes; argparse's for a wrong argument.
+FAILED, WRONG_ARGUMENT = 1, 2
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
@@ -28,7 +29,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
         return 0
     prog = f"{prog} {options.command}"
     try:
-        importlib.import_module(MODULES[options.command]).run(options)
+        with interrupts_end():
+            module = importlib.import_module(MODULES[options.command])
+        module.run(options)
     except (ArgumentError, CheckpointError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return WRONG_ARGUMENT
@@ -42,4 +45,4 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

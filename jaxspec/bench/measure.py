@@ -99,7 +99,10 @@ class Run:
 
 
 def run_batch(engine: LLMEngine, batch: Batch) -> Run:
-    """Run requests on an idle engine, none of whose pages are reused."""
+    """Run requests on an idle engine, none of whose pages are reused.
+
+    Programs that launches ask for may still be made when it ends.
+    """
     is_idle = engine.reset_prefix_cache()
     assert is_idle, "requests of somebody else are running"
     before = Acceptance.of(engine.stats)
@@ -273,7 +276,9 @@ class Bench:
         )
 
     def _run(self, batch: Batch) -> Run | None:
-        """One run; None if it compiled anything."""
+        """One run; None if anything was compiled beside it, or asked for in it."""
+        self.engine.wait_for_programs()
         num_compiles = self.engine.runner.num_compiles
         run = run_batch(self.engine, batch)
+        self.engine.wait_for_programs()
         return run if self.engine.runner.num_compiles == num_compiles else None

@@ -202,7 +202,7 @@ def _draft(
         bind(config.draft, params[1], config.backend(DRAFT_MESH_AXES)),
         state.draft_pages,
         active,
-        jnp.full(rows.shape, count, jnp.int32),
+        jnp.full_like(rows, count),
         max_draft_tokens=count,
         pool=config.pool,
         is_greedy=config.has_greedy_draft,

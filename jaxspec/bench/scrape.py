@@ -14,6 +14,7 @@ _FIELDS = {
 }
 _PER_POSITION = f"{PREFIX}num_accepted_tokens_per_pos_total"
 _COMPILES = "jaxspec:num_compiles_total"
+_WARMING = "jaxspec:warming"
 _FORCED = "jaxspec:synthetic_acceptance_info"
 
 
@@ -24,19 +25,21 @@ class Scrape:
     Attributes:
         acceptance: None where it drafts nothing or tells nothing of it.
         num_compiles: Only a server of jaxspec's tells it; None for others.
+        num_warming: Programs that it is still to make; 0 where it does not say.
         forced_acceptance: Chance of every draft to stay, where acceptance is given and
             not found; None where drafts are judged, or the server does not say.
     """
 
     acceptance: Acceptance | None = None
     num_compiles: int | None = None
+    num_warming: int = 0
     forced_acceptance: tuple[float, ...] | None = None
 
 
 def read_scrape(text: str) -> Scrape:
     """Read Prometheus' text form; what is not there is None."""
     counts, kept = dict.fromkeys(_FIELDS.values(), 0), dict[int, int]()
-    has_drafts, num_compiles, forced = False, None, None
+    has_drafts, num_compiles, forced, num_warming = False, None, None, 0
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             value = int(sample.value) if sample.name.endswith("_total") else 0
@@ -48,6 +51,8 @@ def read_scrape(text: str) -> Scrape:
                 kept[position] = kept.get(position, 0) + value
             elif sample.name == _COMPILES:
                 num_compiles = (num_compiles or 0) + value
+            elif sample.name == _WARMING:
+                num_warming += int(sample.value)
             elif sample.name == _FORCED:
                 forced = tuple(map(float, sample.labels["chances"].split(",")))
     width = max(kept, default=-1) + 1
@@ -56,5 +61,6 @@ def read_scrape(text: str) -> Scrape:
     return Scrape(
         acceptance=acceptance if has_drafts else None,
         num_compiles=num_compiles,
+        num_warming=num_warming,
         forced_acceptance=forced,
     )

@@ -55,6 +55,16 @@ class Site:
         text = await fetch(self.client.address, "/metrics", self.client.headers)
         return read_scrape(text)
 
+    async def quiet(self) -> Scrape:
+        """The same, once the server compiles nothing any more."""
+        found = await self.scrape()
+        if found.num_warming:
+            print(f"The server makes {found.num_warming} programs", file=sys.stderr)
+        while found.num_warming:
+            await asyncio.sleep(POLL_S)
+            found = await self.scrape()
+        return found
+
 
 def run(options: argparse.Namespace) -> None:
     """Run the subcommand.
@@ -100,16 +110,16 @@ async def _point(
 ) -> dict[str, Any]:
     """One load, one way to ask; again if the server compiled something meanwhile."""
     for _ in range(MOST_COMPILING_RUNS):
-        before = await site.scrape()
+        before = await site.quiet()
         answers, seconds = await _sent(task, site, fields, load)
-        after = await site.scrape()
+        after = await site.quiet()
         if after.num_compiles == before.num_compiles:
             break
         print("The server compiled programs: this run does not count", file=sys.stderr)
     else:
         raise BenchError(
             f"The server compiled programs in {MOST_COMPILING_RUNS} runs in a row: "
-            "start it with --warm-up plain."
+            "start it with --warm-up all."
         )
     _check_some(answers)
     drafts = after.acceptance

@@ -170,6 +170,21 @@ class AsyncLLMEngine:
         """What requests are told then."""
         return self._loop.dead_error or EngineDeadError()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a plain request would start at once; see `LLMEngine`."""
+        return self.engine.is_ready
+
+    @property
+    def num_warming(self) -> int:
+        """Programs that are still to be made."""
+        return self.engine.num_warming
+
+    @property
+    def compiling(self) -> str | None:
+        """The name of the program that is being made."""
+        return self.engine.compiling
+
     async def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run."""
         return await self._call(LLMEngine.get_num_unfinished_requests)

@@ -189,6 +189,8 @@ class LLMEngine:
             _log.error("A launch failed, maybe for what drafts need", exc_info=error)
             self.controller.stop("a launch failed")
             self.runner.leave_out_drafts()
+            if self._first_program is not None:
+                self.start_warm_up()
         else:
             self._end(self._delivery.callers_of(self._at_work()), "error")
         self.scheduler.restart()
@@ -423,6 +425,12 @@ class LLMEngine:
     def num_warming(self) -> int:
         """Programs that are still to be made; any thread may ask."""
         return self.runner.compiler.num_wanted
+
+    @property
+    def compiling(self) -> str | None:
+        """The name of the program that is being made; any thread may ask."""
+        current = self.runner.compiler.current
+        return None if current is None else current.name
 
     def shutdown(self) -> None:
         """End all requests, wait for the device and free its memory.

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
 
 import jaxspec
 from jaxspec.config import EngineConfig
@@ -18,17 +19,25 @@ from jaxspec.serve.refusals import ModelNotFoundError
 from jaxspec.serve.serving import Serving, new_id
 from jaxspec.tokenizer import NoTokenizer
 
+# While the first program is compiled, which takes seconds to minutes.
+RETRY_AFTER_S = 1
+
 
 def health_routes(serving: Serving) -> APIRouter:
     """Make what load balancers ask: /health, /ping, /load, /version."""
     router = APIRouter()
 
     async def health() -> Response:
-        """Answer 200, or 503 once the engine has ended."""
+        """Answer 200; 503 before requests are served, and once the engine has ended."""
         try:
             serving.check_alive()
         except EngineDeadError:
             return Response(status_code=503)
+        engine = serving.engine
+        if not engine.is_ready:
+            told = {"status": "warming", "warming": engine.num_warming}
+            headers = {"Retry-After": str(RETRY_AFTER_S)}
+            return JSONResponse(told, status_code=503, headers=headers)
         return Response(status_code=200)
 
     # One route each: both methods of one would have the same name in /openapi.json.

@@ -40,7 +40,7 @@ class Options:
 
     Attributes:
         listening: `host`, `port`, `uds` and what else uvicorn needs.
-        warm_up: What is compiled before the first request: one of `WARM_UPS`.
+        warm_up: What is compiled before requests ask for it: one of `WARM_UPS`.
         shutdown_timeout: Seconds that requests have to end after a signal.
     """
 
@@ -222,8 +222,9 @@ def _add_life(group: argparse._ArgumentGroup) -> None:
         "--warm-up",
         choices=WARM_UPS,
         default="plain",
-        help="what is compiled before the server listens: what plain requests need "
-        "(default); all, also for logprobs, penalties, masks and structured outputs",
+        help="what is compiled unasked: what plain requests need (default), beside "
+        "them, and /health says 503 until the first program is there; all, also for "
+        "logprobs, penalties, masks and structured outputs, before the server listens",
     )
     group.add_argument(
         "--shutdown-timeout",

@@ -1,4 +1,8 @@
-"""Owns a server's life: the socket, the engine, warming up, signals, the end."""
+"""Owns a server's life: the socket, the engine, warming up, signals, the end.
+
+The server listens at once; programs are made beside requests, which wait for the first
+one of them.
+"""
 
 import asyncio
 import gc
@@ -8,6 +12,7 @@ import signal
 import socket
 import ssl
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +23,7 @@ from typing import Any
 import uvicorn
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from jaxspec.ending import interrupts_end
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import ConfigError
@@ -47,6 +53,7 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, serving: Serving, timeout_s: int):
         super().__init__(config)
         self._serving, self._timeout_s = serving, timeout_s
+        self._warming = Warming(serving.engine)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -70,6 +77,7 @@ class Server(uvicorn.Server):
         if self._serving.engine.errored and not self.should_exit:
             _log.error("The engine has ended: so does the server.")
             self.should_exit = True
+        self._warming.look()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -89,6 +97,35 @@ class Server(uvicorn.Server):
         await self._serving.engine.abort(self._serving.admission.request_ids)
 
 
+class Warming:
+    """Says in the log when requests are served, and when all programs are there.
+
+    Which program has been made the engine logs itself.
+    """
+
+    def __init__(self, engine: AsyncLLMEngine):
+        self._engine, self._start = engine, time.monotonic()
+        self._is_ready = self._is_over = not engine.num_warming
+
+    def look(self) -> None:
+        """Tell what has changed since the last look."""
+        if self._is_over or not self._engine.is_ready:
+            return
+        seconds, left = time.monotonic() - self._start, self._engine.num_warming
+        if not self._is_ready:
+            self._is_ready = True
+            _log.info(
+                "Requests are served after %.1f s; %d more programs are compiled "
+                "beside them",
+                seconds,
+                left,
+            )
+        if not left:
+            self._is_over = True
+            _log.info("All programs are there after %.1f s", seconds)
+            freeze_heap()
+
+
 def run(options: Options) -> int:
     """Serve until a signal comes or the engine ends; returns the exit status.
 
@@ -101,13 +138,15 @@ def run(options: Options) -> int:
     _check_tls(options.listening)
     bound = _bind(options.listening)
     try:
-        engine = LLMEngine.from_engine_args(options.engine)
-        warm_up(engine, options.warm_up)
-        serving_engine = AsyncLLMEngine(engine)
-        try:
-            return _serve(serving_engine, options, bound)
-        finally:
-            serving_engine.shutdown(LAST_WORDS_S)
+        # Until the server takes signals itself, and after that.
+        with interrupts_end(lambda: _release(bound, options.listening)):
+            engine = LLMEngine.from_engine_args(options.engine)
+            warm_up(engine, options.warm_up)
+            serving_engine = AsyncLLMEngine(engine)
+            try:
+                return _serve(serving_engine, options, bound)
+            finally:
+                serving_engine.shutdown(LAST_WORDS_S)
     finally:
         _release(bound, options.listening)
 
@@ -154,26 +193,29 @@ def freeze_heap() -> None:
 
 
 def warm_up(engine: LLMEngine, extent: str) -> None:
-    """Compile what requests need before the first one comes.
+    """Have programs made before requests ask for them.
 
     Args:
-        extent: "none", "plain" requests, or "all".
+        extent: "none"; "plain", what plain requests need, beside the first of them; or
+            "all", before this returns.
     """
-    if extent == "none":
+    if extent == "plain":
+        engine.start_warm_up()
+    if extent != "all":
         return
-    params: list[SamplingParams] = []
-    if extent == "all":
-        features: list[dict[str, Any]] = [
-            {"logprobs": min(1, engine.config.num_logprobs)},
-            {"presence_penalty": 1.0},
-        ]
-        has_text = not isinstance(engine.tokenizer, NoTokenizer)
-        if has_text and not engine.config.is_synthetic:
-            structured = StructuredOutputsParams(json_object=True)
-            features.append({"structured_outputs": structured})
-        params = [SamplingParams(**feature) for feature in features]
+    features: list[dict[str, Any]] = [
+        {"logprobs": min(1, engine.config.num_logprobs)},
+        {"presence_penalty": 1.0},
+    ]
+    has_text = not isinstance(engine.tokenizer, NoTokenizer)
+    if has_text and not engine.config.is_synthetic:
+        structured = StructuredOutputsParams(json_object=True)
+        features.append({"structured_outputs": structured})
+    params = [SamplingParams(**feature) for feature in features]
     with logging_redirect_tqdm(), watch_compiles(engine):
-        engine.warm_up(sampling_params=params)
+        # In the engine's thread for that, which need not end before the process does.
+        engine.start_warm_up(params)
+        engine.wait_for_programs()
 
 
 def _bind(given: Namespace) -> socket.socket:

@@ -112,7 +112,7 @@ def compiling(engine: LLMEngine, launches: set[int] | None) -> None:
     launch = runner.launch
 
     def slow(*arguments: Any) -> Any:
-        runner.num_compiles += launches is None or runner.num_launches in launches
+        runner.compiler.num_made += launches is None or runner.num_launches in launches
         return launch(*arguments)
 
     runner.launch = slow

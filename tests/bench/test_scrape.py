@@ -44,9 +44,15 @@ def test_names_are_those_that_our_engine_tells():
     told = {line.split()[2] for line in VLLM.splitlines() if line.startswith("# TYPE")}
     told = {name.removesuffix("_total") for name in told if "created" not in name}
     assert told <= names
-    assert "jaxspec:num_compiles" in names
+    assert {"jaxspec:num_compiles", "jaxspec:warming"} <= names
     assert "jaxspec:synthetic_acceptance_info" not in names
     assert not run_all(engine)
+
+
+def test_programs_that_are_still_to_be_made():
+    text = '# TYPE jaxspec:warming gauge\njaxspec:warming{engine="0"} 3.0\n'
+    assert read_scrape(text).num_warming == 3
+    assert read_scrape(VLLM).num_warming == 0
 
 
 def test_acceptance_that_is_forced_is_read_from_our_engines_words():

@@ -143,7 +143,7 @@ def test_prompts_that_are_expected_decide_the_chunks():
     shapes = make_shapes(**DEFAULT)
     assert {shape.chunk for shape in shapes.all()} == {0, 64, 128, 512}
     assert {shape.chunk for shape in shapes.all(500)} == {0, 64, 128, 512}
-    one = make_shapes(**(DEFAULT | dict(max_num_seqs=1)))
+    one = make_shapes(None, **(DEFAULT | dict(max_num_seqs=1)))
     assert {shape.chunk for shape in one.all(1)} == {0, 64}
     assert {shape.chunk for shape in one.all(100)} == {0, 64, 128}
 

@@ -1,6 +1,7 @@
 """The endpoints that tell about the server, and those of the tokenizer."""
 
 import asyncio
+import re
 from typing import Any
 
 import httpx
@@ -15,12 +16,15 @@ from jaxspec.serve.app import make_app
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.tokenizer import NoTokenizer
 from tests.engine.test_async_llm_engine import serve
+from tests.engine.test_llm_engine import letters, said
 from tests.loops import make_config
 from tests.serving import (
     CHAT,
     COMPLETIONS,
     MESSAGES,
     PROMPT,
+    Gate,
+    TurnsTokenizer,
     error_of,
     post,
     serve_http,
@@ -55,6 +59,80 @@ def test_health_until_the_engine_has_died():
 
     with pytest.raises(EngineDeadError):
         serve(use)
+
+
+def test_while_the_first_program_is_made_requests_wait_and_health_says_so():
+    async def use(engine: AsyncLLMEngine) -> None:
+        engine.engine.tokenizer = TurnsTokenizer(16)
+        gate = Gate(engine.engine)
+        engine.engine.start_warm_up()
+        num_programs = engine.num_warming
+        assert num_programs > 2
+        app: Any = make_app(engine, ServerSettings())
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as one:
+            body = {"prompt": PROMPT, "max_tokens": 4}
+            asked = asyncio.ensure_future(one.post(COMPLETIONS, json=body))
+            for path in ("/health", "/ping"):
+                response = await one.get(path)
+                assert response.status_code == 503
+                assert response.json() == {"status": "warming", "warming": num_programs}
+                assert int(response.headers["Retry-After"]) > 0
+            for path in ("/v1/models", "/version", "/", "/load"):
+                assert (await one.get(path)).status_code == 200
+            server = (await one.get("/page/server.json")).json()
+            assert (server["is_ready"], server["num_warming"]) == (False, num_programs)
+            assert server["compiling"].endswith("_sampled")
+            told = (await one.get("/metrics")).text
+            assert re.search(rf"^jaxspec:warming{{.*}} {num_programs}.0$", told, re.M)
+            assert not asked.done()
+            gate.let()
+            response = await asked
+            assert response.json()["choices"][0]["text"] == letters(said(4))
+            assert (await one.get("/health")).status_code == 200
+            assert engine.num_warming >= num_programs - 1
+            gate.open()
+            engine.engine.wait_for_programs()
+            server = (await one.get("/page/server.json")).json()
+            assert (server["is_ready"], server["compiling"]) == (True, None)
+            assert re.search("^jaxspec:warming{.*} 0.0$", await _metrics(one), re.M)
+
+    serve(use)
+
+
+async def _metrics(client: httpx.AsyncClient) -> str:
+    return (await client.get("/metrics")).text
+
+
+def test_an_engine_that_loses_its_drafts_warms_up_again():
+    async def use(engine: AsyncLLMEngine) -> None:
+        engine.engine.tokenizer = TurnsTokenizer(16)
+        gate = Gate(engine.engine)
+        engine.engine.start_warm_up()
+        gate.open()
+        engine.engine.wait_for_programs()
+        runner: Any = engine.engine.runner
+        launch, compiler = runner.launch, runner.compiler
+        num_made = compiler.num_made
+        failures = iter([True])
+
+        def broken(*arguments: Any) -> Any:
+            if next(failures, False):
+                raise RuntimeError("boom")
+            return launch(*arguments)
+
+        runner.launch = broken
+        runner.leave_out_drafts = compiler.clear
+        app: Any = make_app(engine, ServerSettings())
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as one:
+            found = await post(one, COMPLETIONS, prompt=PROMPT, max_tokens=4)
+            assert found["choices"][0]["text"] == letters(said(4))
+            engine.engine.wait_for_programs()
+            assert compiler.num_made >= 2 * num_made
+            assert (await one.get("/health")).status_code == 200
+
+    serve(use)
 
 
 def test_models():

@@ -1,4 +1,4 @@
-"""A server's life: it listens when it is ready, and ends when it is told to."""
+"""A server's life: it listens, compiles beside requests, ends when it is told to."""
 
 import gc
 import os
@@ -26,7 +26,7 @@ from jaxspec.serve.flags import read_flags
 from jaxspec.tokenizer import NoTokenizer
 from tests.engine.test_llm_engine import letters, make_fake_engine, said
 from tests.programs import quick_environment
-from tests.serving import COMPLETIONS, PROMPT, TurnsTokenizer, events_of
+from tests.serving import COMPLETIONS, PROMPT, Gate, TurnsTokenizer, events_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -300,24 +300,73 @@ def test_what_stays_is_not_collected():
         gc.unfreeze()
 
 
-def test_what_is_compiled_first():
+def test_what_is_compiled_unasked(monkeypatch: pytest.MonkeyPatch):
     made, _ = make_fake_engine()
     engine: Any = made
     asked: list[Any] = []
-    engine.warm_up = lambda sampling_params: asked.append(list(sampling_params))
-    engine.announce_compiles = lambda tell: None
-    for extent in ("none", "plain", "all"):
-        launcher.warm_up(engine, extent)
-    plain, everything = asked
-    assert plain == []
+    monkeypatch.setattr(engine, "start_warm_up", lambda params=(): asked.append(params))
+    monkeypatch.setattr(engine, "wait_for_programs", lambda: asked.append("wait"))
+    launcher.warm_up(engine, "none")
+    assert asked == []
+    launcher.warm_up(engine, "plain")
+    assert asked == [()], "nobody waits"
+    launcher.warm_up(engine, "all")
+    everything, wait = asked[1:]
+    assert wait == "wait"
     assert any(params.logprobs is not None for params in everything)
     assert any(params.structured_outputs for params in everything)
     assert any(params.presence_penalty for params in everything)
     # What the engine would refuse is not compiled for.
     engine.tokenizer = NoTokenizer("it was left out")
     launcher.warm_up(engine, "all")
-    assert asked[-1]
-    assert not any(params.structured_outputs for params in asked[-1])
+    assert asked[-2]
+    assert not any(params.structured_outputs for params in asked[-2])
+
+
+def test_the_log_says_when_requests_are_served_and_when_all_is_there(
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level("INFO", logger=launcher.__name__)
+    engine, _ = make_fake_engine()
+    gate = Gate(engine)
+    engine.start_warm_up()
+    count = engine.num_warming
+    serving = AsyncLLMEngine(engine)
+    warming = launcher.Warming(serving)
+    try:
+        warming.look()
+        assert caplog.messages == []
+        gate.let()
+        wait_until(lambda: engine.num_warming < count)
+        for _ in range(3):
+            warming.look()
+        assert len(caplog.messages) == 1
+        assert re.fullmatch(
+            rf"Requests are served after \S+ s; {count - 1} more programs .*",
+            caplog.messages[0],
+        )
+        gate.open()
+        engine.wait_for_programs()
+        gc.unfreeze()
+        for _ in range(3):
+            warming.look()
+        assert re.fullmatch(r"All programs are there after \S+ s", caplog.messages[1])
+        assert len(caplog.messages) == 2
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gate.open()
+        gc.unfreeze()
+        serving.shutdown(5)
+    # Where nothing is made unasked, there is nothing to tell.
+    launcher.Warming(serving).look()
+    assert len(caplog.messages) == 2
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_the_program_serves_the_bundled_pair_to_openais_client(tmp_path: Path):
@@ -346,13 +395,16 @@ def test_the_program_serves_the_bundled_pair_to_openais_client(tmp_path: Path):
 
 
 def _wait_for_url(server: subprocess.Popen, log: Path) -> str:
-    """Wait until the server says that it is ready; then it must answer at once."""
+    """Wait until the server listens, then until it serves; its address."""
     deadline = time.monotonic() + 600
     while "startup complete" not in log.read_text():
         assert server.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.2)
     url = log.read_text().partition("Serving pair on ")[2].split()[0]
+    while httpx.get(f"{url}/health").status_code == 503:
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.2)
     assert httpx.get(f"{url}/health").status_code == 200
     return url
 

@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import Browser, Page, Request, Route, expect, sync_playwright
 
 from tests.engine.test_llm_engine import letters, said
-from tests.serving import PROMPT, Site, events_of, site_of
+from tests.serving import PROMPT, Gate, Site, events_of, site_of
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 INSTALL = "apt-get install -y --no-install-recommends chromium fonts-dejavu-core"
@@ -222,6 +222,30 @@ def test_an_answer_can_be_stopped(watched: Watched, by_key: bool):
     watched.wait()
     assert len(watched.tokens(1)) == 5
     assert watched.complaints == []
+
+
+def test_what_is_compiled_is_said_until_all_is_there(browser: Browser):
+    with site_of() as site:
+        gate = Gate(site.engine.engine)
+        try:
+            site.engine.engine.start_warm_up()
+            count = site.engine.num_warming
+            watched = Watched(browser, site)
+            line = watched.page.locator("#warming")
+            expect(line).to_contain_text("_sampled")
+            expect(line).to_contain_text(f"{count} left")
+            expect(line).to_contain_text("answers wait")
+            gate.let()
+            expect(line).to_contain_text("answers may be slower")
+            watched.ask()
+            watched.wait()
+            assert len(watched.tokens()) == 12
+            gate.open()
+            expect(line).to_be_hidden()
+            assert watched.complaints == []
+            watched.context.close()
+        finally:
+            gate.open()
 
 
 def test_a_new_conversation_forgets(watched: Watched):

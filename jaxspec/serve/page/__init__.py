@@ -47,12 +47,16 @@ def page_routes(serving: Serving) -> APIRouter:
 
     @router.get("/page/server.json")
     async def server() -> dict[str, Any]:
-        """Tell what the page has to know before its first question."""
+        """Tell what the page has to know before its first question, and meanwhile."""
+        engine = serving.engine
         return {
             "model": serving.settings.model_name,
             "max_draft_tokens": serving.config.num_draft_tokens,
             "max_model_len": serving.config.max_model_len,
             "needs_key": bool(serving.settings.api_keys),
+            "is_ready": engine.is_ready,
+            "num_warming": engine.num_warming,
+            "compiling": engine.compiling,
         }
 
     return router

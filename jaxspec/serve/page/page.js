@@ -12,6 +12,7 @@ const conversation = [];
 let server = null;
 let running = null;
 let isWaiting = false;
+let isWatching = false;
 
 // ---- The server: there, gone, back.
 
@@ -28,6 +29,33 @@ async function meet() {
   k.disabled = at("race").disabled = !most;
   at("max-tokens").max = server.max_model_len - 1;
   showSettings();
+  watch();
+}
+
+/** Says what the server compiles, until nothing is left and no answer may need more. */
+async function watch() {
+  showWarming();
+  if (isWatching) return;
+  isWatching = true;
+  try {
+    while (server.num_warming || running) {
+      await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+      server = await describe();
+      showWarming();
+    }
+  } catch {
+    // Whoever waits for the server begins again.
+    server.num_warming = 0;
+    showWarming();
+  }
+  isWatching = false;
+}
+
+function showWarming() {
+  const { compiling, is_ready: isReady, num_warming: left } = server;
+  const what = isReady ? "answers may be slower until it is done" : "answers wait for it";
+  at("warming").hidden = !left;
+  at("warming").textContent = left ? `Compiling ${compiling ?? ""} (${left} left): ${what}.` : "";
 }
 
 /** Says that nobody answers, and asks until somebody does. */
@@ -68,6 +96,7 @@ async function send(text) {
   turn.scrollIntoView({ block: "end" });
   running = new AbortController();
   setRunning(true);
+  if (server) watch();
   const asked = body(text);
   const isRace = at("race").checked && asked.num_speculative_tokens > 0;
   if (isRace) asked.seed = Math.floor(Math.random() * 2 ** 31);

@@ -1,0 +1,156 @@
+"""Ctrl-C and SIGTERM, sent to real servers and commands at every stage of their start.
+
+Nothing of it may take long, crash, or show a traceback, however much XLA has to do. The
+programs are compiled as for users, which takes long enough to be in the midst of it.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from jaxspec.ending import INTERRUPTED
+
+ROOT = Path(__file__).parents[2]
+# Some seconds on two cores, and as others may use them too.
+END_S = 30.0
+SERVER = ("jaxspec.serve", "--port", "0", "--max-num-seqs", "1")
+LISTENS, READY = "Application startup complete", "Requests are served"
+GENERATE = ("jaxspec", "generate", "Once upon a time", "--max-tokens", "4")
+# What a child must do first where whoever runs the tests ignores interrupts.
+RUN = (
+    "import runpy, signal, sys;"
+    "signal.signal(signal.SIGINT, signal.default_int_handler);"
+    "sys.argv = sys.argv[1:];"
+    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
+
+
+class Program:
+    """A command line that runs, and all that it has said."""
+
+    def __init__(self, arguments: tuple[str, ...], folder: Path):
+        self._log, self._cache = folder / "log", folder / "cache"
+        cached = ("--compilation-cache-dir", str(self._cache))
+        # The tests' own cache would leave nothing to compile.
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("JAX_COMPILATION")
+        }
+        with self._log.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", RUN, *arguments, *cached],
+                stdout=file,
+                stderr=file,
+                cwd=ROOT,
+                env=environment,
+            )
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def says(self, text: str, after_s: float = 0.0) -> None:
+        """Wait until it says something, and some seconds more."""
+        self.wait(lambda: text in self.said)
+        time.sleep(after_s)
+
+    def has_loaded(self, library: str) -> None:
+        """Wait until a compiled library is in its memory."""
+        self.wait(lambda: library in Path(f"/proc/{self.process.pid}/maps").read_text())
+
+    def wait(self, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 600
+        while not is_so():
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.05)
+
+    def end(self, number: int) -> int:
+        """Send a signal; the status, soon and without a fuss."""
+        self.process.send_signal(number)
+        status = self.process.wait(END_S)
+        assert "Traceback" not in self.said, self.said
+        assert "Exception ignored" not in self.said, self.said
+        # What was being written is whole, or has another name.
+        for path in self._cache.glob("programs/*"):
+            assert path.name.startswith("tmp") or path.stat().st_size > 10_000
+        return status
+
+
+@contextmanager
+def started(arguments: tuple[str, ...], folder: Path) -> Iterator[Program]:
+    program = Program(arguments, folder)
+    try:
+        yield program
+    finally:
+        program.process.kill()
+        program.process.wait()
+
+
+needs_maps = pytest.mark.skipif(
+    not Path("/proc/self/maps").exists(), reason="no /proc: not Linux"
+)
+
+
+@needs_maps
+@pytest.mark.parametrize("arguments", [SERVER, GENERATE], ids=["serve", "generate"])
+def test_while_jax_is_imported(arguments: tuple[str, ...], tmp_path: Path):
+    # Before, the interpreter itself imports jaxspec: for 0.3 s.
+    with started(arguments, tmp_path) as program:
+        program.has_loaded("jaxlib")
+        assert program.end(signal.SIGINT) == INTERRUPTED
+        assert program.said.endswith("\nInterrupted.\n")
+
+
+def test_while_weights_are_read(tmp_path: Path):
+    with started(SERVER, tmp_path) as program:
+        program.says("dtype=auto")
+        assert program.end(signal.SIGINT) == INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    ("number", "after_s"),
+    [(signal.SIGINT, 0.0), (signal.SIGTERM, 1.0), (signal.SIGINT, 3.0)],
+)
+def test_while_the_first_program_is_made(number: int, after_s: float, tmp_path: Path):
+    with started(SERVER, tmp_path) as program:
+        program.says(LISTENS, after_s)
+        assert READY not in program.said
+        assert program.end(number) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "after_s"), [(signal.SIGTERM, 0.0), (signal.SIGINT, 3.0)]
+)
+def test_while_a_later_program_is_made(number: int, after_s: float, tmp_path: Path):
+    with started(SERVER, tmp_path) as program:
+        program.says(READY, after_s)
+        assert program.end(number) == 0
+        assert list((tmp_path / "cache" / "programs").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", [0.0, 8.0])
+def test_while_everything_is_made_before_it_listens(after_s: float, tmp_path: Path):
+    with started((*SERVER, "--warm-up", "all"), tmp_path) as program:
+        program.says("Compiling", after_s)
+        assert LISTENS not in program.said
+        assert program.end(signal.SIGINT) == INTERRUPTED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", [0.5, 8.0])
+def test_a_command_that_compiles(after_s: float, tmp_path: Path):
+    with started(GENERATE, tmp_path) as program:
+        program.says("Compiling", after_s)
+        assert program.end(signal.SIGINT) == INTERRUPTED
+        assert program.said.endswith("\nInterrupted.\n")
