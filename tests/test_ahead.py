@@ -13,8 +13,6 @@ from jaxspec.engine.described import DEVICES
 
 MODELS = {
     "model": "jaxspec/tiny-gemma2",
-    "speculative_model": "jaxspec/tiny-gemma2-draft",
-    "num_speculative_tokens": 1,
     "max_num_seqs": 1,
     "max_num_batched_tokens": 32,
 }

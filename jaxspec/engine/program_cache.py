@@ -22,7 +22,7 @@ import re
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -293,7 +293,9 @@ def _digest(
     program = dataclasses.replace(program, mask_source=None)
     digest = hashlib.sha256(_sources())
     for part in (
-        *_surroundings(mesh),
+        *_settings(),
+        *_about(list(mesh.devices.flat)),
+        *(list(mesh.shape.items()), mesh.axis_types),
         *(program, shape, forms, structure, sorted((options or {}).items())),
     ):
         digest.update(repr(part).encode() + b"\0")
@@ -308,24 +310,27 @@ def _parts(sharding: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
     return [indices[device] for device in mesh.devices.flat]
 
 
-def _surroundings(mesh: Mesh) -> Iterator[object]:
-    """What all programs for these devices depend on; described ones have it as well."""
-    yield jax.__version__, metadata.version("jaxlib")
-    yield [
+def _settings() -> list[object]:
+    """What all programs of a process depend on."""
+    settings = [
         (name, value)
         for name, value in sorted(jax.config.values.items())
         if not _ASIDE.search(name)
     ]
-    yield os.environ.get("XLA_FLAGS", "").split()
-    yield list(mesh.shape.items()), mesh.axis_types
-    for device in mesh.devices.flat:
-        place = list(device.coords) if device.platform == "tpu" else None
+    versions = jax.__version__, metadata.version("jaxlib")
+    return [versions, settings, os.environ.get("XLA_FLAGS", "").split()]
+
+
+def _about(devices: Sequence[Any]) -> Iterator[object]:
+    """What makes devices others; described ones are like those that are here."""
+    platform = devices[0].platform
+    for device in devices:
+        place = list(device.coords) if platform == "tpu" else None
         yield device.id, _MEMORY.sub("", device.device_kind), place
-    platform = mesh.devices.flat[0].platform
     if platform == "cpu":
         yield _cpu_flags()
     elif platform == "tpu":
-        yield mesh.devices.flat[0].client.platform_version
+        yield devices[0].client.platform_version
         yield os.environ.get("LIBTPU_INIT_ARGS", "").split()
     else:
         yield _plugin_versions()

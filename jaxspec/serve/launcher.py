@@ -155,9 +155,8 @@ def set_up_log(level: str) -> None:
     """Log to stderr, for the whole program."""
     logging.basicConfig(format=LOG_FORMAT, level=_level(level), stream=sys.stderr)
     if _level(level) == logging.INFO:
-        # At the start jax tells, as information, which devices it did not find:
-        # "INTERNAL: Failed to open libtpu.so" wherever there is no TPU. What fails it
-        # warns of.
+        # jax tells, as information, which devices it did not find: "INTERNAL: Failed
+        # to open libtpu.so" wherever there is no TPU. Of what fails it warns.
         logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
 
 

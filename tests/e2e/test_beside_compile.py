@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from jaxspec.program.store import ProgramStore
 
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.serve.launcher import freeze_heap
 
@@ -54,7 +54,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
             made.step()
         made.wait_for_programs()
     # What is compiled from here on is not found in the cache of the tests.
-    made.runner.store = ProgramStore(tmp_path_factory.mktemp("programs"))
+    made.runner.cache = ProgramCache(tmp_path_factory.mktemp("programs"))
     freeze_heap()  # as a server does
     yield made
     gc.unfreeze()

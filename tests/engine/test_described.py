@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 
 from jaxspec.engine import described, program_cache
@@ -70,11 +69,7 @@ def test_a_compiler_that_is_missing_is_named(name, told, monkeypatch):
 
 def test_described_devices_are_called_like_real_ones():
     def called(**device: Any) -> str:
-        one = SimpleNamespace(id=0, **device)
-        mesh: Any = SimpleNamespace(
-            shape={"model": 1}, axis_types=(), devices=np.array([one])
-        )
-        return repr(list(program_cache._surroundings(mesh)))
+        return repr(list(program_cache._about([SimpleNamespace(id=0, **device)])))
 
     real = called(platform="gpu", device_kind="NVIDIA H200")
     assert called(platform="gpu", device_kind="NVIDIA H200 141GB HBM3e") == real

@@ -33,3 +33,18 @@ def test_a_wrong_value_is_told_in_one_line(capsys: pytest.CaptureFixture[str]):
     assert program.main(["m", "--quantization", "awq"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("python -m jaxspec.serve: error: quantization")
+
+
+@pytest.mark.parametrize(("level", "is_told"), [("info", False), ("debug", True)])
+def test_devices_that_are_not_there_are_no_news(level, is_told):
+    code = (
+        f"from jaxspec.serve import launcher; launcher.set_up_log({level!r})\n"
+        "import logging; log = logging.getLogger('jax._src.xla_bridge')\n"
+        "log.info('Failed to open libtpu.so'); log.warning('A real error')\n"
+        "logging.getLogger('jaxspec').info('ours')\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert ("libtpu" in done.stderr) == is_told
+    assert "A real error" in done.stderr
+    assert "ours" in done.stderr
