@@ -41,8 +41,8 @@ MUTANTS = [
     mutant(
         "shared_uniform_accept_and_sample",
         "accept._draw_numbers",
-        "active.seed, active.num_tokens, randomness.SAMPLE",
-        "active.seed, active.num_tokens, randomness.ACCEPT",
+        "purposes.at[:, -1].set(randomness.SAMPLE)",
+        "purposes.at[:, -1].set(randomness.ACCEPT)",
         check=lambda: check_rounds("standard"),
     ),
     mutant(

@@ -218,6 +218,7 @@ def test_a_conversation_or_several(llm: LLM):
 
 def test_a_chat_template_of_the_engine(monkeypatch: pytest.MonkeyPatch):
     runner = object.__new__(Runner)
+    runner.compiles_beside = False
     monkeypatch.setattr(jaxspec.engine.llm_engine, "make_runner", lambda _: runner)
     llm = LLM("jaxspec/tiny-gemma2", chat_template="<bos>{{ messages[0].content }}")
     given = llm.get_tokenizer().apply_chat_template([TURN])

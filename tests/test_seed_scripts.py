@@ -264,6 +264,7 @@ def test_the_command_of_a_server(monkeypatch: pytest.MonkeyPatch):
     seen: list[Options] = []
     monkeypatch.setattr(launcher, "run", lambda options: seen.append(options) or 0)
     monkeypatch.setattr(sys, "argv", [module, *arguments])
+    monkeypatch.delitem(sys.modules, module, raising=False)  # runpy warns of it
     with pytest.raises(SystemExit) as end:
         runpy.run_module(module, run_name="__main__")
     assert end.value.code == 0

@@ -27,6 +27,9 @@ from jaxspec.errors import ConfigError, check_integer, check_number, wrong_argum
 
 # Below this a gain is not worth a second model in memory.
 WORTH = 1.02
+# Values of K that are measured where none are named, beside the engine's own. All run in
+# its programs, whose target pass has room for the most drafts.
+SWEEP = (1, 2, 3, 5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,20 +117,19 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _ladder(offline: Offline, wanted: Sequence[int] | None) -> list[int]:
-    """The values of K to measure: those asked for, or all that have a program."""
-    rungs = [k for k in offline.engine.controller.ladder if k]
-    if not rungs:
+    """The values of K to measure: those asked for, or some up to the engine's."""
+    most = offline.engine.controller.ladder[-1]
+    if not most:
         raise ConfigError(
             "spec measures speculation, and these flags name no drafts: give "
             "--speculative-model or --speculative-config.",
             parameter="speculative_model",
         )
     for k in wanted or ():
-        if k not in rungs:
-            allowed = f"among {', '.join(map(str, rungs))}, which have programs"
-            hint = "The highest is --num-speculative-tokens."
-            raise wrong_argument(ConfigError, "--draft-tokens", allowed, k, hint)
-    return sorted(set(wanted or rungs))
+        if not 1 <= k <= most:
+            allowed = f"from 1 to --num-speculative-tokens={most}"
+            raise wrong_argument(ConfigError, "--draft-tokens", allowed, k)
+    return sorted({*(wanted or (*(k for k in SWEEP if k < most), most))})
 
 
 def _point(

@@ -12,7 +12,7 @@ import pytest
 
 import jaxspec.engine.llm_engine
 from jaxspec.engine.compiler import Compiler
-from jaxspec.engine.program_cache import ProgramCache
+from jaxspec.engine.program_cache import Built
 from jaxspec.engine.runner import Runner
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.metrics import Counter, Gauge
@@ -133,22 +133,22 @@ def test_a_busy_engine_logs_now_and_then(
     assert caplog.messages[0].startswith("Avg prompt throughput: ")
 
 
-def test_compiles_are_announced(monkeypatch: pytest.MonkeyPatch):
+def test_compiles_are_announced():
     engine, fake = make_fake_engine()
     runner: Any = object.__new__(Runner)
     runner.compiler = Compiler(runner._make)
     runner.program = runner.params = runner.state = ()
     runner.pool = fake.device.pool
-    runner.compiler_options, runner.cache = None, ProgramCache(None)
+    runner.compiler_options = None
 
-    class Lowered:
-        def compile(self, _: Any) -> Any:
+    class Cache:
+        def build(self, *_: Any) -> Any:
             time.sleep(0.01)
-            return print
+            return Built(
+                executable=print, was_loaded=False, lower_s=0.0, compile_s=0.01
+            )
 
-    monkeypatch.setattr(
-        "jaxspec.engine.program_cache.lower_step", lambda *_, **__: Lowered()
-    )
+    runner.cache = Cache()
     engine.runner, told = runner, []
     engine.announce_compiles(told.append)
     (shape, *_) = engine.scheduler.shapes.all()

@@ -83,8 +83,8 @@ def test_texts_do_not_depend_on_which_programs_are_there(seed, pause, num_draft_
     programs = ComingPrograms(pause)
     loop = make_loop(config, programs, seed)
     run(loop, programs, requests)
-    shapes = {launch.shape for launch in loop.launches}
-    assert len(shapes) > 1
+    if pause < 10:
+        assert len({launch.shape for launch in loop.launches}) > 3
 
 
 def test_a_request_of_a_new_kind_waits_alone():
@@ -119,6 +119,7 @@ def test_a_request_of_a_new_kind_waits_alone():
 def test_drafts_begin_when_their_program_is_there():
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=128)
     (request,) = make_requests(config, 1, num_draft_tokens=3)
+    request.prompt_token_ids, request.max_total = [2] * 20, 60
     programs = ComingPrograms(pause=10**9)
     loop = make_loop(config, programs)
     assert not loop.step() or not loop.launches, "nothing is there"
