@@ -27,8 +27,8 @@ from jaxspec.errors import ConfigError, check_integer, check_number, wrong_argum
 
 # Below this a gain is not worth a second model in memory.
 WORTH = 1.02
-# Values of K that are measured where none are named, beside the engine's own. All run in
-# its programs, whose target pass has room for the most drafts.
+# Values of K that are measured where none are named, beside the engine's own. All run
+# in its programs, whose target pass has room for the most drafts.
 SWEEP = (1, 2, 3, 5)
 
 

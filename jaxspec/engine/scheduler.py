@@ -91,13 +91,12 @@ class Scheduler:
             room: Tiles of prompts that it may take along; None for what is fair.
         """
         charged_s = None
-        limit, is_put_off = self._limit()
+        limit = self.controller.limit(len(self.running) + bool(self.waiting))
         rows, wanted = self.rows.decodable(limit)
         num_draft, features = int(wanted.max(initial=0)), self.rows.features(rows)
         plain = None
         if len(rows):
-            asks = not is_put_off  # the program that has drafts is asked for
-            plain = self.shapes.find(len(rows), num_draft, 0, features, asks=asks)
+            plain = self.shapes.find(len(rows), num_draft, 0, features)
         if plain is None:  # its program is being made
             rows, wanted, num_draft = rows[:0], wanted[:0], 0
         prefilling = [r for r in self.running if r.status is Status.PREFILL]
@@ -146,20 +145,6 @@ class Scheduler:
             plain = self.shapes.find(num_seqs, num_draft, tokens, features)
         assert plain is not None, "rows decode, and prompts come in, where they can"
         return self._launch(rows, wanted, plain, work, charged_s), False
-
-    def _limit(self) -> tuple[int, bool]:
-        """Most drafts of a sequence, and whether their program is being made.
-
-        There are none so long.
-        """
-        limit = self.controller.limit(len(self.running) + bool(self.waiting))
-        decoding = np.flatnonzero(self.rows.is_decoding)
-        wanted = min(limit, int(self.rows.num_draft[decoding].max(initial=0)))
-        if not wanted:
-            return limit, False
-        features = self.rows.features(decoding)
-        found = self.shapes.find(len(decoding), wanted, 0, features)
-        return (0, True) if found is None else (limit, False)
 
     def _with_prompts(
         self, rows: np.ndarray, num_draft: int, prefilling: list[Request]

@@ -164,23 +164,20 @@ class Shapes:
         num_draft_tokens: int,
         num_prompt_tokens: int = 0,
         features: Features = SAMPLED,
-        *,
-        asks: bool = True,
     ) -> StepShape | None:
         """The best program that is there and serves a launch; None if none is.
 
-        Args:
-            asks: Have the best one of all made where it is missing.
+        The best one of all is asked for where it is missing.
         """
         self._refresh()
         need = num_seqs, num_draft_tokens, num_prompt_tokens, features
-        if (*need, asks) not in self._found:
+        if need not in self._found:
             able = self._able(*need)
             there = next((shape for shape in able if shape in self._programs), None)
-            if asks and there is not able[0]:
+            if there is not able[0]:
                 self._programs.request(able[0])
-            self._found[*need, asks] = there
-        return self._found[*need, asks]
+            self._found[need] = there
+        return self._found[need]
 
     def _refresh(self) -> None:
         if self._found_version != self._programs.version:

@@ -84,7 +84,7 @@ def test_texts_do_not_depend_on_which_programs_are_there(seed, pause, num_draft_
     loop = make_loop(config, programs, seed)
     run(loop, programs, requests)
     if pause < 10:
-        assert len({launch.shape for launch in loop.launches}) > 3
+        assert len({launch.shape for launch in loop.launches}) > 1
 
 
 def test_a_request_of_a_new_kind_waits_alone():
@@ -116,7 +116,8 @@ def test_a_request_of_a_new_kind_waits_alone():
         loop.assert_said_the_truth(request)
 
 
-def test_drafts_begin_when_their_program_is_there():
+def test_a_single_request_waits_for_the_program_with_its_drafts():
+    """Else a short text would be over before anything was drafted."""
     config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=128)
     (request,) = make_requests(config, 1, num_draft_tokens=3)
     request.prompt_token_ids, request.max_total = [2] * 20, 60
@@ -132,17 +133,14 @@ def test_drafts_begin_when_their_program_is_there():
     programs.add(prompt)
     for _ in range(6):
         loop.step()
-    # It decodes in the only program there is, and asks for its own alone.
-    assert request.output_token_ids
+    assert len(request.output_token_ids) == 1
     assert {launch.shape for launch in loop.launches} == {prompt}
     (own,) = programs.asked
     assert (own.num_seqs, own.num_draft_tokens, own.chunk) == (1, 3, 0)
     programs.add(own)
     while loop.step():
         pass
-    assert loop.launches[-1].shape == own
-    caught_up = [tile for one in loop.launches for tile in one.plan.tiles]
-    assert any(tile.is_draft_only for tile in caught_up)
+    assert {launch.shape for launch in loop.launches[1:]} == {own}
     loop.assert_said_the_truth(request)
 
 

@@ -168,15 +168,6 @@ def test_a_launch_whose_program_is_missing_runs_in_a_larger_one_and_asks():
     assert shapes.find(1, 5, 0, LOGPROBS) is None
 
 
-def test_nothing_is_asked_for_where_that_is_not_wanted():
-    programs = SomePrograms()
-    shapes = make_shapes(programs, **DEFAULT)
-    assert shapes.find(1, 0, 0, GREEDY, asks=False) is None
-    assert not programs.asked
-    assert shapes.find(1, 0, 0, GREEDY) is None
-    assert programs.asked
-
-
 def test_programs_with_prompts_are_told_from_the_smallest():
     shapes = make_shapes(**DEFAULT)
     assert [one.chunk for one in shapes.with_prompts(2, 5, SAMPLED)] == [64, 512]
