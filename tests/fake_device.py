@@ -155,14 +155,12 @@ class FakeDevice:
             **self._logprobs(shape),
         )
         wanted = [self._wanted(row, drafts, shape) for row, drafts in plan.decode]
-        # The draft model runs as often as the row with the most drafts wants.
-        num_passes = max([*wanted, 1]) if shape.num_draft_tokens else 0
         for index, (row, drafts) in enumerate(plan.decode):
             drafts = wanted[index]
             if not self.has_draft:  # an n-gram lookup may find fewer
                 drafts = int(self._random.integers(0, drafts + 1))
             tokens, accepted = self._round(
-                self.rows[row], drafts, shape.num_draft_tokens, num_passes
+                self.rows[row], drafts, shape.num_draft_tokens
             )
             result.tokens[index, : len(tokens)] = tokens
             result.num_emitted[index] = len(tokens)
@@ -259,9 +257,7 @@ class FakeDevice:
         (token,) = self._append(row, 1)
         return token, row.is_done
 
-    def _round(
-        self, row: Row, drafts: int, lookahead: int, num_passes: int
-    ) -> tuple[list[int], int]:
+    def _round(self, row: Row, drafts: int, lookahead: int) -> tuple[list[int], int]:
         if row.is_done:
             return [], 0
         known = row.num_tokens
@@ -273,7 +269,7 @@ class FakeDevice:
                 self._check(row, self.draft_kv, known - 2)
             newest = max(known - 2, 0)
             self._write(row, self.draft_kv, newest, row.prefixes[newest:known])
-            self._write(row, self.draft_kv, known, ahead[: num_passes - 1])
+            self._write(row, self.draft_kv, known, ahead[:-1])
         self._check(row, self.target_kv, known - 1)
         self._write(row, self.target_kv, known - 1, [row.prefix, *ahead])
         tokens = self._append(row, accepted + 1)

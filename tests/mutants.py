@@ -118,7 +118,7 @@ MUTANTS = [
     ),
     mutant(
         "stale_draft",
-        "propose/draft_model._newest",
+        "propose/draft_model._next",
         "active.num_tokens + step",
         "active.num_tokens + step - 1",
         check=check_self_draft,

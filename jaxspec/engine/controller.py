@@ -17,8 +17,7 @@ class Controller:
     def __init__(self, speculative: SpeculativeConfig | None):
         self.speculative = speculative
         configured = speculative.num_speculative_tokens if speculative else 0
-        # For which executables are built: how often the draft model runs, and how many
-        # drafts each sequence has, is data.
+        # For which executables are built: how many drafts each sequence has is data.
         self.ladder = (0, configured) if configured else (0,)
         self.is_stopped = False
 

@@ -96,8 +96,8 @@ class StepShape:
 
     Attributes:
         num_seqs: Rows of the decode region.
-        num_draft_tokens: K, the most drafts of a sequence; how often the draft model
-            runs is the plan's. 0 leaves it out of the program.
+        num_draft_tokens: K, the most drafts of a sequence, which may want fewer; 0
+            leaves the draft model out of the program.
         chunk: Prompt tokens fed, a multiple of `TILE` (or 0).
         features: What the requests of the launch need.
     """

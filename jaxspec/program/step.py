@@ -188,17 +188,16 @@ def _propose(
         return None, num_draft, pages
     assert params is not None, "a draft config came without parameters"
     model = bind(config.draft, params, config.backend(DRAFT_MESH_AXES))
-    if shape.chunk:
-        batch = launch.batch(config.pool, is_draft=True)
-        pages = draft_model.prefill(model, pages, batch)
+    batch = launch.batch(config.pool, is_draft=True) if shape.chunk else None
     if not count:
-        return None, num_draft, pages
+        assert batch is not None
+        return None, num_draft, draft_model.prefill(model, pages, batch)
     proposal, pages = draft_model.propose(
         model,
         pages,
         active,
-        num_draft,
-        max_draft_tokens=count,
+        batch,
+        num_draft_tokens=count,
         pool=config.pool,
         is_greedy=config.has_greedy_draft,
         found=found,

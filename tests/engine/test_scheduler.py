@@ -218,7 +218,6 @@ def test_a_prompt_waits_while_the_draft_model_catches_up():
 
 
 def test_the_program_drafts_no_more_than_anybody_asks_for():
-    """The draft model runs as often as the row with the most drafts wants."""
     loop = run_together(make_config(num_draft_tokens=8), 2, num_draft_tokens=2)
     drafts = {int(launch.drafts.max(initial=0)) for launch in loop.launches}
     assert drafts <= {0, 1, 2}

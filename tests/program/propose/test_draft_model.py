@@ -41,9 +41,8 @@ def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
 
     def run(params, pages, active):
         model = bind(paged.config, params)
-        wanted = jnp.full(1, DRAFTS, jnp.int32)
         return draft_model.propose(
-            model, pages, active, wanted, max_draft_tokens=DRAFTS, pool=pool
+            model, pages, active, None, num_draft_tokens=DRAFTS, pool=pool
         )
 
     proposal, _ = jax.jit(run)(paged.params, paged.kv_pages, active)
