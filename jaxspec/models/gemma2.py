@@ -240,6 +240,20 @@ class Hidden(NamedTuple):
     is_finite: Bool[Array, " token"]
 
 
+def _rows_of(
+    table: Float[Array, "vocab model"], tokens: Int[Array, " token"]
+) -> Float[Array, "token model"]:
+    """Embeddings of tokens, before they are scaled.
+
+    XLA:CPU has no bf16 gather: it converts the whole table first, unless it can fuse
+    the two. In a loop it would rather move the conversion out, as the table is always
+    the same; that is what the barrier hides.
+    """
+    if table.dtype == jnp.bfloat16:
+        table, tokens = jax.lax.optimization_barrier((table, tokens))
+    return table.at[tokens].get(mode="clip").astype(jnp.float32)
+
+
 class Gemma2(nnx.Module):
     """The whole network, its parameters declared; `models.weights` binds them."""
 
@@ -264,7 +278,7 @@ class Gemma2(nnx.Module):
         """Run all layers; returns the rows and the updated pages per layer."""
         config = self.config
         table = self.embedding[...]
-        rows = table.at[batch.tokens].get(mode="clip").astype(jnp.float32)
+        rows = _rows_of(table, batch.tokens)
         # HuggingFace rounds the scale to the weights' type: 59.75 in bf16 for the 9B.
         scale = jnp.sqrt(jnp.float32(config.hidden_size)).astype(table.dtype)
         rows = rows * scale.astype(jnp.float32)

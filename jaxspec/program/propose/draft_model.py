@@ -17,12 +17,6 @@ from jaxspec.program.region import join, make_region
 
 Pages = tuple[Array, ...]
 
-# A shallow bfloat16 draft's loop is unrolled: XLA:CPU has no bf16 gather, converts the
-# embedding to float32 instead, and would hoist the whole table's conversion out of the
-# loop into every round. In float32 there is none, and deep drafts keep the loop, which
-# compiles several times faster.
-MAX_UNROLLED_LAYERS = 4
-
 
 def prefill(model: Gemma2, pages: Pages, tiles: TokenBatch) -> Pages:
     """Bring the draft's pages up to date with prompt tiles; nothing is proposed."""
@@ -45,8 +39,7 @@ def propose(
     """Draw `num_draft_tokens` tokens per sequence from the draft model.
 
     The first pass takes the two newest tokens, and prompt tiles ride along in it. The
-    others are a loop where that costs nothing: a program's size is what it takes to
-    compile.
+    others are a loop: a program's size is what it takes to compile.
 
     Args:
         is_greedy: Propose the argmax, a point mass, also where the request samples.
@@ -83,12 +76,8 @@ def propose(
         return (token, pages, drafts), (token, probs, is_broken)
 
     steps = jnp.arange(1, num_draft_tokens, dtype=jnp.int32)
-    is_unrolled = (
-        model.config.num_layers <= MAX_UNROLLED_LAYERS
-        and model.embedding[...].dtype == jnp.bfloat16
-    )
     (_, pages, _), (tokens, rest, is_broken) = jax.lax.scan(
-        extend, (token, pages, drafts), steps, unroll=is_unrolled
+        extend, (token, pages, drafts), steps
     )
     if probs is not None and rest is not None:
         probs = jnp.concatenate([probs[None], rest]).transpose(1, 0, 2)
