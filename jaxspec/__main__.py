@@ -8,9 +8,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from jaxspec.ending import INTERRUPTED, end, interrupts_end
+from jaxspec.command import run_command
+from jaxspec.ending import end, interrupts_end
 from jaxspec.errors import ArgumentError
-from jaxspec_checkpoints import CheckpointError
 
 BUNDLED_TARGET = "jaxspec/tiny-gemma2"
 BUNDLED_DRAFT = "jaxspec/tiny-gemma2-draft"
@@ -18,8 +18,6 @@ BUNDLED_DRAFT = "jaxspec/tiny-gemma2-draft"
 _MODULES = {"generate": "jaxspec.generate", "chat": "jaxspec.talk"}
 # Command lines of their own, with the engine's flags.
 _OWN = {"compile": "jaxspec.ahead", "bench": "jaxspec.bench.__main__"}
-# argparse's exit code for a wrong argument.
-WRONG_ARGUMENT = 2
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -168,19 +166,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return 0
-    try:
+
+    def run() -> None:
         if getattr(options, "url", None) is None:
             _choose_models(options)
         with interrupts_end():
             module = importlib.import_module(options.module)
         module.run(options)
-    except (ArgumentError, CheckpointError) as error:
-        print(f"{parser.prog} {options.command}: error: {error}", file=sys.stderr)
-        return WRONG_ARGUMENT
-    except KeyboardInterrupt:
-        print("\nInterrupted.", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+
+    return run_command(f"{parser.prog} {options.command}", run)
 
 
 def _choose_models(options: argparse.Namespace) -> None:

@@ -13,18 +13,15 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from jaxspec.command import run_command
 from jaxspec.config import EngineConfig
-from jaxspec.ending import INTERRUPTED
 from jaxspec.engine.controller import Controller
 from jaxspec.engine.shapes import GREEDY, SAMPLED, Shapes
-from jaxspec.errors import ArgumentError, ConfigError
+from jaxspec.errors import ConfigError
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.serve.flags import add_engine_flags, dashed, engine_args
-from jaxspec_checkpoints import CheckpointError
 
 PROG = "python -m jaxspec compile"
-# argparse's exit code for a wrong argument.
-WRONG_ARGUMENT = 2
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
@@ -65,15 +62,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Run one command line; returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
     options = make_parser(prog).parse_args([dashed(argument) for argument in given])
-    try:
-        run(options)
-    except (ArgumentError, CheckpointError) as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return WRONG_ARGUMENT
-    except KeyboardInterrupt:
-        print("\nInterrupted.", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+    return run_command(prog, lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> None:

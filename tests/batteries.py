@@ -6,7 +6,7 @@ of each; `make batteries` runs those whose digest is not the one recorded when t
 passed, and records it; `make test-all` runs all.
 
 The digest is of what the tests import, without comments and docstrings, of recorded
-results that they compare with, and of jax's version.
+results that they compare with, and of the versions of jax and of the compilers.
 """
 
 import argparse
@@ -32,6 +32,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "batteries.json"
+# Where the Makefile installs compilers for TPU and GPU.
+COMPILERS = Path(sys.prefix) / "aot"
 # As the Makefile has them for all tests.
 ARGUMENTS = ("-q", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
 # Folders that own packages are found in.
@@ -76,8 +78,10 @@ class Battery:
             text = path.read_text(encoding="utf-8")
             text = code_of(text) if path.suffix == ".py" else text
             digest.update(f"{path.relative_to(ROOT)}\0{text}\0".encode())
-        versions = ["jax", "jaxlib"]
-        digest.update(repr([metadata.version(name) for name in versions]).encode())
+        versions = [metadata.version(name) for name in ("jax", "jaxlib")]
+        if self.needs_compilers:
+            versions += _compiler_versions()
+        digest.update(repr(versions).encode())
         return digest.hexdigest()[:16]
 
 
@@ -224,6 +228,12 @@ def _files_of(name: str) -> Iterator[Path]:
 def recorded() -> dict[str, dict[str, object]]:
     """What was written when each battery last passed."""
     return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
+def _compiler_versions() -> list[str]:
+    """Of the compilers for TPU and GPU, as far as they are installed."""
+    there = metadata.distributions(path=[str(COMPILERS)])
+    return sorted(f"{one.name} {one.version}" for one in there)
 
 
 def is_due(battery: Battery) -> bool:

@@ -121,3 +121,11 @@ def test_code_is_what_is_left_without_what_is_said():
         "def double(value):\n    return 2 * value\n"
         'NAME = """# a string\nis no comment"""'
     )
+
+
+@pytest.mark.parametrize(("name", "is_due"), [("h200", True), ("traffic", False)])
+def test_another_compiler_makes_due_what_it_compiles(name, is_due, monkeypatch):
+    (one,) = (one for one in BATTERIES if one.name == name)
+    before = one.digest()
+    monkeypatch.setattr(batteries, "_compiler_versions", lambda: ["libtpu 9.9"])
+    assert (one.digest() != before) == is_due

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 
 from jaxspec.bench.failure import BenchError
 from jaxspec.bench.flags import MODULES, make_parser
-from jaxspec.ending import INTERRUPTED, end, interrupts_end
-from jaxspec.errors import ArgumentError
+from jaxspec.command import run_command
+from jaxspec.ending import end, interrupts_end
 from jaxspec.serve.flags import dashed
-from jaxspec_checkpoints import CheckpointError
 
 PROG = "python -m jaxspec.bench"
-# Exit codes; argparse's for a wrong argument.
-FAILED, WRONG_ARGUMENT = 1, 2
+# The exit code of a run that failed.
+FAILED = 1
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
@@ -28,20 +27,18 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
         parser.print_help()
         return 0
     prog = f"{prog} {options.command}"
-    try:
+
+    def run() -> int:
         with interrupts_end():
             module = importlib.import_module(MODULES[options.command])
-        module.run(options)
-    except (ArgumentError, CheckpointError) as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return WRONG_ARGUMENT
-    except BenchError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        print("\nInterrupted.", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+        try:
+            module.run(options)
+        except BenchError as error:
+            print(f"{prog}: {error}", file=sys.stderr)
+            return FAILED
+        return 0
+
+    return run_command(prog, run)
 
 
 if __name__ == "__main__":
