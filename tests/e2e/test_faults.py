@@ -24,8 +24,8 @@ PROMPTS = [[2, 5, 7, 9], [2, 9, 4, 11], [2, 8, 8, 30]]
 class NoDrafts(ProgramCache):
     """Keeps no program that has a draft model in it."""
 
-    def path(self, program: ProgramConfig, *others: Any) -> Path | None:
-        return None if program.draft else super().path(program, *others)
+    def path(self, program: ProgramConfig, *others: Any, **named: Any) -> Path | None:
+        return None if program.draft else super().path(program, *others, **named)
 
 
 def make(*, has_draft: bool = True, **settings: Any) -> LLMEngine:
