@@ -20,6 +20,10 @@ DEVICE_FLAG = "--xla_force_host_platform_device_count"
 if DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_FLAG}=8"
 
+# torch's threads wait for one another busily: with as many test processes as cores,
+# HuggingFace's tiny models took ten times as long on two threads as on one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Programs that engines keep where nobody says where: with those of this checkout.
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" / "user")
 

@@ -241,7 +241,7 @@ class Hidden(NamedTuple):
 
 
 def _rows_of(
-    table: Float[Array, "vocab model"], tokens: Int[Array, " token"]
+    table: Matrix, tokens: Int[Array, " token"]
 ) -> Float[Array, "token model"]:
     """Embeddings of tokens, before they are scaled.
 

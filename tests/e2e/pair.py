@@ -16,7 +16,7 @@ import torch
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.runner import Runner
-from jaxspec.program.plan import StepPlan, StepResult, StepShape
+from jaxspec.program.plan import Features, StepPlan, StepResult, StepShape
 from jaxspec.sharding import DRAFT_MESH_AXES
 from tests.engines import load_weights, make_engine, with_settings
 from tests.oracles import hf_logits, make_hf_model
@@ -125,6 +125,27 @@ def engine(kind: str = "noisy", *, seed: int = 0, **speculative: Any) -> LLMEngi
     """A fresh speculative engine; its executables are everybody's."""
     made = with_settings(_first_engine(), seed=seed, **speculative)
     return LLMEngine(made.config, runner=_runner(kind), tokenizer=made.tokenizer)
+
+
+class GeneralRunner(Runner):
+    """Runs every launch in the largest shape, with all features but grammars."""
+
+    def largest(self, shape: StepShape) -> StepShape:
+        count = self.config.num_logprobs
+        return StepShape(
+            num_seqs=self.config.max_num_seqs,
+            num_draft_tokens=shape.num_draft_tokens,
+            chunk=self.config.max_num_batched_tokens,
+            features=Features(
+                has_controls=True, num_logprobs=count, num_prompt_logprobs=count
+            ),
+        )
+
+    def launch(self, plan: StepPlan, shape: StepShape) -> Any:
+        return super().launch(plan, self.largest(shape))
+
+    def fetch(self, result: Any, shape: StepShape) -> StepResult:
+        return super().fetch(result, self.largest(shape))
 
 
 def prompts(count: int, *, seed: int = 0, longest: int = 40) -> list[list[int]]:

@@ -1,5 +1,7 @@
 """Numbers that are none, and failures, in the draft model and in the target."""
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,19 +10,29 @@ import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
+from jaxspec.models.panels import WIDTH
 from jaxspec.program.propose import draft_model
+from jaxspec.program.step import ProgramConfig
 from jaxspec.sampling_params import SamplingParams
 from tests.e2e import pair
-from tests.engines import generate, make_engine, tokens_of
+from tests.engines import PROGRAMS, generate, make_engine, tokens_of
 
 BAD_TOKEN = 40
 PROMPTS = [[2, 5, 7, 9], [2, 9, 4, 11], [2, 8, 8, 30]]
 
 
-def make(*, has_draft: bool = True) -> LLMEngine:
-    draft = dict(draft=pair.draft("noisy"), num_draft_tokens=3) if has_draft else {}
-    settings = dict(max_num_seqs=4, max_num_batched_tokens=32)
-    return make_engine(pair.target(), has_one_shape=True, **settings, **draft)
+class NoDrafts(ProgramCache):
+    """Keeps no program that has a draft model in it."""
+
+    def path(self, program: ProgramConfig, *others: Any, **named: Any) -> Path | None:
+        return None if program.draft else super().path(program, *others, **named)
+
+
+def make(*, has_draft: bool = True, **settings: Any) -> LLMEngine:
+    """With parameters of its own: they are ruined."""
+    if has_draft:
+        settings |= dict(draft=pair.draft("noisy"), num_draft_tokens=pair.NUM_DRAFT)
+    return make_engine(pair.target(), **pair.settings(**settings))
 
 
 def greedy(**changes: Any) -> SamplingParams:
@@ -34,11 +46,6 @@ def seeded() -> list[SamplingParams]:
     ]
 
 
-@pytest.fixture(scope="module")
-def plain() -> LLMEngine:
-    return make(has_draft=False)
-
-
 def ruin(params: Any) -> Any:
     """NaN in one number of every layer norm: one step spoils all rows."""
     return jax.tree.map(
@@ -47,11 +54,19 @@ def ruin(params: Any) -> Any:
 
 
 def ruin_token(params: Any) -> Any:
-    embedding = params["embedding"].at[BAD_TOKEN].set(jnp.nan)
-    return {**params, "embedding": embedding}
+    """NaN in its embedding, in both forms of the matrix."""
+    whole = params["embedding"]
+    panel, place = divmod(BAD_TOKEN, WIDTH)
+    ruined = dataclasses.replace(
+        whole,
+        matrix=whole.matrix.at[BAD_TOKEN].set(jnp.nan),
+        panels=whole.panels.at[panel, :, place].set(jnp.nan),
+    )
+    return {**params, "embedding": ruined}
 
 
-def test_a_draft_of_nan_costs_speed_only(plain):
+def test_a_draft_of_nan_costs_speed_only():
+    plain = pair.plain_engine()
     expected = [tokens_of(generate(plain, PROMPTS, p)) for p in (greedy(), seeded())]
     engine = make()
     target, draft = engine.runner.params
@@ -65,11 +80,11 @@ def test_a_draft_of_nan_costs_speed_only(plain):
     engine.scheduler.check_idle()
 
 
-def test_a_draft_that_cannot_be_compiled_costs_speed_only(plain, monkeypatch):
-    expected = tokens_of(generate(plain, PROMPTS, greedy()))
+def test_a_draft_that_cannot_be_compiled_costs_speed_only(monkeypatch):
+    expected = tokens_of(generate(pair.plain_engine(), PROMPTS, greedy()))
     engine = make()
     # What the tests' cache has was compiled without the failure.
-    engine.runner.cache = ProgramCache(None)
+    engine.runner.cache = NoDrafts(PROGRAMS)
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of luck")
@@ -83,12 +98,14 @@ def test_a_draft_that_cannot_be_compiled_costs_speed_only(plain, monkeypatch):
 
 @pytest.mark.parametrize("has_draft", [False, True])
 def test_a_target_of_nan_ends_whom_it_reaches(has_draft):
-    engine = make(has_draft=has_draft)
+    # Plain decoding has no need of a bias, nor of programs that know it.
+    runner = pair.GeneralRunner if has_draft else None
+    engine = make(has_draft=has_draft, runner=runner)
     target, draft = engine.runner.params
     engine.runner.params = ruin_token(target), draft
     prompts = [*PROMPTS, [2, 5, BAD_TOKEN, 9]]
     # A draft of that token would reach the positions before it, which see it times 0.
-    bias = {BAD_TOKEN: -100.0}
+    bias = {BAD_TOKEN: -100.0} if has_draft else None
     sampled = [*seeded(), greedy()]
     for one in sampled:
         one.logit_bias = bias

@@ -27,7 +27,7 @@ PARAMS = [
         extra_args={"num_speculative_tokens": 1},
     ),
 ]
-SPECIAL = Features(has_controls=True, num_logprobs=1)
+SPECIAL = Features(has_controls=True, num_logprobs=1, num_prompt_logprobs=1)
 
 
 class GivenPrograms(EveryProgram):

@@ -22,9 +22,12 @@ from tests.engines import (
     make_engine,
     make_micro,
     tokens_of,
+    with_draft,
     with_settings,
 )
 from tests.oracles import make_hf_model
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 LENGTH = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
@@ -36,15 +39,29 @@ PARROT_PROMPTS = [[5, 6, 7], [9, 8, 3, 4] * 4, [11] * 9, [20, 21]]
 
 @functools.cache
 def first_engine(kind: str) -> LLMEngine:
-    drafts = {"ngram": None, "noisy": "noisy", "same": "same"}
-    model = drafts[kind.removeprefix("ngram+")]
+    if kind == "ngram+same":
+        return with_draft(first_engine("ngram+noisy"), pair.draft("same"))
+    return make_lookup_engine(
+        pair.target(), None if kind == "ngram" else pair.draft("noisy")
+    )
+
+
+def make_lookup_engine(target: Any, draft: Any = None) -> LLMEngine:
     return make_engine(
-        pair.target(),
-        None if model is None else pair.draft(model),
+        target,
+        draft,
         num_draft_tokens=pair.NUM_DRAFT,
         lookup=LOOKUP,
+        has_one_shape=True,
         **pair.SETTINGS,
     )
+
+
+@functools.cache
+def parrots() -> tuple[LLMEngine, LLMEngine]:
+    """Plain decoding and lookups, in the programs of the other tests."""
+    target = make_hf_model(seed=2, **pair.SIZES)
+    return make_engine(target, **pair.SETTINGS), make_lookup_engine(target)
 
 
 def lookup_engine(kind: str, **changes: Any) -> LLMEngine:
@@ -85,10 +102,7 @@ def test_greedy_texts_are_the_same(kind, prompts, texts):
 
 
 def test_a_parrot_is_read_from_its_own_lips():
-    target = make_hf_model(seed=2, **pair.SIZES)
-    settings = pair.settings(max_num_seqs=2)
-    plain = make_engine(target, **settings)
-    engine = make_engine(target, num_draft_tokens=3, lookup=(2, 1), **settings)
+    plain, engine = map(with_settings, parrots())
     texts = tokens_of(generate(plain, PARROT_PROMPTS, GREEDY))
     assert tokens_of(generate(engine, PARROT_PROMPTS, GREEDY)) == texts
     assert engine.stats.acceptance_rate > 0.5
@@ -162,8 +176,15 @@ def test_drafting_stops_in_a_crowd_and_comes_back(kind, prompts, texts):
     assert any(tile.is_draft_only for tile in tiles) == (kind != "ngram")
 
 
-@pytest.mark.parametrize("kind", ["ngram", "ngram+noisy"])
-@pytest.mark.parametrize("rule", ["standard", "block"])
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        ("ngram", "standard"),
+        slow("ngram", "block"),
+        slow("ngram+noisy", "standard"),
+        ("ngram+noisy", "block"),
+    ],
+)
 def test_seeded_texts_are_the_same(kind, rule, prompts):
     params = [
         SamplingParams(
@@ -182,10 +203,7 @@ def test_seeded_texts_are_the_same(kind, rule, prompts):
 
 def test_ends_within_runs_of_drafts():
     """A parrot's end token, and lengths that cut a run at every place."""
-    target = make_hf_model(seed=2, **pair.SIZES)
-    settings = pair.settings(max_num_seqs=2)
-    plain = make_engine(target, **settings)
-    engine = make_engine(target, num_draft_tokens=3, lookup=(2, 1), **settings)
+    plain, engine = map(with_settings, parrots())
     params = [
         SamplingParams(temperature=0, max_tokens=8 + index, ignore_eos=True)
         for index in range(8)

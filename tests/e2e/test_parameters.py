@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.runner import Runner
 from jaxspec.outputs import CompletionOutput, RequestOutput
-from jaxspec.program.plan import Features, StepPlan, StepResult, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.e2e import pair
-from tests.engines import StubTokenizer
+from tests.engines import StubTokenizer, make_engine, with_settings
 from tests.oracles import hf_logits
 
 PROMPTS = pair.prompts(4, seed=5)
@@ -25,45 +23,22 @@ MAX_TOKENS = 14
 PLAIN = {"num_speculative_tokens": 0}
 
 
-class OneProgramRunner(Runner):
-    """Runs every launch in the largest shape, with all features."""
-
-    def largest(self, shape: StepShape) -> StepShape:
-        count = self.config.num_logprobs
-        return StepShape(
-            num_seqs=self.config.max_num_seqs,
-            num_draft_tokens=shape.num_draft_tokens,
-            chunk=self.config.max_num_batched_tokens,
-            features=Features(
-                has_controls=True, num_logprobs=count, num_prompt_logprobs=count
-            ),
-        )
-
-    def launch(self, plan: StepPlan, shape: StepShape) -> Any:
-        return super().launch(plan, self.largest(shape))
-
-    def fetch(self, result: Any, shape: StepShape) -> StepResult:
-        return super().fetch(result, self.largest(shape))
-
-
 @functools.cache
-def runner() -> OneProgramRunner:
-    made = pair.engine()
-    runner = OneProgramRunner(made.config, made.runner.mesh, *made.runner.params)
-    runner.compiles_beside = False
-    runner.compiler_options = made.runner.compiler_options
-    runner.cache = made.runner.cache
-    return runner
+def general_engine() -> LLMEngine:
+    return make_engine(
+        pair.target(),
+        pair.draft("noisy"),
+        num_draft_tokens=pair.NUM_DRAFT,
+        runner=pair.GeneralRunner,
+        **pair.SETTINGS,
+    )
 
 
 def run(
     prompts: list[list[int]], params: list[SamplingParams]
 ) -> list[list[RequestOutput]]:
     """All outputs of each request, in the order of the prompts."""
-    vocab_size = runner().config.model_config.vocab_size
-    engine = LLMEngine(
-        runner().config, runner=runner(), tokenizer=StubTokenizer(vocab_size)
-    )
+    engine = with_settings(general_engine())
     outputs: list[list[RequestOutput]] = [[] for _ in prompts]
     for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
         engine.add_request(str(index), prompt, own)

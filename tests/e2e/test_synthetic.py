@@ -30,7 +30,7 @@ PROMPTS = [[2, 4 + number % 9, 3, number % 5] for number in range(16)]
 
 @functools.cache
 def compiled() -> LLMEngine:
-    target = make_micro()
+    target = make_micro(num_hidden_layers=1)
     return make_engine(
         target,
         make_draft_of(target, sign=-1.0),

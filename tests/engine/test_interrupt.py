@@ -5,17 +5,20 @@ from typing import Any
 import pytest
 
 from jaxspec.sampling_params import SamplingParams
+from tests.e2e import pair
 from tests.engines import generate, make_engine
-from tests.oracles import make_hf_model
 
 PROMPTS = [[2, 5, 7], [2, 9, 4, 11]]
 
 
 @pytest.fixture(scope="module")
 def engine():
-    small = dict(num_hidden_layers=1, vocab_size=32)
+    """With arrays of its own: they are lost in the middle of a step."""
     return make_engine(
-        make_hf_model(0, **small), make_hf_model(1, **small), num_draft_tokens=2
+        pair.target(),
+        pair.draft("noisy"),
+        num_draft_tokens=pair.NUM_DRAFT,
+        **pair.SETTINGS,
     )
 
 
@@ -67,6 +70,11 @@ def test_a_failing_read_ends_all_requests(engine, monkeypatch):
     monkeypatch.setattr(engine.runner, "fetch", fail)
     with pytest.raises(RuntimeError, match="the device is gone"):
         texts(engine)
+    if engine.has_unfinished_requests():
+        # Who did not run yet ends with a failure of its own.
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            for _ in range(3):
+                engine.step()
     monkeypatch.undo()
     expect_idle(engine)
     assert texts(engine) == expected

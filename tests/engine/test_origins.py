@@ -16,6 +16,7 @@ from jaxspec.engine.origins import OriginStream
 from jaxspec.engine.output import TextStream
 from jaxspec.outputs import CompletionOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from tests.e2e import pair
 from tests.engine.test_llm_engine import (
     EOS,
     PROMPT,
@@ -27,7 +28,7 @@ from tests.engine.test_llm_engine import (
     said,
 )
 from tests.engine.test_output import EXAMPLES, IDS, TOKENIZER, byte_tokens, split
-from tests.engines import generate, make_engine, make_micro
+from tests.engines import generate
 
 KINDS = list(RequestOutputKind)
 WANTED = {"return_token_origins": True}
@@ -202,8 +203,7 @@ def test_a_character_comes_with_its_last_byte():
 
 
 def test_a_draft_that_is_the_target_is_never_recovered():
-    target = make_micro()
-    engine = make_engine(target, target, num_draft_tokens=3, has_one_shape=True)
+    engine = pair.engine("same")
     for temperature in (0.0, 1.0):
         params = wanting(max_tokens=21, temperature=temperature, ignore_eos=True)
         for output in generate(engine, [[5, 6, 7], [8, 9]], [params] * 2):

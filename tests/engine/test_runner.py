@@ -106,7 +106,7 @@ def test_nothing_is_compiled_after_the_warm_up():
     )
     engine.warm_up()
     compiles = engine.runner.num_compiles
-    assert compiles == len(engine.scheduler.shapes.all()) == 2 * 3 + 2 * 2
+    assert compiles == len(engine.scheduler.shapes.all()) == 5 + 4
     random = np.random.default_rng(0)
     prompts = [random.integers(3, 16, count).tolist() for count in range(1, 60, 4)]
     params = [
@@ -193,8 +193,9 @@ def test_grammars_need_the_cpu_backend_beside_an_accelerators(monkeypatch):
     engine.runner.check_features(Features(has_controls=True, num_logprobs=3))
 
 
-def test_a_second_start_compiles_nothing_but_grammars(tmp_path, monkeypatch):
-    target = make_micro()
+@pytest.mark.parametrize("num_draft", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_second_start_compiles_nothing_but_grammars(num_draft, tmp_path, monkeypatch):
+    target = make_micro(num_hidden_layers=1)
     prompts = [[2, 5, 7], [2, 9]]
     plain = SamplingParams(max_tokens=9, seed=3)
     form = StructuredOutputsParams(choice=["ab", "ba"])
@@ -204,8 +205,8 @@ def test_a_second_start_compiles_nothing_but_grammars(tmp_path, monkeypatch):
     def start() -> list[list[int]]:
         engine = make_engine(
             target,
-            make_draft_of(target),
-            num_draft_tokens=2,
+            make_draft_of(target) if num_draft else None,
+            num_draft_tokens=num_draft,
             max_num_seqs=2,
             max_num_batched_tokens=32,
             has_one_shape=True,

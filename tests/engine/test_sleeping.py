@@ -9,7 +9,8 @@ import jaxspec.engine.sleeping
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import RequestError
 from jaxspec.sampling_params import SamplingParams
-from tests.engines import generate, make_draft_of, make_engine, make_micro, tokens_of
+from tests.e2e import pair
+from tests.engines import generate, make_engine, tokens_of
 
 PROMPTS = [[2, 5, 6, 7], [2, 9]]
 PARAMS = [
@@ -20,14 +21,12 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def engine() -> LLMEngine:
-    target = make_micro()
+    """With arrays of its own: other engines must not sleep along."""
     return make_engine(
-        target,
-        make_draft_of(target),
-        num_draft_tokens=1,
-        max_num_seqs=2,
-        max_num_batched_tokens=32,
-        has_one_shape=True,
+        pair.target(),
+        pair.draft("noisy"),
+        num_draft_tokens=pair.NUM_DRAFT,
+        **pair.SETTINGS,
     )
 
 

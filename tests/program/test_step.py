@@ -18,7 +18,13 @@ from jaxspec.program.plan import Features, StepShape
 from jaxspec.sampling_params import SamplingParams
 from jaxspec_kernels import write_kv_pages
 from tests.e2e import pair
-from tests.engines import READERS_COMPILER, generate, make_engine, tokens_of
+from tests.engines import (
+    READERS_COMPILER,
+    generate,
+    make_engine,
+    tokens_of,
+    with_draft,
+)
 from tests.oracles import make_hf_model
 
 PAGE_SHAPES = {
@@ -157,7 +163,7 @@ def test_users_get_the_instructions_that_are_looked_into():
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(shape, marks=() if shape in SHAPES[-2:] else pytest.mark.slow)
+        pytest.param(shape, marks=() if shape == SHAPES[-1] else pytest.mark.slow)
         for shape in SHAPES
     ],
     ids=str,
@@ -170,7 +176,7 @@ def test_the_common_program_leaves_controls_alone():
     runner: Any = users_engine("float32").runner
     controls = runner.state.rows.controls
     shapes = {leaf.shape for leaf in (controls.bias_ids, controls.bad_words)}
-    program = runner.executable(SHAPES[-2]).as_text()
+    program = runner.executable(SHAPES[-1]).as_text()
     used = {one.opcode for one in instructions(program) if one.shape in shapes}
     assert used == {"parameter"}
 
@@ -243,31 +249,29 @@ SHARDED: dict[str, Any] = dict(
 )
 def test_devices_that_share_a_model_say_what_one_says(shards, draft_shards):
     target, draft = make_hf_model(seed=3, **SHARDED), make_hf_model(seed=4, **SHARDED)
-    settings = pair.settings(max_num_seqs=3, has_one_shape=True)
     prompts = pair.prompts(8)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    single = tokens_of(generate(make_engine(target, **settings), prompts, params))
-    margins = [
-        pair.greedy_margin(*both, model=target)
-        for both in zip(prompts, single, strict=True)
-    ]
-    assert min(margins) > pair.MIN_MARGIN
-    for model in (draft, target):
-        engine = make_engine(
-            target,
-            model,
-            num_draft_tokens=3,
-            tensor_parallel_size=shards,
-            draft_tensor_parallel_size=draft_shards,
-            **settings,
-        )
-        target_params, draft_params = engine.runner.params
+    engine = make_engine(
+        target,
+        draft,
+        num_draft_tokens=3,
+        tensor_parallel_size=shards,
+        draft_tensor_parallel_size=draft_shards,
+        has_one_shape=True,
+        **pair.settings(max_num_seqs=3),
+    )
+    for made in (engine, own := with_draft(engine, target)):
+        target_params, draft_params = made.runner.params
         assert draft_params is not None
         assert num_shards(target_params["embedding"]) == shards
         assert num_shards(draft_params["embedding"]) == draft_shards
-        assert num_shards(engine.runner.state.target_pages[0]) == shards
-        assert tokens_of(generate(engine, prompts, params)) == single
-    assert engine.stats.acceptance_rate == 1.0
+        assert num_shards(made.runner.state.target_pages[0]) == shards
+        for both in zip(
+            prompts, tokens_of(generate(made, prompts, params)), strict=True
+        ):
+            # HuggingFace says the same, on one device.
+            assert pair.greedy_margin(*both, model=target) > pair.MIN_MARGIN
+    assert own.stats.acceptance_rate == 1.0
 
 
 def num_shards(array: jax.Array) -> int:
