@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.kernels.oracle import UNOPTIMISED
+
 VOCAB, DRAFTS = 4, 3
 # Probabilities are multiples of this: float32 holds them and their sums exactly.
 GRAIN = 2.0**-12
@@ -283,7 +285,11 @@ def run_rule(rule: Callable[..., Any], paths: Paths, rows: dict[str, np.ndarray]
     def floats(values: np.ndarray) -> jax.Array:
         return jnp.asarray(values, jnp.float32)
 
-    verdict = jax.jit(lambda *args, **uniforms: rule(*args, **uniforms))(
+    # A function of its own: a jit of the same one would not see that it has changed.
+    decide = jax.jit(
+        lambda *args, **uniforms: rule(*args, **uniforms), compiler_options=UNOPTIMISED
+    )
+    verdict = decide(
         jnp.asarray(paths.tokens[path], jnp.int32),
         floats(paths.draft[path]),
         floats(paths.target[path]),

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jaxspec.program.propose import Proposal
 from jaxspec.program.randomness import ACCEPT, SAMPLE
 from jaxspec_kernels.rejection_sampling import BLOCK, COUPLED, STANDARD, Controls
 from tests.kernels import whole_rows
+from tests.kernels.oracle import UNOPTIMISED
 from tests.laws import filtered_law
 from tests.rows import make_active
 
@@ -71,19 +73,24 @@ class Round:
     @property
     def numbers(self) -> dict[str, jax.Array]:
         """Rules and random numbers, by the engine's keys."""
-        seqs, drafts = self.tokens.shape
-        seed = jnp.asarray(self.seed)
-        each = jnp.broadcast_to(seed[:, None], (seqs, drafts + 1, 2))
-        index = jnp.arange(drafts + 1, dtype=jnp.int32)[None]
-        index = jnp.broadcast_to(index, (seqs, drafts + 1))
-        start = jnp.full_like(index, START)
-        words = randomness.words(each, START + index, jnp.full_like(index, SAMPLE))
-        return dict(
-            rule=jnp.asarray(np.maximum(self.kind, 0), jnp.int32),
-            accept_uniform=randomness.uniform(each, start, ACCEPT, index)[:, :-1],
-            sample_uniform=randomness.uniform(seed, start[:, 0], SAMPLE),
-            noise_words=words,
-        )
+        rule = jnp.asarray(np.maximum(self.kind, 0), jnp.int32)
+        random = _random_numbers(jnp.asarray(self.seed), self.tokens.shape[1])
+        return dict(rule=rule, **random)
+
+
+@partial(jax.jit, static_argnums=1, compiler_options=UNOPTIMISED)
+def _random_numbers(seed: jax.Array, drafts: int) -> dict[str, jax.Array]:
+    seqs = len(seed)
+    each = jnp.broadcast_to(seed[:, None], (seqs, drafts + 1, 2))
+    index = jnp.arange(drafts + 1, dtype=jnp.int32)[None]
+    index = jnp.broadcast_to(index, (seqs, drafts + 1))
+    start = jnp.full_like(index, START)
+    words = randomness.words(each, START + index, jnp.full_like(index, SAMPLE))
+    return dict(
+        accept_uniform=randomness.uniform(each, start, ACCEPT, index)[:, :-1],
+        sample_uniform=randomness.uniform(seed, start[:, 0], SAMPLE),
+        noise_words=words,
+    )
 
 
 def make_round(
@@ -105,7 +112,7 @@ def make_round(
     top_p = np.where(is_filtered, random.choice([1.0, 0.8, 0.3], seqs), 1.0)
     min_p = random.choice([0.0, 0.0, 0.1], seqs) * is_filtered
     keys = random.integers(0, 2**32, (seqs, 2), dtype=np.uint32)
-    noise = np.asarray(_noise(keys, drafts, vocab))
+    noise = np.asarray(_noise(jnp.asarray(keys), drafts, vocab))
     draft = np.empty((seqs, drafts, vocab), np.float32)
     tokens = np.empty((seqs, drafts), int)
     for seq, i in np.ndindex(seqs, drafts):
@@ -134,12 +141,16 @@ def make_round(
     )
 
 
-def _noise(keys: np.ndarray, drafts: int, vocab: int) -> jax.Array:
+@partial(jax.jit, static_argnums=(1, 2), compiler_options=UNOPTIMISED)
+def _noise(keys: jax.Array, drafts: int, vocab: int) -> jax.Array:
     """What coupled drafts share with the target."""
     position = START + jnp.arange(drafts, dtype=jnp.int32)[None]
     position = jnp.broadcast_to(position, (len(keys), drafts))
-    each = jnp.broadcast_to(jnp.asarray(keys)[:, None], (len(keys), drafts, 2))
+    each = jnp.broadcast_to(keys[:, None], (len(keys), drafts, 2))
     return randomness.exponential(each, position, SAMPLE, vocab)
+
+
+_decide = jax.jit(whole_rows.decide, compiler_options=UNOPTIMISED)
 
 
 def by_whole_rows(one: Round) -> tuple[np.ndarray, np.ndarray]:
@@ -158,7 +169,7 @@ def by_whole_rows(one: Round) -> tuple[np.ndarray, np.ndarray]:
     tokens, draft, logits, num_draft, _ = one.arrays
     proposal = Proposal(tokens, jnp.zeros_like(tokens), draft)
     flat = logits.astype(jnp.float32).reshape(seqs * (drafts + 1), -1)
-    verdict = jax.jit(whole_rows.decide)(proposal, flat, num_draft, active)
+    verdict = _decide(proposal, flat, num_draft, active)
     return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)
 
 

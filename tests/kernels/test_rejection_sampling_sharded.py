@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec_kernels.rejection_sampling import reference
 from jaxspec_kernels.rejection_sampling.passes import Kernels
+from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import (
     Round,
     by_force,
@@ -64,8 +65,15 @@ def on_mesh(shape: tuple[int, ...], *, has_probs: bool = True, tile: int = 3):
             mesh=mesh,
             in_specs=(P(), split if has_probs else P(), split, P(), P(), P()),
             out_specs=P(),  # checked: the verdict is the same on every device
-        )
+        ),
+        compiler_options=UNOPTIMISED,
     )
+
+
+@cache
+def compiled(shape: tuple[int, ...] = (8,)):
+    """For the rounds of most tests, compiled once; and the text can be read."""
+    return on_mesh(shape).lower(*padded(make_round())).compile()
 
 
 def padded(one: Round) -> tuple:
@@ -77,7 +85,7 @@ def padded(one: Round) -> tuple:
 
 @pytest.mark.parametrize("shape", [(8,), pytest.param((2, 4), marks=pytest.mark.slow)])
 def test_verdicts_are_those_of_whole_rows(shape):
-    run = on_mesh(shape)
+    run = compiled(shape)
     for seed in range(5):
         one = make_round(seed=seed)
         np.testing.assert_array_equal(run(*padded(one)), by_whole_rows(one))
@@ -107,7 +115,7 @@ def test_point_mass_needs_no_array():
 def test_rows_of_nothing_give_token_zero(bad):
     one = make_round(seed=2)
     one = Round(**{**vars(one), "logits": np.full_like(one.logits, bad)})
-    accepted, token = on_mesh((8,))(*padded(one))
+    accepted, token = compiled()(*padded(one))
     assert not np.asarray(token).any()
     # Greedy drafts may be token 0, the argmax of nothing.
     assert not np.asarray(accepted)[np.asarray(one.temperature) > 0].any()
@@ -125,9 +133,8 @@ def sizes(hlo: str) -> list[int]:
 
 
 def test_collectives_carry_a_few_numbers_per_row():
-    seqs, drafts = 4, 3
-    one = make_round(seqs, drafts)
-    hlo = on_mesh((8,)).lower(*padded(one)).compile().as_text()
+    seqs, drafts = make_round().tokens.shape
+    hlo = compiled().as_text()
     assert hlo is not None
     found = sizes(hlo)
     assert found, "no collective: the pattern does not fit this HLO"

@@ -11,6 +11,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.program import accept, randomness
 from jaxspec.program.plan import BLOCK, COUPLED, STANDARD
 from jaxspec.program.propose import Proposal
+from tests.kernels.oracle import UNOPTIMISED
 from tests.laws import check_counts, filtered_law
 from tests.rows import make_active
 
@@ -77,33 +78,42 @@ def run_accept(batch: dict, **forced: Any) -> tuple[np.ndarray, np.ndarray]:
     tokens = jnp.asarray(batch["tokens"], jnp.int32)
     parent = jnp.zeros_like(tokens)
     decide = partial(accept.accept, **forced)
-    verdict = jax.jit(lambda *args: decide(*args), static_argnums=4)(
+    # A function of its own: a jit of the same one would not see a mutant.
+    run = jax.jit(lambda *args: decide(*args, Backend()), compiler_options=UNOPTIMISED)
+    verdict = run(
         Proposal(tokens, parent, jnp.asarray(batch["draft"])),
         jnp.asarray(batch["logits"].reshape(-1, VOCAB)),
         jnp.asarray(batch["num_draft"], jnp.int32),
         batch["active"],
-        Backend(),
     )
     return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)
 
 
 def numbers_of(active) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Accept uniforms, sample uniforms and coupled noise, by their documented keys."""
+    numbers = jax.jit(_numbers, compiler_options=UNOPTIMISED)(active.seed)
+    uniform, sample, noise = map(np.asarray, numbers)
+    return uniform, sample, noise
+
+
+def _numbers(seed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     shape = SEQS, DRAFTS
     uniform = randomness.uniform(
-        jnp.broadcast_to(active.seed[:, None], (*shape, 2)),
+        jnp.broadcast_to(seed[:, None], (*shape, 2)),
         jnp.full(shape, START, jnp.int32),
         randomness.ACCEPT,
         jnp.broadcast_to(jnp.arange(DRAFTS, dtype=jnp.int32)[None], shape),
     )
-    sample = randomness.uniform(active.seed, active.num_tokens, randomness.SAMPLE)
+    sample = randomness.uniform(
+        seed, jnp.full(SEQS, START, jnp.int32), randomness.SAMPLE
+    )
     noise = randomness.exponential(
-        jnp.broadcast_to(active.seed[:, None], (SEQS, DRAFTS + 1, 2)),
+        jnp.broadcast_to(seed[:, None], (SEQS, DRAFTS + 1, 2)),
         START + jnp.broadcast_to(jnp.arange(DRAFTS + 1)[None], (SEQS, DRAFTS + 1)),
         randomness.SAMPLE,
         VOCAB,
     )
-    return np.asarray(uniform), np.asarray(sample), np.asarray(noise)
+    return uniform, sample, noise
 
 
 def invert(weights: np.ndarray, uniform: float) -> int:

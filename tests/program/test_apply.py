@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from jaxspec.program.plan import (
     TokenControls,
 )
 from jaxspec.program.state import Rows, init_rows, init_token_pages
+from tests.kernels.oracle import UNOPTIMISED
 from tests.program.test_plan import ADMISSION, with_controls
 from tests.rows import make_control_rows
 
@@ -34,7 +36,7 @@ LAYOUT = PlanLayout(SHAPE, POOL)
 CONTROLLED = dataclasses.replace(SHAPE, features=Features(has_controls=True))
 
 
-@jax.jit
+@partial(jax.jit, compiler_options=UNOPTIMISED)
 def apply_vector(
     rows: Rows, token_pages: jax.Array, vector: jax.Array
 ) -> tuple[Rows, jax.Array]:
@@ -64,20 +66,21 @@ def by_position(rows: Rows, token_pages: jax.Array) -> np.ndarray:
 
 
 def used_tokens() -> jax.Array:
-    pages = init_token_pages(POOL)
-    return jnp.arange(pages.size, dtype=pages.dtype).reshape(pages.shape) + 1000
+    pages = jax.eval_shape(lambda: init_token_pages(POOL))
+    tokens = np.arange(pages.size, dtype=pages.dtype).reshape(pages.shape) + 1000
+    return jnp.asarray(tokens, pages.dtype)
 
 
 def used_rows() -> Rows:
     """Rows in which every leaf differs everywhere, as if others had run before."""
-    leaves, tree = jax.tree.flatten(init_rows(POOL))
-    filled = [
-        jnp.arange(leaf.size).reshape(leaf.shape).astype(leaf.dtype)
-        if leaf.dtype != bool
-        else jnp.ones_like(leaf)
-        for leaf in leaves
-    ]
-    return jax.tree.unflatten(tree, filled)
+    return jax.tree.map(
+        lambda leaf: (
+            jnp.asarray(np.arange(leaf.size).reshape(leaf.shape), leaf.dtype)
+            if leaf.dtype != bool
+            else jnp.ones(leaf.shape, bool)
+        ),
+        jax.eval_shape(lambda: init_rows(POOL)),
+    )
 
 
 def changed_rows(before: Rows, after: Rows) -> dict[str, list[int]]:
@@ -85,7 +88,8 @@ def changed_rows(before: Rows, after: Rows) -> dict[str, list[int]]:
     changes = {}
     leaves = (jax.tree.leaves_with_path(rows) for rows in (before, after))
     for (path, old), (_, new) in zip(*leaves, strict=True):
-        differs = np.asarray(old != new).reshape(POOL.num_rows, -1).any(axis=1)
+        differs = np.asarray(old) != np.asarray(new)
+        differs = differs.reshape(POOL.num_rows, -1).any(axis=1)
         if differs.any():
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             changes[name] = np.flatnonzero(differs).tolist()
@@ -141,7 +145,7 @@ def test_admitted_controls_are_kept_in_their_rows():
     asked = [with_controls(2, CONTROLS), dataclasses.replace(ADMISSION, row=1)]
     vector = jnp.asarray(layout.pack(StepPlan(admissions=asked)))
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=UNOPTIMISED)
     def run(rows: Rows) -> Rows:
         fields = unpack(vector, layout)
         tiles = read_tiles(fields)
@@ -205,7 +209,8 @@ def test_gathered_sequences_are_their_rows():
         temperature=jnp.array([0.5, 0.5, 0.5, 0.0], jnp.float32),
     )
     order = [3, 0, 1, POOL.num_rows]
-    active = gather(rows, used_tokens(), jnp.array(order, jnp.int32))
+    gathered = jax.jit(gather, compiler_options=UNOPTIMISED)
+    active = gathered(rows, used_tokens(), jnp.array(order, jnp.int32))
     # A done row and the pad take no part.
     assert active.is_active.tolist() == [True, True, False, False]
     assert active.is_sampled.tolist() == [False, True, False, False]
@@ -217,7 +222,7 @@ def test_gathered_sequences_are_their_rows():
         expected = np.asarray(getattr(rows, name))[order[:3]]
         assert np.asarray(getattr(active, name))[:3].tolist() == expected.tolist()
     # A prompt that has just come in: its length is not in the rows yet.
-    active = gather(
+    active = gathered(
         rows,
         used_tokens(),
         jnp.array([2], jnp.int32),
@@ -229,7 +234,10 @@ def test_gathered_sequences_are_their_rows():
 
 def test_repeated_sequences_stay_side_by_side():
     row = jnp.array([2, 0], jnp.int32)
-    active = gather(used_rows(), used_tokens(), row).repeat(3)
+    repeated = jax.jit(
+        lambda *args: gather(*args).repeat(3), compiler_options=UNOPTIMISED
+    )
+    active = repeated(used_rows(), used_tokens(), row)
     assert active.row.tolist() == [2, 2, 2, 0, 0, 0]
     assert active.seed.shape == (6, 2)
     assert active.controls.top_k.tolist() == active.top_k.tolist()

@@ -17,6 +17,7 @@ from jaxspec.program.judge import judge, place_next
 from jaxspec.program.plan import RULES, TokenControls
 from jaxspec.program.propose import Proposal
 from jaxspec.program.state import ControlRows
+from tests.kernels.oracle import UNOPTIMISED
 from tests.laws import check_counts, controlled, filtered_law
 from tests.program.test_rounds import DRAFT, TARGET
 from tests.rows import make_active, make_control_rows
@@ -54,7 +55,7 @@ def start(rule: str) -> tuple[Active, jax.Array]:
     return active, jnp.asarray(tokens)
 
 
-@functools.partial(jax.jit, static_argnames="is_plain")
+@functools.partial(jax.jit, static_argnames="is_plain", compiler_options=UNOPTIMISED)
 def play_round(
     active: Active, tokens: jax.Array, asked: ControlRows, is_plain: bool
 ) -> tuple[Active, jax.Array]:
