@@ -57,11 +57,15 @@ def test_every_program_is_recorded_and_fits():
 @needs_libtpu
 @pytest.mark.parametrize(
     ("name", "topology", "shape", "of_one_chip"),
-    [
-        ("9b/tp1/verify-window", "v5e:2x4", (1, 1, 8), "9b/tp8/verify-window"),
-        # A draft whose heads are fewer than the chips: two copies of each.
-        ("2b/tp1/decode-two", "v5e:2x4", (1, 2, 4), "2b/tp4/decode-two"),
-    ],
+    members(
+        "attention_tpu",
+        [
+            ("9b/tp1/verify-window", "v5e:2x4", (1, 1, 8), "9b/tp8/verify-window"),
+            # A draft whose heads are fewer than the chips: two copies of each.
+            ("2b/tp1/decode-two", "v5e:2x4", (1, 2, 4), "2b/tp4/decode-two"),
+        ],
+        is_example=lambda one: one[2] == (1, 2, 4),
+    ),
 )
 def test_chips_of_a_mesh_run_the_kernel_of_their_part(
     name, topology, shape, of_one_chip

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspec_kernels.paged_attention import gpu, tpu
 from jaxspec_kernels.write_kv_pages import reference
 from jaxspec_kernels.write_kv_pages.cases import CASES, REAL_CASES, Case
+from tests.batteries import members
 from tests.kernels import aot_gpu, aot_tpu
 
 INSTALL = "install the compilers with `make .venv/.installed-test`"
@@ -164,7 +165,14 @@ def test_write_is_in_place(name, chip):
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("name", ["9b/tp8/verify", "27b/tp1/decode"])
+@pytest.mark.parametrize(
+    "name",
+    members(
+        "page_writes",
+        ["9b/tp8/verify", "27b/tp1/decode"],
+        is_example=lambda name: name == "9b/tp8/verify",
+    ),
+)
 def test_the_kernel_reads_the_pool_where_it_was_written(name, chip):
     """Another layout for the kernel would be a copy of the pool."""
     program = compile_for(chip, case_named(name), attends=True)
@@ -174,7 +182,10 @@ def test_the_kernel_reads_the_pool_where_it_was_written(name, chip):
 
 @pytest.mark.aot
 @ON_GPU
-@pytest.mark.parametrize("name", SMALL_ROWS)
+@pytest.mark.parametrize(
+    "name",
+    members("page_writes", SMALL_ROWS, is_example=lambda name: name == "tiny/verify"),
+)
 def test_small_rows_on_gpu(name):
     program = compile_for("h200", case_named(name), attends=True)
     assert program.is_in_place, program
