@@ -44,6 +44,8 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[st
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("KAGGLEHUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("KAGGLE_CONFIG_DIR", str(tmp_path / "home"))
+    # The library looks for its callers in the stack, among all modules of the process.
+    monkeypatch.setattr(kagglehub.clients, "get_user_agent", lambda: "kagglehub")
     with only_here(monkeypatch) as refused:
         yield refused
     # The library leaves the connection of a failed download to the garbage collector.

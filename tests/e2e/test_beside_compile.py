@@ -57,8 +57,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
     made.runner.cache = ProgramCache(tmp_path_factory.mktemp("programs"))
     freeze_heap()  # as a server does
     yield made
-    gc.unfreeze()
     made.shutdown()
+    gc.unfreeze()
+    freeze_heap()  # again what all tests have imported: see tests/conftest.py
 
 
 def greedy(**changes: Any) -> SamplingParams:
