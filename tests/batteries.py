@@ -12,6 +12,7 @@ results that they compare with, and of the versions of jax and of the compilers.
 import argparse
 import ast
 import datetime
+import functools
 import hashlib
 import io
 import json
@@ -202,18 +203,22 @@ def _imported(files: list[Path]) -> set[Path]:
         path = wanted.pop()
         if path not in found:
             found.add(path)
-            names = _names(ast.parse(path.read_text(encoding="utf-8")))
+            names = _names(path.read_text(encoding="utf-8"))
             wanted += [file for name in names for file in _files_of(name)]
     return found
 
 
-def _names(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+@functools.cache
+def _names(text: str) -> tuple[str, ...]:
+    """What a module imports: modules, and names that may be such."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found.append(node.module)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return tuple(found)
 
 
 def _files_of(name: str) -> Iterator[Path]:

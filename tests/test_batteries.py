@@ -101,6 +101,8 @@ def test_it_is_due_until_it_has_passed(one: Battery, monkeypatch: pytest.MonkeyP
     mark = f"import pytest\n\n\n@pytest.mark.battery(name={one.name!r})\n"
     mark += "def test_it():\n"
     monkeypatch.setattr(batteries, "ARGUMENTS", ("-q", "-p", "no:cacheprovider"))
+    # Importing the plugins takes longer than everything else here.
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     test.write_text(f"{mark}    raise ValueError\n")
     assert batteries.run(one, []) == 1
     assert batteries.is_due(one)

@@ -31,8 +31,11 @@ CHAT = (
 @pytest.fixture(autouse=True)
 def relaxed_promotion() -> Iterator[None]:
     # The recipes train with plain jnp; the engine's stricter settings are not theirs.
+    # Compiling is what takes long in them.
+    jax.config.update("jax_disable_most_optimizations", True)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def micro_config(**changes: Any) -> dict[str, Any]:
@@ -73,6 +76,11 @@ def float32_linear(monkeypatch: pytest.MonkeyPatch) -> None:
         return jnp.dot(inputs, weight.T.astype(jnp.float32), precision="highest")
 
     monkeypatch.setattr(network, "linear", linear)
+
+
+def forward_of(config: dict[str, Any]) -> Any:
+    """From parameters, tokens and segments to logits, as one program."""
+    return jax.jit(lambda params, *batch: network.forward(params, config, *batch))
 
 
 def random_documents(sizes: list[int], seed: int = 0) -> list[np.ndarray]:
@@ -136,9 +144,9 @@ def test_packed_documents_do_not_see_each_other() -> None:
     tokens = np.concatenate(documents)[None]
     segments = np.repeat(np.arange(1, 5), [len(each) for each in documents])[None]
     rows = np.stack([np.resize(each, 150) for each in documents])
-    forward = jax.jit(lambda *batch: network.forward(params, config, *batch))
-    packed = forward(tokens, segments)
-    alone = forward(rows, np.ones_like(rows)).reshape(4, 150, VOCAB)
+    forward = forward_of(config)
+    packed = forward(params, tokens, segments)
+    alone = forward(params, rows, np.ones_like(rows)).reshape(4, 150, VOCAB)
     alone = [row[: len(each)] for row, each in zip(alone, documents, strict=True)]
     # Rotary angles differ with the position in the row, hence not to the last bit.
     np.testing.assert_allclose(packed, np.concatenate(alone), atol=2e-3)
@@ -224,7 +232,7 @@ def test_greedy_text_is_what_a_full_forward_pass_chooses(window: int) -> None:
     write = sample.writer(config, mix=decode.Mix(4, 0, 0), length=384)
     rows = jax.tree.map(np.asarray, write(params, prompts, jax.random.key(0)))
     tokens, segments = (rows[name].astype(np.int32) for name in ("tokens", "segments"))
-    logits = network.forward(params, config, tokens, segments).reshape(4, 384, VOCAB)
+    logits = forward_of(config)(params, tokens, segments).reshape(4, 384, VOCAB)
     best = np.argmax(logits, axis=-1)[:, :-1]
     is_next = rows["is_written"][:, 1:]
     assert is_next.sum() > 1000
@@ -294,8 +302,9 @@ def test_label_loss_is_the_divergence_with_the_others_merged(num_labels: int) ->
     draft, target = lively_params(config, seed=1), lively_params(config)
     tokens, segments = CountingRows().batch(2)
     segments[1, 20:] = 0
+    forward = forward_of(config)
     goal, guess = (
-        np.asarray(jax.nn.softmax(network.forward(params, config, tokens, segments)))
+        np.asarray(jax.nn.softmax(forward(params, tokens, segments)))
         for params in (target, draft)
     )
     ids = np.argsort(-goal, axis=-1)[:, :num_labels]
@@ -307,7 +316,8 @@ def test_label_loss_is_the_divergence_with_the_others_merged(num_labels: int) ->
         expected += rest * np.log(rest / other)
     expected = expected[segments.reshape(-1) > 0].mean()
     pair = (ids.reshape(2, 33, -1), np.log(labels).reshape(2, 33, -1))
-    found = distill.label_loss(draft, config, tokens, segments, pair)
+    loss = jax.jit(lambda *given: distill.label_loss(draft, config, *given))
+    found = loss(tokens, segments, pair)
     assert float(found) == pytest.approx(expected, rel=1e-3)
     assert expected > 0.5
 

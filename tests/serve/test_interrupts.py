@@ -118,7 +118,11 @@ def test_while_weights_are_read(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("number", "after_s"),
-    [(signal.SIGINT, 0.0), (signal.SIGTERM, 1.0), (signal.SIGINT, 3.0)],
+    [
+        (signal.SIGINT, 0.0),
+        (signal.SIGTERM, 1.0),
+        pytest.param(signal.SIGINT, 3.0, marks=pytest.mark.slow),
+    ],
 )
 def test_while_the_first_program_is_made(number: int, after_s: float, tmp_path: Path):
     with started(SERVER, tmp_path) as program:

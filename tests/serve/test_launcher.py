@@ -366,14 +366,13 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def test_the_program_serves_the_bundled_pair_to_openais_client(tmp_path: Path):
-    flags = "--port 0 --max-num-seqs 1 --num-speculative-tokens 1 --max-model-len 256"
-    flags += " --max-num-batched-tokens 128 --served-model-name pair --api-key secret"
-    cache = str(ROOT / ".pytest_cache" / "jax")
+    # With the sizes of `python -m jaxspec generate`, and so with the same programs.
+    flags = "--port 0 --max-num-seqs 1 --num-speculative-tokens 1 --warm-up none"
+    flags += " --served-model-name pair --api-key secret"
     log = tmp_path / "log"
     with log.open("w") as stderr:
         server = subprocess.Popen(
-            [sys.executable, "-m", "jaxspec.serve", *flags.split()]
-            + ["--compilation-cache-dir", cache],
+            [sys.executable, "-m", "jaxspec.serve", *flags.split()],
             stderr=stderr,
             cwd=ROOT,
             env=quick_environment(),

@@ -11,7 +11,7 @@ ENGINE = {"max_num_seqs": 4, "num_pages": 96}
 QUEUE_LENGTH = 6
 
 
-@pytest.mark.parametrize("seconds", [4, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [2, pytest.param(24, marks=pytest.mark.slow)])
 def test_five_times_what_it_can_do(seconds: int):
     with site_of(ENGINE, max_num_queued_reqs=QUEUE_LENGTH) as site:
         site.delay_s = 0.02
