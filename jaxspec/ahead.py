@@ -82,6 +82,7 @@ def run(options: argparse.Namespace) -> None:
     folder = _writable(config.compilation_cache_dir)
     mesh = described.describe_mesh(options.device, config)
     program, forms = described.describe(config, mesh)
+    xla = described.options_of(config, mesh)
     cache = importlib.import_module("jaxspec.engine.program_cache")
     programs = cache.ProgramCache(folder)
     rows, num_there = [], 0
@@ -89,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
         for shape in bar:
             name = cache.program_name(shape)
             bar.set_description_str(name)
-            built = programs.fill(program, shape, forms)
+            built = programs.fill(program, shape, forms, xla)
             num_there += built is None
             if built is not None:
                 rows.append((name, built.lower_s, built.compile_s, built.num_bytes))

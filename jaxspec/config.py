@@ -55,6 +55,7 @@ class EngineConfig:
         skip_tokenizer_init: Read no tokenizer: token ids go in and come out.
         generation_defaults: Sampling parameters that the model folder recommends.
         compilation_cache_dir: Where compiled programs are kept; None for nowhere.
+        batch_invariant: Requests of a form run in one program, whatever is beside them.
     """
 
     model: str
@@ -80,6 +81,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
     max_logprobs: int = 20
+    batch_invariant: bool = False
 
     def __post_init__(self):
         check_choice(ConfigError, "dtype", self.dtype, DTYPES)
@@ -89,7 +91,8 @@ class EngineConfig:
             self.scheduling_policy,
             SCHEDULING_POLICIES,
         )
-        for name in ("enable_prefix_caching", "skip_tokenizer_init"):
+        flags = "batch_invariant", "enable_prefix_caching", "skip_tokenizer_init"
+        for name in flags:
             check_flag(ConfigError, name, getattr(self, name))
         check_integer(
             ConfigError, "max_logprobs", self.max_logprobs, low=0, high=MAX_LOGPROBS

@@ -100,6 +100,9 @@ class EngineArgs:
             "vllm" reads none, anything else is the folder to read them from.
         compilation_cache_dir: Keeps compiled programs between runs; "auto" is
             `jaxspec` in the user's cache folder, None keeps none.
+        batch_invariant: Decode in one width, so that a request's logits do not depend
+            on its drafts or its neighbours on a TPU or GPU either (on a CPU they never
+            do). Slower: see the README.
     """
 
     model: str
@@ -127,6 +130,7 @@ class EngineArgs:
     override_generation_config: dict[str, Any] | None = None
     disable_log_stats: bool = False
     compilation_cache_dir: str | None = "auto"
+    batch_invariant: bool = False
 
     # Speculation, three generations of it; see `jaxspec.engine.speculative_args`.
     speculative_config: dict[str, Any] | None = None
@@ -200,6 +204,7 @@ class EngineArgs:
                 hint = "Anything else is not supported yet."
                 raise wrong_argument(UnsupportedError, name, choices, value, hint)
         check_flag(ConfigError, "disable_log_stats", self.disable_log_stats)
+        check_flag(ConfigError, "batch_invariant", self.batch_invariant)
         if self.enable_prefix_caching is not None:
             name = "enable_prefix_caching"
             check_flag(ConfigError, name, self.enable_prefix_caching)
@@ -261,6 +266,7 @@ class EngineArgs:
             scheduling_policy=self.scheduling_policy,
             max_logprobs=_max_logprobs(self.max_logprobs, model.vocab_size),
             compilation_cache_dir=_cache_dir(self.compilation_cache_dir),
+            batch_invariant=self.batch_invariant,
         )
 
 

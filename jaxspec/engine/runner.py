@@ -78,7 +78,7 @@ class Runner:
         self.compiler = Compiler(self._make)
         self.compiles_beside = True
         self.num_launches = 0
-        self.compiler_options: dict[str, str | bool] | None = None
+        self.compiler_options = options_of(config, mesh)
         self.cache = ProgramCache(None)
         self._host_params: tuple[Params, Params | None] | None = None
 
@@ -208,6 +208,16 @@ class Runner:
     def stop_profile(self) -> None:
         """Write what was recorded."""
         jax.profiler.stop_trace()
+
+
+def options_of(config: EngineConfig, mesh: Mesh) -> dict[str, str | bool] | None:
+    """What XLA is asked for, beside its defaults."""
+    if config.batch_invariant and mesh.devices.flat[0].platform == "gpu":
+        return {
+            "xla_gpu_enable_split_k_autotuning": False,
+            "xla_gpu_exclude_nondeterministic_ops": True,
+        }
+    return None
 
 
 def pool_of(config: EngineConfig) -> PoolShape:

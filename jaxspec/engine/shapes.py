@@ -15,6 +15,8 @@ from jaxspec.program.plan import TILE, Features, StepShape
 
 # Prompt tokens per launch for which executables may be built, at most.
 MAX_CHUNK = 2048
+# The same with `batch_invariant`, where every launch has room for as many.
+INVARIANT_CHUNK = 4 * TILE
 # Numbers of sequences for which programs without prompts are built.
 NUM_SIZES = 3
 
@@ -64,7 +66,8 @@ class Shapes:
     ):
         self._config, self._controller = config, controller
         self._programs = EveryProgram() if programs is None else programs
-        budget = min(config.max_num_batched_tokens, MAX_CHUNK)
+        most = INVARIANT_CHUNK if config.batch_invariant else MAX_CHUNK
+        budget = min(config.max_num_batched_tokens, most)
         self.max_tiles = max(budget // TILE, 1)
         self._found: dict[tuple, StepShape | None] = {}
         self._with_prompts: dict[tuple, list[StepShape]] = {}
@@ -79,7 +82,7 @@ class Shapes:
         program of its own.
         """
         if features in (GREEDY, SAMPLED):
-            return features
+            return SAMPLED if self._config.batch_invariant else features
         most = self._config.num_logprobs
         tells_prompts = features.num_prompt_logprobs is not None
         return Features(
@@ -137,6 +140,8 @@ class Shapes:
         large = self.max_tiles * TILE
         small, single = (_tiled(large // part) for part in (8, 4))
         with_prompts = [(most, most_drafts, large)]
+        if self._config.batch_invariant:
+            return with_prompts
         if form == SAMPLED:
             with_prompts += [(1, 0, single), (most, most_drafts, small)]
         elif not form.has_grammar and form.num_prompt_logprobs is None:
@@ -190,7 +195,9 @@ class Shapes:
     ) -> list[StepShape]:
         """Programs that serve a launch, the best first."""
         rung = self._controller.rung(num_draft_tokens)
-        forms = {self.form(features), *self._more_general(features)}
+        forms = {self.form(features)}
+        if not self._config.batch_invariant:
+            forms.update(self._more_general(features))
         able = [
             shape
             for form in forms

@@ -20,6 +20,7 @@ from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.panels import Matrix, multiply
+from jaxspec_kernels.sums import row_sums
 
 # XLA:CPU's bf16 kernel wants two rows, and from four rows on a row's result no longer
 # depends on how many there are: plain decoding then equals verification bit for bit.
@@ -70,7 +71,7 @@ def rms_norm(
 
 def mean_square(inputs: Float[Array, "... model"]) -> Float[Array, "... 1"]:
     """Of every row, the variance that its norm divides by."""
-    return jnp.mean(jnp.square(inputs), axis=-1, keepdims=True)
+    return row_sums(jnp.square(inputs)) / inputs.shape[-1]
 
 
 def rope_tables(
@@ -278,11 +279,13 @@ class Gemma2(nnx.Module):
         """Run all layers; returns the rows and the updated pages per layer."""
         config = self.config
         table = self.embedding[...]
-        rows = _rows_of(table, batch.tokens)
+        # As rows of their own, not as zeros after the scale: XLA joins operations over
+        # pads in another way, and other bits come out.
+        missing = (0, max(0, MIN_ROWS - batch.tokens.shape[0]))
+        rows = _rows_of(table, jnp.pad(batch.tokens, missing))
         # HuggingFace rounds the scale to the weights' type: 59.75 in bf16 for the 9B.
         scale = jnp.sqrt(jnp.float32(config.hidden_size)).astype(table.dtype)
-        rows = rows * scale.astype(jnp.float32)
-        stream = jnp.pad(rows, ((0, max(0, MIN_ROWS - rows.shape[0])), (0, 0)))
+        stream = rows * scale.astype(jnp.float32)
         tables = rope_tables(batch.positions, config.head_dim, config.rope_theta)
         updated = []
         for layer, pages in zip(self.layers, kv_pages, strict=True):

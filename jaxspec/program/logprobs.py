@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.models.backend import Backend
 from jaxspec.models.gemma2 import Gemma2
 from jaxspec.program.plan import NO_TOKEN, TILE, StepShape
+from jaxspec_kernels.sums import row_sums
 
 
 def tell(
@@ -54,7 +55,7 @@ def _tell(
         return values if axes is None else jax.lax.pmax(values, axes)
 
     largest = most(logits.max(axis=1))
-    amount = total(jnp.exp(logits - largest[:, None]).sum(axis=1))
+    amount = total(row_sums(jnp.exp(logits - largest[:, None]))[:, 0])
 
     def logprob(values: Array) -> Array:
         # The difference first: logits are large where their sum rounds.

@@ -11,7 +11,7 @@ from jaxspec.engine.shapes import EveryProgram, Shapes
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.sampling_params import SamplingParams
 from tests.e2e import pair
-from tests.engines import generate, tokens_of
+from tests.engines import generate, make_engine, tokens_of
 
 PROMPTS = pair.prompts(6, seed=11)
 PARAMS = [
@@ -98,3 +98,17 @@ def test_programs_that_come_meanwhile_say_the_same():
     assert runner.shapes[0] == universal
     assert len(set(runner.shapes)) > 3
     assert said == plain_texts()
+
+
+def test_batch_invariant_requests_run_in_one_program():
+    """Plain rounds, drafts and prompts alike; what is told does not depend on them."""
+    engine = make_engine(
+        pair.target(),
+        pair.draft("noisy"),
+        num_draft_tokens=pair.NUM_DRAFT,
+        batch_invariant=True,
+        **pair.SETTINGS,
+    )
+    assert tokens_of(generate(engine, PROMPTS, PARAMS)) == plain_texts()
+    assert engine.runner.num_compiles == 1
+    assert engine.stats.num_accepted_tokens

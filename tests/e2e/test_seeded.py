@@ -127,3 +127,35 @@ def test_other_numbers_of_drafts_change_nothing(num_draft, prompts, texts):
     )
     assert tokens_of(generate(engine, prompts, params_of(prompts))) == texts
     assert engine.stats.acceptance_rate > 0.3
+
+
+MANY_CONTROLS: list[dict[str, Any]] = [
+    dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    for temperature in (0.3, 0.8, 1.0, 1.5)
+    for top_p in (0.6, 0.9, 0.95, 1.0)
+    for top_k in (0, 5, 20, 60)
+    for min_p in (0.0, 0.02, 0.1, 0.3)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_no_mix_of_filters_depends_on_drafts_or_batches(dtype):
+    """On prompts that may nearly tie, in the arithmetic that users get."""
+    count = len(MANY_CONTROLS)
+    prompts = pair.prompts(count, seed=3)
+    params = [
+        SamplingParams(seed=number, max_tokens=64, ignore_eos=True, **controls)
+        for number, controls in enumerate(MANY_CONTROLS)
+    ]
+    changes: dict[str, Any] = dict(dtype=dtype, has_one_shape=True, is_optimized=True)
+    changes |= pair.settings(max_num_seqs=8, num_pages=8 * 28)
+    plain = make_engine(pair.target(), **changes)
+    drafts = dict(num_draft_tokens=5, **changes)
+    engine = make_engine(pair.target(), pair.draft("noisy"), **drafts)
+    texts = tokens_of(generate(engine, prompts, params))
+    assert engine.stats.num_accepted_tokens
+    assert tokens_of(generate(plain, prompts, params)) == texts
+    for number in range(0, count, 16):
+        (alone,) = generate(engine, [prompts[number]], params[number])
+        assert list(alone.outputs[0].token_ids) == texts[number]

@@ -187,3 +187,19 @@ def test_a_form_covers_what_it_says():
     assert not GREEDY.covers(SAMPLED)
     assert SAMPLED.covers(GREEDY)
     assert not LOGPROBS.covers(CONTROLS)
+
+
+@pytest.mark.parametrize("features", [GREEDY, SAMPLED])
+def test_batch_invariant_launches_have_one_program(features):
+    """The same products of the same sizes, whatever a launch has and what is there."""
+    shapes = make_shapes(batch_invariant=True, **DEFAULT)
+    (only,) = shapes.all(features=[features, SAMPLED])
+    assert (only.num_seqs, only.num_draft_tokens) == (8, 5)
+    for seqs, drafts, tiles in itertools.product(range(1, 9), range(6), range(4)):
+        assert shapes.find(seqs, drafts, tiles * TILE, features) == only
+        assert shapes.with_prompts(seqs, drafts, features) == [only]
+    # A more general program would be another one.
+    general = make_shapes(**DEFAULT).find(1, 5, 0, LOGPROBS)
+    assert general is not None and general.features.covers(features)
+    waiting = make_shapes(SomePrograms(general), batch_invariant=True, **DEFAULT)
+    assert waiting.find(1, 5, 0, features) is None

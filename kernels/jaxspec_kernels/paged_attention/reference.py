@@ -13,10 +13,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxspec_kernels.bits import check_storage, from_storage
+from jaxspec_kernels.sums import row_sums
 
 # Tokens walked at once. Below 128 the loop's overhead shows on CPU, above it short
 # contexts pay for empty slots.
 BLOCK_TOKENS = 128
+
+# A product of a single row with the keys adds up in another order than one of several.
+MIN_ROWS = 2
 
 _MASKED = -1e30  # finite: exp(_MASKED - _MASKED) must not be NaN in a row without keys
 
@@ -46,6 +50,8 @@ def paged_attention(
 
     heads = jnp.arange(2 * kv_heads, dtype=jnp.int32)[None, :, None]
     rows = fold(query.astype(jnp.float32) * scale, kv_heads)
+    num_rows = rows.shape[2]
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, max(0, MIN_ROWS - num_rows)), (0, 0)))
     see = functools.partial(
         _visible,
         queries=queries,
@@ -83,7 +89,7 @@ def paged_attention(
     )
     _, _, total, mixed = jax.lax.while_loop(lambda carry: carry[0] < last, visit, start)
     mixed = mixed / jnp.where(total > 0, total, 1.0)
-    return unfold(mixed, query.shape).astype(query.dtype)
+    return unfold(mixed[:, :, :num_rows], query.shape).astype(query.dtype)
 
 
 def fold(
@@ -123,7 +129,7 @@ def _add(
     new_maximum = jnp.maximum(maximum, scores.max(axis=-1, keepdims=True))
     weights = jnp.where(visible, jnp.exp(scores - new_maximum), 0.0)
     rescale = jnp.exp(maximum - new_maximum)
-    total = total * rescale + weights.sum(axis=-1, keepdims=True)
+    total = total * rescale + row_sums(weights)
     mixed = mixed * rescale + _einsum("shrt,shtd->shrd", weights, value)
     return new_maximum, total, mixed
 

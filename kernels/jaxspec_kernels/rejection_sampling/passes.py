@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxspec_kernels.rejection_sampling.noise import exponential
+from jaxspec_kernels.sums import row_sums
 
 # Columns walked at once, on CPU. A sum over the vocabulary keeps this many partial sums
 # per row and adds them up at the end: XLA:CPU does not vectorise sums along a row.
@@ -147,13 +148,13 @@ class Slice:
     def total(self, visit: Callable, rows: tuple[int, ...], like: Array) -> Array:
         """Sum `visit(number)`, a tile of each of `rows`, over this device's tiles."""
         if self.num_tiles == 1:
-            return visit(jnp.int32(0)).sum(axis=-1)
+            return row_sums(visit(jnp.int32(0)))[..., 0]
 
         def add(amount: Array, number: Array) -> Array:
             return amount + self.fold(visit(number))
 
         amount = self.walk(add, jnp.zeros((*rows, self.lanes), jnp.float32), like)
-        return amount.sum(axis=-1)
+        return row_sums(amount)[..., 0]
 
     def fold(self, tile: Float[Array, "*batch tile"]) -> Float[Array, "*batch lane"]:
         """Partial sums of a tile."""
@@ -307,7 +308,7 @@ def statistics(
     top = part.rows(logits, every, at, 0, part.tile)
     _, best = lowest(clean(top, part.ids(at)), part.ids(at))
     best = jnp.where(best == NO_ID, part.offset, best)
-    return Statistics(maximum, best, total.sum(axis=1), drafted)
+    return Statistics(maximum, best, row_sums(total)[:, 0], drafted)
 
 
 def combine(part: Slice, own: Statistics, temperature: Array) -> Statistics:

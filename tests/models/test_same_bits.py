@@ -1,0 +1,178 @@
+"""On a CPU a token's logits have the same bits, whatever is computed beside it.
+
+The bundled target's first layers, compiled as for users, are fed the same texts in
+regions of one to nine queries (K = 0 to 8), one to eight sequences at a time, in prompt
+tiles, and with both in one launch. Bits are compared, not texts: texts would agree as
+long as near ties are rare.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.config import ModelConfig
+from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.loading import load_weights
+from jaxspec.engine.runner import build_mesh
+from jaxspec.models.backend import Backend
+from jaxspec.models.gemma2 import init_kv_pages
+from jaxspec.models.weights import bind
+from jaxspec.program.plan import TILE, PoolShape
+from jaxspec.program.region import join, make_region
+from jaxspec_checkpoints import bundled_target
+from jaxspec_kernels.bits import storage_dtype
+
+NUM_LAYERS = 2
+# Longer than a block of keys and than the window, and no multiple of anything.
+NUM_TOKENS, NUM_TEXTS = 139, 8
+# Of a row's logits every so many are kept: each is a sum over all that came before.
+SPARSE = 16
+POOL = PoolShape(
+    num_rows=NUM_TEXTS,
+    num_pages=NUM_TEXTS * 12,
+    page_size=16,
+    max_model_len=192,
+    vocab_size=8192,
+)
+TEXTS = np.random.default_rng(7).integers(5, POOL.vocab_size, (NUM_TEXTS, NUM_TOKENS))
+TABLES = np.arange(NUM_TEXTS * POOL.table_len, dtype=np.int32).reshape(NUM_TEXTS, -1)
+GRID = list(itertools.product(range(1, NUM_TEXTS + 1), range(1, 10)))
+SHORT_GRID = [(1, 6), (3, 4), (8, 9)]
+DTYPES = ["float32", "bfloat16"]
+
+
+@functools.cache
+def model(dtype: str) -> tuple[ModelConfig, Any]:
+    args = EngineArgs(model=str(bundled_target()), dtype=dtype, max_model_len=192)
+    config = args.create_engine_config()
+    params, _ = load_weights(config, build_mesh(config))
+    layers = {str(index): params["layers"][str(index)] for index in range(NUM_LAYERS)}
+    cut = dataclasses.replace(config.model_config, num_layers=NUM_LAYERS)
+    return cut, params | {"layers": layers}
+
+
+# Tokens, where each text has come to, its pages, which of the tokens are some.
+Part = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def run(config: ModelConfig, params: Any, pages: Any, parts: list[Part]) -> Any:
+    """Logits of every row of a launch, and the pages."""
+    network = bind(config, params, Backend(implementation="reference"))
+    batch = join([make_region(*part, POOL) for part in parts])
+    hidden, pages = network.hidden(batch, pages)
+    return network.logits(hidden.rows)[:, ::SPARSE], pages
+
+
+def part_of(texts: np.ndarray, ends: list[int], num_queries: int) -> Part:
+    """The `num_queries` tokens of texts that come before their ends."""
+    position = np.array(ends)[:, None] + np.arange(-num_queries, 0)
+    tokens = np.take_along_axis(TEXTS[texts], np.maximum(position, 0), axis=1)
+    return (
+        tokens.astype(np.int32),
+        np.array(ends, np.int32),
+        TABLES[texts],
+        position >= 0,
+    )
+
+
+class Reader:
+    """Feeds texts, and keeps the logits of their tokens.
+
+    Attributes:
+        logits: By text and token.
+    """
+
+    def __init__(self, dtype: str):
+        self._config, self._params = model(dtype)
+        stored = storage_dtype(jnp.dtype(dtype), "cpu")
+        self._pages = init_kv_pages(
+            self._config, POOL.num_pages, POOL.page_size, stored
+        )
+        shape = *TEXTS.shape, POOL.vocab_size // SPARSE
+        self.logits = np.full(shape, np.nan, np.float32)
+
+    def feed(self, *parts: tuple[list[int], list[int], int]) -> None:
+        """One launch of parts: texts, where each has come to, queries per text."""
+        given = [part_of(np.array(part[0]), *part[1:]) for part in parts]
+        rows, self._pages = run(self._config, self._params, self._pages, given)
+        rows, start = np.asarray(rows), 0
+        for texts, ends, num_queries in parts:
+            for text, end in zip(texts, ends, strict=True):
+                here = rows[start : start + num_queries]
+                start += num_queries
+                count = min(num_queries, end)
+                self.logits[text, end - count : end] = here[num_queries - count :]
+
+
+def by_rounds(dtype: str, num_seqs: int, num_queries: int) -> np.ndarray:
+    """Some texts at a time, so many of their tokens a launch."""
+    reader = Reader(dtype)
+    for first in range(0, NUM_TEXTS, num_seqs):
+        # The last ones are short of a batch: pads are sequences too.
+        texts = [min(text, NUM_TEXTS - 1) for text in range(first, first + num_seqs)]
+        for end in [*range(num_queries, NUM_TOKENS, num_queries), NUM_TOKENS]:
+            reader.feed((texts, [end] * num_seqs, num_queries))
+    return reader.logits
+
+
+def by_tiles(dtype: str, num_tiles: int, num_beside: int = 0) -> np.ndarray:
+    """Prompts, so many tiles a launch, beside sequences that decode 6 at a time."""
+    reader = Reader(dtype)
+    ends = [*range(NUM_TOKENS, 0, -TILE)][::-1]
+    beside = list(range(NUM_TEXTS - num_beside, NUM_TEXTS))
+    at = 6
+    for text in range(NUM_TEXTS - num_beside):
+        for first in range(0, len(ends), num_tiles):
+            tiles = ends[first : first + num_tiles]
+            tiles += [0] * (num_tiles - len(tiles))  # pads
+            parts = [([text] * num_tiles, tiles, TILE)]
+            if beside:
+                parts.insert(0, (beside, [at] * num_beside, 6))
+                at = min(at + 6, NUM_TOKENS)
+            reader.feed(*parts)
+    return reader.logits
+
+
+@functools.cache
+def alone(dtype: str) -> np.ndarray:
+    """What every token's logits are, one token of one text at a time."""
+    return by_rounds(dtype, 1, 1)
+
+
+def assert_same_bits(found: np.ndarray, dtype: str) -> None:
+    is_known = ~np.isnan(found)
+    assert is_known.any(axis=(1, 2)).all(), "a text that was not fed"
+    differ = (found != alone(dtype)) & is_known
+    assert not differ.any(), f"{differ.any(axis=2).sum()} of {TEXTS.size} tokens"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_seqs", "num_queries"),
+    [
+        pytest.param(*one, marks=() if one in SHORT_GRID else pytest.mark.slow)
+        for one in GRID
+    ],
+)
+def test_drafts_and_neighbours_change_no_bit(dtype, num_seqs, num_queries):
+    assert_same_bits(by_rounds(dtype, num_seqs, num_queries), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_tiles", "num_beside"),
+    [(4, 2)]
+    + [
+        pytest.param(*one, marks=pytest.mark.slow)
+        for one in [(1, 0), (2, 0), (4, 0), (16, 0), (1, 1), (16, 5)]
+    ],
+)
+def test_prompts_in_any_chunks_change_no_bit(dtype, num_tiles, num_beside):
+    assert_same_bits(by_tiles(dtype, num_tiles, num_beside), dtype)
