@@ -22,8 +22,9 @@ from jaxspec.models.batch import TokenBatch
 from jaxspec.models.panels import Matrix, multiply
 from jaxspec_kernels.sums import row_sums
 
-# XLA:CPU's bf16 kernel wants two rows, and from four rows on a row's result no longer
-# depends on how many there are: plain decoding then equals verification bit for bit.
+# XLA:CPU's products have from four rows on one order of sums for a row, however many
+# there are. With `row_sums`, and pads that are rows from the start, a row's bits do not
+# depend on those beside it: plain decoding equals verification bit for bit.
 MIN_ROWS = 4
 
 Axes = tuple[str | None, ...]

@@ -151,8 +151,8 @@ def test_no_mix_of_filters_depends_on_drafts_or_batches(dtype):
     changes: dict[str, Any] = dict(dtype=dtype, has_one_shape=True, is_optimized=True)
     changes |= pair.settings(max_num_seqs=8, num_pages=8 * 28)
     plain = make_engine(pair.target(), **changes)
-    drafts = dict(num_draft_tokens=5, **changes)
-    engine = make_engine(pair.target(), pair.draft("noisy"), **drafts)
+    draft = pair.draft("noisy")
+    engine = make_engine(pair.target(), draft, num_draft_tokens=5, **changes)
     texts = tokens_of(generate(engine, prompts, params))
     assert engine.stats.num_accepted_tokens
     assert tokens_of(generate(plain, prompts, params)) == texts

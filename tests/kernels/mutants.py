@@ -102,7 +102,7 @@ def rounded(statistic: str) -> str:
     return f"jax.lax.reduce_precision({statistic}, 8, 7)"
 
 
-R_SUM = "total * rescale + weights.sum(axis=-1, keepdims=True)"
+R_SUM = "total * rescale + row_sums(weights)"
 R_SCORES = """if soft_cap is not None:
         scores = jnp.tanh(scores / soft_cap) * soft_cap
     scores = jnp.where(visible, scores, _MASKED)

@@ -51,7 +51,8 @@ def paged_attention(
     heads = jnp.arange(2 * kv_heads, dtype=jnp.int32)[None, :, None]
     rows = fold(query.astype(jnp.float32) * scale, kv_heads)
     num_rows = rows.shape[2]
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, max(0, MIN_ROWS - num_rows)), (0, 0)))
+    pads = (0, 0), (0, 0), (0, max(0, MIN_ROWS - num_rows)), (0, 0)
+    rows = jnp.pad(rows, pads)
     see = functools.partial(
         _visible,
         queries=queries,
@@ -75,6 +76,7 @@ def paged_attention(
         key = jnp.where(live, kv[:, :, 0], 0.0)
         value = jnp.where(live, kv[:, :, 1], 0.0)
         visible = jnp.repeat(visible, group, axis=1)[:, None]  # [seq, 1, row, key]
+        visible = jnp.pad(visible, pads)
         added = _add(statistics, rows, key, value, visible, soft_cap=soft_cap)
         return number + 1, *added
 
