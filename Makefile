@@ -10,10 +10,12 @@ bin := $(VENV)/bin
 installed := $(VENV)/.installed
 installed_test := $(VENV)/.installed-test
 
-# Tests run on as many cores as there are, four at most: a process takes a few GB. They
-# stay in order, so that those of a file share models and compiled programs, until one
-# process is done and takes some from another.
-pytest := $(bin)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+# Tests run in a process more than there are cores, as some wait; four at most, as each
+# takes a few GB. They stay in order, so that those of a file share models and compiled
+# programs, until one process is done and takes some from another.
+cores := $(shell getconf _NPROCESSORS_ONLN)
+pytest := $(bin)/python -m pytest -q -n $(shell echo $$(($(cores) < 3 ? $(cores) + 1 : 4))) \
+  --dist worksteal
 
 # What a change must pass: `.ci/run` runs all of it, and then the batteries that are due;
 # pre-commit runs the same targets. The tests come last, so that their closing line is

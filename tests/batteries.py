@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "batteries.json"
 # Where the Makefile installs compilers for TPU and GPU.
 COMPILERS = Path(sys.prefix) / "aot"
-# As the Makefile has them for all tests.
+# Each battery has the machine for itself, and computes all the time.
 ARGUMENTS = ("-q", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
 # Folders that own packages are found in.
 BASES = ("", "kernels", "checkpoints")

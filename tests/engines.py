@@ -41,6 +41,8 @@ DIMMED = 0.1
 QUICK_COMPILER: dict[str, str | bool] = {
     "xla_backend_optimization_level": "0",
     "xla_cpu_use_fusion_emitters": False,
+    # Parts that are compiled at once take more together.
+    "xla_cpu_parallel_codegen_split_count": "1",
 }
 # For programs that are looked into: the instructions are those that users get, and only
 # the machine code made of them is not.

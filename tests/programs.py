@@ -8,6 +8,7 @@ ROOT = Path(__file__).parents[1]
 QUICK_FLAGS = (
     "--xla_backend_optimization_level=0",
     "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
 )
 
 
