@@ -12,6 +12,8 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import jax
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
@@ -74,4 +76,7 @@ def is_killed(one: Mutant) -> bool:
             one.check()
         except AssertionError:
             return True
+        finally:
+            # Of functions that later tests in this process call, too.
+            jax.clear_caches()
     return False
