@@ -276,7 +276,7 @@ def test_the_log_is_silent_about_nothing(caplog: pytest.LogCaptureFixture):
     metrics.log(Load(num_waiting=1))
     stats.num_generated_tokens += 3
     metrics.log(Load())
-    assert ["0.0 tokens/s, Running" in one for one in caplog.messages] == [True, False]
+    assert [" 0.0 tokens/s, Running" in one for one in caplog.messages] == [True, False]
     metrics.log(Load())  # it has ended
     metrics.log(Load())
     assert len(caplog.messages) == 3
