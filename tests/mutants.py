@@ -11,13 +11,12 @@ from collections.abc import Callable
 from tests.mutation import Mutant, is_killed
 from tests.program.propose.test_draft_model import check_self_draft
 from tests.program.propose.test_ngram import check_chosen_texts
-from tests.program.test_accept import BLOCK, COUPLED, STANDARD, check_mixed_batch
 from tests.program.test_apply import check_forgotten_controls
 from tests.program.test_commit import check_append, check_truncate
 from tests.program.test_controls import check_adjust
-from tests.program.test_judge import check_law
 from tests.program.test_rounds import play_round, test_joint_law_over_rounds
-from tests.program.test_sampling import check_distribution, check_draw
+from tests.program.test_verify import BLOCK, COUPLED, STANDARD, check_mixed_batch
+from tests.program.test_verify_laws import check_law
 
 
 def check_rounds(rule: str) -> None:
@@ -40,9 +39,9 @@ def mutant(name: str, place: str, old: str, new: str, *, check: Callable) -> Mut
 MUTANTS = [
     mutant(
         "shared_uniform_accept_and_sample",
-        "accept._draw_numbers",
-        "purposes.at[:, -1].set(randomness.SAMPLE)",
-        "purposes.at[:, -1].set(randomness.ACCEPT)",
+        "verify.verify",
+        ".at[:, -1].set(randomness.SAMPLE)",
+        ".at[:, -1].set(randomness.ACCEPT)",
         check=lambda: check_rounds("standard"),
     ),
     mutant(
@@ -55,38 +54,24 @@ MUTANTS = [
     ),
     mutant(
         "coupled_rows_are_rejected_from",
-        "accept.accept",
+        "verify.verify",
         "rule=active.rule",
         "rule=jnp.zeros_like(active.rule)",
         check=lambda: check_mixed_batch((STANDARD, COUPLED)),
     ),
     mutant(
         "early_stop_masked_at_the_first_row_only",
-        "accept.accept",
-        "position.reshape(-1), active.repeat(width)",
-        "(position + 9 * offset).reshape(-1), active.repeat(width)",
+        "verify.verify",
+        "(active.num_tokens[:, None] + offset).reshape(-1)",
+        "(active.num_tokens[:, None] + 10 * offset).reshape(-1)",
         check=lambda: check_mixed_batch((STANDARD, BLOCK)),
     ),
     mutant(
         "draft_reuses_one_uniform",
-        "choose.choose_token",
-        "randomness.uniform(active.seed, start, role, position - start)",
-        "randomness.uniform(active.seed, start, role)",
+        "sampling.sample_draft",
+        "randomness.DRAFT + randomness.NUM_ROLES * jnp.asarray(index)",
+        "randomness.DRAFT + 0 * jnp.asarray(index)",
         check=lambda: check_rounds("standard"),
-    ),
-    mutant(
-        "top_p_of_the_unfiltered_mass",
-        "sampling._filter",
-        "top_p * kept.sum(axis=-1)",
-        "top_p * weights.sum(axis=-1)",
-        check=lambda: check_distribution(96, [dict(top_k=7, top_p=0.8)] * 8),
-    ),
-    mutant(
-        "zero_weight_is_drawn_at_uniform_zero",
-        "sampling._first_past",
-        "has_weight & (sums > target)",
-        "sums >= target",
-        check=lambda: check_draw(96),
     ),
     mutant(
         "stop_inside_run_ignored",
@@ -160,9 +145,9 @@ MUTANTS = [
     ),
     mutant(
         "controls_after_temperature_on_the_target_only",
-        "judge.judge",
-        "adjust(rows, proposal.tokens)",
-        "(rows + (adjust(rows, proposal.tokens) - rows) * active.temperature[0])",
+        "verify.verify",
+        "adjust(rows, tokens)",
+        "(rows + (adjust(rows, tokens) - rows) * active.temperature[0])",
         check=check_controlled_law,
     ),
     mutant(

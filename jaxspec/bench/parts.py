@@ -25,11 +25,12 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.models.weights import bind
 from jaxspec.program.active import Active, gather
 from jaxspec.program.commit import append, truncate
-from jaxspec.program.judge import judge, logits_of, place_next
 from jaxspec.program.propose import Proposal, draft_model, ngram
 from jaxspec.program.region import make_region
+from jaxspec.program.round import logits_of
 from jaxspec.program.state import EngineState
 from jaxspec.program.step import ProgramConfig
+from jaxspec.program.verify import place_next, verify
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
 
 # Tokens that every sequence has beyond its prompt when parts are timed.
@@ -198,13 +199,15 @@ def _draft(
     if config.draft is None:
         assert found is not None, "nobody proposes"
         return state, found.proposal
+    backend = config.backend(DRAFT_MESH_AXES)
     proposal, pages = draft_model.propose(
-        bind(config.draft, params[1], config.backend(DRAFT_MESH_AXES)),
+        bind(config.draft, params[1], backend),
         state.draft_pages,
         active,
         None,
         num_draft_tokens=count,
         pool=config.pool,
+        backend=backend,
         is_greedy=config.has_greedy_draft,
         found=found,
     )
@@ -248,7 +251,7 @@ def _accept(
     if proposal is not None:
         drafts = proposal.tokens
         num_draft = jnp.full_like(rows, drafts.shape[1])
-    verdict = judge(
+    verdict = verify(
         proposal,
         logits,
         num_draft,

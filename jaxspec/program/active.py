@@ -9,7 +9,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxspec.program import history
 from jaxspec.program.plan import COUPLED
-from jaxspec.program.sampling import Controls
 from jaxspec.program.state import Rows
 
 
@@ -36,11 +35,6 @@ class Active:
     stop_ids: Int[Array, "seq stop"]
     # Static: no sequence of the launch samples.
     is_greedy: bool = field(default=False, metadata={"static": True})
-
-    @property
-    def controls(self) -> Controls:
-        """Sampling values of one token per sequence."""
-        return Controls(self.temperature, self.top_k, self.top_p, self.min_p)
 
     @property
     def is_sampled(self) -> Bool[Array, " seq"]:

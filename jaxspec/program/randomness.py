@@ -4,15 +4,13 @@ Not on the step, the row or the batch: the same request draws the same numbers b
 any others. Uniforms come from threefry, by the position where a round starts, so they
 follow how many tokens the rounds before it kept. The noise of the coupled rule is keyed
 by the position of its own token: it is the same with any K. It has one number per
-vocabulary entry, too many for threefry on CPU, and comes from a counter hash that
-threefry keys. Kernels make it themselves from the same `words`, with the same function.
+vocabulary entry, too many for threefry on CPU: `jaxspec_kernels` makes it with a
+counter hash that two of these words key.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
-
-from jaxspec_kernels.rejection_sampling import noise
 
 # Roles: independent numbers at the same position.
 DRAFT, ACCEPT, SAMPLE = 0, 1, 2
@@ -59,16 +57,3 @@ def to_uniform(words: UInt32[Array, "*batch 2"]) -> Float[Array, "*batch"]:
     """Float32 uniforms in [0, 1) from `words`."""
     # 24 bits: every value is exact in float32 and 1.0 cannot come out.
     return (words[..., 0] >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
-
-
-def exponential(
-    seed: UInt32[Array, "*batch 2"],
-    position: Int[Array, "*batch"],
-    role: int,
-    size: int,
-) -> Float[Array, "*batch vocab"]:
-    """Exponential noise, one number per vocabulary entry; strictly positive."""
-    keys = words(seed, position, jnp.full_like(position, role))
-    counter = jnp.arange(size, dtype=jnp.uint32)
-    counter = counter.reshape((1,) * position.ndim + (size,))
-    return noise.exponential(keys[..., :1], keys[..., 1:], counter)

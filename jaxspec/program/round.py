@@ -18,10 +18,10 @@ from jaxspec.models.gemma2 import Gemma2
 from jaxspec.program import logprobs
 from jaxspec.program.active import Active
 from jaxspec.program.controls import Adjust
-from jaxspec.program.judge import judge, logits_of, place_next
 from jaxspec.program.plan import TILE, PoolShape, StepShape
 from jaxspec.program.propose import Proposal
 from jaxspec.program.region import join, make_region
+from jaxspec.program.verify import place_next, verify
 
 Pages = tuple[Array, ...]
 
@@ -108,7 +108,7 @@ class Round:
             batches.append(self.prompts)
         hidden, pages = self.target.hidden(join(batches), pages)
         logits, tile_logits = logits_of(self.target, hidden.rows, seqs * width)
-        verdict = judge(
+        verdict = verify(
             proposal,
             logits,
             self.num_draft,
@@ -142,6 +142,15 @@ class Round:
             told=told,
             pages=pages,
         )
+
+
+def logits_of(
+    model: Gemma2, hidden: Float[Array, "token model"], num_decode: int
+) -> tuple[Float[Array, "decode vocab"], Float[Array, "tile vocab"]]:
+    """Logits of all decode rows and of the last row of every tile."""
+    last = hidden[num_decode:].reshape(-1, TILE, hidden.shape[1])[:, -1]
+    logits = model.logits(jnp.concatenate([hidden[:num_decode], last]))
+    return logits[:num_decode], logits[num_decode:]
 
 
 def _broken(

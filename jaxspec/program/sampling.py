@@ -1,195 +1,139 @@
-"""From logits to a distribution to a token: the same functions for target and draft."""
+"""What a draft draws, and what both models' draws share: stop ids, values, numbers.
+
+The filters and the draw itself are `jaxspec_kernels.rejection_sampling`, which verifies
+drafts too: one sampler for plain decoding, drafting and verification.
+"""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, UInt32
 
-# Candidates among which the top-p and top-k thresholds are looked for first.
-NUM_CANDIDATES = 128
-
-
-class Controls(NamedTuple):
-    """Sampling values per row; greedy rows have temperature 0."""
-
-    temperature: Float[Array, " row"]
-    top_k: Int[Array, " row"]  # 0 keeps everything
-    top_p: Float[Array, " row"]
-    min_p: Float[Array, " row"]
+from jaxspec.models.backend import Backend
+from jaxspec.program import randomness
+from jaxspec.program.active import Active
+from jaxspec_kernels.rejection_sampling import Controls, sample
 
 
-def argmax(values: Float[Array, "row vocab"]) -> Int[Array, " row"]:
-    """Index of the largest value, the lowest index on ties; NaN never wins.
+class Numbers(NamedTuple):
+    """Random numbers of consecutive positions; None in a program without sampling."""
 
-    In two stages (block maxima, then one block): XLA:CPU's plain argmax over a
-    vocabulary costs twenty times as much.
+    uniform: Float[Array, "seq purpose"] | None = None
+    noise_words: UInt32[Array, "seq width 2"] | None = None
+
+
+def controls_of(active: Active) -> Controls | None:
+    """Sampling values of one token per sequence; None where no sequence samples."""
+    if active.is_greedy:
+        return None
+    temperature = jnp.where(active.is_sampled, active.temperature, 0.0)
+    return Controls(temperature, active.top_k, active.top_p, active.min_p)
+
+
+def draw_numbers(
+    active: Active,
+    purposes: Int[Array, "_ purpose"],
+    first: Int[Array, ""] | int,
+    *,
+    width: int,
+) -> Numbers:
+    """Numbers for the sequences that need some; a greedy batch pays for none.
+
+    All words come from one call, since each call is as much to compile.
+
+    Args:
+        purposes: Of the uniforms, which are keyed by where the round starts.
+        first: Distance from there to the first of the positions, which key the noise.
+        width: How many positions.
     """
-    rows, vocab = values.shape
-    block = max(size for size in (256, 128, 64, 32, 1) if vocab % size == 0)
-    values = jnp.where(jnp.isnan(values), -jnp.inf, values)
-    blocks = values.reshape(rows, vocab // block, block)
-    best = jnp.argmax(blocks.max(axis=-1), axis=-1)
-    inside = jnp.take_along_axis(blocks, best[:, None, None], axis=1)[:, 0]
-    index = best * block + jnp.argmax(inside, axis=-1)
-    return index.astype(jnp.int32)
+    if active.is_greedy:
+        return Numbers()
+    seqs, count = active.num_tokens.shape[0], purposes.shape[1]
+    start = active.num_tokens[:, None]
+    position = start + first + jnp.arange(width, dtype=jnp.int32)[None]
+    place = jnp.concatenate([jnp.broadcast_to(start, (seqs, count)), position], axis=1)
+    noise = jnp.full((1, width), randomness.SAMPLE, jnp.int32)
+    purposes = jnp.concatenate([purposes, noise], axis=1)
+    purposes = jnp.broadcast_to(purposes, place.shape)
+    seed = jnp.broadcast_to(active.seed[:, None], (*place.shape, 2))
+    words = jax.lax.cond(
+        active.is_sampled.any(),
+        lambda: randomness.words(seed, place, purposes),
+        lambda: jnp.zeros_like(seed),
+    )
+    return Numbers(randomness.to_uniform(words[:, :count]), words[:, count:])
 
 
-def distribution(
-    logits: Float[Array, "row vocab"], controls: Controls
-) -> Float[Array, "row vocab"]:
-    """Probabilities after temperature, top-k, top-p and min-p, in that order.
+def forbid_early_stop(
+    logits: Float[Array, "token vocab"],
+    position: Int[Array, " token"],
+    active: Active,
+    axes: tuple[str, ...] | None = None,
+) -> Float[Array, "token vocab"]:
+    """Mask stop ids at positions below the request's `min_tokens`.
 
-    A filter keeps what is at or above a threshold: all of several equal logits at the
-    border stay. Rows of greedy requests get the plain softmax. NaN excludes its token.
+    Args:
+        active: One entry per row of `logits`.
+        axes: Mesh axes that split the vocabulary, inside `shard_map`.
     """
-    logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
-    temperature = controls.temperature[:, None]
-    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
-    scaled = scaled - scaled.max(axis=-1, keepdims=True)
-    weights = jnp.exp(scaled)
+    is_early = active.is_active & (position < active.min_total)
     vocab = logits.shape[1]
-    top_k = jnp.where(controls.top_k > 0, controls.top_k, vocab)
-    filtered = (top_k < vocab) | (controls.top_p < 1) | (controls.min_p > 0)
-    weights = jax.lax.cond(
-        filtered.any(),
-        lambda: _filter(weights, top_k, controls.top_p, controls.min_p),
-        lambda: weights,
-    )
-    return weights / weights.sum(axis=-1, keepdims=True)
-
-
-def _filter(
-    weights: Float[Array, "row vocab"],
-    top_k: Int[Array, " row"],
-    top_p: Float[Array, " row"],
-    min_p: Float[Array, " row"],
-) -> Float[Array, "row vocab"]:
-    """Zero what the filters drop. `weights` are exp(logit - max)."""
-    count = min(NUM_CANDIDATES, weights.shape[1])
-    ranked = jax.lax.top_k(weights, count)[0]
-    is_k_row, is_p_row = top_k < weights.shape[1], top_p < 1
-    kth = jnp.take_along_axis(
-        ranked, jnp.clip(top_k - 1, 0, count - 1)[:, None], axis=-1
-    )[:, 0]
-
-    def threshold_k() -> Array:
-        searched = _search(
-            weights, lambda kept, _: kept >= top_k.astype(jnp.float32), counts=True
-        )
-        return jnp.where(top_k <= count, kth, searched)
-
-    above_k = jax.lax.cond((is_k_row & (top_k > count)).any(), threshold_k, lambda: kth)
-    above_k = jnp.where(is_k_row, above_k, 0.0)
-    kept = jnp.where(weights >= above_k[:, None], weights, 0.0)
-    wanted = top_p * kept.sum(axis=-1)
-
-    # The smallest set of most probable tokens that reaches top_p.
-    mass = jnp.cumsum(jnp.where(ranked >= above_k[:, None], ranked, 0.0), axis=-1)
-    reached = mass >= wanted[:, None]
-    is_covered = reached[:, -1]
-    first = jnp.argmax(reached, axis=-1)
-    among = jnp.take_along_axis(ranked, first[:, None], axis=-1)[:, 0]
-
-    def threshold_p() -> Array:
-        searched = _search(kept, lambda mass, _: mass >= wanted, counts=False)
-        return jnp.where(is_covered, among, searched)
-
-    above_p = jax.lax.cond((is_p_row & ~is_covered).any(), threshold_p, lambda: among)
-    above = jnp.maximum(above_k, jnp.where(is_p_row, above_p, 0.0))
-    kept = jnp.where(kept >= above[:, None], kept, 0.0)
-    # Not `kept >= min_p`: the top is 1 but for rounding (a fused multiply-add), and
-    # min_p = 1 would then leave nothing.
-    top = kept.max(axis=-1, keepdims=True)
-    return jnp.where(kept >= min_p[:, None] * top, kept, 0.0)
-
-
-def _search(weights: Float[Array, "row vocab"], enough, *, counts: bool) -> Array:
-    """Largest threshold t for which what is at or above t is still enough.
-
-    Bisection over the bits of non-negative floats, which are ordered as integers: 31
-    halvings find the exact value, without sorting the vocabulary.
-    """
-    bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
-    rows = weights.shape[0]
-
-    def halve(_, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds
-        middle = low + (high - low + 1) // 2
-        inside = bits >= middle[:, None]
-        amount = jnp.where(inside, 1.0 if counts else weights, 0.0).sum(axis=-1)
-        is_enough = enough(amount, middle)
-        return jnp.where(is_enough, middle, low), jnp.where(is_enough, high, middle - 1)
-
-    start = jnp.zeros(rows, jnp.int32), bits.max(axis=-1)
-    low, _ = jax.lax.fori_loop(0, 31, halve, start)
-    return jax.lax.bitcast_convert_type(low, jnp.float32)
-
-
-def draw(
-    weights: Float[Array, "row vocab"], uniform: Float[Array, " row"]
-) -> Int[Array, " row"]:
-    """Sample by inverting the cumulative sum at `uniform`; weights need no norm.
-
-    Two levels (block sums, then one block) instead of one long cumulative sum. A token
-    of weight zero is never drawn.
-    """
-    rows, vocab = weights.shape
-    block = max(size for size in (256, 128, 64, 32, 1) if vocab % size == 0)
-    blocks = weights.reshape(rows, vocab // block, block)
-    amounts = blocks.sum(axis=-1)
-    sums = jnp.cumsum(amounts, axis=-1)
-    target = uniform[:, None] * sums[:, -1:]
-    chosen = _first_past(target, sums, amounts)
-    before = jnp.where(
-        chosen > 0, jnp.take_along_axis(sums, chosen[:, None] - 1, axis=-1)[:, 0], 0.0
-    )
-    inside = jnp.take_along_axis(blocks, chosen[:, None, None], axis=1)[:, 0]
-    inner = jnp.cumsum(inside, axis=-1)
-    index = _first_past(target - before[:, None], inner, inside)
-    return (chosen * block + index).astype(jnp.int32)
-
-
-def _first_past(
-    target: Float[Array, "row 1"],
-    sums: Float[Array, "row n"],
-    weights: Float[Array, "row n"],
-) -> Int[Array, " row"]:
-    """Index of the first weight whose cumulative sum exceeds the target, else the last.
-
-    Weights of zero are passed over by name: XLA sums in a tree, so that rounding can
-    make a cumulative sum grow, or shrink, where nothing was added.
-    """
-    count = weights.shape[1]
-    index = jnp.arange(count, dtype=jnp.int32)[None]
-    has_weight = weights > 0
-    last = jnp.where(has_weight, index, 0).max(axis=-1)
-    first = jnp.where(has_weight & (sums > target), index, count).min(axis=-1)
-    return jnp.minimum(first, last)
-
-
-def race(
-    weights: Float[Array, "row vocab"], noise: Float[Array, "row vocab"]
-) -> Int[Array, " row"]:
-    """Sample by the exponential race: argmax of weight / noise.
-
-    Two models that race with the same noise agree often and, when their weights are
-    equal, always. The Gumbel-max trick in another form.
-    """
-    return argmax(weights / noise)
-
-
-def mask_tokens(
-    logits: Float[Array, "row vocab"],
-    tokens: Int[Array, "row stop"],
-    is_masked: Bool[Array, " row"],
-) -> Float[Array, "row vocab"]:
-    """Forbid `tokens` in the rows that `is_masked` marks; out-of-range ids are pads."""
+    first = 0 if axes is None else jax.lax.axis_index(axes) * vocab
 
     def forbid() -> Array:
-        vocab = logits.shape[1]
-        index = jnp.where(is_masked[:, None] & (tokens >= 0), tokens, vocab)
+        column = active.stop_ids - first
+        column = jnp.where(is_early[:, None] & (column >= 0), column, vocab)
         row = jnp.arange(logits.shape[0])[:, None]
-        return logits.at[row, index].set(-jnp.inf, mode="drop")
+        return logits.at[row, column].set(-jnp.inf, mode="drop")
 
-    return jax.lax.cond(is_masked.any(), forbid, lambda: logits)
+    return jax.lax.cond(is_early.any(), forbid, lambda: logits)
+
+
+def sample_draft(
+    logits: Float[Array, "seq vocab"],
+    index: Int[Array, ""] | int,
+    active: Active,
+    backend: Backend,
+    *,
+    is_greedy: bool = False,
+) -> tuple[Int[Array, " seq"], Float[Array, "seq vocab"] | None]:
+    """Draw draft `index` of each sequence from the draft model's logits.
+
+    A coupled sequence uses the noise that the target will use at this position.
+
+    Args:
+        backend: Of the draft model, whose devices split the vocabulary.
+        is_greedy: Take the argmax, also where the request samples.
+
+    Returns:
+        The tokens, and the probabilities they were drawn from: zeros in a batch
+        without sampled sequences, None where the argmax was taken for certain.
+    """
+    vocab_size = logits.shape[1]
+    axes = backend.vocab_axes(vocab_size)
+    controls = None if is_greedy else controls_of(active)
+    numbers = Numbers()
+    if controls is not None:
+        purpose = randomness.DRAFT + randomness.NUM_ROLES * jnp.asarray(index)
+        numbers = draw_numbers(active, purpose.reshape(1, 1), index, width=1)
+
+    def draw(logits: Array, whole: tuple) -> tuple[Array, Array | None]:
+        active, position, controls, numbers = whole
+        return sample(
+            forbid_early_stop(logits, position, active, axes),
+            controls,
+            rule=active.rule,
+            uniform=None if controls is None else numbers.uniform[:, 0],
+            noise_words=None if controls is None else numbers.noise_words[:, 0],
+            vocab_size=vocab_size,
+            axis_name=axes,
+            implementation=backend.implementation,
+            device_kind=backend.device_kind,
+        )
+
+    whole, rows = PartitionSpec(), PartitionSpec(None, axes)
+    position = active.num_tokens + index
+    split = backend.split(draw, (rows, whole), (whole, rows))
+    return split(logits, (active, position, controls, numbers))

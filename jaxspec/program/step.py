@@ -20,7 +20,6 @@ from jaxspec.program import controls, grammar, logprobs
 from jaxspec.program.active import Active, gather
 from jaxspec.program.apply import Tiles, apply_plan, read_tiles, unpack
 from jaxspec.program.commit import Emitted, append, truncate
-from jaxspec.program.judge import choose_next
 from jaxspec.program.plan import (
     DONE,
     DRAFT_BROKEN,
@@ -33,6 +32,7 @@ from jaxspec.program.propose import Proposal, draft_model, ngram
 from jaxspec.program.region import make_region
 from jaxspec.program.round import Judged, Round
 from jaxspec.program.state import EngineState, Rows
+from jaxspec.program.verify import verify
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, replicated
 from jaxspec_kernels.dispatch import implementation_for
 
@@ -187,7 +187,8 @@ def _propose(
     if not count and not shape.chunk:
         return None, num_draft, pages
     assert params is not None, "a draft config came without parameters"
-    model = bind(config.draft, params, config.backend(DRAFT_MESH_AXES))
+    backend = config.backend(DRAFT_MESH_AXES)
+    model = bind(config.draft, params, backend)
     batch = launch.batch(config.pool, is_draft=True) if shape.chunk else None
     if not count:
         assert batch is not None
@@ -199,6 +200,7 @@ def _propose(
         batch,
         num_draft_tokens=count,
         pool=config.pool,
+        backend=backend,
         is_greedy=config.has_greedy_draft,
         found=found,
         adjust=_adjuster(
@@ -310,9 +312,10 @@ def _finish_prompts(
         shape=shape,
     )
     logits = judged.tile_logits
-    token = choose_next(logits, active, adjust=adjust)
-    emitted = truncate(token[:, None], jnp.ones_like(token), active)
     backend = config.backend(TARGET_MESH_AXES)
+    none = jnp.zeros_like(row)
+    token = verify(None, logits, none, active, backend, adjust=adjust).next_token
+    emitted = truncate(token[:, None], jnp.ones_like(token), active)
     told = logprobs.tell_some(logits, emitted.tokens, shape=shape, backend=backend)
     result = [_pack_first(emitted, judged.is_tile_broken), *told]
     return *append(rows, token_pages, active, emitted), result

@@ -14,7 +14,7 @@ from jaxspec.program import randomness
 from jaxspec.program.propose import Proposal
 from jaxspec.program.randomness import ACCEPT, SAMPLE
 from jaxspec_kernels.rejection_sampling import BLOCK, COUPLED, STANDARD, Controls
-from tests.kernels import whole_rows
+from tests.kernels import dense, whole_rows
 from tests.kernels.oracle import UNOPTIMISED
 from tests.laws import filtered_law
 from tests.rows import make_active
@@ -147,7 +147,7 @@ def _noise(keys: jax.Array, drafts: int, vocab: int) -> jax.Array:
     position = START + jnp.arange(drafts, dtype=jnp.int32)[None]
     position = jnp.broadcast_to(position, (len(keys), drafts))
     each = jnp.broadcast_to(keys[:, None], (len(keys), drafts, 2))
-    return randomness.exponential(each, position, SAMPLE, vocab)
+    return dense.exponential(each, position, SAMPLE, vocab)
 
 
 _decide = jax.jit(whole_rows.decide, compiler_options=UNOPTIMISED)
@@ -183,7 +183,7 @@ def by_force(one: Round, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     sample = np.asarray(one.numbers["sample_uniform"])
     position = jnp.asarray(START + counts, jnp.int32)
     seed, vocab = jnp.asarray(one.seed), one.logits.shape[-1]
-    noise = np.asarray(randomness.exponential(seed, position, SAMPLE, vocab))
+    noise = np.asarray(dense.exponential(seed, position, SAMPLE, vocab))
     tokens = []
     for seq, count in enumerate(counts):
         row = one.logits[seq, count]

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from jaxtyping import config
 
-from jaxspec.program import plan, randomness
-from jaxspec.program.choose import choose_token
+from jaxspec.models.backend import Backend
+from jaxspec.program import plan
+from jaxspec.program.verify import verify
 from jaxspec_kernels.rejection_sampling import (
     BLOCK,
     COUPLED,
@@ -205,10 +206,13 @@ def test_without_drafts_it_is_plain_decoding(kind):
         rule=np.maximum(one.kind, 0),
         seed=one.seed,
     )
-    choose = partial(choose_token, role=randomness.SAMPLE)
-    choose = jax.jit(choose, compiler_options=UNOPTIMISED)
-    plain, _ = choose(jnp.asarray(one.logits[:, 0]), active.num_tokens, active)
-    np.testing.assert_array_equal(token, plain)
+    plain = jax.jit(
+        lambda *args: verify(None, *args, Backend(), adjust=None).next_token,
+        compiler_options=UNOPTIMISED,
+    )
+    none = jnp.zeros(len(token), jnp.int32)
+    found = plain(jnp.asarray(one.logits[:, 0]), none, active)
+    np.testing.assert_array_equal(token, found)
 
 
 @pytest.mark.parametrize("kind", [GREEDY, COUPLED])

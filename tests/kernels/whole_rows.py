@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.program import randomness, sampling
+from jaxspec.program import randomness
 from jaxspec.program.active import Active
-from jaxspec.program.choose import race
 from jaxspec.program.plan import BLOCK
 from jaxspec.program.propose import Proposal
-from jaxspec_kernels.rejection_sampling import Verdict
+from jaxspec_kernels.rejection_sampling import Controls, Verdict
+from tests.kernels import dense
 
 
 def decide(
@@ -32,14 +32,22 @@ def decide(
     offset = jnp.arange(width, dtype=jnp.int32)[None]
     position = (active.num_tokens[:, None] + offset).reshape(-1)
     per_token = active.repeat(width)
-    choices = sampling.argmax(logits)
+    choices = dense.argmax(logits)
 
     def with_sampling() -> Verdict:
-        probs = sampling.distribution(logits, per_token.controls)
+        probs = dense.distribution(
+            logits,
+            Controls(
+                per_token.temperature,
+                per_token.top_k,
+                per_token.top_p,
+                per_token.min_p,
+            ),
+        )
         made = jax.lax.cond(
             active.is_coupled.any(),
             lambda: jnp.where(
-                per_token.is_coupled, race(probs, position, per_token), choices
+                per_token.is_coupled, _race(probs, position, per_token), choices
             ),
             lambda: choices,
         )
@@ -55,6 +63,13 @@ def decide(
         return verify_choices(proposal.tokens, choices.reshape(seqs, width), num_draft)
 
     return jax.lax.cond(active.is_sampled.any(), with_sampling, without_sampling)
+
+
+def _race(probs: Array, position: Array, per_token: Active) -> Array:
+    noise = dense.exponential(
+        per_token.seed, position, randomness.SAMPLE, probs.shape[1]
+    )
+    return dense.race(probs, noise)
 
 
 def _by_chance(
@@ -146,7 +161,7 @@ def verify_standard(
     residual = residual_weights(
         draft_probs, target_probs, num_draft, num_accepted, scale
     )
-    return Verdict(num_accepted, sampling.draw(residual, sample_uniform))
+    return Verdict(num_accepted, dense.draw(residual, sample_uniform))
 
 
 def verify_block(
@@ -196,7 +211,7 @@ def verify_block(
     residual = residual_weights(
         draft_probs, target_probs, num_draft, num_accepted, scale
     )
-    return Verdict(num_accepted, sampling.draw(residual, sample_uniform))
+    return Verdict(num_accepted, dense.draw(residual, sample_uniform))
 
 
 def residual_weights(

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from jaxspec.models.backend import Backend
-from jaxspec.program import controls, sampling
+from jaxspec.program import controls
 from jaxspec.program.active import Active
 from jaxspec.program.plan import MAX_BAD_WORD_LEN, NO_TOKEN, TokenControls
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
+from tests.kernels import dense
 from tests.laws import controlled
 from tests.rows import make_active, make_control_rows
 
@@ -227,7 +228,7 @@ def test_frequency_penalty_stops_repeated_drafts(penalty, text):
         token_pages=jnp.full_like(made.token_pages, 40),
         tokens=[[40] * len(made.tokens[0])],
     )
-    best = sampling.argmax(jnp.asarray(made.adjusted(Backend())[0])).tolist()
+    best = dense.argmax(jnp.asarray(made.adjusted(Backend())[0])).tolist()
     stays = [token == 1 for token in best].index(False)
     assert [1] * stays + [best[stays]] == text
 

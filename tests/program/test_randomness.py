@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxspec.program import randomness, sampling
+from jaxspec.program import randomness
 from jaxspec.program.randomness import ACCEPT, DRAFT, SAMPLE
+from tests.kernels import dense
 from tests.laws import LEVEL, check_counts
 
 COUNT = 40_000
@@ -36,14 +37,14 @@ def test_numbers_depend_on_their_own_key_only():
     """Neither on the batch around them nor on its shape."""
     seed, position = np.arange(12).reshape(3, 4) % 5, np.arange(12).reshape(3, 4)
     together = uniform(seed, position, ACCEPT, 1)
-    noise = randomness.exponential(
+    noise = dense.exponential(
         seeds_of(seed), jnp.asarray(position, jnp.int32), SAMPLE, 16
     )
     for row, column in np.ndindex(3, 4):
         key = seed[row, column], position[row, column]
         alone = uniform([key[0]], [key[1]], ACCEPT, 1)
         assert alone[0] == together[row, column]
-        single = randomness.exponential(
+        single = dense.exponential(
             seeds_of(np.array([key[0]])), jnp.array([key[1]], jnp.int32), SAMPLE, 16
         )
         np.testing.assert_array_equal(single[0], noise[row, column])
@@ -93,7 +94,7 @@ def test_high_and_low_words_of_the_seed_both_count():
 
 
 def noise_of(seeds: np.ndarray, positions: np.ndarray, size: int) -> np.ndarray:
-    noise = randomness.exponential(
+    noise = dense.exponential(
         seeds_of(seeds), jnp.asarray(positions, jnp.int32), SAMPLE, size
     )
     return np.asarray(noise)
@@ -153,7 +154,7 @@ def test_race_with_this_noise_draws_from_the_weights():
     by_seed = noise_of(np.arange(COUNT), np.full(COUNT, 9), 16)
     by_position = noise_of(np.full(COUNT, 9), np.arange(COUNT), 16)
     for noise in (by_seed, by_position):
-        tokens = np.asarray(sampling.race(weights, jnp.asarray(noise)))
+        tokens = np.asarray(dense.race(weights, jnp.asarray(noise)))
         check_counts(np.bincount(tokens, minlength=16), law)
 
 
@@ -161,5 +162,5 @@ def test_draws_with_the_uniforms_follow_the_weights():
     law = np.random.default_rng(3).dirichlet(np.full(16, 0.6))
     weights = jnp.asarray(np.tile(law, (COUNT, 1)), jnp.float32)
     numbers = jnp.asarray(uniform(np.arange(COUNT), 9, SAMPLE))
-    tokens = np.asarray(sampling.draw(weights, numbers))
+    tokens = np.asarray(dense.draw(weights, numbers))
     check_counts(np.bincount(tokens, minlength=16), law)

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from jaxspec.models.backend import Backend
-from jaxspec.program import randomness
-from jaxspec.program.accept import accept
 from jaxspec.program.active import Active
-from jaxspec.program.choose import choose_token
 from jaxspec.program.plan import MAX_STOP_IDS, RULES
 from jaxspec.program.propose import Proposal
+from jaxspec.program.sampling import sample_draft
+from jaxspec.program.verify import verify
 
 VOCAB, DRAFTS, LENGTH, SEQS = 4, 3, 4, 150_000
 _random = np.random.default_rng(0)
@@ -57,20 +56,19 @@ def play_round(active: Active, history: jax.Array) -> tuple[Active, jax.Array]:
     last, tokens, probs = active.last_tokens[:, 1], [], []
     logits = [target[last]]
     for index in range(DRAFTS):
-        last, law = choose_token(
-            draft[last], active.num_tokens + index, active, role=randomness.DRAFT
-        )
+        last, law = sample_draft(draft[last], index, active, Backend())
         tokens.append(last)
         probs.append(law)
         logits.append(target[last])
     drafts = jnp.stack(tokens, axis=1)
     proposal = Proposal(drafts, jnp.zeros_like(drafts), jnp.stack(probs, axis=1))
-    verdict = accept(
+    verdict = verify(
         proposal,
         jnp.stack(logits, axis=1).reshape(-1, VOCAB),
         jnp.full((SEQS,), DRAFTS, jnp.int32),
         active,
         Backend(),
+        adjust=None,
     )
     row = jnp.arange(SEQS, dtype=jnp.int32)
     emitted = jnp.pad(drafts, ((0, 0), (0, 1)))

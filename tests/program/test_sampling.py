@@ -1,4 +1,4 @@
-"""Distributions and draws equal float64 oracles that sort the vocabulary."""
+"""Drafts are drawn from the law that float64 oracles find by sorting the vocabulary."""
 
 from typing import Any
 
@@ -7,16 +7,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.program import sampling
-from jaxspec.program.sampling import NUM_CANDIDATES, Controls
+from jaxspec.models.backend import Backend
+from jaxspec.program import randomness
+from jaxspec.program.plan import BLOCK, COUPLED, STANDARD
+from jaxspec.program.sampling import forbid_early_stop, sample_draft
+from jaxspec.program.verify import verify
+from jaxspec_kernels.rejection_sampling import Controls, sample
 from tests.enumeration import LARGEST_UNIFORM
-from tests.laws import filtered_law
+from tests.kernels import dense
+from tests.laws import check_counts, filtered_law
+from tests.rows import make_active
 
 SIZES = (16, 96, 300, 1000)
+VOCAB = 16
+RULES = np.array([STANDARD, BLOCK, COUPLED, STANDARD, COUPLED, STANDARD])
+TEMPERATURE = np.array([1.0, 0.7, 1.0, 0.0, 0.5, 1.0])
+TOP_K = np.array([0, 4, 0, 0, 3, 0])
+LOGITS = np.random.default_rng(0).normal(size=(6, VOCAB)).astype(np.float32) * 2
 
 
 def distribution_of(logits: np.ndarray, rows: list[dict]) -> np.ndarray:
-    """The real function on rows of controls."""
+    """What tokens are drawn from, on rows of controls."""
     defaults = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
     full = [defaults | row for row in rows]
 
@@ -29,8 +40,28 @@ def distribution_of(logits: np.ndarray, rows: list[dict]) -> np.ndarray:
         column("top_p", jnp.float32),
         column("min_p", jnp.float32),
     )
-    compiled = jax.jit(lambda *args: sampling.distribution(*args))
-    return np.asarray(compiled(jnp.asarray(logits, jnp.float32), controls))
+    _, probs = draw(logits, controls, np.zeros(len(logits)))
+    return probs
+
+
+def draw(
+    logits: np.ndarray, controls: Controls, uniform: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens by inverting the cumulative sum at given uniforms, and their law."""
+    run = jax.jit(lambda *args, **kwargs: sample(*args, **kwargs))
+    token, probs = run(
+        jnp.asarray(logits, jnp.float32),
+        controls,
+        rule=jnp.zeros(len(logits), jnp.int32),
+        uniform=jnp.asarray(uniform, jnp.float32),
+    )
+    return np.asarray(token), np.asarray(probs)
+
+
+def at_one(rows: int) -> Controls:
+    """Temperature 1 and no filter."""
+    ones = jnp.ones(rows, jnp.float32)
+    return Controls(ones, jnp.zeros(rows, jnp.int32), ones, 0 * ones)
 
 
 def check_distribution(size: int, rows: list[dict], *, is_tied: bool = False) -> None:
@@ -43,6 +74,8 @@ def check_distribution(size: int, rows: list[dict], *, is_tied: bool = False) ->
     logits = logits.astype(np.float32)
     found = distribution_of(logits, rows)
     for index, row in enumerate(rows):
+        if not row.get("temperature", 1.0):
+            continue  # a greedy row's law is never used
         exact: dict[str, Any] = {"temperature": 1.0}
         exact |= {name: np.float32(value) for name, value in row.items()}
         exact["top_k"] = row.get("top_k", 0)
@@ -82,8 +115,8 @@ def test_mixed_rows_equal_the_oracle(size, is_tied):
         dict(),
         dict(temperature=0.5),
         dict(top_k=3),
-        dict(top_k=NUM_CANDIDATES),
-        dict(top_k=NUM_CANDIDATES + 1),
+        dict(top_k=128),
+        dict(top_k=299),
         dict(top_p=0.5),
         dict(min_p=0.3),
     ],
@@ -93,8 +126,8 @@ def test_one_kind_of_control_alone(row):
     check_distribution(300, [row] * 4)
 
 
-def test_wide_nucleus_and_large_top_k_are_found_by_search():
-    """Both thresholds lie past the candidates; sorting finds the same ones."""
+def test_wide_nucleus_and_large_top_k_are_found():
+    """Flat laws, of which much is kept; sorting finds the same thresholds."""
     rows = [
         dict(top_p=0.9),
         dict(top_k=700),
@@ -105,7 +138,7 @@ def test_wide_nucleus_and_large_top_k_are_found_by_search():
     logits = np.random.default_rng(0).normal(size=(5, 1000)).astype(np.float32) * 0.1
     found = distribution_of(logits, rows)
     widths = (found > 0).sum(axis=1)
-    assert (widths[:4] > NUM_CANDIDATES).all() and widths[4] == 5
+    assert (widths[:4] > 128).all() and widths[4] == 5
     assert widths[1] == 700
     for row, own, probs in zip(rows, logits, found, strict=True):
         exact: dict[str, Any] = {
@@ -140,8 +173,10 @@ def check_draw(size: int) -> None:
         weights = random.exponential(size=size).astype(np.float32)
         weights[random.random(size) < (0.0, 0.5, 0.95)[trial % 3]] = 0
         weights[random.integers(size)] = 1
-        weights *= np.float32((1, 1e-3)[trial % 2])
-        end = np.cumsum(weights, dtype=np.float64) / weights.sum(dtype=np.float64)
+        with np.errstate(divide="ignore"):
+            logits = np.log(weights)
+        exact = np.exp(logits.astype(np.float64))
+        end = np.cumsum(exact) / exact.sum()
         start = np.concatenate([[0], end[:-1]])
         positive = np.flatnonzero(weights)
         for token in positive:
@@ -152,11 +187,9 @@ def check_draw(size: int) -> None:
         # The least and the largest uniform there can be.
         uniforms += [0.0, LARGEST_UNIFORM]
         tokens += [positive[0], positive[-1]]
-        rows += [weights] * (len(tokens) - len(rows))
-    compiled = jax.jit(lambda *args: sampling.draw(*args))
-    found = compiled(jnp.asarray(np.stack(rows)), jnp.asarray(uniforms, jnp.float32))
-    found = np.asarray(found)
-    chosen = np.take_along_axis(np.stack(rows), found[:, None], 1)
+        rows += [logits] * (len(tokens) - len(rows))
+    found, probs = draw(np.stack(rows), at_one(len(rows)), np.asarray(uniforms))
+    chosen = np.take_along_axis(probs, found[:, None], 1)
     assert (chosen > 0).all(), "a token of weight zero was drawn"
     np.testing.assert_array_equal(found, tokens)
 
@@ -170,14 +203,12 @@ def test_draw_inverts_the_cumulative_sum(size):
 def test_draw_never_takes_a_token_of_weight_zero(size):
     """Also where rounding makes the sums disagree with each other."""
     random = np.random.default_rng(size)
-    weights = np.exp(random.normal(size=(2000, size)) * 8).astype(np.float32)
-    weights[random.random(weights.shape) < 0.6] = 0
-    weights[:, size // 2] = 1e-20
+    logits = random.normal(size=(2000, size)).astype(np.float32) * 8
+    logits[random.random(logits.shape) < 0.6] = -np.inf
+    logits[:, size // 2] = -46
     uniform = random.choice([0.0, 2.0**-24, 0.5, LARGEST_UNIFORM], 2000)
-    found = np.asarray(
-        jax.jit(sampling.draw)(jnp.asarray(weights), jnp.asarray(uniform, jnp.float32))
-    )
-    assert (np.take_along_axis(weights, found[:, None], 1) > 0).all()
+    found, _ = draw(logits, at_one(2000), uniform)
+    assert (np.take_along_axis(logits, found[:, None], 1) > -np.inf).all()
 
 
 @pytest.mark.parametrize("size", (1, 7, *SIZES))
@@ -189,21 +220,113 @@ def test_argmax_takes_the_lowest_of_ties_and_never_nan(size):
     values[1] = -np.inf
     values[2] = 5.0
     expected = np.where(np.isnan(values), -np.inf, values).argmax(axis=1)
-    np.testing.assert_array_equal(sampling.argmax(jnp.asarray(values)), expected)
+    token, probs = sample(jnp.asarray(values), None)
+    np.testing.assert_array_equal(token, expected)
+    assert probs is None
 
 
-def test_race_never_takes_a_token_of_weight_zero():
-    weights = jnp.array([[0.0, 1e-30, 0.0, 0.0]])
-    noise = jnp.array([[1e-7, 16.0, 1e-7, 1e-7]])
-    assert int(sampling.race(weights, noise)[0]) == 1
+def draft_with(active, index, logits=LOGITS, **options) -> tuple[np.ndarray, Any]:
+    run = jax.jit(lambda *args: sample_draft(*args, Backend(), **options))
+    token, probs = run(jnp.asarray(logits), jnp.int32(index), active)
+    return np.asarray(token), None if probs is None else np.asarray(probs)
 
 
-def test_mask_tokens_forbids_only_what_is_marked():
-    logits = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
-    tokens = jnp.array([[1, -1, 9], [0, 2, -1], [0, 1, 2]], jnp.int32)
-    found = sampling.mask_tokens(logits, tokens, jnp.array([True, True, False]))
-    expected = np.arange(12, dtype=np.float32).reshape(3, 4)
-    expected[0, 1] = expected[1, 0] = expected[1, 2] = -np.inf
+def plain_with(active, logits=LOGITS) -> np.ndarray:
+    none = jnp.zeros(len(logits), jnp.int32)
+    run = jax.jit(lambda *args: verify(None, *args, Backend(), adjust=None))
+    return np.asarray(run(jnp.asarray(logits), none, active).next_token)
+
+
+def test_every_row_follows_its_own_rule():
+    active = make_active(6, temperature=TEMPERATURE, rule=RULES, top_k=TOP_K)
+    laws = [
+        filtered_law(logits, temperature, top_k)
+        for logits, temperature, top_k in zip(LOGITS, TEMPERATURE, TOP_K, strict=True)
+    ]
+    token, probs = draft_with(active, 2)
+    np.testing.assert_allclose(probs, laws, atol=1e-6)
+    for role, index, drawn in (
+        (randomness.DRAFT, 2, token),
+        (randomness.SAMPLE, 0, plain_with(active)),
+    ):
+        # The uniform of round start 10, at the distance to the position.
+        distance = jnp.full(6, index, jnp.int32)
+        start = active.num_tokens
+        uniform = randomness.uniform(active.seed, start, role, distance)
+        # The noise of the position itself, whoever draws.
+        noise = dense.exponential(
+            active.seed, start + distance, randomness.SAMPLE, VOCAB
+        )
+        inverted = [
+            np.searchsorted(np.cumsum(law), float(u), side="right")
+            for law, u in zip(laws, uniform, strict=True)
+        ]
+        raced = (np.stack(laws) / np.asarray(noise)).argmax(axis=1)
+        expected = np.where(RULES == COUPLED, raced, inverted)
+        expected[TEMPERATURE == 0] = LOGITS[TEMPERATURE == 0].argmax(axis=1)
+        np.testing.assert_array_equal(drawn, expected)
+
+
+@pytest.mark.parametrize("is_active", [True, False], ids=["greedy", "inactive"])
+def test_batch_without_sampled_rows_takes_the_argmax(is_active):
+    """Pads that once sampled do not make a batch sampled."""
+    active = make_active(6, temperature=float(not is_active), is_active=is_active)
+    token, probs = draft_with(active, 0)
+    np.testing.assert_array_equal(token, LOGITS.argmax(axis=1))
+    np.testing.assert_array_equal(plain_with(active), LOGITS.argmax(axis=1))
+    assert not probs.any()
+
+
+def test_certain_drafts_have_no_probabilities():
+    token, probs = draft_with(make_active(6, temperature=1.0), 0, is_greedy=True)
+    np.testing.assert_array_equal(token, LOGITS.argmax(axis=1))
+    assert probs is None
+
+
+def test_tokens_of_many_seeds_follow_the_law():
+    count = 20_000
+    seeds = np.random.default_rng(5).integers(0, 2**32, (count, 2), dtype=np.uint32)
+    logits = np.tile(LOGITS[0], (count, 1))
+    law = filtered_law(LOGITS[0], 0.7, top_p=0.9)
+    for rule in (STANDARD, COUPLED):
+        active = make_active(
+            count, temperature=0.7, top_p=0.9, rule=rule, seed=seeds, num_tokens=4
+        )
+        for token in (draft_with(active, 2, logits)[0], plain_with(active, logits)):
+            check_counts(np.bincount(token, minlength=VOCAB), law, rule)
+
+
+def test_race_agrees_more_the_closer_the_laws_are():
+    """Coupling: the same noise, two laws; equal laws always agree."""
+    count = 20_000
+    seeds = np.random.default_rng(6).integers(0, 2**32, (count, 2), dtype=np.uint32)
+    active = make_active(count, temperature=1.0, rule=COUPLED, seed=seeds)
+    random = np.random.default_rng(8)
+    target = random.dirichlet(np.ones(VOCAB))
+    other = random.dirichlet(np.ones(VOCAB))
+    tokens = {}
+    for share in (0.0, 0.1, 1.0):
+        draft = (1 - share) * target + share * other
+        logits = np.tile(np.log(draft), (count, 1)).astype(np.float32)
+        token, _ = draft_with(active, 1, logits)
+        tokens[share] = token, np.abs(draft - target).sum() / 2
+    plain, _ = tokens[0.0]
+    for token, distance in tokens.values():
+        agreement = (token == plain).mean()
+        # Daliri et al.: at least (1 - TV) / (1 + TV); five standard deviations.
+        assert agreement >= (1 - distance) / (1 + distance) - 2.5 / count**0.5
+        assert agreement <= 1 - distance + 2.5 / count**0.5
+
+
+def test_early_stop_is_forbidden_below_min_tokens_only():
+    active = make_active(
+        4,
+        min_total=[12, 12, 12, 12],
+        stop_ids=[[1, 5], [1, 5], [1, 5], []],
+        is_active=[True, True, False, True],
+    )
+    position = jnp.array([11, 12, 11, 11], jnp.int32)
+    found = forbid_early_stop(jnp.asarray(LOGITS[:4]), position, active)
+    expected = LOGITS[:4].copy()
+    expected[0, [1, 5]] = -np.inf
     np.testing.assert_array_equal(found, expected)
-    none = sampling.mask_tokens(logits, tokens, jnp.zeros(3, bool))
-    np.testing.assert_array_equal(none, logits)

@@ -4,16 +4,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.gemma2 import Gemma2, Hidden
-from jaxspec.program import randomness, sampling
 from jaxspec.program.active import Active
-from jaxspec.program.choose import choose_token, forbid_early_stop
 from jaxspec.program.controls import Adjust
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose.ngram import Found
 from jaxspec.program.propose.proposal import Proposal, chain
 from jaxspec.program.region import join, make_region
+from jaxspec.program.sampling import sample_draft
 
 Pages = tuple[Array, ...]
 
@@ -32,6 +32,7 @@ def propose(
     *,
     num_draft_tokens: int,
     pool: PoolShape,
+    backend: Backend,
     is_greedy: bool = False,
     found: Found | None = None,
     adjust: Adjust | None = None,
@@ -42,20 +43,17 @@ def propose(
     others are a loop: a program's size is what it takes to compile.
 
     Args:
+        backend: Where the model runs, which splits its vocabulary.
         is_greedy: Propose the argmax, a point mass, also where the request samples.
         found: Drafts that the model is fed in place of its own, as far as they go.
         adjust: What requests ask of single tokens; None where none asks anything.
     """
 
     def draw(hidden: Hidden, step: Array | int, drafts: Array | None):
-        position = active.num_tokens + step
         logits, is_broken = _finite_logits(model, hidden)
         if adjust is not None:
             logits = adjust(logits[:, None], drafts, num_before=step)[:, 0]
-        logits = forbid_early_stop(logits, position, active)
-        token, probs = sampling.argmax(logits), None
-        if not is_greedy and not active.is_greedy:
-            token, probs = choose_token(logits, position, active, role=randomness.DRAFT)
+        token, probs = sample_draft(logits, step, active, backend, is_greedy=is_greedy)
         if found is not None:
             token, probs = found.before(step, token, probs)
         return token, probs, is_broken

@@ -1,7 +1,10 @@
-"""How many draft tokens stay, and which token follows, from the target's logits."""
+"""The one sampler: which token follows, and how many draft tokens stay before it."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxspec_kernels import dispatch, tuning
@@ -20,6 +23,7 @@ __all__ = [
     "Controls",
     "Verdict",
     "rejection_sampling",
+    "sample",
 ]
 
 _MODULES = {"reference": "reference", "tpu": "tpu", "gpu": "gpu"}
@@ -119,15 +123,7 @@ def rejection_sampling(
         noise_words=noise_words,
         num_forced=num_forced,
     )
-    name = dispatch.resolve("rejection_sampling", implementation)
-    tuned: dict[str, int] = {}
-    if device_kind is not None:
-        seqs, width, columns = target_logits.shape
-        key = tuning.sampling_key(
-            rows=seqs * width, columns=columns, dtype=str(target_logits.dtype)
-        )
-        tuned = tuning.sizes("rejection_sampling", name, device_kind, key) or {}
-    run = dispatch.choose("rejection_sampling", _MODULES, name)
+    run = _implementation(target_logits, implementation, device_kind)
     return run(
         draft_tokens,
         draft_probs,
@@ -141,8 +137,71 @@ def rejection_sampling(
         num_forced=num_forced,
         vocab_size=2**30 if vocab_size is None else vocab_size,
         axis_name=axis_name,
-        **tuned,
     )
+
+
+def sample(
+    logits: Float[Array, "row vocab"],
+    controls: Controls | None,
+    *,
+    rule: Int[Array, " row"] | None = None,
+    uniform: Float[Array, " row"] | None = None,
+    noise_words: UInt32[Array, "row 2"] | None = None,
+    vocab_size: int | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
+    implementation: str | None = None,
+    device_kind: str | None = None,
+) -> tuple[Int[Array, " row"], Float[Array, "row vocab"] | None]:
+    """Draw one token per row, as `rejection_sampling` does without any drafts.
+
+    What a draft model draws with: its probabilities are kept, as verification needs
+    them. Arguments are those of `rejection_sampling`, with one row per sequence.
+
+    Returns:
+        The tokens, and what they were drawn from: float32, zeros where no row samples,
+        None without `controls`. Under `shard_map` this device's slice of it.
+    """
+    rows = logits.shape[0]
+    nothing = jnp.zeros((rows, 0), jnp.int32)
+    _check_shapes(
+        (rows, 1, logits.shape[1]),
+        controls=controls,
+        rule=rule,
+        sample_uniform=uniform,
+    )
+    run = _implementation(logits[:, None], implementation, device_kind)
+    verdict = run(
+        nothing,
+        None,
+        logits[:, None],
+        jnp.zeros(rows, jnp.int32),
+        controls,
+        rule=rule,
+        accept_uniform=nothing.astype(jnp.float32),
+        sample_uniform=uniform,
+        noise_words=None if noise_words is None else noise_words[:, None],
+        has_probs=controls is not None,
+        vocab_size=2**30 if vocab_size is None else vocab_size,
+        axis_name=axis_name,
+    )
+    return verdict.next_token, verdict.probs
+
+
+def _implementation(
+    logits: Float[Array, "seq width vocab"],
+    implementation: str | None,
+    device_kind: str | None,
+) -> Callable[..., Verdict]:
+    """The implementation, with the tile size that was measured for such logits."""
+    name = dispatch.resolve("rejection_sampling", implementation)
+    tuned: dict[str, int] = {}
+    if device_kind is not None:
+        seqs, width, columns = logits.shape
+        key = tuning.sampling_key(
+            rows=seqs * width, columns=columns, dtype=str(logits.dtype)
+        )
+        tuned = tuning.sizes("rejection_sampling", name, device_kind, key) or {}
+    return partial(dispatch.choose("rejection_sampling", _MODULES, name), **tuned)
 
 
 def _check_shapes(

@@ -1,4 +1,4 @@
-"""Passes over the vocabulary, one tile at a time; no array of it is ever made.
+"""Passes over the vocabulary, one tile at a time; verification makes no array of it.
 
 A pass reads every logit once and keeps a few numbers per row.
 A row is one target row of one sequence: row `seq * (draft + 1) + i`. Under `shard_map`
@@ -250,6 +250,16 @@ def peak(maximum: Array) -> Array:
 def normalise(weights: Array, total: Array) -> Array:
     """Probabilities; those of a row without weight are 0."""
     return weights / jnp.where(total > 0, total, 1.0)
+
+
+def probabilities(
+    part: Slice, logits: Float[Array, "row vocab"], law: Law
+) -> Float[Array, "row vocab"]:
+    """All probabilities of this device's slice: the one array of its kind."""
+    column = jnp.arange(part.columns, dtype=jnp.int32)[None]
+    ids = part.offset + column
+    ids = jnp.where(ids < part.vocab_size, ids, NO_ID)
+    return normalise(weigh(clean(logits, ids), law), law.total[:, None])
 
 
 def lowest(values: Float[Array, "row tile"], ids: Array) -> tuple[Array, Array]:

@@ -31,10 +31,15 @@ class Controls(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Outcome of one round, per sequence."""
+    """Outcome of one round, per sequence.
+
+    `probs` are what `next_token` was drawn from, where they were asked for: zeros where
+    no sequence samples, and None in a program without sampling.
+    """
 
     num_accepted: Int[Array, " seq"]
     next_token: Int[Array, " seq"]
+    probs: Float[Array, "seq vocab"] | None = None
 
 
 def rejection_sampling(
@@ -49,6 +54,7 @@ def rejection_sampling(
     sample_uniform: Float[Array, " seq"] | None,
     noise_words: UInt32[Array, "seq draft+1 2"] | None,
     num_forced: Int[Array, " seq"] | None = None,
+    has_probs: bool = False,
     vocab_size: int,
     axis_name: str | tuple[str, ...] | None,
     tile: int = passes.TILE,
@@ -57,8 +63,10 @@ def rejection_sampling(
     """See `jaxspec_kernels.rejection_sampling`.
 
     Args:
+        has_probs: Return this device's slice of the probabilities too, without drafts.
         kernels: Make the passes over one device's slice.
     """
+    assert not (has_probs and draft_tokens.shape[1]), "probabilities of which row?"
     seqs, width, columns = target_logits.shape
     part = Slice(
         columns=columns,
@@ -120,15 +128,20 @@ def rejection_sampling(
         )
         chosen = _by_choices(draft_tokens, choices, num_draft, num_forced)
         is_drawn = is_sampled & ~is_coupled
-        return jax.tree.map(
+        verdict = jax.tree.map(
             lambda left, right: jnp.where(is_drawn, left, right), drawn, chosen
         )
+        if not has_probs:
+            return verdict
+        return verdict._replace(probs=passes.probabilities(part, logits, law))
 
-    return jax.lax.cond(
-        is_sampled.any(),
-        with_sampling,
-        lambda: _by_choices(draft_tokens, best, num_draft, num_forced),
-    )
+    def without_sampling() -> Verdict:
+        verdict = _by_choices(draft_tokens, best, num_draft, num_forced)
+        if not has_probs:
+            return verdict
+        return verdict._replace(probs=jnp.zeros(logits.shape, jnp.float32))
+
+    return jax.lax.cond(is_sampled.any(), with_sampling, without_sampling)
 
 
 def _race(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.models.backend import Backend
 from jaxspec.models.weights import bind
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose import draft_model
@@ -42,7 +43,13 @@ def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
     def run(params, pages, active):
         model = bind(paged.config, params)
         return draft_model.propose(
-            model, pages, active, None, num_draft_tokens=DRAFTS, pool=pool
+            model,
+            pages,
+            active,
+            None,
+            num_draft_tokens=DRAFTS,
+            pool=pool,
+            backend=Backend(),
         )
 
     proposal, _ = jax.jit(run)(paged.params, paged.kv_pages, active)

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.models.backend import Backend
-from jaxspec.program import accept, randomness
+from jaxspec.program import randomness
 from jaxspec.program.plan import BLOCK, COUPLED, STANDARD
 from jaxspec.program.propose import Proposal
+from jaxspec.program.verify import force, verify
+from tests.kernels import dense
 from tests.kernels.oracle import UNOPTIMISED
 from tests.laws import check_counts, filtered_law
 from tests.rows import make_active
@@ -77,7 +79,7 @@ def make_batch(kinds: np.ndarray) -> dict:
 def run_accept(batch: dict, **forced: Any) -> tuple[np.ndarray, np.ndarray]:
     tokens = jnp.asarray(batch["tokens"], jnp.int32)
     parent = jnp.zeros_like(tokens)
-    decide = partial(accept.accept, **forced)
+    decide = partial(verify, adjust=None, **forced)
     # A function of its own: a jit of the same one would not see a mutant.
     run = jax.jit(lambda *args: decide(*args, Backend()), compiler_options=UNOPTIMISED)
     verdict = run(
@@ -107,7 +109,7 @@ def _numbers(seed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     sample = randomness.uniform(
         seed, jnp.full(SEQS, START, jnp.int32), randomness.SAMPLE
     )
-    noise = randomness.exponential(
+    noise = dense.exponential(
         jnp.broadcast_to(seed[:, None], (SEQS, DRAFTS + 1, 2)),
         START + jnp.broadcast_to(jnp.arange(DRAFTS + 1)[None], (SEQS, DRAFTS + 1)),
         randomness.SAMPLE,
@@ -246,9 +248,9 @@ def test_forced_counts_follow_the_chances():
         (1, [0.1, 0.9, 0, 0]),
     ):
         num_draft = jnp.full(seqs, count, jnp.int32)
-        found = accept.force(jnp.array(CHANCES[:3], jnp.float32), num_draft, active)
+        found = force(jnp.array(CHANCES[:3], jnp.float32), num_draft, active)
         counts = np.bincount(np.asarray(found), minlength=4)
         check_counts(counts, np.array(law))
     sure = jnp.array([1.0, 1.0, 0.0], jnp.float32)
-    found = accept.force(sure, jnp.full(seqs, 3, jnp.int32), active)
+    found = force(sure, jnp.full(seqs, 3, jnp.int32), active)
     assert set(np.asarray(found)) == {2}

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from jaxspec.models.backend import Backend
-from jaxspec.program import controls, randomness
+from jaxspec.program import controls
 from jaxspec.program.active import Active
-from jaxspec.program.choose import choose_token
-from jaxspec.program.judge import judge, place_next
 from jaxspec.program.plan import RULES, TokenControls
 from jaxspec.program.propose import Proposal
+from jaxspec.program.sampling import sample_draft
 from jaxspec.program.state import ControlRows
+from jaxspec.program.verify import place_next, verify
 from tests.kernels.oracle import UNOPTIMISED
 from tests.laws import check_counts, controlled, filtered_law
 from tests.program.test_rounds import DRAFT, TARGET
@@ -70,15 +70,14 @@ def play_round(
     drafts = jnp.zeros((SEQS, 0 if is_plain else DRAFTS), jnp.int32)
     for index in range(drafts.shape[1]):
         row = adjust(draft[last][:, None], drafts, num_before=index)[:, 0]
-        place = active.num_tokens + index
-        last, law = choose_token(row, place, active, role=randomness.DRAFT)
+        last, law = sample_draft(row, index, active, Backend())
         drafts = drafts.at[:, index].set(last)
         laws.append(law)
         logits.append(target[last])
     proposal = None
     if laws:
         proposal = Proposal(drafts, jnp.zeros_like(drafts), jnp.stack(laws, axis=1))
-    verdict = judge(
+    verdict = verify(
         proposal,
         jnp.stack(logits, axis=1).reshape(-1, VOCAB),
         jnp.full((SEQS,), drafts.shape[1], jnp.int32),
