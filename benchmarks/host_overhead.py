@@ -23,13 +23,8 @@ from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.runner import Runner
-from jaxspec.program.plan import (
-    PlanLayout,
-    PoolShape,
-    StepPlan,
-    StepResult,
-    StepShape,
-)
+from jaxspec.program.plan import PoolShape, StepPlan, StepShape
+from jaxspec.program.wire import PlanLayout, StepResult, result_layout
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 
 NUM_SEQS = 64
@@ -81,17 +76,25 @@ class WaitingRunner(Runner):
     ) -> np.ndarray:
         """What the program would say, computed while it would run."""
         seqs, width = shape.num_seqs, shape.num_draft_tokens + 1
-        start = layout.offsets["decode_draft"]
-        drafts = vector[start : start + seqs]
+        drafts = layout.view(vector, "decode_draft")
         accepted = self._random.integers(0, drafts + 1)
         # Ids past the special and the byte tokens.
         tokens = self._random.integers(FIRST_ID, self._vocab_size, (seqs, width))
-        is_done = np.zeros(seqs, np.int32)
-        columns = np.stack([accepted + 1, drafts, accepted, is_done], axis=1)
-        decode = np.concatenate([tokens, columns], axis=1)
-        tiles = np.full((shape.num_tiles, 2), [FIRST_ID, 0])
-        parts = [decode.reshape(-1), tiles.reshape(-1)]
-        return np.concatenate(parts).astype(np.int32)
+        no_flag = np.zeros(seqs, bool)
+        no_tile = np.zeros(shape.num_tiles, bool)
+        result = {
+            "tokens": tokens,
+            "num_emitted": accepted + 1,
+            "num_draft": drafts,
+            "num_accepted": accepted,
+            "is_done": no_flag,
+            "is_broken": no_flag,
+            "is_draft_broken": no_flag,
+            "tile_token": np.full(shape.num_tiles, FIRST_ID),
+            "tile_is_done": no_tile,
+            "tile_is_broken": no_tile,
+        }
+        return np.concatenate(result_layout(shape).flatten(result))
 
 
 def make_engine(

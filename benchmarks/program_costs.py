@@ -32,8 +32,9 @@ from benchmarks.machine import ROOT, record
 from benchmarks.step_times import begun_rows
 from jaxspec import LLM
 from jaxspec.engine.runner import Runner
-from jaxspec.program.plan import TILE, Features, PlanLayout, StepPlan, StepShape, Tile
+from jaxspec.program.plan import TILE, Features, StepPlan, StepShape, Tile
 from jaxspec.program.step import lower_step
+from jaxspec.program.wire import PlanLayout
 
 RESULT = ROOT / "benchmarks/results/program-costs-cpu.json"
 SEQS = (1, 2, 4, 8)

@@ -22,19 +22,13 @@ from jax.sharding import Mesh
 from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.models.weights import Params, abstract_params, bind, random_params
-from jaxspec.program.active import gather
-from jaxspec.program.plan import PlanLayout, PoolShape, StepPlan, StepResult, StepShape
+from jaxspec.program.plan import PoolShape, StepPlan, StepShape
 from jaxspec.program.propose.proposal import chain
 from jaxspec.program.round import Round
-from jaxspec.program.state import (
-    EngineState,
-    Rows,
-    init_pages,
-    init_rows,
-    init_token_pages,
-    page_forms,
-)
+from jaxspec.program.rows import Rows, gather, init_rows
+from jaxspec.program.state import EngineState, init_pages, init_token_pages, page_forms
 from jaxspec.program.step import ProgramConfig, lower_step
+from jaxspec.program.wire import PlanLayout, StepResult
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, make_mesh, replicated
 from jaxspec_kernels.bench_clock import Spread
 

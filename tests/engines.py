@@ -15,7 +15,8 @@ from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import Runner, build_mesh
 from jaxspec.models.weights import load_params, suit_devices
 from jaxspec.outputs import RequestOutput
-from jaxspec.program.plan import StepPlan, StepResult, StepShape
+from jaxspec.program.plan import StepPlan, StepShape
+from jaxspec.program.wire import StepResult
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
 from jaxspec.tokenizer import PlainTexts, Tokenizer

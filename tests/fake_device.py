@@ -16,17 +16,8 @@ import numpy as np
 from jaxspec.config import EngineConfig
 from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.runner import Runner
-from jaxspec.program.plan import (
-    TILE,
-    Admission,
-    PlanLayout,
-    PoolShape,
-    StepPlan,
-    StepResult,
-    StepShape,
-    Tile,
-)
-from jaxspec.program.token_logprobs import TokenLogprobs
+from jaxspec.program.plan import TILE, Admission, PoolShape, StepPlan, StepShape, Tile
+from jaxspec.program.wire import PlanLayout, StepResult, TokenLogprobs
 
 JUNK = -7  # what a rejected draft leaves in its slot
 NOTHING = 0  # the prefix of a sequence's first token

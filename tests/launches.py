@@ -13,12 +13,11 @@ from jaxspec.program.plan import (
     Admission,
     Features,
     StepPlan,
-    StepResult,
     StepShape,
     Tile,
     TokenControls,
-    TokenLogprobs,
 )
+from jaxspec.program.wire import StepResult, TokenLogprobs
 
 
 @dataclass

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from tests.mutation import Mutant, is_killed
 from tests.program.propose.test_draft_model import check_self_draft
 from tests.program.propose.test_ngram import check_chosen_texts
-from tests.program.test_apply import check_forgotten_controls
-from tests.program.test_commit import check_append, check_truncate
 from tests.program.test_controls import check_adjust
 from tests.program.test_rounds import play_round, test_joint_law_over_rounds
+from tests.program.test_rows import check_forgotten_controls
+from tests.program.test_rows_append import check_append, check_truncate
 from tests.program.test_verify import BLOCK, COUPLED, STANDARD, check_mixed_batch
 from tests.program.test_verify_laws import check_law
 
@@ -75,28 +75,28 @@ MUTANTS = [
     ),
     mutant(
         "stop_inside_run_ignored",
-        "commit.truncate",
+        "rows.truncate",
         "jnp.argmax(is_end, axis=1) + 1",
         "count",
         check=check_truncate,
     ),
     mutant(
         "max_total_off_by_one",
-        "commit.truncate",
+        "rows.truncate",
         "position + 1 >= active.max_total[:, None]",
         "position >= active.max_total[:, None]",
         check=check_truncate,
     ),
     mutant(
         "min_tokens_ignored",
-        "commit.truncate",
+        "rows.truncate",
         "is_stop &= position >= active.min_total[:, None]",
         "is_stop &= position >= 0",
         check=check_truncate,
     ),
     mutant(
         "history_off_by_one",
-        "commit.append",
+        "rows.append",
         "active.num_tokens[:, None] + offset",
         "active.num_tokens[:, None] + offset - 1",
         check=check_append,
@@ -152,7 +152,7 @@ MUTANTS = [
     ),
     mutant(
         "controls_of_the_rows_last_request",
-        "apply._admit_controls",
+        "rows._admit_controls",
         "jnp.zeros_like(row, bool)",
         "controls.is_controlled.at[row].get(mode='clip')",
         check=check_forgotten_controls,

@@ -5,21 +5,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.program.active import Active
-from jaxspec.program.plan import MAX_STOP_IDS, NO_TOKEN, TokenControls
-from jaxspec.program.state import ControlRows
-from jaxspec.program.token_controls import pack_controls
-
-INTEGERS = (
-    "row",
-    "num_tokens",
-    "num_prompt",
-    "min_total",
-    "max_total",
-    "top_k",
-    "rule",
+from jaxspec.program.plan import (
+    MAX_STOP_IDS,
+    NO_TOKEN,
+    Column,
+    TokenControls,
+    columns,
 )
-FLOATS = ("temperature", "top_p", "min_p")
+from jaxspec.program.rows import Active, ControlRows
 
 
 def make_active(count: int, **fields: Any) -> Active:
@@ -50,17 +43,18 @@ def make_active(count: int, **fields: Any) -> Active:
     assert not fields.keys() - given.keys(), fields.keys() - given.keys()
     given |= fields
 
-    def column(name: str, dtype: Any) -> Any:
-        return jnp.asarray(np.broadcast_to(given[name], (count,)), dtype)
+    given |= dict(seed=seeds, stop_ids=stop_ids)
+
+    def side_by_side(value: Any, one: Column) -> Any:
+        return jnp.asarray(np.broadcast_to(value, (count, *one.shape)), one.dtype)
 
     return Active(
-        **{name: column(name, jnp.int32) for name in INTEGERS},
-        **{name: column(name, jnp.float32) for name in FLOATS},
-        is_active=column("is_active", bool),
+        row=side_by_side(given["row"], Column()),
+        num_tokens=side_by_side(given["num_tokens"], Column()),
+        is_active=side_by_side(given["is_active"], Column(bool)),
         last_tokens=jnp.zeros((count, 2), jnp.int32),
         page_table=jnp.zeros((count, 1), jnp.int32),
-        seed=jnp.asarray(seeds),
-        stop_ids=jnp.asarray(stop_ids, jnp.int32),
+        **{n: side_by_side(given[n], one) for n, one in columns(Active).items()},
     )
 
 
@@ -69,18 +63,16 @@ def make_control_rows(
 ) -> ControlRows:
     """One row per request; those without controls keep what somebody left there."""
     left = TokenControls(presence_penalty=9.0, bias=((3, 7.0),), allowed=(5,))
-    packed = [pack_controls(one or left, vocab_size) for one in controls]
+    asked = [(one or left).values(vocab_size) for one in controls]
 
-    def column(name: str, dtype: Any) -> Any:
-        return jnp.asarray(np.stack([one[f"control_{name}"] for one in packed])).view(
-            dtype
-        )
+    def side_by_side(name: str, one: Column) -> Any:
+        made = one.of(len(asked), vocab_size).empty()
+        for entry, values in zip(made, asked, strict=True):
+            value = getattr(values, name)
+            entry[: len(value)] = value
+        return jnp.asarray(made)
 
     return ControlRows(
         is_controlled=jnp.asarray([one is not None for one in controls]),
-        penalties=column("penalties", jnp.float32),
-        bias_ids=column("bias_ids", jnp.int32),
-        bias_values=column("bias_values", jnp.float32),
-        allowed=column("allowed", jnp.uint32),
-        bad_words=column("bad_words", jnp.int32),
+        **{name: side_by_side(name, one) for name, one in columns(ControlRows).items()},
     )

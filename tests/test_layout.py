@@ -92,10 +92,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/engine/test_scheduler.py",
         "the prefill part of the plans that the fake device checks",
     ),
-    "jaxspec/program/active.py": (
-        "tests/program/test_apply.py",
-        "rows are gathered from what a plan has put into them",
-    ),
     "jaxspec/program/propose/proposal.py": (
         "tests/program/propose/test_draft_model.py",
         "a tuple and a chain: the proposer's test reads every field",

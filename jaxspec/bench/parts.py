@@ -23,11 +23,10 @@ from jaxtyping import Array
 from jaxspec.bench.measure import Batch
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.models.weights import bind
-from jaxspec.program.active import Active, gather
-from jaxspec.program.commit import append, truncate
 from jaxspec.program.propose import Proposal, draft_model, ngram
 from jaxspec.program.region import make_region
 from jaxspec.program.round import logits_of
+from jaxspec.program.rows import Active, append, gather, truncate
 from jaxspec.program.state import EngineState
 from jaxspec.program.step import ProgramConfig
 from jaxspec.program.verify import place_next, verify

@@ -9,7 +9,8 @@ from jaxspec.engine.launch import Launch, Progress
 from jaxspec.engine.request import Request, Status
 from jaxspec.engine.rows import RowTable
 from jaxspec.engine.stats import EngineStats
-from jaxspec.program.plan import TILE, StepResult, Tile, TokenLogprobs
+from jaxspec.program.plan import TILE, Tile
+from jaxspec.program.wire import StepResult, TokenLogprobs
 
 
 def commit(

@@ -23,7 +23,8 @@ from jaxspec.engine.runner import build_mesh, choose_dtype, pool_of, program_of
 from jaxspec.engine.runner import options_of as options_of
 from jaxspec.errors import ConfigError, wrong_argument
 from jaxspec.models.weights import Params, abstract_params, suit_devices
-from jaxspec.program.state import EngineState, init_rows, init_token_pages, page_forms
+from jaxspec.program.rows import init_rows
+from jaxspec.program.state import EngineState, init_token_pages, page_forms
 from jaxspec.program.step import ProgramConfig
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, make_mesh, replicated
 

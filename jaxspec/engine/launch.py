@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxspec.engine.request import Request
-from jaxspec.program.plan import StepPlan, StepShape, TokenLogprobs
+from jaxspec.program.plan import StepPlan, StepShape
+from jaxspec.program.wire import TokenLogprobs
 
 
 class LaunchError(Exception):

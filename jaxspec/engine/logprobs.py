@@ -3,7 +3,7 @@
 from typing import Any, Protocol, runtime_checkable
 
 from jaxspec.logprobs import FlatLogprobs, Logprob, LogprobsOnePosition
-from jaxspec.program.plan import TokenLogprobs
+from jaxspec.program.wire import TokenLogprobs
 from jaxspec.sampling_params import SamplingParams
 
 Told = list[Any] | FlatLogprobs

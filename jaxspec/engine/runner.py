@@ -22,23 +22,12 @@ from jaxspec.engine.shapes import EveryProgram, Programs
 from jaxspec.engine.token_masks import TokenMasks
 from jaxspec.errors import ConfigError
 from jaxspec.models.weights import Params
-from jaxspec.program.plan import (
-    Features,
-    PlanLayout,
-    PoolShape,
-    StepPlan,
-    StepResult,
-    StepShape,
-)
+from jaxspec.program.plan import Features, PoolShape, StepPlan, StepShape
 from jaxspec.program.propose.ngram import Lookup
-from jaxspec.program.state import (
-    EngineState,
-    init_pages,
-    init_rows,
-    init_token_pages,
-    page_forms,
-)
+from jaxspec.program.rows import init_rows
+from jaxspec.program.state import EngineState, init_pages, init_token_pages, page_forms
 from jaxspec.program.step import ProgramConfig
+from jaxspec.program.wire import PlanLayout, StepResult
 from jaxspec.sharding import (
     DRAFT_MESH_AXES,
     TARGET_MESH_AXES,
@@ -128,7 +117,6 @@ class Runner:
 
     def _make(self, shape: StepShape) -> tuple[Callable[..., Any], PlanLayout]:
         layout = PlanLayout(shape, self.pool)
-        layout.prepare()
         arguments = (*self.params, self.state)
         built = self.cache.build(self.program, shape, arguments, self.compiler_options)
         return built.executable, layout

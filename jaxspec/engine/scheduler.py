@@ -31,9 +31,9 @@ from jaxspec.program.plan import (
     Features,
     PageUpdate,
     StepPlan,
-    StepResult,
     StepShape,
 )
+from jaxspec.program.wire import StepResult
 
 
 class Scheduler:

@@ -18,9 +18,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxspec.models.backend import Backend
 from jaxspec.program import history
-from jaxspec.program.active import Active
 from jaxspec.program.plan import MAX_BAD_WORD_LEN, NO_TOKEN
-from jaxspec.program.state import ControlRows
+from jaxspec.program.rows import Active, ControlRows
 
 # (logits [seq, width, vocab], drafts [seq, draft]) -> logits; see `adjust`.
 Adjust = Callable[..., Float[Array, "seq width vocab"]]

@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jaxspec.models.backend import Backend
 from jaxspec.program import history
-from jaxspec.program.active import Active
 from jaxspec.program.controls import Adjust, unpack_bits
+from jaxspec.program.rows import Active
 from jaxspec.speculation import MAX_DRAFT_TOKENS
 
 # Bits of one word of a mask.

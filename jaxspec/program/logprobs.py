@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.models.backend import Backend
 from jaxspec.models.gemma2 import Gemma2
 from jaxspec.program.plan import NO_TOKEN, TILE, StepShape
+from jaxspec.program.wire import num_columns
 from jaxspec_kernels.sums import row_sums
 
 
@@ -22,7 +23,7 @@ def tell(
     num_top: int,
     backend: Backend,
 ) -> Int[Array, "row column"]:
-    """A row per token, as `token_logprobs.read_logprobs` reads it.
+    """A row per token, as `TokenLogprobs.read` reads it.
 
     Args:
         tokens: What each row of `logits` is asked about; what is told of one outside
@@ -89,31 +90,31 @@ def _tell(
 
 def tell_some(
     logits: Float[Array, "token vocab"],
-    tokens: Int[Array, "seq width"],
+    tokens: Int[Array, "*batch"],
     *,
     shape: StepShape,
     backend: Backend,
-) -> list[Int[Array, "seq width column"]]:
-    """`tell`, where the shape asks for it: one part of the result vector, or none.
+) -> Int[Array, "*batch column"] | None:
+    """`tell`, where the shape asks for it.
 
     Args:
         logits: Row i of a sequence says what its i-th token is drawn from.
     """
     num_top = shape.features.num_logprobs
     if num_top is None:
-        return []
+        return None
     told = tell(logits, tokens.reshape(-1), num_top=num_top, backend=backend)
-    return [told.reshape(*tokens.shape, -1)]
+    return told.reshape(*tokens.shape, -1)
 
 
 def blank(
     tokens: Int[Array, "seq width"], *, shape: StepShape
-) -> list[Int[Array, "seq width column"]]:
+) -> Int[Array, "seq width column"] | None:
     """What `tell_some` returns, before anything is known."""
     num_top = shape.features.num_logprobs
     if num_top is None:
-        return []
-    return [jnp.zeros((*tokens.shape, 2 + 2 * num_top), jnp.int32)]
+        return None
+    return jnp.zeros((*tokens.shape, num_columns(num_top)), jnp.int32)
 
 
 def tell_prompt(
@@ -124,7 +125,7 @@ def tell_prompt(
     *,
     shape: StepShape,
     backend: Backend,
-) -> list[Int[Array, "tile token column"]]:
+) -> Int[Array, "tile token column"]:
     """The same for prompt tiles: what every token of theirs says about the next.
 
     Tile by tile: the logits of a whole chunk would be the launch's largest array.
@@ -142,4 +143,4 @@ def tell_prompt(
         return tell(logits, tile[1], num_top=num_top, backend=backend)
 
     tiles = hidden.reshape(*following.shape, -1), following
-    return [jax.lax.map(tell_tile, tiles)]
+    return jax.lax.map(tell_tile, tiles)

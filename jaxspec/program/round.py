@@ -16,11 +16,11 @@ from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.gemma2 import Gemma2
 from jaxspec.program import logprobs
-from jaxspec.program.active import Active
 from jaxspec.program.controls import Adjust
 from jaxspec.program.plan import TILE, PoolShape, StepShape
 from jaxspec.program.propose import Proposal
 from jaxspec.program.region import join, make_region
+from jaxspec.program.rows import Active
 from jaxspec.program.verify import place_next, verify
 
 Pages = tuple[Array, ...]
@@ -34,7 +34,8 @@ class Judged(NamedTuple):
     is_broken: Bool[Array, " seq"]  # NaN or infinity where a token was decided
     tile_logits: Float[Array, "tile vocab"]
     is_tile_broken: Bool[Array, " tile"]  # the same in the tile's last row
-    told: list[Int[Array, "..."]]  # of the result vector: log-probabilities
+    logprobs: Int[Array, "seq width column"] | None
+    prompt_logprobs: Int[Array, "tile token column"] | None
     pages: Pages
 
 
@@ -78,7 +79,8 @@ class Round:
             is_broken=jnp.zeros_like(self.active.is_active),
             is_tile_broken=jnp.zeros(0, bool),
             tile_logits=jnp.zeros((0, self.target.config.vocab_size), jnp.float32),
-            told=logprobs.blank(tokens, shape=self.shape),
+            logprobs=logprobs.blank(tokens, shape=self.shape),
+            prompt_logprobs=None,
             pages=pages,
         )
         # The tokens fed come from the loop's state, so that XLA cannot take what is
@@ -120,9 +122,11 @@ class Round:
         tokens = place_next(tokens[:, 1:], verdict)
         told = logprobs.tell_some(logits, tokens, shape=shape, backend=backend)
         most = shape.num_draft_tokens + 1
-        tokens, told = _widen(tokens, most), [_widen(part, most) for part in told]
+        tokens = _widen(tokens, most)
+        told = None if told is None else _widen(told, most)
+        prompt_told = None
         if self.prompts is not None and self.after_prompts is not None:
-            told += logprobs.tell_prompt(
+            prompt_told = logprobs.tell_prompt(
                 self.target,
                 hidden.rows[seqs * width :],
                 self.prompts.tokens,
@@ -139,7 +143,8 @@ class Round:
             is_broken=is_broken,
             tile_logits=tile_logits,
             is_tile_broken=is_tile_broken,
-            told=told,
+            logprobs=told,
+            prompt_logprobs=prompt_told,
             pages=pages,
         )
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
-from jaxspec.program.active import Active
+from jaxspec.program.rows import Active
 from jaxspec_kernels.rejection_sampling import Controls, sample
 
 

@@ -10,29 +10,31 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.weights import Params, bind
 from jaxspec.program import controls, grammar, logprobs
-from jaxspec.program.active import Active, gather
-from jaxspec.program.apply import Tiles, apply_plan, read_tiles, unpack
-from jaxspec.program.commit import Emitted, append, truncate
-from jaxspec.program.plan import (
-    DONE,
-    DRAFT_BROKEN,
-    TARGET_BROKEN,
-    PlanLayout,
-    PoolShape,
-    StepShape,
-)
+from jaxspec.program.plan import PoolShape, StepShape
 from jaxspec.program.propose import Proposal, draft_model, ngram
 from jaxspec.program.region import make_region
 from jaxspec.program.round import Judged, Round
-from jaxspec.program.state import EngineState, Rows
+from jaxspec.program.rows import (
+    Active,
+    Emitted,
+    Rows,
+    Tiles,
+    append,
+    apply_plan,
+    gather,
+    read_tiles,
+    truncate,
+)
+from jaxspec.program.state import EngineState
 from jaxspec.program.verify import verify
+from jaxspec.program.wire import PlanLayout, result_layout
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, replicated
 from jaxspec_kernels.dispatch import implementation_for
 
@@ -105,7 +107,7 @@ def speculative_step(
     )
     emitted = truncate(judged.tokens, judged.num_accepted + 1, active)
     rows, token_pages = append(launch.rows, launch.token_pages, active, emitted)
-    result = [_pack_result(emitted, judged, proposal, num_draft), *judged.told]
+    result = _result(emitted, judged, proposal, num_draft)
     if shape.chunk:
         rows, token_pages, first = _finish_prompts(
             rows,
@@ -116,7 +118,7 @@ def speculative_step(
             config=config,
             shape=shape,
         )
-        result += first
+        result |= first
     state = EngineState(
         rows=rows,
         token_pages=token_pages,
@@ -124,7 +126,7 @@ def speculative_step(
         draft_pages=draft_pages,
         forced_acceptance=state.forced_acceptance,
     )
-    return state, jnp.concatenate([part.reshape(-1) for part in result])
+    return state, jnp.concatenate(result_layout(shape).flatten(result))
 
 
 class _Launch(NamedTuple):
@@ -151,7 +153,7 @@ class _Launch(NamedTuple):
 def _read_plan(
     state: EngineState, plan: Int[Array, " plan"], pool: PoolShape, shape: StepShape
 ) -> _Launch:
-    fields = unpack(plan, PlanLayout(shape, pool))
+    fields = PlanLayout(shape, pool).read(plan)
     tiles = read_tiles(fields)
     rows, token_pages = apply_plan(state.rows, state.token_pages, fields, tiles, pool)
     active = gather(
@@ -254,28 +256,30 @@ def _judge(
     return this.judge(proposal, pages)
 
 
-def _pack_result(
+def _result(
     emitted: Emitted,
     judged: Judged,
     proposal: Proposal | None,
     num_draft: Int[Array, " seq"],
-) -> Int[Array, "seq field"]:
-    # A sequence that ends inside an accepted run keeps only the drafts before the end.
-    accepted = jnp.minimum(judged.num_accepted, emitted.num_emitted)
-    status = jnp.where(judged.is_broken, TARGET_BROKEN, 0)
-    if proposal is not None and proposal.is_broken is not None:
-        status += jnp.where(proposal.is_broken, DRAFT_BROKEN, 0)
-    status += jnp.where(emitted.is_done, DONE, 0)
-    columns = [emitted.num_emitted, num_draft, accepted, status]
-    return jnp.concatenate([emitted.tokens, jnp.stack(columns, axis=1)], axis=1)
-
-
-def _pack_first(
-    first: Emitted, is_broken: Bool[Array, " tile"]
-) -> Int[Array, "tile 2"]:
-    status = jnp.where(first.is_done, DONE, 0)
-    status += jnp.where(is_broken, TARGET_BROKEN, 0)
-    return jnp.stack([first.tokens[:, 0], status], axis=1)
+) -> dict[str, Array]:
+    is_draft_broken = None if proposal is None else proposal.is_broken
+    if is_draft_broken is None:
+        is_draft_broken = jnp.zeros_like(judged.is_broken)
+    result = {
+        "tokens": emitted.tokens,
+        "num_emitted": emitted.num_emitted,
+        "num_draft": num_draft,
+        # A sequence that ends inside an accepted run keeps only the drafts before it.
+        "num_accepted": jnp.minimum(judged.num_accepted, emitted.num_emitted),
+        "is_done": emitted.is_done,
+        "is_broken": judged.is_broken,
+        "is_draft_broken": is_draft_broken,
+    }
+    if judged.logprobs is not None:
+        result["logprobs"] = judged.logprobs
+    if judged.prompt_logprobs is not None:
+        result["prompt_logprobs"] = judged.prompt_logprobs
+    return result
 
 
 def _finish_prompts(
@@ -287,11 +291,11 @@ def _finish_prompts(
     *,
     config: ProgramConfig,
     shape: StepShape,
-) -> tuple[Rows, Int[Array, "page page_size"], list[Int[Array, "..."]]]:
+) -> tuple[Rows, Int[Array, "page page_size"], dict[str, Array]]:
     """Sample the first token of every prompt whose last tile has come in.
 
     Returns:
-        Rows and tokens with them, and their parts of the result vector.
+        Rows and tokens with them, and their parts of the result.
     """
     num_rows = rows.num_tokens.shape[0]
     row = jnp.where(tiles.is_last, tiles.row, num_rows)
@@ -316,8 +320,14 @@ def _finish_prompts(
     none = jnp.zeros_like(row)
     token = verify(None, logits, none, active, backend, adjust=adjust).next_token
     emitted = truncate(token[:, None], jnp.ones_like(token), active)
-    told = logprobs.tell_some(logits, emitted.tokens, shape=shape, backend=backend)
-    result = [_pack_first(emitted, judged.is_tile_broken), *told]
+    result = {
+        "tile_token": token,
+        "tile_is_done": emitted.is_done,
+        "tile_is_broken": judged.is_tile_broken,
+    }
+    told = logprobs.tell_some(logits, token, shape=shape, backend=backend)
+    if told is not None:
+        result["tile_logprobs"] = told
     return *append(rows, token_pages, active, emitted), result
 
 

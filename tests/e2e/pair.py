@@ -16,7 +16,8 @@ import torch
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.runner import Runner
-from jaxspec.program.plan import Features, StepPlan, StepResult, StepShape
+from jaxspec.program.plan import Features, StepPlan, StepShape
+from jaxspec.program.wire import StepResult
 from jaxspec.sharding import DRAFT_MESH_AXES
 from tests.engines import load_weights, make_engine, with_settings
 from tests.oracles import hf_logits, make_hf_model

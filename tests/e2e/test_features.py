@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.runner import Runner
-from jaxspec.program.plan import Features, TokenControls, TokenLogprobs
+from jaxspec.program.plan import Features, TokenControls
+from jaxspec.program.wire import TokenLogprobs
 from tests.e2e import pair
 from tests.launches import Played, play, request
 from tests.laws import controlled

@@ -8,15 +8,8 @@ from jaxspec.engine.launch import Launch
 from jaxspec.engine.request import Request, Status
 from jaxspec.engine.rows import RowTable
 from jaxspec.engine.stats import EngineStats
-from jaxspec.program.plan import (
-    TILE,
-    Features,
-    StepPlan,
-    StepResult,
-    StepShape,
-    Tile,
-    TokenLogprobs,
-)
+from jaxspec.program.plan import TILE, Features, StepPlan, StepShape, Tile
+from jaxspec.program.wire import StepResult, TokenLogprobs
 from tests.engine.test_request import make_request
 
 TELLING = Features(num_logprobs=2, num_prompt_logprobs=2)

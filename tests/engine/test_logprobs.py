@@ -8,7 +8,7 @@ import pytest
 import jaxspec_checkpoints
 from jaxspec.engine.logprobs import LogprobStream
 from jaxspec.logprobs import FlatLogprobs, Logprob
-from jaxspec.program.plan import TokenLogprobs
+from jaxspec.program.wire import TokenLogprobs
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.tokenizer import Tokenizer
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.program import randomness
-from jaxspec.program.active import Active
 from jaxspec.program.plan import BLOCK
 from jaxspec.program.propose import Proposal
+from jaxspec.program.rows import Active
 from jaxspec_kernels.rejection_sampling import Controls, Verdict
 from tests.kernels import dense
 

@@ -25,12 +25,8 @@ from tqdm.auto import tqdm
 from jaxspec.config import ModelConfig
 from jaxspec.models.weights import abstract_params
 from jaxspec.program.plan import PoolShape, StepShape
-from jaxspec.program.state import (
-    EngineState,
-    init_rows,
-    init_token_pages,
-    page_forms,
-)
+from jaxspec.program.rows import init_rows
+from jaxspec.program.state import EngineState, init_token_pages, page_forms
 from jaxspec.program.step import ProgramConfig, lower_step
 from jaxspec.sharding import (
     DRAFT_MESH_AXES,

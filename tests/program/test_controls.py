@@ -9,8 +9,8 @@ import pytest
 
 from jaxspec.models.backend import Backend
 from jaxspec.program import controls
-from jaxspec.program.active import Active
 from jaxspec.program.plan import MAX_BAD_WORD_LEN, NO_TOKEN, TokenControls
+from jaxspec.program.rows import Active
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
 from tests.kernels import dense
 from tests.laws import controlled

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.models.backend import Backend
 from jaxspec.program import grammar
-from jaxspec.program.apply import unpack
-from jaxspec.program.plan import Features, PlanLayout, PoolShape, StepPlan, StepShape
+from jaxspec.program.plan import Features, PoolShape, StepPlan, StepShape
+from jaxspec.program.wire import PlanLayout
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
 from tests.rows import make_active
 
@@ -141,6 +141,6 @@ def test_ids_travel_by_row_in_shapes_with_grammars_alone():
     )
     layout = PlanLayout(shape, pool)
     vector = layout.pack(StepPlan(grammars={4: Named(77), 0: Named(2**31 - 1)}))
-    fields = unpack(jnp.asarray(vector), layout)
+    fields = layout.read(jnp.asarray(vector))
     assert fields["grammar_id"].tolist() == [2**31 - 1, 0, 0, 0, 77]
     assert "grammar_id" not in PlanLayout(plain, pool).fields

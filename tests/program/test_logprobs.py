@@ -7,8 +7,8 @@ import pytest
 
 from jaxspec.models.backend import Backend
 from jaxspec.program.logprobs import tell
-from jaxspec.program.plan import NO_TOKEN, TokenLogprobs
-from jaxspec.program.token_logprobs import num_columns, read_logprobs
+from jaxspec.program.plan import NO_TOKEN
+from jaxspec.program.wire import TokenLogprobs, num_columns
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
 
 ROWS, VOCAB = 17, 64
@@ -35,8 +35,7 @@ def told(
 
     found = jax.jit(run)(jnp.asarray(logits), jnp.asarray(tokens, jnp.int32))
     assert found.shape == (ROWS, num_columns(num_top))
-    result, rest = read_logprobs(np.asarray(found).reshape(-1), (ROWS,), num_top)
-    assert not rest.size
+    result = TokenLogprobs.read(np.asarray(found))
     return result
 
 

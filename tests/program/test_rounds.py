@@ -5,17 +5,20 @@ drafts past what it accepts, so numbers that a later round met again would no lo
 uniform.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspec.models.backend import Backend
-from jaxspec.program.active import Active
-from jaxspec.program.plan import MAX_STOP_IDS, RULES
+from jaxspec.program.plan import RULES
 from jaxspec.program.propose import Proposal
+from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
 from jaxspec.program.verify import verify
+from tests.rows import make_active
 
 VOCAB, DRAFTS, LENGTH, SEQS = 4, 3, 4, 150_000
 _random = np.random.default_rng(0)
@@ -24,27 +27,15 @@ TARGET = _random.dirichlet([0.7] * VOCAB, VOCAB)
 DRAFT = 0.5 * _random.dirichlet([0.7] * VOCAB, VOCAB) + 0.5 * TARGET
 
 
-def make_active(rule: str) -> Active:
-    def whole(value, dtype):
-        return jnp.full((SEQS,), value, dtype)
-
+def start(rule: str) -> Active:
     seeds = np.random.default_rng(1).integers(0, 2**32, (SEQS, 2), dtype=np.uint32)
-    return Active(
-        row=jnp.arange(SEQS, dtype=jnp.int32),
-        is_active=whole(True, bool),
-        num_tokens=whole(1, jnp.int32),
-        num_prompt=whole(1, jnp.int32),
-        last_tokens=jnp.zeros((SEQS, 2), jnp.int32),
-        page_table=jnp.zeros((SEQS, 1), jnp.int32),
-        min_total=whole(0, jnp.int32),
-        max_total=whole(1000, jnp.int32),
-        temperature=whole(1.0, jnp.float32),
-        top_k=whole(0, jnp.int32),
-        top_p=whole(1.0, jnp.float32),
-        min_p=whole(0.0, jnp.float32),
-        seed=jnp.asarray(seeds),
-        rule=whole(RULES[rule], jnp.int32),
-        stop_ids=jnp.full((SEQS, MAX_STOP_IDS), -1, jnp.int32),
+    return make_active(
+        SEQS,
+        num_tokens=1,
+        num_prompt=1,
+        temperature=1.0,
+        rule=RULES[rule],
+        seed=seeds,
     )
 
 
@@ -80,15 +71,17 @@ def play_round(active: Active, history: jax.Array) -> tuple[Active, jax.Array]:
         history.shape[1],
     )
     history = history.at[row[:, None], place].set(emitted, mode="drop")
-    fields = {name: getattr(active, name) for name in active.__dataclass_fields__}
-    fields["num_tokens"] = active.num_tokens + verdict.num_accepted + 1
-    fields["last_tokens"] = jnp.stack([verdict.next_token] * 2, axis=1)
-    return Active(**fields), history
+    active = dataclasses.replace(
+        active,
+        num_tokens=active.num_tokens + verdict.num_accepted + 1,
+        last_tokens=jnp.stack([verdict.next_token] * 2, axis=1),
+    )
+    return active, history
 
 
 @pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
 def test_joint_law_over_rounds(rule):
-    active = make_active(rule)
+    active = start(rule)
     history = jnp.zeros((SEQS, LENGTH + DRAFTS + 1), jnp.int32)
     for _ in range(LENGTH):
         active, history = play_round(active, history)

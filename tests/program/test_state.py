@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.program.plan import NO_TOKEN, PoolShape
-from jaxspec.program.state import EngineState, init_rows, init_token_pages
+from jaxspec.program.rows import init_rows
+from jaxspec.program.state import EngineState, init_token_pages
 
 POOL = PoolShape(num_rows=3, num_pages=10, page_size=4, max_model_len=14, vocab_size=70)
 

@@ -11,11 +11,10 @@ import pytest
 
 from jaxspec.models.backend import Backend
 from jaxspec.program import controls
-from jaxspec.program.active import Active
 from jaxspec.program.plan import RULES, TokenControls
 from jaxspec.program.propose import Proposal
+from jaxspec.program.rows import Active, ControlRows
 from jaxspec.program.sampling import sample_draft
-from jaxspec.program.state import ControlRows
 from jaxspec.program.verify import place_next, verify
 from tests.kernels.oracle import UNOPTIMISED
 from tests.laws import check_counts, controlled, filtered_law

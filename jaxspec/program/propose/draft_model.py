@@ -7,12 +7,12 @@ from jaxtyping import Array
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.gemma2 import Gemma2, Hidden
-from jaxspec.program.active import Active
 from jaxspec.program.controls import Adjust
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose.ngram import Found
 from jaxspec.program.propose.proposal import Proposal, chain
 from jaxspec.program.region import join, make_region
+from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
 
 Pages = tuple[Array, ...]

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.program import history
-from jaxspec.program.active import Active
 from jaxspec.program.propose.proposal import Proposal, chain
+from jaxspec.program.rows import Active
 
 
 class Lookup(NamedTuple):

@@ -5,10 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.program import commit
-from jaxspec.program.commit import Emitted
+from jaxspec.program import rows as program_rows
 from jaxspec.program.plan import PoolShape
-from jaxspec.program.state import init_rows
+from jaxspec.program.rows import Emitted, init_rows
 from tests.rows import make_active
 
 COUNT, WIDTH, VOCAB = 400, 4, 6
@@ -48,7 +47,7 @@ def check_truncate() -> None:
         max_total=max_total,
         is_active=is_active,
     )
-    emitted = commit.truncate(
+    emitted = program_rows.truncate(
         jnp.asarray(tokens, jnp.int32), jnp.asarray(count, jnp.int32), active
     )
     found = [np.asarray(part) for part in emitted]
@@ -102,7 +101,9 @@ def check_append() -> None:
     )
     table = np.minimum(np.append(page_table, [[20] * 3], axis=0), 20)[row]
     active = dataclasses.replace(active, page_table=jnp.asarray(table, jnp.int32))
-    found, found_pages = commit.append(rows, jnp.asarray(token_pages), active, emitted)
+    found, found_pages = program_rows.append(
+        rows, jnp.asarray(token_pages), active, emitted
+    )
     history, total = known.copy(), length.copy()
     for index in range(3):
         own = row[index]

@@ -1,6 +1,6 @@
 """A plan on the device: who is admitted, which pages and tokens come in.
 
-`gather` of the rows (`active.py`) is checked on the result: it is how they are read.
+`gather` is checked on the result: it is how they are read.
 """
 
 import dataclasses
@@ -10,24 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.program.active import gather
-from jaxspec.program.apply import apply_plan, read_tiles, unpack
 from jaxspec.program.plan import (
     COUPLED,
     MAX_STOP_IDS,
     NO_TOKEN,
     TILE,
     Features,
-    PlanLayout,
     PoolShape,
     StepPlan,
     StepShape,
     Tile,
     TokenControls,
 )
-from jaxspec.program.state import Rows, init_rows, init_token_pages
+from jaxspec.program.rows import Rows, apply_plan, gather, init_rows, read_tiles
+from jaxspec.program.state import init_token_pages
+from jaxspec.program.wire import PlanLayout
 from tests.kernels.oracle import UNOPTIMISED
-from tests.program.test_plan import ADMISSION, with_controls
+from tests.program.test_wire import ADMISSION, with_controls
 from tests.rows import make_control_rows
 
 POOL = PoolShape(num_rows=4, num_pages=60, page_size=4, max_model_len=50, vocab_size=70)
@@ -40,7 +39,7 @@ CONTROLLED = dataclasses.replace(SHAPE, features=Features(has_controls=True))
 def apply_vector(
     rows: Rows, token_pages: jax.Array, vector: jax.Array
 ) -> tuple[Rows, jax.Array]:
-    fields = unpack(vector, LAYOUT)
+    fields = LAYOUT.read(vector)
     return apply_plan(rows, token_pages, fields, read_tiles(fields), POOL)
 
 
@@ -147,7 +146,7 @@ def test_admitted_controls_are_kept_in_their_rows():
 
     @partial(jax.jit, compiler_options=UNOPTIMISED)
     def run(rows: Rows) -> Rows:
-        fields = unpack(vector, layout)
+        fields = layout.read(vector)
         tiles = read_tiles(fields)
         return apply_plan(rows, used_tokens(), fields, tiles, POOL)[0]
 

@@ -1,0 +1,276 @@
+"""How a plan travels to the device and a result comes back: one int32 vector each.
+
+Both halves of both formats: what the host writes and the device reads, and the other
+way round. Arrays of numpy and of jax have the few methods that this takes, so that the
+engine imports it without importing jax.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxspec.program.plan import (
+    TILE,
+    Admission,
+    Column,
+    ControlValues,
+    PoolShape,
+    StepPlan,
+    StepShape,
+    Tile,
+    columns,
+)
+
+
+class Layout:
+    """Where arrays lie in a vector of int32, one after the other."""
+
+    def __init__(self, fields: dict[str, Column]):
+        self.fields = fields
+        sizes = [math.prod(field.shape) for field in fields.values()]
+        ends = itertools.accumulate(sizes, initial=0)
+        self.offsets = dict(zip(fields, ends, strict=False))
+        self.size = sum(sizes)
+
+    def view(self, vector: Any, name: str) -> Any:
+        """One array in a vector, of numpy its own memory; flags are 0 or 1."""
+        field, start = self.fields[name], self.offsets[name]
+        part = vector[start : start + math.prod(field.shape)].reshape(field.shape)
+        return part if field.dtype in (np.int32, bool) else part.view(field.dtype)
+
+    def read(self, vector: Any) -> dict[str, Any]:
+        """All arrays of a vector, in their own types."""
+        found = {name: self.view(vector, name) for name in self.fields}
+        is_flag = {name for name, one in self.fields.items() if one.dtype is bool}
+        return {name: x != 0 if name in is_flag else x for name, x in found.items()}
+
+    def flatten(self, values: Mapping[str, Any]) -> list[Any]:
+        """The parts of a vector, to be concatenated: what `read` gives back.
+
+        Args:
+            values: Every array; those without entries may be missing.
+        """
+        assert values.keys() <= self.fields.keys(), (list(values), list(self.fields))
+        parts = []
+        for name, field in self.fields.items():
+            if not math.prod(field.shape):
+                continue
+            value = values[name]
+            assert value.shape == field.shape, (name, value.shape, field.shape)
+            is_cast = field.dtype in (np.int32, bool)
+            part = value.astype(np.int32) if is_cast else value.view(np.int32)
+            parts.append(part.reshape(-1))
+        return parts
+
+
+class PlanLayout(Layout):
+    """Where each part of a plan lies in its vector, for one pair of shapes."""
+
+    def __init__(self, shape: StepShape, pool: PoolShape):
+        self.shape, self.pool = shape, pool
+        seqs, tiles = shape.num_seqs, shape.num_tiles
+        row = functools.partial(Column, pad=pool.num_rows)  # the pad row
+
+        def records(prefix: str, record: Any, count: int) -> dict[str, Column]:
+            fields = {f"{prefix}_row": row(shape=(count,))}
+            for name, one in columns(record).items():
+                fields[f"{prefix}_{name}"] = one.of(count, pool.vocab_size)
+            return fields
+
+        fields = {
+            "decode_row": row(shape=(seqs,)),
+            "decode_draft": Column(shape=(seqs,)),
+            "page_update": row(shape=(3, self.max_page_updates)),
+            "tile_length": Column(shape=(tiles,)),
+            **records("tile", Tile, tiles),
+            **records("admit", Admission, tiles),
+        }
+        if shape.features.num_prompt_logprobs is None:
+            del fields["tile_next_token"]
+        if shape.max_controlled:
+            fields |= records("control", ControlValues, shape.max_controlled)
+        if shape.features.has_grammar:
+            fields["grammar_id"] = Column(shape=(pool.num_rows,))
+        super().__init__(fields)
+        self._empty = np.concatenate(
+            self.flatten({name: field.empty() for name, field in fields.items()})
+        )
+
+    @property
+    def max_page_updates(self) -> int:
+        """New pages one launch can need: every sequence's lookahead, and the chunk's.
+
+        Two launches may be planned before the first is read, so a sequence's bound
+        can move by twice the lookahead. A prompt that begins as an earlier one did
+        takes over pages at once, at most as many as a sequence has; the launch of
+        several such prompts has room for them all, or some come with the next.
+        """
+        size = self.pool.page_size
+        lookahead = 2 * (self.shape.num_draft_tokens + 1)
+        per_seq = -(-lookahead // size) + 1
+        tiles = self.shape.num_tiles
+        fed = tiles * (-(-TILE // size) + 1 + per_seq)
+        shared = self.pool.table_len if tiles else 0
+        return self.shape.num_seqs * per_seq + fed + shared
+
+    def pack(self, plan: StepPlan) -> np.ndarray:
+        """Write a plan into a fresh vector; absent entries are pads."""
+        vector = self._empty.copy()
+        decode = np.asarray(plan.decode, np.int32).reshape(-1, 2)
+        for name, numbers in zip(("decode_row", "decode_draft"), decode.T, strict=True):
+            self.view(vector, name)[: len(decode)] = numbers
+        count = self.max_page_updates
+        assert len(plan.pages) <= count, f"{len(plan.pages)} page updates over {count}"
+        pages = np.asarray(plan.pages, np.int32).reshape(-1, 3)
+        self.view(vector, "page_update")[:, : len(pages)] = pages.T
+        if plan.tiles:
+            lengths = [len(tile.tokens) for tile in plan.tiles]
+            self.view(vector, "tile_length")[: len(lengths)] = lengths
+        self._write(vector, "tile", [tile.row for tile in plan.tiles], plan.tiles)
+        admitted = plan.admissions
+        self._write(vector, "admit", [one.row for one in admitted], admitted)
+        controlled = [one for one in admitted if one.controls is not None]
+        most = self.shape.max_controlled
+        assert len(controlled) <= most, f"{len(controlled)} controlled over {most}"
+        values = [
+            one.controls.values(self.pool.vocab_size)
+            for one in controlled
+            if one.controls is not None
+        ]
+        self._write(vector, "control", [one.row for one in controlled], values)
+        for row, reading in plan.grammars.items():
+            self.view(vector, "grammar_id")[row] = reading.grammar_id
+        return vector
+
+    def _write(
+        self, vector: np.ndarray, prefix: str, rows: list[int], records: list[Any]
+    ) -> None:
+        """Records of one kind, side by side; entries that are short leave pads."""
+        if not records:
+            return
+        self.view(vector, f"{prefix}_row")[: len(rows)] = rows
+        for name, one in columns(records[0]).items():
+            if f"{prefix}_{name}" not in self.fields:
+                continue
+            entries = self.view(vector, f"{prefix}_{name}")
+            if entries.ndim == 1:
+                entries[: len(records)] = [getattr(one, name) for one in records]
+                continue
+            for entry, record in zip(entries, records, strict=False):
+                value = getattr(record, name)
+                start = len(entry) - len(value) if one.is_right_aligned else 0
+                entry[start : start + len(value)] = value
+
+
+class TokenLogprobs(NamedTuple):
+    """The model's own log-probabilities at places of tokens, before every control.
+
+    The leading axes are those of the tokens. `own` is the token's, `rank` one more
+    than the number of tokens that are more probable; `top_ids` and `top` are the most
+    probable tokens, the best first, the lowest id first among equals.
+    """
+
+    own: np.ndarray  # float32 [...]
+    rank: np.ndarray  # int32 [...]
+    top_ids: np.ndarray  # int32 [..., N]
+    top: np.ndarray  # float32 [..., N]
+
+    @classmethod
+    def read(cls, table: np.ndarray) -> "TokenLogprobs":
+        """What `logprobs` wrote: `num_columns` numbers per token."""
+        num_top = table.shape[-1] // 2 - 1
+        return cls(
+            own=table[..., 0].view(np.float32),
+            rank=table[..., 1],
+            top_ids=table[..., 2 : 2 + num_top],
+            top=table[..., 2 + num_top :].view(np.float32),
+        )
+
+
+def num_columns(num_top: int) -> int:
+    """Numbers that the log-probabilities of one token take."""
+    return 2 + 2 * num_top
+
+
+class ResultLayout(Layout):
+    """Where each part of a result lies in its vector; the names are `StepResult`'s."""
+
+    def __init__(self, shape: StepShape):
+        seqs, tiles = (shape.num_seqs,), (shape.num_tiles,)
+        width = shape.num_draft_tokens + 1
+        fields = {
+            "tokens": Column(shape=(*seqs, width)),
+            "num_emitted": Column(shape=seqs),
+            "num_draft": Column(shape=seqs),
+            "num_accepted": Column(shape=seqs),
+            "is_done": Column(bool, seqs),
+            "is_broken": Column(bool, seqs),
+            "is_draft_broken": Column(bool, seqs),
+            "tile_token": Column(shape=tiles),
+            "tile_is_done": Column(bool, tiles),
+            "tile_is_broken": Column(bool, tiles),
+        }
+        top = shape.features.num_logprobs
+        if top is not None:
+            numbers = num_columns(top)
+            fields["logprobs"] = Column(shape=(*seqs, width, numbers))
+            fields["tile_logprobs"] = Column(shape=(*tiles, numbers))
+        top = shape.features.num_prompt_logprobs
+        if top is not None:
+            fields["prompt_logprobs"] = Column(shape=(*tiles, TILE, num_columns(top)))
+        super().__init__(fields)
+
+
+# A layout costs more than a result to make.
+result_layout = functools.lru_cache(maxsize=256)(ResultLayout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one launch did.
+
+    Attributes:
+        tokens: `[seq, K + 1]`, the first `num_emitted[s]` of row s count.
+        num_draft: Draft tokens that were proposed: a lookup may find fewer than asked.
+        num_accepted: Draft tokens among `tokens`.
+        is_done: The sequence ended on the device.
+        is_broken: The tokens mean nothing: the target's numbers were NaN or infinite.
+        is_draft_broken: The draft model's were; the tokens are the target's.
+        tile_token: `[tile]`, sampled where the tile was the prompt's last.
+        tile_is_done, tile_is_broken: As for sequences.
+        logprobs: `[seq, K + 1]`, of `tokens`, where the shape tells any.
+        tile_logprobs: `[tile]`, of `tile_token`.
+        prompt_logprobs: `[tile, TILE]`, where the shape tells any: entry t is about the
+            token after the tile's t-th. Right-aligned, as the tokens are: the last
+            entries count. Junk where no next token is known.
+    """
+
+    tokens: np.ndarray
+    num_emitted: np.ndarray
+    num_draft: np.ndarray
+    num_accepted: np.ndarray
+    is_done: np.ndarray
+    is_broken: np.ndarray
+    is_draft_broken: np.ndarray
+    tile_token: np.ndarray
+    tile_is_done: np.ndarray
+    tile_is_broken: np.ndarray
+    logprobs: TokenLogprobs | None = None
+    tile_logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
+
+    @classmethod
+    def unpack(cls, vector: np.ndarray, shape: StepShape) -> "StepResult":
+        """Read the vector that `step.speculative_step` returns."""
+        layout = result_layout(shape)
+        assert vector.shape == (layout.size,), (vector.shape, layout.size)
+        values = layout.read(vector)
+        for name in ("logprobs", "tile_logprobs", "prompt_logprobs"):
+            if name in values:
+                values[name] = TokenLogprobs.read(values[name])
+        return cls(**values)

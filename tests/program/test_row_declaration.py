@@ -1,0 +1,55 @@
+"""A value that the device keeps for a request is one line in one place."""
+
+import subprocess
+import sys
+import textwrap
+from importlib import util
+from pathlib import Path
+
+LINE = "    min_p: Any = column(np.float32)\n"
+ADDED = LINE + "    typical_p: Any = column(np.float32, pad=1)\n"
+
+# Reads the module with the line added, then sends a plan to the device and back.
+SCRIPT = """
+import sys, types
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+module = types.ModuleType("jaxspec.program.plan")
+sys.modules[module.__name__] = module
+exec(compile(open(sys.argv[1]).read(), sys.argv[1], "exec"), module.__dict__)
+
+from jaxspec.program.plan import Admission, PoolShape, StepPlan, StepShape
+from jaxspec.program.rows import apply_plan, gather, init_rows, read_tiles
+from jaxspec.program.wire import PlanLayout
+
+pool = PoolShape(num_rows=4, num_pages=9, page_size=4, max_model_len=16, vocab_size=70)
+layout = PlanLayout(StepShape(num_seqs=2, num_draft_tokens=1, chunk=32), pool)
+asked = Admission(
+    row=2, num_prompt=3, min_total=0, max_total=9, temperature=1.0, top_k=0, top_p=1.0,
+    min_p=0.0, typical_p=0.25, seed=(1, 2), rule=0, stop_ids=(),
+)
+fields = layout.read(jnp.asarray(layout.pack(StepPlan(admissions=[asked]))))
+tokens = jnp.zeros((9, 4), jnp.int32)
+empty = jax.tree.map(jnp.asarray, init_rows(pool))
+rows, _ = apply_plan(empty, tokens, fields, read_tiles(fields), pool)
+print(np.asarray(gather(rows, tokens, jnp.array([2, 1])).typical_p).tolist())
+"""
+
+
+def test_a_new_value_of_requests_is_declared_once(tmp_path: Path):
+    spec = util.find_spec("jaxspec.program.plan")
+    assert spec is not None and spec.origin is not None
+    source = Path(spec.origin).read_text()
+    assert source.count(LINE) == 1
+    changed = tmp_path / "plan.py"
+    changed.write_text(source.replace(LINE, ADDED))
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), str(changed)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    # The row that was admitted, and one where nobody has set it.
+    assert done.stdout.strip() == "[0.25, 1.0]"

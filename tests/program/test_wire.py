@@ -1,0 +1,208 @@
+"""A plan survives the way through its vector, and a result the way back."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.program.plan import (
+    MAX_STOP_IDS,
+    NO_TOKEN,
+    TILE,
+    Admission,
+    Features,
+    PoolShape,
+    StepPlan,
+    StepShape,
+    Tile,
+    TokenControls,
+)
+from jaxspec.program.wire import PlanLayout, ResultLayout, StepResult
+
+POOL = PoolShape(num_rows=5, num_pages=40, page_size=4, max_model_len=50, vocab_size=70)
+SHAPE = StepShape(num_seqs=4, num_draft_tokens=3, chunk=2 * TILE)
+LAYOUT = PlanLayout(SHAPE, POOL)
+PAD_ROW = POOL.num_rows
+
+ADMISSION = Admission(
+    row=3,
+    num_prompt=6,
+    min_total=9,
+    max_total=20,
+    temperature=0.7,
+    top_k=5,
+    top_p=0.9,
+    min_p=0.05,
+    seed=(2**32 - 1, 7),
+    rule=2,
+    stop_ids=(1, 15),
+)
+PLAN = StepPlan(
+    decode=[(4, 3), (0, 1)],
+    tiles=[
+        Tile(row=3, start=0, tokens=np.arange(100, 132), is_last=False),
+        Tile(
+            row=2,
+            start=8,
+            tokens=np.array([7, 8, 9]),
+            is_last=True,
+            is_draft_only=True,
+        ),
+    ],
+    admissions=[ADMISSION],
+    pages=[(4, 2, 17), (3, 0, 39)],
+)
+
+
+def with_controls(row: int, controls: TokenControls) -> Admission:
+    return dataclasses.replace(ADMISSION, row=row, controls=controls)
+
+
+def fields_of(plan: StepPlan) -> dict[str, np.ndarray]:
+    fields = LAYOUT.read(jnp.asarray(LAYOUT.pack(plan)))
+    return {name: np.asarray(values) for name, values in fields.items()}
+
+
+def test_entries_stand_in_order_and_pads_after_them():
+    fields = fields_of(PLAN)
+    assert fields["decode_row"].tolist() == [4, 0, PAD_ROW, PAD_ROW]
+    assert fields["decode_draft"].tolist() == [3, 1, 0, 0]
+    assert fields["page_update"][:, :2].T.tolist() == [[4, 2, 17], [3, 0, 39]]
+    assert (fields["page_update"][0, 2:] == PAD_ROW).all()
+    assert fields["tile_row"].tolist() == [3, 2]
+    assert fields["tile_start"].tolist() == [0, 8]
+    assert fields["tile_length"].tolist() == [TILE, 3]
+    assert fields["tile_is_last"].tolist() == [0, 1]
+    assert fields["tile_is_draft_only"].tolist() == [0, 1]
+    assert fields["admit_row"].tolist() == [3, PAD_ROW]
+
+
+def test_tile_tokens_are_right_aligned():
+    tokens = fields_of(PLAN)["tile_tokens"]
+    assert tokens[0].tolist() == list(range(100, 132))
+    assert tokens[1].tolist() == [0] * (TILE - 3) + [7, 8, 9]
+
+
+def test_an_admission_keeps_every_value():
+    fields = fields_of(PLAN)
+    for name in ("min_total", "max_total", "top_k", "rule"):
+        assert fields[f"admit_{name}"][0] == getattr(ADMISSION, name)
+    for name in ("temperature", "top_p", "min_p"):
+        value = fields[f"admit_{name}"][0]
+        assert value.dtype == np.float32
+        assert value == np.float32(getattr(ADMISSION, name))
+    assert fields["admit_seed"][0].tolist() == [2**32 - 1, 7]
+    stops = fields["admit_stop_ids"][0]
+    assert stops.tolist() == [1, 15] + [NO_TOKEN] * (MAX_STOP_IDS - 2)
+
+
+def test_an_empty_plan_names_nobody():
+    fields = fields_of(StepPlan())
+    for name in ("decode_row", "tile_row", "admit_row"):
+        assert (fields[name] == PAD_ROW).all()
+    assert (fields["page_update"][0] == PAD_ROW).all()
+
+
+def test_vectors_share_no_memory():
+    before = LAYOUT.pack(PLAN).copy()
+    LAYOUT.pack(PLAN)[:] = 9
+    assert LAYOUT.pack(PLAN).tolist() == before.tolist()
+
+
+ALL_FEATURES = Features(
+    has_controls=True, has_grammar=True, num_logprobs=2, num_prompt_logprobs=3
+)
+
+
+@pytest.mark.parametrize("chunk", [0, TILE])
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("features", [Features(), ALL_FEATURES], ids=["none", "all"])
+def test_fields_fill_the_vector_without_gaps(chunk, drafts, features):
+    shape = StepShape(
+        num_seqs=2, num_draft_tokens=drafts, chunk=chunk, features=features
+    )
+    layout = PlanLayout(shape, POOL)
+    covered = np.zeros(layout.size, int)
+    for name, field in layout.fields.items():
+        start = layout.offsets[name]
+        covered[start : start + int(np.prod(field.shape))] += 1
+    assert (covered == 1).all()
+
+
+def test_more_pages_than_a_launch_can_need_are_a_bug():
+    count = LAYOUT.max_page_updates
+    LAYOUT.pack(StepPlan(pages=[(0, 0, 0)] * count))
+    with pytest.raises(AssertionError, match="page updates"):
+        LAYOUT.pack(StepPlan(pages=[(0, 0, 0)] * (count + 1)))
+
+
+def random_result(shape: StepShape) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    return {
+        name: random.integers(0, 2 if field.dtype is bool else 99, field.shape).astype(
+            field.dtype
+        )
+        for name, field in ResultLayout(shape).fields.items()
+    }
+
+
+def through(values: dict[str, np.ndarray], shape: StepShape) -> StepResult:
+    """What the host reads when the device has written this."""
+    layout = ResultLayout(shape)
+    parts = layout.flatten({name: jnp.asarray(one) for name, one in values.items()})
+    return StepResult.unpack(np.asarray(jnp.concatenate(parts)), shape)
+
+
+def test_a_result_is_read_by_sequence_and_tile():
+    values = random_result(SHAPE)
+    result = through(values, SHAPE)
+    assert result.tokens.shape == (4, 4)
+    assert result.tile_token.shape == (2,)
+    for name, expected in values.items():
+        found = getattr(result, name)
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected, name)
+    assert result.logprobs is result.tile_logprobs is result.prompt_logprobs is None
+
+
+def test_log_probabilities_come_with_their_tokens():
+    shape = dataclasses.replace(SHAPE, features=ALL_FEATURES)
+    values = random_result(shape)
+    result = through(values, shape)
+    leadings = dict(logprobs=(4, 4), prompt_logprobs=(2, TILE), tile_logprobs=(2,))
+    for name, leading in leadings.items():
+        one, top = getattr(result, name), 3 if "prompt" in name else 2
+        assert one.own.shape == one.rank.shape == leading
+        assert one.top_ids.shape == one.top.shape == (*leading, top)
+        table = values[name]
+        np.testing.assert_array_equal(one.own.view(np.int32), table[..., 0])
+        np.testing.assert_array_equal(one.rank, table[..., 1])
+        np.testing.assert_array_equal(one.top_ids, table[..., 2 : 2 + top])
+        np.testing.assert_array_equal(one.top.view(np.int32), table[..., 2 + top :])
+
+
+def test_a_result_without_prompts_leaves_tiles_out():
+    shape = dataclasses.replace(SHAPE, chunk=0)
+    values = random_result(shape)
+    left_out = {name: one for name, one in values.items() if "tile" not in name}
+    assert through(left_out, shape).tile_token.shape == (0,)
+    with pytest.raises(KeyError):
+        through({name: values[name] for name in ("tokens", "is_done")}, shape)
+
+
+def test_the_token_after_a_tile_is_told_for_its_log_probability():
+    shape = dataclasses.replace(SHAPE, features=ALL_FEATURES)
+    layout = PlanLayout(shape, POOL)
+    tiles = [dataclasses.replace(PLAN.tiles[0], next_token=77), PLAN.tiles[1]]
+    vector = layout.pack(dataclasses.replace(PLAN, tiles=tiles))
+    fields = layout.read(jnp.asarray(vector))
+    assert fields["tile_next_token"].tolist() == [77, NO_TOKEN]
+
+
+@pytest.mark.parametrize(("length", "pages"), [(48, 12), (49, 13), (1, 1)])
+def test_the_page_table_holds_the_longest_sequence(length, pages):
+    pool = PoolShape(
+        num_rows=1, num_pages=99, page_size=4, max_model_len=length, vocab_size=16
+    )
+    assert pool.table_len == pages
