@@ -254,7 +254,7 @@ def with_draft(engine: LLMEngine, draft: Any) -> LLMEngine:
     """A fresh engine with another draft of the same sizes; nothing new is compiled."""
     config, old = engine.config, engine.runner
     assert config.draft_model_config == model_config(draft)
-    target_params, draft_params = old.params
+    target_params, (*_, draft_params) = old.params
     assert draft_params is not None
     dtype = draft_params["embedding"].dtype
     params = load_weights(draft, dtype, old.mesh, DRAFT_MESH_AXES)

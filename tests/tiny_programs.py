@@ -21,14 +21,14 @@ PLAN = np.arange(3, dtype=np.int32)
 
 def as_state(rows: Any) -> EngineState:
     form: Any = EngineState
-    return form(rows=rows, token_pages=(), target_pages=(), draft_pages=())
+    return form(rows=rows, token_pages=(), target_pages=(), proposers=())
 
 
 def lower_sums(program, shape, arguments, *, name):
     """In place of a round: as many arguments and results, compiled in no time."""
 
-    def run(target, draft, state, plan):
-        assert draft is None
+    def run(target, proposers, state, plan):
+        assert proposers == ()
         return as_state(state.rows + target["w"].sum()), plan + shape.num_seqs
 
     run.__name__ = name
@@ -46,7 +46,7 @@ def lower_sums(program, shape, arguments, *, name):
 def lower_round(program, shape, arguments, *, name):
     """Of what XLA:CPU makes functions."""
 
-    def run(target, draft, state, plan):
+    def run(target, proposers, state, plan):
         square = jnp.outer(target["w"], target["w"]) / 64
         found = jnp.tanh(square @ square) * jax.nn.softmax(square)
         return as_state(state.rows + found.sum()), plan
@@ -57,13 +57,11 @@ def lower_round(program, shape, arguments, *, name):
 
 def make_program(num_devices: int = 1) -> ProgramConfig:
     target = ModelConfig.from_hf(published_config("2b"))
-    return ProgramConfig(
-        target=target, draft=None, pool=POOL, mesh=make_mesh(num_devices)
-    )
+    return ProgramConfig(target=target, pool=POOL, mesh=make_mesh(num_devices))
 
 
 def make_arguments(mesh: Mesh) -> Any:
     row = NamedSharding(mesh, PartitionSpec(mesh.axis_names[-1]))
     weights = jax.device_put(np.arange(8, dtype=np.float32), row)
     rows = jax.device_put(np.ones(4, np.float32), NamedSharding(mesh, PartitionSpec()))
-    return {"w": weights}, None, as_state(rows)
+    return {"w": weights}, (), as_state(rows)

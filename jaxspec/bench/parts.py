@@ -23,14 +23,15 @@ from jaxtyping import Array
 from jaxspec.bench.measure import Batch
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.models.weights import bind
-from jaxspec.program.propose import Proposal, draft_model, ngram
+from jaxspec.program.propose.proposal import Context, Proposal
 from jaxspec.program.region import make_region
 from jaxspec.program.round import logits_of
 from jaxspec.program.rows import Active, append, gather, truncate
 from jaxspec.program.state import EngineState
 from jaxspec.program.step import ProgramConfig
+from jaxspec.program.tree import Tree
 from jaxspec.program.verify import place_next, verify
-from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
+from jaxspec.sharding import TARGET_MESH_AXES
 
 # Tokens that every sequence has beyond its prompt when parts are timed.
 FIRST_TOKENS = 4
@@ -136,12 +137,12 @@ def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
     Args:
         kv_len: Positions of all sequences together.
     """
-    models = engine.config.model_config, engine.config.draft_model_config
+    target, proposers = engine.runner.params
+    passes: list[tuple[Any, Any, int]] = [(engine.config.model_config, target, 1)]
+    draft = engine.config.draft_model_config
+    passes += [(draft, own, num_draft_tokens) for own in proposers if own is not None]
     total = 0
-    passes = 1, num_draft_tokens
-    for model, params, count in zip(models, engine.runner.params, passes, strict=True):
-        if model is None or params is None or not count:
-            continue
+    for model, params, count in passes:
         item = params["embedding"].dtype.itemsize
         matrices = jax.tree.leaves(params, is_leaf=lambda node: hasattr(node, "nbytes"))
         weights = sum(matrix.nbytes for matrix in matrices)
@@ -188,29 +189,25 @@ def _active(state: EngineState, rows: Array) -> Active:
 
 
 def _draft(
-    config: ProgramConfig, count: int, params: Params, state: EngineState, rows: Array
+    config: ProgramConfig, count: int, params: Any, state: EngineState, rows: Array
 ) -> tuple[EngineState, Proposal]:
-    active, found = _active(state, rows), None
-    if config.lookup is not None:
-        found = ngram.look_up(
-            active, state.token_pages, config.lookup, num_draft_tokens=count
-        )
-    if config.draft is None:
-        assert found is not None, "nobody proposes"
-        return state, found.proposal
-    backend = config.backend(DRAFT_MESH_AXES)
-    proposal, pages = draft_model.propose(
-        bind(config.draft, params[1], backend),
-        state.draft_pages,
-        active,
-        None,
-        num_draft_tokens=count,
+    context = Context(
+        active=_active(state, rows),
+        token_pages=state.token_pages,
+        tree=Tree.chain(count),
         pool=config.pool,
-        backend=backend,
-        is_greedy=config.has_greedy_draft,
-        found=found,
+        prompts=None,
+        backend=config.backend,
+        adjuster=lambda axes: None,
     )
-    return dataclasses.replace(state, draft_pages=pages), proposal
+    proposal, kept = None, []
+    for one, own, before in zip(
+        config.proposers, params[1], state.proposers, strict=True
+    ):
+        proposal, after = one.propose(own, before, context, proposal)
+        kept.append(after)
+    assert proposal is not None, "nobody proposes"
+    return dataclasses.replace(state, proposers=tuple(kept)), proposal
 
 
 def _verify(

@@ -17,16 +17,23 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from jaxspec.config import EngineConfig, ModelConfig
+from jaxspec.config import EngineConfig
 from jaxspec.engine.program_cache import Arguments
-from jaxspec.engine.runner import build_mesh, choose_dtype, pool_of, program_of
+from jaxspec.engine.runner import (
+    build_mesh,
+    choose_dtype,
+    device_forms,
+    pool_of,
+    program_of,
+    proposer_params,
+)
 from jaxspec.engine.runner import options_of as options_of
 from jaxspec.errors import ConfigError, wrong_argument
-from jaxspec.models.weights import Params, abstract_params, suit_devices
+from jaxspec.models.weights import abstract_params, suit_devices
 from jaxspec.program.rows import init_rows
-from jaxspec.program.state import EngineState, init_token_pages, page_forms
+from jaxspec.program.state import EngineState, init_token_pages
 from jaxspec.program.step import ProgramConfig
-from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, make_mesh, replicated
+from jaxspec.sharding import DRAFT_MESH_AXES, make_mesh, replicated
 
 _TARGETS = Path(__file__).parent / "targets"
 # What jax adds to LIBTPU_INIT_ARGS where there is a TPU: programs' names have them.
@@ -123,13 +130,11 @@ def describe(config: EngineConfig, mesh: Mesh) -> tuple[ProgramConfig, Arguments
     if config.draft_model_config is not None:
         options |= dict(mesh_axes=DRAFT_MESH_AXES)
         draft = abstract_params(config.draft_model_config, **options)
-    for params in filter(None, (target, draft)):
-        suit_devices(params, mesh)
+    for given in filter(None, (target, draft)):
+        suit_devices(given, mesh)
 
-    def pages(model: ModelConfig | None, params: Params | None, axes: Any) -> Any:
-        if model is None or params is None:
-            return ()
-        return page_forms(model, params, pool, mesh, axes)
+    program = program_of(config, mesh)
+    params = target, proposer_params(program, draft)
 
     def form(leaf: np.ndarray) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated(mesh))
@@ -139,8 +144,7 @@ def describe(config: EngineConfig, mesh: Mesh) -> tuple[ProgramConfig, Arguments
     state = forms(
         rows=jax.tree.map(form, init_rows(pool)),
         token_pages=form(init_token_pages(pool)),
-        target_pages=pages(config.model_config, target, TARGET_MESH_AXES),
-        draft_pages=pages(config.draft_model_config, draft, DRAFT_MESH_AXES),
+        **device_forms(program, *params),
         forced_acceptance=form(np.array(chances, np.float32)) if chances else None,
     )
-    return program_of(config, mesh), (target, draft, state)
+    return program, (*params, state)

@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 MAX_BYTES = 4 * 2**30
 SUFFIX = ".program"
 
-Arguments = tuple[Params, Params | None, EngineState]
+Arguments = tuple[Params, tuple[Params | None, ...], EngineState]
 Options = dict[str, str | bool]
 
 _PACKAGES = ("jaxspec", "jaxspec_kernels")

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.config import EngineConfig, ModelConfig
+from jaxspec.config import EngineConfig
 from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.shapes import EveryProgram, Programs
@@ -23,17 +23,12 @@ from jaxspec.engine.token_masks import TokenMasks
 from jaxspec.errors import ConfigError
 from jaxspec.models.weights import Params
 from jaxspec.program.plan import Features, PoolShape, StepPlan, StepShape
-from jaxspec.program.propose.ngram import Lookup
+from jaxspec.program.propose import proposers_of
 from jaxspec.program.rows import init_rows
-from jaxspec.program.state import EngineState, init_pages, init_token_pages, page_forms
+from jaxspec.program.state import EngineState, init_token_pages, init_zeros, page_forms
 from jaxspec.program.step import ProgramConfig
 from jaxspec.program.wire import PlanLayout, StepResult
-from jaxspec.sharding import (
-    DRAFT_MESH_AXES,
-    TARGET_MESH_AXES,
-    make_mesh,
-    replicated,
-)
+from jaxspec.sharding import TARGET_MESH_AXES, make_mesh, replicated
 
 _log = logging.getLogger(__name__)
 
@@ -62,30 +57,26 @@ class Runner:
         self._plan_placement = replicated(mesh)
         self.pool = pool_of(config)
         self.program = program_of(config, mesh, self.token_masks)
-        self.params: tuple[Params, Params | None] = (target_params, draft_params)
+        self.params: tuple[Params, tuple[Params | None, ...]] = (
+            target_params,
+            proposer_params(self.program, draft_params),
+        )
         self.state = self._init_state()
         self.compiler = Compiler(self._make)
         self.compiles_beside = True
         self.num_launches = 0
         self.compiler_options = options_of(config, mesh)
         self.cache = ProgramCache(None)
-        self._host_params: tuple[Params, Params | None] | None = None
+        self._host_params: tuple[Params, tuple[Params | None, ...]] | None = None
 
     def _init_state(self) -> EngineState:
-        def pages(model: ModelConfig | None, params: Params | None, axes):
-            if model is None or params is None:
-                return ()
-            return init_pages(page_forms(model, params, self.pool, self.mesh, axes))
-
-        target, draft = self.program.target, self.program.draft
         rows, token_pages = jax.device_put(
             (init_rows(self.pool), init_token_pages(self.pool)), replicated(self.mesh)
         )
         return EngineState(
             rows=rows,
             token_pages=token_pages,
-            target_pages=pages(target, self.params[0], TARGET_MESH_AXES),
-            draft_pages=pages(draft, self.params[1], DRAFT_MESH_AXES),
+            **init_zeros(device_forms(self.program, *self.params)),
             forced_acceptance=self._forced_acceptance(),
         )
 
@@ -170,7 +161,9 @@ class Runner:
 
     def leave_out_drafts(self) -> None:
         """Compile programs that propose nothing from now on."""
-        self.program = dataclasses.replace(self.program, draft=None, lookup=None)
+        self.program = dataclasses.replace(self.program, proposers=())
+        self.params = self.params[0], ()
+        self.state = dataclasses.replace(self.state, proposers=())
         self.compiler.clear()
 
     def drop_weights(self, *, keep: bool) -> None:
@@ -186,7 +179,8 @@ class Runner:
             placements = jax.tree.map(lambda array: array.sharding, self.params)
             self.params = jax.device_put(self._host_params, placements)
         else:
-            self.params = loaded
+            target, draft = loaded
+            self.params = target, proposer_params(self.program, draft)
         self._host_params = None
 
     def start_profile(self, folder: str) -> None:
@@ -225,24 +219,30 @@ def program_of(
     """What all programs of an engine share."""
     return ProgramConfig(
         target=config.model_config,
-        draft=config.draft_model_config,
+        proposers=proposers_of(config),
         pool=pool_of(config),
-        has_greedy_draft=config.speculative is not None
-        and config.speculative.draft_sample_method == "greedy",
-        lookup=_lookup(config),
         mesh=mesh,
         mask_source=mask_source,
     )
 
 
-def _lookup(config: EngineConfig) -> Lookup | None:
-    speculative = config.speculative
-    if speculative is None or not speculative.has_lookup:
-        return None
-    longest, shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
-    assert longest is not None
-    assert shortest is not None
-    return Lookup(longest, shortest)
+def proposer_params(
+    program: ProgramConfig, draft_params: Params | None
+) -> tuple[Params | None, ...]:
+    """The draft model's parameters for each proposer that has some, else None."""
+    return tuple(draft_params if one.has_params else None for one in program.proposers)
+
+
+def device_forms(
+    program: ProgramConfig, params: Params, proposer_params: tuple[Params | None, ...]
+) -> dict[str, Any]:
+    """Shapes and placement of the target's pages and of what proposers keep."""
+    pool, mesh = program.pool, program.mesh
+    given = zip(program.proposers, proposer_params, strict=True)
+    return dict(
+        target_pages=page_forms(program.target, params, pool, mesh, TARGET_MESH_AXES),
+        proposers=tuple(one.state_forms(own, pool, mesh) for one, own in given),
+    )
 
 
 def build_mesh(config: EngineConfig) -> Mesh:

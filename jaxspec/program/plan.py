@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.program.tree import Tree
+
 NO_TOKEN = -1  # pads lists of ids; never a legal token
 # Prompt tokens are fed in tiles of one sequence each, right-aligned.
 TILE = 32
@@ -104,6 +106,11 @@ class StepShape:
         """What logs call it: `8x5+512_sampled`, sequences x drafts + prompt tokens."""
         chunk = f"+{self.chunk}" if self.chunk else ""
         return f"{self.num_seqs}x{self.num_draft_tokens}{chunk}_{self.features.name}"
+
+    @property
+    def tree(self) -> Tree:
+        """The drafts of a sequence."""
+        return Tree.chain(self.num_draft_tokens)
 
     @property
     def num_tiles(self) -> int:

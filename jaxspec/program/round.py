@@ -18,7 +18,7 @@ from jaxspec.models.gemma2 import Gemma2
 from jaxspec.program import logprobs
 from jaxspec.program.controls import Adjust
 from jaxspec.program.plan import TILE, PoolShape, StepShape
-from jaxspec.program.propose import Proposal
+from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.region import join, make_region
 from jaxspec.program.rows import Active
 from jaxspec.program.verify import place_next, verify
@@ -121,7 +121,7 @@ class Round:
         )
         tokens = place_next(tokens[:, 1:], verdict)
         told = logprobs.tell_some(logits, tokens, shape=shape, backend=backend)
-        most = shape.num_draft_tokens + 1
+        most = shape.tree.max_emitted
         tokens = _widen(tokens, most)
         told = None if told is None else _widen(told, most)
         prompt_told = None

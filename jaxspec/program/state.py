@@ -1,7 +1,7 @@
 """What lives on the device between launches, and the only way to make it."""
 
 from dataclasses import dataclass
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,12 @@ from jaxspec_kernels import storage_dtype
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class EngineState:
-    """Pages of both models and the rows; donated to every launch."""
+    """Rows, the target's pages and what proposers keep; donated to every launch."""
 
     rows: Rows
     token_pages: Int[Array, "page page_size"]  # known tokens, prompt and output
     target_pages: tuple[Num[Array, "page page_size two_kv_head head_dim"], ...]
-    draft_pages: tuple[Num[Array, "page page_size two_kv_head head_dim"], ...]
+    proposers: tuple[Any, ...]  # what each keeps between launches
     # Chance of each draft to stay if those before it do; None: the rules decide.
     forced_acceptance: Float[Array, " chance"] | None = None
 
@@ -49,9 +49,9 @@ def page_forms(
     return (form,) * config.num_layers
 
 
-def init_pages(forms: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[Array, ...]:
-    """Zeroed pages, each made where it stays."""
-    return tuple(_zeros(form) for form in forms)
+def init_zeros(forms: Any) -> Any:
+    """Zeroed arrays, each made where it stays."""
+    return jax.tree.map(_zeros, forms)
 
 
 def _zeros(form: jax.ShapeDtypeStruct) -> Array:

@@ -5,7 +5,7 @@ engine's state. The host passes one plan vector and reads one result vector.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxspec.models.batch import TokenBatch
 from jaxspec.models.weights import Params, bind
 from jaxspec.program import controls, grammar, logprobs
 from jaxspec.program.plan import PoolShape, StepShape
-from jaxspec.program.propose import Proposal, draft_model, ngram
+from jaxspec.program.propose.proposal import Context, Proposal, Proposer
 from jaxspec.program.region import make_region
 from jaxspec.program.round import Judged, Round
 from jaxspec.program.rows import (
@@ -35,26 +35,24 @@ from jaxspec.program.rows import (
 from jaxspec.program.state import EngineState
 from jaxspec.program.verify import verify
 from jaxspec.program.wire import PlanLayout, result_layout
-from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, replicated
+from jaxspec.sharding import TARGET_MESH_AXES, replicated
 from jaxspec_kernels.dispatch import implementation_for
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramConfig:
-    """What all executables of an engine share; `draft` None is plain decoding.
+    """What all executables of an engine share.
 
     Attributes:
-        has_greedy_draft: Drafts are the argmax whatever the request samples.
-        lookup: Drafts come from the sequence itself first; None for the model alone.
+        proposers: Whose drafts are verified, each after those before it; none is plain
+            decoding.
         mesh: The devices, whose platform chooses the kernels.
         mask_source: Whom shapes with grammars ask for masks.
     """
 
     target: ModelConfig
-    draft: ModelConfig | None
+    proposers: tuple[Proposer, ...] = ()
     pool: PoolShape
-    has_greedy_draft: bool = False
-    lookup: ngram.Lookup | None = None
     mesh: Mesh
     mask_source: grammar.MaskSource | None = None
 
@@ -70,7 +68,7 @@ class ProgramConfig:
 
 def speculative_step(
     target_params: Params,
-    draft_params: Params | None,
+    proposer_params: tuple[Params | None, ...],
     state: EngineState,
     plan: Int[Array, " plan"],
     *,
@@ -85,6 +83,7 @@ def speculative_step(
     overwritten: only lengths say what is visible.
 
     Args:
+        proposer_params: A draft model's for each proposer that has some, else None.
         plan: `PlanLayout.pack` of this shape.
 
     Returns:
@@ -92,8 +91,8 @@ def speculative_step(
     """
     launch = _read_plan(state, plan, config.pool, shape)
     active = launch.active
-    proposal, num_draft, draft_pages = _propose(
-        draft_params, state.draft_pages, launch, config=config, shape=shape
+    proposal, num_draft, proposers = _propose(
+        proposer_params, state.proposers, launch, config=config, shape=shape
     )
     judged = _judge(
         target_params,
@@ -123,7 +122,7 @@ def speculative_step(
         rows=rows,
         token_pages=token_pages,
         target_pages=judged.pages,
-        draft_pages=draft_pages,
+        proposers=proposers,
         forced_acceptance=state.forced_acceptance,
     )
     return state, jnp.concatenate(result_layout(shape).flatten(result))
@@ -166,58 +165,46 @@ def _read_plan(
 
 
 def _propose(
-    params: Params | None,
-    pages: tuple[Array, ...],
+    params: tuple[Params | None, ...],
+    states: tuple[Any, ...],
     launch: _Launch,
     *,
     config: ProgramConfig,
     shape: StepShape,
-) -> tuple[Proposal | None, Int[Array, " seq"], tuple[Array, ...]]:
-    """Drafts, how many of each sequence count, and the draft model's pages."""
-    count, active = shape.num_draft_tokens, launch.active
-    # The host may not have read how near the end is; a draft beyond it is none.
-    room = jnp.maximum(active.max_total - active.num_tokens - 1, 0)
-    num_draft, found = jnp.minimum(launch.fields["decode_draft"], room), None
-    if config.lookup is not None and count:
-        found = ngram.look_up(
-            active, launch.token_pages, config.lookup, num_draft_tokens=count
-        )
-    if config.draft is None:
-        if found is None:
-            return None, num_draft, pages
-        return found.proposal, jnp.minimum(num_draft, found.num_found), pages
-    if not count and not shape.chunk:
-        return None, num_draft, pages
-    assert params is not None, "a draft config came without parameters"
-    backend = config.backend(DRAFT_MESH_AXES)
-    model = bind(config.draft, params, backend)
-    batch = launch.batch(config.pool, is_draft=True) if shape.chunk else None
-    if not count:
-        assert batch is not None
-        return None, num_draft, draft_model.prefill(model, pages, batch)
-    proposal, pages = draft_model.propose(
-        model,
-        pages,
-        active,
-        batch,
-        num_draft_tokens=count,
+) -> tuple[Proposal | None, Int[Array, " seq"], tuple[Any, ...]]:
+    """Drafts, how many of each sequence count, and what the proposers keep."""
+    active, tree = launch.active, shape.tree
+    has_prompts = shape.chunk and any(one.has_params for one in config.proposers)
+    context = Context(
+        active=active,
+        token_pages=launch.token_pages,
+        tree=tree,
         pool=config.pool,
-        backend=backend,
-        is_greedy=config.has_greedy_draft,
-        found=found,
-        adjust=_adjuster(
+        prompts=launch.batch(config.pool, is_draft=True) if has_prompts else None,
+        backend=config.backend,
+        adjuster=lambda axes: _adjuster(
             launch.rows,
             launch.token_pages,
             active,
             launch.fields,
-            DRAFT_MESH_AXES,
+            axes,
             config=config,
             shape=shape,
         ),
     )
-    if proposal.is_broken is not None:
-        num_draft = jnp.where(proposal.is_broken, 0, num_draft)
-    return proposal, num_draft, pages
+    proposal, kept = None, []
+    for proposer, own, state in zip(config.proposers, params, states, strict=True):
+        if tree.num_nodes:
+            proposal, state = proposer.propose(own, state, context, proposal)
+        else:
+            state = proposer.prefill(own, state, context)
+        kept.append(state)
+    # The host may not have read how near the end is; a draft beyond it is none.
+    room = jnp.maximum(active.max_total - active.num_tokens - 1, 0)
+    num_draft = jnp.minimum(launch.fields["decode_draft"], room)
+    if proposal is not None:
+        num_draft = jnp.minimum(num_draft, proposal.num_drafts)
+    return proposal, num_draft, tuple(kept)
 
 
 def _judge(
@@ -236,7 +223,7 @@ def _judge(
         target=bind(config.target, params, backend),
         active=launch.active,
         num_draft=num_draft,
-        may_be_plain=config.draft is None,
+        may_be_plain=all(one.may_find_none for one in config.proposers),
         prompts=launch.batch(pool, is_draft=False) if shape.chunk else None,
         after_prompts=launch.fields.get("tile_next_token"),
         adjust=_adjuster(
@@ -364,7 +351,7 @@ def _adjuster(
 def lower_step(
     config: ProgramConfig,
     shape: StepShape,
-    arguments: tuple[Params, Params | None, EngineState],
+    arguments: tuple[Params, tuple[Params | None, ...], EngineState],
     *,
     name: str = "step",
 ) -> jax.stages.Lowered:
@@ -379,9 +366,9 @@ def lower_step(
     whole = replicated(config.mesh)
     plan = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=whole)
 
-    def run(target_params, draft_params, state, plan):
+    def run(target_params, proposer_params, state, plan):
         return speculative_step(
-            target_params, draft_params, state, plan, config=config, shape=shape
+            target_params, proposer_params, state, plan, config=config, shape=shape
         )
 
     run.__name__ = name

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.controls import Adjust
-from jaxspec.program.propose import Proposal
+from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import controls_of, draw_numbers, forbid_early_stop
 from jaxspec_kernels.rejection_sampling import Verdict, rejection_sampling

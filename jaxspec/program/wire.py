@@ -111,7 +111,7 @@ class PlanLayout(Layout):
         several such prompts has room for them all, or some come with the next.
         """
         size = self.pool.page_size
-        lookahead = 2 * (self.shape.num_draft_tokens + 1)
+        lookahead = 2 * self.shape.tree.num_rows
         per_seq = -(-lookahead // size) + 1
         tiles = self.shape.num_tiles
         fed = tiles * (-(-TILE // size) + 1 + per_seq)
@@ -202,7 +202,7 @@ class ResultLayout(Layout):
 
     def __init__(self, shape: StepShape):
         seqs, tiles = (shape.num_seqs,), (shape.num_tiles,)
-        width = shape.num_draft_tokens + 1
+        width = shape.tree.max_emitted
         fields = {
             "tokens": Column(shape=(*seqs, width)),
             "num_emitted": Column(shape=seqs),

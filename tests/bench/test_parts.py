@@ -43,7 +43,7 @@ def engine() -> LLMEngine:
 
 
 def test_bytes_are_those_of_both_models(engine):
-    target, draft = engine.runner.params
+    target, (draft,) = engine.runner.params
     assert draft is not None
     size = 16 * 16 * 4  # the embedding alone, in float32
     plain = round_bytes(engine, 0, 0)

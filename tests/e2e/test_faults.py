@@ -25,7 +25,7 @@ class NoDrafts(ProgramCache):
     """Keeps no program that has a draft model in it."""
 
     def path(self, program: ProgramConfig, *others: Any, **named: Any) -> Path | None:
-        return None if program.draft else super().path(program, *others, **named)
+        return None if program.proposers else super().path(program, *others, **named)
 
 
 def make(*, has_draft: bool = True, **settings: Any) -> LLMEngine:
@@ -69,11 +69,11 @@ def test_a_draft_of_nan_costs_speed_only():
     plain = pair.plain_engine()
     expected = [tokens_of(generate(plain, PROMPTS, p)) for p in (greedy(), seeded())]
     engine = make()
-    target, draft = engine.runner.params
+    target, (draft,) = engine.runner.params
     assert tokens_of(generate(engine, PROMPTS, greedy())) == expected[0]
     assert engine.stats.acceptance_rate > 0
     assert not engine.controller.is_stopped
-    engine.runner.params = target, ruin(draft)
+    engine.runner.params = target, (ruin(draft),)
     for params, texts in zip((greedy(), seeded()), expected, strict=True):
         assert tokens_of(generate(engine, PROMPTS, params)) == texts
     assert engine.controller.is_stopped
@@ -101,8 +101,8 @@ def test_a_target_of_nan_ends_whom_it_reaches(has_draft):
     # Plain decoding has no need of a bias, nor of programs that know it.
     runner = pair.GeneralRunner if has_draft else None
     engine = make(has_draft=has_draft, runner=runner)
-    target, draft = engine.runner.params
-    engine.runner.params = ruin_token(target), draft
+    target, (draft,) = engine.runner.params
+    engine.runner.params = ruin_token(target), (draft,)
     prompts = [*PROMPTS, [2, 5, BAD_TOKEN, 9]]
     # A draft of that token would reach the positions before it, which see it times 0.
     bias = {BAD_TOKEN: -100.0} if has_draft else None
@@ -119,9 +119,9 @@ def test_a_target_of_nan_ends_whom_it_reaches(has_draft):
             assert BAD_TOKEN not in output.outputs[0].token_ids
     assert not engine.controller.is_stopped
     engine.scheduler.check_idle()
-    engine.runner.params = ruin(target), draft
+    engine.runner.params = ruin(target), (draft,)
     outputs = generate(engine, PROMPTS, greedy())
     assert {one.outputs[0].finish_reason for one in outputs} == {"error"}
-    engine.runner.params = target, draft
+    engine.runner.params = target, (draft,)
     outputs = generate(engine, PROMPTS, greedy())
     assert {one.outputs[0].finish_reason for one in outputs} == {"length"}

@@ -16,6 +16,7 @@ from jaxspec.engine import program_cache
 from jaxspec.engine.program_cache import Built, ProgramCache, program_name
 from jaxspec.engine.token_masks import TokenMasks
 from jaxspec.program.plan import Features, StepShape
+from jaxspec.program.propose import NGram
 from tests.tiny_programs import (
     PLAN,
     SHAPE,
@@ -110,7 +111,7 @@ def test_names_follow_all_that_a_program_depends_on(tmp_path, monkeypatch):
     names = [name()]
     assert name() == names[0]
     names.append(name(shape=dataclasses.replace(SHAPE, chunk=32)))
-    names.append(name(dataclasses.replace(program, has_greedy_draft=True)))
+    names.append(name(dataclasses.replace(program, proposers=(NGram(3, 2),))))
     other = make_program(2)
     names.append(name(other, arguments=make_arguments(other.mesh)))
     longer = as_state(jax.device_put(np.ones(5, np.float32)))

@@ -147,8 +147,9 @@ def test_pages_have_the_pools_shape_and_the_weights_type():
         )
         state = engine.runner.state
         layers = model_config(pair.target()).num_layers
-        assert len(state.target_pages) == len(state.draft_pages) == layers
-        for pages in (*state.target_pages, *state.draft_pages):
+        (draft_pages,) = state.proposers
+        assert len(state.target_pages) == len(draft_pages) == layers
+        for pages in (*state.target_pages, *draft_pages):
             assert pages.shape == (pair.SETTINGS["num_pages"], 4, 2, 8)
             assert pages.dtype == stored
         assert engine.runner.params[0]["embedding"].dtype == jnp.dtype(dtype)

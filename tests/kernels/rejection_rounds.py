@@ -167,7 +167,7 @@ def by_whole_rows(one: Round) -> tuple[np.ndarray, np.ndarray]:
         seed=one.seed,
     )
     tokens, draft, logits, num_draft, _ = one.arrays
-    proposal = Proposal(tokens, jnp.zeros_like(tokens), draft)
+    proposal = Proposal(tokens, num_draft, draft)
     flat = logits.astype(jnp.float32).reshape(seqs * (drafts + 1), -1)
     verdict = _decide(proposal, flat, num_draft, active)
     return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)

@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 from jaxspec.config import ModelConfig
 from jaxspec.models.weights import abstract_params
 from jaxspec.program.plan import PoolShape, StepShape
+from jaxspec.program.propose.draft_model import DraftModel
 from jaxspec.program.rows import init_rows
 from jaxspec.program.state import EngineState, init_token_pages, page_forms
 from jaxspec.program.step import ProgramConfig, lower_step
@@ -166,10 +167,13 @@ def lower_pair(
         rows=rows,
         token_pages=token_pages,
         target_pages=page_forms(target, params[0], pool, mesh, TARGET_MESH_AXES),
-        draft_pages=page_forms(draft, params[1], pool, mesh, DRAFT_MESH_AXES),
+        proposers=(page_forms(draft, params[1], pool, mesh, DRAFT_MESH_AXES),),
     )
-    config = ProgramConfig(target=target, draft=draft, pool=pool, mesh=mesh)
-    return lower_step(config, shape, (*params, state)), params, state
+    config = ProgramConfig(
+        target=target, proposers=(DraftModel(config=draft),), pool=pool, mesh=mesh
+    )
+    arguments = params[0], (params[1],), state
+    return lower_step(config, shape, arguments), params, state
 
 
 def compile_pair(
@@ -182,7 +186,7 @@ def compile_pair(
         compiled: Any = lowered.compile()
     elapsed = time.monotonic() - start
     text = compiled.as_text()
-    kept = params, state.target_pages, state.draft_pages
+    kept = params, state.target_pages, state.proposers
     memory = compiled.memory_analysis()
     used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     used += memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -86,9 +86,8 @@ def play(active, logits):
         verdict = verify(None, logits[:, index], none, here, Backend(), adjust=None)
         tokens.append(verdict.next_token)
     drafts = jnp.stack(tokens[:-1], axis=1)
-    parent = jnp.broadcast_to(jnp.arange(width - 1, dtype=jnp.int32) - 1, drafts.shape)
     verdict = verify(
-        Proposal(drafts, parent, None),
+        Proposal(drafts, jnp.full(seqs, width - 1, jnp.int32)),
         logits.reshape(-1, vocab),
         jnp.full(seqs, width - 1, jnp.int32),
         active,

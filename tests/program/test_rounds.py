@@ -52,7 +52,7 @@ def play_round(active: Active, history: jax.Array) -> tuple[Active, jax.Array]:
         probs.append(law)
         logits.append(target[last])
     drafts = jnp.stack(tokens, axis=1)
-    proposal = Proposal(drafts, jnp.zeros_like(drafts), jnp.stack(probs, axis=1))
+    proposal = Proposal(drafts, active.num_tokens, jnp.stack(probs, axis=1))
     verdict = verify(
         proposal,
         jnp.stack(logits, axis=1).reshape(-1, VOCAB),

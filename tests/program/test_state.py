@@ -27,7 +27,7 @@ def test_the_state_can_be_donated_and_used_again():
         rows=jax.tree.map(jnp.copy, init_rows(POOL)),
         token_pages=jnp.copy(init_token_pages(POOL)),
         target_pages=(),
-        draft_pages=(),
+        proposers=(),
     )
     assert state.token_pages.shape == (10, 4)
     buffers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)}

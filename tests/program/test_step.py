@@ -121,7 +121,7 @@ def check_program(engine: LLMEngine, shape: StepShape) -> str:
     memory = executable.memory_analysis()
     assert memory.alias_size_in_bytes == num_bytes(runner.state)
     program = executable.as_text()
-    pages = (*runner.state.target_pages, *runner.state.draft_pages)
+    pages = (*runner.state.target_pages, *jax.tree.leaves(runner.state.proposers))
     assert {leaf.shape for leaf in pages} < PAGE_SHAPES
     scatters = [one for one in instructions(program) if one.opcode == "scatter"]
     assert {one.shape for one in scatters} & PAGE_SHAPES, "the check sees no pages"
@@ -261,7 +261,7 @@ def test_devices_that_share_a_model_say_what_one_says(shards, draft_shards):
         **pair.settings(max_num_seqs=3),
     )
     for made in (engine, own := with_draft(engine, target)):
-        target_params, draft_params = made.runner.params
+        target_params, (draft_params,) = made.runner.params
         assert draft_params is not None
         assert num_shards(target_params["embedding"]) == shards
         assert num_shards(draft_params["embedding"]) == draft_shards

@@ -78,14 +78,14 @@ def make_batch(kinds: np.ndarray) -> dict:
 
 def run_accept(batch: dict, **forced: Any) -> tuple[np.ndarray, np.ndarray]:
     tokens = jnp.asarray(batch["tokens"], jnp.int32)
-    parent = jnp.zeros_like(tokens)
+    num_draft = jnp.asarray(batch["num_draft"], jnp.int32)
     decide = partial(verify, adjust=None, **forced)
     # A function of its own: a jit of the same one would not see a mutant.
     run = jax.jit(lambda *args: decide(*args, Backend()), compiler_options=UNOPTIMISED)
     verdict = run(
-        Proposal(tokens, parent, jnp.asarray(batch["draft"])),
+        Proposal(tokens, num_draft, jnp.asarray(batch["draft"])),
         jnp.asarray(batch["logits"].reshape(-1, VOCAB)),
-        jnp.asarray(batch["num_draft"], jnp.int32),
+        num_draft,
         batch["active"],
     )
     return np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)

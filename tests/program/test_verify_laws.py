@@ -75,7 +75,7 @@ def play_round(
         logits.append(target[last])
     proposal = None
     if laws:
-        proposal = Proposal(drafts, jnp.zeros_like(drafts), jnp.stack(laws, axis=1))
+        proposal = Proposal(drafts, active.num_tokens, jnp.stack(laws, axis=1))
     verdict = verify(
         proposal,
         jnp.stack(logits, axis=1).reshape(-1, VOCAB),

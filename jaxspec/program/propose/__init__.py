@@ -1,5 +1,24 @@
-"""Proposers: each makes a `Proposal` inside the step program."""
+"""Proposers: each makes drafts inside the step program, and one line here names it."""
 
-from jaxspec.program.propose.proposal import Proposal
+from collections.abc import Callable
 
-__all__ = ["Proposal"]
+from jaxspec.config import EngineConfig
+from jaxspec.program.propose.draft_model import DraftModel
+from jaxspec.program.propose.ngram import NGram
+from jaxspec.program.propose.proposal import Context, Proposal, Proposer
+
+__all__ = ["PROPOSERS", "Context", "Proposal", "Proposer", "proposers_of"]
+
+# By the names of which a method is made: "ngram+draft_model" asks both, in this order.
+PROPOSERS: dict[str, Callable[[EngineConfig], Proposer]] = {
+    "draft_model": DraftModel.of,
+    "ngram": NGram.of,
+}
+
+
+def proposers_of(config: EngineConfig) -> tuple[Proposer, ...]:
+    """Who proposes in an engine; nobody without speculation."""
+    if config.speculative is None:
+        return ()
+    names = config.speculative.method.split("+")
+    return tuple(PROPOSERS[name](config) for name in names)

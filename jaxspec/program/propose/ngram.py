@@ -5,62 +5,76 @@ No network: matching is a few comparisons of integers over the known tokens.
 References: Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
 
+from jaxspec.config import EngineConfig
+from jaxspec.models.weights import Params
 from jaxspec.program import history
-from jaxspec.program.propose.proposal import Proposal, chain
+from jaxspec.program.plan import PoolShape
+from jaxspec.program.propose.proposal import Context, Proposal
 from jaxspec.program.rows import Active
 
 
-class Lookup(NamedTuple):
+@dataclass(frozen=True)
+class NGram:
     """How many tokens at a sequence's end must have come before, most and fewest."""
 
     longest: int
     shortest: int
 
+    has_params: ClassVar[bool] = False
+    may_find_none: ClassVar[bool] = True
 
-class Found(NamedTuple):
-    """Drafts that were looked up; the first `num_found` of each sequence count."""
+    @classmethod
+    def of(cls, config: EngineConfig) -> "NGram":
+        """What an engine's configuration asks for."""
+        speculative = config.speculative
+        assert speculative is not None
+        assert speculative.prompt_lookup_max is not None
+        assert speculative.prompt_lookup_min is not None
+        return cls(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
 
-    tokens: Int[Array, "seq draft"]
-    num_found: Int[Array, " seq"]
+    def state_forms(self, params: Params | None, pool: PoolShape, mesh: Mesh) -> Any:
+        """Nothing is kept: the known tokens are the rows'."""
+        return ()
 
-    @property
-    def proposal(self) -> Proposal:
-        """A chain of certain tokens."""
-        return chain(self.tokens, None)
+    def prefill(self, params: Params | None, state: Any, context: Context) -> Any:
+        """Prompts are among the known tokens already."""
+        return state
 
-    def before(
+    def propose(
         self,
-        index: Int[Array, ""] | int,
-        token: Int[Array, " seq"],
-        probs: Float[Array, "seq vocab"] | None,
-    ) -> tuple[Int[Array, " seq"], Float[Array, "seq vocab"] | None]:
-        """Draft `index` of each sequence: what was looked up, else what was drawn.
-
-        Returns:
-            The token and what it was drawn from: all of the mass on it where it was
-            looked up.
-        """
-        is_found = index < self.num_found
-        token = jnp.where(is_found, self.tokens[:, index], token)
-        if probs is None:
-            return token, None
-        every = jnp.arange(probs.shape[1], dtype=jnp.int32)[None]
-        certain = (every == token[:, None]).astype(probs.dtype)
-        return token, jnp.where(is_found[:, None], certain, probs)
+        params: Params | None,
+        state: Any,
+        context: Context,
+        before: Proposal | None,
+    ) -> tuple[Proposal, Any]:
+        """Copy what followed the newest tokens when they last came."""
+        assert before is None, "a lookup comes first"
+        assert context.tree.is_chain, "a lookup finds a chain"
+        found = look_up(
+            context.active,
+            context.token_pages,
+            longest=self.longest,
+            shortest=self.shortest,
+            num_draft_tokens=context.tree.num_nodes,
+        )
+        return found, state
 
 
 def look_up(
     active: Active,
     token_pages: Int[Array, "page page_size"],
-    lookup: Lookup,
     *,
+    longest: int,
+    shortest: int,
     num_draft_tokens: int,
-) -> Found:
+) -> Proposal:
     """Find what followed the newest tokens when they last came.
 
     The longest match wins, of equal ones the most recent. A match must end before the
@@ -68,9 +82,9 @@ def look_up(
     end of the known tokens, it begins again: a text that repeats itself goes on so.
     """
     tokens = history.whole(token_pages, active.page_table)
-    length = _match_lengths(tokens, active, lookup.longest)
+    length = _match_lengths(tokens, active, longest)
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    is_match = (length >= lookup.shortest) & (position < active.num_tokens[:, None] - 1)
+    is_match = (length >= shortest) & (position < active.num_tokens[:, None] - 1)
     # in lengths [0,2,3,1,3] -> the last 3
     # A maximum and a remainder: XLA:CPU's argmax is many times slower.
     rank = jnp.where(is_match, length * tokens.shape[1] + position, 0)
@@ -80,7 +94,7 @@ def look_up(
     offset = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None]
     following = best[:, None] + 1 + offset % num_known[:, None]
     drafts = jnp.take_along_axis(tokens, following, axis=1, mode="clip")
-    return Found(drafts, jnp.where(has_match, num_draft_tokens, 0))
+    return Proposal(drafts, jnp.where(has_match, num_draft_tokens, 0))
 
 
 def _match_lengths(

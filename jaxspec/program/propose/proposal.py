@@ -1,31 +1,86 @@
-"""What a proposer hands to verification."""
+"""What a proposer is given of a launch and hands to verification, and its protocol."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.models.backend import Backend
+from jaxspec.models.batch import TokenBatch
+from jaxspec.models.weights import Params
+from jaxspec.program.controls import Adjust
+from jaxspec.program.plan import PoolShape
+from jaxspec.program.rows import Active
+from jaxspec.program.tree import Tree
 
 
 class Proposal(NamedTuple):
-    """Draft tokens of one round.
+    """Draft tokens of one round, by node of a tree.
 
-    `parent[s, i]` is the draft that token i continues, -1 for the last known token; a
-    chain has parent i - 1. `probs` are what the tokens were drawn from, after all
-    sampling controls; None where each was certain: a point mass. `is_broken` marks
-    sequences of which the draft model made NaN or infinity; None where there is none.
+    Attributes:
+        num_drafts: Of each sequence, how many tokens count: the first ones.
+        probs: What the tokens were drawn from, after all sampling controls; None where
+            each was certain: a point mass.
+        is_broken: Sequences of which a draft model made NaN or infinity, whose tokens
+            do not count; None where there is no model.
     """
 
     tokens: Int[Array, "seq draft"]
-    parent: Int[Array, "seq draft"]
-    probs: Float[Array, "seq draft vocab"] | None
+    num_drafts: Int[Array, " seq"]
+    probs: Float[Array, "seq draft vocab"] | None = None
     is_broken: Bool[Array, " seq"] | None = None
 
 
-def chain(
-    tokens: Int[Array, "seq draft"],
-    probs: Float[Array, "seq draft vocab"] | None,
-    is_broken: Bool[Array, " seq"] | None = None,
-) -> Proposal:
-    """Every draft continues the one before it."""
-    parent = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] - 1
-    return Proposal(tokens, jnp.broadcast_to(parent, tokens.shape), probs, is_broken)
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """The part of a launch that proposers see.
+
+    Attributes:
+        tree: The drafts that are wanted.
+        prompts: Prompt tokens of the launch that a draft model needs; None without.
+        backend: Where models run, by the axes of the mesh that split them.
+        adjuster: What requests ask of single tokens, for a model that the axes split.
+    """
+
+    active: Active
+    token_pages: Int[Array, "page page_size"]
+    tree: Tree
+    pool: PoolShape
+    prompts: TokenBatch | None
+    backend: Callable[[tuple[str, ...]], Backend]
+    adjuster: Callable[[tuple[str, ...]], Adjust | None]
+
+
+@runtime_checkable
+class Proposer(Protocol):
+    """Proposes drafts inside the step program: static, hashable, without arrays.
+
+    The step folds over a tuple of proposers: each is given what those before it have
+    proposed, and returns the proposal with its own drafts in place of those that do not
+    count. What it keeps between launches is a pytree of its own.
+    """
+
+    # Whether it has a draft model's parameters; None stands for them otherwise.
+    has_params: ClassVar[bool]
+    # Whether a round may turn out to have no drafts, for any sequence.
+    may_find_none: ClassVar[bool]
+
+    def state_forms(self, params: Params | None, pool: PoolShape, mesh: Mesh) -> Any:
+        """Shapes and placement of its state, which begins as zeros."""
+        ...
+
+    def prefill(self, params: Params | None, state: Any, context: Context) -> Any:
+        """Take in the launch's prompt tokens where no drafts are wanted; the state."""
+        ...
+
+    def propose(
+        self,
+        params: Params | None,
+        state: Any,
+        context: Context,
+        before: Proposal | None,
+    ) -> tuple[Proposal, Any]:
+        """Drafts for every node of the tree, and the state; prompts come in as well."""
+        ...

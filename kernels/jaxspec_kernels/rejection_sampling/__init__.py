@@ -170,7 +170,7 @@ def sample(
         sample_uniform=uniform,
     )
     run = _implementation(logits[:, None], implementation, device_kind)
-    verdict = run(
+    decided = run(
         nothing,
         None,
         logits[:, None],
@@ -184,14 +184,17 @@ def sample(
         vocab_size=2**30 if vocab_size is None else vocab_size,
         axis_name=axis_name,
     )
-    return verdict.next_token, verdict.probs
+    if controls is None:
+        return decided.next_token, None
+    verdict, probs = decided
+    return verdict.next_token, probs
 
 
 def _implementation(
     logits: Float[Array, "seq width vocab"],
     implementation: str | None,
     device_kind: str | None,
-) -> Callable[..., Verdict]:
+) -> Callable[..., Any]:
     """The implementation, with the tile size that was measured for such logits."""
     name = dispatch.resolve("rejection_sampling", implementation)
     tuned: dict[str, int] = {}

@@ -276,7 +276,7 @@ def excess(
 
 def rejection_sampling(
     *arguments: Any, tile: int = TILE, interpret: bool = False, **settings: Any
-) -> Verdict:
+) -> Verdict | tuple[Verdict, Array]:
     """See `jaxspec_kernels.rejection_sampling`; `tile` is a power of two.
 
     Under `shard_map`, with `check_vma=False`.

@@ -31,15 +31,10 @@ class Controls(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Outcome of one round, per sequence.
-
-    `probs` are what `next_token` was drawn from, where they were asked for: zeros where
-    no sequence samples, and None in a program without sampling.
-    """
+    """Outcome of one round, per sequence."""
 
     num_accepted: Int[Array, " seq"]
     next_token: Int[Array, " seq"]
-    probs: Float[Array, "seq vocab"] | None = None
 
 
 def rejection_sampling(
@@ -59,11 +54,12 @@ def rejection_sampling(
     axis_name: str | tuple[str, ...] | None,
     tile: int = passes.TILE,
     kernels: Kernels = Kernels(),  # noqa: B008 immutable
-) -> Verdict:
+) -> Verdict | tuple[Verdict, Array]:
     """See `jaxspec_kernels.rejection_sampling`.
 
     Args:
-        has_probs: Return this device's slice of the probabilities too, without drafts.
+        has_probs: Without drafts: return what tokens were drawn from beside them, this
+            device's slice of it, zeros where no sequence samples.
         kernels: Make the passes over one device's slice.
     """
     assert not (has_probs and draft_tokens.shape[1]), "probabilities of which row?"
@@ -94,7 +90,7 @@ def rejection_sampling(
     found = passes.combine(part, own, temperature)
     best = found.best.reshape(seqs, width)
 
-    def with_sampling() -> Verdict:
+    def with_sampling() -> tuple[Verdict, Array | None]:
         open_end = jnp.full_like(found.maximum, -jnp.inf)
         law = Law(temperature, found.maximum, open_end, found.total)
         law = _filter(part, kernels, logits, law, row_controls, is_sampled=hot)
@@ -131,17 +127,14 @@ def rejection_sampling(
         verdict = jax.tree.map(
             lambda left, right: jnp.where(is_drawn, left, right), drawn, chosen
         )
-        if not has_probs:
-            return verdict
-        return verdict._replace(probs=passes.probabilities(part, logits, law))
+        return verdict, passes.probabilities(part, logits, law) if has_probs else None
 
-    def without_sampling() -> Verdict:
+    def without_sampling() -> tuple[Verdict, Array | None]:
         verdict = _by_choices(draft_tokens, best, num_draft, num_forced)
-        if not has_probs:
-            return verdict
-        return verdict._replace(probs=jnp.zeros(logits.shape, jnp.float32))
+        return verdict, jnp.zeros(logits.shape, jnp.float32) if has_probs else None
 
-    return jax.lax.cond(is_sampled.any(), with_sampling, without_sampling)
+    decided = jax.lax.cond(is_sampled.any(), with_sampling, without_sampling)
+    return decided if has_probs else decided[0]
 
 
 def _race(

@@ -123,7 +123,7 @@ def statistics(
 
 def rejection_sampling(
     *arguments: Any, tile: int = TILE, interpret: Any = False, **settings: Any
-) -> Verdict:
+) -> Verdict | tuple[Verdict, Array]:
     """See `jaxspec_kernels.rejection_sampling`; `tile` is a multiple of 128.
 
     Under `shard_map`, with `check_vma=False`.

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxspec.models.backend import Backend
-from jaxspec.models.weights import bind
 from jaxspec.program.plan import PoolShape
-from jaxspec.program.propose import draft_model
+from jaxspec.program.propose import Context, Proposal, draft_model
+from jaxspec.program.tree import Tree
 from tests.engines import make_micro
 from tests.laws import filtered_law
 from tests.oracles import PagedModel, hf_logits, load_ours, model_config
@@ -41,16 +41,17 @@ def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
     )
 
     def run(params, pages, active):
-        model = bind(paged.config, params)
-        return draft_model.propose(
-            model,
-            pages,
-            active,
-            None,
-            num_draft_tokens=DRAFTS,
+        context = Context(
+            active=active,
+            token_pages=jnp.zeros((1, 4), jnp.int32),
+            tree=Tree.chain(DRAFTS),
             pool=pool,
-            backend=Backend(),
+            prompts=None,
+            backend=lambda axes: Backend(),
+            adjuster=lambda axes: None,
         )
+        proposer = draft_model.DraftModel(config=paged.config)
+        return proposer.propose(params, pages, context, None)
 
     proposal, _ = jax.jit(run)(paged.params, paged.kv_pages, active)
     drafts, laws = np.asarray(proposal.tokens[0]), np.asarray(proposal.probs[0])
@@ -64,7 +65,7 @@ def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
     ]
     np.testing.assert_allclose(laws, expected, atol=1e-4)
     assert (laws[np.arange(DRAFTS), drafts] > 0).all()
-    np.testing.assert_array_equal(proposal.parent[0], np.arange(DRAFTS) - 1)
+    assert proposal.num_drafts.tolist() == [DRAFTS]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -74,3 +75,17 @@ def test_drafts_follow_the_model_with_all_tokens_in_sight(length):
 
 def test_greedy_drafts_are_the_models_own_text():
     check_self_draft(temperature=0.0)
+
+
+def test_what_others_propose_comes_before_what_is_drawn():
+    before = Proposal(jnp.array([[4, 5], [6, 7], [1, 2]]), jnp.array([2, 1, 0]))
+    drawn = jnp.array([0, 3, 3], jnp.int32)
+    probs = jnp.full((3, 8), 0.125)
+    token, law = draft_model._keep(before, jnp.int32(1), drawn, probs)
+    np.testing.assert_array_equal(token, [5, 3, 3])
+    assert law is not None
+    np.testing.assert_array_equal(law[0], np.arange(8) == 5)
+    np.testing.assert_array_equal(law[1:], probs[1:])
+    token, law = draft_model._keep(before, jnp.int32(1), drawn, None)
+    np.testing.assert_array_equal(token, [5, 3, 3])
+    assert law is None

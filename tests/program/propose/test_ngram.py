@@ -17,7 +17,7 @@ TABLE_LEN = 16
 JUNK = 9
 
 
-def search(tokens: list[int], lookup: ngram.Lookup, num_draft: int) -> list[int]:
+def search(tokens: list[int], lookup: ngram.NGram, num_draft: int) -> list[int]:
     """The specification: longest first, most recent first, known tokens only.
 
     What followed begins again where the known tokens end.
@@ -47,7 +47,7 @@ def in_pages(texts: list[list[int]], random: np.random.Generator):
 
 def found_in(
     texts: list[list[int]],
-    lookup: ngram.Lookup,
+    lookup: ngram.NGram,
     *,
     num_draft: int = DRAFTS,
     is_active: list[bool] | None = None,
@@ -59,23 +59,28 @@ def found_in(
     # A function of its own: a jit of the same one would not see a mutant.
     look_up = jax.jit(
         lambda active, pages: ngram.look_up(
-            active, pages, lookup, num_draft_tokens=num_draft
+            active,
+            pages,
+            longest=lookup.longest,
+            shortest=lookup.shortest,
+            num_draft_tokens=num_draft,
         ),
         compiler_options=UNOPTIMISED,
     )
     found = look_up(active, jnp.asarray(pages))
     assert found.tokens.shape == (len(texts), num_draft)
+    assert found.probs is None
     return [
         row[:count].tolist()
         for row, count in zip(
-            np.asarray(found.tokens), np.asarray(found.num_found), strict=True
+            np.asarray(found.tokens), np.asarray(found.num_drafts), strict=True
         )
     ]
 
 
 def check_chosen_texts() -> None:
     """Texts on which every rule decides by itself."""
-    lookup = ngram.Lookup(3, 1)
+    lookup = ngram.NGram(3, 1)
     cases = [
         # Nothing matches; one token; nothing at all but the token itself.
         ([1, 2, 3, 4], []),
@@ -115,7 +120,7 @@ def test_random_texts(lookup: tuple[int, int], num_draft: int):
         for size, length in zip(vocab, lengths, strict=True)
     ]
     texts += [[0], [0, 1]]
-    one = ngram.Lookup(*lookup)
+    one = ngram.NGram(*lookup)
     expected = [search(text, one, num_draft) for text in texts]
     assert found_in(texts, one, num_draft=num_draft) == expected
     counts = {len(drafts) for drafts in expected}
@@ -125,34 +130,12 @@ def test_random_texts(lookup: tuple[int, int], num_draft: int):
 
 def test_fewer_equal_tokens_than_the_fewest_are_no_match():
     texts = [[1, 2, 3, 4, 1, 2, 3], [9, 2, 3, 4, 1, 2, 3]]
-    assert found_in(texts, ngram.Lookup(5, 3)) == [[4, 1, 2, 3], []]
+    assert found_in(texts, ngram.NGram(5, 3)) == [[4, 1, 2, 3], []]
     # One more token than the text before has.
-    assert found_in([[1, 1], [1, 1, 1]], ngram.Lookup(2, 2)) == [[], [1] * DRAFTS]
+    assert found_in([[1, 1], [1, 1, 1]], ngram.NGram(2, 2)) == [[], [1] * DRAFTS]
 
 
 def test_sequences_that_do_not_run_have_no_drafts():
     texts = [[1, 2, 1], [1, 2, 1]]
-    found = found_in(texts, ngram.Lookup(1, 1), is_active=[True, False])
+    found = found_in(texts, ngram.NGram(1, 1), is_active=[True, False])
     assert found == [[2, 1, 2, 1], []]
-
-
-def test_a_proposal_is_a_chain_of_certain_tokens():
-    found = ngram.Found(jnp.array([[4, 5, 6]]), jnp.array([2]))
-    proposal = found.proposal
-    np.testing.assert_array_equal(proposal.tokens, [[4, 5, 6]])
-    np.testing.assert_array_equal(proposal.parent, [[-1, 0, 1]])
-    assert proposal.probs is None
-
-
-def test_what_was_found_comes_before_what_was_drawn():
-    found = ngram.Found(jnp.array([[4, 5], [6, 7], [1, 2]]), jnp.array([2, 1, 0]))
-    drawn = jnp.array([0, 3, 3], jnp.int32)
-    probs = jnp.full((3, 8), 0.125)
-    token, law = found.before(jnp.int32(1), drawn, probs)
-    np.testing.assert_array_equal(token, [5, 3, 3])
-    assert law is not None
-    np.testing.assert_array_equal(law[0], np.arange(8) == 5)
-    np.testing.assert_array_equal(law[1:], probs[1:])
-    token, law = found.before(jnp.int32(1), drawn, None)
-    np.testing.assert_array_equal(token, [5, 3, 3])
-    assert law is None

@@ -1,0 +1,85 @@
+"""The shape of a round's drafts: which continues which, known when a program is made.
+
+Node 0 is the first draft; its parent is `ROOT`, the last known token. The rows that the
+target is fed are the root and then the nodes, in order: row i + 1 is node i. A row's
+keys and values go to the slot after those of the row before it. Its position, and so
+its rotary embedding, follows its depth: in a chain the two are the same number.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+ROOT = -1
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Drafts as nodes.
+
+    Attributes:
+        parents: Of each node: an earlier node, or `ROOT`.
+    """
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self):
+        for node, parent in enumerate(self.parents):
+            assert ROOT <= parent < node, f"node {node} after node {parent}"
+
+    @classmethod
+    def chain(cls, num_nodes: int) -> "Tree":
+        """Every draft continues the one before it; 0 is plain decoding."""
+        return cls(tuple(range(ROOT, num_nodes - 1)))
+
+    @property
+    def num_nodes(self) -> int:
+        """Drafts."""
+        return len(self.parents)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the target is fed per sequence: the root and the nodes.
+
+        So many slots after the known tokens, the root's among them, are written.
+        """
+        return self.num_nodes + 1
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Of each row: 0 for the root, one more than its parent for a node."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent + 1] + 1)
+        return tuple(depths)
+
+    @property
+    def max_emitted(self) -> int:
+        """Most tokens that a round adds: the longest path, and the target's own."""
+        return max(self.depths) + 1
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether position and slot are the same, and rows see all rows before them."""
+        return self == Tree.chain(self.num_nodes)
+
+    @cached_property
+    def paths(self) -> np.ndarray:
+        """Rows on the way from the root to each row, itself included: [row, depth].
+
+        Entries past a row's own depth repeat the row.
+        """
+        paths = np.zeros((self.num_rows, self.max_emitted), np.int32)
+        for row in range(1, self.num_rows):
+            parent = self.parents[row - 1] + 1
+            paths[row] = paths[parent]
+            paths[row, self.depths[row] :] = row
+        return paths
+
+    @cached_property
+    def ancestor_mask(self) -> np.ndarray:
+        """Which rows each row sees, itself included: bool [row, row]."""
+        mask = np.zeros((self.num_rows, self.num_rows), bool)
+        np.put_along_axis(mask, self.paths, True, axis=1)
+        return mask

@@ -1,0 +1,57 @@
+"""What a tree of drafts says of its nodes equals walks from each node to the root."""
+
+import numpy as np
+import pytest
+
+from jaxspec.program.tree import ROOT, Tree
+
+# Node 0 has two children and a sibling; node 2 goes on below node 1.
+BRANCHED = Tree((ROOT, 0, 1, 0, ROOT))
+
+
+def walk(tree: Tree, row: int) -> list[int]:
+    """Rows from the root to a row, by its parents."""
+    way = [row]
+    while way[0]:
+        way.insert(0, tree.parents[way[0] - 1] + 1)
+    return way
+
+
+def random_tree(seed: int) -> Tree:
+    random = np.random.default_rng(seed)
+    return Tree(tuple(int(random.integers(ROOT, node)) for node in range(12)))
+
+
+@pytest.mark.parametrize(
+    "tree", [Tree.chain(0), Tree.chain(5), BRANCHED, *map(random_tree, range(5))]
+)
+def test_rows_are_those_of_a_walk_to_the_root(tree: Tree):
+    ways = [walk(tree, row) for row in range(tree.num_rows)]
+    assert tree.depths == tuple(len(way) - 1 for way in ways)
+    assert tree.max_emitted == max(map(len, ways))
+    for row, way in enumerate(ways):
+        padded = way + [row] * (tree.max_emitted - len(way))
+        assert tree.paths[row].tolist() == padded
+        assert np.flatnonzero(tree.ancestor_mask[row]).tolist() == sorted(way)
+
+
+@pytest.mark.parametrize("length", [0, 1, 5])
+def test_a_chain_is_as_wide_as_it_is_deep(length: int):
+    tree = Tree.chain(length)
+    assert tree.is_chain
+    assert tree.num_nodes == length
+    assert tree.num_rows == tree.max_emitted == length + 1
+    assert tree.depths == tuple(range(length + 1))
+    assert (tree.ancestor_mask == np.tri(length + 1, dtype=bool)).all()
+
+
+def test_branches_are_no_chain():
+    assert not BRANCHED.is_chain
+    assert BRANCHED.num_rows == 6
+    assert BRANCHED.max_emitted == 4
+
+
+@pytest.mark.parametrize("parents", [(0,), (ROOT, 1), (ROOT, -2)])
+def test_a_parent_comes_before_its_node(parents: tuple[int, ...]):
+    with pytest.raises(AssertionError, match="after node"):
+        Tree(parents)
