@@ -133,6 +133,7 @@ class Loop:
                     self.scheduler.finish(part.request, "length", None)
                     self.finished.append(part.request)
         self.scheduler.pages.check()
+        self.scheduler.costs.check()
         return self.scheduler.has_unfinished() or bool(self.launched)
 
     def cost(self, launch: Launch) -> float:

@@ -5,6 +5,7 @@ They may have ended since it was planned, or lost their row; what those said cou
 
 import numpy as np
 
+from jaxspec.engine.costs import Costs
 from jaxspec.engine.launch import Launch, Progress
 from jaxspec.engine.request import Request, Status
 from jaxspec.engine.rows import RowTable
@@ -13,10 +14,14 @@ from jaxspec.program.plan import TILE, StepResult, Tile, TokenLogprobs
 
 
 def commit(
-    launch: Launch, result: StepResult, rows: RowTable, stats: EngineStats
+    launch: Launch,
+    result: StepResult,
+    rows: RowTable,
+    stats: EngineStats,
+    costs: Costs,
 ) -> list[Progress]:
     """Add new tokens to requests and bring rows and totals up to date."""
-    progress = _commit_rounds(launch, result, rows, stats)
+    progress = _commit_rounds(launch, result, rows, stats, costs)
     for index, (tile, request) in enumerate(
         zip(launch.plan.tiles, launch.tiled, strict=True)
     ):
@@ -38,7 +43,11 @@ def commit(
 
 
 def _commit_rounds(
-    launch: Launch, result: StepResult, rows: RowTable, stats: EngineStats
+    launch: Launch,
+    result: StepResult,
+    rows: RowTable,
+    stats: EngineStats,
+    costs: Costs,
 ) -> list[Progress]:
     count = len(launch.rows)
     is_broken = result.is_broken[:count]
@@ -51,6 +60,11 @@ def _commit_rounds(
     # A lookup in the sequence may have found fewer than were planned.
     drafts = np.minimum(result.num_draft[:count], launch.drafts)
     accepted = np.minimum(result.num_accepted[:count], drafts)
+    # Of a sequence that ended before this round, drafts say nothing.
+    is_counted = is_there & (emitted > 0)
+    costs.record_acceptance(
+        launch.rows[is_counted], drafts[is_counted], accepted[is_counted]
+    )
     columns = zip(
         launch.decoding,
         is_there.tolist(),

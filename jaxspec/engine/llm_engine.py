@@ -11,6 +11,7 @@ from typing import Any, no_type_check
 from jaxspec.config import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.controller import Controller
+from jaxspec.engine.costs import Costs
 from jaxspec.engine.delivery import Delivery
 from jaxspec.engine.intake import Intake, Prepared
 from jaxspec.engine.launch import LaunchError, on_device
@@ -40,6 +41,7 @@ class LLMEngine:
     Attributes:
         runner: The device side, with counts of launches and compiles.
         stats: Totals over all requests.
+        costs: Measured times of rounds, and acceptance.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class LLMEngine:
         self.runner = runner or make_runner(config)
         self.controller = Controller(config.speculative)
         self.stats = EngineStats()
+        self.costs = Costs(config.max_num_seqs, config.num_draft_tokens)
         self.scheduler = self._make_scheduler()
         self.metrics = EngineMetrics(config, self.stats)
         self._delivery = Delivery(config, self.tokenizer, self.metrics, self.stats)
@@ -67,8 +70,13 @@ class LLMEngine:
         self._first_program: StepShape | None = None
 
     def _make_scheduler(self) -> Scheduler:
-        programs = self.runner.programs
-        return Scheduler(self.config, self.controller, self.stats, programs)
+        return Scheduler(
+            self.config,
+            self.controller,
+            self.stats,
+            programs=self.runner.programs,
+            costs=self.costs,
+        )
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":

@@ -15,6 +15,7 @@ import numpy as np
 from jaxspec.config import EngineConfig
 from jaxspec.engine.commit import commit
 from jaxspec.engine.controller import Controller
+from jaxspec.engine.costs import Costs
 from jaxspec.engine.launch import Launch as Launch
 from jaxspec.engine.launch import Progress as Progress
 from jaxspec.engine.pacing import Pacer
@@ -45,9 +46,11 @@ class Scheduler:
         controller: Controller,
         stats: EngineStats | None = None,
         programs: Programs | None = None,
+        costs: Costs | None = None,
     ):
         self.config, self.controller = config, controller
         self.stats = stats or EngineStats()
+        self.costs = costs or Costs(config.max_num_seqs, config.num_draft_tokens)
         self.tables = PageTables(config, self.stats)
         self.pages = self.tables.pool
         speculative = config.speculative
@@ -57,7 +60,7 @@ class Scheduler:
         self.shapes = Shapes(config, controller, programs)
         self.waiting = WaitingLine(config.scheduling_policy)
         self.running: list[Request] = []
-        self.pacer = Pacer()
+        self.pacer = Pacer(self.costs)
 
     @property
     def _has_draft_model(self) -> bool:
@@ -285,6 +288,7 @@ class Scheduler:
         self.running.append(request)
         longest = request.max_total + self.config.num_draft_tokens
         work.begin(request, found, min(longest, self.config.max_model_len))
+        self.costs.admit(request.row)
         if not request.stats.scheduled_ts:
             request.stats.scheduled_ts = time.monotonic()
         return True
@@ -363,7 +367,7 @@ class Scheduler:
 
     def commit(self, launch: Launch, result: StepResult) -> list[Progress]:
         """Take a launch's result into the requests that have not ended."""
-        progress = commit(launch, result, self.rows, self.stats)
+        progress = commit(launch, result, self.rows, self.stats, self.costs)
         for part in progress:
             if part.is_broken:
                 # Nobody may begin with what it left there.

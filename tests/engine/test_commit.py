@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.commit import commit
+from jaxspec.engine.costs import Costs
 from jaxspec.engine.launch import Launch
 from jaxspec.engine.request import Request, Status
 from jaxspec.engine.rows import RowTable
@@ -32,6 +33,10 @@ def numbered(*leading: int) -> TokenLogprobs:
         top_ids=wide.astype(np.int32),
         top=wide.astype(np.float32),
     )
+
+
+def no_costs() -> Costs:
+    return Costs(num_rows=3, max_draft_tokens=3)
 
 
 def make_launch(
@@ -83,9 +88,10 @@ def admit(count: int, **changes) -> tuple[RowTable, list[Request]]:
 def test_rounds_are_added_to_whom_they_are_about():
     rows, requests = admit(3, features=TELLING)
     launch, stats = make_launch(rows, requests, [], []), EngineStats()
+    costs = no_costs()
     requests[1].status = Status.FINISHED
     rows.give_up(requests[1])
-    parts = commit(launch, make_result([2, 1, 4]), rows, stats)
+    parts = commit(launch, make_result([2, 1, 4]), rows, stats, costs)
     assert [part.request for part in parts] == [requests[0], requests[2]]
     assert [part.token_ids for part in parts] == [[0, 1], [8, 9, 10, 11]]
     ranks = [p.logprobs.rank.tolist() for p in parts if p.logprobs is not None]
@@ -94,6 +100,10 @@ def test_rounds_are_added_to_whom_they_are_about():
     left = np.array([requests[0].row, requests[2].row])
     assert rows.num_tokens[left].tolist() == [5, 7]
     assert rows.ahead[left].tolist() == [0, 0]
+    # Of three drafts each, one and three were accepted; the one that ended is left out.
+    once, all_three = costs.acceptance(left)
+    assert once[0] > once[1] < all_three[1]
+    assert (costs.acceptance(np.array([1])) == costs.mean_acceptance()).all()
 
 
 def test_a_preempted_request_gets_what_was_under_way():
@@ -102,7 +112,7 @@ def test_a_preempted_request_gets_what_was_under_way():
     rows.give_up(requests[0])
     requests[0].status = Status.WAITING
     assert requests[0].num_unread == 1
-    (part,) = commit(launch, make_result([3]), rows, EngineStats())
+    (part,) = commit(launch, make_result([3]), rows, EngineStats(), no_costs())
     assert part.token_ids == requests[0].output_token_ids == [0, 1, 2]
     assert requests[0].num_unread == 0
 
@@ -114,7 +124,7 @@ def test_a_row_with_a_new_owner_is_not_charged():
     rows.give_up(requests[0])
     heir = make_request()
     rows.admit(heir, longest=30)
-    assert commit(launch, make_result([3]), rows, EngineStats()) == []
+    assert commit(launch, make_result([3]), rows, EngineStats(), no_costs()) == []
     assert rows.num_tokens[heir.row] == 3
     assert rows.ahead[heir.row] == 0
 
@@ -132,7 +142,7 @@ def test_prompt_logprobs_are_told_once_and_in_order(told):
     tiles = [tile(0, 32, is_last=False), tile(32, 18, is_last=True)]
     launch = make_launch(rows, [], tiles, [request, request])
     rows.launch(np.array([0]), np.zeros(1, np.int64))
-    parts = commit(launch, make_result([]), rows, EngineStats())
+    parts = commit(launch, make_result([]), rows, EngineStats(), no_costs())
     ranks = [
         rank
         for part in parts
