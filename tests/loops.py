@@ -8,8 +8,9 @@ import numpy as np
 
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.engine.controller import Controller
+from jaxspec.engine.launch import Launch
 from jaxspec.engine.request import Request
-from jaxspec.engine.scheduler import Launch, Scheduler
+from jaxspec.engine.scheduler import Scheduler
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import TILE, PoolShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams

@@ -38,7 +38,7 @@ class AsyncLLMEngine:
         """Build an engine from vLLM's arguments."""
         return cls(LLMEngine.from_engine_args(engine_args))
 
-    @no_type_check  # `LLMEngine.prepare` checks, with better errors
+    @no_type_check  # `Intake` checks, with better errors
     async def generate(
         self,
         prompt: Any,
@@ -97,7 +97,11 @@ class AsyncLLMEngine:
         if self._loop.dead_error is not None:
             raise self._loop.dead_error
         prepared = await asyncio.to_thread(
-            self.engine.prepare, request_id, prompt, params, priority=priority
+            self.engine.input_processor.prepare,
+            request_id,
+            prompt,
+            params,
+            priority=priority,
         )
         mailbox = Mailbox(request_id, params.output_kind, params.n)
 

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from jaxspec.config import EngineConfig
-from jaxspec.engine.logprobs import LogprobStream
+from jaxspec.engine.launch import Progress
+from jaxspec.engine.logprobs import Logprobs, LogprobStream
 from jaxspec.engine.metrics import EngineMetrics
 from jaxspec.engine.origins import OriginStream
 from jaxspec.engine.output import TextStream
 from jaxspec.engine.parent import Parent
 from jaxspec.engine.request import Request
-from jaxspec.engine.scheduler import Progress
 from jaxspec.engine.stats import EngineStats
 from jaxspec.outputs import CompletionOutput, RequestOutput, TokenOrigin
 from jaxspec.sampling_params import RequestOutputKind
@@ -52,20 +52,41 @@ class Stream:
         """The delta of a text that goes on, and that nothing but tokens can end."""
         if not token_ids:
             return None
-        request, text = self.request, self.text.follow(token_ids)
+        text = self.text.follow(token_ids)
         self.num_characters += len(text)
         self.num_tokens += len(token_ids)
+        return self.output(text, token_ids)
+
+    def output(
+        self,
+        text: str,
+        token_ids: list[int],
+        *,
+        logprobs: Logprobs | None = None,
+        prompt_logprobs: Logprobs | None = None,
+        cumulative_logprob: float | None = None,
+        token_origins: list[TokenOrigin] | None = None,
+    ) -> RequestOutput:
+        """An output with some of the request's text and tokens."""
+        request = self.request
         completion = CompletionOutput(
             index=0,
             text=text,
             token_ids=token_ids,
+            cumulative_logprob=cumulative_logprob,
+            logprobs=logprobs,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
             spec_decode_metrics=request.spec_metrics,
+            token_origins=token_origins,
         )
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
+            prompt_logprobs=prompt_logprobs,
             outputs=[completion],
+            finished=request.finish_reason is not None,
             metrics=request.stats,
             num_cached_tokens=request.num_cached_tokens,
         )
@@ -269,26 +290,13 @@ class Delivery:
         stream.num_tokens, stream.num_characters = len(tokens), characters + len(text)
         if is_finished:
             self.close(request)
-        completion = CompletionOutput(
-            index=0,
-            text=text,
-            token_ids=tokens[count:],
+        return stream.output(
+            text,
+            tokens[count:],
+            prompt_logprobs=prompt_told,
             cumulative_logprob=logprobs.cumulative,
             logprobs=told,
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            spec_decode_metrics=request.spec_metrics,
             token_origins=_origins(stream, count, characters, text),
-        )
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            prompt_logprobs=prompt_told,
-            outputs=[completion],
-            finished=is_finished,
-            metrics=request.stats,
-            num_cached_tokens=request.num_cached_tokens,
         )
 
 

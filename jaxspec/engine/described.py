@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.engine.program_cache import Arguments
 from jaxspec.engine.runner import build_mesh, choose_dtype, pool_of, program_of
-from jaxspec.engine.runner import options_of as options_of
 from jaxspec.errors import ConfigError, wrong_argument
 from jaxspec.models.weights import Params, abstract_params, suit_devices
 from jaxspec.program.state import EngineState, init_rows, init_token_pages, page_forms

@@ -90,67 +90,35 @@ class Intake:
                 parameter="request_id",
                 value=request_id,
             )
-        make = functools.partial(
-            self._make_checked, arrival_time=arrival_time, priority=priority
-        )
         params = self.checked(params)
-        if params.n == 1:
-            return Prepared(request_id, [make(request_id, prompt, params)])
-        parent = Parent(request_id, params)
-        children = [
-            make(child_id, prompt, parent.child_params(index))
-            for index, child_id in enumerate(parent.children)
-        ]
-        return Prepared(request_id, children, parent)
-
-    @no_type_check  # it has its own checks, with better errors
-    def make(
-        self,
-        request_id: str,
-        prompt: Any,
-        params: SamplingParams,
-        *,
-        arrival_time: float | None = None,
-        priority: int = 0,
-    ) -> Request:
-        """Check a prompt and its parameters, and make a request of them.
-
-        Raises:
-            RequestError: The prompt or a sampling value is not acceptable.
-            NotImplementedError: A sampling value asks for what the engine does not do.
-        """
-        return self._make_checked(
-            request_id,
-            prompt,
-            self.checked(params),
-            arrival_time=arrival_time,
-            priority=priority,
-        )
-
-    @no_type_check
-    def _make_checked(
-        self,
-        request_id: str,
-        prompt: Any,
-        params: SamplingParams,
-        *,
-        arrival_time: float | None,
-        priority: int,
-    ) -> Request:
-        priority = check_integer(
-            RequestError, "priority", priority, low=-(2**31), high=2**31 - 1
-        )
-        if priority and self._config.scheduling_policy != "priority":
-            hint = "Make the engine with scheduling_policy='priority'."
-            allowed = "0 where requests are served first come, first served"
-            raise wrong_argument(RequestError, "priority", allowed, priority, hint)
+        self._check_priority(priority)
         parsed = parse_prompt(
             prompt,
             self._tokenizer,
             self._config.model_config.vocab_size,
             self._config.max_model_len,
         )
-        return self._make(request_id, parsed, params, arrival_time, priority)
+        make = functools.partial(
+            self._make,
+            parsed,
+            priority=priority,
+            arrival_time=time.time() if arrival_time is None else arrival_time,
+        )
+        if params.n == 1:
+            return Prepared(request_id, [make(request_id, params)])
+        parent = Parent(request_id, params)
+        children = [
+            make(child_id, parent.child_params(index))
+            for index, child_id in enumerate(parent.children)
+        ]
+        return Prepared(request_id, children, parent)
+
+    def _check_priority(self, priority: Any) -> None:
+        check_integer(RequestError, "priority", priority, low=-(2**31), high=2**31 - 1)
+        if priority and self._config.scheduling_policy != "priority":
+            hint = "Make the engine with scheduling_policy='priority'."
+            allowed = "0 where requests are served first come, first served"
+            raise wrong_argument(RequestError, "priority", allowed, priority, hint)
 
     @no_type_check
     def checked(self, params: SamplingParams) -> SamplingParams:
@@ -223,10 +191,11 @@ class Intake:
 
     def _make(
         self,
-        request_id: str,
         parsed: ParsedPrompt,
+        request_id: str,
         params: SamplingParams,
-        arrival_time: float | None,
+        *,
+        arrival_time: float,
         priority: int,
     ) -> Request:
         config = self._config
@@ -263,8 +232,7 @@ class Intake:
             cache_salt=parsed.cache_salt,
             can_read_prefix_cache=_may_read_cache(params),
             stats=RequestStateStats(
-                arrival_time=time.time() if arrival_time is None else arrival_time,
-                queued_ts=time.monotonic(),
+                arrival_time=arrival_time, queued_ts=time.monotonic()
             ),
             spec_metrics=metrics,
         )

@@ -14,12 +14,12 @@ from jaxspec.engine.controller import Controller
 from jaxspec.engine.costs import Costs
 from jaxspec.engine.delivery import Delivery
 from jaxspec.engine.intake import Intake, Prepared
-from jaxspec.engine.launch import LaunchError, on_device
+from jaxspec.engine.launch import Launch, LaunchError, on_device
 from jaxspec.engine.loading import make_runner, read_tokenizer
 from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.scheduler import Launch, Scheduler
+from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.sleeping import Sleep, check_level
 from jaxspec.engine.stats import EngineStats
 from jaxspec.errors import ConfigError, RequestError, check_integer, refuse
@@ -42,6 +42,7 @@ class LLMEngine:
         runner: The device side, with counts of launches and compiles.
         stats: Totals over all requests.
         costs: Measured times of rounds, and acceptance.
+        input_processor: Checks requests; any thread may call its `prepare`.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class LLMEngine:
         self.scheduler = self._make_scheduler()
         self.metrics = EngineMetrics(config, self.stats)
         self._delivery = Delivery(config, self.tokenizer, self.metrics, self.stats)
-        self._intake = Intake(config, self.tokenizer)
+        self.input_processor = Intake(config, self.tokenizer)
         self._groups = itertools.count()
         # With the time of each launch.
         self._launched: deque[tuple[Launch, Any, float]] = deque()
@@ -110,40 +111,21 @@ class LLMEngine:
         refuse("lora_request", lora_request)
         refuse("tokenization_kwargs", tokenization_kwargs or None)
         refuse("trace_headers", trace_headers or None)
-        given = self.prepare(
-            request_id, prompt, params, arrival_time=arrival_time, priority=priority
+        self.admit(
+            self.input_processor.prepare(
+                request_id, prompt, params, arrival_time=arrival_time, priority=priority
+            )
         )
-        self.admit(given)
         return request_id
 
-    @no_type_check  # `Intake` checks, with better errors
-    def prepare(
-        self,
-        request_id: str,
-        prompt: Any,
-        params: SamplingParams,
-        *,
-        arrival_time: float | None = None,
-        priority: int = 0,
-    ) -> Prepared:
-        """Check a request and make all of it that needs no engine, in any thread.
-
-        Raises:
-            RequestError: The prompt or a sampling value is not acceptable.
-            NotImplementedError: A sampling value that is not supported.
-        """
-        prepared = self._intake.prepare(
-            request_id, prompt, params, arrival_time=arrival_time, priority=priority
-        )
-        self.runner.check_features(prepared.requests[0].features)
-        return prepared
-
     def admit(self, prepared: Prepared) -> None:
-        """Queue what `prepare` made.
+        """Queue what `input_processor.prepare` made.
 
         Raises:
             RequestError: The id is in use, or the engine sleeps.
+            ConfigError: No program on these devices can serve it.
         """
+        self.runner.check_features(prepared.requests[0].features)
         parent = prepared.parent
         self._check_open(prepared.request_id)
         if parent is not None:
@@ -409,7 +391,7 @@ class LLMEngine:
             check_integer(RequestError, "prompt_tokens", prompt_tokens, low=1)
         wanted = [Features(is_greedy=True), Features()]
         for params in sampling_params:
-            features = self._intake.features(params)
+            features = self.input_processor.features(params)
             self.runner.check_features(features)
             decoding = dataclasses.replace(features, num_prompt_logprobs=None)
             wanted += [features, decoding]

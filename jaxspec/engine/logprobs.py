@@ -6,7 +6,8 @@ from jaxspec.logprobs import FlatLogprobs, Logprob, LogprobsOnePosition
 from jaxspec.program.plan import TokenLogprobs
 from jaxspec.sampling_params import SamplingParams
 
-Told = list[Any] | FlatLogprobs
+# By position; in either of vLLM's two forms.
+Logprobs = list[Any] | FlatLogprobs
 
 
 @runtime_checkable
@@ -40,7 +41,7 @@ class LogprobStream:
         self._prompt = self._empty()
         self._prompt.append(None)
 
-    def _empty(self) -> Told:
+    def _empty(self) -> Logprobs:
         return FlatLogprobs() if self._params.flat_logprobs else []
 
     def push(self, token_ids: list[int], values: TokenLogprobs | None) -> None:
@@ -62,7 +63,7 @@ class LogprobStream:
             del self._own[count:]
             self.cumulative = sum(self._own)
 
-    def since(self, count: int) -> Told | None:
+    def since(self, count: int) -> Logprobs | None:
         """What was told after the first `count` tokens; None if none was asked."""
         return None if self.cumulative is None else self._told[count:]
 
@@ -76,7 +77,7 @@ class LogprobStream:
             self._prompt.append(self._position(token, values, index, asked))
 
     @property
-    def prompt(self) -> Told | None:
+    def prompt(self) -> Logprobs | None:
         """By position of the prompt, None for the first."""
         is_whole = len(self._prompt) == len(self._prompt_ids)
         asked = self._params.prompt_logprobs is not None

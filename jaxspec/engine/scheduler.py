@@ -16,8 +16,7 @@ from jaxspec.config import EngineConfig
 from jaxspec.engine.commit import commit
 from jaxspec.engine.controller import Controller
 from jaxspec.engine.costs import Costs
-from jaxspec.engine.launch import Launch as Launch
-from jaxspec.engine.launch import Progress as Progress
+from jaxspec.engine.launch import Launch, Progress
 from jaxspec.engine.pacing import Pacer
 from jaxspec.engine.page_tables import PageTables
 from jaxspec.engine.prefill import Claim, Prefill, claims_of, grow

@@ -23,7 +23,7 @@ def make(prompt: Any = (2, 3, 4), *, config: dict[str, Any] | None = None, **fie
     """A request, its parameters given by name."""
     made = make_config(**(config or {}))
     intake = Intake(made, StubTokenizer(made.model_config.vocab_size))
-    return intake.make("0", list(prompt), SamplingParams(**fields))
+    return intake.prepare("0", list(prompt), SamplingParams(**fields)).requests[0]
 
 
 def test_what_is_asked_arrives():
@@ -43,7 +43,8 @@ def test_requests_without_a_seed_get_their_own():
     def seeds(engine_seed: int) -> list[tuple[int, int]]:
         config = make_config(seed=engine_seed)
         intake = Intake(config, StubTokenizer(config.model_config.vocab_size))
-        requests = [intake.make(str(i), [2], SamplingParams()) for i in range(3)]
+        prepared = [intake.prepare(str(i), [2], SamplingParams()) for i in range(3)]
+        requests = [one.requests[0] for one in prepared]
         assert {request.rule for request in requests} == {STANDARD}
         return [request.seed for request in requests]
 
@@ -85,16 +86,18 @@ def test_the_prefix_cache_can_be_left_alone():
     config = make_config()
     intake = Intake(config, StubTokenizer(config.model_config.vocab_size))
     prompt = {"prompt_token_ids": [2], "cache_salt": "mine"}
-    assert intake.make("0", prompt, SamplingParams()).cache_salt == "mine"
+    (request,) = intake.prepare("0", prompt, SamplingParams()).requests
+    assert request.cache_salt == "mine"
     with pytest.raises(RequestError, match="cache_salt.* must be a non-empty string"):
-        intake.make("0", prompt | {"cache_salt": ""}, SamplingParams())
+        intake.prepare("0", prompt | {"cache_salt": ""}, SamplingParams())
 
 
 def test_priorities_need_their_policy():
     def ask(policy: str, priority: Any) -> Request:
         config = make_config(scheduling_policy=policy)
         intake = Intake(config, StubTokenizer(config.model_config.vocab_size))
-        return intake.make("0", [2], SamplingParams(), priority=priority)
+        prepared = intake.prepare("0", [2], SamplingParams(), priority=priority)
+        return prepared.requests[0]
 
     assert ask("priority", -5).priority == -5
     assert ask("fcfs", 0).priority == 0
@@ -104,15 +107,32 @@ def test_priorities_need_their_policy():
         ask("priority", 0.5)
 
 
+def test_a_prompt_for_several_texts_is_encoded_once(monkeypatch):
+    config, encoded = make_config(), []
+    tokenizer = StubTokenizer(config.model_config.vocab_size)
+    encode = tokenizer.encode
+
+    def count(text: str, **options: Any) -> list[int]:
+        encoded.append(text)
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", count)
+    prepared = Intake(config, tokenizer).prepare("0", "abc", SamplingParams(n=3))
+    assert encoded == ["abc"]
+    assert [one.request_id for one in prepared.requests] == ["0_0", "1_0", "2_0"]
+    prompts = [one.prompt_token_ids for one in prepared.requests]
+    assert prompts == [prompts[0]] * 3
+
+
 def test_parameters_are_checked_again_and_copied():
     given = SamplingParams(stop_token_ids=[5])
     config = make_config()
     intake = Intake(config, StubTokenizer(config.model_config.vocab_size))
-    request = intake.make("0", [2], given)
+    request = intake.prepare("0", [2], given).requests[0]
     assert request.params is not given
     given.top_p = 3.0
     with pytest.raises(RequestError, match="top_p"):
-        intake.make("0", [2], given)
+        intake.prepare("0", [2], given)
 
 
 @pytest.mark.parametrize(
