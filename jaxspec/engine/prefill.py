@@ -55,7 +55,7 @@ class Prefill:
         self.admissions.append(_admission(request))
         self.updates += [(request.row, i, page) for i, page in enumerate(found)]
         end = next_end(request, self.room)
-        self.updates += grow(self.rows, self.tables, request, end + 1)
+        self.updates += self.tables.grow(request, end + 1)
         self.feed(request)
 
     def feed(self, request: Request) -> None:
@@ -97,15 +97,6 @@ def claims_of(prefilling: list[Request], room: int) -> list[Claim]:
             room -= -(-(end - request.num_fed) // TILE)
             claims.append((request, end + 1))
     return claims
-
-
-def grow(
-    rows: RowTable, tables: PageTables, request: Request, num_tokens: int
-) -> list[PageUpdate]:
-    """Give a running request the pages of its first tokens."""
-    updates = tables.grow(request, num_tokens)
-    rows.num_pages[request.row] = len(request.pages)
-    return updates
 
 
 def _prompt_tiles(request: Request, room: int) -> list[Tile]:

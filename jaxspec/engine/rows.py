@@ -22,6 +22,19 @@ NO_FEATURES = Features(is_greedy=True)
 class RowTable:
     """Rows of the device's state and who has them.
 
+    A draft model lags behind while rounds run without it, since it has keys and values
+    only for tokens that it was fed; its first pass of a round takes two tokens, so a
+    request whose `draft_gap` is above 2 needs a prefill of the draft alone before it
+    gets drafts again:
+
+        launch                    draft_gap  tokens without the draft's keys, at most
+        the prompt is complete        1      the sampled token
+        K = 3                         2      the last draft, the target's token
+        K = 0                         3      one more
+        K = 0                         4      one more
+        prefill of the draft          1      the last one, the next round's input
+        K = 3                         2
+
     Attributes:
         owner: A number that no other admission has; -1 for a free row.
         is_decoding: The whole prompt is fed, or part of a launch.
@@ -32,10 +45,8 @@ class RowTable:
         max_total: Tokens at which the sequence ends.
         longest: Positions that may be written, lookahead included.
         num_draft: Most drafts per round that the request wants.
-        draft_gap: Most known tokens at the sequence's end for which the draft model
-            may lack keys and values, once all that is launched has run. Its first
-            pass fills two. Without a draft model 1: the target's own.
-        num_pages: Pages in the row's table.
+        draft_gap: Upper bound on how many of the newest tokens the draft model has no
+            keys and values for, once all that is launched has run.
         kind: What decoding needs, as an index of `kinds`.
     """
 
@@ -57,7 +68,7 @@ class RowTable:
         self.ahead = integers()
         self.max_total, self.longest = integers(), integers()
         self.num_draft, self.draft_gap = integers(), integers(1)
-        self.num_pages, self.kind = integers(), integers()
+        self.kind = integers()
         self._longest_drafted = longest_drafted
         self._admissions = itertools.count()
 
@@ -73,7 +84,6 @@ class RowTable:
         self.num_unread[row] = self.ahead[row] = 0
         self.max_total[row], self.longest[row] = request.max_total, longest
         self.num_draft[row], self.draft_gap[row] = request.num_draft_tokens, 1
-        self.num_pages[row] = 0
         # Its prompt is in when it decodes.
         features = dataclasses.replace(request.features, num_prompt_logprobs=None)
         if features not in self.kinds:
@@ -174,4 +184,3 @@ class RowTable:
             request.check()
             assert request.row == row
             assert self.num_tokens[row] == request.num_tokens
-            assert self.num_pages[row] == len(request.pages)

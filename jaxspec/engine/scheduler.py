@@ -8,7 +8,7 @@ texts or devices.
 import functools
 import operator
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from jaxspec.engine.costs import Costs
 from jaxspec.engine.launch import Launch, Progress
 from jaxspec.engine.pacing import Pacer
 from jaxspec.engine.page_tables import PageTables
-from jaxspec.engine.prefill import Claim, Prefill, claims_of, grow
+from jaxspec.engine.prefill import Claim, Prefill, claims_of
 from jaxspec.engine.request import Request, Status
 from jaxspec.engine.rows import RowTable
 from jaxspec.engine.shapes import Programs, Shapes
@@ -34,6 +34,27 @@ from jaxspec.program.plan import (
     StepResult,
     StepShape,
 )
+
+
+class Decode(NamedTuple):
+    """What of the next launch decodes, before it has pages.
+
+    Attributes:
+        rows: That go on; none while the program for them is being made.
+        wanted: Draft tokens for each.
+        shape: Their program, without prompts.
+        lagging: Whose draft model has to catch up before it drafts.
+    """
+
+    rows: np.ndarray
+    wanted: np.ndarray
+    shape: StepShape | None
+    lagging: list[Request]
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Most draft tokens that a row wants."""
+        return int(self.wanted.max(initial=0))
 
 
 class Scheduler:
@@ -81,59 +102,102 @@ class Scheduler:
 
     def plan(self) -> Launch | None:
         """Plan the next launch; None when nothing can be done before a read."""
-        launch, is_held = self._plan(None)
-        # Prefill was deferred to protect decode latency, but no decoding row could get
-        # pages: plan again with all the room that prompts can have.
-        return self._plan(self.shapes.max_tiles)[0] if is_held else launch
+        decode = self._decodable()
+        shapes = self._shapes_with_prompts(decode)
+        room, charged_s = self._room(decode, shapes)
+        launch = self._plan(decode, shapes, room, charged_s)
+        if launch is None and len(decode.rows) and not room:
+            # Prefill was deferred to protect decode latency, but no decoding row could
+            # get pages: retry with the full prefill budget.
+            decode = self._decodable()
+            shapes = self._shapes_with_prompts(decode)
+            launch = self._plan(decode, shapes, self.shapes.max_tiles, None)
+        return launch
 
-    def _plan(self, room: int | None) -> tuple[Launch | None, bool]:
-        """A launch, and whether one with more room for prompts would do more.
+    @property
+    def _prefilling(self) -> list[Request]:
+        return [one for one in self.running if one.status is Status.PREFILL]
 
-        Args:
-            room: Tiles of prompts that it may take along; None for what is fair.
-        """
-        charged_s = None
+    def _decodable(self) -> Decode:
+        """What can decode next, in a program that is there."""
         limit = self.controller.limit(len(self.running) + bool(self.waiting))
         rows, wanted = self.rows.decodable(limit)
-        num_draft, features = int(wanted.max(initial=0)), self.rows.features(rows)
-        plain = None
+        shape = None
         if len(rows):
-            plain = self.shapes.find(len(rows), num_draft, 0, features)
-        if plain is None:  # its program is being made
-            rows, wanted, num_draft = rows[:0], wanted[:0], 0
-        prefilling = [r for r in self.running if r.status is Status.PREFILL]
-        is_lagging = bool(limit and self._has_draft_model and self.rows.lagging())
-        fed = list[StepShape]()
-        if prefilling or self.waiting or is_lagging:
-            fed = self._with_prompts(rows, num_draft, prefilling)
-        if room is None:
-            room, charged_s = self._room(
-                plain, fed, rows, is_prefilling=bool(prefilling)
-            )
-        room = min(room, fed[-1].num_tiles if fed else 0)
-        going_on = claims_of(prefilling, room)
-        growing = self._growing(rows, num_draft)
-        updates, sitting_out = self._secure(growing + going_on)
+            num_draft, features = int(wanted.max()), self.rows.features(rows)
+            shape = self.shapes.find(len(rows), num_draft, 0, features)
+        if shape is None:
+            rows, wanted = rows[:0], wanted[:0]
+        has_lag = limit and self._has_draft_model
+        return Decode(rows, wanted, shape, self.rows.lagging() if has_lag else [])
+
+    def _shapes_with_prompts(self, decode: Decode) -> list[StepShape]:
+        """Programs that are there for a launch with prompts, from the smallest."""
+        prefilling = self._prefilling
+        if not (prefilling or self.waiting or decode.lagging):
+            return []
+        features, tokens = self.rows.features(decode.rows), 0
+        for request in prefilling:
+            features |= request.features
+            tokens += len(request.tokens_to_feed) - request.num_fed
+        num_seqs, num_draft = len(decode.rows), decode.num_draft_tokens
+        found = self.shapes.with_prompts(num_seqs, num_draft, features)
+        if tokens:
+            self.shapes.ask_for(num_seqs, num_draft, tokens, features)
+        return found
+
+    def _room(
+        self, decode: Decode, shapes: list[StepShape]
+    ) -> tuple[int, float | None]:
+        """Tiles of prompts that the launch may take along, and what pacing charges.
+
+        Args:
+            shapes: Its programs with prompts, from the smallest chunk.
+        """
+        most = shapes[-1].num_tiles if shapes else 0
+        if not self._prefilling and not self.waiting:
+            self.pacer.rest()
+            return most, None
+        if not (self.rows.is_decoding & self.rows.is_streamed).any():
+            return most, None
+        if decode.shape is None or not shapes:
+            # After the read, or once the draft model has caught up.
+            return 0, None
+        tokens, charged_s = self.pacer.chunk(decode.shape, shapes)
+        return tokens // TILE, charged_s
+
+    def _plan(
+        self,
+        decode: Decode,
+        shapes: list[StepShape],
+        room: int,
+        charged_s: float | None,
+    ) -> Launch | None:
+        """Take pages, feed prompts and admit; None if nothing is left to launch."""
+        rows, wanted = decode.rows, decode.wanted
+        most = shapes[-1].num_tiles if shapes else 0
+        room = min(room, most)
+        going_on = claims_of(self._prefilling, room)
+        updates, sitting_out = self._secure(self._growing(decode) + going_on)
         if sitting_out is not None:
             # Drop the rows that were preempted or found no page.
             is_served = (self.rows.owner[rows] >= 0) & ~np.isin(rows, sitting_out)
             rows, wanted = rows[is_served], wanted[is_served]
-        most = fed[-1].num_tiles if fed else 0
         work = Prefill(self.rows, self.tables, most, updates)
-        if is_lagging:
-            for request in self.rows.lagging():
-                if work.room:
-                    work.catch_up(request)
+        for request in decode.lagging:
+            if work.room and request.row >= 0:
+                work.catch_up(request)
         work.room = min(work.room, room)
         for request, _ in going_on:
             is_there = request.row >= 0 and request.row not in (sitting_out or ())
             if work.room and is_there:  # the catching up takes room as well
                 work.feed(request)
         # Without any program for prompts, admission asks for one.
-        while sitting_out is None and (work.room or not fed) and self._admit(work):
+        while sitting_out is None and (work.room or not shapes) and self._admit(work):
             pass
         if not len(rows) and not work.tiles:
-            return None, sitting_out is not None and not room
+            return None
+        shape = decode.shape
         if work.tiles:
             features = self.rows.features(rows)
             for tile, request in zip(work.tiles, work.tiled, strict=True):
@@ -141,64 +205,24 @@ class Scheduler:
                     features |= request.features
             # Pages were taken for all rows: a plan of fewer may not list them.
             num_seqs = len(rows)
-            if sitting_out is not None and plain is not None:
-                num_seqs = plain.num_seqs
+            if sitting_out is not None and shape is not None:
+                num_seqs = shape.num_seqs
             tokens = len(work.tiles) * TILE
-            plain = self.shapes.find(num_seqs, num_draft, tokens, features)
-        assert plain is not None, "rows decode, and prompts come in, where they can"
-        return self._launch(rows, wanted, plain, work, charged_s), False
+            num_draft = decode.num_draft_tokens
+            shape = self.shapes.find(num_seqs, num_draft, tokens, features)
+        assert shape is not None, "rows decode, and prompts come in, where they can"
+        return self._launch(rows, wanted, shape, work, charged_s)
 
-    def _with_prompts(
-        self, rows: np.ndarray, num_draft: int, prefilling: list[Request]
-    ) -> list[StepShape]:
-        """Programs that are there for a launch with prompts, from the smallest."""
-        features, tokens = self.rows.features(rows), 0
-        for request in prefilling:
-            features |= request.features
-            tokens += len(request.tokens_to_feed) - request.num_fed
-        found = self.shapes.with_prompts(len(rows), num_draft, features)
-        if tokens:
-            self.shapes.ask_for(len(rows), num_draft, tokens, features)
-        return found
-
-    def _room(
-        self,
-        plain: StepShape | None,
-        fed: list[StepShape],
-        rows: np.ndarray,
-        *,
-        is_prefilling: bool,
-    ) -> tuple[int, float | None]:
-        """Tiles of prompts that the launch may take along.
-
-        Args:
-            plain: The launch without any.
-            fed: The same launch with some, from the smallest chunk.
-        """
-        most = self.shapes.max_tiles
-        if not is_prefilling and not self.waiting:
-            self.pacer.rest()
-            return most, None
-        table = self.rows
-        if not (table.is_decoding & table.is_streamed).any():
-            return most, None
-        if plain is None:
-            return 0, None  # after the read, or the draft model's catching up
-        if not fed:
-            return 0, None
-        tokens, charged_s = self.pacer.chunk(plain, fed)
-        return tokens // TILE, charged_s
-
-    def _growing(self, rows: np.ndarray, num_draft: int) -> list[Claim]:
+    def _growing(self, decode: Decode) -> list[Claim]:
         """Decoding requests that need more pages, and for how many tokens."""
-        table = self.rows
-        # The draft writes num_draft positions whatever the request wants. One more:
-        # the target's token has a place there, if no keys and values.
-        lengths = table.most_tokens(rows) + num_draft + 1
+        table, rows = self.rows, decode.rows
+        # The draft writes its positions whatever the request wants. One more: the
+        # target's token has a place there, if no keys and values.
+        lengths = table.most_tokens(rows) + decode.num_draft_tokens + 1
         lengths = np.minimum(lengths, table.longest[rows])
-        is_growing = lengths > table.num_pages[rows] * self.config.page_size
-        requests = table.owners_of(rows[is_growing].tolist())
-        return list(zip(requests, lengths[is_growing].tolist(), strict=True))
+        requests = table.owners_of(rows.tolist())
+        claims = zip(requests, lengths.tolist(), strict=True)
+        return [claim for claim in claims if self.tables.missing(*claim)]
 
     def _secure(self, claims: list[Claim]) -> tuple[list[PageUpdate], list[int] | None]:
         """Take pages for all that the launch may write of requests that run.
@@ -222,7 +246,7 @@ class Scheduler:
             if is_tight and not self._make_room(request, length):
                 sitting_out.append(request.row)
                 continue
-            updates += grow(self.rows, self.tables, request, length)
+            updates += self.tables.grow(request, length)
         return updates, sitting_out if is_tight else None
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
