@@ -4,8 +4,6 @@ Limits are those of the step program, which holds every request's controls in ar
 fixed sizes. Beyond them is an error here, before any device work.
 """
 
-from typing import Protocol, runtime_checkable
-
 from jaxspec.errors import RequestError, wrong_argument
 from jaxspec.program.plan import (
     MAX_BAD_WORD_LEN,
@@ -14,25 +12,13 @@ from jaxspec.program.plan import (
     TokenControls,
 )
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.tokenizer import Tokenizer
 
 Word = tuple[int, ...]
 
 
-@runtime_checkable
-class WordEncoder(Protocol):
-    """The part of a tokenizer that is needed here."""
-
-    def encode(
-        self,
-        text: str,
-        add_special_tokens: bool = True,
-        *,
-        parse_special_tokens: bool = True,
-    ) -> list[int]: ...
-
-
 def make_controls(
-    params: SamplingParams, tokenizer: WordEncoder, stop_ids: tuple[int, ...]
+    params: SamplingParams, tokenizer: Tokenizer, stop_ids: tuple[int, ...]
 ) -> TokenControls | None:
     """Return what the step program is to do to single tokens; None for nothing.
 
@@ -62,7 +48,7 @@ def make_controls(
     return None if controls == TokenControls() else controls
 
 
-def _bad_words(given: list[str], tokenizer: WordEncoder) -> tuple[Word, ...]:
+def _bad_words(given: list[str], tokenizer: Tokenizer) -> tuple[Word, ...]:
     """Spell every word in token ids, as the start of a text and after a space."""
     words: list[Word] = []
     for text in given:

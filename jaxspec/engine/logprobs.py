@@ -1,20 +1,14 @@
 """Owns the log-probabilities of one text: from arrays of a launch to vLLM's dicts."""
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from jaxspec.logprobs import FlatLogprobs, Logprob, LogprobsOnePosition
 from jaxspec.program.plan import TokenLogprobs
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.tokenizer import Tokenizer
 
 # By position; in either of vLLM's two forms.
 Logprobs = list[Any] | FlatLogprobs
-
-
-@runtime_checkable
-class TokenDecoder(Protocol):
-    """The part of a tokenizer that is needed here."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
 
 class LogprobStream:
@@ -29,7 +23,7 @@ class LogprobStream:
     """
 
     def __init__(
-        self, tokenizer: TokenDecoder, params: SamplingParams, prompt_ids: list[int]
+        self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: list[int]
     ):
         self._tokenizer = tokenizer
         self._params = params

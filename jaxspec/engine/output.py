@@ -1,9 +1,7 @@
 """From token ids to text, as they come: incremental decoding and stop strings."""
 
-from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
-
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.tokenizer import Tokenizer
 
 _BROKEN = "\ufffd"  # what decoding shows for a character whose bytes are incomplete
 # Tokens decoded again with the new ones. SentencePiece joins no further than the bytes
@@ -11,16 +9,6 @@ _BROKEN = "\ufffd"  # what decoding shows for a character whose bytes are incomp
 _CONTEXT = 6
 # Up to so many the text of those is kept; then it is made anew of the last ones.
 _MOST_CONTEXT = 18
-
-
-@runtime_checkable
-class Decoder(Protocol):
-    """The part of a tokenizer that is needed here."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
-
-    @property
-    def plain_texts(self) -> Mapping[int, str | None]: ...
 
 
 class TextStream:
@@ -35,7 +23,7 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Decoder, params: SamplingParams, *, has_ends: bool = False
+        self, tokenizer: Tokenizer, params: SamplingParams, *, has_ends: bool = False
     ):
         self._tokenizer = tokenizer
         self._params = params

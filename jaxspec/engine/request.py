@@ -2,8 +2,8 @@
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
 
+from jaxspec.engine.token_masks import Reading
 from jaxspec.outputs import RequestSpecDecodeMetrics, RequestStateStats
 from jaxspec.program.plan import Features, TokenControls
 from jaxspec.sampling_params import SamplingParams
@@ -30,7 +30,7 @@ class Request:
         rule: An index of `jaxspec.program.plan.RULES`.
         features: What the program must have for this request.
         controls: Penalties, bias and masks of single tokens.
-        reading: `jaxspec.engine.token_masks.Reading`, of a text that has a form.
+        reading: Of a text that follows a grammar.
         priority: A lower value goes first, where the engine goes by priority.
         cache_salt: Pages are shared only among requests of equal salt.
         cache_group: With prefix caching off, those of one group share pages.
@@ -58,7 +58,7 @@ class Request:
     spec_metrics: RequestSpecDecodeMetrics | None
     features: Features = Features()
     controls: TokenControls | None = None
-    reading: Any = None
+    reading: Reading | None = None
     priority: int = 0
     cache_salt: str | None = None
     cache_group: int | None = None

@@ -8,7 +8,7 @@ texts or devices.
 import functools
 import operator
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from jaxspec.engine.request import Request, Status
 from jaxspec.engine.rows import RowTable
 from jaxspec.engine.shapes import Programs, Shapes
 from jaxspec.engine.stats import EngineStats
+from jaxspec.engine.token_masks import Reading
 from jaxspec.engine.waiting import WaitingLine
 from jaxspec.program.plan import (
     MAX_CONTROLLED,
@@ -431,7 +432,7 @@ class Scheduler:
         assert len(self.rows.free) == self.config.max_num_seqs, "a row is taken"
 
 
-def _readings(decoding: list[Request], work: Prefill) -> dict[int, Any]:
+def _readings(decoding: list[Request], work: Prefill) -> dict[int, Reading]:
     """The grammar that each row's text follows, where it follows one."""
     return {
         request.row: request.reading

@@ -161,6 +161,7 @@ def test_a_form_names_its_feature_and_outranks_min_tokens():
     request = make(structured_outputs=form, min_tokens=4, stop_token_ids=[7])
     assert request.features == Features(has_grammar=True)
     reading = request.reading
+    assert reading is not None
     assert (reading.num_prompt, reading.min_tokens) == (3, 4)
     assert reading.stop_ids == (EOS, 7)
     # The device knows of no least length, and stop strings do.

@@ -4,6 +4,7 @@ The reference decodes the whole list after every token. It shares nothing with t
 stream's window of context or its search from where the new text starts.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
@@ -14,6 +15,7 @@ import jaxspec_checkpoints
 from jaxspec.engine.output import TextStream
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.tokenizer import Tokenizer
+from tests.engines import StubTokenizer
 
 TOKENIZER = Tokenizer.from_folder(jaxspec_checkpoints.bundled_target())
 BROKEN = "\ufffd"
@@ -215,13 +217,11 @@ def test_without_detokenizing_there_is_no_text():
 def test_of_several_matches_the_first_in_the_text_wins(stops, expected):
     # One piece that brings "abc" at once: a character token for each would decide by
     # arrival instead.
-    class OnePiece:
-        plain_texts = {0: "abc"}
+    class OnePiece(StubTokenizer):
+        def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+            return "abc" * len(list(ids))
 
-        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-            return "abc" * len(ids)
-
-    stream = TextStream(OnePiece(), SamplingParams(stop=stops))
+    stream = TextStream(OnePiece(1), SamplingParams(stop=stops))
     assert stream.push([0]) == (expected, 1)
     assert stream.text == "a"
 
