@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxspec.engine.page_tables import PageTables
+from jaxspec.engine.kv_cache import PageTables
 from jaxspec.engine.request import Request, Status
 from jaxspec.engine.rows import RowTable
 from jaxspec.program.plan import (
