@@ -13,7 +13,7 @@ from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.controller import Controller
 from jaxspec.engine.costs import Costs
 from jaxspec.engine.delivery import Delivery
-from jaxspec.engine.intake import Intake, Prepared
+from jaxspec.engine.input_processor import Intake, Prepared
 from jaxspec.engine.launch import Launch, LaunchError, on_device
 from jaxspec.engine.loading import make_runner, read_tokenizer
 from jaxspec.engine.metrics import EngineMetrics, Load

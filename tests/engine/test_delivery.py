@@ -16,7 +16,7 @@ from jaxspec.metrics import Histogram
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import TILE
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.engine.test_intake import make
+from tests.engine.test_input_processor import make
 from tests.engine.test_llm_engine import letters, make_fake_engine, run_all, said
 from tests.engine.test_output import EXAMPLES, IDS, TOKENIZER, split
 from tests.loops import make_config

@@ -1,7 +1,8 @@
-"""Owns what happens when a request comes in: it is checked whole, or refused.
+"""Turns what a caller asks for into checked requests, or refuses it.
 
 Everything a caller can do wrong is found here, before the request exists and before any
-device work.
+device work. Limits of penalties, biases and words are those of the step program, which
+holds every request's controls in arrays of fixed sizes.
 """
 
 import functools
@@ -12,7 +13,6 @@ from typing import Any, NamedTuple, no_type_check
 import numpy as np
 
 from jaxspec.config import EngineConfig
-from jaxspec.engine.controls import make_controls
 from jaxspec.engine.grammar import GrammarCompiler
 from jaxspec.engine.parent import Parent
 from jaxspec.engine.request import Request
@@ -26,7 +26,15 @@ from jaxspec.errors import (
 )
 from jaxspec.inputs import ParsedPrompt, parse_prompt
 from jaxspec.outputs import RequestSpecDecodeMetrics, RequestStateStats
-from jaxspec.program.plan import MAX_STOP_IDS, RULES, Features
+from jaxspec.program.plan import (
+    MAX_BAD_WORD_LEN,
+    MAX_BAD_WORDS,
+    MAX_BIAS,
+    MAX_STOP_IDS,
+    RULES,
+    Features,
+    TokenControls,
+)
 from jaxspec.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxspec.tokenizer import NoTokenizer, Tokenizer
 
@@ -44,6 +52,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "routed_experts_prompt_start": (0, "Gemma 2 has no experts"),
     "trace_decode_token_ids": (None, "tokens are drawn, never given"),
 }
+Word = tuple[int, ...]
 
 
 class Prepared(NamedTuple):
@@ -306,3 +315,85 @@ def _may_read_cache(params: SamplingParams) -> bool:
 def _if_asked(asked: int | None, told: int) -> int | None:
     """Launches tell all candidates or none: one executable whatever is asked."""
     return None if asked is None else told
+
+
+def make_controls(
+    params: SamplingParams, tokenizer: Tokenizer, stop_ids: tuple[int, ...]
+) -> TokenControls | None:
+    """Return what the step program is to do to single tokens; None for nothing.
+
+    Args:
+        stop_ids: Not generated before `min_tokens`.
+
+    Raises:
+        RequestError: There is more than the program has room for, or no token is left
+            that could be generated.
+    """
+    bias = tuple(sorted((params.logit_bias or {}).items()))
+    if len(bias) > MAX_BIAS:
+        raise _too_many("logit_bias", f"at most {MAX_BIAS} token ids", len(bias))
+    words = _bad_words(params.bad_words or [], tokenizer)
+    allowed = None
+    if params.allowed_token_ids is not None:
+        allowed = tuple(sorted(set(params.allowed_token_ids)))
+        _check_some_left(allowed, words, stop_ids if params.min_tokens else ())
+    controls = TokenControls(
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        bias=bias,
+        allowed=allowed,
+        bad_words=words,
+    )
+    return None if controls == TokenControls() else controls
+
+
+def _bad_words(given: list[str], tokenizer: Tokenizer) -> tuple[Word, ...]:
+    """Spell every word in token ids, as the start of a text and after a space."""
+    words: list[Word] = []
+    for text in given:
+        bare = text.lstrip(" ")
+        for form in (bare, f" {bare}") if bare else (text,):
+            ids = tokenizer.encode(
+                form, add_special_tokens=False, parse_special_tokens=False
+            )
+            if len(ids) > MAX_BAD_WORD_LEN:
+                raise wrong_argument(
+                    RequestError,
+                    "bad_words",
+                    f"words of at most {MAX_BAD_WORD_LEN} tokens",
+                    text,
+                    f"It has {len(ids)}.",
+                )
+            words.append(tuple(ids))
+    unique = dict.fromkeys(words)
+    # What ends in a word that is forbidden is forbidden with it.
+    kept = tuple(
+        word
+        for word in unique
+        if not any(word[start:] in unique for start in range(1, len(word)))
+    )
+    if len(kept) > MAX_BAD_WORDS:
+        allowed = f"at most {MAX_BAD_WORDS} spellings in token ids"
+        raise _too_many("bad_words", allowed, len(kept))
+    return kept
+
+
+def _check_some_left(
+    allowed: tuple[int, ...], words: tuple[Word, ...], stop_ids: tuple[int, ...]
+) -> None:
+    forbidden = {word[0] for word in words if len(word) == 1}.union(stop_ids)
+    if forbidden.issuperset(allowed):
+        raise wrong_argument(
+            RequestError,
+            "allowed_token_ids",
+            "some id that bad_words leaves, and that is no end of text where "
+            "min_tokens is set",
+            list(allowed),
+        )
+
+
+def _too_many(name: str, allowed: str, count: int) -> RequestError:
+    return RequestError(
+        f"{name} must hold {allowed}, got {count}.", parameter=name, value=count
+    )
