@@ -78,10 +78,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/test_vllm_paths.py",
         "it is there to be imported",
     ),
-    "jaxspec/engine/delivery.py": (
-        "tests/engine/test_llm_engine.py",
-        "what the engine returns is what delivery makes",
-    ),
     "jaxspec/engine/launch.py": (
         "tests/engine/test_scheduler.py",
         "a plan and its owners, read by every test of the scheduler",

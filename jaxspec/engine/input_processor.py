@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.grammar import GrammarCompiler
-from jaxspec.engine.parent import Parent
+from jaxspec.engine.output_processor import Parent
 from jaxspec.engine.request import Request
 from jaxspec.engine.token_masks import Reading
 from jaxspec.errors import (

@@ -12,11 +12,11 @@ from jaxspec.config import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.controller import Controller
 from jaxspec.engine.costs import Costs
-from jaxspec.engine.delivery import Delivery
 from jaxspec.engine.input_processor import Intake, Prepared
 from jaxspec.engine.launch import Launch, LaunchError, on_device
 from jaxspec.engine.loading import make_runner, read_tokenizer
 from jaxspec.engine.metrics import EngineMetrics, Load
+from jaxspec.engine.output_processor import Delivery
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Scheduler

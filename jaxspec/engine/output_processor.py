@@ -1,23 +1,146 @@
-"""What the engine's callers get of every round: texts, ends of requests, outputs."""
+"""Turns the tokens of every round into outputs: texts, ends of requests, log-probs.
 
+Owns what has been sent of each request, the requests for several texts, and who drew
+each token where a request wants to know.
+"""
+
+import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.launch import Progress
 from jaxspec.engine.logprobs import Logprobs, LogprobStream
 from jaxspec.engine.metrics import EngineMetrics
-from jaxspec.engine.origins import OriginStream
 from jaxspec.engine.output import TextStream
-from jaxspec.engine.parent import Parent
 from jaxspec.engine.request import Request
 from jaxspec.engine.stats import EngineStats
 from jaxspec.outputs import CompletionOutput, RequestOutput, TokenOrigin
-from jaxspec.sampling_params import RequestOutputKind
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.tokenizer import Tokenizer
 
 Finish = Callable[[Request, str, int | str | None], None]
+
+
+class Parent:
+    """A request of `n` texts and what is known of them.
+
+    Every text is a request of its own with `n=1`. A seeded one gets the seed plus its
+    index, so that text i of a request is the text of a request with that seed.
+
+    Attributes:
+        children: Ids of the requests that make the texts, by index.
+        most_tokens: Of the texts that have ended, the length of the longest.
+    """
+
+    def __init__(self, request_id: str, params: SamplingParams):
+        self.request_id, self._params = request_id, params
+        self.children = [f"{index}_{request_id}" for index in range(params.n)]
+        self.most_tokens = 0
+        self._num_running = self._num_open = params.n
+        self._latest: dict[int, RequestOutput] = {}
+        self._new: dict[int, RequestOutput] = {}
+
+    def child_params(self, index: int) -> SamplingParams:
+        """What text `index` is made with."""
+        params = self._params.clone()
+        params.n = 1
+        if params.seed is not None:
+            params.seed += index
+        return params
+
+    def is_last(self, num_tokens: int) -> bool:
+        """Note that a text has ended, with so many tokens: whether no other goes on."""
+        self.most_tokens = max(self.most_tokens, num_tokens)
+        self._num_open -= 1
+        return not self._num_open
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        """Take what a child has to tell."""
+        output.outputs[0].index = index
+        output.request_id = self.request_id
+        self._latest[index] = self._new[index] = output
+        self._num_running -= output.finished
+
+    def tell(self) -> RequestOutput | None:
+        """One output of all that is new, if this request's `output_kind` wants it.
+
+        The final one has all texts. Deltas are of the texts that go on, and every
+        other output repeats the texts that do not.
+        """
+        kind = self._params.output_kind
+        is_finished = not self._num_running
+        if kind is RequestOutputKind.FINAL_ONLY and not is_finished:
+            return None
+        told = self._new if kind is RequestOutputKind.DELTA else self._latest
+        outputs = [told[index] for index in sorted(told)]
+        completions = itertools.chain.from_iterable(one.outputs for one in outputs)
+        self._new = {}
+        first = outputs[0]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=first.prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            prompt_logprobs=first.prompt_logprobs,
+            outputs=list(completions),
+            finished=is_finished,
+            metrics=first.metrics,
+            num_cached_tokens=first.num_cached_tokens,
+        )
+
+
+class OriginStream:
+    """The origins of one request's tokens, of a request that wants to know them."""
+
+    def __init__(self):
+        self._origins: list[str] = []
+
+    def push(self, num_tokens: int, num_draft_tokens: int, num_accepted: int) -> None:
+        """Take the tokens of one step: the drafts that it kept, then the target's own.
+
+        Where an accepted draft ended the text there is none of the target's.
+        """
+        own = "target"
+        if num_draft_tokens:
+            own = "bonus" if num_accepted == num_draft_tokens else "recovered"
+        self._origins += ["draft"] * num_accepted
+        self._origins += [own] * (num_tokens - num_accepted)
+
+    def keep(self, count: int) -> None:
+        """Forget all but the first `count` tokens."""
+        del self._origins[count:]
+
+    def tell(
+        self,
+        token_ids: Sequence[int],
+        ends: Sequence[int],
+        *,
+        first: int,
+        start: int,
+        text: str,
+    ) -> list[TokenOrigin]:
+        """Cut a part of the text into what each of its tokens brought.
+
+        Text that was held back, since it might have begun a stop string, is released
+        after its own tokens were told: it goes to the first token of this part.
+
+        Args:
+            token_ids: All tokens so far, from the first.
+            ends: How much text there was after each; a last token that ends the text
+                without being part of it has no entry.
+            first: The token that the part begins with.
+            start: The character that it begins with.
+            text: The part.
+        """
+        assert len(self._origins) == len(token_ids)
+        pieces, done = [], 0
+        for index in range(first, len(token_ids)):
+            end = ends[index] - start if index < len(ends) else len(text)
+            piece = text[done : max(end, done)]
+            done += len(piece)
+            pieces.append(TokenOrigin(piece, self._origins[index], token_ids[index]))
+        return pieces
 
 
 @dataclass(kw_only=True, slots=True)
