@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxspec.engine.detokenizer import TextStream
 from jaxspec.engine.launch import Progress
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.metrics import EngineMetrics, Load
-from jaxspec.engine.output import TextStream
 from jaxspec.engine.output_processor import Delivery, OriginStream
 from jaxspec.engine.request import Request
 from jaxspec.engine.stats import EngineStats
@@ -21,6 +21,7 @@ from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.program.plan import TILE
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.e2e import pair
+from tests.engine.test_detokenizer import EXAMPLES, IDS, TOKENIZER, byte_tokens, split
 from tests.engine.test_input_processor import make
 from tests.engine.test_llm_engine import (
     EOS,
@@ -34,7 +35,6 @@ from tests.engine.test_llm_engine import (
     run_one,
     said,
 )
-from tests.engine.test_output import EXAMPLES, IDS, TOKENIZER, byte_tokens, split
 from tests.engines import generate
 from tests.loops import make_config
 
