@@ -6,9 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any, no_type_check
 
 from jaxspec.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from jaxspec.engine.engine_thread import EngineLoop, Mailbox
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.loop import EngineLoop
-from jaxspec.engine.mailbox import Mailbox
 from jaxspec.errors import EngineDeadError, EngineGenerateError, refuse
 from jaxspec.metrics import Metric
 from jaxspec.outputs import RequestOutput

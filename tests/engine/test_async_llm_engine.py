@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
-from jaxspec.engine.loop import MAX_FAILURES
+from jaxspec.engine.engine_thread import MAX_FAILURES
 from jaxspec.errors import EngineDeadError, EngineGenerateError, RequestError
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
