@@ -13,10 +13,9 @@ from typing import Any, NamedTuple, no_type_check
 import numpy as np
 
 from jaxspec.config import EngineConfig
-from jaxspec.engine.grammar import GrammarCompiler
 from jaxspec.engine.output_processor import Parent
 from jaxspec.engine.request import Request
-from jaxspec.engine.token_masks import Reading
+from jaxspec.engine.structured_output import GrammarCompiler, Reading
 from jaxspec.errors import (
     ConfigError,
     RequestError,

@@ -3,7 +3,7 @@
 import enum
 from dataclasses import dataclass, field
 
-from jaxspec.engine.token_masks import Reading
+from jaxspec.engine.structured_output import Reading
 from jaxspec.outputs import RequestSpecDecodeMetrics, RequestStateStats
 from jaxspec.program.plan import Features, TokenControls
 from jaxspec.sampling_params import SamplingParams

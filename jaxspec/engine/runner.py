@@ -19,7 +19,7 @@ from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.shapes import EveryProgram, Programs
-from jaxspec.engine.token_masks import TokenMasks
+from jaxspec.engine.structured_output import TokenMasks
 from jaxspec.errors import ConfigError
 from jaxspec.models.weights import Params
 from jaxspec.program.plan import (

@@ -24,7 +24,7 @@ from jaxspec.engine.request import Request, Status
 from jaxspec.engine.rows import RowTable
 from jaxspec.engine.shapes import Programs, Shapes
 from jaxspec.engine.stats import EngineStats
-from jaxspec.engine.token_masks import Reading
+from jaxspec.engine.structured_output import Reading
 from jaxspec.engine.waiting import WaitingLine
 from jaxspec.program.plan import (
     MAX_CONTROLLED,
