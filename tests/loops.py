@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.engine.batch import Launch
 from jaxspec.engine.controller import Controller
-from jaxspec.engine.launch import Launch
 from jaxspec.engine.request import Request
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.outputs import RequestStateStats

@@ -78,14 +78,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/test_vllm_paths.py",
         "it is there to be imported",
     ),
-    "jaxspec/engine/launch.py": (
-        "tests/engine/test_scheduler.py",
-        "a plan and its owners, read by every test of the scheduler",
-    ),
-    "jaxspec/engine/prefill.py": (
-        "tests/engine/test_scheduler.py",
-        "the prefill part of the plans that the fake device checks",
-    ),
     "jaxspec/program/active.py": (
         "tests/program/test_apply.py",
         "rows are gathered from what a plan has put into them",

@@ -10,10 +10,10 @@ from typing import Any, no_type_check
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.batch import Launch, LaunchError, on_device
 from jaxspec.engine.controller import Controller
 from jaxspec.engine.costs import Costs
 from jaxspec.engine.input_processor import Intake, Prepared
-from jaxspec.engine.launch import Launch, LaunchError, on_device
 from jaxspec.engine.loading import make_runner, read_tokenizer
 from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.output_processor import Delivery

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 
 from jaxspec.config import EngineConfig
-from jaxspec.engine.launch import Launch
+from jaxspec.engine.batch import Launch
 from jaxspec.engine.request import Request
 from jaxspec.engine.stats import EngineStats
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxspec.config import EngineConfig
+from jaxspec.engine.batch import Progress
 from jaxspec.engine.detokenizer import Logprobs, LogprobStream, TextStream
-from jaxspec.engine.launch import Progress
 from jaxspec.engine.metrics import EngineMetrics
 from jaxspec.engine.request import Request
 from jaxspec.engine.stats import EngineStats

@@ -13,13 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxspec.config import EngineConfig
-from jaxspec.engine.commit import commit
+from jaxspec.engine.batch import Claim, Launch, Prefill, Progress, claims_of, commit
 from jaxspec.engine.controller import Controller
 from jaxspec.engine.costs import Costs
 from jaxspec.engine.kv_cache import PageTables
-from jaxspec.engine.launch import Launch, Progress
 from jaxspec.engine.pacing import Pacer
-from jaxspec.engine.prefill import Claim, Prefill, claims_of
 from jaxspec.engine.request import Request, Status
 from jaxspec.engine.rows import RowTable
 from jaxspec.engine.shapes import Programs, Shapes

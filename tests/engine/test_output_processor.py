@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxspec.engine.batch import Progress
 from jaxspec.engine.detokenizer import TextStream
-from jaxspec.engine.launch import Progress
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.output_processor import Delivery, OriginStream

@@ -1,11 +1,10 @@
-"""What a launch tells goes to the tokens that it is about."""
+"""What a launch brings goes to the requests and the tokens that it is about."""
 
 import numpy as np
 import pytest
 
-from jaxspec.engine.commit import commit
+from jaxspec.engine.batch import Launch, commit
 from jaxspec.engine.costs import Costs
-from jaxspec.engine.launch import Launch
 from jaxspec.engine.request import Request, Status
 from jaxspec.engine.rows import RowTable
 from jaxspec.engine.stats import EngineStats
