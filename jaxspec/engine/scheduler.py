@@ -1,13 +1,16 @@
 """Who runs in the next launch: admission, chunked prefill, decoding, preemption.
 
 Plans one launch ahead of what has been read, so it works with bounds on lengths: the
-device alone knows how many drafts were accepted. Owns rows and pages; knows nothing of
-texts or devices.
+device alone knows how many drafts were accepted. Owns rows, pages and the order of
+waiting requests; knows nothing of texts or devices.
 """
 
+import bisect
 import functools
+import itertools
 import operator
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +26,6 @@ from jaxspec.engine.rows import RowTable
 from jaxspec.engine.shapes import Programs, Shapes
 from jaxspec.engine.stats import EngineStats
 from jaxspec.engine.structured_output import Reading
-from jaxspec.engine.waiting import WaitingLine
 from jaxspec.program.plan import (
     MAX_CONTROLLED,
     TILE,
@@ -437,3 +439,40 @@ def _readings(decoding: list[Request], work: Prefill) -> dict[int, Reading]:
         for request in (*decoding, *work.tiled)
         if request.reading is not None
     }
+
+
+class WaitingLine:
+    """Waiting requests, the first to run first.
+
+    By arrival, or by priority and then by arrival. A request that comes back, since
+    its pages were taken from it, has kept its place.
+    """
+
+    def __init__(self, policy: str):
+        self._has_priorities = policy == "priority"
+        self._arrivals = itertools.count()
+        self._line: list[Request] = []
+
+    def rank(self, request: Request) -> tuple[int, int]:
+        """What requests are ordered by, the first to run lowest."""
+        return (request.priority if self._has_priorities else 0, request.arrival)
+
+    def add(self, request: Request) -> None:
+        if request.arrival < 0:
+            request.arrival = next(self._arrivals)
+        bisect.insort(self._line, request, key=self.rank)
+
+    def remove(self, request: Request) -> None:
+        index = bisect.bisect_left(self._line, self.rank(request), key=self.rank)
+        assert self._line[index] is request, f"{request.request_id} does not wait"
+        del self._line[index]
+
+    @property
+    def first(self) -> Request | None:
+        return self._line[0] if self._line else None
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._line)
