@@ -128,7 +128,7 @@ class AsyncLLMEngine:
             del self._mailboxes[mailbox.request_id]
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests; who waits for them gets a last output, of reason "abort".
+        """End requests; their callers get a last output, of reason "abort".
 
         Unknown ids are ignored.
         """
@@ -170,7 +170,7 @@ class AsyncLLMEngine:
 
     @property
     def dead_error(self) -> EngineDeadError:
-        """What requests are told then."""
+        """The error that requests get then."""
         return self._loop.dead_error or EngineDeadError()
 
     @property
@@ -256,7 +256,7 @@ class AsyncLLMEngine:
         return await asyncio.wrap_future(self._loop.call(function))
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Bring a step's outputs to their event loops, in one call to each."""
+        """Pass a step's outputs to their event loops, in one call per loop."""
         batches: dict[
             asyncio.AbstractEventLoop, list[tuple[Mailbox, RequestOutput]]
         ] = {}
@@ -269,7 +269,7 @@ class AsyncLLMEngine:
             _tell(loop, _put_all, batch)
 
     def _fail(self, error: BaseException) -> None:
-        """Tell everybody whose request has ended, each with an error of its own."""
+        """Pass an error to every request that it has ended, each its own exception."""
         for mailbox in list(self._mailboxes.values()):
             if isinstance(error, EngineDeadError):
                 told: Exception = EngineDeadError(str(error))
@@ -306,6 +306,6 @@ def _put_all(batch: list[tuple[Mailbox, RequestOutput]]) -> None:
 def _tell(
     loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any
 ) -> None:
-    """Call a function in an event loop, unless that has closed and nobody waits."""
+    """Call a function in an event loop, unless the loop has closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *arguments)

@@ -1,8 +1,8 @@
 """One launch on the host: how its prefill is cut, its plan, what came of it.
 
-`Prefill` collects tiles, admissions and new pages while a plan is made; `commit` takes
-the result into the requests that the launch was about. They may have ended since, or
-lost their row; what those were told counts.
+`Prefill` collects tiles, admissions and new pages while a plan is made.
+`commit` takes the result into the requests that the launch was about; they may have
+ended since, or lost their row.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class LaunchError(Exception):
 
 @contextlib.contextmanager
 def on_device() -> Iterator[None]:
-    """Tell failures of what is done here from those of the host."""
+    """Turn any exception of device work into a `LaunchError`."""
     try:
         yield
     except Exception as error:
@@ -55,15 +55,15 @@ def on_device() -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class Launch:
-    """A plan, and whom its entries belong to.
+    """A plan, and the requests that its entries are about.
 
     Attributes:
         rows: Decoding rows, in the order of the plan.
-        owners: Whose they were, as `RowTable.owner`.
-        drafts: Drafts of each.
-        tiled: The requests of the plan's tiles.
-        registered: Pages that can be found since, and hold nothing before it has run.
-        charged_s: What `Pacer` counts for it.
+        owners: `RowTable.owner` of each when the launch was planned.
+        drafts: Draft tokens of each.
+        tiled: The request of each of the plan's tiles.
+        registered: Pages registered in the prefix cache that this launch fills.
+        charged_s: Seconds that `Pacer` has charged for it.
     """
 
     plan: StepPlan
@@ -87,10 +87,10 @@ class Progress:
     """What a launch added to one request.
 
     Attributes:
-        is_broken: What the model made is NaN or infinite: the request cannot go on.
+        is_broken: The target's logits are NaN or infinite: the request ends.
         logprobs: Of `token_ids`, one entry per token, where the request wants any.
-        prompt_logprobs: The same for the next prompt tokens of which nothing has been
-            told yet, in order, from the prompt's second token on.
+        prompt_logprobs: The same for the next prompt tokens that have none yet, in
+            order, from the prompt's second token on.
     """
 
     request: Request
@@ -108,8 +108,8 @@ class Prefill:
 
     Attributes:
         room: Tiles that still fit.
-        tiled: Whose each of the tiles is.
-        registered: Pages that can be found from now on.
+        tiled: The request of each tile.
+        registered: Pages registered in the prefix cache.
         num_found: Pages that admitted requests begin with.
     """
 
@@ -129,7 +129,7 @@ class Prefill:
         return sum(admission.controls is not None for admission in self.admissions)
 
     def begin(self, request: Request, found: list[int], longest: int) -> None:
-        """Admit a request that has found pages to begin with, and feed it.
+        """Admit a request with its pages of the prefix cache, and prefill it.
 
         Args:
             longest: Positions that may ever be written.
@@ -145,7 +145,7 @@ class Prefill:
         self.feed(request)
 
     def feed(self, request: Request) -> None:
-        """Feed a prompt as far as there is room; the pages are there."""
+        """Cut as much of a prompt into tiles as there is room; it has the pages."""
         tiles = _prompt_tiles(request, self.room)
         self._add(request, tiles)
         self.registered += self.tables.register(request, request.num_fed)
@@ -156,7 +156,7 @@ class Prefill:
             self.rows.launch(row, np.zeros(1, np.int64))
 
     def catch_up(self, request: Request) -> None:
-        """Feed the draft model alone with tokens of rounds that ran without it."""
+        """Prefill the draft model alone with tokens that it has not cached."""
         gap = int(self.rows.draft_gap[request.row])
         tiles = _catch_up_tiles(request, gap, self.room)
         gap -= sum(len(tile.tokens) for tile in tiles)
@@ -170,12 +170,12 @@ class Prefill:
 
 
 def next_end(request: Request, room: int) -> int:
-    """Where a prompt stands once `room` more tiles of it are fed."""
+    """The position up to which `room` more tiles prefill a prompt."""
     return min(request.num_fed + room * TILE, len(request.tokens_to_feed))
 
 
 def claims_of(prefilling: list[Request], room: int) -> list[Claim]:
-    """Requests whose prompts are continued, and the tokens that need pages then."""
+    """Requests whose prefill goes on, and how many of their tokens need pages."""
     claims = []
     for request in prefilling:
         if room > 0:
@@ -290,7 +290,7 @@ def _commit_rounds(
     # A lookup in the sequence may have found fewer than were planned.
     drafts = np.minimum(result.num_draft[:count], launch.drafts)
     accepted = np.minimum(result.num_accepted[:count], drafts)
-    # Of a sequence that ended before this round, drafts say nothing.
+    # A sequence that had ended before this round says nothing about its drafts.
     is_counted = is_there & (emitted > 0)
     costs.record_acceptance(
         launch.rows[is_counted], drafts[is_counted], accepted[is_counted]
@@ -335,7 +335,7 @@ def _commit_rounds(
         progress.append(part)
     if has_ended:
         emitted = emitted.copy()
-        emitted[has_ended] = 0  # nobody gets it
+        emitted[has_ended] = 0  # tokens after the end are dropped
     stats.record_round(drafts, accepted, emitted)
     return progress
 
@@ -343,7 +343,7 @@ def _commit_rounds(
 def _commit_first(
     result: StepResult, index: int, request: Request, rows: RowTable
 ) -> Progress | None:
-    """The token after a prompt; None if the request has ended."""
+    """Add the first generated token; None if the request has ended."""
     if request.status is Status.FINISHED:
         return None
     token, is_broken = int(result.tile_token[index]), bool(result.tile_is_broken[index])
@@ -367,7 +367,7 @@ def _commit_first(
 def _prompt_logprobs(
     result: StepResult, index: int, tile: Tile, request: Request
 ) -> TokenLogprobs | None:
-    """What a tile says of prompt tokens that nothing has been told of yet."""
+    """Log-probabilities that a tile has for prompt tokens without any yet."""
     found = result.prompt_logprobs
     if found is None or request.features.num_prompt_logprobs is None:
         return None

@@ -25,10 +25,10 @@ class TextStream:
 
     Text is held back while its last character is incomplete (several byte tokens make
     one character) and released with the token that completes it, or at the end.
-    Without stop strings, nothing is decoded before somebody looks.
+    Without stop strings, nothing is decoded before the text is read.
 
     Attributes:
-        ends: How much text there was after each token, if that is to be known.
+        ends: Length of the text after each token, if asked for.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """What can be told of the text so far."""
+        """The text so far, without what is held back."""
         self._advance(is_end=False)
         return self._text
 
@@ -75,7 +75,7 @@ class TextStream:
         return None
 
     def follow(self, token_ids: list[int]) -> str:
-        """Add tokens where there are no stop strings; returns what that tells."""
+        """Add tokens where there are no stop strings; returns the new text."""
         before = len(self._text)
         self._ids += token_ids
         self._advance(is_end=False)
@@ -94,8 +94,8 @@ class TextStream:
     def visible(self, *, is_finished: bool) -> str:
         """The text without an end that a stop string may still cut off.
 
-        What was shown once stays: without this, the beginning of a stop string that
-        arrives in pieces would have been sent to a streaming client already.
+        Otherwise the beginning of a stop string that arrives in pieces would have been
+        sent to a streaming client already.
         """
         text = self.text
         if not self._stops or is_finished or self._params.include_stop_str_in_output:
@@ -171,14 +171,14 @@ def _start_of_stop(text: str, stop: str) -> int:
 
 
 class LogprobStream:
-    """What is told about the tokens of one growing text, and about its prompt's.
+    """Log-probabilities of one growing text and of its prompt.
 
-    Launches tell as many candidates as the engine's `max_logprobs`; here they are cut
+    Launches return as many candidates as the engine's `max_logprobs`; here they are cut
     to what the request asked for.
 
     Attributes:
         cumulative: Sum of the text's own log-probabilities; None if none were asked.
-        prompt: None until all of the prompt has been told, or if that was not asked.
+        prompt: None until they are complete, or if they were not asked for.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class LogprobStream:
         self._told = self._empty()
         self._own: list[float] = []
         self.cumulative: float | None = None if params.logprobs is None else 0.0
-        # Nothing precedes the first token, so nothing tells its probability.
+        # Nothing precedes the first token, so it has no probability.
         self._prompt = self._empty()
         self._prompt.append(None)
 
@@ -202,7 +202,7 @@ class LogprobStream:
         asked = self._params.logprobs
         if asked is None or self.cumulative is None or not token_ids:
             return
-        assert values is not None, "a launch told no logprobs"
+        assert values is not None, "a launch without logprobs"
         own = values.own.tolist()
         for index, token in enumerate(token_ids):
             self._told.append(self._position(token, values, index, asked))
@@ -210,18 +210,18 @@ class LogprobStream:
             self.cumulative += own[index]
 
     def keep(self, count: int) -> None:
-        """Forget what was told beyond the text's first `count` tokens."""
+        """Drop all after the text's first `count` tokens."""
         if self.cumulative is not None and count < len(self._own):
             self._told = self._told[:count]
             del self._own[count:]
             self.cumulative = sum(self._own)
 
     def since(self, count: int) -> Logprobs | None:
-        """What was told after the first `count` tokens; None if none was asked."""
+        """Those after the first `count` tokens; None if none were asked for."""
         return None if self.cumulative is None else self._told[count:]
 
     def push_prompt(self, values: TokenLogprobs) -> None:
-        """Add a part of the prompt: the next tokens of which nothing was told."""
+        """Add the next part of the prompt."""
         asked = self._params.prompt_logprobs
         if asked is None:
             return

@@ -27,10 +27,10 @@ Command = tuple[Callable[[LLMEngine], Any], Future[Any]]
 
 
 class EngineLoop:
-    """Owns an engine: it is touched in this thread only, between two steps.
+    """Owns an engine: only this thread uses it, and calls run between two steps.
 
     Attributes:
-        dead_error: Why it has ended for good, or None.
+        dead_error: Why the thread has ended for good, or None.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class EngineLoop:
                 continue
             try:
                 outputs = self._engine.step()
-            except Exception as error:  # noqa: BLE001 - whoever waits is told
+            except Exception as error:  # noqa: BLE001 - callers get it
                 failures += 1
                 _log.exception("A step failed: the requests it was for have ended")
                 self._end_all(error, is_last=failures == MAX_FAILURES)
@@ -113,7 +113,7 @@ class EngineLoop:
                     self._deliver(outputs)
 
     def _obey(self, *, waits: bool) -> None:
-        """Answer the calls that wait; for the first one there is time if `waits`."""
+        """Run the queued calls; `waits` blocks until there is one."""
         try:
             command = self._commands.get(block=waits, timeout=LOG_INTERVAL_S)
             while True:
@@ -130,7 +130,7 @@ class EngineLoop:
             return
         try:
             result.set_result(function(self._engine))
-        except Exception as error:  # noqa: BLE001 - whoever called is told
+        except Exception as error:  # noqa: BLE001 - the caller gets it
             result.set_exception(error)
 
     def _end_all(self, error: BaseException, *, is_last: bool) -> None:
@@ -142,7 +142,7 @@ class EngineLoop:
         self._fail(error)
 
     def _close(self, error: EngineDeadError | None) -> None:
-        """Take no more calls; those that wait are told."""
+        """Take no more calls; queued ones get the error."""
         with self._lock:
             self.dead_error, self._is_stopped = error, True
         while True:
@@ -156,10 +156,10 @@ class EngineLoop:
 
 
 class Mailbox:
-    """Holds what has not been fetched: one output, into which later ones are merged.
+    """Merges the outputs of one request that its caller has not fetched yet.
 
-    Used in the event loop that it was made in. A consumer that is slower than the
-    engine gets fewer and longer outputs, and never holds up the others.
+    Used in the event loop that it was made in. A caller that is slower than the engine
+    gets fewer and longer outputs, and never holds up the others.
     """
 
     def __init__(self, request_id: str, kind: RequestOutputKind, num_texts: int = 1):
@@ -186,16 +186,16 @@ class Mailbox:
         self._has_news.set()
 
     def fail(self, error: BaseException) -> None:
-        """Have the next `get` raise, in place of what was not fetched."""
+        """Make the next `get` raise; drop what was not fetched."""
         self._waiting, self._error = None, error
         self._has_news.set()
 
     def abort(self) -> None:
-        """End with what there is, for the reason "abort"."""
+        """Finish with the text so far, for the reason "abort"."""
         self.put(self._aborted())
 
     async def get(self) -> RequestOutput:
-        """Wait for news.
+        """Wait for an output.
 
         Raises:
             BaseException: What `fail` was given.

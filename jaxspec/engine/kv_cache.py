@@ -40,9 +40,9 @@ def page_keys(
 
 
 class PagePool:
-    """Pages, how many hold each of them, and the keys of full ones.
+    """Pages with reference counts, and the keys of full ones: the prefix cache.
 
-    A page that nobody holds is free. If it has a key it can still be found, and it is
+    A page without holders is free. If it has a key it can still be found, and it is
     handed out only when there is no other, the least recently used first.
 
     Invariant: a page is free exactly when it has no holder, and is so once.
@@ -58,7 +58,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds, findable ones included."""
+        """Pages without holders, findable ones included."""
         return len(self._blank) + len(self._kept)
 
     @property
@@ -67,7 +67,7 @@ class PagePool:
         return len(self._key_of)
 
     def is_free(self, page: int) -> bool:
-        """Whether nobody holds a page."""
+        """Whether a page has no holders."""
         return not self._holders[page]
 
     def take(self, count: int) -> list[int]:
@@ -91,7 +91,7 @@ class PagePool:
             self._kept.pop(page, None)
 
     def release(self, pages: Iterable[int]) -> None:
-        """Hold pages no more; of those that get free the first are reused first."""
+        """Drop one holder of each page; of freed ones the first are reused first."""
         for page in pages:
             assert self._holders[page] > 0, f"page {page} was freed twice"
             self._holders[page] -= 1
@@ -171,7 +171,7 @@ class PageTables:
         return max(self.count(num_tokens) - len(request.pages), 0)
 
     def find(self, request: Request) -> list[int]:
-        """Pages a waiting request can begin with; one token is left to feed."""
+        """Cached pages of a waiting request; at least one token is left to prefill."""
         if not request.can_read_prefix_cache:
             return []
         count = (len(request.tokens_to_feed) - 1) // self.page_size
@@ -179,7 +179,7 @@ class PageTables:
         return self.pool.find(request.page_keys[:count])
 
     def begin(self, request: Request, found: list[int]) -> None:
-        """Let a request hold what `find` found for it."""
+        """Give a request the pages that `find` found for it."""
         assert not request.pages
         self.pool.share(found)
         request.pages = list(found)
@@ -199,10 +199,11 @@ class PageTables:
         return [(request.row, have + i, page) for i, page in enumerate(taken)]
 
     def register(self, request: Request, num_complete: int) -> list[int]:
-        """Make pages findable of which all keys and values are known to be written.
+        """Put full pages into the prefix cache.
 
         Args:
-            num_complete: First positions for which this holds, of both models.
+            num_complete: Leading positions whose keys and values are written, or are
+                in a launch, for both models.
 
         Returns:
             The pages that were not findable before.
@@ -219,7 +220,7 @@ class PageTables:
         ]
 
     def give_up(self, request: Request) -> None:
-        """Take a request's pages; its last ones are the first to be used again."""
+        """Release a request's pages; its last ones are the first to be used again."""
         self.pool.release(reversed(request.pages))
         request.pages = []
         request.num_registered = 0

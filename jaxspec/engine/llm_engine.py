@@ -31,7 +31,7 @@ from jaxspec.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 LOG_INTERVAL_S = 10.0
-# For a program, before calls of other threads are looked at again.
+# Longest wait for a program before calls of other threads are served.
 MAX_WAIT_S = 0.05
 
 
@@ -67,7 +67,7 @@ class LLMEngine:
         self._launched: deque[tuple[Launch, Any, float]] = deque()
         self._last_read_ts = 0.0
         self._sleep = Sleep(config, self.runner)
-        # What must be there before requests are served; None for nothing.
+        # Must be compiled before requests are served; None for nothing.
         self._first_program: StepShape | None = None
 
     def _make_scheduler(self) -> Scheduler:
@@ -159,7 +159,7 @@ class LLMEngine:
 
         A launch that fails with drafts ends them: requests go on without. One that
         fails without ends the requests that run, and its error is raised. An interrupt
-        ends all requests: nobody knows what the device did. The engine takes new ones.
+        ends all requests: what the device did is unknown. The engine takes new ones.
         """
         try:
             outputs = self._step()
@@ -172,7 +172,7 @@ class LLMEngine:
         return outputs
 
     def _restart(self, error: Exception) -> list[RequestOutput]:
-        """Begin again after a launch that failed; nobody gets anything of it."""
+        """Begin again after a launch that failed; its tokens are dropped."""
         self._launched.clear()
         has_drafts = self.controller.limit(1) > 0
         if has_drafts:
@@ -191,7 +191,7 @@ class LLMEngine:
         return []
 
     def _at_work(self) -> list[Request]:
-        """Whose launch has failed: those that run, or who waits for a program."""
+        """Requests that a failure is about: those that run, or wait for a program."""
         scheduler = self.scheduler
         return scheduler.running or list(itertools.islice(scheduler.waiting, 1))
 
@@ -218,7 +218,7 @@ class LLMEngine:
         return outputs
 
     def _wait_for_program(self) -> float:
-        """Let the program be made that everybody waits for; the seconds waited."""
+        """Wait a while for the program that all requests wait for; the seconds."""
         before = time.monotonic()
         with on_device():
             self.runner.compiler.check()

@@ -23,7 +23,7 @@ Finish = Callable[[Request, str, int | str | None], None]
 
 
 class Parent:
-    """A request of `n` texts and what is known of them.
+    """A request for `n` texts; it has one output for all of them.
 
     Every text is a request of its own with `n=1`. A seeded one gets the seed plus its
     index, so that text i of a request is the text of a request with that seed.
@@ -50,23 +50,23 @@ class Parent:
         return params
 
     def is_last(self, num_tokens: int) -> bool:
-        """Note that a text has ended, with so many tokens: whether no other goes on."""
+        """Note that a text has ended with this many tokens; whether it was the last."""
         self.most_tokens = max(self.most_tokens, num_tokens)
         self._num_open -= 1
         return not self._num_open
 
     def add(self, index: int, output: RequestOutput) -> None:
-        """Take what a child has to tell."""
+        """Take an output of one text."""
         output.outputs[0].index = index
         output.request_id = self.request_id
         self._latest[index] = self._new[index] = output
         self._num_running -= output.finished
 
     def tell(self) -> RequestOutput | None:
-        """One output of all that is new, if this request's `output_kind` wants it.
+        """Make one output of the new ones, if this request's `output_kind` wants it.
 
-        The final one has all texts. Deltas are of the texts that go on, and every
-        other output repeats the texts that do not.
+        The final output has all texts. Deltas have the texts with new tokens; other
+        outputs repeat those without.
         """
         kind = self._params.output_kind
         is_finished = not self._num_running
@@ -90,15 +90,15 @@ class Parent:
 
 
 class OriginStream:
-    """The origins of one request's tokens, of a request that wants to know them."""
+    """Origins of one request's tokens: draft, target, bonus or recovered."""
 
     def __init__(self):
         self._origins: list[str] = []
 
     def push(self, num_tokens: int, num_draft_tokens: int, num_accepted: int) -> None:
-        """Take the tokens of one step: the drafts that it kept, then the target's own.
+        """Add the tokens of one round: accepted drafts, then the target's token.
 
-        Where an accepted draft ended the text there is none of the target's.
+        A text that an accepted draft ended has no token of the target.
         """
         own = "target"
         if num_draft_tokens:
@@ -119,10 +119,10 @@ class OriginStream:
         start: int,
         text: str,
     ) -> list[TokenOrigin]:
-        """Cut a part of the text into what each of its tokens brought.
+        """Cut a part of the text into what each of its tokens added.
 
-        Text that was held back, since it might have begun a stop string, is released
-        after its own tokens were told: it goes to the first token of this part.
+        Text that was held back as the possible start of a stop string is released after
+        its own tokens were sent: it goes to the first token of this part.
 
         Args:
             token_ids: All tokens so far, from the first.
@@ -147,12 +147,12 @@ class Stream:
     """One request's outputs so far.
 
     Attributes:
-        is_silent: Nothing is told before the end, and no text decides when that is.
-        is_steady: Silent, or before the end a delta has nothing but tokens and text.
+        is_silent: No output before the last one, and no stop string to look for.
+        is_steady: As `is_silent`, or deltas carry only text and token ids.
         origins: Of its tokens; None for a request that does not ask for them.
-        num_characters: What deltas have told of the text.
-        num_tokens: The same of the tokens.
-        parent: Whose text it is, and which, where several are asked for.
+        num_characters: Length of the text that was sent as deltas.
+        num_tokens: Number of tokens that were sent.
+        parent: The request for several texts that this is one of, and its index.
     """
 
     request: Request
@@ -167,11 +167,11 @@ class Stream:
 
     @property
     def parent_or_none(self) -> Parent | None:
-        """Whose text it is, where several are asked for."""
+        """The request for several texts that this is one of."""
         return None if self.parent is None else self.parent[0]
 
     def flow(self, token_ids: list[int]) -> RequestOutput | None:
-        """The delta of a text that goes on, and that nothing but tokens can end."""
+        """The next delta, where there is no stop string to look for."""
         if not token_ids:
             return None
         text = self.text.follow(token_ids)
@@ -241,7 +241,7 @@ class Delivery:
         return iter([stream.request for stream in self.streams.values()])
 
     def open(self, request: Request, parent: tuple[Parent, int] | None = None) -> None:
-        """Expect a request's tokens."""
+        """Start the outputs of a request."""
         if parent is not None:
             self.parents[parent[0].request_id] = parent[0]
         params = request.params
@@ -274,7 +274,7 @@ class Delivery:
         }
 
     def requests_of(self, caller_id: str) -> list[Request]:
-        """What runs and waits under an id that a caller chose, about to be ended."""
+        """The unfinished requests of an id that a caller chose."""
         parent = self.parents.pop(caller_id, None)
         names = [caller_id] if parent is None else parent.children
         streams = [self.streams[name] for name in names if name in self.streams]
@@ -282,13 +282,13 @@ class Delivery:
         return [one.request for one in streams if one.parent_or_none is parent]
 
     def reset(self) -> None:
-        """Expect nothing any more."""
+        """Drop all requests."""
         for request in self:
             self.close(request)
         self.parents.clear()
 
     def close(self, request: Request) -> None:
-        """Expect no more of a request."""
+        """Drop a request; count it if it has finished."""
         stream = self.streams.pop(request.request_id)
         if request.finish_reason is None or self._config.disable_log_stats:
             return
@@ -302,10 +302,10 @@ class Delivery:
             self._metrics.add_answered(len(parent.children), parent.most_tokens)
 
     def advance(self, progress: list[Progress], finish: Finish) -> list[RequestOutput]:
-        """Turn new tokens into text, end requests where they end them.
+        """Detokenize new tokens, finish requests at stops, and make outputs.
 
         Args:
-            finish: Ends a request, for a reason, at a stop string or token.
+            finish: Ends a request in the scheduler: reason, stop string or token.
         """
         self._count([part for part in progress if part.token_ids])
         outputs: list[RequestOutput] = []
@@ -314,8 +314,8 @@ class Delivery:
             stream = self.streams[part.request.request_id]
             if part.is_done or not stream.is_steady:
                 self._read(stream, part, finish)
-                # The parts of a prompt come before the first token, which the request
-                # may have already: nothing is known of it yet.
+                # Log-probabilities of the prompt come before its first token does: no
+                # output yet.
                 has_news = part.is_done or part.token_ids
                 output = self._tell(stream) if has_news else None
             elif stream.is_silent:
@@ -350,7 +350,7 @@ class Delivery:
             stats.num_generation_tokens += len(part.token_ids)
 
     def _read(self, stream: Stream, part: Progress, finish: Finish) -> None:
-        """Look for what ends a text."""
+        """Detokenize new tokens and look for what ends the text."""
         request, logprobs = stream.request, stream.logprobs
         if part.prompt_logprobs is not None:
             logprobs.push_prompt(part.prompt_logprobs)
@@ -425,7 +425,7 @@ class Delivery:
 def _origins(
     stream: Stream, first: int, start: int, text: str
 ) -> list[TokenOrigin] | None:
-    """Who drew the tokens of a part of the text, if the request wants to know."""
+    """Origins of the tokens in one output, if the request asks for them."""
     if stream.origins is None:
         return None
     tokens, ends = stream.request.output_token_ids, stream.text.ends

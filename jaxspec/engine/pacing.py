@@ -1,7 +1,7 @@
-"""How many prompt tokens a launch may take along while others stream their texts.
+"""How many prompt tokens a launch may have while other requests stream their texts.
 
-A prompt in chunks makes rounds longer for all who decode. Measured times of rounds
-decide how many go along: over the rounds of a prefill, the mean time is held at
+Prefill makes rounds longer for all decoding requests. Measured times of rounds
+decide how many tokens go in: over the rounds of a prefill, the mean time is held at
 `MAX_SLOWDOWN` of a round without prompts. Knows nothing of requests.
 """
 
@@ -46,21 +46,23 @@ class Pacer:
             self.saved_s += charged_s - seconds
 
     def rest(self) -> None:
-        """No prompt is coming in: the next prefill starts with an even account."""
+        """There is nothing to prefill: the next prefill starts with an even account."""
         self.saved_s, self._num_waited = 0.0, 0
 
-    def chunk(self, plain: StepShape, fed: list[StepShape]) -> tuple[int, float | None]:
+    def chunk(
+        self, plain: StepShape, mixed: list[StepShape]
+    ) -> tuple[int, float | None]:
         """The prompt tokens that the next round may take along, and what it pays out.
 
         Args:
             plain: The round without any.
-            fed: The same round with some, from the smallest chunk.
+            mixed: The same round with some, from the smallest chunk.
         """
         base = self.costs.seconds.get(plain)
         if base is None:
             return 0, None  # first see what a round takes
         allowance = MAX_SLOWDOWN * base
-        costs, chunks = self._costs_of(base, fed), [shape.chunk for shape in fed]
+        costs, chunks = self._costs_of(base, mixed), [shape.chunk for shape in mixed]
         chosen, cost = 0, base
         for size, seconds in zip(chunks, costs, strict=True):
             if seconds <= (allowance + self.saved_s) * ROUNDING:
@@ -72,18 +74,18 @@ class Pacer:
         self.saved_s = min(self.saved_s + allowance, most + cost) - cost
         return chosen, cost
 
-    def _costs_of(self, base: float, fed: list[StepShape]) -> list[float]:
+    def _costs_of(self, base: float, mixed: list[StepShape]) -> list[float]:
         """Measured times; what is not known is taken as in proportion to the last.
 
         While nothing is known, the smallest chunk is tried and no other.
         """
-        found = [self.costs.seconds.get(shape) for shape in fed]
+        found = [self.costs.seconds.get(shape) for shape in mixed]
         if found[0] is None:
-            return [base] + [math.inf] * (len(fed) - 1)
+            return [base] + [math.inf] * (len(mixed) - 1)
         costs = [found[0]]
         for index, known in enumerate(found[1:], 1):
             if known is None:
                 more = costs[-1] - base
-                known = base + more * fed[index].chunk / fed[index - 1].chunk
+                known = base + more * mixed[index].chunk / mixed[index - 1].chunk
             costs.append(known)
         return costs

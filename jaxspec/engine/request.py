@@ -34,15 +34,15 @@ class Request:
         priority: A lower value goes first, where the engine goes by priority.
         cache_salt: Pages are shared only among requests of equal salt.
         cache_group: With prefix caching off, those of one group share pages.
-        can_read_prefix_cache: Whether it may begin with pages of earlier requests.
+        can_read_prefix_cache: Whether it may reuse pages of earlier requests.
         num_cached_tokens: Prompt tokens that came with such pages; None before it ran.
         arrival: Its place among all requests; -1 before it has one.
-        tokens_to_feed: Prompt, and after a preemption what was generated before.
-        num_fed: Of `tokens_to_feed`, those handed to the device.
+        tokens_to_feed: The prompt; after a preemption also what was generated.
+        num_fed: How many of those were prefilled or are in a launch.
         page_keys: Keys of its first full pages.
-        num_registered: Of its pages, the first ones that others may have been given.
-        num_unread: Launches that add tokens and were not read when its row was taken.
-        num_prompt_told: Prompt tokens whose log-probabilities have been told.
+        num_registered: Leading pages that are in the prefix cache.
+        num_unread: Unread launches with tokens for it, once it has lost its row.
+        num_prompt_told: Prompt tokens whose log-probabilities were passed on.
     """
 
     request_id: str
@@ -84,10 +84,10 @@ class Request:
 
     @property
     def min_total(self) -> int:
-        """Tokens before which no token ends the sequence, prompt included.
+        """Length below which no token ends the sequence, prompt included.
 
-        Of a text that has a form the masks keep the ends out: the device does not know
-        when it is complete.
+        With a grammar, masks forbid the end tokens instead: the device does not know
+        when the text is complete.
         """
         least = self.params.min_tokens if self.reading is None else 0
         return self.num_prompt_tokens + least

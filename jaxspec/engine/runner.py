@@ -57,7 +57,7 @@ class Runner:
         compiles_beside: Whether launches go on in other programs while one is made.
             Otherwise every launch has its own, and waits for it.
         num_launches: Programs launched so far: one per round.
-        token_masks: Whom the programs of requests with grammars ask.
+        token_masks: Host callback that computes grammar masks for the programs.
         cache: Where programs are read from, and kept.
     """
 

@@ -38,13 +38,13 @@ from jaxspec.program.plan import (
 
 
 class Decode(NamedTuple):
-    """What of the next launch decodes, before it has pages.
+    """The decode part of the next launch, before it has pages.
 
     Attributes:
-        rows: That go on; none while the program for them is being made.
-        wanted: Draft tokens for each.
-        shape: Their program, without prompts.
-        lagging: Whose draft model has to catch up before it drafts.
+        rows: None while the program for them is being compiled.
+        wanted: Draft tokens of each row.
+        shape: The program for them, without prompts.
+        lagging: Requests whose draft model has to catch up before it drafts.
     """
 
     rows: np.ndarray
@@ -120,7 +120,7 @@ class Scheduler:
         return [one for one in self.running if one.status is Status.PREFILL]
 
     def _decodable(self) -> Decode:
-        """What can decode next, in a program that is there."""
+        """The rows that can decode next, in a program that is compiled."""
         limit = self.controller.limit(len(self.running) + bool(self.waiting))
         rows, wanted = self.rows.decodable(limit)
         shape = None
@@ -133,7 +133,7 @@ class Scheduler:
         return Decode(rows, wanted, shape, self.rows.lagging() if has_lag else [])
 
     def _shapes_with_prompts(self, decode: Decode) -> list[StepShape]:
-        """Programs that are there for a launch with prompts, from the smallest."""
+        """Compiled programs for a launch with prompts, from the smallest."""
         prefilling = self._prefilling
         if not (prefilling or self.waiting or decode.lagging):
             return []
@@ -162,7 +162,7 @@ class Scheduler:
         if not (self.rows.is_decoding & self.rows.is_streamed).any():
             return most, None
         if decode.shape is None or not shapes:
-            # After the read, or once the draft model has caught up.
+            # Prompts wait for the read, or until the draft model has caught up.
             return 0, None
         tokens, charged_s = self.pacer.chunk(decode.shape, shapes)
         return tokens // TILE, charged_s
@@ -191,9 +191,9 @@ class Scheduler:
         work.room = min(work.room, room)
         for request, _ in going_on:
             is_there = request.row >= 0 and request.row not in (sitting_out or ())
-            if work.room and is_there:  # the catching up takes room as well
+            if work.room and is_there:  # the draft's prefill takes room as well
                 work.feed(request)
-        # Without any program for prompts, admission asks for one.
+        # Without any program for prompts, admission requests one.
         while sitting_out is None and (work.room or not shapes) and self._admit(work):
             pass
         if not len(rows) and not work.tiles:
@@ -217,8 +217,8 @@ class Scheduler:
     def _growing(self, decode: Decode) -> list[Claim]:
         """Decoding requests that need more pages, and for how many tokens."""
         table, rows = self.rows, decode.rows
-        # The draft writes its positions whatever the request wants. One more: the
-        # target's token has a place there, if no keys and values.
+        # The draft model writes this many positions whatever the request wants. One
+        # more for the target's token, which has a slot but no keys and values yet.
         lengths = table.most_tokens(rows) + decode.num_draft_tokens + 1
         lengths = np.minimum(lengths, table.longest[rows])
         requests = table.owners_of(rows.tolist())
@@ -226,11 +226,11 @@ class Scheduler:
         return [claim for claim in claims if self.tables.missing(*claim)]
 
     def _secure(self, claims: list[Claim]) -> tuple[list[PageUpdate], list[int] | None]:
-        """Take pages for all that the launch may write of requests that run.
+        """Allocate pages for all that the launch may write of running requests.
 
-        Where the pool has too few, the first in rank are served first: from those who
-        come last in rank everything is taken, and they wait again. Who finds nobody
-        behind sits the launch out and keeps what it has.
+        If the pool has too few, requests are served in order of rank and the last in
+        rank are preempted. A request with nobody behind it sits the launch out and
+        keeps its pages.
 
         Returns:
             The new pages, and the rows that sit out; None if there was enough for all.
@@ -243,7 +243,7 @@ class Scheduler:
         sitting_out = []
         for request, length in claims:
             if request.row < 0:
-                continue  # preempted for one before it
+                continue  # preempted for a request before it in rank
             if is_tight and not self._make_room(request, length):
                 sitting_out.append(request.row)
                 continue
@@ -261,7 +261,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Take row and pages from a request; it keeps its tokens and waits again."""
+        """Free a request's row and pages; it keeps its tokens and waits again."""
         self._leave(request)
         request.status = Status.WAITING
         request.stats.num_preemptions += 1
@@ -269,10 +269,10 @@ class Scheduler:
         self.waiting.add(request)
 
     def _leave(self, request: Request) -> None:
-        """Give up row and pages; what is complete in them can be found again.
+        """Free row and pages; full pages go to the prefix cache.
 
         A launch in flight may still write to them; the device runs launches in order,
-        so whoever gets them next writes later.
+        so the next request that gets them writes later.
         """
         gap = int(self.rows.draft_gap[request.row])
         if request.status is Status.DECODE:
@@ -282,9 +282,9 @@ class Scheduler:
         self.tables.give_up(request)
 
     def _admit(self, work: Prefill) -> bool:
-        """Let the first that waits run, if there is a row and room for its prompt.
+        """Admit the first waiting request, if there is a row and room for its prompt.
 
-        Those whose program is being made wait alone: who comes after them goes first.
+        Requests whose program is still compiled are skipped.
         """
         if not self.rows.free:
             return False
@@ -318,15 +318,15 @@ class Scheduler:
         return True
 
     def _features_with(self, request: Request) -> Features:
-        """What launches need once a request runs beside those that do."""
+        """Features of launches once a request runs beside the running ones."""
         return functools.reduce(
             operator.or_, (one.features for one in self.running), request.features
         )
 
     def _has_program(self, request: Request) -> bool:
-        """Whether all who run can go on beside a request, in programs that are there.
+        """Whether a compiled program serves a request beside the running ones.
 
-        Else the one that is missing is asked for, with room for all that wait now.
+        If not, it is requested, with room for all that wait now.
         """
         features, num_seqs = self._features_with(request), len(self.running) + 1
         if self.shapes.with_prompts(num_seqs, 0, features):
@@ -339,10 +339,10 @@ class Scheduler:
         return False
 
     def _has_room(self, request: Request, found: list[int]) -> bool:
-        """Whether a request's tokens fit beside what those who run need next.
+        """Whether a request's tokens fit beside what running requests need next.
 
-        That is the rest of every prompt, and a page for everybody who decodes: without
-        it, whoever comes in would be the next to be preempted.
+        That is the rest of every prompt and one page per decoding request: without
+        them, the new request would be the next to be preempted.
         """
         promised = 0
         for other in self.running:
@@ -394,14 +394,14 @@ class Scheduler:
         progress = commit(launch, result, self.rows, self.stats, self.costs)
         for part in progress:
             if part.is_broken:
-                # Nobody may begin with what it left there.
+                # No later request may reuse these pages.
                 self.pages.forget(part.request.pages)
         if result.is_draft_broken[: len(launch.rows)].any():
             self.controller.stop("the draft model's numbers are NaN or infinite")
         return progress
 
     def record_time(self, launch: Launch, seconds: float) -> None:
-        """Note how long a launch kept the device."""
+        """Record how long a launch kept the device busy."""
         self.pacer.record(launch.shape, seconds, launch.charged_s)
 
     def finish(self, request: Request, reason: str, stop: int | str | None) -> None:
@@ -415,7 +415,7 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop
 
     def restart(self) -> None:
-        """Let all who run wait again: the device has lost all pages and launches."""
+        """Preempt all running requests: the device has lost all pages and launches."""
         for request in list(self.running):
             self._preempt(request)
         for request in self.waiting:
@@ -424,7 +424,7 @@ class Scheduler:
         assert is_forgotten, "a page is held"
 
     def check_idle(self) -> None:
-        """Assert that ended requests have left nothing but pages to be found."""
+        """Assert that ended requests have left only pages of the prefix cache."""
         assert not self.has_unfinished()
         self.pages.check()
         self.rows.check()
@@ -433,7 +433,7 @@ class Scheduler:
 
 
 def _readings(decoding: list[Request], work: Prefill) -> dict[int, Reading]:
-    """The grammar that each row's text follows, where it follows one."""
+    """Grammar states of a launch, by row."""
     return {
         request.row: request.reading
         for request in (*decoding, *work.tiled)

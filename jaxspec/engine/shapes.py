@@ -1,9 +1,9 @@
-"""Which programs an engine can have, and which of those that are there serves a launch.
+"""Which programs an engine can have, and which compiled one serves a launch.
 
 Every size of a launch is a program to compile, so there are few, chosen by what
 launches in larger programs cost (`benchmarks/results/program-costs-cpu.json`): K, rows
 and features that a launch does not use are pads and zeros. A launch whose own program
-is not there yet runs in a larger one that is.
+is not compiled yet runs in a larger one that is.
 """
 
 import dataclasses
@@ -26,22 +26,22 @@ GREEDY, SAMPLED = Features(is_greedy=True), Features()
 
 @runtime_checkable
 class Programs(Protocol):
-    """The programs that are there, and who makes more."""
+    """The compiled programs, and the way to more."""
 
     def __contains__(self, shape: StepShape, /) -> bool: ...
 
     @property
     def version(self) -> int:
-        """Changes with what is there."""
+        """Changes whenever a program is added or removed."""
         ...
 
     def request(self, shape: StepShape) -> None:
-        """Have a program made, before those that nobody waits for."""
+        """Compile a program, before those of the warm-up."""
         ...
 
 
 class EveryProgram:
-    """All programs are there, or made when they are launched."""
+    """All programs, each compiled when it is launched."""
 
     version = 0
 
@@ -49,7 +49,7 @@ class EveryProgram:
         return True
 
     def request(self, shape: StepShape) -> None:
-        """Do nothing: it is there."""
+        """Do nothing: its launch compiles it."""
 
 
 class Shapes:
@@ -157,9 +157,9 @@ class Shapes:
         num_prompt_tokens: int = 0,
         features: Features = SAMPLED,
     ) -> StepShape | None:
-        """The best program that is there and serves a launch; None if none is.
+        """The best compiled program that serves a launch; None if there is none.
 
-        The best one of all is asked for where it is missing.
+        If the best one of all is missing, it is requested.
         """
         self._refresh()
         need = num_seqs, num_draft_tokens, num_prompt_tokens, features
@@ -202,14 +202,14 @@ class Shapes:
     def ask_for(
         self, num_seqs: int, num_draft_tokens: int, tokens: int, features: Features
     ) -> None:
-        """Have the best program for a launch with prompts made, if it is missing."""
+        """Request the best program for a launch with prompts, if it is missing."""
         tiles = min(-(-tokens // TILE), self.max_tiles)
         self.find(num_seqs, num_draft_tokens, tiles * TILE, features)
 
     def with_prompts(
         self, num_seqs: int, num_draft_tokens: int, features: Features
     ) -> list[StepShape]:
-        """Programs that are there and take prompts along, from the smallest chunk."""
+        """Compiled programs with room for prompts, from the smallest chunk."""
         self._refresh()
         need = num_seqs, num_draft_tokens, features
         if need not in self._with_prompts:

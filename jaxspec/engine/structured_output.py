@@ -38,13 +38,13 @@ LEAST_STACK_BYTES = 2**24
 
 @dataclass(kw_only=True, eq=False)
 class Reading:
-    """A matcher and what it has read of its request's text.
+    """The state of one request's grammar.
 
     Invariant: the matcher has consumed `tokens[:num_consumed]`. It takes no more once
-    the text is complete; what comes then is end tokens.
+    the text is complete; only end tokens follow then.
 
     Attributes:
-        grammar_id: How the device calls it; 0 before the first launch.
+        grammar_id: The device's name for it; 0 before the first launch.
         stop_ids: Tokens that end the sequence: none of them before it has
             `min_tokens`, unless the text is complete.
     """
@@ -56,11 +56,11 @@ class Reading:
     grammar_id: int = 0
     tokens: list[int] = field(default_factory=list)
     num_consumed: int = 0
-    # Masks after drafts of this round: the target asks for what the draft was told.
+    # Masks by the drafts before them: the target asks again for those of the draft.
     told: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
 
     def catch_up(self, num_tokens: int, newest: Sequence[int]) -> None:
-        """Read on to the known tokens, back where they are others than before.
+        """Advance to the known tokens; roll back where they differ from earlier ones.
 
         Args:
             num_tokens: Known tokens of the sequence, its prompt included.
@@ -91,16 +91,15 @@ class Reading:
         is_next = self.num_consumed == len(self.tokens)
         self.tokens.append(token)
         if is_next and not self.matcher.is_stopped():
-            # A token that it would refuse must not reach it: it would never recover.
+            # The matcher does not recover from a token that it refuses.
             if self.matcher.validate_tokens([token]):
                 self.matcher.consume_token(token)
                 self.num_consumed += 1
 
     def masks(self, drafts: Sequence[int], first: int, masks: np.ndarray) -> None:
-        """Write masks into rows: after the known tokens and `first` drafts, and on.
+        """Write the masks after the known tokens and `first` drafts, one more per row.
 
-        From the first draft on that is not allowed, which cannot be accepted, rows
-        stay as they are.
+        Rows after a draft that is not allowed stay as they are: it is not accepted.
         """
         known = len(self.tokens)
         for draft in drafts[:first]:
@@ -129,12 +128,13 @@ class Reading:
 
 
 class TokenMasks:
-    """The readings of all running requests, by id.
+    """Host callback that computes grammar masks for each draft position.
 
-    Requests and launches hold them: once those are gone, so is the reading.
+    Knows the grammar state of every running request by id. Requests and launches hold
+    the states: they are freed with them.
 
     Attributes:
-        num_questions: Launches that asked, for tests and statistics.
+        num_questions: Calls by the device.
     """
 
     def __init__(self, vocab_size: int):
@@ -147,7 +147,7 @@ class TokenMasks:
         self.num_questions = 0
 
     def add(self, reading: Reading) -> None:
-        """Give a text the id by which the device asks about it, if it has none yet."""
+        """Give a state the id by which the device asks for it, if it has none yet."""
         with self._lock:
             if not reading.grammar_id:
                 reading.grammar_id = next(self._ids)
