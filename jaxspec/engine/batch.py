@@ -1,6 +1,6 @@
 """One launch on the host: how its prefill is cut, its plan, what came of it.
 
-`Prefill` collects tiles, admissions and new pages while a plan is made.
+`PrefillBatch` collects tiles, admissions and new pages while a plan is made.
 `commit` takes the result into the requests that the launch was about; they may have
 ended since, or lost their row.
 """
@@ -77,7 +77,7 @@ class Launch:
     charged_s: float | None = None
 
     @property
-    def num_fed(self) -> int:
+    def num_prefilled(self) -> int:
         """Tokens of prompts."""
         return sum(len(tile.tokens) for tile in self.plan.tiles)
 
@@ -103,7 +103,7 @@ class Progress:
     prompt_logprobs: TokenLogprobs | None = None
 
 
-class Prefill:
+class PrefillBatch:
     """Tiles, admissions and new pages of one plan, while it is made.
 
     Attributes:
@@ -142,25 +142,25 @@ class Prefill:
         self.updates += [(request.row, i, page) for i, page in enumerate(found)]
         end = next_end(request, self.room)
         self.updates += self.tables.grow(request, end + 1)
-        self.feed(request)
+        self.prefill(request)
 
-    def feed(self, request: Request) -> None:
+    def prefill(self, request: Request) -> None:
         """Cut as much of a prompt into tiles as there is room; it has the pages."""
         tiles = _prompt_tiles(request, self.room)
         self._add(request, tiles)
-        self.registered += self.tables.register(request, request.num_fed)
+        self.registered += self.tables.register(request, request.num_prefilled)
         if tiles[-1].is_last:
             request.status = Status.DECODE
             row = np.array([request.row])
             self.rows.is_decoding[row] = True
             self.rows.launch(row, np.zeros(1, np.int64))
 
-    def catch_up(self, request: Request) -> None:
+    def prefill_draft(self, request: Request) -> None:
         """Prefill the draft model alone with tokens that it has not cached."""
-        gap = int(self.rows.draft_gap[request.row])
-        tiles = _catch_up_tiles(request, gap, self.room)
+        gap = int(self.rows.num_draft_uncached[request.row])
+        tiles = _draft_tiles(request, gap, self.room)
         gap -= sum(len(tile.tokens) for tile in tiles)
-        self.rows.draft_gap[request.row] = gap
+        self.rows.num_draft_uncached[request.row] = gap
         self._add(request, tiles)
 
     def _add(self, request: Request, tiles: list[Tile]) -> None:
@@ -171,7 +171,7 @@ class Prefill:
 
 def next_end(request: Request, room: int) -> int:
     """The position up to which `room` more tiles prefill a prompt."""
-    return min(request.num_fed + room * TILE, len(request.tokens_to_feed))
+    return min(request.num_prefilled + room * TILE, len(request.tokens_to_prefill))
 
 
 def claims_of(prefilling: list[Request], room: int) -> list[Claim]:
@@ -180,17 +180,17 @@ def claims_of(prefilling: list[Request], room: int) -> list[Claim]:
     for request in prefilling:
         if room > 0:
             end = next_end(request, room)
-            room -= -(-(end - request.num_fed) // TILE)
+            room -= -(-(end - request.num_prefilled) // TILE)
             claims.append((request, end + 1))
     return claims
 
 
 def _prompt_tiles(request: Request, room: int) -> list[Tile]:
     tiles = []
-    known = request.tokens_to_feed
-    while request.num_fed < len(known) and len(tiles) < room:
-        start = request.num_fed
-        end = request.num_fed = next_end(request, 1)
+    known = request.tokens_to_prefill
+    while request.num_prefilled < len(known) and len(tiles) < room:
+        start = request.num_prefilled
+        end = request.num_prefilled = next_end(request, 1)
         is_last = end == len(known)
         tiles.append(
             Tile(
@@ -204,7 +204,7 @@ def _prompt_tiles(request: Request, room: int) -> list[Tile]:
     return tiles
 
 
-def _catch_up_tiles(request: Request, gap: int, room: int) -> list[Tile]:
+def _draft_tiles(request: Request, gap: int, room: int) -> list[Tile]:
     tiles = []
     start = request.num_tokens - gap
     # The last token stays out: it is the next round's input.
@@ -255,18 +255,18 @@ def commit(
     for index, (tile, request) in enumerate(
         zip(launch.plan.tiles, launch.tiled, strict=True)
     ):
-        told = _prompt_logprobs(result, index, tile, request)
+        found = _prompt_logprobs(result, index, tile, request)
         if tile.is_last:
             part = _commit_first(result, index, request, rows)
             if part is None:
                 continue
             stats.num_generated_tokens += len(part.token_ids)
-            part.prompt_logprobs = told
+            part.prompt_logprobs = found
             progress.append(part)
-        elif told is not None and request.status is not Status.FINISHED:
+        elif found is not None and request.status is not Status.FINISHED:
             progress.append(
                 Progress(
-                    request=request, token_ids=[], is_done=False, prompt_logprobs=told
+                    request=request, token_ids=[], is_done=False, prompt_logprobs=found
                 )
             )
     return progress
@@ -375,11 +375,11 @@ def _prompt_logprobs(
         return None
     # The entry of position t is about token t + 1; the last is about generated ones.
     end = tile.start + len(tile.tokens)
-    first = max(tile.start, request.num_prompt_told)
+    first = max(tile.start, request.num_prompt_logprobs)
     last = min(end, request.num_prompt_tokens - 1)
     if first >= last:
         return None
-    request.num_prompt_told = last
+    request.num_prompt_logprobs = last
     # Tokens are right-aligned in their tile.
     return _pick(found, (index, slice(TILE - end + first, TILE - end + last)))
 

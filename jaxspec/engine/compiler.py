@@ -172,7 +172,7 @@ class Compiler:
         """Make one that this thread has put among those being made."""
         start, generation = time.monotonic(), self._generation
         self.current = shape
-        self._tell(f"Compiling {shape.name}")
+        self._announce(f"Compiling {shape.name}")
         try:
             program = self._make(shape)
         except BaseException:
@@ -185,7 +185,7 @@ class Compiler:
             if generation == self._generation:
                 self._programs[shape] = program
         self._leave(shape)
-        self._tell("")
+        self._announce("")
         _log.info("%s is ready after %.1f s", shape.name, took_s)
         return program
 
@@ -196,7 +196,7 @@ class Compiler:
             self.version += 1
             self._lock.notify_all()
 
-    def _tell(self, what: str) -> None:
+    def _announce(self, what: str) -> None:
         if self.announce is not None:
             self.announce(what)
 

@@ -187,7 +187,7 @@ class LogprobStream:
         self._tokenizer = tokenizer
         self._params = params
         self._prompt_ids = prompt_ids
-        self._told = self._empty()
+        self._logprobs = self._empty()
         self._own: list[float] = []
         self.cumulative: float | None = None if params.logprobs is None else 0.0
         # Nothing precedes the first token, so it has no probability.
@@ -205,20 +205,20 @@ class LogprobStream:
         assert values is not None, "a launch without logprobs"
         own = values.own.tolist()
         for index, token in enumerate(token_ids):
-            self._told.append(self._position(token, values, index, asked))
+            self._logprobs.append(self._position(token, values, index, asked))
             self._own.append(own[index])
             self.cumulative += own[index]
 
     def keep(self, count: int) -> None:
         """Drop all after the text's first `count` tokens."""
         if self.cumulative is not None and count < len(self._own):
-            self._told = self._told[:count]
+            self._logprobs = self._logprobs[:count]
             del self._own[count:]
             self.cumulative = sum(self._own)
 
     def since(self, count: int) -> Logprobs | None:
         """Those after the first `count` tokens; None if none were asked for."""
-        return None if self.cumulative is None else self._told[count:]
+        return None if self.cumulative is None else self._logprobs[count:]
 
     def push_prompt(self, values: TokenLogprobs) -> None:
         """Add the next part of the prompt."""
@@ -240,15 +240,15 @@ class LogprobStream:
         self, token: int, values: TokenLogprobs, index: int, asked: int
     ) -> LogprobsOnePosition:
         # As in vLLM: the token itself comes first, wherever it ranks.
-        told = {token: (float(values.own[index]), int(values.rank[index]))}
+        found = {token: (float(values.own[index]), int(values.rank[index]))}
         count = values.top_ids.shape[-1] if asked == -1 else asked
         top_ids = values.top_ids[index, :count].tolist()
         top = values.top[index, :count].tolist()
         for rank, (candidate, value) in enumerate(zip(top_ids, top, strict=True), 1):
-            told.setdefault(candidate, (value, rank))
+            found.setdefault(candidate, (value, rank))
         return {
             candidate: Logprob(value, rank, self._text(candidate))
-            for candidate, (value, rank) in told.items()
+            for candidate, (value, rank) in found.items()
         }
 
     def _text(self, token: int) -> str | None:

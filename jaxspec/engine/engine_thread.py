@@ -26,7 +26,7 @@ MAX_FAILURES = 3
 Command = tuple[Callable[[LLMEngine], Any], Future[Any]]
 
 
-class EngineLoop:
+class EngineThread:
     """Owns an engine: only this thread uses it, and calls run between two steps.
 
     Attributes:
@@ -95,7 +95,7 @@ class EngineLoop:
             has_work = self._engine.has_unfinished_requests() and not self._is_paused
             if not has_work:
                 self._engine.log_if_due()  # what came since the last step's line
-            self._obey(waits=not has_work)
+            self._handle_calls(waits=not has_work)
             if not has_work or self._is_stopped:
                 continue
             try:
@@ -112,18 +112,18 @@ class EngineLoop:
                     failures = 0
                     self._deliver(outputs)
 
-    def _obey(self, *, waits: bool) -> None:
+    def _handle_calls(self, *, waits: bool) -> None:
         """Run the queued calls; `waits` blocks until there is one."""
         try:
             command = self._commands.get(block=waits, timeout=LOG_INTERVAL_S)
             while True:
                 if command is not None:
-                    self._answer(*command)
+                    self._handle(*command)
                 command = self._commands.get_nowait()
         except queue.Empty:
             return
 
-    def _answer(
+    def _handle(
         self, function: Callable[[LLMEngine], Any], result: Future[Any]
     ) -> None:
         if not result.set_running_or_notify_cancel():
@@ -155,7 +155,7 @@ class EngineLoop:
         self._commands.put(None)  # for a thread that waits
 
 
-class Mailbox:
+class RequestOutputCollector:
     """Merges the outputs of one request that its caller has not fetched yet.
 
     Used in the event loop that it was made in. A caller that is slower than the engine

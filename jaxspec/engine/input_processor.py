@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, no_type_check
 import numpy as np
 
 from jaxspec.config import EngineConfig
-from jaxspec.engine.output_processor import Parent
+from jaxspec.engine.output_processor import ParentRequest
 from jaxspec.engine.request import Request
-from jaxspec.engine.structured_output import GrammarCompiler, Reading
+from jaxspec.engine.structured_output import GrammarCompiler, GrammarState
 from jaxspec.errors import (
     ConfigError,
     RequestError,
@@ -59,10 +59,10 @@ class Prepared(NamedTuple):
 
     request_id: str
     requests: list[Request]  # one per text
-    parent: Parent | None = None  # where there are several
+    parent: ParentRequest | None = None  # where there are several
 
 
-class Intake:
+class InputProcessor:
     """Makes requests of prompts and parameters, for one engine, in any thread."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer):
@@ -114,7 +114,7 @@ class Intake:
         )
         if params.n == 1:
             return Prepared(request_id, [make(request_id, params)])
-        parent = Parent(request_id, params)
+        parent = ParentRequest(request_id, params)
         children = [
             make(child_id, parent.child_params(index))
             for index, child_id in enumerate(parent.children)
@@ -222,7 +222,7 @@ class Intake:
         seed, rule = self._seed_and_rule(params)
         stop_ids = self._stop_ids(params)
         controls = make_controls(params, self._tokenizer, stop_ids)
-        reading = self._begin_text(params, num_prompt, stop_ids)
+        grammar = self._begin_text(params, num_prompt, stop_ids)
         return Request(
             request_id=request_id,
             prompt=parsed.text,
@@ -234,7 +234,7 @@ class Intake:
             rule=rule,
             stop_ids=stop_ids,
             controls=controls,
-            reading=reading,
+            grammar=grammar,
             features=self._features(params, has_controls=controls is not None),
             priority=priority,
             cache_salt=parsed.cache_salt,
@@ -247,10 +247,10 @@ class Intake:
 
     def _begin_text(
         self, params: SamplingParams, num_prompt: int, stop_ids: tuple[int, ...]
-    ) -> Reading | None:
+    ) -> GrammarState | None:
         if params.structured_outputs is None:
             return None
-        return Reading(
+        return GrammarState(
             matcher=self._grammars.matcher(params.structured_outputs),
             num_prompt=num_prompt,
             min_tokens=params.min_tokens,

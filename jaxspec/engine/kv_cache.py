@@ -174,7 +174,7 @@ class PageTables:
         """Cached pages of a waiting request; at least one token is left to prefill."""
         if not request.can_read_prefix_cache:
             return []
-        count = (len(request.tokens_to_feed) - 1) // self.page_size
+        count = (len(request.tokens_to_prefill) - 1) // self.page_size
         self._extend_keys(request, count)
         return self.pool.find(request.page_keys[:count])
 
@@ -184,12 +184,12 @@ class PageTables:
         self.pool.share(found)
         request.pages = list(found)
         request.num_registered = len(found)
-        request.num_fed = len(found) * self.page_size
+        request.num_prefilled = len(found) * self.page_size
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = request.num_fed
+            request.num_cached_tokens = request.num_prefilled
             if request.can_read_prefix_cache and self._root(request) is not None:
-                self.stats.num_prefix_queries += len(request.tokens_to_feed)
-                self.stats.num_prefix_hits += request.num_fed
+                self.stats.num_prefix_queries += len(request.tokens_to_prefill)
+                self.stats.num_prefix_hits += request.num_prefilled
 
     def grow(self, request: Request, num_tokens: int) -> list[tuple[int, int, int]]:
         """Give a request the pages of its first tokens; (row, index, page) of each."""
@@ -219,7 +219,7 @@ class PageTables:
             if self.pool.register(request.pages[index], request.page_keys[index])
         ]
 
-    def give_up(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         """Release a request's pages; its last ones are the first to be used again."""
         self.pool.release(reversed(request.pages))
         request.pages = []

@@ -13,10 +13,10 @@ from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.batch import Launch, LaunchError, on_device
 from jaxspec.engine.controller import Controller
 from jaxspec.engine.costs import Costs
-from jaxspec.engine.input_processor import Intake, Prepared
+from jaxspec.engine.input_processor import InputProcessor, Prepared
 from jaxspec.engine.loading import make_runner, read_tokenizer
 from jaxspec.engine.metrics import EngineMetrics, Load
-from jaxspec.engine.output_processor import Delivery
+from jaxspec.engine.output_processor import OutputProcessor
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Scheduler
@@ -60,8 +60,10 @@ class LLMEngine:
         self.costs = Costs(config.max_num_seqs, config.num_draft_tokens)
         self.scheduler = self._make_scheduler()
         self.metrics = EngineMetrics(config, self.stats)
-        self._delivery = Delivery(config, self.tokenizer, self.metrics, self.stats)
-        self.input_processor = Intake(config, self.tokenizer)
+        self.output_processor = OutputProcessor(
+            config, self.tokenizer, self.metrics, self.stats
+        )
+        self.input_processor = InputProcessor(config, self.tokenizer)
         self._groups = itertools.count()
         # With the time of each launch.
         self._launched: deque[tuple[Launch, Any, float]] = deque()
@@ -84,7 +86,7 @@ class LLMEngine:
         """Build an engine from vLLM's arguments."""
         return cls(engine_args.create_engine_config())
 
-    @no_type_check  # `Intake` checks, with better errors
+    @no_type_check  # `InputProcessor` checks, with better errors
     def add_request(
         self,
         request_id: str,
@@ -135,7 +137,9 @@ class LLMEngine:
         group = None if parent is None else next(self._groups)
         for index, request in enumerate(prepared.requests):
             request.cache_group = group
-            self._delivery.open(request, None if parent is None else (parent, index))
+            self.output_processor.open(
+                request, None if parent is None else (parent, index)
+            )
             self.scheduler.add(request)
 
     def _check_open(self, request_id: str) -> None:
@@ -182,7 +186,7 @@ class LLMEngine:
             if self._first_program is not None:
                 self.start_warm_up()
         else:
-            self._end(self._delivery.callers_of(self._at_work()), "error")
+            self._end(self.output_processor.callers_of(self._at_work()), "error")
         self.scheduler.restart()
         self.runner.drop_pages()
         self.runner.restore_pages()
@@ -196,7 +200,7 @@ class LLMEngine:
         return scheduler.running or list(itertools.islice(scheduler.waiting, 1))
 
     def _reset(self) -> None:
-        self._delivery.reset()
+        self.output_processor.reset()
         self.scheduler = self._make_scheduler()
         self._launched.clear()
 
@@ -242,7 +246,7 @@ class LLMEngine:
             generated = self.stats.num_generated_tokens - num_before
             self.metrics.add_round(launch, generated, took_s)
         self.stats.num_rounds += 1
-        outputs = self._delivery.advance(progress, self.scheduler.finish)
+        outputs = self.output_processor.advance(progress, self.scheduler.finish)
         return outputs, now - before
 
     def has_unfinished_requests(self) -> bool:
@@ -251,11 +255,11 @@ class LLMEngine:
 
     def is_unfinished(self, request_id: str) -> bool:
         """Whether a request waits or runs."""
-        return request_id in self._delivery
+        return request_id in self.output_processor
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run."""
-        return len(self._delivery.streams)
+        return len(self.output_processor.streams)
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """End requests at once, without an output; unknown ids are ignored.
@@ -267,9 +271,9 @@ class LLMEngine:
 
     def _end(self, ids: Iterable[str], reason: str) -> None:
         for one in ids:
-            for request in self._delivery.requests_of(one):
+            for request in self.output_processor.requests_of(one):
                 self.scheduler.finish(request, reason, None)
-                self._delivery.close(request)
+                self.output_processor.close(request)
 
     def get_metrics(self) -> list[Metric]:
         """Return counts and distributions since the start, in vLLM's names.
@@ -350,7 +354,7 @@ class LLMEngine:
         """Have `tell` called with what is compiled, and with "" when that is done."""
         self.runner.compiler.announce = tell
 
-    @no_type_check  # `Intake` checks, with better errors
+    @no_type_check  # `InputProcessor` checks, with better errors
     def warm_up(
         self,
         prompt_tokens: int | None = None,
@@ -428,7 +432,7 @@ class LLMEngine:
         The engine sleeps then: `wake_up` reads the weights again.
         """
         self.runner.compiler.stop()
-        self.abort_request(self._delivery.callers_of(self._delivery))
+        self.abort_request(self.output_processor.callers_of(self.output_processor))
         self._drain()
         self.reset_prefix_cache()
         self._sleep.begin(2)

@@ -22,7 +22,7 @@ from jaxspec.tokenizer import Tokenizer
 Finish = Callable[[Request, str, int | str | None], None]
 
 
-class Parent:
+class ParentRequest:
     """A request for `n` texts; it has one output for all of them.
 
     Every text is a request of its own with `n=1`. A seeded one gets the seed plus its
@@ -62,7 +62,7 @@ class Parent:
         self._latest[index] = self._new[index] = output
         self._num_running -= output.finished
 
-    def tell(self) -> RequestOutput | None:
+    def make_output(self) -> RequestOutput | None:
         """Make one output of the new ones, if this request's `output_kind` wants it.
 
         The final output has all texts. Deltas have the texts with new tokens; other
@@ -72,8 +72,8 @@ class Parent:
         is_finished = not self._num_running
         if kind is RequestOutputKind.FINAL_ONLY and not is_finished:
             return None
-        told = self._new if kind is RequestOutputKind.DELTA else self._latest
-        outputs = [told[index] for index in sorted(told)]
+        latest = self._new if kind is RequestOutputKind.DELTA else self._latest
+        outputs = [latest[index] for index in sorted(latest)]
         completions = itertools.chain.from_iterable(one.outputs for one in outputs)
         self._new = {}
         first = outputs[0]
@@ -110,7 +110,7 @@ class OriginStream:
         """Forget all but the first `count` tokens."""
         del self._origins[count:]
 
-    def tell(
+    def of_part(
         self,
         token_ids: Sequence[int],
         ends: Sequence[int],
@@ -147,8 +147,8 @@ class Stream:
     """One request's outputs so far.
 
     Attributes:
-        is_silent: No output before the last one, and no stop string to look for.
-        is_steady: As `is_silent`, or deltas carry only text and token ids.
+        is_final_only: No output before the last one, and no stop string to look for.
+        is_fast: As `is_final_only`, or deltas carry only text and token ids.
         origins: Of its tokens; None for a request that does not ask for them.
         num_characters: Length of the text that was sent as deltas.
         num_tokens: Number of tokens that were sent.
@@ -158,19 +158,19 @@ class Stream:
     request: Request
     text: TextStream
     logprobs: LogprobStream
-    is_silent: bool
-    is_steady: bool
+    is_final_only: bool
+    is_fast: bool
     origins: OriginStream | None = None
     num_characters: int = 0
     num_tokens: int = 0
-    parent: tuple[Parent, int] | None = None
+    parent: tuple[ParentRequest, int] | None = None
 
     @property
-    def parent_or_none(self) -> Parent | None:
+    def parent_or_none(self) -> ParentRequest | None:
         """The request for several texts that this is one of."""
         return None if self.parent is None else self.parent[0]
 
-    def flow(self, token_ids: list[int]) -> RequestOutput | None:
+    def delta(self, token_ids: list[int]) -> RequestOutput | None:
         """The next delta, where there is no stop string to look for."""
         if not token_ids:
             return None
@@ -214,7 +214,7 @@ class Stream:
         )
 
 
-class Delivery:
+class OutputProcessor:
     """Turns progress into outputs.
 
     Attributes:
@@ -230,7 +230,7 @@ class Delivery:
         stats: EngineStats,
     ):
         self.streams: dict[str, Stream] = {}
-        self.parents: dict[str, Parent] = {}
+        self.parents: dict[str, ParentRequest] = {}
         self._config, self._tokenizer = config, tokenizer
         self._metrics, self._stats = metrics, stats
 
@@ -240,7 +240,9 @@ class Delivery:
     def __iter__(self) -> Iterator[Request]:
         return iter([stream.request for stream in self.streams.values()])
 
-    def open(self, request: Request, parent: tuple[Parent, int] | None = None) -> None:
+    def open(
+        self, request: Request, parent: tuple[ParentRequest, int] | None = None
+    ) -> None:
         """Start the outputs of a request."""
         if parent is not None:
             self.parents[parent[0].request_id] = parent[0]
@@ -253,13 +255,13 @@ class Delivery:
             or params.prompt_logprobs is not None
         )
         kind = params.output_kind
-        is_silent = is_plain and kind is RequestOutputKind.FINAL_ONLY
+        is_final_only = is_plain and kind is RequestOutputKind.FINAL_ONLY
         self.streams[request.request_id] = Stream(
             request=request,
             text=TextStream(self._tokenizer, params, has_ends=has_origins),
             logprobs=LogprobStream(self._tokenizer, params, request.prompt_token_ids),
-            is_silent=is_silent,
-            is_steady=is_silent or (is_plain and kind is RequestOutputKind.DELTA),
+            is_final_only=is_final_only,
+            is_fast=is_final_only or (is_plain and kind is RequestOutputKind.DELTA),
             origins=OriginStream() if has_origins else None,
             parent=parent,
         )
@@ -309,19 +311,19 @@ class Delivery:
         """
         self._count([part for part in progress if part.token_ids])
         outputs: list[RequestOutput] = []
-        parents: dict[str, Parent] = {}
+        parents: dict[str, ParentRequest] = {}
         for part in progress:
             stream = self.streams[part.request.request_id]
-            if part.is_done or not stream.is_steady:
+            if part.is_done or not stream.is_fast:
                 self._read(stream, part, finish)
                 # Log-probabilities of the prompt come before its first token does: no
                 # output yet.
                 has_news = part.is_done or part.token_ids
-                output = self._tell(stream) if has_news else None
-            elif stream.is_silent:
+                output = self._make_output(stream) if has_news else None
+            elif stream.is_final_only:
                 continue
             else:
-                output = stream.flow(part.token_ids)
+                output = stream.delta(part.token_ids)
             if output is None:
                 continue
             if stream.parent is None:
@@ -330,8 +332,8 @@ class Delivery:
                 parent, index = stream.parent
                 parent.add(index, output)
                 parents[parent.request_id] = parent
-        told = (parent.tell() for parent in parents.values())
-        outputs += [output for output in told if output is not None]
+        made = (parent.make_output() for parent in parents.values())
+        outputs += [output for output in made if output is not None]
         for output in outputs:
             if output.finished:
                 self.parents.pop(output.request_id, None)
@@ -359,9 +361,9 @@ class Delivery:
             stream.origins.push(
                 len(part.token_ids), part.num_draft_tokens, part.num_accepted
             )
-        shown = request.output_token_ids if stream.is_silent else part.token_ids
+        shown = request.output_token_ids if stream.is_final_only else part.token_ids
         if part.is_broken:
-            if stream.is_silent:
+            if stream.is_final_only:
                 stream.text.push(request.output_token_ids)
             finish(request, "error", None)
             return
@@ -387,12 +389,12 @@ class Delivery:
             last = request.output_token_ids[-1]
             # As in vLLM: the first end id is the EOS, the others are stop ids.
             is_eos = last == self._config.model_config.eos_token_ids[0]
-            is_told = request.params.ignore_eos or not is_eos
-            finish(request, "stop", last if is_told else None)
+            is_named = request.params.ignore_eos or not is_eos
+            finish(request, "stop", last if is_named else None)
         elif part.is_done:
             finish(request, "length", None)
 
-    def _tell(self, stream: Stream) -> RequestOutput | None:
+    def _make_output(self, stream: Stream) -> RequestOutput | None:
         """The output that the request's `output_kind` asks for now, if any."""
         request, logprobs = stream.request, stream.logprobs
         kind = request.params.output_kind
@@ -403,21 +405,21 @@ class Delivery:
         if not is_finished and len(tokens) == stream.num_tokens:
             return None
         text = stream.text.visible(is_finished=is_finished)
-        told, prompt_told = logprobs.since(0), logprobs.prompt
+        shown, prompt_logprobs = logprobs.since(0), logprobs.prompt
         count = characters = 0
         if kind is RequestOutputKind.DELTA:
             count, characters = stream.num_tokens, stream.num_characters
-            text, told = text[characters:], logprobs.since(count)
-            prompt_told = None if count else prompt_told
+            text, shown = text[characters:], logprobs.since(count)
+            prompt_logprobs = None if count else prompt_logprobs
         stream.num_tokens, stream.num_characters = len(tokens), characters + len(text)
         if is_finished:
             self.close(request)
         return stream.output(
             text,
             tokens[count:],
-            prompt_logprobs=prompt_told,
+            prompt_logprobs=prompt_logprobs,
             cumulative_logprob=logprobs.cumulative,
-            logprobs=told,
+            logprobs=shown,
             token_origins=_origins(stream, count, characters, text),
         )
 
@@ -430,7 +432,7 @@ def _origins(
         return None
     tokens, ends = stream.request.output_token_ids, stream.text.ends
     assert ends is not None
-    return stream.origins.tell(tokens, ends, first=first, start=start, text=text)
+    return stream.origins.of_part(tokens, ends, first=first, start=start, text=text)
 
 
 def _is_stop(request: Request) -> bool:

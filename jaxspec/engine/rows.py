@@ -24,7 +24,7 @@ class RowTable:
 
     A draft model lags behind while rounds run without it, since it has keys and values
     only for tokens of its own passes. Its first pass of a round takes two tokens; with
-    more than 2 in `draft_gap`, a request needs a prefill of the draft alone
+    more than 2 in `num_draft_uncached`, a request needs a prefill of the draft alone
     before it gets drafts again:
 
         launch                 uncached tokens, at most
@@ -45,7 +45,7 @@ class RowTable:
         max_total: Tokens at which the sequence ends.
         longest: Positions that may be written, lookahead included.
         num_draft: Most drafts per round that the request wants.
-        draft_gap: Upper bound on the newest tokens that the draft model
+        num_draft_uncached: Upper bound on the newest tokens that the draft model
             has no keys and values for, once all that is launched has run.
         kind: Index into `kinds`, the features that decoding needs.
     """
@@ -67,7 +67,7 @@ class RowTable:
         self.num_tokens, self.num_unread = integers(), integers()
         self.ahead = integers()
         self.max_total, self.longest = integers(), integers()
-        self.num_draft, self.draft_gap = integers(), integers(1)
+        self.num_draft, self.num_draft_uncached = integers(), integers(1)
         self.kind = integers()
         self._longest_drafted = longest_drafted
         self._admissions = itertools.count()
@@ -83,14 +83,14 @@ class RowTable:
         self.num_tokens[row] = request.num_tokens
         self.num_unread[row] = self.ahead[row] = 0
         self.max_total[row], self.longest[row] = request.max_total, longest
-        self.num_draft[row], self.draft_gap[row] = request.num_draft_tokens, 1
+        self.num_draft[row], self.num_draft_uncached[row] = request.num_draft_tokens, 1
         # Its prompt is in when it decodes.
         features = dataclasses.replace(request.features, num_prompt_logprobs=None)
         if features not in self.kinds:
             self.kinds.append(features)
         self.kind[row] = self.kinds.index(features)
 
-    def give_up(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         """Free a request's row; it keeps the count of its unread launches."""
         row = request.row
         request.num_unread = int(self.num_unread[row])
@@ -133,13 +133,13 @@ class RowTable:
         may_be_over &= self.num_unread[rows] > 0
         wanted = np.minimum(limit, self.num_draft[rows])
         wanted[self.most_tokens(rows) >= self._longest_drafted] = 0
-        is_behind = (wanted > 0) & (self.draft_gap[rows] > 2)
+        is_behind = (wanted > 0) & (self.num_draft_uncached[rows] > 2)
         can_go_on = ~(may_be_over | is_behind)
         return rows[can_go_on], wanted[can_go_on]
 
     def lagging(self) -> list[Request]:
         """Requests without unread launches whose draft model has to catch up."""
-        late = self.is_decoding & (self.draft_gap > 2) & (self.num_draft > 0)
+        late = self.is_decoding & (self.num_draft_uncached > 2) & (self.num_draft > 0)
         late &= self.num_unread == 0
         late &= self.num_tokens < self._longest_drafted
         return self.owners_of(np.flatnonzero(late).tolist())
@@ -157,13 +157,13 @@ class RowTable:
 
     def draft(self, rows: np.ndarray, num_draft_tokens: int) -> None:
         """Update the draft model's lag for a round."""
-        gap = self.draft_gap[rows]
+        gap = self.num_draft_uncached[rows]
         if num_draft_tokens:
             # A drafting round leaves at most its last draft and the target's token,
             # but does not fill what it finds open before.
-            self.draft_gap[rows] = np.where(gap <= 2, 2, gap + 1)
+            self.num_draft_uncached[rows] = np.where(gap <= 2, 2, gap + 1)
         else:
-            self.draft_gap[rows] = gap + 1
+            self.num_draft_uncached[rows] = gap + 1
 
     def read(self, rows: np.ndarray, drafts: np.ndarray, emitted: np.ndarray) -> None:
         """Count a round that has been read."""
@@ -177,7 +177,7 @@ class RowTable:
         assert sorted([*taken.tolist(), *self.free]) == list(range(len(self.owner)))
         assert (self.num_tokens[taken] <= self.max_total[taken]).all()
         # The draft model never has keys and values for the last token.
-        assert (self.draft_gap[taken] >= 1).all()
+        assert (self.num_draft_uncached[taken] >= 1).all()
         assert (self.num_unread[taken] >= 0).all()
         assert (self.ahead[taken] >= self.num_unread[taken]).all()
         for row in taken.tolist():

@@ -160,8 +160,8 @@ class Runner:
             # An interrupt fell between the donation and the assignment below. The
             # engine has ended all requests, so an empty state is the right one.
             self.state = self._init_state()
-        for reading in plan.grammars.values():
-            self.token_masks.add(reading)
+        for state in plan.grammars.values():
+            self.token_masks.add(state)
         vector = layout.pack(plan)
         device_plan = jax.device_put(vector, self._plan_placement)
         self.state, result = step(*self.params, self.state, device_plan)

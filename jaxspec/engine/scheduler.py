@@ -16,7 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxspec.config import EngineConfig
-from jaxspec.engine.batch import Claim, Launch, Prefill, Progress, claims_of, commit
+from jaxspec.engine.batch import (
+    Claim,
+    Launch,
+    PrefillBatch,
+    Progress,
+    claims_of,
+    commit,
+)
 from jaxspec.engine.controller import Controller
 from jaxspec.engine.costs import Costs
 from jaxspec.engine.kv_cache import PageTables
@@ -25,7 +32,7 @@ from jaxspec.engine.request import Request, Status
 from jaxspec.engine.rows import RowTable
 from jaxspec.engine.shapes import Programs, Shapes
 from jaxspec.engine.stats import EngineStats
-from jaxspec.engine.structured_output import Reading
+from jaxspec.engine.structured_output import GrammarState
 from jaxspec.program.plan import (
     MAX_CONTROLLED,
     TILE,
@@ -79,7 +86,7 @@ class Scheduler:
         longest_drafted = longest_drafted or config.max_model_len
         self.rows = RowTable(config.max_num_seqs, longest_drafted)
         self.shapes = Shapes(config, controller, programs)
-        self.waiting = WaitingLine(config.scheduling_policy)
+        self.waiting = WaitingQueue(config.scheduling_policy)
         self.running: list[Request] = []
         self.pacer = Pacer(self.costs)
 
@@ -90,7 +97,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        request.tokens_to_feed = request.prompt_token_ids
+        request.tokens_to_prefill = request.prompt_token_ids
         self.waiting.add(request)
 
     def has_unfinished(self) -> bool:
@@ -140,11 +147,11 @@ class Scheduler:
         features, tokens = self.rows.features(decode.rows), 0
         for request in prefilling:
             features |= request.features
-            tokens += len(request.tokens_to_feed) - request.num_fed
+            tokens += len(request.tokens_to_prefill) - request.num_prefilled
         num_seqs, num_draft = len(decode.rows), decode.num_draft_tokens
         found = self.shapes.with_prompts(num_seqs, num_draft, features)
         if tokens:
-            self.shapes.ask_for(num_seqs, num_draft, tokens, features)
+            self.shapes.request(num_seqs, num_draft, tokens, features)
         return found
 
     def _room(
@@ -184,15 +191,15 @@ class Scheduler:
             # Drop the rows that were preempted or found no page.
             is_served = (self.rows.owner[rows] >= 0) & ~np.isin(rows, sitting_out)
             rows, wanted = rows[is_served], wanted[is_served]
-        work = Prefill(self.rows, self.tables, most, updates)
+        work = PrefillBatch(self.rows, self.tables, most, updates)
         for request in decode.lagging:
             if work.room and request.row >= 0:
-                work.catch_up(request)
+                work.prefill_draft(request)
         work.room = min(work.room, room)
         for request, _ in going_on:
             is_there = request.row >= 0 and request.row not in (sitting_out or ())
             if work.room and is_there:  # the draft's prefill takes room as well
-                work.feed(request)
+                work.prefill(request)
         # Without any program for prompts, admission requests one.
         while sitting_out is None and (work.room or not shapes) and self._admit(work):
             pass
@@ -274,14 +281,14 @@ class Scheduler:
         A launch in flight may still write to them; the device runs launches in order,
         so the next request that gets them writes later.
         """
-        gap = int(self.rows.draft_gap[request.row])
+        gap = int(self.rows.num_draft_uncached[request.row])
         if request.status is Status.DECODE:
             self.tables.register(request, request.num_tokens - gap)
-        self.rows.give_up(request)
+        self.rows.release(request)
         self.running.remove(request)
-        self.tables.give_up(request)
+        self.tables.release(request)
 
-    def _admit(self, work: Prefill) -> bool:
+    def _admit(self, work: PrefillBatch) -> bool:
         """Admit the first waiting request, if there is a row and room for its prompt.
 
         Requests whose program is still compiled are skipped.
@@ -301,7 +308,7 @@ class Scheduler:
         if work.room <= 0:
             return False
         if request.output_token_ids:
-            request.tokens_to_feed = request.tokens(0, request.num_tokens)
+            request.tokens_to_prefill = request.tokens(0, request.num_tokens)
         found = self.tables.find(request)
         # `PlanLayout` has room for the pages of one whole sequence.
         if work.num_found + len(found) > self.config.pages_per_seq:
@@ -334,8 +341,8 @@ class Scheduler:
         waiting = [one for one in self.waiting if features.covers(one.features)]
         most = self.config.max_num_seqs
         num_seqs = min(len(self.running) + len(waiting), most)
-        tokens = sum(len(one.tokens_to_feed) for one in waiting[:most])
-        self.shapes.ask_for(num_seqs, 0, tokens, features)
+        tokens = sum(len(one.tokens_to_prefill) for one in waiting[:most])
+        self.shapes.request(num_seqs, 0, tokens, features)
         return False
 
     def _has_room(self, request: Request, found: list[int]) -> bool:
@@ -347,11 +354,11 @@ class Scheduler:
         promised = 0
         for other in self.running:
             if other.status is Status.PREFILL:
-                length = len(other.tokens_to_feed) + 1
+                length = len(other.tokens_to_prefill) + 1
                 promised += self.tables.missing(other, length)
             else:
                 promised += 1
-        needed = self.tables.count(len(request.tokens_to_feed) + 1) - len(found)
+        needed = self.tables.count(len(request.tokens_to_prefill) + 1) - len(found)
         revived = sum(self.pages.is_free(page) for page in found)
         return needed + revived + promised <= self.pages.num_free
 
@@ -360,7 +367,7 @@ class Scheduler:
         rows: np.ndarray,
         wanted: np.ndarray,
         shape: StepShape,
-        work: Prefill,
+        work: PrefillBatch,
         charged_s: float | None,
     ) -> Launch:
         table = self.rows
@@ -375,7 +382,7 @@ class Scheduler:
             tiles=work.tiles,
             admissions=work.admissions,
             pages=work.updates,
-            grammars=_readings(decoding, work) if shape.features.has_grammar else {},
+            grammars=_grammars(decoding, work) if shape.features.has_grammar else {},
         )
         return Launch(
             plan=plan,
@@ -432,16 +439,16 @@ class Scheduler:
         assert len(self.rows.free) == self.config.max_num_seqs, "a row is taken"
 
 
-def _readings(decoding: list[Request], work: Prefill) -> dict[int, Reading]:
+def _grammars(decoding: list[Request], work: PrefillBatch) -> dict[int, GrammarState]:
     """Grammar states of a launch, by row."""
     return {
-        request.row: request.reading
+        request.row: request.grammar
         for request in (*decoding, *work.tiled)
-        if request.reading is not None
+        if request.grammar is not None
     }
 
 
-class WaitingLine:
+class WaitingQueue:
     """Waiting requests, the first to run first.
 
     By arrival, or by priority and then by arrival. A request that comes back, since

@@ -199,7 +199,7 @@ class Shapes:
             able, key=lambda one: (one.num_draft_tokens, one.chunk, one.num_seqs)
         )
 
-    def ask_for(
+    def request(
         self, num_seqs: int, num_draft_tokens: int, tokens: int, features: Features
     ) -> None:
         """Request the best program for a launch with prompts, if it is missing."""

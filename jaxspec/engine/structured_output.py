@@ -37,7 +37,7 @@ LEAST_STACK_BYTES = 2**24
 
 
 @dataclass(kw_only=True, eq=False)
-class Reading:
+class GrammarState:
     """The state of one request's grammar.
 
     Invariant: the matcher has consumed `tokens[:num_consumed]`. It takes no more once
@@ -57,9 +57,9 @@ class Reading:
     tokens: list[int] = field(default_factory=list)
     num_consumed: int = 0
     # Masks by the drafts before them: the target asks again for those of the draft.
-    told: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
+    known_masks: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
 
-    def catch_up(self, num_tokens: int, newest: Sequence[int]) -> None:
+    def sync(self, num_tokens: int, newest: Sequence[int]) -> None:
         """Advance to the known tokens; roll back where they differ from earlier ones.
 
         Args:
@@ -76,7 +76,7 @@ class Reading:
         while same < min(len(known), len(new)) and known[same] == new[same]:
             same += 1
         if first + same < len(self.tokens) or new[same:]:
-            self.told.clear()
+            self.known_masks.clear()
         self._back_to(first + same)
         for token in new[same:]:
             self._read(token)
@@ -106,9 +106,9 @@ class Reading:
             self._read(draft)
         for row in range(len(masks)):
             path = tuple(drafts[: first + row])
-            if path not in self.told:
-                self.told[path] = self._mask(masks.shape[1])
-            masks[row] = self.told[path]
+            if path not in self.known_masks:
+                self.known_masks[path] = self._mask(masks.shape[1])
+            masks[row] = self.known_masks[path]
             if row + 1 == len(masks):
                 break
             draft = drafts[first + row]
@@ -139,22 +139,22 @@ class TokenMasks:
 
     def __init__(self, vocab_size: int):
         self._words = -(-vocab_size // WORD)
-        self._readings: weakref.WeakValueDictionary[int, Reading] = (
+        self._states: weakref.WeakValueDictionary[int, GrammarState] = (
             weakref.WeakValueDictionary()
         )
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self.num_questions = 0
 
-    def add(self, reading: Reading) -> None:
+    def add(self, state: GrammarState) -> None:
         """Give a state the id by which the device asks for it, if it has none yet."""
         with self._lock:
-            if not reading.grammar_id:
-                reading.grammar_id = next(self._ids)
-                self._readings[reading.grammar_id] = reading
+            if not state.grammar_id:
+                state.grammar_id = next(self._ids)
+                self._states[state.grammar_id] = state
 
     def __len__(self) -> int:
-        return len(self._readings)
+        return len(self._states)
 
     def __call__(
         self, grammar_id: Any, num_tokens: Any, newest: Any, drafts: Any, before: Any
@@ -167,10 +167,10 @@ class TokenMasks:
         with self._lock:
             self.num_questions += 1
             for row in np.flatnonzero(ids).tolist():
-                reading = self._readings.get(int(ids[row]))
-                if reading is not None:
-                    reading.catch_up(int(num_tokens[row]), newest[row].tolist())
-                    reading.masks(drafts[row].tolist(), int(before[0]), masks[row])
+                state = self._states.get(int(ids[row]))
+                if state is not None:
+                    state.sync(int(num_tokens[row]), newest[row].tolist())
+                    state.masks(drafts[row].tolist(), int(before[0]), masks[row])
         return masks
 
 

@@ -89,7 +89,7 @@ def test_rounds_are_added_to_whom_they_are_about():
     launch, stats = make_launch(rows, requests, [], []), EngineStats()
     costs = no_costs()
     requests[1].status = Status.FINISHED
-    rows.give_up(requests[1])
+    rows.release(requests[1])
     parts = commit(launch, make_result([2, 1, 4]), rows, stats, costs)
     assert [part.request for part in parts] == [requests[0], requests[2]]
     assert [part.token_ids for part in parts] == [[0, 1], [8, 9, 10, 11]]
@@ -108,7 +108,7 @@ def test_rounds_are_added_to_whom_they_are_about():
 def test_a_preempted_request_gets_what_was_under_way():
     rows, requests = admit(1)
     launch = make_launch(rows, requests, [], [])
-    rows.give_up(requests[0])
+    rows.release(requests[0])
     requests[0].status = Status.WAITING
     assert requests[0].num_unread == 1
     (part,) = commit(launch, make_result([3]), rows, EngineStats(), no_costs())
@@ -120,7 +120,7 @@ def test_a_row_with_a_new_owner_is_not_charged():
     rows, requests = admit(1)
     launch = make_launch(rows, requests, [], [])
     requests[0].status = Status.FINISHED
-    rows.give_up(requests[0])
+    rows.release(requests[0])
     heir = make_request()
     rows.admit(heir, longest=30)
     assert commit(launch, make_result([3]), rows, EngineStats(), no_costs()) == []
@@ -137,7 +137,7 @@ def tile(start: int, count: int, *, is_last: bool) -> Tile:
 def test_prompt_logprobs_are_told_once_and_in_order(told):
     """A prompt of 50 tokens in tiles of 32 and 18, which are right-aligned."""
     rows, (request,) = admit(1, features=TELLING, prompt_token_ids=[1] * 50)
-    request.num_prompt_told = told
+    request.num_prompt_logprobs = told
     tiles = [tile(0, 32, is_last=False), tile(32, 18, is_last=True)]
     launch = make_launch(rows, [], tiles, [request, request])
     rows.launch(np.array([0]), np.zeros(1, np.int64))
@@ -155,4 +155,4 @@ def test_prompt_logprobs_are_told_once_and_in_order(told):
     assert parts[-1].token_ids == [15]
     assert parts[-1].logprobs is not None
     assert parts[-1].logprobs.rank.tolist() == [1]
-    assert request.num_prompt_told == 49
+    assert request.num_prompt_logprobs == 49

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
-from jaxspec.engine.engine_thread import MAX_FAILURES, EngineLoop, Mailbox
+from jaxspec.engine.engine_thread import (
+    MAX_FAILURES,
+    EngineThread,
+    RequestOutputCollector,
+)
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import EngineDeadError
 from jaxspec.outputs import CompletionOutput, RequestOutput
@@ -54,7 +58,7 @@ class Running:
         self.outputs: list[Any] = []
         self.failures: list[BaseException] = []
         self.idle = threading.Event()
-        self.loop = EngineLoop(self.engine, self._take, self._fail)
+        self.loop = EngineThread(self.engine, self._take, self._fail)
         self.loop.start()
 
     def _take(self, outputs: list[Any]) -> None:
@@ -182,56 +186,56 @@ def output_of(text: str, reason: str | None = None, **changes: Any) -> RequestOu
 
 def fetch(kind: RequestOutputKind, use: Any, num_texts: int = 1) -> Any:
     async def run() -> Any:
-        return await use(Mailbox("a", kind, num_texts))
+        return await use(RequestOutputCollector("a", kind, num_texts))
 
     return asyncio.run(asyncio.wait_for(run(), 10))
 
 
 @pytest.mark.parametrize(("kind", "text"), [(DELTA, "abc"), (CUMULATIVE, "bc")])
 def test_a_slow_reader_gets_one_output(kind, text):
-    async def use(mailbox: Mailbox) -> None:
-        mailbox.put(output_of("a"))
-        mailbox.put(output_of("bc"))
-        output = await mailbox.get()
+    async def use(collector: RequestOutputCollector) -> None:
+        collector.put(output_of("a"))
+        collector.put(output_of("bc"))
+        output = await collector.get()
         assert output.outputs[0].text == text
         assert list(output.outputs[0].token_ids) == [ord(one) for one in text]
         # It is the caller's now: what comes later is another one.
-        mailbox.put(output_of("d", "length"))
+        collector.put(output_of("d", "length"))
         assert output.outputs[0].text == text
-        last = await mailbox.get()
+        last = await collector.get()
         assert (last.outputs[0].text, last.finished) == ("d", True)
 
     fetch(kind, use)
 
 
 def test_a_reader_waits_for_news():
-    async def use(mailbox: Mailbox) -> None:
-        waiting = asyncio.ensure_future(mailbox.get())
+    async def use(collector: RequestOutputCollector) -> None:
+        waiting = asyncio.ensure_future(collector.get())
         await asyncio.sleep(0.01)
         assert not waiting.done()
-        mailbox.put(output_of("a"))
+        collector.put(output_of("a"))
         assert (await waiting).outputs[0].text == "a"
 
     fetch(DELTA, use)
 
 
 def test_an_error_takes_the_place_of_what_was_not_fetched():
-    async def use(mailbox: Mailbox) -> None:
-        mailbox.put(output_of("a"))
-        mailbox.fail(RuntimeError("broken"))
+    async def use(collector: RequestOutputCollector) -> None:
+        collector.put(output_of("a"))
+        collector.fail(RuntimeError("broken"))
         with pytest.raises(RuntimeError, match="broken"):
-            await mailbox.get()
+            await collector.get()
 
     fetch(CUMULATIVE, use)
 
 
 @pytest.mark.parametrize(("kind", "text"), [(DELTA, ""), (CUMULATIVE, "ab")])
 def test_an_aborted_request_ends_with_what_there_was(kind, text):
-    async def use(mailbox: Mailbox) -> None:
-        mailbox.put(output_of("ab"))
-        before = await mailbox.get()
-        mailbox.abort()
-        last = await mailbox.get()
+    async def use(collector: RequestOutputCollector) -> None:
+        collector.put(output_of("ab"))
+        before = await collector.get()
+        collector.abort()
+        last = await collector.get()
         assert not before.finished
         assert before.outputs[0].finish_reason is None
         assert last.finished
@@ -242,10 +246,10 @@ def test_an_aborted_request_ends_with_what_there_was(kind, text):
 
 
 def test_a_delta_that_was_not_fetched_is_not_lost_to_an_abort():
-    async def use(mailbox: Mailbox) -> None:
-        mailbox.put(output_of("ab"))
-        mailbox.abort()
-        last = await mailbox.get()
+    async def use(collector: RequestOutputCollector) -> None:
+        collector.put(output_of("ab"))
+        collector.abort()
+        last = await collector.get()
         assert (last.outputs[0].text, last.finished) == ("ab", True)
         assert last.outputs[0].finish_reason == "abort"
 
@@ -254,10 +258,10 @@ def test_a_delta_that_was_not_fetched_is_not_lost_to_an_abort():
 
 @pytest.mark.parametrize("kind", [DELTA, CUMULATIVE])
 def test_an_end_that_was_not_fetched_stays_as_it_is(kind):
-    async def use(mailbox: Mailbox) -> None:
-        mailbox.put(output_of("ab", "stop"))
-        mailbox.abort()
-        (completion,) = (await mailbox.get()).outputs
+    async def use(collector: RequestOutputCollector) -> None:
+        collector.put(output_of("ab", "stop"))
+        collector.abort()
+        (completion,) = (await collector.get()).outputs
         assert (completion.text, len(completion.token_ids)) == ("ab", 2)
         assert completion.finish_reason == "stop"
 
@@ -271,14 +275,14 @@ def test_all_texts_of_an_aborted_request_end_and_none_is_told_twice(is_fetched):
         output.outputs[0].index, output.finished = index, False
         return output
 
-    async def use(mailbox: Mailbox) -> None:
+    async def use(collector: RequestOutputCollector) -> None:
         texts, reasons = ["", "", ""], []
         for output in (of_text(1, "xy"), of_text(0, "ab", "stop")):
-            mailbox.put(output)
+            collector.put(output)
             if is_fetched:
-                collect(await mailbox.get(), texts, reasons)
-        mailbox.abort()
-        last = await mailbox.get()
+                collect(await collector.get(), texts, reasons)
+        collector.abort()
+        last = await collector.get()
         assert last.finished
         collect(last, texts, reasons)
         assert texts == ["ab", "xy", ""]
@@ -294,9 +298,9 @@ def test_all_texts_of_an_aborted_request_end_and_none_is_told_twice(is_fetched):
 
 
 def test_a_request_that_never_spoke_is_aborted():
-    async def use(mailbox: Mailbox) -> None:
-        mailbox.abort()
-        last = await mailbox.get()
+    async def use(collector: RequestOutputCollector) -> None:
+        collector.abort()
+        last = await collector.get()
         assert (last.request_id, last.finished) == ("a", True)
         assert last.outputs[0].finish_reason == "abort"
 

@@ -5,7 +5,11 @@ from typing import Any
 import pytest
 
 import jaxspec_checkpoints
-from jaxspec.engine.input_processor import Intake, check_supported, make_controls
+from jaxspec.engine.input_processor import (
+    InputProcessor,
+    check_supported,
+    make_controls,
+)
 from jaxspec.engine.request import Request
 from jaxspec.errors import ConfigError, RequestError, UnsupportedError
 from jaxspec.program.plan import (
@@ -33,7 +37,7 @@ TOKENIZER = Tokenizer.from_folder(jaxspec_checkpoints.bundled_target())
 def make(prompt: Any = (2, 3, 4), *, config: dict[str, Any] | None = None, **fields):
     """A request, its parameters given by name."""
     made = make_config(**(config or {}))
-    intake = Intake(made, StubTokenizer(made.model_config.vocab_size))
+    intake = InputProcessor(made, StubTokenizer(made.model_config.vocab_size))
     return intake.prepare("0", list(prompt), SamplingParams(**fields)).requests[0]
 
 
@@ -53,7 +57,7 @@ def test_what_is_asked_arrives():
 def test_requests_without_a_seed_get_their_own():
     def seeds(engine_seed: int) -> list[tuple[int, int]]:
         config = make_config(seed=engine_seed)
-        intake = Intake(config, StubTokenizer(config.model_config.vocab_size))
+        intake = InputProcessor(config, StubTokenizer(config.model_config.vocab_size))
         prepared = [intake.prepare(str(i), [2], SamplingParams()) for i in range(3)]
         requests = [one.requests[0] for one in prepared]
         assert {request.rule for request in requests} == {STANDARD}
@@ -95,7 +99,7 @@ def test_logprobs_come_in_one_size():
 def test_the_prefix_cache_can_be_left_alone():
     assert not make(skip_reading_prefix_cache=True).can_read_prefix_cache
     config = make_config()
-    intake = Intake(config, StubTokenizer(config.model_config.vocab_size))
+    intake = InputProcessor(config, StubTokenizer(config.model_config.vocab_size))
     prompt = {"prompt_token_ids": [2], "cache_salt": "mine"}
     (request,) = intake.prepare("0", prompt, SamplingParams()).requests
     assert request.cache_salt == "mine"
@@ -106,7 +110,7 @@ def test_the_prefix_cache_can_be_left_alone():
 def test_priorities_need_their_policy():
     def ask(policy: str, priority: Any) -> Request:
         config = make_config(scheduling_policy=policy)
-        intake = Intake(config, StubTokenizer(config.model_config.vocab_size))
+        intake = InputProcessor(config, StubTokenizer(config.model_config.vocab_size))
         prepared = intake.prepare("0", [2], SamplingParams(), priority=priority)
         return prepared.requests[0]
 
@@ -128,7 +132,9 @@ def test_a_prompt_for_several_texts_is_encoded_once(monkeypatch):
         return encode(text, **options)
 
     monkeypatch.setattr(tokenizer, "encode", count)
-    prepared = Intake(config, tokenizer).prepare("0", "abc", SamplingParams(n=3))
+    prepared = InputProcessor(config, tokenizer).prepare(
+        "0", "abc", SamplingParams(n=3)
+    )
     assert encoded == ["abc"]
     assert [one.request_id for one in prepared.requests] == ["0_0", "1_0", "2_0"]
     prompts = [one.prompt_token_ids for one in prepared.requests]
@@ -138,7 +144,7 @@ def test_a_prompt_for_several_texts_is_encoded_once(monkeypatch):
 def test_parameters_are_checked_again_and_copied():
     given = SamplingParams(stop_token_ids=[5])
     config = make_config()
-    intake = Intake(config, StubTokenizer(config.model_config.vocab_size))
+    intake = InputProcessor(config, StubTokenizer(config.model_config.vocab_size))
     request = intake.prepare("0", [2], given).requests[0]
     assert request.params is not given
     given.top_p = 3.0
@@ -171,10 +177,10 @@ def test_a_form_names_its_feature_and_outranks_min_tokens():
     form = StructuredOutputsParams(regex="[A-F]+")
     request = make(structured_outputs=form, min_tokens=4, stop_token_ids=[7])
     assert request.features == Features(has_grammar=True)
-    reading = request.reading
-    assert reading is not None
-    assert (reading.num_prompt, reading.min_tokens) == (3, 4)
-    assert reading.stop_ids == (EOS, 7)
+    state = request.grammar
+    assert state is not None
+    assert (state.num_prompt, state.min_tokens) == (3, 4)
+    assert state.stop_ids == (EOS, 7)
     # The device knows of no least length, and stop strings do.
     assert (request.min_total, request.params.min_tokens) == (3, 4)
     assert make(min_tokens=4).min_total == 3 + 4
@@ -225,7 +231,7 @@ def test_a_model_with_more_ends_than_there_is_room_for(monkeypatch):
     ends = StubTokenizer(config.model_config.vocab_size)
     monkeypatch.setattr(type(ends), "turn_end_ids", tuple(range(2, 11)))
     with pytest.raises(ConfigError, match="ends texts with 10 token ids.*room for 8"):
-        Intake(config, ends)
+        InputProcessor(config, ends)
 
 
 def test_texts_of_one_request_are_counted_before_any_is_made():

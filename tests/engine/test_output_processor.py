@@ -12,7 +12,7 @@ from jaxspec.engine.batch import Progress
 from jaxspec.engine.detokenizer import TextStream
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.metrics import EngineMetrics, Load
-from jaxspec.engine.output_processor import Delivery, OriginStream
+from jaxspec.engine.output_processor import OriginStream, OutputProcessor
 from jaxspec.engine.request import Request
 from jaxspec.engine.stats import EngineStats
 from jaxspec.errors import RequestError
@@ -321,7 +321,9 @@ def test_texts_of_real_pieces_join(ids: list[int], data: Any):
         text = stream.visible(is_finished=is_end)[start:]
         assert stream.ends is not None
         if known[first:] or is_end:
-            new = origins.tell(known, stream.ends, first=first, start=start, text=text)
+            new = origins.of_part(
+                known, stream.ends, first=first, start=start, text=text
+            )
             assert "".join(one.text for one in new) == text
             told += new
             first, start = len(known), start + len(text)
@@ -340,7 +342,7 @@ def test_a_character_comes_with_its_last_byte():
     stream.push(ids)
     origins.push(5, 5, 5)
     assert stream.ends is not None
-    told = origins.tell(ids, stream.ends, first=0, start=0, text=stream.text)
+    told = origins.of_part(ids, stream.ends, first=0, start=0, text=stream.text)
     assert [one.text for one in told] == ["a", "", "", "", "🦉"]
 
 
@@ -354,18 +356,18 @@ def test_a_draft_that_is_the_target_is_never_recovered():
 
 
 class Feed:
-    """A delivery, and rounds given to it by hand."""
+    """A processor, and rounds given to it by hand."""
 
     def __init__(self):
         config, self.stats = make_config(), EngineStats()
         self.metrics = EngineMetrics(config, self.stats)
-        self.delivery = Delivery(config, TOKENIZER, self.metrics, self.stats)
+        self.processor = OutputProcessor(config, TOKENIZER, self.metrics, self.stats)
 
     def open(self, **params: Any) -> Request:
         request = make([2] * 3, max_tokens=20)
         request.params = SamplingParams(max_tokens=20, **params)
-        request.request_id = str(len(self.delivery.streams))
-        self.delivery.open(request)
+        request.request_id = str(len(self.processor.streams))
+        self.processor.open(request)
         return request
 
     def push(
@@ -373,7 +375,7 @@ class Feed:
     ) -> list[RequestOutput]:
         request.output_token_ids += tokens
         part = Progress(request=request, token_ids=tokens, is_done=is_done)
-        return self.delivery.advance([part], _finish)
+        return self.processor.advance([part], _finish)
 
 
 def _finish(request: Request, reason: str, stop: int | str | None) -> None:
@@ -389,12 +391,12 @@ def told(outputs: list[RequestOutput]) -> list[Any]:
 @given(ids=IDS, sizes=st.lists(st.integers(0, 3), max_size=8))
 def test_the_short_way_tells_what_the_long_way_tells(ids, sizes):
     ways = []
-    for is_steady in (True, False):
+    for is_fast in (True, False):
         feed = Feed()
         request = feed.open(output_kind=DELTA)
-        stream = feed.delivery.streams[request.request_id]
-        assert stream.is_steady
-        stream.is_steady = is_steady
+        stream = feed.processor.streams[request.request_id]
+        assert stream.is_fast
+        stream.is_fast = is_fast
         rounds = split(ids, sizes)
         outputs = [feed.push(request, tokens) for tokens in rounds]
         outputs.append(feed.push(request, [7, 8], is_done=True))
@@ -405,7 +407,7 @@ def test_the_short_way_tells_what_the_long_way_tells(ids, sizes):
 
 
 @pytest.mark.parametrize(
-    ("params", "is_steady"),
+    ("params", "is_fast"),
     [
         (dict(output_kind=DELTA), True),
         (dict(output_kind=RequestOutputKind.FINAL_ONLY), True),
@@ -417,10 +419,10 @@ def test_the_short_way_tells_what_the_long_way_tells(ids, sizes):
         (dict(output_kind=RequestOutputKind.FINAL_ONLY, stop="x"), False),
     ],
 )
-def test_only_tokens_and_text_go_the_short_way(params, is_steady):
+def test_only_tokens_and_text_go_the_short_way(params, is_fast):
     feed = Feed()
     request = feed.open(**params)
-    assert feed.delivery.streams[request.request_id].is_steady == is_steady
+    assert feed.processor.streams[request.request_id].is_fast == is_fast
 
 
 @pytest.mark.parametrize("kind", [DELTA, RequestOutputKind.CUMULATIVE])
@@ -464,7 +466,7 @@ def test_tokens_of_one_round_have_waited_since_the_one_before(
     now[0] = 103.0
     for request in (first, second):
         request.output_token_ids += [6]
-    feed.delivery.advance(
+    feed.processor.advance(
         [
             Progress(request=request, token_ids=[6], is_done=False)
             for request in (first, second)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.request import Request, Status
-from jaxspec.engine.scheduler import WaitingLine
+from jaxspec.engine.scheduler import WaitingQueue
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import MAX_CONTROLLED, TILE, Features, TokenControls
 from jaxspec.sampling_params import SamplingParams
@@ -210,7 +210,7 @@ def test_a_prompt_waits_while_the_draft_model_catches_up():
     loop.scheduler.add(late)
     while late.status is Status.WAITING:
         loop.step()
-    assert not late.num_fed == 300
+    assert not late.num_prefilled == 300
     for request in (second, third):
         loop.scheduler.finish(request, "abort", None)
     tiles = []
@@ -378,8 +378,8 @@ def test_few_admissions_of_a_launch_have_controls():
     assert admitted[:3] == [MAX_CONTROLLED, MAX_CONTROLLED, 2]
 
 
-def fill(policy: str, priorities: list[int]) -> tuple[WaitingLine, list[Request]]:
-    line = WaitingLine(policy)
+def fill(policy: str, priorities: list[int]) -> tuple[WaitingQueue, list[Request]]:
+    line = WaitingQueue(policy)
     requests = [make_waiting(priority=priority) for priority in priorities]
     for request in requests:
         line.add(request)

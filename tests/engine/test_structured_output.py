@@ -15,7 +15,7 @@ from jaxspec.engine.structured_output import (
     EVERYTHING,
     MAX_KEPT,
     GrammarCompiler,
-    Reading,
+    GrammarState,
     TokenMasks,
 )
 from jaxspec.errors import RequestError
@@ -58,7 +58,7 @@ def ids_of(mask: np.ndarray) -> list[int]:
 
 
 def ask(masks: TokenMasks, *rows: tuple[Any, list[int], list[int]]) -> np.ndarray:
-    """Ask about (reading, text, drafts) of several sequences at once."""
+    """Ask about (state, text, drafts) of several sequences at once."""
     newest = np.zeros((len(rows), WINDOW), np.int32)
     for index, (_, text, _) in enumerate(rows):
         known = [7] * NUM_PROMPT + text
@@ -72,14 +72,16 @@ def ask(masks: TokenMasks, *rows: tuple[Any, list[int], list[int]]) -> np.ndarra
     )
 
 
-def make_reading(num_prompt: int = NUM_PROMPT, **changes: Any) -> Reading:
-    return Reading(matcher=COMPILER.matcher(FORM), num_prompt=num_prompt, **changes)
+def make_state(num_prompt: int = NUM_PROMPT, **changes: Any) -> GrammarState:
+    return GrammarState(
+        matcher=COMPILER.matcher(FORM), num_prompt=num_prompt, **changes
+    )
 
 
-def opened() -> tuple[TokenMasks, Reading]:
-    masks, reading = TokenMasks(VOCAB), make_reading()
-    masks.add(reading)
-    return masks, reading
+def opened() -> tuple[TokenMasks, GrammarState]:
+    masks, state = TokenMasks(VOCAB), make_state()
+    masks.add(state)
+    return masks, state
 
 
 def drawn(text: list[int], count: int, random: np.random.Generator) -> list[int]:
@@ -102,14 +104,14 @@ def drawn(text: list[int], count: int, random: np.random.Generator) -> list[int]
 @pytest.mark.parametrize("seed", range(6))
 def test_rounds_of_a_text(seed):
     random = np.random.default_rng(seed)
-    masks, reading = opened()
+    masks, state = opened()
     text: list[int] = []
     while EOS not in text and len(text) < 60:
         drafts = drawn(text, DRAFTS, random)
-        answer = ask(masks, (reading, text, drafts))
+        answer = ask(masks, (state, text, drafts))
         np.testing.assert_array_equal(answer[0], fresh_masks(text, drafts))
         # Asked again, as a program that runs twice would: the same.
-        np.testing.assert_array_equal(ask(masks, (reading, text, drafts)), answer)
+        np.testing.assert_array_equal(ask(masks, (state, text, drafts)), answer)
         accepted = 0
         while accepted < DRAFTS and drafts[accepted] in ids_of(answer[0, accepted]):
             accepted += 1
@@ -119,65 +121,65 @@ def test_rounds_of_a_text(seed):
         if EOS in text:
             text = text[: text.index(EOS) + 1]
         if random.random() < 0.2:  # a prompt's last tile asks without drafts
-            answer = ask(masks, (reading, text, []))
+            answer = ask(masks, (state, text, []))
             np.testing.assert_array_equal(answer[0], fresh_masks(text, []))
 
 
 def test_after_the_end_only_the_end_is_allowed():
-    masks, reading = opened()
+    masks, state = opened()
     text = [4, 5, 12, EOS]  # "%&-"
     for end in ([EOS], [EOS, EOS, EOS]):
-        answer = ask(masks, (reading, text + end, [EOS, EOS, 4]))[0]
+        answer = ask(masks, (state, text + end, [EOS, EOS, 4]))[0]
         assert [ids_of(row) for row in answer[:3]] == [[EOS]] * 3
         assert (answer[3] == EVERYTHING).all()  # after a draft that cannot be
 
 
 def test_a_text_taken_back_is_read_anew():
-    masks, reading = opened()
-    ask(masks, (reading, [4, 5, 12, 20], [20, 20, 20]))
+    masks, state = opened()
+    ask(masks, (state, [4, 5, 12, 20], [20, 20, 20]))
     for text in ([4, 5, 6], [4, 5, 12], [], [7, 7, 12, EOS]):
-        answer = ask(masks, (reading, text, [4, 4, 12]))
+        answer = ask(masks, (state, text, [4, 4, 12]))
         np.testing.assert_array_equal(answer[0], fresh_masks(text, [4, 4, 12]))
 
 
 def test_many_tokens_at_once_up_to_the_window():
-    masks, reading = opened()
+    masks, state = opened()
     text = [4, 5, 12] * 6
-    answer = ask(masks, (reading, text, [4, 5, 12]))
+    answer = ask(masks, (state, text, [4, 5, 12]))
     np.testing.assert_array_equal(answer[0], fresh_masks(text, [4, 5, 12]))
-    masks, reading = opened()
+    masks, state = opened()
     with pytest.raises(AssertionError, match="further ahead than it tells"):
-        ask(masks, (reading, [*text, 4], [4, 5, 12]))
+        ask(masks, (state, [*text, 4], [4, 5, 12]))
 
 
 def test_rows_without_grammar_and_unknown_ids_allow_everything():
-    masks, reading = opened()
+    masks, state = opened()
     answer = ask(
         masks,
         (0, [9], [4, 4, 4]),
-        (reading, [], [4, 5, 12]),
-        (reading.grammar_id + 7, [9], [4, 4, 4]),
+        (state, [], [4, 5, 12]),
+        (state.grammar_id + 7, [9], [4, 4, 4]),
     )
     assert (answer[[0, 2]] == EVERYTHING).all()
     np.testing.assert_array_equal(answer[1], fresh_masks([], [4, 5, 12]))
 
 
 def test_a_reading_is_known_as_long_as_somebody_holds_it():
-    masks, reading = opened()
-    grammar_id = reading.grammar_id
-    masks.add(reading)
-    assert reading.grammar_id == grammar_id and len(masks) == 1
-    del reading
+    masks, state = opened()
+    grammar_id = state.grammar_id
+    masks.add(state)
+    assert state.grammar_id == grammar_id and len(masks) == 1
+    del state
     assert len(masks) == 0
     assert (ask(masks, (grammar_id, [], [4, 5, 12])) == EVERYTHING).all()
-    other = make_reading()
+    other = make_state()
     masks.add(other)
     assert other.grammar_id != grammar_id
     assert masks.num_questions == 1
 
 
 def test_the_draft_asks_for_one_row_at_a_time():
-    masks, reading = opened()
+    masks, state = opened()
     text, drafts = [4, 5], [12, 4, 5]
     expected = fresh_masks(text, drafts)
     newest = np.zeros((1, WINDOW), np.int32)
@@ -186,26 +188,26 @@ def test_the_draft_asks_for_one_row_at_a_time():
         # What is not drawn yet is junk.
         asked = [drafts[:before] + [39] * (DRAFTS - before)]
         answer = masks(
-            np.array([reading.grammar_id]),
+            np.array([state.grammar_id]),
             np.array([NUM_PROMPT + len(text)]),
             newest,
             np.array(asked),
             np.array([before]),
         )
         np.testing.assert_array_equal(answer[0, 0], expected[before])
-    np.testing.assert_array_equal(ask(masks, (reading, text, drafts))[0], expected)
+    np.testing.assert_array_equal(ask(masks, (state, text, drafts))[0], expected)
 
 
 def test_what_the_draft_was_told_is_not_worked_out_again():
-    masks, reading = opened()
-    ask(masks, (reading, [4], [5, 12, 4]))
-    told = dict(reading.told)
+    masks, state = opened()
+    ask(masks, (state, [4], [5, 12, 4]))
+    told = dict(state.known_masks)
     assert sorted(map(len, told)) == [0, 1, 2, 3]
-    ask(masks, (reading, [4], [5, 12, 4]))
-    assert all(reading.told[path] is mask for path, mask in told.items())
-    ask(masks, (reading, [4, 5], [12, 4, 4]))
+    ask(masks, (state, [4], [5, 12, 4]))
+    assert all(state.known_masks[path] is mask for path, mask in told.items())
+    ask(masks, (state, [4, 5], [12, 4, 4]))
     np.testing.assert_array_equal(
-        ask(masks, (reading, [4, 5], [12, 4, 4]))[0], fresh_masks([4, 5], [12, 4, 4])
+        ask(masks, (state, [4, 5], [12, 4, 4]))[0], fresh_masks([4, 5], [12, 4, 4])
     )
 
 
@@ -213,7 +215,7 @@ def test_no_end_before_min_tokens_unless_the_text_is_complete():
     form = StructuredOutputsParams(regex="%&(%)?")
     masks = TokenMasks(VOCAB)
     asked = [
-        Reading(
+        GrammarState(
             matcher=COMPILER.matcher(form),
             num_prompt=NUM_PROMPT,
             min_tokens=min_tokens,
@@ -221,8 +223,8 @@ def test_no_end_before_min_tokens_unless_the_text_is_complete():
         )
         for min_tokens in (0, 3, 9)
     ]
-    for reading in asked:
-        masks.add(reading)
+    for state in asked:
+        masks.add(state)
     answer = ask(masks, *((one, [4, 5], [4, EOS]) for one in asked))
     found = [[ids_of(row) for row in rows] for rows in answer]
     assert found[0] == [[EOS, 4], [EOS], [EOS]]
