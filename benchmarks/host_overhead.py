@@ -131,7 +131,9 @@ def measure(
         prompt = random.integers(FIRST_ID, 8000, PROMPT_TOKENS).tolist()
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
     samples = []
-    while any(request.num_fed < PROMPT_TOKENS for request in engine.scheduler.running):
+    while any(
+        request.num_prefilled < PROMPT_TOKENS for request in engine.scheduler.running
+    ):
         engine.step()
     while len(engine.scheduler.running) < NUM_SEQS:
         engine.step()

@@ -87,11 +87,11 @@ def play(engine: LLMEngine, num_prompt: int, seed: int) -> dict[str, Any]:
     arrived = time.monotonic()
     engine.add_request(LONG, {"prompt_token_ids": prompt}, params)
     (request,) = engine.scheduler.waiting
-    num_fed, chunks = 0, Counter[int]()
+    num_prefilled, chunks = 0, Counter[int]()
     while engine.get_num_unfinished_requests() > NUM_STREAMS:
         streams.step()
-        chunks[request.num_fed - num_fed] += 1
-        num_fed = request.num_fed
+        chunks[request.num_prefilled - num_prefilled] += 1
+        num_prefilled = request.num_prefilled
     fed = time.monotonic()
     for _ in range(NUM_ROUNDS):
         streams.step()

@@ -13,7 +13,7 @@ Reading order, from a user's call down to the device:
    `jaxspec.engine.loading` makes an engine of it.
 5. `jaxspec.engine.llm_engine`: add a request, step, collect outputs;
    `jaxspec.engine.async_llm_engine` does so for event loops, in a thread.
-6. `jaxspec.engine.scheduler` and `jaxspec.engine.pages`: what the next step does.
+6. `jaxspec.engine.scheduler` and `jaxspec.engine.kv_cache`: what the next step does.
 7. `jaxspec.engine.runner`: the door between the host and the device.
 8. `jaxspec.program.step`: the program; then `propose`, `accept` and `sampling`.
 9. `jaxspec.models.gemma2`: the network. `jaxspec.sharding`: how it lies on devices.

@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
     folder = _writable(config.compilation_cache_dir)
     mesh = described.describe_mesh(options.device, config)
     program, forms = described.describe(config, mesh)
-    xla = described.options_of(config, mesh)
+    xla = importlib.import_module("jaxspec.engine.runner").options_of(config, mesh)
     cache = importlib.import_module("jaxspec.engine.program_cache")
     programs = cache.ProgramCache(folder)
     rows, num_there = [], 0

@@ -1,7 +1,7 @@
 """Owns `StructuredOutputsParams`: what form a text must have. vLLM's names and rules.
 
 Knows the fields and how they may be combined; what they mean to a vocabulary is
-`jaxspec.engine.grammar`'s.
+`jaxspec.engine.structured_output`'s.
 """
 
 from collections.abc import Mapping, Sequence

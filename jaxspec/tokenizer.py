@@ -1,7 +1,7 @@
 """Owns the way between text and token ids: pieces, special pieces, conversations.
 
 Knows nothing about requests; text that arrives piece by piece is put together in
-`jaxspec.engine.output`.
+`jaxspec.engine.detokenizer`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

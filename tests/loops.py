@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.engine.batch import Launch
 from jaxspec.engine.controller import Controller
 from jaxspec.engine.request import Request
-from jaxspec.engine.scheduler import Launch, Scheduler
+from jaxspec.engine.scheduler import Scheduler
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import TILE, PoolShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
@@ -133,6 +134,7 @@ class Loop:
                     self.scheduler.finish(part.request, "length", None)
                     self.finished.append(part.request)
         self.scheduler.pages.check()
+        self.scheduler.costs.check()
         return self.scheduler.has_unfinished() or bool(self.launched)
 
     def cost(self, launch: Launch) -> float:

@@ -12,7 +12,7 @@ import tokenizers
 import transformers
 
 import jaxspec_checkpoints
-from jaxspec.engine.output import TextStream
+from jaxspec.engine.detokenizer import TextStream
 from jaxspec.errors import ConfigError
 from jaxspec.pieces import read_pieces
 from jaxspec.sampling_params import SamplingParams

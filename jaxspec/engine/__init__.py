@@ -1,5 +1,7 @@
 """The host side of the engine: numpy and plain Python, jax only behind `runner`.
 
-Read `llm_engine` first (the loop), then `scheduler`, `pages`, `request`, `runner` and
-`output`. `arg_utils` and `speculative_args` come before the engine exists.
+Read `llm_engine` first (the loop), then the way of a request: `input_processor`,
+`request`, `scheduler` with `kv_cache`, `rows` and `batch`, `runner`,
+`output_processor`. `arg_utils`, `speculative_args` and `model_folders` come before the
+engine exists; `costs`, `pacing`, `controller` and `shapes` say what a launch does.
 """

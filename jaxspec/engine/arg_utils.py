@@ -18,8 +18,7 @@ from jaxspec.config import (
     EngineConfig,
     ModelConfig,
 )
-from jaxspec.engine.folders import model_folder
-from jaxspec.engine.generation_defaults import recommended_sampling
+from jaxspec.engine.model_folders import model_folder, recommended_sampling
 from jaxspec.engine.speculative_args import merge_speculative_arguments
 from jaxspec.errors import (
     ConfigError,

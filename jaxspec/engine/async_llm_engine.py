@@ -6,9 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any, no_type_check
 
 from jaxspec.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from jaxspec.engine.engine_thread import EngineThread, RequestOutputCollector
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.loop import EngineLoop
-from jaxspec.engine.mailbox import Mailbox
 from jaxspec.errors import EngineDeadError, EngineGenerateError, refuse
 from jaxspec.metrics import Metric
 from jaxspec.outputs import RequestOutput
@@ -29,16 +28,16 @@ class AsyncLLMEngine:
 
     def __init__(self, engine: LLMEngine):
         self.engine = engine
-        self._mailboxes: dict[str, Mailbox] = {}
-        self._loop = EngineLoop(engine, self._deliver, self._fail)
-        self._loop.start()
+        self._collectors: dict[str, RequestOutputCollector] = {}
+        self._thread = EngineThread(engine, self._deliver, self._fail)
+        self._thread.start()
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLMEngine":
         """Build an engine from vLLM's arguments."""
         return cls(LLMEngine.from_engine_args(engine_args))
 
-    @no_type_check  # `LLMEngine.prepare` checks, with better errors
+    @no_type_check  # `InputProcessor` checks, with better errors
     async def generate(
         self,
         prompt: Any,
@@ -71,11 +70,11 @@ class AsyncLLMEngine:
         refuse("lora_request", lora_request)
         refuse("tokenization_kwargs", tokenization_kwargs or None)
         refuse("trace_headers", trace_headers or None)
-        mailbox = await self._add(request_id, prompt, sampling_params, priority)
+        collector = await self._add(request_id, prompt, sampling_params, priority)
         is_finished = False
         try:
             while not is_finished:
-                output = await mailbox.get()
+                output = await collector.get()
                 _check_sound(output)
                 is_finished = output.finished
                 yield output
@@ -84,48 +83,52 @@ class AsyncLLMEngine:
             raise
         finally:
             if is_finished:
-                self._forget(mailbox)
+                self._forget(collector)
             else:
                 # Not by its id: that may be another request's by then.
-                self._loop.call(lambda engine: self._take_back(engine, mailbox))
+                self._thread.call(lambda engine: self._take_back(engine, collector))
 
     @no_type_check
     async def _add(
         self, request_id: str, prompt: Any, params: SamplingParams, priority: int
-    ) -> Mailbox:
+    ) -> RequestOutputCollector:
         """Check a request beside the event loop, and queue it."""
-        if self._loop.dead_error is not None:
-            raise self._loop.dead_error
+        if self._thread.dead_error is not None:
+            raise self._thread.dead_error
         prepared = await asyncio.to_thread(
-            self.engine.prepare, request_id, prompt, params, priority=priority
+            self.engine.input_processor.prepare,
+            request_id,
+            prompt,
+            params,
+            priority=priority,
         )
-        mailbox = Mailbox(request_id, params.output_kind, params.n)
+        collector = RequestOutputCollector(request_id, params.output_kind, params.n)
 
         def admit(engine: LLMEngine) -> None:
             engine.admit(prepared)
             # Before the next step, so that no output comes before it.
-            self._mailboxes[request_id] = mailbox
+            self._collectors[request_id] = collector
 
-        added = self._loop.call(admit)
+        added = self._thread.call(admit)
         try:
             await asyncio.wrap_future(added)
         except asyncio.CancelledError:
             # It may be too late to take it back: what was admitted is aborted.
-            self._loop.call(lambda engine: self._take_back(engine, mailbox))
+            self._thread.call(lambda engine: self._take_back(engine, collector))
             raise
-        return mailbox
+        return collector
 
-    def _take_back(self, engine: LLMEngine, mailbox: Mailbox) -> None:
-        if self._mailboxes.get(mailbox.request_id) is mailbox:
-            self._forget(mailbox)
-            engine.abort_request(mailbox.request_id)
+    def _take_back(self, engine: LLMEngine, collector: RequestOutputCollector) -> None:
+        if self._collectors.get(collector.request_id) is collector:
+            self._forget(collector)
+            engine.abort_request(collector.request_id)
 
-    def _forget(self, mailbox: Mailbox) -> None:
-        if self._mailboxes.get(mailbox.request_id) is mailbox:
-            del self._mailboxes[mailbox.request_id]
+    def _forget(self, collector: RequestOutputCollector) -> None:
+        if self._collectors.get(collector.request_id) is collector:
+            del self._collectors[collector.request_id]
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests; who waits for them gets a last output, of reason "abort".
+        """End requests; their callers get a last output, of reason "abort".
 
         Unknown ids are ignored.
         """
@@ -134,9 +137,9 @@ class AsyncLLMEngine:
         def abort(engine: LLMEngine) -> None:
             engine.abort_request(ids)
             for one in ids:
-                mailbox = self._mailboxes.get(one)
-                if mailbox is not None:
-                    _tell(mailbox.loop, mailbox.abort)
+                collector = self._collectors.get(one)
+                if collector is not None:
+                    _call_soon(collector.loop, collector.abort)
 
         await self._call(abort)
 
@@ -154,21 +157,21 @@ class AsyncLLMEngine:
     @property
     def is_running(self) -> bool:
         """Whether requests are served."""
-        return self._loop.is_running
+        return self._thread.is_running
 
     @property
     def is_stopped(self) -> bool:
-        return not self._loop.is_running
+        return not self._thread.is_running
 
     @property
     def errored(self) -> bool:
         """Whether the engine has ended because of errors."""
-        return self._loop.dead_error is not None
+        return self._thread.dead_error is not None
 
     @property
     def dead_error(self) -> EngineDeadError:
-        """What requests are told then."""
-        return self._loop.dead_error or EngineDeadError()
+        """The error that requests get then."""
+        return self._thread.dead_error or EngineDeadError()
 
     @property
     def is_ready(self) -> bool:
@@ -218,11 +221,11 @@ class AsyncLLMEngine:
 
     async def pause_generation(self) -> None:
         """Take no steps until `resume_generation`; requests keep their places."""
-        self._loop.pause(is_paused=True)
+        self._thread.pause(is_paused=True)
 
     async def resume_generation(self) -> None:
         """Take steps again."""
-        self._loop.pause(is_paused=False)
+        self._thread.pause(is_paused=False)
 
     async def start_profile(self, folder: str = "jaxspec_profile") -> None:
         """Record what the devices do, for TensorBoard or Perfetto, into a folder."""
@@ -244,41 +247,42 @@ class AsyncLLMEngine:
         Args:
             timeout: Most seconds to wait for the step that is under way.
         """
-        has_stopped = self._loop.stop(timeout)
+        has_stopped = self._thread.stop(timeout)
         self._fail(EngineDeadError("The engine was shut down."))
-        if has_stopped and self._loop.dead_error is None:
+        if has_stopped and self._thread.dead_error is None:
             self.engine.shutdown()
 
     async def _call(self, function: Callable[[LLMEngine], Any]) -> Any:
-        return await asyncio.wrap_future(self._loop.call(function))
+        return await asyncio.wrap_future(self._thread.call(function))
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Bring a step's outputs to their event loops, in one call to each."""
+        """Pass a step's outputs to their event loops, in one call per loop."""
         batches: dict[
-            asyncio.AbstractEventLoop, list[tuple[Mailbox, RequestOutput]]
+            asyncio.AbstractEventLoop,
+            list[tuple[RequestOutputCollector, RequestOutput]],
         ] = {}
         for output in outputs:
-            mailbox = self._mailboxes.get(output.request_id)
-            if mailbox is not None:
+            collector = self._collectors.get(output.request_id)
+            if collector is not None:
                 output.freeze()  # whoever reads it does so while the engine goes on
-                batches.setdefault(mailbox.loop, []).append((mailbox, output))
+                batches.setdefault(collector.loop, []).append((collector, output))
         for loop, batch in batches.items():
-            _tell(loop, _put_all, batch)
+            _call_soon(loop, _put_all, batch)
 
     def _fail(self, error: BaseException) -> None:
-        """Tell everybody whose request has ended, each with an error of its own."""
-        for mailbox in list(self._mailboxes.values()):
+        """Pass an error to every request that it has ended, each its own exception."""
+        for collector in list(self._collectors.values()):
             if isinstance(error, EngineDeadError):
-                told: Exception = EngineDeadError(str(error))
-            elif self.engine.is_unfinished(mailbox.request_id):
+                passed: Exception = EngineDeadError(str(error))
+            elif self.engine.is_unfinished(collector.request_id):
                 continue
             else:
-                told = EngineGenerateError(
+                passed = EngineGenerateError(
                     f"A step failed that this request was part of: {error!r}. The "
                     "engine goes on; send the request again."
                 )
-            told.__cause__ = error
-            _tell(mailbox.loop, mailbox.fail, told)
+            passed.__cause__ = error
+            _call_soon(collector.loop, collector.fail, passed)
 
 
 def _check_sound(output: RequestOutput) -> None:
@@ -295,14 +299,14 @@ def _check_sound(output: RequestOutput) -> None:
         )
 
 
-def _put_all(batch: list[tuple[Mailbox, RequestOutput]]) -> None:
-    for mailbox, output in batch:
-        mailbox.put(output)
+def _put_all(batch: list[tuple[RequestOutputCollector, RequestOutput]]) -> None:
+    for collector, output in batch:
+        collector.put(output)
 
 
-def _tell(
+def _call_soon(
     loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any
 ) -> None:
-    """Call a function in an event loop, unless that has closed and nobody waits."""
+    """Call a function in an event loop, unless the loop has closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *arguments)

@@ -1,7 +1,7 @@
-"""Makes programs in a thread beside the engine, so that nobody stands still for one.
+"""Compiles programs in a thread beside the engine, so that requests need not wait.
 
-Owns which programs are there, which are wanted and in what order they are made. Knows
-nothing of how: it is given a function that makes one. XLA compiles without Python's
+Owns which programs are compiled, which are wanted and in what order. Knows nothing of
+how: it is given a function that makes one. XLA compiles without Python's
 lock, so the engine goes on meanwhile with the programs that it has.
 """
 
@@ -25,22 +25,23 @@ SWITCH_S = 0.0005
 
 
 class Compiler:
-    """Programs by shape, and the thread that makes those that are missing.
+    """Programs by shape, and the thread that compiles the missing ones.
 
     The thread ends when nothing is wanted, and with the main thread, after the program
     that it is at: a process that ended in the middle of one would crash.
 
     Attributes:
-        version: Changes with what is there.
+        version: Changes whenever a program is added or removed.
         num_made: Programs made so far, loaded or compiled.
         made_s: Seconds that this took.
         current: What is being made now, or None.
         failures: Why programs could not be made. They are not tried again.
-        announce: Told what is being made, and "" when that is done; in any thread.
+        announce: Called with what is being compiled, and with "" afterwards; in any
+            thread.
     """
 
     def __init__(self, make: Callable[[StepShape], Any]):
-        """Take over what makes a program, in any thread; it may take minutes."""
+        """Take the function that makes a program; any thread calls it, for minutes."""
         self._make = make
         self._lock = threading.Condition()
         self._programs: dict[StepShape, Any] = {}
@@ -66,11 +67,11 @@ class Compiler:
             return len({*self._urgent, *self._later, *self._making})
 
     def request(self, shape: StepShape) -> None:
-        """Have a program made next: the last one that was asked for goes first."""
+        """Compile a program next: the latest request goes first."""
         self._want([shape], self._urgent)
 
     def prepare(self, shapes: Iterable[StepShape]) -> None:
-        """Have programs made, in this order, when nothing is requested."""
+        """Compile programs in this order while nothing is requested."""
         self._want(list(shapes), self._later)
 
     def _want(self, shapes: list[StepShape], line: list[StepShape]) -> None:
@@ -150,7 +151,7 @@ class Compiler:
                 self._making.add(shape)
             try:
                 self._made(shape)
-            except Exception as error:  # noqa: BLE001 - whoever waits for it is told
+            except Exception as error:  # noqa: BLE001 - `check` raises it
                 _log.exception("A program could not be made: %s", shape)
                 with self._lock:
                     self.failures[shape] = error
@@ -171,7 +172,7 @@ class Compiler:
         """Make one that this thread has put among those being made."""
         start, generation = time.monotonic(), self._generation
         self.current = shape
-        self._tell(f"Compiling {shape.name}")
+        self._announce(f"Compiling {shape.name}")
         try:
             program = self._make(shape)
         except BaseException:
@@ -184,7 +185,7 @@ class Compiler:
             if generation == self._generation:
                 self._programs[shape] = program
         self._leave(shape)
-        self._tell("")
+        self._announce("")
         _log.info("%s is ready after %.1f s", shape.name, took_s)
         return program
 
@@ -195,14 +196,14 @@ class Compiler:
             self.version += 1
             self._lock.notify_all()
 
-    def _tell(self, what: str) -> None:
+    def _announce(self, what: str) -> None:
         if self.announce is not None:
             self.announce(what)
 
 
 @contextmanager
 def _yielding() -> Iterator[None]:
-    """Have this thread give Python's lock away sooner, as all do meanwhile."""
+    """Switch threads more often, in the whole process, while this one compiles."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, SWITCH_S))
     try:

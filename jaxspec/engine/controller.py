@@ -2,7 +2,7 @@
 
 import logging
 
-from jaxspec.config import SpeculativeConfig
+from jaxspec.speculation import SpeculativeConfig
 
 _log = logging.getLogger(__name__)
 

@@ -27,7 +27,6 @@ from jaxspec.engine.runner import (
     program_of,
     proposer_params,
 )
-from jaxspec.engine.runner import options_of as options_of
 from jaxspec.errors import ConfigError, wrong_argument
 from jaxspec.models.weights import abstract_params, suit_devices
 from jaxspec.program.rows import init_rows

@@ -10,15 +10,16 @@ from typing import Any, no_type_check
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.batch import Launch, LaunchError, on_device
 from jaxspec.engine.controller import Controller
-from jaxspec.engine.delivery import Delivery
-from jaxspec.engine.intake import Intake, Prepared
-from jaxspec.engine.launch import LaunchError, on_device
+from jaxspec.engine.costs import Costs
+from jaxspec.engine.input_processor import InputProcessor, Prepared
 from jaxspec.engine.loading import make_runner, read_tokenizer
 from jaxspec.engine.metrics import EngineMetrics, Load
+from jaxspec.engine.output_processor import OutputProcessor
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.scheduler import Launch, Scheduler
+from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.sleeping import Sleep, check_level
 from jaxspec.engine.stats import EngineStats
 from jaxspec.errors import ConfigError, RequestError, check_integer, refuse
@@ -30,7 +31,7 @@ from jaxspec.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 LOG_INTERVAL_S = 10.0
-# For a program, before calls of other threads are looked at again.
+# Longest wait for a program before calls of other threads are served.
 MAX_WAIT_S = 0.05
 
 
@@ -40,6 +41,8 @@ class LLMEngine:
     Attributes:
         runner: The device side, with counts of launches and compiles.
         stats: Totals over all requests.
+        costs: Measured times of rounds, and acceptance.
+        input_processor: Checks requests; any thread may call its `prepare`.
     """
 
     def __init__(
@@ -54,28 +57,36 @@ class LLMEngine:
         self.runner = runner or make_runner(config)
         self.controller = Controller(config.speculative)
         self.stats = EngineStats()
+        self.costs = Costs(config.max_num_seqs, config.num_draft_tokens)
         self.scheduler = self._make_scheduler()
         self.metrics = EngineMetrics(config, self.stats)
-        self._delivery = Delivery(config, self.tokenizer, self.metrics, self.stats)
-        self._intake = Intake(config, self.tokenizer)
+        self.output_processor = OutputProcessor(
+            config, self.tokenizer, self.metrics, self.stats
+        )
+        self.input_processor = InputProcessor(config, self.tokenizer)
         self._groups = itertools.count()
         # With the time of each launch.
         self._launched: deque[tuple[Launch, Any, float]] = deque()
         self._last_read_ts = 0.0
         self._sleep = Sleep(config, self.runner)
-        # What must be there before requests are served; None for nothing.
+        # Must be compiled before requests are served; None for nothing.
         self._first_program: StepShape | None = None
 
     def _make_scheduler(self) -> Scheduler:
-        programs = self.runner.programs
-        return Scheduler(self.config, self.controller, self.stats, programs)
+        return Scheduler(
+            self.config,
+            self.controller,
+            self.stats,
+            programs=self.runner.programs,
+            costs=self.costs,
+        )
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
         """Build an engine from vLLM's arguments."""
         return cls(engine_args.create_engine_config())
 
-    @no_type_check  # `Intake` checks, with better errors
+    @no_type_check  # `InputProcessor` checks, with better errors
     def add_request(
         self,
         request_id: str,
@@ -102,40 +113,21 @@ class LLMEngine:
         refuse("lora_request", lora_request)
         refuse("tokenization_kwargs", tokenization_kwargs or None)
         refuse("trace_headers", trace_headers or None)
-        given = self.prepare(
-            request_id, prompt, params, arrival_time=arrival_time, priority=priority
+        self.admit(
+            self.input_processor.prepare(
+                request_id, prompt, params, arrival_time=arrival_time, priority=priority
+            )
         )
-        self.admit(given)
         return request_id
 
-    @no_type_check  # `Intake` checks, with better errors
-    def prepare(
-        self,
-        request_id: str,
-        prompt: Any,
-        params: SamplingParams,
-        *,
-        arrival_time: float | None = None,
-        priority: int = 0,
-    ) -> Prepared:
-        """Check a request and make all of it that needs no engine, in any thread.
-
-        Raises:
-            RequestError: The prompt or a sampling value is not acceptable.
-            NotImplementedError: A sampling value that is not supported.
-        """
-        prepared = self._intake.prepare(
-            request_id, prompt, params, arrival_time=arrival_time, priority=priority
-        )
-        self.runner.check_features(prepared.requests[0].features)
-        return prepared
-
     def admit(self, prepared: Prepared) -> None:
-        """Queue what `prepare` made.
+        """Queue what `input_processor.prepare` made.
 
         Raises:
             RequestError: The id is in use, or the engine sleeps.
+            ConfigError: No program on these devices can serve it.
         """
+        self.runner.check_features(prepared.requests[0].features)
         parent = prepared.parent
         self._check_open(prepared.request_id)
         if parent is not None:
@@ -145,7 +137,9 @@ class LLMEngine:
         group = None if parent is None else next(self._groups)
         for index, request in enumerate(prepared.requests):
             request.cache_group = group
-            self._delivery.open(request, None if parent is None else (parent, index))
+            self.output_processor.open(
+                request, None if parent is None else (parent, index)
+            )
             self.scheduler.add(request)
 
     def _check_open(self, request_id: str) -> None:
@@ -169,7 +163,7 @@ class LLMEngine:
 
         A launch that fails with drafts ends them: requests go on without. One that
         fails without ends the requests that run, and its error is raised. An interrupt
-        ends all requests: nobody knows what the device did. The engine takes new ones.
+        ends all requests: what the device did is unknown. The engine takes new ones.
         """
         try:
             outputs = self._step()
@@ -182,7 +176,7 @@ class LLMEngine:
         return outputs
 
     def _restart(self, error: Exception) -> list[RequestOutput]:
-        """Begin again after a launch that failed; nobody gets anything of it."""
+        """Begin again after a launch that failed; its tokens are dropped."""
         self._launched.clear()
         has_drafts = self.controller.limit(1) > 0
         if has_drafts:
@@ -192,7 +186,7 @@ class LLMEngine:
             if self._first_program is not None:
                 self.start_warm_up()
         else:
-            self._end(self._delivery.callers_of(self._at_work()), "error")
+            self._end(self.output_processor.callers_of(self._at_work()), "error")
         self.scheduler.restart()
         self.runner.drop_pages()
         self.runner.restore_pages()
@@ -201,12 +195,12 @@ class LLMEngine:
         return []
 
     def _at_work(self) -> list[Request]:
-        """Whose launch has failed: those that run, or who waits for a program."""
+        """Requests that a failure is about: those that run, or wait for a program."""
         scheduler = self.scheduler
         return scheduler.running or list(itertools.islice(scheduler.waiting, 1))
 
     def _reset(self) -> None:
-        self._delivery.reset()
+        self.output_processor.reset()
         self.scheduler = self._make_scheduler()
         self._launched.clear()
 
@@ -228,7 +222,7 @@ class LLMEngine:
         return outputs
 
     def _wait_for_program(self) -> float:
-        """Let the program be made that everybody waits for; the seconds waited."""
+        """Wait a while for the program that all requests wait for; the seconds."""
         before = time.monotonic()
         with on_device():
             self.runner.compiler.check()
@@ -252,7 +246,7 @@ class LLMEngine:
             generated = self.stats.num_generated_tokens - num_before
             self.metrics.add_round(launch, generated, took_s)
         self.stats.num_rounds += 1
-        outputs = self._delivery.advance(progress, self.scheduler.finish)
+        outputs = self.output_processor.advance(progress, self.scheduler.finish)
         return outputs, now - before
 
     def has_unfinished_requests(self) -> bool:
@@ -261,11 +255,11 @@ class LLMEngine:
 
     def is_unfinished(self, request_id: str) -> bool:
         """Whether a request waits or runs."""
-        return request_id in self._delivery
+        return request_id in self.output_processor
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run."""
-        return len(self._delivery.streams)
+        return len(self.output_processor.streams)
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """End requests at once, without an output; unknown ids are ignored.
@@ -277,9 +271,9 @@ class LLMEngine:
 
     def _end(self, ids: Iterable[str], reason: str) -> None:
         for one in ids:
-            for request in self._delivery.requests_of(one):
+            for request in self.output_processor.requests_of(one):
                 self.scheduler.finish(request, reason, None)
-                self._delivery.close(request)
+                self.output_processor.close(request)
 
     def get_metrics(self) -> list[Metric]:
         """Return counts and distributions since the start, in vLLM's names.
@@ -360,7 +354,7 @@ class LLMEngine:
         """Have `tell` called with what is compiled, and with "" when that is done."""
         self.runner.compiler.announce = tell
 
-    @no_type_check  # `Intake` checks, with better errors
+    @no_type_check  # `InputProcessor` checks, with better errors
     def warm_up(
         self,
         prompt_tokens: int | None = None,
@@ -401,7 +395,7 @@ class LLMEngine:
             check_integer(RequestError, "prompt_tokens", prompt_tokens, low=1)
         wanted = [Features(is_greedy=True), Features()]
         for params in sampling_params:
-            features = self._intake.features(params)
+            features = self.input_processor.features(params)
             self.runner.check_features(features)
             decoding = dataclasses.replace(features, num_prompt_logprobs=None)
             wanted += [features, decoding]
@@ -438,7 +432,7 @@ class LLMEngine:
         The engine sleeps then: `wake_up` reads the weights again.
         """
         self.runner.compiler.stop()
-        self.abort_request(self._delivery.callers_of(self._delivery))
+        self.abort_request(self.output_processor.callers_of(self.output_processor))
         self._drain()
         self.reset_prefix_cache()
         self._sleep.begin(2)

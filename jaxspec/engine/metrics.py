@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 
 from jaxspec.config import EngineConfig
-from jaxspec.engine.launch import Launch
+from jaxspec.engine.batch import Launch
 from jaxspec.engine.request import Request
 from jaxspec.engine.stats import EngineStats
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
@@ -137,7 +137,7 @@ class EngineMetrics:
 
     def add_round(self, launch: Launch, num_generated: int, took_s: float) -> None:
         """Count a launch that has been read."""
-        self._seen["iteration_tokens_total"].add(launch.num_fed + num_generated)
+        self._seen["iteration_tokens_total"].add(launch.num_prefilled + num_generated)
         self._round_s.add(took_s)
         if launch.decoding:
             self._launches[int(launch.drafts.max(initial=0))] += 1

@@ -1,20 +1,16 @@
-"""How many prompt tokens a launch may take along while others stream their texts.
+"""How many prompt tokens a launch may have while other requests stream their texts.
 
-A prompt in chunks makes rounds longer for all who decode. Measured times of rounds
-decide how many go along: over the rounds of a prefill, the mean time is held at
+Prefill makes rounds longer for all decoding requests. Measured times of rounds
+decide how many tokens go in: over the rounds of a prefill, the mean time is held at
 `MAX_SLOWDOWN` of a round without prompts. Knows nothing of requests.
 """
 
 import math
 
+from jaxspec.engine.costs import Costs
 from jaxspec.program.plan import StepShape
 
 MAX_SLOWDOWN = 1.5
-# The weight of the newest measurement.
-NEWEST = 0.25
-# What a round takes beyond this many times what it should says nothing of its
-# shape: the machine stood still.
-STALL = 4.0
 # What was saved for a chunk is enough for it, whatever the last bits say.
 ROUNDING = 1 + 1e-9
 # Prompts wait no longer than this, whatever the account says.
@@ -22,7 +18,7 @@ MAX_WAIT_ROUNDS = 64
 
 
 class Pacer:
-    """Times of rounds by shape, and an account of seconds.
+    """An account of seconds, and the measured times that it goes by.
 
     Every round of a prefill pays in what it may take and pays out what it took. A
     chunk that costs more than one round may take waits until enough is saved; no more
@@ -32,49 +28,41 @@ class Pacer:
         saved_s: The account's balance.
     """
 
-    def __init__(self):
-        self.times: dict[StepShape, float] = {}
+    def __init__(self, costs: Costs):
+        self.costs = costs
         self.saved_s = 0.0
         self._num_waited = 0
-        self._seen: set[StepShape] = set()
 
     def record(
         self, shape: StepShape, seconds: float, charged_s: float | None = None
     ) -> None:
-        """Note what a round took; a shape's first run is no measure.
+        """Note what a round took.
 
         Args:
             charged_s: What `chunk` has paid out for it.
         """
-        expected = self.times.get(shape, charged_s)
-        if expected is not None:
-            seconds = min(seconds, STALL * expected)
+        seconds = self.costs.record_time(shape, seconds, charged_s)
         if charged_s is not None:
             self.saved_s += charged_s - seconds
-        if shape not in self._seen:
-            self._seen.add(shape)
-            return
-        known = self.times.get(shape)
-        if known is not None:
-            seconds = NEWEST * seconds + (1 - NEWEST) * known
-        self.times[shape] = seconds
 
     def rest(self) -> None:
-        """No prompt is coming in: the next prefill starts with an even account."""
+        """There is nothing to prefill: the next prefill starts with an even account."""
         self.saved_s, self._num_waited = 0.0, 0
 
-    def chunk(self, plain: StepShape, fed: list[StepShape]) -> tuple[int, float | None]:
+    def chunk(
+        self, plain: StepShape, mixed: list[StepShape]
+    ) -> tuple[int, float | None]:
         """The prompt tokens that the next round may take along, and what it pays out.
 
         Args:
             plain: The round without any.
-            fed: The same round with some, from the smallest chunk.
+            mixed: The same round with some, from the smallest chunk.
         """
-        base = self.times.get(plain)
+        base = self.costs.seconds.get(plain)
         if base is None:
             return 0, None  # first see what a round takes
         allowance = MAX_SLOWDOWN * base
-        costs, chunks = self._costs(base, fed), [shape.chunk for shape in fed]
+        costs, chunks = self._costs_of(base, mixed), [shape.chunk for shape in mixed]
         chosen, cost = 0, base
         for size, seconds in zip(chunks, costs, strict=True):
             if seconds <= (allowance + self.saved_s) * ROUNDING:
@@ -86,18 +74,18 @@ class Pacer:
         self.saved_s = min(self.saved_s + allowance, most + cost) - cost
         return chosen, cost
 
-    def _costs(self, base: float, fed: list[StepShape]) -> list[float]:
+    def _costs_of(self, base: float, mixed: list[StepShape]) -> list[float]:
         """Measured times; what is not known is taken as in proportion to the last.
 
         While nothing is known, the smallest chunk is tried and no other.
         """
-        found = [self.times.get(shape) for shape in fed]
+        found = [self.costs.seconds.get(shape) for shape in mixed]
         if found[0] is None:
-            return [base] + [math.inf] * (len(fed) - 1)
+            return [base] + [math.inf] * (len(mixed) - 1)
         costs = [found[0]]
         for index, known in enumerate(found[1:], 1):
             if known is None:
                 more = costs[-1] - base
-                known = base + more * fed[index].chunk / fed[index - 1].chunk
+                known = base + more * mixed[index].chunk / mixed[index - 1].chunk
             costs.append(known)
         return costs

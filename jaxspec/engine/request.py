@@ -2,8 +2,8 @@
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
 
+from jaxspec.engine.structured_output import GrammarState
 from jaxspec.outputs import RequestSpecDecodeMetrics, RequestStateStats
 from jaxspec.program.plan import Features, TokenControls
 from jaxspec.sampling_params import SamplingParams
@@ -22,7 +22,7 @@ class Status(enum.Enum):
 class Request:
     """What the host knows of a request; while it runs, `RowTable` knows its counts.
 
-    Invariant: `0 <= num_fed <= num_tokens <= max_total`.
+    Invariant: `0 <= num_prefilled <= num_tokens <= max_total`.
 
     Attributes:
         max_total: Tokens at which the sequence ends, prompt included.
@@ -30,19 +30,19 @@ class Request:
         rule: An index of `jaxspec.program.plan.RULES`.
         features: What the program must have for this request.
         controls: Penalties, bias and masks of single tokens.
-        reading: `jaxspec.engine.token_masks.Reading`, of a text that has a form.
+        grammar: Of a text that follows a grammar.
         priority: A lower value goes first, where the engine goes by priority.
         cache_salt: Pages are shared only among requests of equal salt.
         cache_group: With prefix caching off, those of one group share pages.
-        can_read_prefix_cache: Whether it may begin with pages of earlier requests.
+        can_read_prefix_cache: Whether it may reuse pages of earlier requests.
         num_cached_tokens: Prompt tokens that came with such pages; None before it ran.
         arrival: Its place among all requests; -1 before it has one.
-        tokens_to_feed: Prompt, and after a preemption what was generated before.
-        num_fed: Of `tokens_to_feed`, those handed to the device.
+        tokens_to_prefill: The prompt; after a preemption also what was generated.
+        num_prefilled: How many of those were prefilled or are in a launch.
         page_keys: Keys of its first full pages.
-        num_registered: Of its pages, the first ones that others may have been given.
-        num_unread: Launches that add tokens and were not read when its row was taken.
-        num_prompt_told: Prompt tokens whose log-probabilities have been told.
+        num_registered: Leading pages that are in the prefix cache.
+        num_unread: Unread launches with tokens for it, once it has lost its row.
+        num_prompt_logprobs: Prompt tokens whose log-probabilities were passed on.
     """
 
     request_id: str
@@ -58,7 +58,7 @@ class Request:
     spec_metrics: RequestSpecDecodeMetrics | None
     features: Features = Features()
     controls: TokenControls | None = None
-    reading: Any = None
+    grammar: GrammarState | None = None
     priority: int = 0
     cache_salt: str | None = None
     cache_group: int | None = None
@@ -67,14 +67,14 @@ class Request:
     status: Status = Status.WAITING
     arrival: int = -1
     row: int = -1
-    tokens_to_feed: list[int] = field(default_factory=list)
-    num_fed: int = 0
+    tokens_to_prefill: list[int] = field(default_factory=list)
+    num_prefilled: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)
     num_registered: int = 0
     num_unread: int = 0
-    num_prompt_told: int = 0
+    num_prompt_logprobs: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -84,12 +84,12 @@ class Request:
 
     @property
     def min_total(self) -> int:
-        """Tokens before which no token ends the sequence, prompt included.
+        """Length below which no token ends the sequence, prompt included.
 
-        Of a text that has a form the masks keep the ends out: the device does not know
-        when it is complete.
+        With a grammar, masks forbid the end tokens instead: the device does not know
+        when the text is complete.
         """
-        least = self.params.min_tokens if self.reading is None else 0
+        least = self.params.min_tokens if self.grammar is None else 0
         return self.num_prompt_tokens + least
 
     @property
@@ -107,5 +107,5 @@ class Request:
 
     def check(self) -> None:
         """Assert the invariant."""
-        assert 0 <= self.num_fed <= self.num_tokens <= self.max_total
+        assert 0 <= self.num_prefilled <= self.num_tokens <= self.max_total
         assert len(self.page_keys) <= max(len(self.pages), self.num_tokens)

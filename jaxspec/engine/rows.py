@@ -15,28 +15,39 @@ from jaxspec.engine.request import Request
 from jaxspec.program.plan import Features
 from jaxspec.sampling_params import RequestOutputKind
 
-# What a launch needs that nobody takes part in: the neutral element of `|`.
+# Features of a launch without requests: the neutral element of `|`.
 NO_FEATURES = Features(is_greedy=True)
 
 
 class RowTable:
-    """Rows of the device's state and who has them.
+    """Rows of the device's state and the requests in them.
+
+    A draft model lags behind while rounds run without it, since it has keys and values
+    only for tokens of its own passes. Its first pass of a round takes two tokens; with
+    more than 2 in `num_draft_uncached`, a request needs a prefill of the draft alone
+    before it gets drafts again:
+
+        launch                 uncached tokens, at most
+        end of the prompt      1  the sampled token
+        K = 3                  2  the last draft, the target's token
+        K = 0                  3
+        K = 0                  4
+        prefill of the draft   1  the last one, the next round's input
+        K = 3                  2
 
     Attributes:
-        owner: A number that no other admission has; -1 for a free row.
-        is_decoding: The whole prompt is fed, or part of a launch.
-        is_streamed: Somebody waits for every single token.
+        owner: A unique number per admission; -1 for a free row.
+        is_decoding: The whole prompt is prefilled, or is in a launch.
+        is_streamed: The caller gets tokens as they are made.
         num_tokens: Tokens whose values the host knows.
         num_unread: Launches that add tokens and have not been read.
-        ahead: Most tokens that those add.
+        ahead: Upper bound on the tokens that those add.
         max_total: Tokens at which the sequence ends.
         longest: Positions that may be written, lookahead included.
         num_draft: Most drafts per round that the request wants.
-        draft_gap: Most known tokens at the sequence's end for which the draft model
-            may lack keys and values, once all that is launched has run. Its first
-            pass fills two. Without a draft model 1: the target's own.
-        num_pages: Pages in the row's table.
-        kind: What decoding needs, as an index of `kinds`.
+        num_draft_uncached: Upper bound on the newest tokens that the draft model
+            has no keys and values for, once all that is launched has run.
+        kind: Index into `kinds`, the features that decoding needs.
     """
 
     def __init__(self, num_rows: int, longest_drafted: int = 2**31 - 1):
@@ -56,8 +67,8 @@ class RowTable:
         self.num_tokens, self.num_unread = integers(), integers()
         self.ahead = integers()
         self.max_total, self.longest = integers(), integers()
-        self.num_draft, self.draft_gap = integers(), integers(1)
-        self.num_pages, self.kind = integers(), integers()
+        self.num_draft, self.num_draft_uncached = integers(), integers(1)
+        self.kind = integers()
         self._longest_drafted = longest_drafted
         self._admissions = itertools.count()
 
@@ -72,16 +83,15 @@ class RowTable:
         self.num_tokens[row] = request.num_tokens
         self.num_unread[row] = self.ahead[row] = 0
         self.max_total[row], self.longest[row] = request.max_total, longest
-        self.num_draft[row], self.draft_gap[row] = request.num_draft_tokens, 1
-        self.num_pages[row] = 0
+        self.num_draft[row], self.num_draft_uncached[row] = request.num_draft_tokens, 1
         # Its prompt is in when it decodes.
         features = dataclasses.replace(request.features, num_prompt_logprobs=None)
         if features not in self.kinds:
             self.kinds.append(features)
         self.kind[row] = self.kinds.index(features)
 
-    def give_up(self, request: Request) -> None:
-        """Take a row back; launches that are not read stay the request's."""
+    def release(self, request: Request) -> None:
+        """Free a request's row; it keeps the count of its unread launches."""
         row = request.row
         request.num_unread = int(self.num_unread[row])
         self.requests[row] = None
@@ -91,51 +101,51 @@ class RowTable:
         request.row = -1
 
     def owners_of(self, rows: list[int]) -> list[Request]:
-        """The requests that have rows."""
+        """The requests in these rows."""
         requests = self.requests
         found = [request for row in rows if (request := requests[row]) is not None]
         assert len(found) == len(rows), f"of rows {rows} some are free"
         return found
 
     def features(self, rows: np.ndarray) -> Features:
-        """What a launch in which rows decode needs of its program."""
+        """The program features that a launch of these decoding rows needs."""
         kinds = [self.kinds[kind] for kind in set(self.kind[rows].tolist())]
         return functools.reduce(operator.or_, kinds, NO_FEATURES)
 
     def most_tokens(self, rows: np.ndarray) -> np.ndarray:
-        """Tokens that the device may know by the end of what is launched."""
+        """Upper bound on the tokens of each row once all launches have run."""
         known = self.num_tokens[rows] + self.ahead[rows]
         return np.minimum(known, self.max_total[rows])
 
     def fewest_tokens(self, rows: np.ndarray) -> np.ndarray:
-        """Tokens the device will know, unless the sequence ends before."""
+        """Lower bound on the same, for sequences that have not ended."""
         known = self.num_tokens[rows] + self.num_unread[rows]
         return np.minimum(known, self.max_total[rows])
 
     def decodable(self, limit: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows that can go on, and the drafts each wants of at most `limit`.
+        """Rows that can decode now, and how many drafts each wants, at most `limit`.
 
-        One that may be over waits for the read; one that wants drafts while the draft
-        model lacks its tokens waits until it has caught up.
+        A row that may have reached its last token waits for the read; one that wants
+        drafts while the draft model lags waits until that has caught up.
         """
         rows = np.flatnonzero(self.is_decoding)
         may_be_over = self.most_tokens(rows) >= self.max_total[rows]
         may_be_over &= self.num_unread[rows] > 0
         wanted = np.minimum(limit, self.num_draft[rows])
         wanted[self.most_tokens(rows) >= self._longest_drafted] = 0
-        is_behind = (wanted > 0) & (self.draft_gap[rows] > 2)
+        is_behind = (wanted > 0) & (self.num_draft_uncached[rows] > 2)
         can_go_on = ~(may_be_over | is_behind)
         return rows[can_go_on], wanted[can_go_on]
 
     def lagging(self) -> list[Request]:
-        """Requests that are all read and whose draft model has to catch up."""
-        late = self.is_decoding & (self.draft_gap > 2) & (self.num_draft > 0)
+        """Requests without unread launches whose draft model has to catch up."""
+        late = self.is_decoding & (self.num_draft_uncached > 2) & (self.num_draft > 0)
         late &= self.num_unread == 0
         late &= self.num_tokens < self._longest_drafted
         return self.owners_of(np.flatnonzero(late).tolist())
 
     def possible_drafts(self, rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-        """Of what each row wants, the drafts that its sequence has room for."""
+        """How many of the drafts that each row wants its sequence has room for."""
         left = self.max_total[rows] - self.fewest_tokens(rows) - 1
         room = self._longest_drafted - self.most_tokens(rows)
         return np.minimum(wanted, np.maximum(np.minimum(left, room), 0))
@@ -146,14 +156,14 @@ class RowTable:
         self.ahead[rows] += drafts + 1
 
     def draft(self, rows: np.ndarray, num_draft_tokens: int) -> None:
-        """Count what the draft model sees of a round."""
-        gap = self.draft_gap[rows]
+        """Update the draft model's lag for a round."""
+        gap = self.num_draft_uncached[rows]
         if num_draft_tokens:
             # A drafting round leaves at most its last draft and the target's token,
             # but does not fill what it finds open before.
-            self.draft_gap[rows] = np.where(gap <= 2, 2, gap + 1)
+            self.num_draft_uncached[rows] = np.where(gap <= 2, 2, gap + 1)
         else:
-            self.draft_gap[rows] = gap + 1
+            self.num_draft_uncached[rows] = gap + 1
 
     def read(self, rows: np.ndarray, drafts: np.ndarray, emitted: np.ndarray) -> None:
         """Count a round that has been read."""
@@ -166,7 +176,8 @@ class RowTable:
         taken = np.flatnonzero(self.owner >= 0)
         assert sorted([*taken.tolist(), *self.free]) == list(range(len(self.owner)))
         assert (self.num_tokens[taken] <= self.max_total[taken]).all()
-        assert (self.draft_gap[taken] >= 1).all()  # the last token never has any
+        # The draft model never has keys and values for the last token.
+        assert (self.num_draft_uncached[taken] >= 1).all()
         assert (self.num_unread[taken] >= 0).all()
         assert (self.ahead[taken] >= self.num_unread[taken]).all()
         for row in taken.tolist():
@@ -174,4 +185,3 @@ class RowTable:
             request.check()
             assert request.row == row
             assert self.num_tokens[row] == request.num_tokens
-            assert self.num_pages[row] == len(request.pages)

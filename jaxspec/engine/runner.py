@@ -19,7 +19,7 @@ from jaxspec.config import EngineConfig
 from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.shapes import EveryProgram, Programs
-from jaxspec.engine.token_masks import TokenMasks
+from jaxspec.engine.structured_output import TokenMasks
 from jaxspec.errors import ConfigError
 from jaxspec.models.weights import Params
 from jaxspec.program.plan import Features, PoolShape, StepPlan, StepShape
@@ -41,7 +41,7 @@ class Runner:
         compiles_beside: Whether launches go on in other programs while one is made.
             Otherwise every launch has its own, and waits for it.
         num_launches: Programs launched so far: one per round.
-        token_masks: Whom the programs of requests with grammars ask.
+        token_masks: Host callback that computes grammar masks for the programs.
         cache: Where programs are read from, and kept.
     """
 
@@ -139,8 +139,8 @@ class Runner:
             # An interrupt fell between the donation and the assignment below. The
             # engine has ended all requests, so an empty state is the right one.
             self.state = self._init_state()
-        for reading in plan.grammars.values():
-            self.token_masks.add(reading)
+        for state in plan.grammars.values():
+            self.token_masks.add(state)
         vector = layout.pack(plan)
         device_plan = jax.device_put(vector, self._plan_placement)
         self.state, result = step(*self.params, self.state, device_plan)

@@ -1,30 +1,38 @@
 """Who runs in the next launch: admission, chunked prefill, decoding, preemption.
 
 Plans one launch ahead of what has been read, so it works with bounds on lengths: the
-device alone knows how many drafts were accepted. Owns rows and pages; knows nothing of
-texts or devices.
+device alone knows how many drafts were accepted. Owns rows, pages and the order of
+waiting requests; knows nothing of texts or devices.
 """
 
+import bisect
 import functools
+import itertools
 import operator
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxspec.config import EngineConfig
-from jaxspec.engine.commit import commit
+from jaxspec.engine.batch import (
+    Claim,
+    Launch,
+    PrefillBatch,
+    Progress,
+    claims_of,
+    commit,
+)
 from jaxspec.engine.controller import Controller
-from jaxspec.engine.launch import Launch as Launch
-from jaxspec.engine.launch import Progress as Progress
+from jaxspec.engine.costs import Costs
+from jaxspec.engine.kv_cache import PageTables
 from jaxspec.engine.pacing import Pacer
-from jaxspec.engine.page_tables import PageTables
-from jaxspec.engine.prefill import Claim, Prefill, claims_of, grow
 from jaxspec.engine.request import Request, Status
 from jaxspec.engine.rows import RowTable
 from jaxspec.engine.shapes import Programs, Shapes
 from jaxspec.engine.stats import EngineStats
-from jaxspec.engine.waiting import WaitingLine
+from jaxspec.engine.structured_output import GrammarState
 from jaxspec.program.plan import (
     MAX_CONTROLLED,
     TILE,
@@ -36,6 +44,27 @@ from jaxspec.program.plan import (
 from jaxspec.program.wire import StepResult
 
 
+class Decode(NamedTuple):
+    """The decode part of the next launch, before it has pages.
+
+    Attributes:
+        rows: None while the program for them is being compiled.
+        wanted: Draft tokens of each row.
+        shape: The program for them, without prompts.
+        lagging: Requests whose draft model has to catch up before it drafts.
+    """
+
+    rows: np.ndarray
+    wanted: np.ndarray
+    shape: StepShape | None
+    lagging: list[Request]
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Most draft tokens that a row wants."""
+        return int(self.wanted.max(initial=0))
+
+
 class Scheduler:
     """Waiting and running requests, rows of the device's state, pages."""
 
@@ -45,9 +74,11 @@ class Scheduler:
         controller: Controller,
         stats: EngineStats | None = None,
         programs: Programs | None = None,
+        costs: Costs | None = None,
     ):
         self.config, self.controller = config, controller
         self.stats = stats or EngineStats()
+        self.costs = costs or Costs(config.max_num_seqs, config.num_draft_tokens)
         self.tables = PageTables(config, self.stats)
         self.pages = self.tables.pool
         speculative = config.speculative
@@ -55,9 +86,9 @@ class Scheduler:
         longest_drafted = longest_drafted or config.max_model_len
         self.rows = RowTable(config.max_num_seqs, longest_drafted)
         self.shapes = Shapes(config, controller, programs)
-        self.waiting = WaitingLine(config.scheduling_policy)
+        self.waiting = WaitingQueue(config.scheduling_policy)
         self.running: list[Request] = []
-        self.pacer = Pacer()
+        self.pacer = Pacer(self.costs)
 
     @property
     def _has_draft_model(self) -> bool:
@@ -66,7 +97,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        request.tokens_to_feed = request.prompt_token_ids
+        request.tokens_to_prefill = request.prompt_token_ids
         self.waiting.add(request)
 
     def has_unfinished(self) -> bool:
@@ -79,59 +110,102 @@ class Scheduler:
 
     def plan(self) -> Launch | None:
         """Plan the next launch; None when nothing can be done before a read."""
-        launch, is_held = self._plan(None)
-        # Prefill was deferred to protect decode latency, but no decoding row could get
-        # pages: plan again with all the room that prompts can have.
-        return self._plan(self.shapes.max_tiles)[0] if is_held else launch
+        decode = self._decodable()
+        shapes = self._shapes_with_prompts(decode)
+        room, charged_s = self._room(decode, shapes)
+        launch = self._plan(decode, shapes, room, charged_s)
+        if launch is None and len(decode.rows) and not room:
+            # Prefill was deferred to protect decode latency, but no decoding row could
+            # get pages: retry with the full prefill budget.
+            decode = self._decodable()
+            shapes = self._shapes_with_prompts(decode)
+            launch = self._plan(decode, shapes, self.shapes.max_tiles, None)
+        return launch
 
-    def _plan(self, room: int | None) -> tuple[Launch | None, bool]:
-        """A launch, and whether one with more room for prompts would do more.
+    @property
+    def _prefilling(self) -> list[Request]:
+        return [one for one in self.running if one.status is Status.PREFILL]
 
-        Args:
-            room: Tiles of prompts that it may take along; None for what is fair.
-        """
-        charged_s = None
+    def _decodable(self) -> Decode:
+        """The rows that can decode next, in a program that is compiled."""
         limit = self.controller.limit(len(self.running) + bool(self.waiting))
         rows, wanted = self.rows.decodable(limit)
-        num_draft, features = int(wanted.max(initial=0)), self.rows.features(rows)
-        plain = None
+        shape = None
         if len(rows):
-            plain = self.shapes.find(len(rows), num_draft, 0, features)
-        if plain is None:  # its program is being made
-            rows, wanted, num_draft = rows[:0], wanted[:0], 0
-        prefilling = [r for r in self.running if r.status is Status.PREFILL]
-        is_lagging = bool(limit and self._has_draft_model and self.rows.lagging())
-        fed = list[StepShape]()
-        if prefilling or self.waiting or is_lagging:
-            fed = self._with_prompts(rows, num_draft, prefilling)
-        if room is None:
-            room, charged_s = self._room(
-                plain, fed, rows, is_prefilling=bool(prefilling)
-            )
-        room = min(room, fed[-1].num_tiles if fed else 0)
-        going_on = claims_of(prefilling, room)
-        growing = self._growing(rows, num_draft)
-        updates, sitting_out = self._secure(growing + going_on)
+            num_draft, features = int(wanted.max()), self.rows.features(rows)
+            shape = self.shapes.find(len(rows), num_draft, 0, features)
+        if shape is None:
+            rows, wanted = rows[:0], wanted[:0]
+        has_lag = limit and self._has_draft_model
+        return Decode(rows, wanted, shape, self.rows.lagging() if has_lag else [])
+
+    def _shapes_with_prompts(self, decode: Decode) -> list[StepShape]:
+        """Compiled programs for a launch with prompts, from the smallest."""
+        prefilling = self._prefilling
+        if not (prefilling or self.waiting or decode.lagging):
+            return []
+        features, tokens = self.rows.features(decode.rows), 0
+        for request in prefilling:
+            features |= request.features
+            tokens += len(request.tokens_to_prefill) - request.num_prefilled
+        num_seqs, num_draft = len(decode.rows), decode.num_draft_tokens
+        found = self.shapes.with_prompts(num_seqs, num_draft, features)
+        if tokens:
+            self.shapes.request(num_seqs, num_draft, tokens, features)
+        return found
+
+    def _room(
+        self, decode: Decode, shapes: list[StepShape]
+    ) -> tuple[int, float | None]:
+        """Tiles of prompts that the launch may take along, and what pacing charges.
+
+        Args:
+            shapes: Its programs with prompts, from the smallest chunk.
+        """
+        most = shapes[-1].num_tiles if shapes else 0
+        if not self._prefilling and not self.waiting:
+            self.pacer.rest()
+            return most, None
+        if not (self.rows.is_decoding & self.rows.is_streamed).any():
+            return most, None
+        if decode.shape is None or not shapes:
+            # Prompts wait for the read, or until the draft model has caught up.
+            return 0, None
+        tokens, charged_s = self.pacer.chunk(decode.shape, shapes)
+        return tokens // TILE, charged_s
+
+    def _plan(
+        self,
+        decode: Decode,
+        shapes: list[StepShape],
+        room: int,
+        charged_s: float | None,
+    ) -> Launch | None:
+        """Take pages, feed prompts and admit; None if nothing is left to launch."""
+        rows, wanted = decode.rows, decode.wanted
+        most = shapes[-1].num_tiles if shapes else 0
+        room = min(room, most)
+        going_on = claims_of(self._prefilling, room)
+        updates, sitting_out = self._secure(self._growing(decode) + going_on)
         if sitting_out is not None:
             # Drop the rows that were preempted or found no page.
             is_served = (self.rows.owner[rows] >= 0) & ~np.isin(rows, sitting_out)
             rows, wanted = rows[is_served], wanted[is_served]
-        most = fed[-1].num_tiles if fed else 0
-        work = Prefill(self.rows, self.tables, most, updates)
-        if is_lagging:
-            for request in self.rows.lagging():
-                if work.room:
-                    work.catch_up(request)
+        work = PrefillBatch(self.rows, self.tables, most, updates)
+        for request in decode.lagging:
+            if work.room and request.row >= 0:
+                work.prefill_draft(request)
         work.room = min(work.room, room)
         for request, _ in going_on:
             is_there = request.row >= 0 and request.row not in (sitting_out or ())
-            if work.room and is_there:  # the catching up takes room as well
-                work.feed(request)
-        # Without any program for prompts, admission asks for one.
-        while sitting_out is None and (work.room or not fed) and self._admit(work):
+            if work.room and is_there:  # the draft's prefill takes room as well
+                work.prefill(request)
+        # Without any program for prompts, admission requests one.
+        while sitting_out is None and (work.room or not shapes) and self._admit(work):
             pass
         if not len(rows) and not work.tiles:
-            return None, sitting_out is not None and not room
+            return None
+        shape = decode.shape
         if work.tiles:
             features = self.rows.features(rows)
             for tile, request in zip(work.tiles, work.tiled, strict=True):
@@ -139,71 +213,31 @@ class Scheduler:
                     features |= request.features
             # Pages were taken for all rows: a plan of fewer may not list them.
             num_seqs = len(rows)
-            if sitting_out is not None and plain is not None:
-                num_seqs = plain.num_seqs
+            if sitting_out is not None and shape is not None:
+                num_seqs = shape.num_seqs
             tokens = len(work.tiles) * TILE
-            plain = self.shapes.find(num_seqs, num_draft, tokens, features)
-        assert plain is not None, "rows decode, and prompts come in, where they can"
-        return self._launch(rows, wanted, plain, work, charged_s), False
+            num_draft = decode.num_draft_tokens
+            shape = self.shapes.find(num_seqs, num_draft, tokens, features)
+        assert shape is not None, "rows decode, and prompts come in, where they can"
+        return self._launch(rows, wanted, shape, work, charged_s)
 
-    def _with_prompts(
-        self, rows: np.ndarray, num_draft: int, prefilling: list[Request]
-    ) -> list[StepShape]:
-        """Programs that are there for a launch with prompts, from the smallest."""
-        features, tokens = self.rows.features(rows), 0
-        for request in prefilling:
-            features |= request.features
-            tokens += len(request.tokens_to_feed) - request.num_fed
-        found = self.shapes.with_prompts(len(rows), num_draft, features)
-        if tokens:
-            self.shapes.ask_for(len(rows), num_draft, tokens, features)
-        return found
-
-    def _room(
-        self,
-        plain: StepShape | None,
-        fed: list[StepShape],
-        rows: np.ndarray,
-        *,
-        is_prefilling: bool,
-    ) -> tuple[int, float | None]:
-        """Tiles of prompts that the launch may take along.
-
-        Args:
-            plain: The launch without any.
-            fed: The same launch with some, from the smallest chunk.
-        """
-        most = self.shapes.max_tiles
-        if not is_prefilling and not self.waiting:
-            self.pacer.rest()
-            return most, None
-        table = self.rows
-        if not (table.is_decoding & table.is_streamed).any():
-            return most, None
-        if plain is None:
-            return 0, None  # after the read, or the draft model's catching up
-        if not fed:
-            return 0, None
-        tokens, charged_s = self.pacer.chunk(plain, fed)
-        return tokens // TILE, charged_s
-
-    def _growing(self, rows: np.ndarray, num_draft: int) -> list[Claim]:
+    def _growing(self, decode: Decode) -> list[Claim]:
         """Decoding requests that need more pages, and for how many tokens."""
-        table = self.rows
-        # The draft writes num_draft positions whatever the request wants. One more:
-        # the target's token has a place there, if no keys and values.
-        lengths = table.most_tokens(rows) + num_draft + 1
+        table, rows = self.rows, decode.rows
+        # The draft model writes this many positions whatever the request wants. One
+        # more for the target's token, which has a slot but no keys and values yet.
+        lengths = table.most_tokens(rows) + decode.num_draft_tokens + 1
         lengths = np.minimum(lengths, table.longest[rows])
-        is_growing = lengths > table.num_pages[rows] * self.config.page_size
-        requests = table.owners_of(rows[is_growing].tolist())
-        return list(zip(requests, lengths[is_growing].tolist(), strict=True))
+        requests = table.owners_of(rows.tolist())
+        claims = zip(requests, lengths.tolist(), strict=True)
+        return [claim for claim in claims if self.tables.missing(*claim)]
 
     def _secure(self, claims: list[Claim]) -> tuple[list[PageUpdate], list[int] | None]:
-        """Take pages for all that the launch may write of requests that run.
+        """Allocate pages for all that the launch may write of running requests.
 
-        Where the pool has too few, the first in rank are served first: from those who
-        come last in rank everything is taken, and they wait again. Who finds nobody
-        behind sits the launch out and keeps what it has.
+        If the pool has too few, requests are served in order of rank and the last in
+        rank are preempted. A request with nobody behind it sits the launch out and
+        keeps its pages.
 
         Returns:
             The new pages, and the rows that sit out; None if there was enough for all.
@@ -216,11 +250,11 @@ class Scheduler:
         sitting_out = []
         for request, length in claims:
             if request.row < 0:
-                continue  # preempted for one before it
+                continue  # preempted for a request before it in rank
             if is_tight and not self._make_room(request, length):
                 sitting_out.append(request.row)
                 continue
-            updates += grow(self.rows, self.tables, request, length)
+            updates += self.tables.grow(request, length)
         return updates, sitting_out if is_tight else None
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
@@ -234,7 +268,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Take row and pages from a request; it keeps its tokens and waits again."""
+        """Free a request's row and pages; it keeps its tokens and waits again."""
         self._leave(request)
         request.status = Status.WAITING
         request.stats.num_preemptions += 1
@@ -242,22 +276,22 @@ class Scheduler:
         self.waiting.add(request)
 
     def _leave(self, request: Request) -> None:
-        """Give up row and pages; what is complete in them can be found again.
+        """Free row and pages; full pages go to the prefix cache.
 
         A launch in flight may still write to them; the device runs launches in order,
-        so whoever gets them next writes later.
+        so the next request that gets them writes later.
         """
-        gap = int(self.rows.draft_gap[request.row])
+        gap = int(self.rows.num_draft_uncached[request.row])
         if request.status is Status.DECODE:
             self.tables.register(request, request.num_tokens - gap)
-        self.rows.give_up(request)
+        self.rows.release(request)
         self.running.remove(request)
-        self.tables.give_up(request)
+        self.tables.release(request)
 
-    def _admit(self, work: Prefill) -> bool:
-        """Let the first that waits run, if there is a row and room for its prompt.
+    def _admit(self, work: PrefillBatch) -> bool:
+        """Admit the first waiting request, if there is a row and room for its prompt.
 
-        Those whose program is being made wait alone: who comes after them goes first.
+        Requests whose program is still compiled are skipped.
         """
         if not self.rows.free:
             return False
@@ -274,7 +308,7 @@ class Scheduler:
         if work.room <= 0:
             return False
         if request.output_token_ids:
-            request.tokens_to_feed = request.tokens(0, request.num_tokens)
+            request.tokens_to_prefill = request.tokens(0, request.num_tokens)
         found = self.tables.find(request)
         # `PlanLayout` has room for the pages of one whole sequence.
         if work.num_found + len(found) > self.config.pages_per_seq:
@@ -285,20 +319,21 @@ class Scheduler:
         self.running.append(request)
         longest = request.max_total + self.config.num_draft_tokens
         work.begin(request, found, min(longest, self.config.max_model_len))
+        self.costs.admit(request.row)
         if not request.stats.scheduled_ts:
             request.stats.scheduled_ts = time.monotonic()
         return True
 
     def _features_with(self, request: Request) -> Features:
-        """What launches need once a request runs beside those that do."""
+        """Features of launches once a request runs beside the running ones."""
         return functools.reduce(
             operator.or_, (one.features for one in self.running), request.features
         )
 
     def _has_program(self, request: Request) -> bool:
-        """Whether all who run can go on beside a request, in programs that are there.
+        """Whether a compiled program serves a request beside the running ones.
 
-        Else the one that is missing is asked for, with room for all that wait now.
+        If not, it is requested, with room for all that wait now.
         """
         features, num_seqs = self._features_with(request), len(self.running) + 1
         if self.shapes.with_prompts(num_seqs, 0, features):
@@ -306,24 +341,24 @@ class Scheduler:
         waiting = [one for one in self.waiting if features.covers(one.features)]
         most = self.config.max_num_seqs
         num_seqs = min(len(self.running) + len(waiting), most)
-        tokens = sum(len(one.tokens_to_feed) for one in waiting[:most])
-        self.shapes.ask_for(num_seqs, 0, tokens, features)
+        tokens = sum(len(one.tokens_to_prefill) for one in waiting[:most])
+        self.shapes.request(num_seqs, 0, tokens, features)
         return False
 
     def _has_room(self, request: Request, found: list[int]) -> bool:
-        """Whether a request's tokens fit beside what those who run need next.
+        """Whether a request's tokens fit beside what running requests need next.
 
-        That is the rest of every prompt, and a page for everybody who decodes: without
-        it, whoever comes in would be the next to be preempted.
+        That is the rest of every prompt and one page per decoding request: without
+        them, the new request would be the next to be preempted.
         """
         promised = 0
         for other in self.running:
             if other.status is Status.PREFILL:
-                length = len(other.tokens_to_feed) + 1
+                length = len(other.tokens_to_prefill) + 1
                 promised += self.tables.missing(other, length)
             else:
                 promised += 1
-        needed = self.tables.count(len(request.tokens_to_feed) + 1) - len(found)
+        needed = self.tables.count(len(request.tokens_to_prefill) + 1) - len(found)
         revived = sum(self.pages.is_free(page) for page in found)
         return needed + revived + promised <= self.pages.num_free
 
@@ -332,7 +367,7 @@ class Scheduler:
         rows: np.ndarray,
         wanted: np.ndarray,
         shape: StepShape,
-        work: Prefill,
+        work: PrefillBatch,
         charged_s: float | None,
     ) -> Launch:
         table = self.rows
@@ -347,7 +382,7 @@ class Scheduler:
             tiles=work.tiles,
             admissions=work.admissions,
             pages=work.updates,
-            grammars=_readings(decoding, work) if shape.features.has_grammar else {},
+            grammars=_grammars(decoding, work) if shape.features.has_grammar else {},
         )
         return Launch(
             plan=plan,
@@ -363,17 +398,17 @@ class Scheduler:
 
     def commit(self, launch: Launch, result: StepResult) -> list[Progress]:
         """Take a launch's result into the requests that have not ended."""
-        progress = commit(launch, result, self.rows, self.stats)
+        progress = commit(launch, result, self.rows, self.stats, self.costs)
         for part in progress:
             if part.is_broken:
-                # Nobody may begin with what it left there.
+                # No later request may reuse these pages.
                 self.pages.forget(part.request.pages)
         if result.is_draft_broken[: len(launch.rows)].any():
             self.controller.stop("the draft model's numbers are NaN or infinite")
         return progress
 
     def record_time(self, launch: Launch, seconds: float) -> None:
-        """Note how long a launch kept the device."""
+        """Record how long a launch kept the device busy."""
         self.pacer.record(launch.shape, seconds, launch.charged_s)
 
     def finish(self, request: Request, reason: str, stop: int | str | None) -> None:
@@ -387,7 +422,7 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop
 
     def restart(self) -> None:
-        """Let all who run wait again: the device has lost all pages and launches."""
+        """Preempt all running requests: the device has lost all pages and launches."""
         for request in list(self.running):
             self._preempt(request)
         for request in self.waiting:
@@ -396,7 +431,7 @@ class Scheduler:
         assert is_forgotten, "a page is held"
 
     def check_idle(self) -> None:
-        """Assert that ended requests have left nothing but pages to be found."""
+        """Assert that ended requests have left only pages of the prefix cache."""
         assert not self.has_unfinished()
         self.pages.check()
         self.rows.check()
@@ -404,10 +439,47 @@ class Scheduler:
         assert len(self.rows.free) == self.config.max_num_seqs, "a row is taken"
 
 
-def _readings(decoding: list[Request], work: Prefill) -> dict[int, Any]:
-    """The grammar that each row's text follows, where it follows one."""
+def _grammars(decoding: list[Request], work: PrefillBatch) -> dict[int, GrammarState]:
+    """Grammar states of a launch, by row."""
     return {
-        request.row: request.reading
+        request.row: request.grammar
         for request in (*decoding, *work.tiled)
-        if request.reading is not None
+        if request.grammar is not None
     }
+
+
+class WaitingQueue:
+    """Waiting requests, the first to run first.
+
+    By arrival, or by priority and then by arrival. A request that comes back, since
+    its pages were taken from it, has kept its place.
+    """
+
+    def __init__(self, policy: str):
+        self._has_priorities = policy == "priority"
+        self._arrivals = itertools.count()
+        self._line: list[Request] = []
+
+    def rank(self, request: Request) -> tuple[int, int]:
+        """What requests are ordered by, the first to run lowest."""
+        return (request.priority if self._has_priorities else 0, request.arrival)
+
+    def add(self, request: Request) -> None:
+        if request.arrival < 0:
+            request.arrival = next(self._arrivals)
+        bisect.insort(self._line, request, key=self.rank)
+
+    def remove(self, request: Request) -> None:
+        index = bisect.bisect_left(self._line, self.rank(request), key=self.rank)
+        assert self._line[index] is request, f"{request.request_id} does not wait"
+        del self._line[index]
+
+    @property
+    def first(self) -> Request | None:
+        return self._line[0] if self._line else None
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._line)

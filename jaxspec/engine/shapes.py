@@ -1,11 +1,12 @@
-"""Which programs an engine can have, and which of those that are there serves a launch.
+"""Which programs an engine can have, and which compiled one serves a launch.
 
 Every size of a launch is a program to compile, so there are few, chosen by what
 launches in larger programs cost (`benchmarks/results/program-costs-cpu.json`): K, rows
 and features that a launch does not use are pads and zeros. A launch whose own program
-is not there yet runs in a larger one that is.
+is not compiled yet runs in a larger one that is.
 """
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
@@ -25,22 +26,22 @@ GREEDY, SAMPLED = Features(is_greedy=True), Features()
 
 @runtime_checkable
 class Programs(Protocol):
-    """The programs that are there, and who makes more."""
+    """The compiled programs, and the way to more."""
 
     def __contains__(self, shape: StepShape, /) -> bool: ...
 
     @property
     def version(self) -> int:
-        """Changes with what is there."""
+        """Changes whenever a program is added or removed."""
         ...
 
     def request(self, shape: StepShape) -> None:
-        """Have a program made, before those that nobody waits for."""
+        """Compile a program, before those of the warm-up."""
         ...
 
 
 class EveryProgram:
-    """All programs are there, or made when they are launched."""
+    """All programs, each compiled when it is launched."""
 
     version = 0
 
@@ -48,7 +49,7 @@ class EveryProgram:
         return True
 
     def request(self, shape: StepShape) -> None:
-        """Do nothing: it is there."""
+        """Do nothing: its launch compiles it."""
 
 
 class Shapes:
@@ -72,25 +73,54 @@ class Shapes:
         self._found: dict[tuple, StepShape | None] = {}
         self._with_prompts: dict[tuple, list[StepShape]] = {}
         self._found_version = -1
-        # By form: what launches are made of.
-        self._lists: dict[tuple[Features, tuple[int, ...]], list[StepShape]] = {}
+        self._forms = self._all_forms()
 
-    def form(self, features: Features) -> Features:
-        """The features of a program that serves requests with `features`.
+    def _all_forms(self) -> dict[Features, list[StepShape]]:
+        """The programs of every form, forms in the order of what launches cost in them.
 
         Log-probabilities and controls come together, so that no mix of requests needs a
-        program of its own.
+        program of its own. The first program of a form serves all its launches.
         """
-        if features in (GREEDY, SAMPLED):
-            return SAMPLED if self._config.batch_invariant else features
-        most = self._config.num_logprobs
-        tells_prompts = features.num_prompt_logprobs is not None
-        return Features(
-            has_controls=True,
-            has_grammar=features.has_grammar,
-            num_logprobs=most,
-            num_prompt_logprobs=most if tells_prompts else None,
-        )
+        ladder, told = self._controller.ladder, self._config.num_logprobs
+        seqs, drafts = _power_of_two(self._config.max_num_seqs), ladder[-1]
+        chunk = self.max_tiles * TILE
+        small, single = (_tiled(chunk // part) for part in (8, 4))
+        special = Features(has_controls=True, num_logprobs=told)
+        with_prompt = dataclasses.replace(special, num_prompt_logprobs=told)
+        largest, alone = (seqs, drafts, chunk), (1, drafts, 0)
+        drafting = [(n, k, 0) for k in ladder[:0:-1] for n in _sizes_up_to(seqs)]
+        # Sequences, drafts and prompt tokens.
+        sizes: dict[Features, list[tuple[int, int, int]]] = {
+            GREEDY: drafting + [(1, 0, 0), (seqs, 0, 0)]
+            if drafting
+            else [(n, 0, 0) for n in _sizes_up_to(seqs)],
+            SAMPLED: [largest, (1, 0, single), (seqs, drafts, small)]
+            + drafting
+            + [(seqs, 0, 0), *([] if drafting else [(1, 0, 0)])],
+            special: [largest, (seqs, drafts, small), alone, (seqs, drafts, 0)],
+            # A request whose prompt is in decodes in another form.
+            with_prompt: [largest],
+            dataclasses.replace(special, has_grammar=True): [
+                largest,
+                alone,
+                (seqs, drafts, 0),
+            ],
+            dataclasses.replace(with_prompt, has_grammar=True): [largest],
+        }
+        if self._config.batch_invariant:
+            del sizes[GREEDY]
+            sizes = dict.fromkeys(sizes, [largest])
+        return {
+            form: [
+                StepShape(num_seqs=n, num_draft_tokens=k, chunk=c, features=form)
+                for n, k, c in dict.fromkeys(listed)
+            ]
+            for form, listed in sizes.items()
+        }
+
+    def form(self, features: Features) -> Features:
+        """The features of a program that serves requests with `features`."""
+        return next(form for form in self._forms if form.covers(features))
 
     def all(
         self,
@@ -108,7 +138,7 @@ class Shapes:
         forms = list(dict.fromkeys(self.form(one) for one in features))
         # Sampled before greedy: its programs serve both.
         forms.sort(key=lambda form: form.is_greedy)
-        lists = [self._list(form) for form in forms]
+        lists = [self._forms[form] for form in forms]
         listed = [shapes[0] for shapes in lists if shapes and shapes[0].chunk]
         listed += [shape for shapes in lists for shape in shapes]
         budget = self.max_tiles * TILE
@@ -120,49 +150,6 @@ class Shapes:
         kept = [shape for shape in listed if shape.chunk <= last]
         return list(dict.fromkeys(kept))
 
-    def _list(self, form: Features) -> list[StepShape]:
-        """The programs of one form, from the one that serves all its launches."""
-        ladder = self._controller.ladder
-        key = form, ladder
-        if key not in self._lists:
-            sizes = dict.fromkeys(self._sizes(form, ladder))
-            self._lists[key] = [
-                StepShape(num_seqs=s, num_draft_tokens=k, chunk=c, features=form)
-                for s, k, c in sizes
-            ]
-        return self._lists[key]
-
-    def _sizes(
-        self, form: Features, ladder: tuple[int, ...]
-    ) -> list[tuple[int, int, int]]:
-        """Sequences, drafts and prompt tokens of the programs of one form."""
-        most, most_drafts = _power_of_two(self._config.max_num_seqs), ladder[-1]
-        large = self.max_tiles * TILE
-        small, single = (_tiled(large // part) for part in (8, 4))
-        with_prompts = [(most, most_drafts, large)]
-        if self._config.batch_invariant:
-            return with_prompts
-        if form == SAMPLED:
-            with_prompts += [(1, 0, single), (most, most_drafts, small)]
-        elif not form.has_grammar and form.num_prompt_logprobs is None:
-            with_prompts += [(most, most_drafts, small)]
-        if form.num_prompt_logprobs is not None:
-            return with_prompts  # who decodes needs another form
-        drafting = [
-            (seqs, rung, 0) for rung in ladder[:0:-1] for seqs in _sizes_up_to(most)
-        ]
-        if form.is_greedy:
-            plain = [(1, 0, 0), (most, 0, 0)]
-            if not drafting:
-                plain = [(seqs, 0, 0) for seqs in _sizes_up_to(most)]
-            return drafting + plain
-        if form == SAMPLED:
-            return (
-                with_prompts + drafting + [(most, 0, 0)] + [(1, 0, 0)][: not drafting]
-            )
-        alone = [(1, most_drafts, 0), (most, most_drafts, 0)]
-        return with_prompts + alone
-
     def find(
         self,
         num_seqs: int,
@@ -170,9 +157,9 @@ class Shapes:
         num_prompt_tokens: int = 0,
         features: Features = SAMPLED,
     ) -> StepShape | None:
-        """The best program that is there and serves a launch; None if none is.
+        """The best compiled program that serves a launch; None if there is none.
 
-        The best one of all is asked for where it is missing.
+        If the best one of all is missing, it is requested.
         """
         self._refresh()
         need = num_seqs, num_draft_tokens, num_prompt_tokens, features
@@ -195,49 +182,34 @@ class Shapes:
     ) -> list[StepShape]:
         """Programs that serve a launch, the best first."""
         rung = self._controller.rung(num_draft_tokens)
-        forms = {self.form(features)}
-        if not self._config.batch_invariant:
-            forms.update(self._more_general(features))
+        forms = [form for form in self._forms if form.covers(features)]
+        if self._config.batch_invariant:
+            del forms[1:]  # other programs give other bits
         able = [
             shape
             for form in forms
-            for shape in self._list(form)
+            for shape in self._forms[form]
             if shape.num_seqs >= num_seqs
             and shape.num_draft_tokens >= rung
             and shape.chunk >= tokens
         ]
         assert able, f"no program for {num_seqs} sequences and {tokens} prompt tokens"
-        return sorted(able, key=_rank)
+        # Of equal sizes, forms keep their order.
+        return sorted(
+            able, key=lambda one: (one.num_draft_tokens, one.chunk, one.num_seqs)
+        )
 
-    def _more_general(self, features: Features) -> list[Features]:
-        """Other forms that serve requests with these features."""
-        special = Features(has_controls=True)
-        forms = [
-            GREEDY,
-            SAMPLED,
-            *(
-                self.form(one | features)
-                for one in (
-                    special,
-                    Features(has_grammar=True),
-                    Features(num_prompt_logprobs=0),
-                    Features(has_grammar=True, num_prompt_logprobs=0),
-                )
-            ),
-        ]
-        return [form for form in forms if form.covers(self.form(features))]
-
-    def ask_for(
+    def request(
         self, num_seqs: int, num_draft_tokens: int, tokens: int, features: Features
     ) -> None:
-        """Have the best program for a launch with prompts made, if it is missing."""
+        """Request the best program for a launch with prompts, if it is missing."""
         tiles = min(-(-tokens // TILE), self.max_tiles)
         self.find(num_seqs, num_draft_tokens, tiles * TILE, features)
 
     def with_prompts(
         self, num_seqs: int, num_draft_tokens: int, features: Features
     ) -> list[StepShape]:
-        """Programs that are there and take prompts along, from the smallest chunk."""
+        """Compiled programs with room for prompts, from the smallest chunk."""
         self._refresh()
         need = num_seqs, num_draft_tokens, features
         if need not in self._with_prompts:
@@ -247,14 +219,6 @@ class Shapes:
             chunks = {shape.chunk: shape for shape in reversed(there)}
             self._with_prompts[need] = [chunks[size] for size in sorted(chunks)]
         return self._with_prompts[need]
-
-
-def _rank(shape: StepShape) -> tuple:
-    """Programs in the order of what a launch in them costs."""
-    form = shape.features
-    extras = form.has_grammar, form.num_prompt_logprobs is not None, form.has_controls
-    size = shape.num_draft_tokens, shape.chunk, shape.num_seqs
-    return *size, extras, not form.is_greedy
 
 
 def _sizes_up_to(most: int) -> list[int]:

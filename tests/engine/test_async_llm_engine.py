@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
-from jaxspec.engine.loop import MAX_FAILURES
+from jaxspec.engine.engine_thread import MAX_FAILURES
 from jaxspec.errors import EngineDeadError, EngineGenerateError, RequestError
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
@@ -44,7 +44,7 @@ def serve(use: Use, *, delay_s: float = 0.0, **changes: Any) -> AsyncLLMEngine:
     finally:
         serving.shutdown(10)
     assert_idle(engine)
-    assert not serving._mailboxes
+    assert not serving._collectors
     return serving
 
 

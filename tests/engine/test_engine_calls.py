@@ -195,9 +195,9 @@ def test_an_id_that_was_a_texts_is_somebody_elses():
     engine.add_request("x", PROMPT, stops)
     engine.step()
     # Text 0 has ended, as at a stop of its own.
-    stream = engine._delivery.streams["0_x"]
+    stream = engine.output_processor.streams["0_x"]
     engine.scheduler.finish(stream.request, "stop", None)
-    engine._delivery.close(stream.request)
+    engine.output_processor.close(stream.request)
     engine.add_request("0_x", PROMPT, SamplingParams(max_tokens=4))
     engine.abort_request("x")
     assert list(run_all(engine)) == ["0_x"]

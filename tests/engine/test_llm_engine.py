@@ -52,8 +52,8 @@ def run_one(engine: LLMEngine, params: SamplingParams, prompt: Any = PROMPT) -> 
 
 def assert_idle(engine: LLMEngine) -> None:
     engine.scheduler.check_idle()
-    assert not engine._delivery.streams
-    assert not engine._delivery.parents
+    assert not engine.output_processor.streams
+    assert not engine.output_processor.parents
 
 
 def letters(tokens: list[int]) -> str:

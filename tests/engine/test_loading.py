@@ -224,5 +224,5 @@ def test_an_answer_ends_with_its_turn(tmp_path, has_template, ends):
     with LLM(str(tmp_path), **SIZES) as llm:
         engine = llm.llm_engine
         engine.add_request("0", "x", SamplingParams(max_tokens=1))
-        (request,) = engine._delivery
+        (request,) = engine.output_processor
         assert set(request.stop_ids) == ends

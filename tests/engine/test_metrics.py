@@ -10,7 +10,7 @@ from jaxspec.engine.metrics import Distribution, EngineMetrics, Load, lengths_up
 from jaxspec.engine.stats import EngineStats
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
 from jaxspec.sampling_params import SamplingParams
-from tests.engine.test_intake import make
+from tests.engine.test_input_processor import make
 from tests.engine.test_llm_engine import PROMPT, make_fake_engine
 from tests.loops import make_config
 

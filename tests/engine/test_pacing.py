@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxspec.engine.costs import Costs
 from jaxspec.engine.pacing import MAX_SLOWDOWN, MAX_WAIT_ROUNDS, Pacer
 from jaxspec.engine.request import Status
 from jaxspec.program.plan import StepShape
@@ -17,9 +18,13 @@ CHUNKS = (32, 128, 512, 2048)
 FED = [dataclasses.replace(PLAIN, chunk=chunk) for chunk in CHUNKS]
 
 
+def make_pacer() -> Pacer:
+    return Pacer(Costs(num_rows=4, max_draft_tokens=3))
+
+
 def run(costs: dict[int, float], rounds: int) -> list[int]:
     """Chunks of the rounds, each measured before the next is planned."""
-    pacer, chosen = Pacer(), []
+    pacer, chosen = make_pacer(), []
     for _ in range(rounds):
         chunk, charged = pacer.chunk(PLAIN, FED)
         chosen.append(chunk)
@@ -57,7 +62,7 @@ def test_cheap_chunks_grow_to_the_largest_and_dear_ones_take_turns():
 
 
 def test_an_account_does_not_outlast_its_prefill():
-    pacer = Pacer()
+    pacer = make_pacer()
     pacer.saved_s = 5.0
     pacer.rest()
     assert pacer.saved_s == 0.0
@@ -67,7 +72,7 @@ def test_an_account_does_not_outlast_its_prefill():
 def test_a_stall_does_not_keep_prompts_out(stalled):
     """The machine stands still for a thousand rounds' time, once."""
     costs = {0: 0.010, 32: 0.012}
-    pacer, chosen = Pacer(), []
+    pacer, chosen = make_pacer(), []
     for number in range(200):
         chunk, charged = pacer.chunk(PLAIN, FED[:1])
         chosen.append(chunk)
@@ -83,12 +88,12 @@ def test_a_stall_does_not_keep_prompts_out(stalled):
 
 def test_prompts_wait_for_a_while_at_most():
     """A first measure may be of a stall, and none mends it while nothing comes in."""
-    pacer, chosen = Pacer(), []
+    pacer, chosen = make_pacer(), []
     costs = {0: 0.010, 32: 0.012}
     for _ in range(3):
         pacer.record(PLAIN, costs[0])
     wrong = dataclasses.replace(PLAIN, chunk=32)
-    pacer.times[wrong] = 1000.0
+    pacer.costs.seconds[wrong] = 1000.0
     for _ in range(4000):
         chunk, charged = pacer.chunk(PLAIN, FED[:1])
         chosen.append(chunk)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.engine import program_cache
 from jaxspec.engine.program_cache import Built, ProgramCache, program_name
-from jaxspec.engine.token_masks import TokenMasks
+from jaxspec.engine.structured_output import TokenMasks
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.propose import NGram
 from tests.tiny_programs import (

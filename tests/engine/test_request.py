@@ -41,7 +41,7 @@ def test_tokens_run_from_the_prompt_into_the_output():
 
 
 @pytest.mark.parametrize(
-    "broken", [dict(num_fed=4), dict(max_total=2), dict(num_fed=-1)]
+    "broken", [dict(num_prefilled=4), dict(max_total=2), dict(num_prefilled=-1)]
 )
 def test_the_invariant_is_checked(broken):
     make_request().check()
@@ -51,5 +51,5 @@ def test_the_invariant_is_checked(broken):
 
 def test_requests_share_no_lists():
     first, second = make_request(), make_request()
-    for name in ("output_token_ids", "pages", "page_keys", "tokens_to_feed"):
+    for name in ("output_token_ids", "pages", "page_keys", "tokens_to_prefill"):
         assert getattr(first, name) is not getattr(second, name)

@@ -37,7 +37,9 @@ def test_bounds_hold_whatever_the_device_does(rounds, unread):
     known, lacking = 3, 1  # tokens, and those at the end the draft has no keys for
     played = []
     for drafts, width, emitted in rounds:
-        if table.draft_gap[row][0] > 2:  # it has to catch up before it gets drafts
+        if (
+            table.num_draft_uncached[row][0] > 2
+        ):  # it has to catch up before it gets drafts
             drafts, emitted = 0, 1
         played.append((drafts, emitted))
         table.launch(row, np.array([drafts]))
@@ -49,7 +51,7 @@ def test_bounds_hold_whatever_the_device_does(rounds, unread):
             lacking = 2 if emitted == width + 1 else 1
         else:
             lacking += emitted
-        assert lacking <= table.draft_gap[row][0]
+        assert lacking <= table.num_draft_uncached[row][0]
     for drafts, emitted in played[: len(rounds) - unread]:
         table.read(row, np.array([drafts]), np.array([emitted]))
     assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
@@ -85,7 +87,7 @@ def test_what_the_draft_model_lacks(widths, gap):
     table, row = one_row(make_request())
     for width in widths:
         table.draft(row, width)
-    assert table.draft_gap[row].tolist() == [gap]
+    assert table.num_draft_uncached[row].tolist() == [gap]
 
 
 def test_who_can_go_on():
@@ -96,7 +98,7 @@ def test_who_can_go_on():
     rows = np.array([request.row for request in requests])
     table.is_decoding[rows[:3]] = True  # the last still gets its prompt
     table.ahead[rows[0]], table.num_unread[rows[0]] = 17, 5  # may be over
-    table.draft_gap[rows[1]] = 3  # must catch up
+    table.num_draft_uncached[rows[1]] = 3  # must catch up
     found, wanted = table.decodable(limit=2)
     assert (found.tolist(), wanted.tolist()) == ([rows[2]], [2])
     found, wanted = table.decodable(limit=0)
@@ -116,24 +118,24 @@ def test_a_row_given_up_forgets_all_but_unread_launches():
     table.draft(row, 0)
     table.draft(row, 0)
     owner = table.owner[row].copy()
-    table.give_up(first)
+    table.release(first)
     assert (first.row, first.num_unread) == (-1, 1)
-    second = make_request(tokens_to_feed=[5, 6, 7])
+    second = make_request(tokens_to_prefill=[5, 6, 7])
     table.admit(second, longest=30)
     assert (table.owner[row] != owner).all()
     assert table.features(np.array([second.row])) == Features()
-    assert table.draft_gap[row].tolist() == [1]
+    assert table.num_draft_uncached[row].tolist() == [1]
     assert table.most_tokens(row).tolist() == [3]
     table.check()
 
 
 @pytest.mark.parametrize(
-    "name", ["num_tokens", "draft_gap", "num_unread", "ahead", "num_pages", "owner"]
+    "name", ["num_tokens", "num_draft_uncached", "num_unread", "ahead", "owner"]
 )
 def test_impossible_values_are_found(name):
     table, row = one_row(make_request())
     table.check()
     values = getattr(table, name)
-    values[row] = {"num_tokens": 11, "draft_gap": 0, "num_pages": 1}.get(name, -1)
+    values[row] = {"num_tokens": 11, "num_draft_uncached": 0}.get(name, -1)
     with pytest.raises(AssertionError):
         table.check()

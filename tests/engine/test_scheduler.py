@@ -11,12 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.request import Request, Status
+from jaxspec.engine.scheduler import WaitingQueue
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import MAX_CONTROLLED, TILE, Features, TokenControls
 from jaxspec.sampling_params import SamplingParams
+from tests.engine.test_request import make_request as make_waiting
 from tests.fake_device import FakeDevice
 from tests.loops import (
     MODEL,
@@ -206,7 +210,7 @@ def test_a_prompt_waits_while_the_draft_model_catches_up():
     loop.scheduler.add(late)
     while late.status is Status.WAITING:
         loop.step()
-    assert not late.num_fed == 300
+    assert not late.num_prefilled == 300
     for request in (second, third):
         loop.scheduler.finish(request, "abort", None)
     tiles = []
@@ -372,3 +376,30 @@ def test_few_admissions_of_a_launch_have_controls():
     loop = run_traffic(config, requests)
     admitted = [len(launch.plan.admissions) for launch in loop.launches]
     assert admitted[:3] == [MAX_CONTROLLED, MAX_CONTROLLED, 2]
+
+
+def fill(policy: str, priorities: list[int]) -> tuple[WaitingQueue, list[Request]]:
+    line = WaitingQueue(policy)
+    requests = [make_waiting(priority=priority) for priority in priorities]
+    for request in requests:
+        line.add(request)
+    return line, requests
+
+
+@given(st.lists(st.integers(-2, 2), max_size=8), st.data())
+def test_the_order_is_that_of_a_sorted_list(priorities, data):
+    for policy in ("fcfs", "priority"):
+        line, requests = fill(policy, priorities)
+        expected = list(requests)
+        if policy == "priority":
+            expected.sort(key=lambda request: request.priority)
+        assert list(line) == expected
+        assert len(line) == len(expected)
+        assert line.first is (expected[0] if expected else None)
+        gone = [r for r in expected if data.draw(st.booleans())]
+        for request in gone:
+            line.remove(request)
+        assert list(line) == [r for r in expected if r not in gone]
+        for request in reversed(gone):
+            line.add(request)
+        assert list(line) == expected

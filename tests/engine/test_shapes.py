@@ -176,7 +176,7 @@ def test_programs_with_prompts_are_told_from_the_smallest():
     shapes = make_shapes(programs, **DEFAULT)
     assert shapes.with_prompts(1, 0, SAMPLED) == []
     assert not programs.asked
-    shapes.ask_for(1, 0, 5 * TILE - 1, SAMPLED)
+    shapes.request(1, 0, 5 * TILE - 1, SAMPLED)
     assert [one.name for one in programs.asked] == ["8x5+512_sampled"]
 
 

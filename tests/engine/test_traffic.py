@@ -222,5 +222,5 @@ def test_many_requests_leave_nothing_behind(total: int):
     assert runner.shapes <= set(engine.scheduler.shapes.all())
     if total >= 20_000:  # of fewer, what Python keeps for the next is a larger part
         assert resident_bytes() <= 1.01 * middle
-    assert not engine._delivery.streams
-    assert not engine._delivery.parents
+    assert not engine.output_processor.streams
+    assert not engine.output_processor.parents

@@ -1,7 +1,8 @@
-"""Owns what happens when a request comes in: it is checked whole, or refused.
+"""Turns what a caller asks for into checked requests, or refuses it.
 
 Everything a caller can do wrong is found here, before the request exists and before any
-device work.
+device work. Limits of penalties, biases and words are those of the step program, which
+holds every request's controls in arrays of fixed sizes.
 """
 
 import functools
@@ -12,11 +13,9 @@ from typing import Any, NamedTuple, no_type_check
 import numpy as np
 
 from jaxspec.config import EngineConfig
-from jaxspec.engine.controls import make_controls
-from jaxspec.engine.grammar import GrammarCompiler
-from jaxspec.engine.parent import Parent
+from jaxspec.engine.output_processor import ParentRequest
 from jaxspec.engine.request import Request
-from jaxspec.engine.token_masks import Reading
+from jaxspec.engine.structured_output import GrammarCompiler, GrammarState
 from jaxspec.errors import (
     ConfigError,
     RequestError,
@@ -26,7 +25,15 @@ from jaxspec.errors import (
 )
 from jaxspec.inputs import ParsedPrompt, parse_prompt
 from jaxspec.outputs import RequestSpecDecodeMetrics, RequestStateStats
-from jaxspec.program.plan import MAX_STOP_IDS, RULES, Features
+from jaxspec.program.plan import (
+    MAX_BAD_WORD_LEN,
+    MAX_BAD_WORDS,
+    MAX_BIAS,
+    MAX_STOP_IDS,
+    RULES,
+    Features,
+    TokenControls,
+)
 from jaxspec.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxspec.tokenizer import NoTokenizer, Tokenizer
 
@@ -44,6 +51,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "routed_experts_prompt_start": (0, "Gemma 2 has no experts"),
     "trace_decode_token_ids": (None, "tokens are drawn, never given"),
 }
+Word = tuple[int, ...]
 
 
 class Prepared(NamedTuple):
@@ -51,10 +59,10 @@ class Prepared(NamedTuple):
 
     request_id: str
     requests: list[Request]  # one per text
-    parent: Parent | None = None  # where there are several
+    parent: ParentRequest | None = None  # where there are several
 
 
-class Intake:
+class InputProcessor:
     """Makes requests of prompts and parameters, for one engine, in any thread."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer):
@@ -90,67 +98,35 @@ class Intake:
                 parameter="request_id",
                 value=request_id,
             )
-        make = functools.partial(
-            self._make_checked, arrival_time=arrival_time, priority=priority
-        )
         params = self.checked(params)
-        if params.n == 1:
-            return Prepared(request_id, [make(request_id, prompt, params)])
-        parent = Parent(request_id, params)
-        children = [
-            make(child_id, prompt, parent.child_params(index))
-            for index, child_id in enumerate(parent.children)
-        ]
-        return Prepared(request_id, children, parent)
-
-    @no_type_check  # it has its own checks, with better errors
-    def make(
-        self,
-        request_id: str,
-        prompt: Any,
-        params: SamplingParams,
-        *,
-        arrival_time: float | None = None,
-        priority: int = 0,
-    ) -> Request:
-        """Check a prompt and its parameters, and make a request of them.
-
-        Raises:
-            RequestError: The prompt or a sampling value is not acceptable.
-            NotImplementedError: A sampling value asks for what the engine does not do.
-        """
-        return self._make_checked(
-            request_id,
-            prompt,
-            self.checked(params),
-            arrival_time=arrival_time,
-            priority=priority,
-        )
-
-    @no_type_check
-    def _make_checked(
-        self,
-        request_id: str,
-        prompt: Any,
-        params: SamplingParams,
-        *,
-        arrival_time: float | None,
-        priority: int,
-    ) -> Request:
-        priority = check_integer(
-            RequestError, "priority", priority, low=-(2**31), high=2**31 - 1
-        )
-        if priority and self._config.scheduling_policy != "priority":
-            hint = "Make the engine with scheduling_policy='priority'."
-            allowed = "0 where requests are served first come, first served"
-            raise wrong_argument(RequestError, "priority", allowed, priority, hint)
+        self._check_priority(priority)
         parsed = parse_prompt(
             prompt,
             self._tokenizer,
             self._config.model_config.vocab_size,
             self._config.max_model_len,
         )
-        return self._make(request_id, parsed, params, arrival_time, priority)
+        make = functools.partial(
+            self._make,
+            parsed,
+            priority=priority,
+            arrival_time=time.time() if arrival_time is None else arrival_time,
+        )
+        if params.n == 1:
+            return Prepared(request_id, [make(request_id, params)])
+        parent = ParentRequest(request_id, params)
+        children = [
+            make(child_id, parent.child_params(index))
+            for index, child_id in enumerate(parent.children)
+        ]
+        return Prepared(request_id, children, parent)
+
+    def _check_priority(self, priority: Any) -> None:
+        check_integer(RequestError, "priority", priority, low=-(2**31), high=2**31 - 1)
+        if priority and self._config.scheduling_policy != "priority":
+            hint = "Make the engine with scheduling_policy='priority'."
+            allowed = "0 where requests are served first come, first served"
+            raise wrong_argument(RequestError, "priority", allowed, priority, hint)
 
     @no_type_check
     def checked(self, params: SamplingParams) -> SamplingParams:
@@ -223,10 +199,11 @@ class Intake:
 
     def _make(
         self,
-        request_id: str,
         parsed: ParsedPrompt,
+        request_id: str,
         params: SamplingParams,
-        arrival_time: float | None,
+        *,
+        arrival_time: float,
         priority: int,
     ) -> Request:
         config = self._config
@@ -245,7 +222,7 @@ class Intake:
         seed, rule = self._seed_and_rule(params)
         stop_ids = self._stop_ids(params)
         controls = make_controls(params, self._tokenizer, stop_ids)
-        reading = self._begin_text(params, num_prompt, stop_ids)
+        grammar = self._begin_text(params, num_prompt, stop_ids)
         return Request(
             request_id=request_id,
             prompt=parsed.text,
@@ -257,24 +234,23 @@ class Intake:
             rule=rule,
             stop_ids=stop_ids,
             controls=controls,
-            reading=reading,
+            grammar=grammar,
             features=self._features(params, has_controls=controls is not None),
             priority=priority,
             cache_salt=parsed.cache_salt,
             can_read_prefix_cache=_may_read_cache(params),
             stats=RequestStateStats(
-                arrival_time=time.time() if arrival_time is None else arrival_time,
-                queued_ts=time.monotonic(),
+                arrival_time=arrival_time, queued_ts=time.monotonic()
             ),
             spec_metrics=metrics,
         )
 
     def _begin_text(
         self, params: SamplingParams, num_prompt: int, stop_ids: tuple[int, ...]
-    ) -> Reading | None:
+    ) -> GrammarState | None:
         if params.structured_outputs is None:
             return None
-        return Reading(
+        return GrammarState(
             matcher=self._grammars.matcher(params.structured_outputs),
             num_prompt=num_prompt,
             min_tokens=params.min_tokens,
@@ -338,3 +314,85 @@ def _may_read_cache(params: SamplingParams) -> bool:
 def _if_asked(asked: int | None, told: int) -> int | None:
     """Launches tell all candidates or none: one executable whatever is asked."""
     return None if asked is None else told
+
+
+def make_controls(
+    params: SamplingParams, tokenizer: Tokenizer, stop_ids: tuple[int, ...]
+) -> TokenControls | None:
+    """Return what the step program is to do to single tokens; None for nothing.
+
+    Args:
+        stop_ids: Not generated before `min_tokens`.
+
+    Raises:
+        RequestError: There is more than the program has room for, or no token is left
+            that could be generated.
+    """
+    bias = tuple(sorted((params.logit_bias or {}).items()))
+    if len(bias) > MAX_BIAS:
+        raise _too_many("logit_bias", f"at most {MAX_BIAS} token ids", len(bias))
+    words = _bad_words(params.bad_words or [], tokenizer)
+    allowed = None
+    if params.allowed_token_ids is not None:
+        allowed = tuple(sorted(set(params.allowed_token_ids)))
+        _check_some_left(allowed, words, stop_ids if params.min_tokens else ())
+    controls = TokenControls(
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        bias=bias,
+        allowed=allowed,
+        bad_words=words,
+    )
+    return None if controls == TokenControls() else controls
+
+
+def _bad_words(given: list[str], tokenizer: Tokenizer) -> tuple[Word, ...]:
+    """Spell every word in token ids, as the start of a text and after a space."""
+    words: list[Word] = []
+    for text in given:
+        bare = text.lstrip(" ")
+        for form in (bare, f" {bare}") if bare else (text,):
+            ids = tokenizer.encode(
+                form, add_special_tokens=False, parse_special_tokens=False
+            )
+            if len(ids) > MAX_BAD_WORD_LEN:
+                raise wrong_argument(
+                    RequestError,
+                    "bad_words",
+                    f"words of at most {MAX_BAD_WORD_LEN} tokens",
+                    text,
+                    f"It has {len(ids)}.",
+                )
+            words.append(tuple(ids))
+    unique = dict.fromkeys(words)
+    # What ends in a word that is forbidden is forbidden with it.
+    kept = tuple(
+        word
+        for word in unique
+        if not any(word[start:] in unique for start in range(1, len(word)))
+    )
+    if len(kept) > MAX_BAD_WORDS:
+        allowed = f"at most {MAX_BAD_WORDS} spellings in token ids"
+        raise _too_many("bad_words", allowed, len(kept))
+    return kept
+
+
+def _check_some_left(
+    allowed: tuple[int, ...], words: tuple[Word, ...], stop_ids: tuple[int, ...]
+) -> None:
+    forbidden = {word[0] for word in words if len(word) == 1}.union(stop_ids)
+    if forbidden.issuperset(allowed):
+        raise wrong_argument(
+            RequestError,
+            "allowed_token_ids",
+            "some id that bad_words leaves, and that is no end of text where "
+            "min_tokens is set",
+            list(allowed),
+        )
+
+
+def _too_many(name: str, allowed: str, count: int) -> RequestError:
+    return RequestError(
+        f"{name} must hold {allowed}, got {count}.", parameter=name, value=count
+    )

@@ -1,7 +1,10 @@
-"""Which pages of the pool are held, and which are worth finding again.
+"""Pages of KV memory: which are held, which each request has, which are found again.
 
 One page id is row i of every layer's array, of the target and of the draft alike, and
-of the known tokens, so there is a single pool. Knows nothing of requests or devices.
+of the known tokens, so there is a single pool. A page may be found by others once the
+launch that fills it is planned: the device runs launches in order, and in a launch
+writes keys and values before it attends. Target's and draft's must both be complete.
+Knows nothing of devices.
 """
 
 import hashlib
@@ -9,6 +12,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+
+from jaxspec.config import EngineConfig
+from jaxspec.engine.request import Request
+from jaxspec.engine.stats import EngineStats
 
 KEY_BYTES = 16
 
@@ -33,9 +40,9 @@ def page_keys(
 
 
 class PagePool:
-    """Pages, how many hold each of them, and the keys of full ones.
+    """Pages with reference counts, and the keys of full ones: the prefix cache.
 
-    A page that nobody holds is free. If it has a key it can still be found, and it is
+    A page without holders is free. If it has a key it can still be found, and it is
     handed out only when there is no other, the least recently used first.
 
     Invariant: a page is free exactly when it has no holder, and is so once.
@@ -51,7 +58,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds, findable ones included."""
+        """Pages without holders, findable ones included."""
         return len(self._blank) + len(self._kept)
 
     @property
@@ -60,7 +67,7 @@ class PagePool:
         return len(self._key_of)
 
     def is_free(self, page: int) -> bool:
-        """Whether nobody holds a page."""
+        """Whether a page has no holders."""
         return not self._holders[page]
 
     def take(self, count: int) -> list[int]:
@@ -84,7 +91,7 @@ class PagePool:
             self._kept.pop(page, None)
 
     def release(self, pages: Iterable[int]) -> None:
-        """Hold pages no more; of those that get free the first are reused first."""
+        """Drop one holder of each page; of freed ones the first are reused first."""
         for page in pages:
             assert self._holders[page] > 0, f"page {page} was freed twice"
             self._holders[page] -= 1
@@ -144,3 +151,97 @@ class PagePool:
         assert set(self._kept) <= self._key_of.keys(), "a page is kept without a key"
         assert not self._key_of.keys() & set(self._blank), "a findable page is blank"
         assert {key: page for page, key in self._key_of.items()} == self._page_of
+
+
+class PageTables:
+    """Hands pages of one pool to requests."""
+
+    def __init__(self, config: EngineConfig, stats: EngineStats):
+        self.pool = PagePool(config.num_pages)
+        self.page_size = config.page_size
+        self.stats = stats
+        self._is_shared = config.enable_prefix_caching
+
+    def count(self, num_tokens: int) -> int:
+        """Pages that a number of tokens takes."""
+        return -(-num_tokens // self.page_size)
+
+    def missing(self, request: Request, num_tokens: int) -> int:
+        """Pages that a request lacks for its first tokens."""
+        return max(self.count(num_tokens) - len(request.pages), 0)
+
+    def find(self, request: Request) -> list[int]:
+        """Cached pages of a waiting request; at least one token is left to prefill."""
+        if not request.can_read_prefix_cache:
+            return []
+        count = (len(request.tokens_to_prefill) - 1) // self.page_size
+        self._extend_keys(request, count)
+        return self.pool.find(request.page_keys[:count])
+
+    def begin(self, request: Request, found: list[int]) -> None:
+        """Give a request the pages that `find` found for it."""
+        assert not request.pages
+        self.pool.share(found)
+        request.pages = list(found)
+        request.num_registered = len(found)
+        request.num_prefilled = len(found) * self.page_size
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_prefilled
+            if request.can_read_prefix_cache and self._root(request) is not None:
+                self.stats.num_prefix_queries += len(request.tokens_to_prefill)
+                self.stats.num_prefix_hits += request.num_prefilled
+
+    def grow(self, request: Request, num_tokens: int) -> list[tuple[int, int, int]]:
+        """Give a request the pages of its first tokens; (row, index, page) of each."""
+        have = len(request.pages)
+        taken = self.pool.take(self.missing(request, num_tokens))
+        request.pages += taken
+        return [(request.row, have + i, page) for i, page in enumerate(taken)]
+
+    def register(self, request: Request, num_complete: int) -> list[int]:
+        """Put full pages into the prefix cache.
+
+        Args:
+            num_complete: Leading positions whose keys and values are written, or are
+                in a launch, for both models.
+
+        Returns:
+            The pages that were not findable before.
+        """
+        first, count = request.num_registered, num_complete // self.page_size
+        if count <= first or self._root(request) is None:
+            return []
+        self._extend_keys(request, count)
+        request.num_registered = count
+        return [
+            request.pages[index]
+            for index in range(first, count)
+            if self.pool.register(request.pages[index], request.page_keys[index])
+        ]
+
+    def release(self, request: Request) -> None:
+        """Release a request's pages; its last ones are the first to be used again."""
+        self.pool.release(reversed(request.pages))
+        request.pages = []
+        request.num_registered = 0
+
+    def _root(self, request: Request) -> bytes | None:
+        """What the keys of a request's pages begin with; None if it shares none."""
+        if self._is_shared:
+            salt = request.cache_salt
+            return root_key("all", "") if salt is None else root_key("salt", salt)
+        if request.cache_group is not None:
+            return root_key("group", str(request.cache_group))
+        return None
+
+    def _extend_keys(self, request: Request, count: int) -> None:
+        """Know the keys of a request's first `count` pages, if it shares any."""
+        known = request.page_keys
+        if len(known) >= count:
+            return
+        parent = known[-1] if known else self._root(request)
+        if parent is None:
+            return
+        size = self.page_size
+        tokens = request.tokens(len(known) * size, count * size)
+        known += page_keys(parent, tokens, size)

@@ -1,18 +1,24 @@
-"""From `StructuredOutputsParams` to a matcher over the engine's vocabulary.
+"""Grammars: from `StructuredOutputsParams` to the masks of tokens that may come next.
 
-Owns what is known of the library, llguidance; who holds which matcher is
-`jaxspec.engine.token_masks`'s.
+Owns what is known of the library, llguidance, and one matcher per running request with
+a grammar. The device asks for masks in the middle of its program, from a thread of its
+own, and may be rounds ahead of what the engine has read: a question brings the newest
+known tokens along, so nothing else is needed.
 """
 
+import itertools
 import json
 import logging
 import threading
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import llguidance
+import numpy as np
 
 from jaxspec.errors import RequestError
 from jaxspec.structured_outputs import StructuredOutputsParams
@@ -20,12 +26,152 @@ from jaxspec.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
+WORD = 32
+EVERYTHING = np.uint32(0xFFFFFFFF)
 # Grammars kept ready, the most recent ones: requests often come with the same.
 MAX_KEPT = 64
 # Of stack, for each character of a grammar. The library calls itself for every rule of
 # a chain, and a full stack ends the process: 4,000 rules of 13 characters took 8 MiB.
 STACK_BYTES = 4096
 LEAST_STACK_BYTES = 2**24
+
+
+@dataclass(kw_only=True, eq=False)
+class GrammarState:
+    """The state of one request's grammar.
+
+    Invariant: the matcher has consumed `tokens[:num_consumed]`. It takes no more once
+    the text is complete; only end tokens follow then.
+
+    Attributes:
+        grammar_id: The device's name for it; 0 before the first launch.
+        stop_ids: Tokens that end the sequence: none of them before it has
+            `min_tokens`, unless the text is complete.
+    """
+
+    matcher: llguidance.LLMatcher
+    num_prompt: int
+    min_tokens: int = 0
+    stop_ids: Sequence[int] = ()
+    grammar_id: int = 0
+    tokens: list[int] = field(default_factory=list)
+    num_consumed: int = 0
+    # Masks by the drafts before them: the target asks again for those of the draft.
+    known_masks: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
+
+    def sync(self, num_tokens: int, newest: Sequence[int]) -> None:
+        """Advance to the known tokens; roll back where they differ from earlier ones.
+
+        Args:
+            num_tokens: Known tokens of the sequence, its prompt included.
+            newest: The last of them; those before are known here.
+        """
+        length = num_tokens - self.num_prompt
+        assert length >= 0, "asked about a sequence before its prompt was in"
+        first = max(length - len(newest), 0)
+        assert first <= len(self.tokens), "the device is further ahead than it tells"
+        new = list(newest[len(newest) - (length - first) :])
+        known = self.tokens[first:]
+        same = 0
+        while same < min(len(known), len(new)) and known[same] == new[same]:
+            same += 1
+        if first + same < len(self.tokens) or new[same:]:
+            self.known_masks.clear()
+        self._back_to(first + same)
+        for token in new[same:]:
+            self._read(token)
+
+    def _back_to(self, length: int) -> None:
+        del self.tokens[length:]
+        if self.num_consumed > length:
+            self.matcher.rollback(self.num_consumed - length)
+            self.num_consumed = length
+
+    def _read(self, token: int) -> None:
+        is_next = self.num_consumed == len(self.tokens)
+        self.tokens.append(token)
+        if is_next and not self.matcher.is_stopped():
+            # The matcher does not recover from a token that it refuses.
+            if self.matcher.validate_tokens([token]):
+                self.matcher.consume_token(token)
+                self.num_consumed += 1
+
+    def masks(self, drafts: Sequence[int], first: int, masks: np.ndarray) -> None:
+        """Write the masks after the known tokens and `first` drafts, one more per row.
+
+        Rows after a draft that is not allowed stay as they are: it is not accepted.
+        """
+        known = len(self.tokens)
+        for draft in drafts[:first]:
+            self._read(draft)
+        for row in range(len(masks)):
+            path = tuple(drafts[: first + row])
+            if path not in self.known_masks:
+                self.known_masks[path] = self._mask(masks.shape[1])
+            masks[row] = self.known_masks[path]
+            if row + 1 == len(masks):
+                break
+            draft = drafts[first + row]
+            if not masks[row, draft // WORD] >> (draft % WORD) & 1:
+                break
+            self._read(draft)
+        self._back_to(known)
+
+    def _mask(self, num_words: int) -> np.ndarray:
+        mask = np.frombuffer(self.matcher.compute_bitmask(), np.uint32)[:num_words]
+        if len(self.tokens) >= self.min_tokens:
+            return mask
+        longer = mask.copy()
+        for token in self.stop_ids:
+            longer[token // WORD] &= ~np.uint32(1 << token % WORD)
+        return longer if longer.any() else mask
+
+
+class TokenMasks:
+    """Host callback that computes grammar masks for each draft position.
+
+    Knows the grammar state of every running request by id. Requests and launches hold
+    the states: they are freed with them.
+
+    Attributes:
+        num_questions: Calls by the device.
+    """
+
+    def __init__(self, vocab_size: int):
+        self._words = -(-vocab_size // WORD)
+        self._states: weakref.WeakValueDictionary[int, GrammarState] = (
+            weakref.WeakValueDictionary()
+        )
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self.num_questions = 0
+
+    def add(self, state: GrammarState) -> None:
+        """Give a state the id by which the device asks for it, if it has none yet."""
+        with self._lock:
+            if not state.grammar_id:
+                state.grammar_id = next(self._ids)
+                self._states[state.grammar_id] = state
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __call__(
+        self, grammar_id: Any, num_tokens: Any, newest: Any, drafts: Any, before: Any
+    ) -> np.ndarray:
+        """See `jaxspec.program.grammar.MaskSource`."""
+        ids, drafts = np.asarray(grammar_id), np.asarray(drafts)
+        num_tokens, newest = np.asarray(num_tokens), np.asarray(newest)
+        before = np.asarray(before)
+        masks = np.full((len(ids), len(before), self._words), EVERYTHING)
+        with self._lock:
+            self.num_questions += 1
+            for row in np.flatnonzero(ids).tolist():
+                state = self._states.get(int(ids[row]))
+                if state is not None:
+                    state.sync(int(num_tokens[row]), newest[row].tolist())
+                    state.masks(drafts[row].tolist(), int(before[0]), masks[row])
+        return masks
 
 
 class GrammarCompiler:

@@ -1,9 +1,14 @@
-"""From token ids to text, as they come: incremental decoding and stop strings."""
+"""From token ids to text as they come, and from arrays to vLLM's log-probabilities.
 
-from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+Owns incremental decoding, stop strings and the log-probabilities of one text.
+"""
 
+from typing import Any
+
+from jaxspec.logprobs import FlatLogprobs, Logprob, LogprobsOnePosition
+from jaxspec.program.wire import TokenLogprobs
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.tokenizer import Tokenizer
 
 _BROKEN = "\ufffd"  # what decoding shows for a character whose bytes are incomplete
 # Tokens decoded again with the new ones. SentencePiece joins no further than the bytes
@@ -11,16 +16,8 @@ _BROKEN = "\ufffd"  # what decoding shows for a character whose bytes are incomp
 _CONTEXT = 6
 # Up to so many the text of those is kept; then it is made anew of the last ones.
 _MOST_CONTEXT = 18
-
-
-@runtime_checkable
-class Decoder(Protocol):
-    """The part of a tokenizer that is needed here."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
-
-    @property
-    def plain_texts(self) -> Mapping[int, str | None]: ...
+# By position; in either of vLLM's two forms.
+Logprobs = list[Any] | FlatLogprobs
 
 
 class TextStream:
@@ -28,14 +25,14 @@ class TextStream:
 
     Text is held back while its last character is incomplete (several byte tokens make
     one character) and released with the token that completes it, or at the end.
-    Without stop strings, nothing is decoded before somebody looks.
+    Without stop strings, nothing is decoded before the text is read.
 
     Attributes:
-        ends: How much text there was after each token, if that is to be known.
+        ends: Length of the text after each token, if asked for.
     """
 
     def __init__(
-        self, tokenizer: Decoder, params: SamplingParams, *, has_ends: bool = False
+        self, tokenizer: Tokenizer, params: SamplingParams, *, has_ends: bool = False
     ):
         self._tokenizer = tokenizer
         self._params = params
@@ -50,7 +47,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """What can be told of the text so far."""
+        """The text so far, without what is held back."""
         self._advance(is_end=False)
         return self._text
 
@@ -78,7 +75,7 @@ class TextStream:
         return None
 
     def follow(self, token_ids: list[int]) -> str:
-        """Add tokens where there are no stop strings; returns what that tells."""
+        """Add tokens where there are no stop strings; returns the new text."""
         before = len(self._text)
         self._ids += token_ids
         self._advance(is_end=False)
@@ -97,8 +94,8 @@ class TextStream:
     def visible(self, *, is_finished: bool) -> str:
         """The text without an end that a stop string may still cut off.
 
-        What was shown once stays: without this, the beginning of a stop string that
-        arrives in pieces would have been sent to a streaming client already.
+        Otherwise the beginning of a stop string that arrives in pieces would have been
+        sent to a streaming client already.
         """
         text = self.text
         if not self._stops or is_finished or self._params.include_stop_str_in_output:
@@ -171,3 +168,90 @@ def _start_of_stop(text: str, stop: str) -> int:
             return start
         start = text.find(stop[0], start + 1)
     return len(text)
+
+
+class LogprobStream:
+    """Log-probabilities of one growing text and of its prompt.
+
+    Launches return as many candidates as the engine's `max_logprobs`; here they are cut
+    to what the request asked for.
+
+    Attributes:
+        cumulative: Sum of the text's own log-probabilities; None if none were asked.
+        prompt: None until they are complete, or if they were not asked for.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: list[int]
+    ):
+        self._tokenizer = tokenizer
+        self._params = params
+        self._prompt_ids = prompt_ids
+        self._logprobs = self._empty()
+        self._own: list[float] = []
+        self.cumulative: float | None = None if params.logprobs is None else 0.0
+        # Nothing precedes the first token, so it has no probability.
+        self._prompt = self._empty()
+        self._prompt.append(None)
+
+    def _empty(self) -> Logprobs:
+        return FlatLogprobs() if self._params.flat_logprobs else []
+
+    def push(self, token_ids: list[int], values: TokenLogprobs | None) -> None:
+        """Add generated tokens; entry i of `values` is about token i."""
+        asked = self._params.logprobs
+        if asked is None or self.cumulative is None or not token_ids:
+            return
+        assert values is not None, "a launch without logprobs"
+        own = values.own.tolist()
+        for index, token in enumerate(token_ids):
+            self._logprobs.append(self._position(token, values, index, asked))
+            self._own.append(own[index])
+            self.cumulative += own[index]
+
+    def keep(self, count: int) -> None:
+        """Drop all after the text's first `count` tokens."""
+        if self.cumulative is not None and count < len(self._own):
+            self._logprobs = self._logprobs[:count]
+            del self._own[count:]
+            self.cumulative = sum(self._own)
+
+    def since(self, count: int) -> Logprobs | None:
+        """Those after the first `count` tokens; None if none were asked for."""
+        return None if self.cumulative is None else self._logprobs[count:]
+
+    def push_prompt(self, values: TokenLogprobs) -> None:
+        """Add the next part of the prompt."""
+        asked = self._params.prompt_logprobs
+        if asked is None:
+            return
+        for index in range(len(values.own)):
+            token = self._prompt_ids[len(self._prompt)]
+            self._prompt.append(self._position(token, values, index, asked))
+
+    @property
+    def prompt(self) -> Logprobs | None:
+        """By position of the prompt, None for the first."""
+        is_whole = len(self._prompt) == len(self._prompt_ids)
+        asked = self._params.prompt_logprobs is not None
+        return self._prompt if asked and is_whole else None
+
+    def _position(
+        self, token: int, values: TokenLogprobs, index: int, asked: int
+    ) -> LogprobsOnePosition:
+        # As in vLLM: the token itself comes first, wherever it ranks.
+        found = {token: (float(values.own[index]), int(values.rank[index]))}
+        count = values.top_ids.shape[-1] if asked == -1 else asked
+        top_ids = values.top_ids[index, :count].tolist()
+        top = values.top[index, :count].tolist()
+        for rank, (candidate, value) in enumerate(zip(top_ids, top, strict=True), 1):
+            found.setdefault(candidate, (value, rank))
+        return {
+            candidate: Logprob(value, rank, self._text(candidate))
+            for candidate, (value, rank) in found.items()
+        }
+
+    def _text(self, token: int) -> str | None:
+        if not self._params.detokenize:
+            return None
+        return self._tokenizer.decode([token], skip_special_tokens=False)

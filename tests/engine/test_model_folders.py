@@ -1,5 +1,6 @@
-"""A name becomes a folder of this machine, or an error that says what to do."""
+"""Names become folders or errors, and folders recommend sampling parameters."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from huggingface_hub import constants
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
-from jaxspec.engine.folders import model_folder
+from jaxspec.engine.model_folders import model_folder, recommended_sampling
 from jaxspec.errors import ConfigError
+from jaxspec.sampling_params import SamplingParams
 from jaxspec_checkpoints import bundled_draft, bundled_target
 from tests.checkpoints.models import write_tiny
 from tests.checkpoints.stand_ins import (
@@ -22,8 +24,19 @@ from tests.checkpoints.stand_ins import (
     point_hub_to,
     serve,
 )
+from tests.engine.test_arg_utils import configure as engine_config
+from tests.engine.test_arg_utils import write_model
 
 NAME = HubStandIn.repository
+STORED = {
+    "temperature": 0.6,
+    "top_k": 64,
+    "top_p": 0.95,
+    "min_p": None,
+    "repetition_penalty": 1.1,
+    "max_new_tokens": 99,
+    "bos_token_id": 2,
+}
 
 
 @pytest.fixture
@@ -73,7 +86,7 @@ def test_bundled_names_stand_for_folders():
         ("none", "'none'", "owner/model/framework/variation"),
         ("", "''", "an existing folder"),
         (None, "None", "an existing folder"),
-        (__file__, "test_folders.py", "the folder it is in"),
+        (__file__, "test_model_folders.py", "the folder it is in"),
     ],
 )
 def test_a_name_that_is_neither_folder_nor_remote(name: Any, given: str, allowed: str):
@@ -188,3 +201,43 @@ def test_a_gated_model_says_so(hub: HubStandIn):
 def test_a_revision_that_is_no_string(hub: HubStandIn):
     with pytest.raises(ConfigError, match="revision must be.*got 2024"):
         configure(hub, model=NAME, revision=2024)
+
+
+def test_names_become_those_of_sampling_params(tmp_path: Path):
+    (tmp_path / "generation_config.json").write_text(json.dumps(STORED))
+    found = recommended_sampling(tmp_path, None)
+    assert found == {
+        "temperature": 0.6,
+        "top_k": 64,
+        "top_p": 0.95,
+        "repetition_penalty": 1.1,
+        "max_tokens": 99,
+    }
+    assert SamplingParams(**found).max_tokens == 99
+    changed = recommended_sampling(tmp_path, {"top_k": None, "max_new_tokens": 3})
+    del found["top_k"]
+    assert changed == found | {"max_tokens": 3}
+
+
+def test_a_folder_may_recommend_nothing(tmp_path: Path):
+    assert recommended_sampling(tmp_path, None) == {}
+    assert recommended_sampling(None, {"top_p": 0.5}) == {"top_p": 0.5}
+
+
+def test_recommended_sampling_is_read_and_overridden(tmp_path: Path):
+    target = write_model(tmp_path / "target")
+    recommended = {"temperature": 0.6, "top_k": 64, "max_new_tokens": 99, "bos": 2}
+    Path(target, "generation_config.json").write_text(json.dumps(recommended))
+    assert engine_config(target).generation_defaults == {
+        "temperature": 0.6,
+        "top_k": 64,
+        "max_tokens": 99,
+    }
+    assert engine_config(target, generation_config="vllm").generation_defaults == {}
+    changed = engine_config(target, override_generation_config={"top_k": 5})
+    assert changed.generation_defaults["top_k"] == 5
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "generation_config.json").write_text('{"top_p": 0.5}')
+    elsewhere = engine_config(target, generation_config=str(other))
+    assert elsewhere.generation_defaults == {"top_p": 0.5}

@@ -1,13 +1,14 @@
-"""Owns what a model's name stands for: a folder, a bundled model, or one to fetch.
+"""What a model's name stands for: a folder, and the sampling that its files recommend.
 
-Knows nothing about what is in the folder.
+A name is a folder, a bundled model, or one to fetch. Knows nothing of weights.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxspec.config import read_generation_config
 from jaxspec.errors import ConfigError, wrong_argument
 from jaxspec_checkpoints import CheckpointError, bundled_draft, bundled_target
 from jaxspec_checkpoints.files import expand
@@ -21,6 +22,14 @@ _ALLOWED = (
     "an existing folder, owner/name on the Hugging Face Hub, a Kaggle handle "
     "owner/model/framework/variation, or one of " + ", ".join(map(repr, _BUNDLED))
 )
+_OUR_NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 
 def model_folder(name: object, argument: str, **options: Any) -> Path:
@@ -52,3 +61,21 @@ def model_folder(name: object, argument: str, **options: Any) -> Path:
     except CheckpointError as error:
         message = f"{argument}: {error}"
         raise ConfigError(message, parameter=argument, value=name) from error
+
+
+def recommended_sampling(
+    folder: Path | None, override: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Translate a folder's recommended sampling to the names of SamplingParams.
+
+    Args:
+        folder: With a `generation_config.json`; None recommends nothing.
+        override: Entries of such a file that replace the folder's.
+    """
+    stored = {} if folder is None else dict(read_generation_config(folder))
+    stored |= override or {}
+    return {
+        ours: stored[theirs]
+        for theirs, ours in _OUR_NAMES.items()
+        if stored.get(theirs) is not None
+    }

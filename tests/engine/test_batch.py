@@ -1,10 +1,10 @@
-"""What a launch tells goes to the tokens that it is about."""
+"""What a launch brings goes to the requests and the tokens that it is about."""
 
 import numpy as np
 import pytest
 
-from jaxspec.engine.commit import commit
-from jaxspec.engine.launch import Launch
+from jaxspec.engine.batch import Launch, commit
+from jaxspec.engine.costs import Costs
 from jaxspec.engine.request import Request, Status
 from jaxspec.engine.rows import RowTable
 from jaxspec.engine.stats import EngineStats
@@ -25,6 +25,10 @@ def numbered(*leading: int) -> TokenLogprobs:
         top_ids=wide.astype(np.int32),
         top=wide.astype(np.float32),
     )
+
+
+def no_costs() -> Costs:
+    return Costs(num_rows=3, max_draft_tokens=3)
 
 
 def make_launch(
@@ -76,9 +80,10 @@ def admit(count: int, **changes) -> tuple[RowTable, list[Request]]:
 def test_rounds_are_added_to_whom_they_are_about():
     rows, requests = admit(3, features=TELLING)
     launch, stats = make_launch(rows, requests, [], []), EngineStats()
+    costs = no_costs()
     requests[1].status = Status.FINISHED
-    rows.give_up(requests[1])
-    parts = commit(launch, make_result([2, 1, 4]), rows, stats)
+    rows.release(requests[1])
+    parts = commit(launch, make_result([2, 1, 4]), rows, stats, costs)
     assert [part.request for part in parts] == [requests[0], requests[2]]
     assert [part.token_ids for part in parts] == [[0, 1], [8, 9, 10, 11]]
     ranks = [p.logprobs.rank.tolist() for p in parts if p.logprobs is not None]
@@ -87,15 +92,19 @@ def test_rounds_are_added_to_whom_they_are_about():
     left = np.array([requests[0].row, requests[2].row])
     assert rows.num_tokens[left].tolist() == [5, 7]
     assert rows.ahead[left].tolist() == [0, 0]
+    # Of three drafts each, one and three were accepted; the one that ended is left out.
+    once, all_three = costs.acceptance(left)
+    assert once[0] > once[1] < all_three[1]
+    assert (costs.acceptance(np.array([1])) == costs.mean_acceptance()).all()
 
 
 def test_a_preempted_request_gets_what_was_under_way():
     rows, requests = admit(1)
     launch = make_launch(rows, requests, [], [])
-    rows.give_up(requests[0])
+    rows.release(requests[0])
     requests[0].status = Status.WAITING
     assert requests[0].num_unread == 1
-    (part,) = commit(launch, make_result([3]), rows, EngineStats())
+    (part,) = commit(launch, make_result([3]), rows, EngineStats(), no_costs())
     assert part.token_ids == requests[0].output_token_ids == [0, 1, 2]
     assert requests[0].num_unread == 0
 
@@ -104,10 +113,10 @@ def test_a_row_with_a_new_owner_is_not_charged():
     rows, requests = admit(1)
     launch = make_launch(rows, requests, [], [])
     requests[0].status = Status.FINISHED
-    rows.give_up(requests[0])
+    rows.release(requests[0])
     heir = make_request()
     rows.admit(heir, longest=30)
-    assert commit(launch, make_result([3]), rows, EngineStats()) == []
+    assert commit(launch, make_result([3]), rows, EngineStats(), no_costs()) == []
     assert rows.num_tokens[heir.row] == 3
     assert rows.ahead[heir.row] == 0
 
@@ -121,11 +130,11 @@ def tile(start: int, count: int, *, is_last: bool) -> Tile:
 def test_prompt_logprobs_are_told_once_and_in_order(told):
     """A prompt of 50 tokens in tiles of 32 and 18, which are right-aligned."""
     rows, (request,) = admit(1, features=TELLING, prompt_token_ids=[1] * 50)
-    request.num_prompt_told = told
+    request.num_prompt_logprobs = told
     tiles = [tile(0, 32, is_last=False), tile(32, 18, is_last=True)]
     launch = make_launch(rows, [], tiles, [request, request])
     rows.launch(np.array([0]), np.zeros(1, np.int64))
-    parts = commit(launch, make_result([]), rows, EngineStats())
+    parts = commit(launch, make_result([]), rows, EngineStats(), no_costs())
     ranks = [
         rank
         for part in parts
@@ -139,4 +148,4 @@ def test_prompt_logprobs_are_told_once_and_in_order(told):
     assert parts[-1].token_ids == [15]
     assert parts[-1].logprobs is not None
     assert parts[-1].logprobs.rank.tolist() == [1]
-    assert request.num_prompt_told == 49
+    assert request.num_prompt_logprobs == 49

@@ -1,4 +1,4 @@
-"""Masks against brute force, and what a caller is told of a wrong grammar."""
+"""Masks equal those of a matcher that starts anew, and grammars are made or refused."""
 
 import itertools
 import json
@@ -11,18 +11,224 @@ import numpy as np
 import pytest
 
 import jaxspec_checkpoints
-from jaxspec.engine.grammar import MAX_KEPT, GrammarCompiler
+from jaxspec.engine.structured_output import (
+    EVERYTHING,
+    MAX_KEPT,
+    GrammarCompiler,
+    GrammarState,
+    TokenMasks,
+)
 from jaxspec.errors import RequestError
 from jaxspec.sampling_params import StructuredOutputsParams
 from jaxspec.tokenizer import Tokenizer
 from tests.engines import StubTokenizer
 
+VOCAB, EOS, NUM_PROMPT, WINDOW, DRAFTS = 40, 1, 5, 18, 3
+WORDS = 2
+FORM = StructuredOutputsParams(regex=r"([%-*]{2,4}-)+[0-5]{0,6}")
+COMPILER = GrammarCompiler(StubTokenizer(VOCAB), VOCAB, (EOS,))
 EOS, OTHER_END = 1, 2
 STUB = GrammarCompiler(StubTokenizer(16), 16, (EOS, OTHER_END))
 # Tokens 4 to 15 of the stub are these characters.
 LETTERS = "%&'()*+,-./0"
 CIRCULAR: dict[str, Any] = {"type": "object"}
 CIRCULAR["properties"] = {"a": CIRCULAR}
+
+
+def fresh_masks(text: list[int], drafts: list[int]) -> np.ndarray:
+    """What the answer must be: one new matcher for every row."""
+    masks = np.full((len(drafts) + 1, WORDS), EVERYTHING)
+    for row in range(len(drafts) + 1):
+        matcher = COMPILER.matcher(FORM)
+        path = [token for token in [*text, *drafts[:row]] if token != EOS]
+        if not matcher.consume_tokens(path):
+            break
+        if EOS in [*text, *drafts[:row]]:
+            matcher.consume_token(EOS)
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+        masks[row] = bits[:WORDS]
+        if row < len(drafts) and drafts[row] not in ids_of(masks[row]):
+            break
+    return masks
+
+
+def ids_of(mask: np.ndarray) -> list[int]:
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]
+    return np.flatnonzero(bits).tolist()
+
+
+def ask(masks: TokenMasks, *rows: tuple[Any, list[int], list[int]]) -> np.ndarray:
+    """Ask about (state, text, drafts) of several sequences at once."""
+    newest = np.zeros((len(rows), WINDOW), np.int32)
+    for index, (_, text, _) in enumerate(rows):
+        known = [7] * NUM_PROMPT + text
+        newest[index, -len(known) :] = known[-WINDOW:]
+    return masks(
+        np.array([getattr(row[0], "grammar_id", row[0]) for row in rows], np.int32),
+        np.array([NUM_PROMPT + len(row[1]) for row in rows], np.int32),
+        newest,
+        np.array([row[2] for row in rows], np.int32).reshape(len(rows), -1),
+        np.arange(len(rows[0][2]) + 1),
+    )
+
+
+def make_state(num_prompt: int = NUM_PROMPT, **changes: Any) -> GrammarState:
+    return GrammarState(
+        matcher=COMPILER.matcher(FORM), num_prompt=num_prompt, **changes
+    )
+
+
+def opened() -> tuple[TokenMasks, GrammarState]:
+    masks, state = TokenMasks(VOCAB), make_state()
+    masks.add(state)
+    return masks, state
+
+
+def drawn(text: list[int], count: int, random: np.random.Generator) -> list[int]:
+    """Tokens that mostly go on with the text, now and then any."""
+    tokens: list[int] = []
+    for _ in range(count):
+        choices = ids_of(fresh_masks([*text, *tokens], [])[0])
+        if EOS in choices and len(choices) > 1 and random.random() < 0.7:
+            choices.remove(EOS)
+        is_any = random.random() < 0.15
+        tokens.append(int(random.integers(4, VOCAB) if is_any else choices[0]))
+        if not is_any:
+            tokens[-1] = int(random.choice(choices))
+        else:
+            break
+    rest = random.integers(4, VOCAB, count - len(tokens))
+    return tokens + rest.tolist()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rounds_of_a_text(seed):
+    random = np.random.default_rng(seed)
+    masks, state = opened()
+    text: list[int] = []
+    while EOS not in text and len(text) < 60:
+        drafts = drawn(text, DRAFTS, random)
+        answer = ask(masks, (state, text, drafts))
+        np.testing.assert_array_equal(answer[0], fresh_masks(text, drafts))
+        # Asked again, as a program that runs twice would: the same.
+        np.testing.assert_array_equal(ask(masks, (state, text, drafts)), answer)
+        accepted = 0
+        while accepted < DRAFTS and drafts[accepted] in ids_of(answer[0, accepted]):
+            accepted += 1
+        kept = drafts[: random.integers(0, accepted + 1)]
+        choices = ids_of(fresh_masks([*text, *kept], [])[0])
+        text += [*kept, int(random.choice(choices))]
+        if EOS in text:
+            text = text[: text.index(EOS) + 1]
+        if random.random() < 0.2:  # a prompt's last tile asks without drafts
+            answer = ask(masks, (state, text, []))
+            np.testing.assert_array_equal(answer[0], fresh_masks(text, []))
+
+
+def test_after_the_end_only_the_end_is_allowed():
+    masks, state = opened()
+    text = [4, 5, 12, EOS]  # "%&-"
+    for end in ([EOS], [EOS, EOS, EOS]):
+        answer = ask(masks, (state, text + end, [EOS, EOS, 4]))[0]
+        assert [ids_of(row) for row in answer[:3]] == [[EOS]] * 3
+        assert (answer[3] == EVERYTHING).all()  # after a draft that cannot be
+
+
+def test_a_text_taken_back_is_read_anew():
+    masks, state = opened()
+    ask(masks, (state, [4, 5, 12, 20], [20, 20, 20]))
+    for text in ([4, 5, 6], [4, 5, 12], [], [7, 7, 12, EOS]):
+        answer = ask(masks, (state, text, [4, 4, 12]))
+        np.testing.assert_array_equal(answer[0], fresh_masks(text, [4, 4, 12]))
+
+
+def test_many_tokens_at_once_up_to_the_window():
+    masks, state = opened()
+    text = [4, 5, 12] * 6
+    answer = ask(masks, (state, text, [4, 5, 12]))
+    np.testing.assert_array_equal(answer[0], fresh_masks(text, [4, 5, 12]))
+    masks, state = opened()
+    with pytest.raises(AssertionError, match="further ahead than it tells"):
+        ask(masks, (state, [*text, 4], [4, 5, 12]))
+
+
+def test_rows_without_grammar_and_unknown_ids_allow_everything():
+    masks, state = opened()
+    answer = ask(
+        masks,
+        (0, [9], [4, 4, 4]),
+        (state, [], [4, 5, 12]),
+        (state.grammar_id + 7, [9], [4, 4, 4]),
+    )
+    assert (answer[[0, 2]] == EVERYTHING).all()
+    np.testing.assert_array_equal(answer[1], fresh_masks([], [4, 5, 12]))
+
+
+def test_a_reading_is_known_as_long_as_somebody_holds_it():
+    masks, state = opened()
+    grammar_id = state.grammar_id
+    masks.add(state)
+    assert state.grammar_id == grammar_id and len(masks) == 1
+    del state
+    assert len(masks) == 0
+    assert (ask(masks, (grammar_id, [], [4, 5, 12])) == EVERYTHING).all()
+    other = make_state()
+    masks.add(other)
+    assert other.grammar_id != grammar_id
+    assert masks.num_questions == 1
+
+
+def test_the_draft_asks_for_one_row_at_a_time():
+    masks, state = opened()
+    text, drafts = [4, 5], [12, 4, 5]
+    expected = fresh_masks(text, drafts)
+    newest = np.zeros((1, WINDOW), np.int32)
+    newest[0, -2:] = text
+    for before in range(DRAFTS):
+        # What is not drawn yet is junk.
+        asked = [drafts[:before] + [39] * (DRAFTS - before)]
+        answer = masks(
+            np.array([state.grammar_id]),
+            np.array([NUM_PROMPT + len(text)]),
+            newest,
+            np.array(asked),
+            np.array([before]),
+        )
+        np.testing.assert_array_equal(answer[0, 0], expected[before])
+    np.testing.assert_array_equal(ask(masks, (state, text, drafts))[0], expected)
+
+
+def test_what_the_draft_was_told_is_not_worked_out_again():
+    masks, state = opened()
+    ask(masks, (state, [4], [5, 12, 4]))
+    told = dict(state.known_masks)
+    assert sorted(map(len, told)) == [0, 1, 2, 3]
+    ask(masks, (state, [4], [5, 12, 4]))
+    assert all(state.known_masks[path] is mask for path, mask in told.items())
+    ask(masks, (state, [4, 5], [12, 4, 4]))
+    np.testing.assert_array_equal(
+        ask(masks, (state, [4, 5], [12, 4, 4]))[0], fresh_masks([4, 5], [12, 4, 4])
+    )
+
+
+def test_no_end_before_min_tokens_unless_the_text_is_complete():
+    form = StructuredOutputsParams(regex="%&(%)?")
+    masks = TokenMasks(VOCAB)
+    asked = [
+        GrammarState(
+            matcher=COMPILER.matcher(form),
+            num_prompt=NUM_PROMPT,
+            min_tokens=min_tokens,
+            stop_ids=(EOS, 35),
+        )
+        for min_tokens in (0, 3, 9)
+    ]
+    for state in asked:
+        masks.add(state)
+    answer = ask(masks, *((one, [4, 5], [4, EOS]) for one in asked))
+    found = [[ids_of(row) for row in rows] for rows in answer]
+    assert found[0] == [[EOS, 4], [EOS], [EOS]]
+    assert found[1] == found[2] == [[4], [EOS], [EOS]]
 
 
 def allowed(matcher, vocab_size: int = 16) -> set[int]:

@@ -1,5 +1,11 @@
-"""The thread that steps an engine, and the way other threads reach it."""
+"""The thread that steps an engine, and the ways of other threads to it and from it.
 
+Calls go in through a queue that is served between two steps; outputs come back through
+a collector per request, in the event loop of whoever waits.
+"""
+
+import asyncio
+import dataclasses
 import logging
 import queue
 import threading
@@ -9,7 +15,8 @@ from typing import Any
 
 from jaxspec.engine.llm_engine import LOG_INTERVAL_S, LLMEngine
 from jaxspec.errors import EngineDeadError
-from jaxspec.outputs import RequestOutput
+from jaxspec.outputs import CompletionOutput, RequestOutput
+from jaxspec.sampling_params import RequestOutputKind
 
 _log = logging.getLogger(__name__)
 
@@ -19,11 +26,11 @@ MAX_FAILURES = 3
 Command = tuple[Callable[[LLMEngine], Any], Future[Any]]
 
 
-class EngineLoop:
-    """Owns an engine: it is touched in this thread only, between two steps.
+class EngineThread:
+    """Owns an engine: only this thread uses it, and calls run between two steps.
 
     Attributes:
-        dead_error: Why it has ended for good, or None.
+        dead_error: Why the thread has ended for good, or None.
     """
 
     def __init__(
@@ -88,12 +95,12 @@ class EngineLoop:
             has_work = self._engine.has_unfinished_requests() and not self._is_paused
             if not has_work:
                 self._engine.log_if_due()  # what came since the last step's line
-            self._obey(waits=not has_work)
+            self._handle_calls(waits=not has_work)
             if not has_work or self._is_stopped:
                 continue
             try:
                 outputs = self._engine.step()
-            except Exception as error:  # noqa: BLE001 - whoever waits is told
+            except Exception as error:  # noqa: BLE001 - callers get it
                 failures += 1
                 _log.exception("A step failed: the requests it was for have ended")
                 self._end_all(error, is_last=failures == MAX_FAILURES)
@@ -105,25 +112,25 @@ class EngineLoop:
                     failures = 0
                     self._deliver(outputs)
 
-    def _obey(self, *, waits: bool) -> None:
-        """Answer the calls that wait; for the first one there is time if `waits`."""
+    def _handle_calls(self, *, waits: bool) -> None:
+        """Run the queued calls; `waits` blocks until there is one."""
         try:
             command = self._commands.get(block=waits, timeout=LOG_INTERVAL_S)
             while True:
                 if command is not None:
-                    self._answer(*command)
+                    self._handle(*command)
                 command = self._commands.get_nowait()
         except queue.Empty:
             return
 
-    def _answer(
+    def _handle(
         self, function: Callable[[LLMEngine], Any], result: Future[Any]
     ) -> None:
         if not result.set_running_or_notify_cancel():
             return
         try:
             result.set_result(function(self._engine))
-        except Exception as error:  # noqa: BLE001 - whoever called is told
+        except Exception as error:  # noqa: BLE001 - the caller gets it
             result.set_exception(error)
 
     def _end_all(self, error: BaseException, *, is_last: bool) -> None:
@@ -135,7 +142,7 @@ class EngineLoop:
         self._fail(error)
 
     def _close(self, error: EngineDeadError | None) -> None:
-        """Take no more calls; those that wait are told."""
+        """Take no more calls; queued ones get the error."""
         with self._lock:
             self.dead_error, self._is_stopped = error, True
         while True:
@@ -146,3 +153,87 @@ class EngineLoop:
             if command is not None and command[1].set_running_or_notify_cancel():
                 command[1].set_exception(error or EngineDeadError())
         self._commands.put(None)  # for a thread that waits
+
+
+class RequestOutputCollector:
+    """Merges the outputs of one request that its caller has not fetched yet.
+
+    Used in the event loop that it was made in. A caller that is slower than the engine
+    gets fewer and longer outputs, and never holds up the others.
+    """
+
+    def __init__(self, request_id: str, kind: RequestOutputKind, num_texts: int = 1):
+        self.request_id = request_id
+        self.loop = asyncio.get_running_loop()
+        self._is_delta = kind is RequestOutputKind.DELTA
+        self._waiting: RequestOutput | None = None
+        self._latest: RequestOutput | None = None
+        # What was last put of each text: an output may be of some only.
+        self._texts = {
+            index: CompletionOutput(index=index, text="", token_ids=[])
+            for index in range(num_texts)
+        }
+        self._error: BaseException | None = None
+        self._has_news = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        """Take an output; nothing is added after the last one or an error."""
+        self._texts |= {one.index: one for one in output.outputs}
+        if self._waiting is None:
+            self._waiting = output
+        else:
+            self._waiting.add(output, aggregate=self._is_delta)
+        self._has_news.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Make the next `get` raise; drop what was not fetched."""
+        self._waiting, self._error = None, error
+        self._has_news.set()
+
+    def abort(self) -> None:
+        """Finish with the text so far, for the reason "abort"."""
+        self.put(self._aborted())
+
+    async def get(self) -> RequestOutput:
+        """Wait for an output.
+
+        Raises:
+            BaseException: What `fail` was given.
+        """
+        await self._has_news.wait()
+        self._has_news.clear()
+        if self._error is not None:
+            raise self._error
+        output, self._waiting = self._waiting, None
+        assert output is not None
+        self._latest = output
+        return output
+
+    def _aborted(self) -> RequestOutput:
+        """The last output: the texts so far, or (deltas) nothing new of who went on."""
+        texts = list(self._texts.values())
+        if self._is_delta:
+            texts = [_emptied(one) for one in texts if not one.finished()]
+        latest = self._waiting or self._latest
+        if latest is None:
+            latest = RequestOutput(
+                request_id=self.request_id, prompt=None, prompt_token_ids=None
+            )
+        return dataclasses.replace(
+            latest,
+            finished=True,
+            outputs=[one if one.finished() else _ended(one) for one in texts],
+        )
+
+
+def _emptied(completion: CompletionOutput) -> CompletionOutput:
+    logprobs = completion.logprobs
+    nothing = None if logprobs is None else logprobs[:0]
+    none = None if completion.token_origins is None else []
+    return dataclasses.replace(
+        completion, text="", token_ids=[], logprobs=nothing, token_origins=none
+    )
+
+
+def _ended(completion: CompletionOutput) -> CompletionOutput:
+    return dataclasses.replace(completion, finish_reason="abort")

@@ -4,26 +4,41 @@ from typing import Any
 
 import pytest
 
-from jaxspec.engine.intake import Intake, check_supported
+import jaxspec_checkpoints
+from jaxspec.engine.input_processor import (
+    InputProcessor,
+    check_supported,
+    make_controls,
+)
 from jaxspec.engine.request import Request
 from jaxspec.errors import ConfigError, RequestError, UnsupportedError
-from jaxspec.program.plan import COUPLED, STANDARD, Features, TokenControls
+from jaxspec.program.plan import (
+    COUPLED,
+    MAX_BAD_WORD_LEN,
+    MAX_BAD_WORDS,
+    MAX_BIAS,
+    STANDARD,
+    Features,
+    TokenControls,
+)
 from jaxspec.sampling_params import (
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
 )
+from jaxspec.tokenizer import Tokenizer
 from tests.engines import StubTokenizer
 from tests.loops import make_config
 
 EOS = 1
+TOKENIZER = Tokenizer.from_folder(jaxspec_checkpoints.bundled_target())
 
 
 def make(prompt: Any = (2, 3, 4), *, config: dict[str, Any] | None = None, **fields):
     """A request, its parameters given by name."""
     made = make_config(**(config or {}))
-    intake = Intake(made, StubTokenizer(made.model_config.vocab_size))
-    return intake.make("0", list(prompt), SamplingParams(**fields))
+    intake = InputProcessor(made, StubTokenizer(made.model_config.vocab_size))
+    return intake.prepare("0", list(prompt), SamplingParams(**fields)).requests[0]
 
 
 def test_what_is_asked_arrives():
@@ -42,8 +57,9 @@ def test_what_is_asked_arrives():
 def test_requests_without_a_seed_get_their_own():
     def seeds(engine_seed: int) -> list[tuple[int, int]]:
         config = make_config(seed=engine_seed)
-        intake = Intake(config, StubTokenizer(config.model_config.vocab_size))
-        requests = [intake.make(str(i), [2], SamplingParams()) for i in range(3)]
+        intake = InputProcessor(config, StubTokenizer(config.model_config.vocab_size))
+        prepared = [intake.prepare(str(i), [2], SamplingParams()) for i in range(3)]
+        requests = [one.requests[0] for one in prepared]
         assert {request.rule for request in requests} == {STANDARD}
         return [request.seed for request in requests]
 
@@ -83,18 +99,20 @@ def test_logprobs_come_in_one_size():
 def test_the_prefix_cache_can_be_left_alone():
     assert not make(skip_reading_prefix_cache=True).can_read_prefix_cache
     config = make_config()
-    intake = Intake(config, StubTokenizer(config.model_config.vocab_size))
+    intake = InputProcessor(config, StubTokenizer(config.model_config.vocab_size))
     prompt = {"prompt_token_ids": [2], "cache_salt": "mine"}
-    assert intake.make("0", prompt, SamplingParams()).cache_salt == "mine"
+    (request,) = intake.prepare("0", prompt, SamplingParams()).requests
+    assert request.cache_salt == "mine"
     with pytest.raises(RequestError, match="cache_salt.* must be a non-empty string"):
-        intake.make("0", prompt | {"cache_salt": ""}, SamplingParams())
+        intake.prepare("0", prompt | {"cache_salt": ""}, SamplingParams())
 
 
 def test_priorities_need_their_policy():
     def ask(policy: str, priority: Any) -> Request:
         config = make_config(scheduling_policy=policy)
-        intake = Intake(config, StubTokenizer(config.model_config.vocab_size))
-        return intake.make("0", [2], SamplingParams(), priority=priority)
+        intake = InputProcessor(config, StubTokenizer(config.model_config.vocab_size))
+        prepared = intake.prepare("0", [2], SamplingParams(), priority=priority)
+        return prepared.requests[0]
 
     assert ask("priority", -5).priority == -5
     assert ask("fcfs", 0).priority == 0
@@ -104,15 +122,34 @@ def test_priorities_need_their_policy():
         ask("priority", 0.5)
 
 
+def test_a_prompt_for_several_texts_is_encoded_once(monkeypatch):
+    config, encoded = make_config(), []
+    tokenizer = StubTokenizer(config.model_config.vocab_size)
+    encode = tokenizer.encode
+
+    def count(text: str, **options: Any) -> list[int]:
+        encoded.append(text)
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", count)
+    prepared = InputProcessor(config, tokenizer).prepare(
+        "0", "abc", SamplingParams(n=3)
+    )
+    assert encoded == ["abc"]
+    assert [one.request_id for one in prepared.requests] == ["0_0", "1_0", "2_0"]
+    prompts = [one.prompt_token_ids for one in prepared.requests]
+    assert prompts == [prompts[0]] * 3
+
+
 def test_parameters_are_checked_again_and_copied():
     given = SamplingParams(stop_token_ids=[5])
     config = make_config()
-    intake = Intake(config, StubTokenizer(config.model_config.vocab_size))
-    request = intake.make("0", [2], given)
+    intake = InputProcessor(config, StubTokenizer(config.model_config.vocab_size))
+    request = intake.prepare("0", [2], given).requests[0]
     assert request.params is not given
     given.top_p = 3.0
     with pytest.raises(RequestError, match="top_p"):
-        intake.make("0", [2], given)
+        intake.prepare("0", [2], given)
 
 
 @pytest.mark.parametrize(
@@ -140,9 +177,10 @@ def test_a_form_names_its_feature_and_outranks_min_tokens():
     form = StructuredOutputsParams(regex="[A-F]+")
     request = make(structured_outputs=form, min_tokens=4, stop_token_ids=[7])
     assert request.features == Features(has_grammar=True)
-    reading = request.reading
-    assert (reading.num_prompt, reading.min_tokens) == (3, 4)
-    assert reading.stop_ids == (EOS, 7)
+    state = request.grammar
+    assert state is not None
+    assert (state.num_prompt, state.min_tokens) == (3, 4)
+    assert state.stop_ids == (EOS, 7)
     # The device knows of no least length, and stop strings do.
     assert (request.min_total, request.params.min_tokens) == (3, 4)
     assert make(min_tokens=4).min_total == 3 + 4
@@ -193,9 +231,94 @@ def test_a_model_with_more_ends_than_there_is_room_for(monkeypatch):
     ends = StubTokenizer(config.model_config.vocab_size)
     monkeypatch.setattr(type(ends), "turn_end_ids", tuple(range(2, 11)))
     with pytest.raises(ConfigError, match="ends texts with 10 token ids.*room for 8"):
-        Intake(config, ends)
+        InputProcessor(config, ends)
 
 
 def test_texts_of_one_request_are_counted_before_any_is_made():
     with pytest.raises(RequestError, match="n must be .*16384, got 1000000000"):
         make(n=10**9)
+
+
+def controls_of(**fields) -> TokenControls | None:
+    return make_controls(SamplingParams(**fields), TOKENIZER, (TOKENIZER.eos_token_id,))
+
+
+def words_of(*words: str) -> set[tuple[int, ...]]:
+    controls = controls_of(bad_words=list(words))
+    assert controls is not None
+    return set(controls.bad_words)
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def test_nothing_asked_is_nothing_to_do():
+    assert controls_of() is None
+    assert controls_of(bad_words=[], logit_bias={}) is None
+    assert controls_of(temperature=0.5, top_k=3, stop=["a"], min_tokens=2) is None
+
+
+def test_every_field_arrives():
+    given: dict[str, Any] = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5,
+    }
+    assert controls_of(**given) == TokenControls(**given)
+    bias = {7: -100, 5: 1.5}
+    assert controls_of(logit_bias=bias) == TokenControls(bias=((5, 1.5), (7, -100.0)))
+    allowed = TokenControls(allowed=(2, 5))
+    assert controls_of(allowed_token_ids=[5, 2, 5]) == allowed
+
+
+def test_a_word_is_forbidden_with_and_without_a_space():
+    first, second = ids_of("the"), ids_of(" the")
+    assert first != second
+    assert words_of("the") == words_of(" the") == {first, second}
+
+
+def test_a_spelling_that_ends_in_a_forbidden_one_is_left_out():
+    # "\n the" would be one more spelling, which ends in the token of " the".
+    assert words_of("the", "\n the") == words_of("the")
+    # Longer is allowed where the shorter is only its start.
+    longer = "the fox"
+    assert any(word[: len(ids_of("the"))] == ids_of("the") for word in words_of(longer))
+
+
+def test_spaces_alone_and_line_breaks_are_words():
+    assert words_of("\n") >= {ids_of("\n")}
+    assert words_of("  ") == {ids_of("  ")}
+
+
+def test_special_pieces_in_a_word_are_text():
+    assert (TOKENIZER.eos_token_id,) not in words_of("<eos>")
+
+
+def test_a_word_of_too_many_tokens():
+    text = "\u2603" * MAX_BAD_WORD_LEN  # three bytes each
+    with pytest.raises(RequestError, match=f"at most {MAX_BAD_WORD_LEN} tokens"):
+        controls_of(bad_words=[text])
+
+
+def test_too_many_words_and_too_long_a_bias():
+    words = [TOKENIZER.id_to_piece(token) for token in range(300, 700)]
+    plain = [word for word in words if word.isalpha()]
+    with pytest.raises(RequestError, match=f"at most {MAX_BAD_WORDS} spellings"):
+        controls_of(bad_words=plain)
+    bias = dict.fromkeys(range(MAX_BIAS), 1.0)
+    assert controls_of(logit_bias=bias) is not None
+    with pytest.raises(
+        RequestError, match=rf"at most {MAX_BIAS} .* got {MAX_BIAS + 1}"
+    ):
+        controls_of(logit_bias=bias | {MAX_BIAS: 1.0})
+
+
+def test_some_token_must_be_left():
+    (word,) = ids_of("the")
+    assert controls_of(allowed_token_ids=[word, 5], bad_words=["the"])
+    with pytest.raises(RequestError, match="bad_words leaves"):
+        controls_of(allowed_token_ids=[word], bad_words=["the"])
+    assert controls_of(allowed_token_ids=[TOKENIZER.eos_token_id])
+    with pytest.raises(RequestError, match="min_tokens"):
+        controls_of(allowed_token_ids=[TOKENIZER.eos_token_id], min_tokens=1)

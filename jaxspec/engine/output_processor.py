@@ -1,23 +1,145 @@
-"""What the engine's callers get of every round: texts, ends of requests, outputs."""
+"""Turns the tokens of every round into outputs: texts, ends of requests, log-probs.
 
+Owns what has been sent of each request, the requests for several texts, and who drew
+each token where a request wants to know.
+"""
+
+import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxspec.config import EngineConfig
-from jaxspec.engine.logprobs import LogprobStream
+from jaxspec.engine.batch import Progress
+from jaxspec.engine.detokenizer import Logprobs, LogprobStream, TextStream
 from jaxspec.engine.metrics import EngineMetrics
-from jaxspec.engine.origins import OriginStream
-from jaxspec.engine.output import TextStream
-from jaxspec.engine.parent import Parent
 from jaxspec.engine.request import Request
-from jaxspec.engine.scheduler import Progress
 from jaxspec.engine.stats import EngineStats
 from jaxspec.outputs import CompletionOutput, RequestOutput, TokenOrigin
-from jaxspec.sampling_params import RequestOutputKind
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.tokenizer import Tokenizer
 
 Finish = Callable[[Request, str, int | str | None], None]
+
+
+class ParentRequest:
+    """A request for `n` texts; it has one output for all of them.
+
+    Every text is a request of its own with `n=1`. A seeded one gets the seed plus its
+    index, so that text i of a request is the text of a request with that seed.
+
+    Attributes:
+        children: Ids of the requests that make the texts, by index.
+        most_tokens: Of the texts that have ended, the length of the longest.
+    """
+
+    def __init__(self, request_id: str, params: SamplingParams):
+        self.request_id, self._params = request_id, params
+        self.children = [f"{index}_{request_id}" for index in range(params.n)]
+        self.most_tokens = 0
+        self._num_running = self._num_open = params.n
+        self._latest: dict[int, RequestOutput] = {}
+        self._new: dict[int, RequestOutput] = {}
+
+    def child_params(self, index: int) -> SamplingParams:
+        """What text `index` is made with."""
+        params = self._params.clone()
+        params.n = 1
+        if params.seed is not None:
+            params.seed += index
+        return params
+
+    def is_last(self, num_tokens: int) -> bool:
+        """Note that a text has ended with this many tokens; whether it was the last."""
+        self.most_tokens = max(self.most_tokens, num_tokens)
+        self._num_open -= 1
+        return not self._num_open
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        """Take an output of one text."""
+        output.outputs[0].index = index
+        output.request_id = self.request_id
+        self._latest[index] = self._new[index] = output
+        self._num_running -= output.finished
+
+    def make_output(self) -> RequestOutput | None:
+        """Make one output of the new ones, if this request's `output_kind` wants it.
+
+        The final output has all texts. Deltas have the texts with new tokens; other
+        outputs repeat those without.
+        """
+        kind = self._params.output_kind
+        is_finished = not self._num_running
+        if kind is RequestOutputKind.FINAL_ONLY and not is_finished:
+            return None
+        latest = self._new if kind is RequestOutputKind.DELTA else self._latest
+        outputs = [latest[index] for index in sorted(latest)]
+        completions = itertools.chain.from_iterable(one.outputs for one in outputs)
+        self._new = {}
+        first = outputs[0]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=first.prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            prompt_logprobs=first.prompt_logprobs,
+            outputs=list(completions),
+            finished=is_finished,
+            metrics=first.metrics,
+            num_cached_tokens=first.num_cached_tokens,
+        )
+
+
+class OriginStream:
+    """Origins of one request's tokens: draft, target, bonus or recovered."""
+
+    def __init__(self):
+        self._origins: list[str] = []
+
+    def push(self, num_tokens: int, num_draft_tokens: int, num_accepted: int) -> None:
+        """Add the tokens of one round: accepted drafts, then the target's token.
+
+        A text that an accepted draft ended has no token of the target.
+        """
+        own = "target"
+        if num_draft_tokens:
+            own = "bonus" if num_accepted == num_draft_tokens else "recovered"
+        self._origins += ["draft"] * num_accepted
+        self._origins += [own] * (num_tokens - num_accepted)
+
+    def keep(self, count: int) -> None:
+        """Forget all but the first `count` tokens."""
+        del self._origins[count:]
+
+    def of_part(
+        self,
+        token_ids: Sequence[int],
+        ends: Sequence[int],
+        *,
+        first: int,
+        start: int,
+        text: str,
+    ) -> list[TokenOrigin]:
+        """Cut a part of the text into what each of its tokens added.
+
+        Text that was held back as the possible start of a stop string is released after
+        its own tokens were sent: it goes to the first token of this part.
+
+        Args:
+            token_ids: All tokens so far, from the first.
+            ends: How much text there was after each; a last token that ends the text
+                without being part of it has no entry.
+            first: The token that the part begins with.
+            start: The character that it begins with.
+            text: The part.
+        """
+        assert len(self._origins) == len(token_ids)
+        pieces, done = [], 0
+        for index in range(first, len(token_ids)):
+            end = ends[index] - start if index < len(ends) else len(text)
+            piece = text[done : max(end, done)]
+            done += len(piece)
+            pieces.append(TokenOrigin(piece, self._origins[index], token_ids[index]))
+        return pieces
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,53 +147,74 @@ class Stream:
     """One request's outputs so far.
 
     Attributes:
-        is_silent: Nothing is told before the end, and no text decides when that is.
-        is_steady: Silent, or before the end a delta has nothing but tokens and text.
+        is_final_only: No output before the last one, and no stop string to look for.
+        is_fast: As `is_final_only`, or deltas carry only text and token ids.
         origins: Of its tokens; None for a request that does not ask for them.
-        num_characters: What deltas have told of the text.
-        num_tokens: The same of the tokens.
-        parent: Whose text it is, and which, where several are asked for.
+        num_characters: Length of the text that was sent as deltas.
+        num_tokens: Number of tokens that were sent.
+        parent: The request for several texts that this is one of, and its index.
     """
 
     request: Request
     text: TextStream
     logprobs: LogprobStream
-    is_silent: bool
-    is_steady: bool
+    is_final_only: bool
+    is_fast: bool
     origins: OriginStream | None = None
     num_characters: int = 0
     num_tokens: int = 0
-    parent: tuple[Parent, int] | None = None
+    parent: tuple[ParentRequest, int] | None = None
 
     @property
-    def parent_or_none(self) -> Parent | None:
-        """Whose text it is, where several are asked for."""
+    def parent_or_none(self) -> ParentRequest | None:
+        """The request for several texts that this is one of."""
         return None if self.parent is None else self.parent[0]
 
-    def flow(self, token_ids: list[int]) -> RequestOutput | None:
-        """The delta of a text that goes on, and that nothing but tokens can end."""
+    def delta(self, token_ids: list[int]) -> RequestOutput | None:
+        """The next delta, where there is no stop string to look for."""
         if not token_ids:
             return None
-        request, text = self.request, self.text.follow(token_ids)
+        text = self.text.follow(token_ids)
         self.num_characters += len(text)
         self.num_tokens += len(token_ids)
+        return self.output(text, token_ids)
+
+    def output(
+        self,
+        text: str,
+        token_ids: list[int],
+        *,
+        logprobs: Logprobs | None = None,
+        prompt_logprobs: Logprobs | None = None,
+        cumulative_logprob: float | None = None,
+        token_origins: list[TokenOrigin] | None = None,
+    ) -> RequestOutput:
+        """An output with some of the request's text and tokens."""
+        request = self.request
         completion = CompletionOutput(
             index=0,
             text=text,
             token_ids=token_ids,
+            cumulative_logprob=cumulative_logprob,
+            logprobs=logprobs,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
             spec_decode_metrics=request.spec_metrics,
+            token_origins=token_origins,
         )
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
+            prompt_logprobs=prompt_logprobs,
             outputs=[completion],
+            finished=request.finish_reason is not None,
             metrics=request.stats,
             num_cached_tokens=request.num_cached_tokens,
         )
 
 
-class Delivery:
+class OutputProcessor:
     """Turns progress into outputs.
 
     Attributes:
@@ -87,7 +230,7 @@ class Delivery:
         stats: EngineStats,
     ):
         self.streams: dict[str, Stream] = {}
-        self.parents: dict[str, Parent] = {}
+        self.parents: dict[str, ParentRequest] = {}
         self._config, self._tokenizer = config, tokenizer
         self._metrics, self._stats = metrics, stats
 
@@ -97,8 +240,10 @@ class Delivery:
     def __iter__(self) -> Iterator[Request]:
         return iter([stream.request for stream in self.streams.values()])
 
-    def open(self, request: Request, parent: tuple[Parent, int] | None = None) -> None:
-        """Expect a request's tokens."""
+    def open(
+        self, request: Request, parent: tuple[ParentRequest, int] | None = None
+    ) -> None:
+        """Start the outputs of a request."""
         if parent is not None:
             self.parents[parent[0].request_id] = parent[0]
         params = request.params
@@ -110,13 +255,13 @@ class Delivery:
             or params.prompt_logprobs is not None
         )
         kind = params.output_kind
-        is_silent = is_plain and kind is RequestOutputKind.FINAL_ONLY
+        is_final_only = is_plain and kind is RequestOutputKind.FINAL_ONLY
         self.streams[request.request_id] = Stream(
             request=request,
             text=TextStream(self._tokenizer, params, has_ends=has_origins),
             logprobs=LogprobStream(self._tokenizer, params, request.prompt_token_ids),
-            is_silent=is_silent,
-            is_steady=is_silent or (is_plain and kind is RequestOutputKind.DELTA),
+            is_final_only=is_final_only,
+            is_fast=is_final_only or (is_plain and kind is RequestOutputKind.DELTA),
             origins=OriginStream() if has_origins else None,
             parent=parent,
         )
@@ -131,7 +276,7 @@ class Delivery:
         }
 
     def requests_of(self, caller_id: str) -> list[Request]:
-        """What runs and waits under an id that a caller chose, about to be ended."""
+        """The unfinished requests of an id that a caller chose."""
         parent = self.parents.pop(caller_id, None)
         names = [caller_id] if parent is None else parent.children
         streams = [self.streams[name] for name in names if name in self.streams]
@@ -139,13 +284,13 @@ class Delivery:
         return [one.request for one in streams if one.parent_or_none is parent]
 
     def reset(self) -> None:
-        """Expect nothing any more."""
+        """Drop all requests."""
         for request in self:
             self.close(request)
         self.parents.clear()
 
     def close(self, request: Request) -> None:
-        """Expect no more of a request."""
+        """Drop a request; count it if it has finished."""
         stream = self.streams.pop(request.request_id)
         if request.finish_reason is None or self._config.disable_log_stats:
             return
@@ -159,26 +304,26 @@ class Delivery:
             self._metrics.add_answered(len(parent.children), parent.most_tokens)
 
     def advance(self, progress: list[Progress], finish: Finish) -> list[RequestOutput]:
-        """Turn new tokens into text, end requests where they end them.
+        """Detokenize new tokens, finish requests at stops, and make outputs.
 
         Args:
-            finish: Ends a request, for a reason, at a stop string or token.
+            finish: Ends a request in the scheduler: reason, stop string or token.
         """
         self._count([part for part in progress if part.token_ids])
         outputs: list[RequestOutput] = []
-        parents: dict[str, Parent] = {}
+        parents: dict[str, ParentRequest] = {}
         for part in progress:
             stream = self.streams[part.request.request_id]
-            if part.is_done or not stream.is_steady:
+            if part.is_done or not stream.is_fast:
                 self._read(stream, part, finish)
-                # The parts of a prompt come before the first token, which the request
-                # may have already: nothing is known of it yet.
+                # Log-probabilities of the prompt come before its first token does: no
+                # output yet.
                 has_news = part.is_done or part.token_ids
-                output = self._tell(stream) if has_news else None
-            elif stream.is_silent:
+                output = self._make_output(stream) if has_news else None
+            elif stream.is_final_only:
                 continue
             else:
-                output = stream.flow(part.token_ids)
+                output = stream.delta(part.token_ids)
             if output is None:
                 continue
             if stream.parent is None:
@@ -187,8 +332,8 @@ class Delivery:
                 parent, index = stream.parent
                 parent.add(index, output)
                 parents[parent.request_id] = parent
-        told = (parent.tell() for parent in parents.values())
-        outputs += [output for output in told if output is not None]
+        made = (parent.make_output() for parent in parents.values())
+        outputs += [output for output in made if output is not None]
         for output in outputs:
             if output.finished:
                 self.parents.pop(output.request_id, None)
@@ -207,7 +352,7 @@ class Delivery:
             stats.num_generation_tokens += len(part.token_ids)
 
     def _read(self, stream: Stream, part: Progress, finish: Finish) -> None:
-        """Look for what ends a text."""
+        """Detokenize new tokens and look for what ends the text."""
         request, logprobs = stream.request, stream.logprobs
         if part.prompt_logprobs is not None:
             logprobs.push_prompt(part.prompt_logprobs)
@@ -216,9 +361,9 @@ class Delivery:
             stream.origins.push(
                 len(part.token_ids), part.num_draft_tokens, part.num_accepted
             )
-        shown = request.output_token_ids if stream.is_silent else part.token_ids
+        shown = request.output_token_ids if stream.is_final_only else part.token_ids
         if part.is_broken:
-            if stream.is_silent:
+            if stream.is_final_only:
                 stream.text.push(request.output_token_ids)
             finish(request, "error", None)
             return
@@ -244,12 +389,12 @@ class Delivery:
             last = request.output_token_ids[-1]
             # As in vLLM: the first end id is the EOS, the others are stop ids.
             is_eos = last == self._config.model_config.eos_token_ids[0]
-            is_told = request.params.ignore_eos or not is_eos
-            finish(request, "stop", last if is_told else None)
+            is_named = request.params.ignore_eos or not is_eos
+            finish(request, "stop", last if is_named else None)
         elif part.is_done:
             finish(request, "length", None)
 
-    def _tell(self, stream: Stream) -> RequestOutput | None:
+    def _make_output(self, stream: Stream) -> RequestOutput | None:
         """The output that the request's `output_kind` asks for now, if any."""
         request, logprobs = stream.request, stream.logprobs
         kind = request.params.output_kind
@@ -260,47 +405,34 @@ class Delivery:
         if not is_finished and len(tokens) == stream.num_tokens:
             return None
         text = stream.text.visible(is_finished=is_finished)
-        told, prompt_told = logprobs.since(0), logprobs.prompt
+        shown, prompt_logprobs = logprobs.since(0), logprobs.prompt
         count = characters = 0
         if kind is RequestOutputKind.DELTA:
             count, characters = stream.num_tokens, stream.num_characters
-            text, told = text[characters:], logprobs.since(count)
-            prompt_told = None if count else prompt_told
+            text, shown = text[characters:], logprobs.since(count)
+            prompt_logprobs = None if count else prompt_logprobs
         stream.num_tokens, stream.num_characters = len(tokens), characters + len(text)
         if is_finished:
             self.close(request)
-        completion = CompletionOutput(
-            index=0,
-            text=text,
-            token_ids=tokens[count:],
+        return stream.output(
+            text,
+            tokens[count:],
+            prompt_logprobs=prompt_logprobs,
             cumulative_logprob=logprobs.cumulative,
-            logprobs=told,
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            spec_decode_metrics=request.spec_metrics,
+            logprobs=shown,
             token_origins=_origins(stream, count, characters, text),
-        )
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            prompt_logprobs=prompt_told,
-            outputs=[completion],
-            finished=is_finished,
-            metrics=request.stats,
-            num_cached_tokens=request.num_cached_tokens,
         )
 
 
 def _origins(
     stream: Stream, first: int, start: int, text: str
 ) -> list[TokenOrigin] | None:
-    """Who drew the tokens of a part of the text, if the request wants to know."""
+    """Origins of the tokens in one output, if the request asks for them."""
     if stream.origins is None:
         return None
     tokens, ends = stream.request.output_token_ids, stream.text.ends
     assert ends is not None
-    return stream.origins.tell(tokens, ends, first=first, start=start, text=text)
+    return stream.origins.of_part(tokens, ends, first=first, start=start, text=text)
 
 
 def _is_stop(request: Request) -> bool:

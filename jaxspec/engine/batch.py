@@ -1,0 +1,387 @@
+"""One launch on the host: how its prefill is cut, its plan, what came of it.
+
+`PrefillBatch` collects tiles, admissions and new pages while a plan is made.
+`commit` takes the result into the requests that the launch was about; they may have
+ended since, or lost their row.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxspec.engine.costs import Costs
+from jaxspec.engine.kv_cache import PageTables
+from jaxspec.engine.request import Request, Status
+from jaxspec.engine.rows import RowTable
+from jaxspec.engine.stats import EngineStats
+from jaxspec.program.plan import (
+    NO_TOKEN,
+    TILE,
+    Admission,
+    PageUpdate,
+    StepPlan,
+    StepShape,
+    Tile,
+)
+from jaxspec.program.wire import StepResult, TokenLogprobs
+
+# A request, and the number of its first tokens that must have pages.
+Claim = tuple[Request, int]
+
+
+class LaunchError(Exception):
+    """A launch or its read failed.
+
+    Attributes:
+        reason: What was raised.
+    """
+
+    def __init__(self, reason: Exception):
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+@contextlib.contextmanager
+def on_device() -> Iterator[None]:
+    """Turn any exception of device work into a `LaunchError`."""
+    try:
+        yield
+    except Exception as error:
+        raise LaunchError(error) from error
+
+
+@dataclass(kw_only=True)
+class Launch:
+    """A plan, and the requests that its entries are about.
+
+    Attributes:
+        rows: Decoding rows, in the order of the plan.
+        owners: `RowTable.owner` of each when the launch was planned.
+        drafts: Draft tokens of each.
+        tiled: The request of each of the plan's tiles.
+        registered: Pages registered in the prefix cache that this launch fills.
+        charged_s: Seconds that `Pacer` has charged for it.
+    """
+
+    plan: StepPlan
+    shape: StepShape
+    rows: np.ndarray
+    owners: np.ndarray
+    drafts: np.ndarray
+    decoding: list[Request]
+    tiled: list[Request]
+    registered: list[int]
+    charged_s: float | None = None
+
+    @property
+    def num_prefilled(self) -> int:
+        """Tokens of prompts."""
+        return sum(len(tile.tokens) for tile in self.plan.tiles)
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """What a launch added to one request.
+
+    Attributes:
+        is_broken: The target's logits are NaN or infinite: the request ends.
+        logprobs: Of `token_ids`, one entry per token, where the request wants any.
+        prompt_logprobs: The same for the next prompt tokens that have none yet, in
+            order, from the prompt's second token on.
+    """
+
+    request: Request
+    token_ids: list[int]
+    is_done: bool
+    is_broken: bool = False
+    num_draft_tokens: int = 0
+    num_accepted: int = 0
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
+
+
+class PrefillBatch:
+    """Tiles, admissions and new pages of one plan, while it is made.
+
+    Attributes:
+        room: Tiles that still fit.
+        tiled: The request of each tile.
+        registered: Pages registered in the prefix cache.
+        num_found: Pages that admitted requests begin with.
+    """
+
+    def __init__(
+        self, rows: RowTable, tables: PageTables, room: int, updates: list[PageUpdate]
+    ):
+        self.rows, self.tables, self.room, self.updates = rows, tables, room, updates
+        self.tiles: list[Tile] = []
+        self.tiled: list[Request] = []
+        self.admissions: list[Admission] = []
+        self.registered: list[int] = []
+        self.num_found = 0
+
+    @property
+    def num_controlled(self) -> int:
+        """Admissions with controls."""
+        return sum(admission.controls is not None for admission in self.admissions)
+
+    def begin(self, request: Request, found: list[int], longest: int) -> None:
+        """Admit a request with its pages of the prefix cache, and prefill it.
+
+        Args:
+            longest: Positions that may ever be written.
+        """
+        self.rows.admit(request, longest)
+        self.tables.begin(request, found)
+        request.status = Status.PREFILL
+        self.num_found += len(found)
+        self.admissions.append(_admission(request))
+        self.updates += [(request.row, i, page) for i, page in enumerate(found)]
+        end = next_end(request, self.room)
+        self.updates += self.tables.grow(request, end + 1)
+        self.prefill(request)
+
+    def prefill(self, request: Request) -> None:
+        """Cut as much of a prompt into tiles as there is room; it has the pages."""
+        tiles = _prompt_tiles(request, self.room)
+        self._add(request, tiles)
+        self.registered += self.tables.register(request, request.num_prefilled)
+        if tiles[-1].is_last:
+            request.status = Status.DECODE
+            row = np.array([request.row])
+            self.rows.is_decoding[row] = True
+            self.rows.launch(row, np.zeros(1, np.int64))
+
+    def prefill_draft(self, request: Request) -> None:
+        """Prefill the draft model alone with tokens that it has not cached."""
+        gap = int(self.rows.num_draft_uncached[request.row])
+        tiles = _draft_tiles(request, gap, self.room)
+        gap -= sum(len(tile.tokens) for tile in tiles)
+        self.rows.num_draft_uncached[request.row] = gap
+        self._add(request, tiles)
+
+    def _add(self, request: Request, tiles: list[Tile]) -> None:
+        self.tiles += tiles
+        self.tiled += [request] * len(tiles)
+        self.room -= len(tiles)
+
+
+def next_end(request: Request, room: int) -> int:
+    """The position up to which `room` more tiles prefill a prompt."""
+    return min(request.num_prefilled + room * TILE, len(request.tokens_to_prefill))
+
+
+def claims_of(prefilling: list[Request], room: int) -> list[Claim]:
+    """Requests whose prefill goes on, and how many of their tokens need pages."""
+    claims = []
+    for request in prefilling:
+        if room > 0:
+            end = next_end(request, room)
+            room -= -(-(end - request.num_prefilled) // TILE)
+            claims.append((request, end + 1))
+    return claims
+
+
+def _prompt_tiles(request: Request, room: int) -> list[Tile]:
+    tiles = []
+    known = request.tokens_to_prefill
+    while request.num_prefilled < len(known) and len(tiles) < room:
+        start = request.num_prefilled
+        end = request.num_prefilled = next_end(request, 1)
+        is_last = end == len(known)
+        tiles.append(
+            Tile(
+                row=request.row,
+                start=start,
+                tokens=np.array(known[start:end], np.int32),
+                is_last=is_last,
+                next_token=NO_TOKEN if is_last else known[end],
+            )
+        )
+    return tiles
+
+
+def _draft_tiles(request: Request, gap: int, room: int) -> list[Tile]:
+    tiles = []
+    start = request.num_tokens - gap
+    # The last token stays out: it is the next round's input.
+    end = request.num_tokens - 1
+    while start < end and len(tiles) < room:
+        stop = min(start + TILE, end)
+        tokens = np.array(request.tokens(start, stop), np.int32)
+        tiles.append(
+            Tile(
+                row=request.row,
+                start=start,
+                tokens=tokens,
+                is_last=False,
+                is_draft_only=True,
+            )
+        )
+        start = stop
+    return tiles
+
+
+def _admission(request: Request) -> Admission:
+    params = request.params
+    return Admission(
+        row=request.row,
+        num_prompt=request.num_prompt_tokens,
+        min_total=request.min_total,
+        max_total=request.max_total,
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=request.seed,
+        rule=request.rule,
+        stop_ids=request.stop_ids,
+        controls=request.controls,
+    )
+
+
+def commit(
+    launch: Launch,
+    result: StepResult,
+    rows: RowTable,
+    stats: EngineStats,
+    costs: Costs,
+) -> list[Progress]:
+    """Add new tokens to requests and bring rows and totals up to date."""
+    progress = _commit_rounds(launch, result, rows, stats, costs)
+    for index, (tile, request) in enumerate(
+        zip(launch.plan.tiles, launch.tiled, strict=True)
+    ):
+        found = _prompt_logprobs(result, index, tile, request)
+        if tile.is_last:
+            part = _commit_first(result, index, request, rows)
+            if part is None:
+                continue
+            stats.num_generated_tokens += len(part.token_ids)
+            part.prompt_logprobs = found
+            progress.append(part)
+        elif found is not None and request.status is not Status.FINISHED:
+            progress.append(
+                Progress(
+                    request=request, token_ids=[], is_done=False, prompt_logprobs=found
+                )
+            )
+    return progress
+
+
+def _commit_rounds(
+    launch: Launch,
+    result: StepResult,
+    rows: RowTable,
+    stats: EngineStats,
+    costs: Costs,
+) -> list[Progress]:
+    count = len(launch.rows)
+    is_broken = result.is_broken[:count]
+    emitted = np.where(is_broken, 0, result.num_emitted[:count])
+    is_there = rows.owner[launch.rows] == launch.owners
+    there, planned, new = launch.rows, launch.drafts, emitted
+    if not is_there.all():
+        there, planned, new = there[is_there], planned[is_there], new[is_there]
+    rows.read(there, planned, new)
+    # A lookup in the sequence may have found fewer than were planned.
+    drafts = np.minimum(result.num_draft[:count], launch.drafts)
+    accepted = np.minimum(result.num_accepted[:count], drafts)
+    # A sequence that had ended before this round says nothing about its drafts.
+    is_counted = is_there & (emitted > 0)
+    costs.record_acceptance(
+        launch.rows[is_counted], drafts[is_counted], accepted[is_counted]
+    )
+    columns = zip(
+        launch.decoding,
+        is_there.tolist(),
+        result.tokens[:count].tolist(),
+        emitted.tolist(),
+        drafts.tolist(),
+        accepted.tolist(),
+        result.is_done[:count].tolist(),
+        is_broken.tolist(),
+        strict=True,
+    )
+    progress = []
+    has_ended = []
+    logprobs = result.logprobs
+    for index, column in enumerate(columns):
+        request, has_row, tokens, new, asked, kept, done, broken = column
+        if not has_row:
+            if request.status is Status.FINISHED:
+                has_ended.append(index)
+                continue
+            request.num_unread -= 1
+        del tokens[new:]
+        request.output_token_ids += tokens
+        if not new:
+            asked = 0
+        elif asked and request.spec_metrics is not None:
+            request.spec_metrics.record_step(asked, kept)
+        part = Progress(
+            request=request,
+            token_ids=tokens,
+            is_done=done or broken,
+            is_broken=broken,
+            num_draft_tokens=asked,
+            num_accepted=kept,
+        )
+        if logprobs is not None and request.features.num_logprobs is not None:
+            part.logprobs = _pick(logprobs, (index, slice(0, new)))
+        progress.append(part)
+    if has_ended:
+        emitted = emitted.copy()
+        emitted[has_ended] = 0  # tokens after the end are dropped
+    stats.record_round(drafts, accepted, emitted)
+    return progress
+
+
+def _commit_first(
+    result: StepResult, index: int, request: Request, rows: RowTable
+) -> Progress | None:
+    """Add the first generated token; None if the request has ended."""
+    if request.status is Status.FINISHED:
+        return None
+    token, is_broken = int(result.tile_token[index]), bool(result.tile_is_broken[index])
+    if request.row < 0:
+        request.num_unread -= 1
+    else:
+        one = np.array([request.row])
+        new = np.array([0 if is_broken else 1])
+        rows.read(one, np.zeros(1, np.int64), new)
+    if is_broken:
+        return Progress(request=request, token_ids=[], is_done=True, is_broken=True)
+    request.output_token_ids.append(token)
+    part = Progress(
+        request=request, token_ids=[token], is_done=bool(result.tile_is_done[index])
+    )
+    if request.features.num_logprobs is not None and result.tile_logprobs is not None:
+        part.logprobs = _pick(result.tile_logprobs, slice(index, index + 1))
+    return part
+
+
+def _prompt_logprobs(
+    result: StepResult, index: int, tile: Tile, request: Request
+) -> TokenLogprobs | None:
+    """Log-probabilities that a tile has for prompt tokens without any yet."""
+    found = result.prompt_logprobs
+    if found is None or request.features.num_prompt_logprobs is None:
+        return None
+    if tile.is_draft_only:
+        return None
+    # The entry of position t is about token t + 1; the last is about generated ones.
+    end = tile.start + len(tile.tokens)
+    first = max(tile.start, request.num_prompt_logprobs)
+    last = min(end, request.num_prompt_tokens - 1)
+    if first >= last:
+        return None
+    request.num_prompt_logprobs = last
+    # Tokens are right-aligned in their tile.
+    return _pick(found, (index, slice(TILE - end + first, TILE - end + last)))
+
+
+def _pick(found: TokenLogprobs, where: slice | tuple[int, slice]) -> TokenLogprobs:
+    return TokenLogprobs(*(values[where] for values in found))

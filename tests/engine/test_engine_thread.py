@@ -1,0 +1,307 @@
+"""Other threads reach the engine between steps, and get outputs in their event loop."""
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from jaxspec.engine.engine_thread import (
+    MAX_FAILURES,
+    EngineThread,
+    RequestOutputCollector,
+)
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.errors import EngineDeadError
+from jaxspec.outputs import CompletionOutput, RequestOutput
+from jaxspec.sampling_params import RequestOutputKind
+
+DELTA, CUMULATIVE = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
+
+
+class Engine(LLMEngine):
+    """Has work for as many steps as it is given; a step may fail."""
+
+    def __init__(self):
+        self.work = 0
+        self.errors: list[BaseException] = []
+        self.threads: set[str] = set()
+        self.stepped = threading.Event()
+        self.num_looks = 0
+
+    def log_if_due(self) -> None:
+        self.num_looks += 1
+
+    def has_unfinished_requests(self) -> bool:
+        return self.work > 0
+
+    def step(self) -> list[Any]:
+        self.threads.add(threading.current_thread().name)
+        self.work -= 1
+        self.stepped.set()
+        if self.errors:
+            raise self.errors.pop(0)
+        return [self.work]
+
+    def add(self, count: int) -> int:
+        self.threads.add(threading.current_thread().name)
+        self.work += count
+        return self.work
+
+
+class Running:
+    """A loop over such an engine, and what it told."""
+
+    def __init__(self):
+        self.engine = Engine()
+        self.outputs: list[Any] = []
+        self.failures: list[BaseException] = []
+        self.idle = threading.Event()
+        self.loop = EngineThread(self.engine, self._take, self._fail)
+        self.loop.start()
+
+    def _take(self, outputs: list[Any]) -> None:
+        self.outputs += outputs
+        if not self.engine.work:
+            self.idle.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self.failures.append(error)
+        self.idle.set()
+
+    def add(self, count: int) -> None:
+        self.idle.clear()
+        self.loop.call(lambda engine: engine.add(count)).result(10)  # type: ignore
+        assert self.idle.wait(10)
+
+
+@pytest.fixture
+def running():
+    made = Running()
+    yield made
+    made.loop.stop(10)
+
+
+def test_steps_and_calls_share_a_thread(running: Running):
+    running.add(3)
+    running.add(1)
+    assert running.outputs == [2, 1, 0, 0]
+    assert running.engine.threads == {"jaxspec-engine"}
+
+
+def test_what_a_call_raises_goes_to_its_caller(running: Running):
+    with pytest.raises(ZeroDivisionError):
+        running.loop.call(lambda engine: 1 // 0).result(10)
+    running.add(1)
+    assert running.outputs == [0]
+    assert not running.failures
+
+
+def test_a_failed_step_is_told_and_others_follow(running: Running):
+    running.engine.errors = [ValueError("broken")]
+    running.add(1)
+    assert [str(error) for error in running.failures] == ["broken"]
+    running.add(1)
+    assert running.outputs == [0]
+    assert running.loop.is_running
+
+
+def test_an_output_forgives_the_failures_before_it(running: Running):
+    for _ in range(MAX_FAILURES):
+        running.engine.errors = [ValueError()] * (MAX_FAILURES - 1)
+        for _ in range(MAX_FAILURES):
+            running.add(1)
+    assert running.loop.dead_error is None
+
+
+def test_one_failure_after_the_other_is_the_end(running: Running):
+    running.engine.errors = [ValueError("broken")] * MAX_FAILURES
+    for _ in range(MAX_FAILURES):
+        running.add(1)
+    dead = running.failures[-1]
+    assert isinstance(dead, EngineDeadError)
+    assert str(dead.__cause__) == "broken"
+    with pytest.raises(EngineDeadError):
+        running.loop.call(lambda engine: None).result(10)
+    assert running.loop.dead_error is dead
+    assert not running.loop.is_running
+
+
+def test_an_idle_loop_still_looks_after_the_log(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jaxspec.engine.engine_thread.LOG_INTERVAL_S", 0.01)
+    idle = Running()
+    try:
+        deadline = time.monotonic() + 10
+        while idle.engine.num_looks < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not idle.engine.stepped.is_set()
+    finally:
+        idle.loop.stop(10)
+
+
+def test_no_step_while_paused(running: Running):
+    running.loop.pause(is_paused=True)
+    running.engine.stepped.clear()
+    added = running.loop.call(lambda engine: engine.add(1))  # type: ignore
+    assert added.result(10) == 1
+    assert running.loop.call(lambda engine: "answered").result(10) == "answered"
+    assert not running.engine.stepped.wait(0.05)
+    running.loop.pause(is_paused=False)
+    assert running.engine.stepped.wait(10)
+
+
+def test_calls_that_wait_are_told_of_the_end(running: Running):
+    entered, go_on = threading.Event(), threading.Event()
+
+    def wait(_: Any) -> None:
+        entered.set()
+        go_on.wait(10)
+
+    running.loop.call(wait)
+    assert entered.wait(10)
+    later = running.loop.call(lambda engine: None)
+    assert not running.loop.stop(0.01)
+    with pytest.raises(EngineDeadError):
+        later.result(10)
+    go_on.set()
+    assert running.loop.stop(10)
+
+
+def output_of(text: str, reason: str | None = None, **changes: Any) -> RequestOutput:
+    tokens = [ord(letter) for letter in text]
+    completion = CompletionOutput(
+        index=0, text=text, token_ids=tokens, finish_reason=reason
+    )
+    return RequestOutput(
+        request_id="a",
+        prompt="p",
+        prompt_token_ids=[1],
+        outputs=[completion],
+        finished=reason is not None,
+        **changes,
+    )
+
+
+def fetch(kind: RequestOutputKind, use: Any, num_texts: int = 1) -> Any:
+    async def run() -> Any:
+        return await use(RequestOutputCollector("a", kind, num_texts))
+
+    return asyncio.run(asyncio.wait_for(run(), 10))
+
+
+@pytest.mark.parametrize(("kind", "text"), [(DELTA, "abc"), (CUMULATIVE, "bc")])
+def test_a_slow_reader_gets_one_output(kind, text):
+    async def use(collector: RequestOutputCollector) -> None:
+        collector.put(output_of("a"))
+        collector.put(output_of("bc"))
+        output = await collector.get()
+        assert output.outputs[0].text == text
+        assert list(output.outputs[0].token_ids) == [ord(one) for one in text]
+        # It is the caller's now: what comes later is another one.
+        collector.put(output_of("d", "length"))
+        assert output.outputs[0].text == text
+        last = await collector.get()
+        assert (last.outputs[0].text, last.finished) == ("d", True)
+
+    fetch(kind, use)
+
+
+def test_a_reader_waits_for_news():
+    async def use(collector: RequestOutputCollector) -> None:
+        waiting = asyncio.ensure_future(collector.get())
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        collector.put(output_of("a"))
+        assert (await waiting).outputs[0].text == "a"
+
+    fetch(DELTA, use)
+
+
+def test_an_error_takes_the_place_of_what_was_not_fetched():
+    async def use(collector: RequestOutputCollector) -> None:
+        collector.put(output_of("a"))
+        collector.fail(RuntimeError("broken"))
+        with pytest.raises(RuntimeError, match="broken"):
+            await collector.get()
+
+    fetch(CUMULATIVE, use)
+
+
+@pytest.mark.parametrize(("kind", "text"), [(DELTA, ""), (CUMULATIVE, "ab")])
+def test_an_aborted_request_ends_with_what_there_was(kind, text):
+    async def use(collector: RequestOutputCollector) -> None:
+        collector.put(output_of("ab"))
+        before = await collector.get()
+        collector.abort()
+        last = await collector.get()
+        assert not before.finished
+        assert before.outputs[0].finish_reason is None
+        assert last.finished
+        assert (last.prompt, last.outputs[0].text) == ("p", text)
+        assert last.outputs[0].finish_reason == "abort"
+
+    fetch(kind, use)
+
+
+def test_a_delta_that_was_not_fetched_is_not_lost_to_an_abort():
+    async def use(collector: RequestOutputCollector) -> None:
+        collector.put(output_of("ab"))
+        collector.abort()
+        last = await collector.get()
+        assert (last.outputs[0].text, last.finished) == ("ab", True)
+        assert last.outputs[0].finish_reason == "abort"
+
+    fetch(DELTA, use)
+
+
+@pytest.mark.parametrize("kind", [DELTA, CUMULATIVE])
+def test_an_end_that_was_not_fetched_stays_as_it_is(kind):
+    async def use(collector: RequestOutputCollector) -> None:
+        collector.put(output_of("ab", "stop"))
+        collector.abort()
+        (completion,) = (await collector.get()).outputs
+        assert (completion.text, len(completion.token_ids)) == ("ab", 2)
+        assert completion.finish_reason == "stop"
+
+    fetch(kind, use)
+
+
+@pytest.mark.parametrize("is_fetched", [False, True])
+def test_all_texts_of_an_aborted_request_end_and_none_is_told_twice(is_fetched):
+    def of_text(index: int, text: str, reason: str | None = None) -> RequestOutput:
+        output = output_of(text, reason)
+        output.outputs[0].index, output.finished = index, False
+        return output
+
+    async def use(collector: RequestOutputCollector) -> None:
+        texts, reasons = ["", "", ""], []
+        for output in (of_text(1, "xy"), of_text(0, "ab", "stop")):
+            collector.put(output)
+            if is_fetched:
+                collect(await collector.get(), texts, reasons)
+        collector.abort()
+        last = await collector.get()
+        assert last.finished
+        collect(last, texts, reasons)
+        assert texts == ["ab", "xy", ""]
+        assert sorted(reasons) == [(0, "stop"), (1, "abort"), (2, "abort")]
+
+    def collect(output: RequestOutput, texts: list[str], reasons: list) -> None:
+        for one in output.outputs:
+            texts[one.index] += one.text
+            if one.finished():
+                reasons.append((one.index, one.finish_reason))
+
+    fetch(DELTA, use, num_texts=3)
+
+
+def test_a_request_that_never_spoke_is_aborted():
+    async def use(collector: RequestOutputCollector) -> None:
+        collector.abort()
+        last = await collector.get()
+        assert (last.request_id, last.finished) == ("a", True)
+        assert last.outputs[0].finish_reason == "abort"
+
+    fetch(CUMULATIVE, use)

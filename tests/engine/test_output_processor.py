@@ -1,0 +1,484 @@
+"""Outputs of single requests, of requests for several texts, and tokens' origins."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxspec.engine.batch import Progress
+from jaxspec.engine.detokenizer import TextStream
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.metrics import EngineMetrics, Load
+from jaxspec.engine.output_processor import OriginStream, OutputProcessor
+from jaxspec.engine.request import Request
+from jaxspec.engine.stats import EngineStats
+from jaxspec.errors import RequestError
+from jaxspec.metrics import Histogram
+from jaxspec.outputs import CompletionOutput, RequestOutput
+from jaxspec.program.plan import TILE
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from tests.e2e import pair
+from tests.engine.test_detokenizer import EXAMPLES, IDS, TOKENIZER, byte_tokens, split
+from tests.engine.test_input_processor import make
+from tests.engine.test_llm_engine import (
+    EOS,
+    PROMPT,
+    TEXT,
+    admissions,
+    assert_idle,
+    letters,
+    make_fake_engine,
+    run_all,
+    run_one,
+    said,
+)
+from tests.engines import generate
+from tests.loops import make_config
+
+KINDS = list(RequestOutputKind)
+WANTED = {"return_token_origins": True}
+DELTA = RequestOutputKind.DELTA
+
+
+def several(kind: RequestOutputKind, count: int = 3, **changes) -> SamplingParams:
+    return SamplingParams(n=count, max_tokens=7, output_kind=kind, **changes)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_final_output_has_all_texts_and_shares_the_prompt(cache):
+    engine, runner = make_fake_engine(
+        num_draft_tokens=2, enable_prefix_caching=cache, page_size=1, num_pages=200
+    )
+    prompt = PROMPT * 5
+    engine.add_request("a", prompt, several(RequestOutputKind.FINAL_ONLY))
+    (outputs,) = run_all(engine).values()
+    (output,) = outputs
+    assert output.finished
+    assert [completion.index for completion in output.outputs] == [0, 1, 2]
+    assert all(len(completion.token_ids) == 7 for completion in output.outputs)
+    assert output.prompt_token_ids == prompt
+    fed = sum(len(tile.tokens) for plan, _ in runner.plans for tile in plan.tiles)
+    assert fed == len(prompt) + 2
+    assert_idle(engine)
+
+
+def test_deltas_and_cumulative_outputs_add_up():
+    for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE):
+        engine, _ = make_fake_engine(num_draft_tokens=3)
+        engine.add_request("a", PROMPT, several(kind))
+        (outputs,) = run_all(engine).values()
+        assert [output.finished for output in outputs] == [
+            *[False] * (len(outputs) - 1),
+            True,
+        ]
+        texts: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        for output in outputs:
+            indices = [completion.index for completion in output.outputs]
+            assert indices == sorted(set(indices))
+            for completion in output.outputs:
+                new = list(completion.token_ids)
+                before = texts[completion.index]
+                is_delta = kind is RequestOutputKind.DELTA
+                texts[completion.index] = before + new if is_delta else new
+        assert list(texts.values()) == [said(7)] * 3
+        assert_idle(engine)
+
+
+def test_text_i_has_the_seed_plus_i():
+    engine, runner = make_fake_engine()
+    params = several(RequestOutputKind.FINAL_ONLY, seed=40)
+    engine.add_request("a", PROMPT, params)
+    run_all(engine)
+    assert sorted(one.seed for one in admissions(runner)) == [(0, 40), (0, 41), (0, 42)]
+
+
+def test_unseeded_texts_differ():
+    engine, runner = make_fake_engine()
+    engine.add_request("a", PROMPT, several(RequestOutputKind.FINAL_ONLY))
+    run_all(engine)
+    assert len({one.seed for one in admissions(runner)}) == 3
+
+
+@pytest.mark.parametrize("when", [0, 1, 3])
+def test_aborting_a_request_ends_all_its_texts(when):
+    engine, _ = make_fake_engine(num_draft_tokens=2)
+    engine.add_request("a", PROMPT, several(RequestOutputKind.DELTA))
+    engine.add_request("b", PROMPT, SamplingParams(max_tokens=5))
+    for _ in range(when):
+        engine.step()
+    engine.abort_request("a")
+    assert engine.get_num_unfinished_requests() == 1
+    outputs = run_all(engine)
+    assert outputs.keys() == {"b"}
+    assert_idle(engine)
+
+
+def test_a_text_has_no_id_of_its_own():
+    engine, _ = make_fake_engine()
+    engine.add_request("a", PROMPT, several(RequestOutputKind.FINAL_ONLY))
+    engine.abort_request("0_a")
+    assert engine.get_num_unfinished_requests() == 3
+    with pytest.raises(RequestError, match="'1_a' is running already"):
+        engine.add_request("1_a", PROMPT, SamplingParams())
+    (output,) = run_all(engine)["a"]
+    assert len(output.outputs) == 3
+    assert_idle(engine)
+
+
+def test_ids_of_texts_that_are_in_use_are_refused():
+    engine, _ = make_fake_engine()
+    engine.add_request("0_a", PROMPT, SamplingParams(max_tokens=5))
+    with pytest.raises(RequestError, match="'0_a' is running already"):
+        engine.add_request("a", PROMPT, several(RequestOutputKind.FINAL_ONLY))
+    assert run_all(engine).keys() == {"0_a"}
+    assert_idle(engine)
+
+
+def test_seeds_of_all_texts_must_fit():
+    engine, _ = make_fake_engine()
+    last = 2**63 - 3
+    engine.add_request("a", PROMPT, several(RequestOutputKind.FINAL_ONLY, seed=last))
+    with pytest.raises(RequestError, match=f"seed .*to {last}.*Text i of n"):
+        several(RequestOutputKind.FINAL_ONLY, seed=last + 1)
+    run_all(engine)
+
+
+def test_metrics_count_one_request_and_its_longest_text():
+    engine, _ = make_fake_engine(disable_log_stats=False)
+    engine.add_request("a", PROMPT, several(RequestOutputKind.DELTA))
+    engine.add_request("b", PROMPT, SamplingParams(max_tokens=2))
+    run_all(engine)
+    engine.add_request("c", PROMPT, several(RequestOutputKind.DELTA, 2))
+    engine.abort_request("c")
+    found = {metric.name: metric for metric in engine.get_metrics()}
+    for name, values in (
+        ("params_n", (1, 2, 3)),
+        ("max_num_generation_tokens", (7, 2)),
+    ):
+        seen = found[f"vllm:request_{name}"]
+        assert isinstance(seen, Histogram)
+        assert (seen.count, seen.sum) == (3, sum(values))
+    seen = found["vllm:request_generation_tokens"]
+    assert isinstance(seen, Histogram)
+    assert (seen.count, seen.sum) == (6, 7 * 3 + 2)
+
+
+def test_an_id_in_use_is_refused():
+    engine, _ = make_fake_engine()
+    engine.add_request("a", PROMPT, several(RequestOutputKind.DELTA))
+    with pytest.raises(RequestError, match="'a' is running already"):
+        engine.add_request("a", PROMPT, SamplingParams())
+    run_all(engine)
+    engine.add_request("a", PROMPT, SamplingParams(max_tokens=1))
+    run_all(engine)
+
+
+def wanting(**given: Any) -> SamplingParams:
+    return SamplingParams(extra_args=WANTED | given.pop("extra_args", {}), **given)
+
+
+def check(part: CompletionOutput) -> list[str]:
+    """A part's origins, which must be of its tokens and of its text."""
+    told = part.token_origins
+    assert told is not None
+    assert [one.token_id for one in told] == list(part.token_ids)
+    assert "".join(one.text for one in told) == part.text
+    return [one.origin for one in told]
+
+
+def histogram_of(origins: list[str], num_draft: int) -> list[int]:
+    """Count the steps by what they kept, from nothing but the origins."""
+    counts, kept = [0] * (num_draft + 1), 0
+    for origin in origins:
+        if origin in ("recovered", "bonus"):
+            counts[kept] += 1
+        kept = kept + 1 if origin == "draft" else 0
+    counts[kept] += kept > 0  # an accepted draft ended the text
+    return counts
+
+
+def agree(completion: CompletionOutput) -> list[str]:
+    origins, counts = check(completion), completion.spec_decode_metrics
+    assert counts is not None
+    expected = histogram_of(origins, len(counts.histogram) - 1)
+    assert counts.histogram == expected
+    return origins
+
+
+@pytest.mark.parametrize("num_draft", [1, 3, 5])
+def test_origins_are_those_that_the_counts_tell_of(num_draft: int):
+    seen: set[str] = set()
+    for seed in range(8):
+        for end in (TEXT, [*TEXT[:9], EOS, *TEXT[10:]]):
+            engine, _ = make_fake_engine(end, seed=seed, num_draft_tokens=num_draft)
+            origins = agree(run_one(engine, wanting(max_tokens=30)))
+            assert origins[0] == "target", "the prompt's own token has no drafts"
+            seen.update(origins)
+    assert seen == {"draft", "recovered", "bonus", "target"}
+
+
+def test_all_drafts_accepted_and_none():
+    for accepts, expected in (
+        (lambda low, high: high - 1, (["draft"] * 3 + ["bonus"]) * 2),
+        # For the last token alone nothing is drafted.
+        (lambda low, high: low, ["recovered"] * 7 + ["target"]),
+    ):
+        engine, runner = make_fake_engine(num_draft_tokens=3)
+        device: Any = runner.device
+        device._random = SimpleNamespace(integers=accepts)
+        origins = agree(run_one(engine, wanting(max_tokens=9)))
+        assert origins == ["target", *expected]
+
+
+def test_without_drafts_all_is_the_targets():
+    for engine_drafts, own in ((0, {}), (3, {"num_speculative_tokens": 0})):
+        engine, _ = make_fake_engine(num_draft_tokens=engine_drafts)
+        completion = run_one(engine, wanting(max_tokens=12, extra_args=own))
+        assert check(completion) == ["target"] * 12
+        assert completion.text == letters(said(12))
+
+
+def test_nobody_else_is_told():
+    engine, _ = make_fake_engine()
+    assert run_one(engine, SamplingParams(max_tokens=5)).token_origins is None
+
+
+def ask_all_kinds(engine: LLMEngine, **given: Any) -> dict[str, list[list[str]]]:
+    """By kind and text: the origins, which every part must tell in step."""
+    for kind in KINDS:
+        engine.add_request(kind.name, PROMPT, wanting(output_kind=kind, **given))
+    told = {}
+    for name, outputs in run_all(engine).items():
+        texts: list[list[str]] = [[] for _ in range(given.get("n", 1))]
+        for output in outputs:
+            for part in output.outputs:
+                origins = check(part)
+                if name == "DELTA":
+                    origins = texts[part.index] + origins
+                texts[part.index] = origins
+        told[name] = texts
+    return told
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings_in_every_kind_of_output(include: bool):
+    # The stop string begins twice before it comes true: text is held back.
+    text = [2, 2, 2, 5, 6, 7, 5, 6, 7, 5, 6, 9]
+    for seed in range(12):
+        engine, _ = make_fake_engine(text, seed=seed, num_draft_tokens=5)
+        told = ask_all_kinds(
+            engine,
+            max_tokens=30,
+            stop=letters([5, 6, 7, 5, 6, 9]),
+            include_stop_str_in_output=include,
+        )
+        assert all(len(origins) == 9 for (origins,) in told.values())
+
+
+def test_several_texts_of_one_prompt():
+    for seed in range(4):
+        engine, _ = make_fake_engine(seed=seed, num_draft_tokens=3)
+        told = ask_all_kinds(engine, max_tokens=13, n=3, temperature=0.5)
+        assert all(len(origins) == 13 for texts in told.values() for origins in texts)
+
+
+def test_a_request_that_is_preempted_and_computed_again():
+    engine, _ = make_fake_engine(num_draft_tokens=5, num_pages=30, max_model_len=80)
+    for number in range(3):
+        engine.add_request(str(number), PROMPT, wanting(max_tokens=60))
+    for outputs in run_all(engine).values():
+        origins = agree(outputs[-1].outputs[0])
+        assert len(origins) == 60
+    assert engine.stats.num_preemptions > 0
+
+
+@given(ids=IDS, data=st.data())
+@EXAMPLES
+def test_texts_of_real_pieces_join(ids: list[int], data: Any):
+    """Bytes of a character, special tokens, stops; parts of any length."""
+    whole = TOKENIZER.decode(ids)
+    stops = []
+    if whole and data.draw(st.booleans()):
+        start = data.draw(st.integers(0, len(whole) - 1))
+        stops.append(whole[start : start + data.draw(st.integers(1, 9))])
+    params = SamplingParams(stop=stops)
+    stream, origins = TextStream(TOKENIZER, params, has_ends=True), OriginStream()
+    known: list[int] = []
+    told, first, start = [], 0, 0
+    rounds = split(ids, data.draw(st.lists(st.integers(1, 7))))
+    rounds = [part for part in rounds if part] or [[]]  # a step brings a token at least
+    for index, part in enumerate(rounds):
+        matched = stream.push(part)
+        is_end = matched is not None or index == len(rounds) - 1
+        known += part if matched is None else part[: matched[1]]
+        origins.push(len(part), 0, 0)
+        origins.keep(len(known))
+        if is_end and matched is None:
+            stream.finish()
+        text = stream.visible(is_finished=is_end)[start:]
+        assert stream.ends is not None
+        if known[first:] or is_end:
+            new = origins.of_part(
+                known, stream.ends, first=first, start=start, text=text
+            )
+            assert "".join(one.text for one in new) == text
+            told += new
+            first, start = len(known), start + len(text)
+        if is_end:
+            break
+    assert [one.token_id for one in told] == known
+    assert "".join(one.text for one in told) == stream.text
+
+
+def test_a_character_comes_with_its_last_byte():
+    stream, origins = (
+        TextStream(TOKENIZER, SamplingParams(), has_ends=True),
+        OriginStream(),
+    )
+    ids = byte_tokens("a🦉".encode())
+    stream.push(ids)
+    origins.push(5, 5, 5)
+    assert stream.ends is not None
+    told = origins.of_part(ids, stream.ends, first=0, start=0, text=stream.text)
+    assert [one.text for one in told] == ["a", "", "", "", "🦉"]
+
+
+def test_a_draft_that_is_the_target_is_never_recovered():
+    engine = pair.engine("same")
+    for temperature in (0.0, 1.0):
+        params = wanting(max_tokens=21, temperature=temperature, ignore_eos=True)
+        for output in generate(engine, [[5, 6, 7], [8, 9]], [params] * 2):
+            origins = agree(output.outputs[0])
+            assert origins == ["target"] + (["draft"] * 3 + ["bonus"]) * 5
+
+
+class Feed:
+    """A processor, and rounds given to it by hand."""
+
+    def __init__(self):
+        config, self.stats = make_config(), EngineStats()
+        self.metrics = EngineMetrics(config, self.stats)
+        self.processor = OutputProcessor(config, TOKENIZER, self.metrics, self.stats)
+
+    def open(self, **params: Any) -> Request:
+        request = make([2] * 3, max_tokens=20)
+        request.params = SamplingParams(max_tokens=20, **params)
+        request.request_id = str(len(self.processor.streams))
+        self.processor.open(request)
+        return request
+
+    def push(
+        self, request: Request, tokens: list[int], *, is_done: bool = False
+    ) -> list[RequestOutput]:
+        request.output_token_ids += tokens
+        part = Progress(request=request, token_ids=tokens, is_done=is_done)
+        return self.processor.advance([part], _finish)
+
+
+def _finish(request: Request, reason: str, stop: int | str | None) -> None:
+    request.finish_reason, request.stop_reason = reason, stop
+
+
+def told(outputs: list[RequestOutput]) -> list[Any]:
+    """All that outputs say but times."""
+    return [(output.finished, output.outputs, output.request_id) for output in outputs]
+
+
+@EXAMPLES
+@given(ids=IDS, sizes=st.lists(st.integers(0, 3), max_size=8))
+def test_the_short_way_tells_what_the_long_way_tells(ids, sizes):
+    ways = []
+    for is_fast in (True, False):
+        feed = Feed()
+        request = feed.open(output_kind=DELTA)
+        stream = feed.processor.streams[request.request_id]
+        assert stream.is_fast
+        stream.is_fast = is_fast
+        rounds = split(ids, sizes)
+        outputs = [feed.push(request, tokens) for tokens in rounds]
+        outputs.append(feed.push(request, [7, 8], is_done=True))
+        ways.append([told(output) for output in outputs])
+        texts = [part.text for [*found] in outputs for o in found for part in o.outputs]
+        assert "".join(texts) == TOKENIZER.decode([*ids, 7, 8])
+    assert ways[0] == ways[1]
+
+
+@pytest.mark.parametrize(
+    ("params", "is_fast"),
+    [
+        (dict(output_kind=DELTA), True),
+        (dict(output_kind=RequestOutputKind.FINAL_ONLY), True),
+        (dict(output_kind=RequestOutputKind.CUMULATIVE), False),
+        (dict(output_kind=DELTA, stop="x"), False),
+        (dict(output_kind=DELTA, logprobs=0), False),
+        (dict(output_kind=DELTA, prompt_logprobs=0), False),
+        (dict(output_kind=DELTA, extra_args={"return_token_origins": True}), False),
+        (dict(output_kind=RequestOutputKind.FINAL_ONLY, stop="x"), False),
+    ],
+)
+def test_only_tokens_and_text_go_the_short_way(params, is_fast):
+    feed = Feed()
+    request = feed.open(**params)
+    assert feed.processor.streams[request.request_id].is_fast == is_fast
+
+
+@pytest.mark.parametrize("kind", [DELTA, RequestOutputKind.CUMULATIVE])
+@pytest.mark.parametrize("has_origins", [False, True])
+def test_a_first_token_that_comes_with_several_parts_of_its_prompt(kind, has_origins):
+    params = SamplingParams(
+        max_tokens=3,
+        logprobs=1,
+        prompt_logprobs=1,
+        output_kind=kind,
+        extra_args={"return_token_origins": has_origins},
+    )
+    engine, _ = make_fake_engine()
+    prompt = [2] * (TILE + 7)  # what follows is what follows three tokens
+    engine.add_request("only", prompt, params)
+    (outputs,) = run_all(engine).values()
+    first, (completion,) = outputs[0], outputs[0].outputs
+    assert first.prompt_logprobs is not None
+    assert len(first.prompt_logprobs) == len(prompt)
+    assert len(completion.token_ids) == len(completion.logprobs or []) == 1
+    assert completion.text == letters(list(completion.token_ids))
+    whole = outputs[0]
+    for output in outputs[1:]:
+        whole.add(output, aggregate=kind is DELTA)
+    (completion,) = whole.outputs
+    assert (completion.token_ids, completion.text) == (said(3), letters(said(3)))
+    assert len(completion.logprobs or []) == 3
+
+
+def test_tokens_of_one_round_have_waited_since_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    feed = Feed()
+    first, second = feed.open(output_kind=DELTA), feed.open(output_kind=DELTA)
+    now = [100.0]
+    clock: Callable[[], float] = lambda: now[0]  # noqa: E731 a clock to be set
+    monkeypatch.setattr("jaxspec.engine.output_processor.time.monotonic", clock)
+    feed.push(first, [5])
+    now[0] = 101.0
+    feed.push(second, [5])
+    now[0] = 103.0
+    for request in (first, second):
+        request.output_token_ids += [6]
+    feed.processor.advance(
+        [
+            Progress(request=request, token_ids=[6], is_done=False)
+            for request in (first, second)
+        ],
+        _finish,
+    )
+    (waits,) = (
+        metric
+        for metric in feed.metrics.read(Load())
+        if metric.name == "vllm:inter_token_latency_seconds"
+    )
+    assert isinstance(waits, Histogram)
+    assert (waits.count, waits.sum) == (2, 3.0 + 2.0)
+    assert first.stats.num_generation_tokens == 2
+    assert first.stats.last_token_ts == second.stats.last_token_ts == 103.0
