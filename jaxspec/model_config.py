@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, no_type_check
+from typing import Any, ClassVar, no_type_check
 
 from jaxspec.errors import (
     ArgumentError,
@@ -62,6 +62,8 @@ class ModelConfig:
         sliding_window: Tokens a local layer sees, the query's own included.
         eos_token_ids: Any of these ends a text.
     """
+
+    model_type: ClassVar[str] = "gemma2"
 
     vocab_size: int
     hidden_size: int

@@ -36,6 +36,26 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/oracles.py",
         "models run through it, on one device and on eight",
     ),
+    "jaxspec/models/__init__.py": (
+        "tests/models/gemma2/test_module.py",
+        "what it owns is an address",
+    ),
+    "jaxspec/models/gemma2/__init__.py": (
+        "tests/models/gemma2/test_module.py",
+        "what it owns is an address",
+    ),
+    "jaxspec/models/matrices.py": (
+        "tests/models/test_cpu.py",
+        "every form is tested like the dense one, and against it",
+    ),
+    "jaxspec/models/network.py": (
+        "tests/oracles.py",
+        "models run through it",
+    ),
+    "jaxspec/models/params.py": (
+        "tests/models/test_weights.py",
+        "a declaration is what weights are made of",
+    ),
     "kernels/jaxspec_kernels/bench_clock.py": (
         "tests/kernels/test_bench.py",
         "a part of the command",

@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 from jaxspec.bench.measure import Batch
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.models.weights import bind
+from jaxspec.models.network import build_network
 from jaxspec.program.active import Active, gather
 from jaxspec.program.commit import append, truncate
 from jaxspec.program.judge import judge, logits_of, place_next
@@ -137,12 +137,11 @@ def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
         kv_len: Positions of all sequences together.
     """
     models = engine.config.model_config, engine.config.draft_model_config
-    total = 0
+    total, item = 0, engine.runner.dtype.itemsize
     passes = 1, num_draft_tokens
     for model, params, count in zip(models, engine.runner.params, passes, strict=True):
         if model is None or params is None or not count:
             continue
-        item = params["embedding"].dtype.itemsize
         matrices = jax.tree.leaves(params, is_leaf=lambda node: hasattr(node, "nbytes"))
         weights = sum(matrix.nbytes for matrix in matrices)
         total += count * (weights + kv_len * model.kv_bytes_per_token(item))
@@ -199,7 +198,7 @@ def _draft(
         assert found is not None, "nobody proposes"
         return state, found.proposal
     proposal, pages = draft_model.propose(
-        bind(config.draft, params[1], config.backend(DRAFT_MESH_AXES)),
+        build_network(config.draft, params[1], config.backend(DRAFT_MESH_AXES)),
         state.draft_pages,
         active,
         None,
@@ -229,7 +228,7 @@ def _verify(
         jnp.broadcast_to(active.is_active[:, None], tokens.shape),
         config.pool,
     )
-    target = bind(config.target, params[0], config.backend(TARGET_MESH_AXES))
+    target = build_network(config.target, params[0], config.backend(TARGET_MESH_AXES))
     hidden, pages = target.hidden(region, state.target_pages)
     logits, _ = logits_of(target, hidden.rows, tokens.size)
     return dataclasses.replace(state, target_pages=pages), logits

@@ -22,7 +22,7 @@ from jaxspec.engine.program_cache import Arguments
 from jaxspec.engine.runner import build_mesh, choose_dtype, pool_of, program_of
 from jaxspec.engine.runner import options_of as options_of
 from jaxspec.errors import ConfigError, wrong_argument
-from jaxspec.models.weights import Params, abstract_params, suit_devices
+from jaxspec.models.weights import abstract_params
 from jaxspec.program.state import EngineState, init_rows, init_token_pages, page_forms
 from jaxspec.program.step import ProgramConfig
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, make_mesh, replicated
@@ -116,19 +116,16 @@ def describe_mesh(name: str | None, config: EngineConfig) -> Mesh:
 def describe(config: EngineConfig, mesh: Mesh) -> tuple[ProgramConfig, Arguments]:
     """What all programs of an engine share, and the forms of what they are given."""
     pool = pool_of(config)
-    options: dict[str, Any] = dict(dtype=choose_dtype(config.dtype, mesh), mesh=mesh)
+    dtype = choose_dtype(config.dtype, mesh)
+    options: dict[str, Any] = dict(dtype=dtype, mesh=mesh)
     target = abstract_params(config.model_config, **options)
     draft = None
     if config.draft_model_config is not None:
         options |= dict(mesh_axes=DRAFT_MESH_AXES)
         draft = abstract_params(config.draft_model_config, **options)
-    for params in filter(None, (target, draft)):
-        suit_devices(params, mesh)
 
-    def pages(model: ModelConfig | None, params: Params | None, axes: Any) -> Any:
-        if model is None or params is None:
-            return ()
-        return page_forms(model, params, pool, mesh, axes)
+    def pages(model: ModelConfig | None, axes: tuple[str, ...]) -> Any:
+        return () if model is None else page_forms(model, dtype, pool, mesh, axes)
 
     def form(leaf: np.ndarray) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated(mesh))
@@ -138,8 +135,8 @@ def describe(config: EngineConfig, mesh: Mesh) -> tuple[ProgramConfig, Arguments
     state = forms(
         rows=jax.tree.map(form, init_rows(pool)),
         token_pages=form(init_token_pages(pool)),
-        target_pages=pages(config.model_config, target, TARGET_MESH_AXES),
-        draft_pages=pages(config.draft_model_config, draft, DRAFT_MESH_AXES),
+        target_pages=pages(config.model_config, TARGET_MESH_AXES),
+        draft_pages=pages(config.draft_model_config, DRAFT_MESH_AXES),
         forced_acceptance=form(np.array(chances, np.float32)) if chances else None,
     )
     return program_of(config, mesh), (target, draft, state)

@@ -9,7 +9,8 @@ from jaxspec.config import EngineConfig
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import Runner, build_mesh, choose_dtype
 from jaxspec.errors import ConfigError, wrong_argument
-from jaxspec.models.weights import Params, load_params, random_params, suit_devices
+from jaxspec.models.params import Params
+from jaxspec.models.weights import load_params, random_params
 from jaxspec.sharding import DRAFT_MESH_AXES, Mesh
 from jaxspec.tokenizer import NoTokenizer, Tokenizer, check_same_tokenizer
 from jaxspec_checkpoints import CheckpointError, Tensor, model_files, open_checkpoint
@@ -98,12 +99,8 @@ def load_weights(config: EngineConfig, mesh: Mesh) -> tuple[Params, Params | Non
     """
     dtype = choose_dtype(config.dtype, mesh)
     if _is_dummy(config):
-        found = _random_weights(config, mesh, dtype)
-    else:
-        found = _read_weights(config, mesh, dtype)
-    for params in filter(None, found):
-        suit_devices(params, mesh)
-    return found
+        return _random_weights(config, mesh, dtype)
+    return _read_weights(config, mesh, dtype)
 
 
 def _read_weights(

@@ -21,7 +21,7 @@ from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.shapes import EveryProgram, Programs
 from jaxspec.engine.token_masks import TokenMasks
 from jaxspec.errors import ConfigError
-from jaxspec.models.weights import Params
+from jaxspec.models.params import Params
 from jaxspec.program.plan import (
     Features,
     PlanLayout,
@@ -56,6 +56,7 @@ class Runner:
         compiler: Makes the programs, in a thread of its own.
         compiles_beside: Whether launches go on in other programs while one is made.
             Otherwise every launch has its own, and waits for it.
+        dtype: The type of both models' weights.
         num_launches: Programs launched so far: one per round.
         token_masks: Whom the programs of requests with grammars ask.
         cache: Where programs are read from, and kept.
@@ -69,6 +70,7 @@ class Runner:
         draft_params: Params | None,
     ):
         self.config, self.mesh = config, mesh
+        self.dtype = resolve_dtype(config.dtype, mesh)
         self.token_masks = TokenMasks(config.model_config.vocab_size)
         self._plan_placement = replicated(mesh)
         self.pool = pool_of(config)
@@ -83,10 +85,11 @@ class Runner:
         self._host_params: tuple[Params, Params | None] | None = None
 
     def _init_state(self) -> EngineState:
-        def pages(model: ModelConfig | None, params: Params | None, axes):
-            if model is None or params is None:
+        def pages(model: ModelConfig | None, axes: tuple[str, ...]):
+            if model is None:
                 return ()
-            return init_pages(page_forms(model, params, self.pool, self.mesh, axes))
+            forms = page_forms(model, self.dtype, self.pool, self.mesh, axes)
+            return init_pages(forms)
 
         target, draft = self.program.target, self.program.draft
         rows, token_pages = jax.device_put(
@@ -95,8 +98,8 @@ class Runner:
         return EngineState(
             rows=rows,
             token_pages=token_pages,
-            target_pages=pages(target, self.params[0], TARGET_MESH_AXES),
-            draft_pages=pages(draft, self.params[1], DRAFT_MESH_AXES),
+            target_pages=pages(target, TARGET_MESH_AXES),
+            draft_pages=pages(draft, DRAFT_MESH_AXES),
             forced_acceptance=self._forced_acceptance(),
         )
 
@@ -264,20 +267,23 @@ def build_mesh(config: EngineConfig) -> Mesh:
 
 
 def choose_dtype(name: str, mesh: Mesh) -> jnp.dtype:
-    """Resolve `dtype="auto"`: bfloat16, unless a CPU has no instructions for it.
+    """Resolve `dtype="auto"`, and log what it became."""
+    chosen = resolve_dtype(name, mesh)
+    if name == "auto":
+        _log.info("dtype=auto: %s on %s", chosen, mesh.devices.flat[0].platform)
+    return chosen
+
+
+def resolve_dtype(name: str, mesh: Mesh) -> jnp.dtype:
+    """The type of weights; "auto": bfloat16, if a CPU has instructions for it.
 
     Without them XLA:CPU converts every weight to float32 on each use, six times slower
     than float32 weights.
     """
     if name != "auto":
         return jnp.dtype(name)
-    device = mesh.devices.flat[0].platform
-    if device != "cpu" or _cpu_has_bfloat16():
-        chosen = jnp.dtype(jnp.bfloat16)
-    else:
-        chosen = jnp.dtype(jnp.float32)
-    _log.info("dtype=auto: %s on %s", chosen, device)
-    return chosen
+    is_slow = mesh.devices.flat[0].platform == "cpu" and not _cpu_has_bfloat16()
+    return jnp.dtype(jnp.float32 if is_slow else jnp.bfloat16)
 
 
 def _cpu_has_bfloat16() -> bool:

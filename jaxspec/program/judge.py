@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.backend import Backend
-from jaxspec.models.gemma2 import Gemma2
+from jaxspec.models.network import Network
 from jaxspec.program import randomness
 from jaxspec.program.accept import accept
 from jaxspec.program.active import Active
@@ -16,7 +16,7 @@ from jaxspec_kernels.rejection_sampling import Verdict
 
 
 def logits_of(
-    model: Gemma2, hidden: Float[Array, "token model"], num_decode: int
+    model: Network, hidden: Float[Array, "token model"], num_decode: int
 ) -> tuple[Float[Array, "decode vocab"], Float[Array, "tile vocab"]]:
     """Logits of all decode rows and of the last row of every tile."""
     last = hidden[num_decode:].reshape(-1, TILE, hidden.shape[1])[:, -1]

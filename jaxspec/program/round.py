@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.gemma2 import Gemma2
+from jaxspec.models.network import Network
 from jaxspec.program import logprobs
 from jaxspec.program.active import Active
 from jaxspec.program.controls import Adjust
@@ -52,7 +52,7 @@ class Round:
         forced_acceptance: Chance of each draft to stay; None lets the rules decide.
     """
 
-    target: Gemma2
+    target: Network
     active: Active
     num_draft: Int[Array, " seq"]
     may_be_plain: bool

@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.weights import Params, bind
+from jaxspec.models.network import build_network
+from jaxspec.models.params import Params
 from jaxspec.program import controls, grammar, logprobs
 from jaxspec.program.active import Active, gather
 from jaxspec.program.apply import Tiles, apply_plan, read_tiles, unpack
@@ -187,7 +188,7 @@ def _propose(
     if not count and not shape.chunk:
         return None, num_draft, pages
     assert params is not None, "a draft config came without parameters"
-    model = bind(config.draft, params, config.backend(DRAFT_MESH_AXES))
+    model = build_network(config.draft, params, config.backend(DRAFT_MESH_AXES))
     batch = launch.batch(config.pool, is_draft=True) if shape.chunk else None
     if not count:
         assert batch is not None
@@ -229,7 +230,7 @@ def _judge(
 ) -> Judged:
     backend, pool = config.backend(TARGET_MESH_AXES), config.pool
     this = Round(
-        target=bind(config.target, params, backend),
+        target=build_network(config.target, params, backend),
         active=launch.active,
         num_draft=num_draft,
         may_be_plain=config.draft is None,

@@ -21,12 +21,12 @@ from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.loading import load_weights
 from jaxspec.engine.runner import build_mesh
 from jaxspec.models.backend import Backend
-from jaxspec.models.gemma2 import init_kv_pages
-from jaxspec.models.weights import bind
+from jaxspec.models.network import build_network
 from jaxspec.program.plan import TILE, PoolShape
 from jaxspec.program.region import join, make_region
 from jaxspec_checkpoints import bundled_target
 from jaxspec_kernels.bits import storage_dtype
+from tests.oracles import init_kv_pages
 
 NUM_LAYERS = 2
 # Longer than a block of keys and than the window, and no multiple of anything.
@@ -64,7 +64,7 @@ Part = tuple[Any, Any, Any, Any]
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def run(config: ModelConfig, params: Any, pages: Any, parts: list[Part]) -> Any:
     """Logits of every row of a launch, and the pages."""
-    network = bind(config, params, Backend(implementation="reference"))
+    network = build_network(config, params, Backend(implementation="reference"))
     batch = join([make_region(*part, POOL) for part in parts])
     hidden, pages = network.hidden(batch, pages)
     return network.logits(hidden.rows)[:, ::SPARSE], pages

@@ -157,7 +157,8 @@ def lower_pair(
     mesh = describe(place)
     target, draft = model("9b", layers[0]), model("2b", layers[1])
     pool = pool_of(place, target)
-    form: Any = partial(abstract_params, dtype=jnp.dtype(jnp.bfloat16), mesh=mesh)
+    dtype = jnp.dtype(jnp.bfloat16)
+    form: Any = partial(abstract_params, dtype=dtype, mesh=mesh)
     params = form(target), form(draft, mesh_axes=DRAFT_MESH_AXES)
     forms: Any = EngineState  # of arrays that are not there
     rows, token_pages = jax.tree.map(
@@ -169,8 +170,8 @@ def lower_pair(
     state = forms(
         rows=rows,
         token_pages=token_pages,
-        target_pages=page_forms(target, params[0], pool, mesh, TARGET_MESH_AXES),
-        draft_pages=page_forms(draft, params[1], pool, mesh, DRAFT_MESH_AXES),
+        target_pages=page_forms(target, dtype, pool, mesh, TARGET_MESH_AXES),
+        draft_pages=page_forms(draft, dtype, pool, mesh, DRAFT_MESH_AXES),
     )
     config = ProgramConfig(target=target, draft=draft, pool=pool, mesh=mesh)
     return lower_step(config, shape, (*params, state)), params, state

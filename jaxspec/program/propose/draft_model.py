@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.gemma2 import Gemma2, Hidden
+from jaxspec.models.network import Hidden, Network
 from jaxspec.program import randomness, sampling
 from jaxspec.program.active import Active
 from jaxspec.program.choose import choose_token, forbid_early_stop
@@ -18,14 +18,14 @@ from jaxspec.program.region import join, make_region
 Pages = tuple[Array, ...]
 
 
-def prefill(model: Gemma2, pages: Pages, tiles: TokenBatch) -> Pages:
+def prefill(model: Network, pages: Pages, tiles: TokenBatch) -> Pages:
     """Bring the draft's pages up to date with prompt tiles; nothing is proposed."""
     _, pages = model.hidden(tiles, pages)
     return pages
 
 
 def propose(
-    model: Gemma2,
+    model: Network,
     pages: Pages,
     active: Active,
     tiles: TokenBatch | None,
@@ -85,7 +85,7 @@ def propose(
     return chain(tokens, probs, was_broken | is_broken.any(axis=0)), pages
 
 
-def _finite_logits(model: Gemma2, hidden: Hidden) -> tuple[Array, Array]:
+def _finite_logits(model: Network, hidden: Hidden) -> tuple[Array, Array]:
     """Logits, and the rows that are NaN or infinite: theirs are those of zeros."""
     rows, is_finite = hidden
     return model.logits(jnp.where(is_finite[:, None], rows, 0)), ~is_finite

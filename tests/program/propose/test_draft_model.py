@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models.weights import bind
+from jaxspec.models.network import build_network
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose import draft_model
 from tests.engines import make_micro
@@ -40,7 +40,7 @@ def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
     )
 
     def run(params, pages, active):
-        model = bind(paged.config, params)
+        model = build_network(paged.config, params)
         return draft_model.propose(
             model, pages, active, None, num_draft_tokens=DRAFTS, pool=pool
         )
