@@ -12,6 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import Region, TokenBatch
+from jaxspec.models.families import config_from_hf
 from jaxspec.models.network import build_network
 from jaxspec.models.params import Params
 from jaxspec.models.weights import load_params
@@ -81,7 +82,7 @@ def hf_tensors(model: Any) -> dict[str, Tensor]:
 
 def model_config(model: Any) -> ModelConfig:
     """Our config of a HuggingFace model."""
-    return ModelConfig.from_hf(
+    return config_from_hf(
         model.config.to_dict() | {"architectures": ["Gemma2ForCausalLM"]}
     )
 

@@ -44,6 +44,14 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/models/gemma2/test_module.py",
         "what it owns is an address",
     ),
+    "jaxspec/models/gemma2/config.py": (
+        "tests/test_config.py",
+        "a part of the engine's config",
+    ),
+    "jaxspec/models/layers.py": (
+        "tests/models/gemma2/test_network.py",
+        "a network is made of layers",
+    ),
     "jaxspec/models/matrices.py": (
         "tests/models/test_cpu.py",
         "every form is tested like the dense one, and against it",

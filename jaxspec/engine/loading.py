@@ -9,6 +9,7 @@ from jaxspec.config import EngineConfig
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import Runner, build_mesh, choose_dtype
 from jaxspec.errors import ConfigError, wrong_argument
+from jaxspec.models.families import layouts
 from jaxspec.models.params import Params
 from jaxspec.models.weights import load_params, random_params
 from jaxspec.sharding import DRAFT_MESH_AXES, Mesh
@@ -149,7 +150,7 @@ def _random_weights(
 
 def _open(config: EngineConfig, folder: str, argument: str) -> Mapping[str, Tensor]:
     try:
-        checkpoint = open_checkpoint(folder)
+        checkpoint = open_checkpoint(folder, layouts())
     except CheckpointError as error:
         # Target and draft are read alike: say which of them this is.
         message = f"{argument}: {error}"

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Num
 
-from jaxspec.config import ModelConfig
+from jaxspec.model_config import ModelConfig
 from jaxspec.models import cpu
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.families import FAMILIES
+from jaxspec.models.families import family_of
 from jaxspec.models.params import Params, Specs
 
 Pages = tuple[Num[Array, "page page_size two_kv_head head_dim"], ...]
@@ -104,7 +104,7 @@ class BoundNetwork:
 
 def functions_of(config: ModelConfig) -> Functions:
     """The functions of a config's family."""
-    module: Any = importlib.import_module(FAMILIES[config.model_type].network)
+    module: Any = importlib.import_module(family_of(config).network)
     return module
 
 

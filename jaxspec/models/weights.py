@@ -17,8 +17,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, UInt32
 from tqdm.auto import tqdm
 
-from jaxspec.config import ModelConfig
+from jaxspec.model_config import ModelConfig
 from jaxspec.models import cpu
+from jaxspec.models.families import family_of
 from jaxspec.models.matrices import DenseMatrix
 from jaxspec.models.network import functions_of
 from jaxspec.models.params import Params, Specs
@@ -66,7 +67,7 @@ def load_params(
         CheckpointError: A tensor is unknown, missing, or has another shape than the
             config says (nothing was read then), or its bytes are damaged.
     """
-    check_tensors(_sizes(config), tensors)
+    check_tensors(family_of(config).layout, _sizes(config), tensors)
     params = {}
     with tqdm(
         total=sum(tensor.num_bytes for tensor in tensors.values()),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.config import ModelConfig
+from jaxspec.models.families import config_from_hf
 from jaxspec.models.gemma2.network import param_specs
 from jaxspec.models.weights import load_params
 from jaxspec.sharding import make_mesh
@@ -42,7 +42,7 @@ def test_report_of_the_bundled_target():
 def test_replication_is_what_the_engine_does(tmp_path, family, num_devices, shape):
     write_tiny(tmp_path, family=family, num_hidden_layers=1, **shape)
     checkpoint = open_checkpoint(tmp_path)
-    config = ModelConfig.from_hf(checkpoint.config)
+    config = config_from_hf(checkpoint.config)
     params = load_params(
         config,
         checkpoint.tensors,

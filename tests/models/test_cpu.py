@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import ModelConfig
 from jaxspec.models import cpu
 from jaxspec.models.cpu import MIN_ROWS, Bfloat16Matrix, PanelMatrix
+from jaxspec.models.families import config_from_hf
 from jaxspec.models.matrices import DenseMatrix
 from jaxspec.models.weights import random_params
 from jaxspec.sharding import make_mesh, replicated
 from tests.oracles import TINY, PagedModel
 
 MATRIX = jax.random.normal(jax.random.key(1), (192, 40))
-CONFIG = ModelConfig.from_hf(
+CONFIG = config_from_hf(
     TINY
     | dict(model_type="gemma2", num_hidden_layers=2, vocab_size=192)
     | dict(hidden_size=64, intermediate_size=128, head_dim=32)
@@ -134,7 +134,7 @@ def test_a_large_model_has_no_second_form(monkeypatch):
 
 
 def test_what_does_not_divide_stays_as_it_is():
-    config = ModelConfig.from_hf(TINY | dict(model_type="gemma2", vocab_size=128))
+    config = config_from_hf(TINY | dict(model_type="gemma2", vocab_size=128))
     params = random_params(
         config, seed=0, dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1)
     )

@@ -11,6 +11,7 @@ import pytest
 from jaxspec.config import ModelConfig
 from jaxspec.models import weights
 from jaxspec.models.cpu import PanelMatrix
+from jaxspec.models.families import config_from_hf
 from jaxspec.models.gemma2.network import param_specs
 from jaxspec.models.matrices import DenseMatrix
 from jaxspec.models.network import build_network
@@ -22,9 +23,9 @@ from tests.oracles import TINY
 FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 
 
-def make_config(**changes: Any) -> ModelConfig:
+def make_config(**changes: Any) -> Any:
     sizes = TINY | dict(num_hidden_layers=2, model_type="gemma2") | changes
-    return ModelConfig.from_hf(sizes)
+    return config_from_hf(sizes)
 
 
 def make_tensors(config: ModelConfig) -> dict[str, np.ndarray]:

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from tqdm.auto import tqdm
 
 from jaxspec.config import ModelConfig
+from jaxspec.models.families import config_from_hf
 from jaxspec.models.weights import abstract_params
 from jaxspec.program.plan import PoolShape, StepShape
 from jaxspec.program.state import (
@@ -38,7 +39,7 @@ from jaxspec.sharding import (
     make_mesh,
     replicated,
 )
-from jaxspec_checkpoints.published import published_config
+from jaxspec_checkpoints.gemma2.published import published_config
 from tests.kernels import aot_gpu, aot_tpu
 from tests.program import hlo
 
@@ -132,7 +133,7 @@ def model(name: str, num_layers: int | None = None) -> ModelConfig:
     config = published_config(name)
     if num_layers is not None:
         config["num_hidden_layers"] = num_layers
-    return ModelConfig.from_hf(config)
+    return config_from_hf(config)
 
 
 def pool_of(place: Place, target: ModelConfig) -> PoolShape:

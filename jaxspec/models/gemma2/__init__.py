@@ -1,4 +1,4 @@
-"""Gemma 2: `network` (what the engine runs) and `module` (the same in Flax)."""
+"""Gemma 2: `config`, `network` (what the engine runs), `module` (the same in Flax)."""
 
 import importlib
 from typing import Any

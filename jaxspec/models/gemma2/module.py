@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from flax import nnx, traverse_util
 from jaxtyping import Array, Float
 
-from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.gemma2 import network
+from jaxspec.models.gemma2.config import Gemma2Config
 from jaxspec.models.network import BoundNetwork, Hidden, Pages
 
 
@@ -25,7 +25,7 @@ class Gemma2(nnx.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: Gemma2Config,
         dtype: jnp.dtype,
         backend: Backend = Backend(),  # noqa: B008 frozen
     ):

@@ -12,19 +12,17 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float
 
-from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
+from jaxspec.models.gemma2.config import Gemma2Config
+from jaxspec.models.layers import attend, mean_square, rope_tables
 from jaxspec.models.network import Hidden, Pages
 from jaxspec.models.params import Params, ParamSpec, Specs
-from jaxspec_kernels.sums import row_sums
-
-Tables = tuple[Float[Array, "token 1 half"], Float[Array, "token 1 half"]]
 
 
-def param_specs(config: ModelConfig) -> Specs:
+def param_specs(config: Gemma2Config) -> Specs:
     """Every parameter and the canonical tensors that it is made of."""
     model, hidden = config.hidden_size, config.intermediate_size
     queries, head = config.num_q_heads * config.head_dim, config.head_dim
@@ -87,13 +85,13 @@ def param_specs(config: ModelConfig) -> Specs:
     return specs
 
 
-def gate_block(config: ModelConfig) -> int:
+def gate_block(config: Gemma2Config) -> int:
     """Rows of gate (and of up) that lie together in the fused projection."""
     return math.gcd(config.intermediate_size, 128)
 
 
 def forward(
-    config: ModelConfig,
+    config: Gemma2Config,
     params: Params,
     batch: TokenBatch,
     kv_pages: Pages,
@@ -115,8 +113,10 @@ def forward(
             pages,
             batch=batch,
             tables=tables,
-            config=config,
-            layer=layer,
+            num_q_heads=config.num_q_heads,
+            scale=config.query_pre_attn_scalar**-0.5,
+            soft_cap=config.attn_logit_softcapping,
+            window=config.window(layer),
             backend=backend,
         )
         updated.append(pages)
@@ -131,7 +131,7 @@ def forward(
 
 
 def logits(
-    config: ModelConfig, params: Params, rows: Float[Array, "row model"]
+    config: Gemma2Config, params: Params, rows: Float[Array, "row model"]
 ) -> Float[Array, "row vocab"]:
     """Soft-capped float32 logits of normalised rows, through the tied embedding."""
     found = params["embedding"].multiply(rows)
@@ -139,52 +139,8 @@ def logits(
     return found if cap is None else jnp.tanh(found / cap) * cap
 
 
-def attend(
-    params: Params,
-    inputs: Float[Array, "row model"],
-    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
-    *,
-    batch: TokenBatch,
-    tables: Tables,
-    config: ModelConfig,
-    layer: int,
-    backend: Backend,
-) -> tuple[Float[Array, "row model"], Array]:
-    """Write the new keys and values, then attend; returns (output, kv_pages).
-
-    Grouped-query attention with soft-capped scores. Rows in no region are pads.
-    """
-    tokens = inputs.shape[0]
-    query = params["q_proj"].multiply(inputs).reshape(tokens, -1, config.head_dim)
-    key_value = params["kv_proj"].multiply(inputs)
-    key_value = key_value.reshape(tokens, -1, 2, config.head_dim)
-    # In the type of the pages: float32 queries on bfloat16 keys would take products
-    # that no tensor core has, and HuggingFace rounds them too.
-    query = rotate(query, tables).astype(params["q_proj"].dtype)
-    key, value = rotate(key_value[:, :, 0], tables), key_value[:, :, 1]
-    kv_pages = backend.write(
-        kv_pages, key, value, batch.slot_mapping, config.num_q_heads
-    )
-    mixed, start = [], 0
-    for region in batch.regions:
-        here = query[start : start + region.num_rows]
-        start += region.num_rows
-        attended = backend.attend(
-            here.reshape(-1, region.num_queries, *here.shape[1:]),
-            kv_pages,
-            region,
-            scale=config.query_pre_attn_scalar**-0.5,
-            soft_cap=config.attn_logit_softcapping,
-            window=config.window(layer),
-        )
-        mixed.append(attended.reshape(region.num_rows, -1))
-    rows = jnp.concatenate(mixed) if len(mixed) > 1 else mixed[0]
-    rows = jnp.pad(rows, ((0, tokens - start), (0, 0)))
-    return params["o_proj"].multiply(rows), kv_pages
-
-
 def feed_forward(
-    config: ModelConfig, params: Params, inputs: Float[Array, "row model"]
+    config: Gemma2Config, params: Params, inputs: Float[Array, "row model"]
 ) -> Float[Array, "row model"]:
     """Gated GELU (tanh form)."""
     gate_up = params["gate_up_proj"].multiply(inputs)
@@ -199,34 +155,3 @@ def rms_norm(
     """Normalise in float32 and scale by 1 + weight, Gemma's form."""
     scale = jnp.expand_dims(1.0 + weight.astype(jnp.float32), range(inputs.ndim - 1))
     return inputs * jax.lax.rsqrt(mean_square(inputs) + epsilon) * scale
-
-
-def mean_square(inputs: Float[Array, "... model"]) -> Float[Array, "... 1"]:
-    """Of every row, the variance that its norm divides by."""
-    return row_sums(jnp.square(inputs)) / inputs.shape[-1]
-
-
-def rope_tables(positions: Int[Array, " token"], head_dim: int, theta: float) -> Tables:
-    """Cosine and sine of every position's angles, in float32.
-
-    bf16 would round position 257 to 256, and sin(257) is not sin(256).
-    """
-    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    frequency = 1.0 / (theta**exponent)
-    angle = positions.astype(jnp.float32)[:, None] * frequency[None, :]
-    return jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
-
-
-def rotate(
-    inputs: Float[Array, "token head head_dim"],
-    tables: Tables,
-) -> Float[Array, "token head head_dim"]:
-    """Apply rotary embedding, pairing element i with i + head_dim / 2.
-
-    References: Su et al. 2021, arXiv:2104.09864.
-    """
-    cos, sin = tables
-    first, second = jnp.split(inputs, 2, axis=-1)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    )

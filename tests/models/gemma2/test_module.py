@@ -74,7 +74,7 @@ def test_its_logits_equal_huggingface(length):
 
 
 def test_its_parameters_have_names_and_axes():
-    config = model_config(make_hf_model(num_hidden_layers=2))
+    config: Any = model_config(make_hf_model(num_hidden_layers=2))
     module = nnx.eval_shape(lambda: Gemma2(config, jnp.dtype(jnp.bfloat16)))
     found = {
         tuple(map(str, path)): variable

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models.gemma2.network import rope_tables
+from jaxspec.models.layers import rope_tables
 from tests.oracles import (
     PagedModel,
     hf_logits,
