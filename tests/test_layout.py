@@ -48,6 +48,10 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/test_config.py",
         "a part of the engine's config",
     ),
+    "jaxspec/models/gemma2/turns.py": (
+        "tests/test_chat.py",
+        "turns are how a chat is written",
+    ),
     "jaxspec/models/layers.py": (
         "tests/models/gemma2/test_network.py",
         "a network is made of layers",

@@ -9,7 +9,7 @@ from jaxspec.config import EngineConfig
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import Runner, build_mesh, choose_dtype
 from jaxspec.errors import ConfigError, wrong_argument
-from jaxspec.models.families import layouts
+from jaxspec.models.families import family_of, layouts
 from jaxspec.models.params import Params
 from jaxspec.models.weights import load_params, random_params
 from jaxspec.sharding import DRAFT_MESH_AXES, Mesh
@@ -45,7 +45,8 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
         reason = f"{config.model} has no tokenizer file"
         _log.warning("%s: prompts are token ids, outputs have no text", reason)
         return NoTokenizer(reason)
-    tokenizer = Tokenizer.from_folder(config.tokenizer, config.chat_template)
+    turns = family_of(config.model_config).turns
+    tokenizer = Tokenizer.from_folder(config.tokenizer, config.chat_template, turns)
     num_rows = config.model_config.vocab_size
     if tokenizer.vocab_size > num_rows:
         raise ConfigError(

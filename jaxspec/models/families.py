@@ -7,13 +7,43 @@ that reach jax are named, not imported: whoever reads configs does without it.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from jaxspec.errors import ArgumentError, ConfigError, wrong_argument
 from jaxspec.model_config import ModelConfig
 from jaxspec.models.gemma2.config import Gemma2Config
+from jaxspec.models.gemma2.turns import Gemma2Turns
 from jaxspec_checkpoints import CheckpointError, Layout, read_config
 from jaxspec_checkpoints.gemma2.published import GEMMA2
+
+
+@runtime_checkable
+class Turns(Protocol):
+    """Writes conversations."""
+
+    @property
+    def markers(self) -> tuple[str, str]:
+        """The special pieces with which a turn begins and ends."""
+        ...
+
+    def write(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        marks: Any,
+        pieces: Mapping[str, str],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """Write a checked conversation, what it says marked.
+
+        Args:
+            marks: `jaxspec.chat.Marks`; None leaves the messages as they are.
+            pieces: "bos_token" and the like, with their spelling.
+            variables: Of templates.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +54,13 @@ class Family:
         config: Its numbers, and how they are read.
         network: Module with the functions of `jaxspec.models.network.Functions`.
         layout: The tensors of a checkpoint, and which sizes were published.
+        turns: What writes chats where a model has no template; None for nothing.
     """
 
     config: type[ModelConfig]
     network: str
     layout: Layout
+    turns: Turns | None = None
 
 
 # By the `model_type` of HuggingFace's config.json.
@@ -37,6 +69,7 @@ FAMILIES = {
         config=Gemma2Config,
         network="jaxspec.models.gemma2.network",
         layout=GEMMA2,
+        turns=Gemma2Turns(),
     ),
 }
 
