@@ -12,9 +12,10 @@ from jaxspec.chat import Marks, read_messages, read_variables
 from jaxspec.chat_template import ChatTemplate, folder_template, given_template
 from jaxspec.config import PAIR_HINT
 from jaxspec.errors import ConfigError, RequestError, check_flag
-from jaxspec.models.families import FAMILIES, Turns
-from jaxspec.models.gemma2.turns import END_OF_TURN, START_OF_TURN
+from jaxspec.models.gemma2.turns import END_OF_TURN, START_OF_TURN, Gemma2Turns
 from jaxspec.pieces import Pieces, read_pieces
+
+_TURNS = Gemma2Turns()
 
 
 class Tokenizer:
@@ -33,7 +34,7 @@ class Tokenizer:
         self,
         pieces: Pieces,
         chat_template: ChatTemplate | None = None,
-        turns: Turns | None = FAMILIES["gemma2"].turns,
+        turns: Gemma2Turns | None = _TURNS,
     ):
         self.pieces = pieces
         self.chat_template = chat_template
@@ -55,7 +56,7 @@ class Tokenizer:
         cls,
         folder: str | Path,
         chat_template: str | None = None,
-        turns: Turns | None = FAMILIES["gemma2"].turns,
+        turns: Gemma2Turns | None = _TURNS,
     ) -> "Tokenizer":
         """Read `tokenizer.model`, or else `tokenizer.json`, and the chat template.
 
@@ -263,7 +264,7 @@ class NoTokenizer(Tokenizer):
         self.vocab_size = 0
         self.bos_token_id = self.eos_token_id = -1
         self.pad_token_id = self.unk_token_id = -1
-        self.has_turns = False
+        self._turns, self.has_turns = None, False
         self.all_special_ids = []
         self.plain_texts = PlainTexts(self)
         self._reason = reason

@@ -7,7 +7,7 @@ that reach jax are named, not imported: whoever reads configs does without it.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from jaxspec.errors import ArgumentError, ConfigError, wrong_argument
 from jaxspec.model_config import ModelConfig
@@ -15,35 +15,6 @@ from jaxspec.models.gemma2.config import Gemma2Config
 from jaxspec.models.gemma2.turns import Gemma2Turns
 from jaxspec_checkpoints import CheckpointError, Layout, read_config
 from jaxspec_checkpoints.gemma2.published import GEMMA2
-
-
-@runtime_checkable
-class Turns(Protocol):
-    """Writes conversations."""
-
-    @property
-    def markers(self) -> tuple[str, str]:
-        """The special pieces with which a turn begins and ends."""
-        ...
-
-    def write(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        marks: Any,
-        pieces: Mapping[str, str],
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        variables: Mapping[str, Any],
-    ) -> str:
-        """Write a checked conversation, what it says marked.
-
-        Args:
-            marks: `jaxspec.chat.Marks`; None leaves the messages as they are.
-            pieces: "bos_token" and the like, with their spelling.
-            variables: Of templates.
-        """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +25,13 @@ class Family:
         config: Its numbers, and how they are read.
         network: Module with the functions of `jaxspec.models.network.Functions`.
         layout: The tensors of a checkpoint, and which sizes were published.
-        turns: What writes chats where a model has no template; None for nothing.
+        turns: What writes chats where a model has no template, if anything does.
     """
 
     config: type[ModelConfig]
     network: str
     layout: Layout
-    turns: Turns | None = None
+    turns: Gemma2Turns | None = None
 
 
 # By the `model_type` of HuggingFace's config.json.

@@ -18,9 +18,9 @@ class Matrix(ABC):
     """An (out, features) matrix, HuggingFace's order, whatever its form; a pytree."""
 
     @classmethod
-    @abstractmethod
     def fits(cls, shape: tuple[int, ...]) -> bool:
         """Whether a matrix of this shape can have the form."""
+        return True
 
     @classmethod
     @abstractmethod
@@ -65,28 +65,19 @@ class DenseMatrix(Matrix):
     values: Any
 
     @classmethod
-    def fits(cls, shape: tuple[int, ...]) -> bool:
-        """Every shape has it."""
-        return True
-
-    @classmethod
     def of(cls, values: Any) -> "DenseMatrix":
-        """Hold the values."""
         return cls(values)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows and columns of the values."""
         return self.values.shape
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The type of the values."""
         return self.values.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
         return self.values.nbytes
 
     def multiply(
@@ -100,7 +91,6 @@ class DenseMatrix(Matrix):
         return product(inputs.astype(self.dtype), self.values, (((1,), (1,)), ((), ())))
 
     def rows(self, index: Int[Array, " token"]) -> Float[Array, "token features"]:
-        """Gather them."""
         return self.values.at[index].get(mode="clip").astype(jnp.float32)
 
 

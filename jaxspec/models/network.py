@@ -58,27 +58,9 @@ class Functions(Protocol):
         ...
 
 
-@runtime_checkable
-class Network(Protocol):
-    """What the program asks of a target or a draft."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """Its numbers."""
-        ...
-
-    def hidden(self, batch: TokenBatch, kv_pages: Pages) -> tuple[Hidden, Pages]:
-        """Run all layers; returns the rows and the updated pages per layer."""
-        ...
-
-    def logits(self, rows: Float[Array, "row model"]) -> Float[Array, "row vocab"]:
-        """Float32 logits of normalised rows."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class BoundNetwork:
-    """A family's functions over one model's parameters; made anew in every trace."""
+class Network:
+    """A family's functions over one model's parameters: a target or a draft."""
 
     config: ModelConfig
     params: Params
@@ -86,26 +68,19 @@ class BoundNetwork:
     functions: Functions
 
     def hidden(self, batch: TokenBatch, kv_pages: Pages) -> tuple[Hidden, Pages]:
-        """See `Network`."""
+        """Run all layers; returns the rows and the updated pages per layer."""
         count = batch.tokens.shape[0]
-        num_slots = kv_pages[0].shape[0] * kv_pages[0].shape[1]
-        padded = cpu.pad_batch(batch, num_slots)
+        padded = cpu.pad_batch(batch, kv_pages[0].shape[0] * kv_pages[0].shape[1])
         hidden, kv_pages = self.functions.forward(
             self.config, self.params, padded, kv_pages, self.backend
         )
         return Hidden(hidden.rows[:count], hidden.is_finite[:count]), kv_pages
 
     def logits(self, rows: Float[Array, "row model"]) -> Float[Array, "row vocab"]:
-        """See `Network`."""
+        """Float32 logits of normalised rows."""
         return cpu.with_pads(
             lambda padded: self.functions.logits(self.config, self.params, padded), rows
         )
-
-
-def functions_of(config: ModelConfig) -> Functions:
-    """The functions of a config's family."""
-    module: Any = importlib.import_module(family_of(config).network)
-    return module
 
 
 def build_network(
@@ -114,9 +89,11 @@ def build_network(
     backend: Backend = Backend(),  # noqa: B008 frozen
 ) -> Network:
     """The network of a config over its parameters; usable inside jit."""
-    return BoundNetwork(
-        config=config,
-        params=params,
-        backend=backend,
-        functions=functions_of(config),
-    )
+    functions = functions_of(config)
+    return Network(config=config, params=params, backend=backend, functions=functions)
+
+
+def functions_of(config: ModelConfig) -> Functions:
+    """The functions of a config's family."""
+    module: Any = importlib.import_module(family_of(config).network)
+    return module

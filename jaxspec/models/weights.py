@@ -4,6 +4,7 @@ Read, random and abstract parameters follow alike from what `declare` says. Read
 files and bringing each device its shard is `jaxspec_checkpoints`' business.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, UInt32
 from tqdm.auto import tqdm
 
@@ -22,7 +23,7 @@ from jaxspec.models import cpu
 from jaxspec.models.families import family_of
 from jaxspec.models.matrices import DenseMatrix
 from jaxspec.models.network import functions_of
-from jaxspec.models.params import Params, Specs
+from jaxspec.models.params import Params, ParamSpec, Specs
 from jaxspec.sharding import TARGET_MESH_AXES, kv_copies, num_parts
 from jaxspec_checkpoints import Sizes, Tensor, check_tensors
 from jaxspec_checkpoints.placement import place
@@ -68,7 +69,6 @@ def load_params(
             config says (nothing was read then), or its bytes are damaged.
     """
     check_tensors(family_of(config).layout, _sizes(config), tensors)
-    params = {}
     with tqdm(
         total=sum(tensor.num_bytes for tensor in tensors.values()),
         desc=progress,
@@ -77,18 +77,34 @@ def load_params(
         delay=1.0,  # a small model is there before anyone wonders
         disable=progress is None,
     ) as bar:
-        specs = declare(config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
-        for path, spec in specs.items():
-            values = place(
+
+        def read(spec: ParamSpec, sharding: NamedSharding) -> Array:
+            return place(
                 [tensors[name] for name in spec.tensors],
-                sharding=spec.sharding(mesh, mesh_axes),
+                sharding=sharding,
                 dtype=np.dtype(dtype),
                 block=spec.unit // len(spec.tensors),
                 copies=spec.copies,
                 on_bytes=bar.update,
             )
-            params[path] = spec.wrap(values)
-    return unflatten_dict(params)
+
+        return _make_all(config, read, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
+
+
+def _make_all(
+    config: ModelConfig,
+    make: Callable[[ParamSpec, NamedSharding], Any],
+    *,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+    mesh_axes: tuple[str, ...],
+) -> Params:
+    """The tree of what `make` gives for each parameter, in its form."""
+    specs = declare(config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
+    flat = {}
+    for path, spec in specs.items():
+        flat[path] = spec.wrap(make(spec, spec.sharding(mesh, mesh_axes)))
+    return unflatten_dict(flat)
 
 
 def _sizes(config: ModelConfig) -> Sizes:
@@ -103,14 +119,11 @@ def abstract_params(
     mesh_axes: tuple[str, ...] = TARGET_MESH_AXES,
 ) -> Params:
     """Shapes and placement of parameters, for compiling before there are any."""
-    specs = declare(config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
-    params = {}
-    for path, spec in specs.items():
-        sharding = spec.sharding(mesh, mesh_axes)
-        params[path] = spec.wrap(
-            jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
-        )
-    return unflatten_dict(params)
+
+    def form(spec: ParamSpec, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
+
+    return _make_all(config, form, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
 
 
 def random_params(
@@ -127,14 +140,13 @@ def random_params(
     same values on any mesh. Matrices, which are (out, in), have a standard deviation of
     1/sqrt(in); vectors (norm weights) are zeros.
     """
-    specs = declare(config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
     makers: dict[Any, Callable[[jax.Array], jax.Array]] = {}
-    params = {}
-    for number, (path, spec) in enumerate(specs.items()):
-        sharding = spec.sharding(mesh, mesh_axes)
+    numbers = itertools.count()
+
+    def draw(spec: ParamSpec, sharding: NamedSharding) -> Array:
+        number = next(numbers)
         if len(spec.shape) == 1:
-            params[path] = jnp.zeros(spec.shape, dtype, device=sharding)
-            continue
+            return jnp.zeros(spec.shape, dtype, device=sharding)
         kind = spec.shape, spec.unit, spec.copies, sharding
         if kind not in makers:
             make = partial(
@@ -147,8 +159,9 @@ def random_params(
             # Only a compiled function makes nothing but the shards.
             makers[kind] = jax.jit(make, out_shardings=sharding)  # noqa: TID251
         key = jax.random.fold_in(jax.random.key(np.uint32(seed)), number)
-        params[path] = spec.wrap(makers[kind](jax.random.key_data(key)))
-    return unflatten_dict(params)
+        return makers[kind](jax.random.key_data(key))
+
+    return _make_all(config, draw, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
 
 
 def _random_matrix(

@@ -116,7 +116,7 @@ def logits(
 
 
 def _norm(config: LlamaConfig, rows: Array, weight: Array) -> Array:
-    return rows * jax.lax.rsqrt(mean_square(rows) + config.rms_norm_eps) * weight
+    return rows * jax.lax.rsqrt(mean_square(rows) + config.rms_norm_eps) * weight[None]
 
 
 def tensor_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:

@@ -13,7 +13,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.gemma2 import network
 from jaxspec.models.gemma2.config import Gemma2Config
-from jaxspec.models.network import BoundNetwork, Hidden, Pages
+from jaxspec.models.network import Hidden, Network, Pages
 
 
 class Gemma2(nnx.Module):
@@ -48,14 +48,14 @@ class Gemma2(nnx.Module):
         """Soft-capped float32 logits of normalised rows, through the tied embedding."""
         return self._bound().logits(hidden)
 
-    def _bound(self) -> BoundNetwork:
+    def _bound(self) -> Network:
         state = nnx.to_flat_state(nnx.state(self, nnx.Param))
         values = {tuple(map(str, path)): variable[...] for path, variable in state}
         flat = {
             path: spec.wrap(values[path])
             for path, spec in network.param_specs(self.config).items()
         }
-        return BoundNetwork(
+        return Network(
             config=self.config,
             params=traverse_util.unflatten_dict(flat),
             backend=self._backend,

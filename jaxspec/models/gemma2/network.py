@@ -9,6 +9,7 @@ residual stream, norms, attention statistics and logits are float32.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,67 +22,51 @@ from jaxspec.models.layers import attend, mean_square, rope_tables
 from jaxspec.models.network import Hidden, Pages
 from jaxspec.models.params import Params, ParamSpec, Specs
 
+# A layer's parameters, and the canonical tensors that each is made of.
+_LAYER_TENSORS = {
+    "attention/kv_proj": ("self_attn.k_proj", "self_attn.v_proj"),
+    "attention/o_proj": ("self_attn.o_proj",),
+    "attention/q_proj": ("self_attn.q_proj",),
+    "feed_forward/down_proj": ("mlp.down_proj",),
+    "feed_forward/gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "input_norm": ("input_layernorm",),
+    "post_attention_norm": ("post_attention_layernorm",),
+    "post_feed_forward_norm": ("post_feedforward_layernorm",),
+    "pre_feed_forward_norm": ("pre_feedforward_layernorm",),
+}
+
 
 def param_specs(config: Gemma2Config) -> Specs:
-    """Every parameter and the canonical tensors that it is made of."""
-    model, hidden = config.hidden_size, config.intermediate_size
-    queries, head = config.num_q_heads * config.head_dim, config.head_dim
-    keys = config.num_kv_heads * head
+    """Every parameter: shape, logical axes, what stays together, tensors."""
+    model, hidden, head = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_q_heads * head, config.num_kv_heads * head
+    blocks = 2 * gate_block(config)
+    norm = (model,), ("model",), 1
+    matrices: dict[str, Any] = {
+        # A head's key rows, then its value rows: the order of the pages.
+        "attention/kv_proj": ((2 * keys, model), ("kv_head", "model"), 2 * head),
+        "attention/o_proj": ((model, queries), ("model", "q_head"), head),
+        "attention/q_proj": ((queries, model), ("q_head", "model"), head),
+        "feed_forward/down_proj": ((model, hidden), ("model", "hidden"), 1),
+        # Gate and up rows alternate in blocks, so that both split alike on a mesh and
+        # one matmul serves both.
+        "feed_forward/gate_up_proj": ((2 * hidden, model), ("hidden", "model"), blocks),
+    }
 
-    def norm(name: str) -> ParamSpec:
-        return ParamSpec(shape=(model,), axes=("model",), tensors=(f"{name}.weight",))
+    def spec(form: Any, *names: str) -> ParamSpec:
+        tensors = tuple(f"model.{name}.weight" for name in names)
+        return ParamSpec(shape=form[0], axes=form[1], unit=form[2], tensors=tensors)
 
+    vocab = (config.vocab_size, model), ("vocab", "model"), 1
     specs: Specs = {
-        ("embedding",): ParamSpec(
-            shape=(config.vocab_size, model),
-            axes=("vocab", "model"),
-            tensors=("model.embed_tokens.weight",),
-        ),
-        ("final_norm",): norm("model.norm"),
+        ("embedding",): spec(vocab, "embed_tokens"),
+        ("final_norm",): spec(norm, "norm"),
     }
     for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        named = {
-            # A head's key rows, then its value rows: the order of the pages.
-            "attention/kv_proj": ParamSpec(
-                shape=(2 * keys, model),
-                axes=("kv_head", "model"),
-                unit=2 * head,
-                tensors=(f"{attention}k_proj.weight", f"{attention}v_proj.weight"),
-            ),
-            "attention/o_proj": ParamSpec(
-                shape=(model, queries),
-                axes=("model", "q_head"),
-                unit=head,
-                tensors=(f"{attention}o_proj.weight",),
-            ),
-            "attention/q_proj": ParamSpec(
-                shape=(queries, model),
-                axes=("q_head", "model"),
-                unit=head,
-                tensors=(f"{attention}q_proj.weight",),
-            ),
-            "feed_forward/down_proj": ParamSpec(
-                shape=(model, hidden),
-                axes=("model", "hidden"),
-                tensors=(f"{mlp}down_proj.weight",),
-            ),
-            # Gate and up rows alternate in blocks, so that both split alike on a mesh
-            # and one matmul serves both.
-            "feed_forward/gate_up_proj": ParamSpec(
-                shape=(2 * hidden, model),
-                axes=("hidden", "model"),
-                unit=2 * gate_block(config),
-                tensors=(f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"),
-            ),
-            "input_norm": norm(f"{prefix}input_layernorm"),
-            "post_attention_norm": norm(f"{prefix}post_attention_layernorm"),
-            "post_feed_forward_norm": norm(f"{prefix}post_feedforward_layernorm"),
-            "pre_feed_forward_norm": norm(f"{prefix}pre_feedforward_layernorm"),
-        }
-        for name, spec in named.items():
-            specs["layers", str(layer), *name.split("/")] = spec
+        for path, names in _LAYER_TENSORS.items():
+            named = (f"layers.{layer}.{name}" for name in names)
+            whole = "layers", str(layer), *path.split("/")
+            specs[whole] = spec(matrices.get(path, norm), *named)
     return specs
 
 

@@ -27,7 +27,12 @@ class Gemma2Turns:
         continue_final_message: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """See `jaxspec.models.families.Turns`; these turns read no variables.
+        """Write a checked conversation, what it says marked.
+
+        Args:
+            marks: `jaxspec.chat.Marks`; None leaves the messages as they are.
+            pieces: "bos_token" and the like, with their spelling.
+            variables: Of templates; these turns read none.
 
         Raises:
             RequestError: The roles are not allowed or do not take turns.
