@@ -136,7 +136,7 @@ def header(
         "target": TARGET,
         "draft": DRAFT,
         "device": f"{device.platform}: {device.device_kind}",
-        "dtype": str(engine.runner.params[0]["embedding"].dtype),
+        "dtype": str(engine.runner.dtype),
         "machine": machine,
         "versions": versions(),
     }

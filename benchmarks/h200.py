@@ -32,7 +32,8 @@ from benchmarks import by_kernel
 from benchmarks.machine import ROOT, commit, describe_machine, versions, write_json
 from benchmarks.step_times import Models, Program, Setting, TargetPass, compile_all
 from jaxspec.config import ModelConfig
-from jaxspec_checkpoints.published import published_config
+from jaxspec.models.families import config_from_hf
+from jaxspec_checkpoints.gemma2.published import published_config
 from jaxspec_kernels.bench_clock import copy_bandwidth
 
 PAIRS = {"9b-2b": ("9b", "2b"), "27b-2b": ("27b", "2b")}
@@ -122,7 +123,7 @@ def configs_of(
 ) -> tuple[ModelConfig, ModelConfig]:
     """The target and the draft of a pair."""
     target, draft = PAIRS[name]
-    read = ModelConfig.from_hf
+    read = config_from_hf
     return read(config_of(target, options)), read(config_of(draft, options))
 
 

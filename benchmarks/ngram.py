@@ -61,7 +61,7 @@ def main() -> None:
         "arguments": vars(options),
         "target": TARGET,
         "device": f"{device.platform}: {device.device_kind}",
-        "dtype": str(engine.runner.params[0]["embedding"].dtype),
+        "dtype": str(engine.runner.dtype),
         "batch": 1,
         "machine": machine,
         "versions": versions(),

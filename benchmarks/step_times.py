@@ -21,7 +21,9 @@ from jax.sharding import Mesh
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
-from jaxspec.models.weights import Params, abstract_params, bind, random_params
+from jaxspec.models.network import build_network
+from jaxspec.models.params import Params
+from jaxspec.models.weights import abstract_params, random_params
 from jaxspec.program.plan import PoolShape, StepPlan, StepShape
 from jaxspec.program.propose.proposal import chain
 from jaxspec.program.round import Round
@@ -194,20 +196,17 @@ class Program:
     def _make_forms(self) -> EngineState:
         """The state's shapes and placement."""
         models, pool, draft = self.models, self.pool, ()
-        arguments = pool, models.mesh
+        arguments = jnp.dtype(models.setting.dtype), pool, models.mesh
         if self._has_drafts:
             assert models.draft is not None
-            assert models.draft_params is not None
-            given = models.draft, models.draft_params
-            draft = page_forms(*given, *arguments, DRAFT_MESH_AXES)
+            draft = page_forms(models.draft, *arguments, DRAFT_MESH_AXES)
         small = jax.eval_shape(lambda: self._small(self._chances))
         rows, token_pages, forced = placed_forms(small, models.mesh)
         forms: Any = EngineState  # of arrays that are not there
-        given = models.target, models.target_params
         return forms(
             rows=rows,
             token_pages=token_pages,
-            target_pages=page_forms(*given, *arguments, TARGET_MESH_AXES),
+            target_pages=page_forms(models.target, *arguments, TARGET_MESH_AXES),
             draft_pages=draft,
             forced_acceptance=forced,
         )
@@ -322,7 +321,8 @@ class TargetPass:
         setting, target, mesh = models.setting, models.target, models.mesh
         self._pool = setting.pool(seqs, target.vocab_size, num_drafts)
         self.params = models.target_params
-        self.forms = page_forms(target, self.params, self._pool, mesh, TARGET_MESH_AXES)
+        dtype = jnp.dtype(setting.dtype)
+        self.forms = page_forms(target, dtype, self._pool, mesh, TARGET_MESH_AXES)
         small = placed_forms(jax.eval_shape(self._small), mesh)
         lowered = jax.jit(self._judge, donate_argnums=4).lower(
             self.params, *small, self.forms
@@ -344,7 +344,7 @@ class TargetPass:
         program = ProgramConfig(target=target, draft=None, pool=pool, mesh=mesh)
         backend: Backend = program.backend(TARGET_MESH_AXES)
         this = Round(
-            target=bind(target, params, backend),
+            target=build_network(target, params, backend),
             active=gather(rows, token_pages, jnp.arange(seqs, dtype=jnp.int32)),
             num_draft=jnp.full(seqs, count, jnp.int32),
             may_be_plain=False,

@@ -16,7 +16,8 @@ Reading order, from a user's call down to the device:
 6. `jaxspec.engine.scheduler` and `jaxspec.engine.kv_cache`: what the next step does.
 7. `jaxspec.engine.runner`: the door between the host and the device.
 8. `jaxspec.program.step`: the program; then `propose`, `accept` and `sampling`.
-9. `jaxspec.models.gemma2`: the network. `jaxspec.sharding`: how it lies on devices.
+9. `jaxspec.models.gemma2.network`: the network. `jaxspec.sharding`: how it lies on
+   devices.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Owns conversations: what one may hold, and Gemma's turn format for it.
+"""Owns conversations: what one may hold.
 
 Knows nothing of token ids. What is written is marked, so that `jaxspec.tokenizer` can
 tell a turn marker that the format wrote from one that a message spells.
@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxspec.errors import RequestError, check_utf8, wrong_argument
-from jaxspec.pieces import END_OF_TURN, START_OF_TURN
+from jaxspec.models.gemma2.turns import one_of_roles
 
 # Lone surrogates: UTF-8 has none, so no message can hold a mark of its own.
 _FIRST_MARK = 0xD800
-_ROLES = {"user": "user", "assistant": "model", "model": "model"}
 _NAME = re.compile(r"[\w.-]+")
 
 # Of lists and dicts in messages and variables.
@@ -98,7 +97,7 @@ def _read_message(name: str, message: object) -> Message:
         raise wrong_argument(RequestError, name, allowed, message)
     role = message.get("role")
     if not isinstance(role, str):
-        raise wrong_argument(RequestError, f"{name}['role']", _one_of(_ROLES), role)
+        raise wrong_argument(RequestError, f"{name}['role']", one_of_roles(), role)
     content = _content(f"{name}['content']", message.get("content"))
     whole = {**message, "content": content}
     return map_texts(whole, lambda text: check_utf8(RequestError, name, text))
@@ -143,64 +142,3 @@ def map_texts(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
         return value
     allowed = "made of dicts, lists, strings and numbers"
     raise wrong_argument(RequestError, "messages", allowed, value)
-
-
-class GemmaTurns:
-    """The format that Gemma 2 was trained on."""
-
-    def write(
-        self,
-        messages: list[Message],
-        *,
-        marks: Marks | None,
-        pieces: Mapping[str, str],
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        variables: Mapping[str, Any],
-    ) -> str:
-        """Write a checked conversation, what it says marked.
-
-        Args:
-            marks: None leaves the messages as they are.
-            pieces: "bos_token" and the like, with their spelling.
-            variables: Of templates; these turns read none.
-
-        Raises:
-            RequestError: The roles are not allowed or do not take turns.
-        """
-        text = pieces["bos_token"]
-        for position, message in enumerate(messages):
-            role, content = _turn(position, message["role"]), message["content"].strip()
-            text += f"{START_OF_TURN}{role}\n{marks.on(content) if marks else content}"
-            if not (continue_final_message and position == len(messages) - 1):
-                text += f"{END_OF_TURN}\n"
-        return text + (f"{START_OF_TURN}model\n" if add_generation_prompt else "")
-
-
-def _turn(position: int, role: str) -> str:
-    """Return Gemma's name of a role, if it is this one's turn."""
-    name, turn = f"messages[{position}]['role']", ("user", "model")[position % 2]
-    # The first words of two of the errors are those of Gemma's own template.
-    if role == "system":
-        raise RequestError(
-            f"System role not supported: {name} must be {_one_of(_ROLES)}, got "
-            "'system'. Gemma 2 was trained without one: say it in the first user "
-            "message.",
-            parameter=name,
-            value=role,
-        )
-    if role not in _ROLES:
-        raise wrong_argument(RequestError, name, _one_of(_ROLES), role)
-    if _ROLES[role] != turn:
-        allowed = "'user'" if turn == "user" else "'assistant'"
-        raise RequestError(
-            "Conversation roles must alternate user/assistant/user/assistant/...: "
-            f"{name} must be {allowed}, got {role!r}.",
-            parameter=name,
-            value=role,
-        )
-    return turn
-
-
-def _one_of(names: Iterable[str]) -> str:
-    return "one of " + ", ".join(map(repr, names))

@@ -26,7 +26,8 @@ from jaxspec.errors import (
     check_utf8,
     wrong_argument,
 )
-from jaxspec.pieces import END_OF_TURN, folder_files
+from jaxspec.models.gemma2.turns import END_OF_TURN
+from jaxspec.pieces import folder_files
 from jaxspec_checkpoints.files import expand
 
 # Put behind a message that is to be continued; like the marks, in no message.

@@ -258,12 +258,11 @@ def _setting(
     """The line above the table: what ran, and where."""
     runner = engine.runner
     device = runner.mesh.devices.flat[0]
-    dtype = runner.params[0]["embedding"].dtype
     how = "greedy"
     if not params.is_greedy:
         how = f"temperature {params.temperature:g}, seed {params.seed}"
     return (
-        f"{options.model}, {dtype} on {device.platform}, "
+        f"{options.model}, {runner.dtype} on {device.platform}, "
         f"K = {options.num_speculative_tokens}, {how}"
     )
 

@@ -13,11 +13,10 @@ import sentencepiece
 import tokenizers
 
 from jaxspec.errors import ConfigError, wrong_argument
+from jaxspec.models.gemma2.turns import Gemma2Turns
 from jaxspec_checkpoints import CheckpointError, model_files
 
-START_OF_TURN = "<start_of_turn>"
-END_OF_TURN = "<end_of_turn>"
-_TURNS = (START_OF_TURN, END_OF_TURN)
+_TURNS = Gemma2Turns.markers
 _SPACE = "\u2581"  # how pieces spell a space
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 

@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, no_type_check
 
-from jaxspec.chat import GemmaTurns, Marks, read_messages, read_variables
+from jaxspec.chat import Marks, read_messages, read_variables
 from jaxspec.chat_template import ChatTemplate, folder_template, given_template
 from jaxspec.config import PAIR_HINT
 from jaxspec.errors import ConfigError, RequestError, check_flag
-from jaxspec.pieces import END_OF_TURN, START_OF_TURN, Pieces, read_pieces
+from jaxspec.models.gemma2.turns import END_OF_TURN, START_OF_TURN, Gemma2Turns
+from jaxspec.pieces import Pieces, read_pieces
+
+_TURNS = Gemma2Turns()
 
 
 class Tokenizer:
@@ -23,11 +26,16 @@ class Tokenizer:
         vocab_size: Number of pieces; a network may have more rows than that.
         all_special_ids: Ids that are no text: begin, end, pad, unknown, turn markers.
         has_turns: Whether there are turn markers.
-        chat_template: What writes conversations; None for Gemma's turn format.
+        chat_template: What writes conversations; None for the family's turns.
         plain_texts: Of every token the text it has within any text.
     """
 
-    def __init__(self, pieces: Pieces, chat_template: ChatTemplate | None = None):
+    def __init__(
+        self,
+        pieces: Pieces,
+        chat_template: ChatTemplate | None = None,
+        turns: Gemma2Turns | None = _TURNS,
+    ):
         self.pieces = pieces
         self.chat_template = chat_template
         self.vocab_size = pieces.size
@@ -35,19 +43,26 @@ class Tokenizer:
         self.eos_token_id = pieces.named["eos"]
         self.pad_token_id = pieces.named["pad"]
         self.unk_token_id = pieces.named["unk"]
-        self.has_turns = {START_OF_TURN, END_OF_TURN} <= pieces.special.keys()
+        self._turns = turns
+        self.has_turns = turns is not None and (
+            set(turns.markers) <= pieces.special.keys()
+        )
         self.all_special_ids = sorted(pieces.special.values())
         self._marks = Marks(pieces.special)
         self.plain_texts = PlainTexts(self)
 
     @classmethod
     def from_folder(
-        cls, folder: str | Path, chat_template: str | None = None
+        cls,
+        folder: str | Path,
+        chat_template: str | None = None,
+        turns: Gemma2Turns | None = _TURNS,
     ) -> "Tokenizer":
         """Read `tokenizer.model`, or else `tokenizer.json`, and the chat template.
 
         Args:
             chat_template: Used in place of the folder's: a template, or a file's path.
+            turns: Of the model's family; they write chats where there is no template.
 
         Raises:
             ConfigError: There is no tokenizer, or a file cannot be read.
@@ -55,8 +70,8 @@ class Tokenizer:
         folder = Path(folder)
         pieces = read_pieces(folder)
         if chat_template is not None:
-            return cls(pieces, given_template(chat_template))
-        return cls(pieces, folder_template(folder))
+            return cls(pieces, given_template(chat_template), turns)
+        return cls(pieces, folder_template(folder), turns)
 
     @property
     def bos_token(self) -> str:
@@ -72,9 +87,9 @@ class Tokenizer:
 
         That is <end_of_turn> for a model with a chat template: it was tuned for turns.
         """
-        if not self.has_turns or self.chat_template is None:
+        if self._turns is None or not self.has_turns or self.chat_template is None:
             return ()
-        return (self.pieces.special[END_OF_TURN],)
+        return (self.pieces.special[self._turns.markers[1]],)
 
     def encode(
         self,
@@ -227,7 +242,7 @@ class Tokenizer:
                 "a chat_template; there is neither."
             )
         ids = self.pieces.named.items()
-        marked = (template or GemmaTurns()).write(
+        marked = (template or self._turns).write(
             read_messages(messages),
             marks=None if parse_special_tokens else self._marks,
             pieces={f"{name}_token": self.id_to_piece(token) for name, token in ids},
@@ -249,7 +264,7 @@ class NoTokenizer(Tokenizer):
         self.vocab_size = 0
         self.bos_token_id = self.eos_token_id = -1
         self.pad_token_id = self.unk_token_id = -1
-        self.has_turns = False
+        self._turns, self.has_turns = None, False
         self.all_special_ids = []
         self.plain_texts = PlainTexts(self)
         self._reason = reason

@@ -13,7 +13,7 @@ from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import Runner, build_mesh
-from jaxspec.models.weights import load_params, suit_devices
+from jaxspec.models.weights import load_params
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.program.wire import StepResult
@@ -199,11 +199,9 @@ def load_weights(
     model: Any, dtype: jnp.dtype, mesh: Mesh, axes: tuple[str, ...]
 ) -> Any:
     """A HuggingFace model's weights in the form in which an engine has them."""
-    params = load_params(
+    return load_params(
         model_config(model), hf_tensors(model), dtype=dtype, mesh=mesh, mesh_axes=axes
     )
-    suit_devices(params, mesh)
-    return params
 
 
 def with_settings(engine: LLMEngine, *, seed: int = 0, **speculative: Any) -> LLMEngine:
@@ -256,8 +254,7 @@ def with_draft(engine: LLMEngine, draft: Any) -> LLMEngine:
     assert config.draft_model_config == model_config(draft)
     target_params, (*_, draft_params) = old.params
     assert draft_params is not None
-    dtype = draft_params["embedding"].dtype
-    params = load_weights(draft, dtype, old.mesh, DRAFT_MESH_AXES)
+    params = load_weights(draft, old.dtype, old.mesh, DRAFT_MESH_AXES)
     runner = type(old)(config, old.mesh, target_params, params)
     # Executables take the parameters as arguments.
     runner.compiler_options, runner.cache = old.compiler_options, old.cache

@@ -12,9 +12,17 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import Region, TokenBatch
-from jaxspec.models.gemma2 import init_kv_pages
-from jaxspec.models.weights import Params, bind, laid_out, load_params
-from jaxspec.sharding import TARGET_MESH_AXES, make_mesh, replicated
+from jaxspec.models.families import config_from_hf
+from jaxspec.models.network import build_network
+from jaxspec.models.params import Params
+from jaxspec.models.weights import load_params
+from jaxspec.sharding import (
+    TARGET_MESH_AXES,
+    kv_copies,
+    make_mesh,
+    num_parts,
+    replicated,
+)
 from jaxspec_checkpoints import Tensor, in_memory
 
 TINY = dict(
@@ -74,9 +82,18 @@ def hf_tensors(model: Any) -> dict[str, Tensor]:
 
 def model_config(model: Any) -> ModelConfig:
     """Our config of a HuggingFace model."""
-    return ModelConfig.from_hf(
+    return config_from_hf(
         model.config.to_dict() | {"architectures": ["Gemma2ForCausalLM"]}
     )
+
+
+def init_kv_pages(
+    config: ModelConfig, num_pages: int, page_size: int, dtype: Any, copies: int = 1
+) -> tuple[jax.Array, ...]:
+    """Zeroed pages, one array per layer; KV heads are there `copies` times."""
+    heads = copies * config.num_kv_heads
+    shape = (num_pages, page_size, 2 * heads, config.head_dim)
+    return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
 
 
 @dataclass
@@ -89,11 +106,17 @@ class PagedModel:
     num_pages: int = 64
 
     def __post_init__(self):
-        table = self.params["embedding"]
-        config = laid_out(self.config, self.params)
-        pages = init_kv_pages(config, self.num_pages, self.page_size, table.dtype)
-        # Placed like the results of `forward`: otherwise its second call recompiles.
+        table = self.params["embedding"].values
         self.mesh = table.sharding.mesh
+        copies = kv_copies(
+            self.config.num_q_heads,
+            self.config.num_kv_heads,
+            num_parts(self.mesh, TARGET_MESH_AXES),
+        )
+        pages = init_kv_pages(
+            self.config, self.num_pages, self.page_size, table.dtype, copies
+        )
+        # Placed like the results of `forward`: otherwise its second call recompiles.
         whole = replicated(self.mesh)
         self.kv_pages = tuple(
             jax.device_put(jnp.full_like(layer, jnp.nan), whole) for layer in pages
@@ -107,7 +130,7 @@ class PagedModel:
     def _forward(self, params, batch, kv_pages):
         self.num_traces += 1
         backend = Backend(mesh=self.mesh, mesh_axes=TARGET_MESH_AXES)
-        model = bind(self.config, params, backend)
+        model = build_network(self.config, params, backend)
         hidden, kv_pages = model.hidden(batch, kv_pages)
         return model.logits(hidden.rows), kv_pages
 

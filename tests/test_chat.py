@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from jaxspec.chat import GemmaTurns, Marks, map_texts, read_messages
+from jaxspec.chat import Marks, map_texts, read_messages
 from jaxspec.errors import RequestError
+from jaxspec.models.gemma2.turns import Gemma2Turns
 
 SPECIAL = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
 USER, MODEL = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -13,7 +14,7 @@ USER, MODEL = {"role": "user", "content": "a"}, {"role": "assistant", "content":
 
 def write(messages: Any, marks: Marks | None = None, **changes: bool) -> str:
     flags = {"add_generation_prompt": True, "continue_final_message": False}
-    return GemmaTurns().write(
+    return Gemma2Turns().write(
         read_messages(messages),
         marks=marks,
         pieces={"bos_token": "<bos>"},

@@ -9,10 +9,11 @@ import pytest
 import transformers
 
 import jaxspec_checkpoints
-from jaxspec.chat import GemmaTurns, read_messages
+from jaxspec.chat import read_messages
 from jaxspec.chat_template import ChatTemplate, folder_template, given_template
 from jaxspec.errors import ConfigError, RequestError
-from jaxspec.pieces import END_OF_TURN, read_pieces
+from jaxspec.models.gemma2.turns import END_OF_TURN, Gemma2Turns
+from jaxspec.pieces import read_pieces
 from jaxspec.tokenizer import Tokenizer
 
 BUNDLED = jaxspec_checkpoints.bundled_target()
@@ -261,7 +262,7 @@ def written(folder: Path, chat_template: str | None = None) -> Any:
 
 
 def test_where_a_template_is_found(tmp_path: Path):
-    gemmas = GemmaTurns().write(
+    gemmas = Gemma2Turns().write(
         read_messages(messages_of([("user", "x")])),
         marks=None,
         pieces={"bos_token": "<bos>"},

@@ -7,10 +7,11 @@ import pytest
 
 from jaxspec.config import (
     EngineConfig,
-    ModelConfig,
     SpeculativeConfig,
 )
 from jaxspec.errors import ConfigError
+from jaxspec.models.families import config_from_folder, config_from_hf
+from jaxspec.models.gemma2.config import Gemma2Config
 
 # google/gemma-2-2b-it, as published.
 GEMMA_2_2B_IT: dict[str, Any] = {
@@ -40,8 +41,8 @@ GEMMA_2_2B_IT: dict[str, Any] = {
 }
 
 
-def model_config(**changes: Any) -> ModelConfig:
-    return dataclasses.replace(ModelConfig.from_hf(GEMMA_2_2B_IT), **changes)
+def model_config(**changes: Any) -> Gemma2Config:
+    return dataclasses.replace(config_from_hf(GEMMA_2_2B_IT), **changes)
 
 
 def engine_config(**changes: Any) -> EngineConfig:
@@ -69,7 +70,7 @@ def with_draft(**changes: Any) -> EngineConfig:
 
 
 def test_the_published_file_is_read():
-    config = ModelConfig.from_hf(GEMMA_2_2B_IT)
+    config = config_from_hf(GEMMA_2_2B_IT)
     assert config.num_layers == 26
     assert config.num_q_heads == 8
     assert config.num_kv_heads == 4
@@ -103,7 +104,7 @@ def test_end_tokens_of_both_files_count(
     in_config: Any, in_generation: Any, expected: tuple[int, ...]
 ):
     config = GEMMA_2_2B_IT | {"eos_token_id": in_config}
-    read = ModelConfig.from_hf(config, {"eos_token_id": in_generation})
+    read = config_from_hf(config, {"eos_token_id": in_generation})
     assert read.eos_token_ids == expected
 
 
@@ -120,12 +121,12 @@ def test_keys_that_writers_leave_out_have_the_defaults_of_the_format():
     }
     short = {key: GEMMA_2_2B_IT[key] for key in required}
     short["eos_token_id"] = [1, 107]
-    assert ModelConfig.from_hf(short) == ModelConfig.from_hf(GEMMA_2_2B_IT)
+    assert config_from_hf(short) == config_from_hf(GEMMA_2_2B_IT)
 
 
 def test_a_cap_of_null_is_no_cap():
     config = GEMMA_2_2B_IT | {"final_logit_softcapping": None}
-    assert ModelConfig.from_hf(config).final_logit_softcapping is None
+    assert config_from_hf(config).final_logit_softcapping is None
 
 
 def test_the_newer_layout_of_the_file_is_read():
@@ -134,7 +135,7 @@ def test_the_newer_layout_of_the_file_is_read():
         "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
         "layer_types": ["sliding_attention", "full_attention"] * 13,
     }
-    read = ModelConfig.from_hf(config)
+    read = config_from_hf(config)
     assert read.rope_theta == 5000.0
 
 
@@ -162,7 +163,7 @@ def test_the_newer_layout_of_the_file_is_read():
 )
 def test_a_bad_model_file(changes: dict[str, Any], given: str, allowed: str):
     with pytest.raises(ConfigError) as caught:
-        ModelConfig.from_hf(GEMMA_2_2B_IT | changes)
+        config_from_hf(GEMMA_2_2B_IT | changes)
     assert given in str(caught.value)
     assert allowed in str(caught.value)
 
@@ -183,7 +184,7 @@ def test_a_variant_that_is_not_computed(
     changes: dict[str, Any], given: str, allowed: str
 ):
     with pytest.raises(NotImplementedError) as caught:
-        ModelConfig.from_hf(GEMMA_2_2B_IT | changes)
+        config_from_hf(GEMMA_2_2B_IT | changes)
     assert given in str(caught.value)
     assert allowed in str(caught.value)
 
@@ -192,28 +193,28 @@ def test_a_variant_that_is_not_computed(
 @pytest.mark.parametrize("value", [None, False])
 def test_a_variant_that_is_turned_off(name: str, value: object):
     config = GEMMA_2_2B_IT | {name: value}
-    assert ModelConfig.from_hf(config) == ModelConfig.from_hf(GEMMA_2_2B_IT)
+    assert config_from_hf(config) == config_from_hf(GEMMA_2_2B_IT)
 
 
 def test_a_folder_is_read_with_its_generation_config(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(GEMMA_2_2B_IT))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 106]}')
-    assert ModelConfig.from_folder(tmp_path).eos_token_ids == (1, 107, 106)
+    assert config_from_folder(tmp_path).eos_token_ids == (1, 107, 106)
 
 
 def test_a_folder_without_config_says_what_is_there(tmp_path: Path):
     (tmp_path / "weights.bin").touch()
     with pytest.raises(ConfigError, match=r"no checkpoint: .*found: weights\.bin"):
-        ModelConfig.from_folder(tmp_path)
+        config_from_folder(tmp_path)
     with pytest.raises(ConfigError, match=r"found: no such folder"):
-        ModelConfig.from_folder(tmp_path / "none")
+        config_from_folder(tmp_path / "none")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "llama"}'])
 def test_an_unusable_file_is_named(tmp_path: Path, content: str):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"config\.json"):
-        ModelConfig.from_folder(tmp_path)
+        config_from_folder(tmp_path)
 
 
 @pytest.mark.parametrize(

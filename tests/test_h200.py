@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import by_kernel, h200
 from benchmarks.step_times import Models, Program, Setting, TargetPass
-from jaxspec.config import ModelConfig
+from jaxspec.models.families import config_from_hf
 
 QUICK = ["--dry-run", "--batches", "1", "--num-drafts", "1", "--acceptances", "0"]
 
@@ -188,7 +188,7 @@ def test_a_signal_ends_the_run_and_the_part(monkeypatch, tmp_path, number):
 def test_a_pass_computes_what_a_round_needs(num_drafts):
     """The tokens of a plain pass are no one's input, and are computed all the same."""
     setting = h200.setting_of(options_of("--context", "16"))
-    config = ModelConfig.from_hf(h200.config_of("9b", options_of()))
+    config = config_from_hf(h200.config_of("9b", options_of()))
     models = Models.random(config, config, setting)
     one = TargetPass(models, seqs=2, num_drafts=num_drafts)
     tokens, pages = one.compiled.out_info
@@ -199,7 +199,7 @@ def test_a_pass_computes_what_a_round_needs(num_drafts):
 
 @pytest.mark.slow
 def test_shapes_of_weights_compile_the_program_that_weights_do():
-    config = ModelConfig.from_hf(h200.config_of("9b", options_of()))
+    config = config_from_hf(h200.config_of("9b", options_of()))
     setting = h200.setting_of(options_of("--context", "16"))
     models = Models.random(config, config, setting)
     shapes = Models.abstract(config, config, setting, models.mesh)

@@ -34,6 +34,38 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/oracles.py",
         "models run through it, on one device and on eight",
     ),
+    "jaxspec/models/__init__.py": (
+        "tests/models/gemma2/test_module.py",
+        "what it owns is an address",
+    ),
+    "jaxspec/models/gemma2/__init__.py": (
+        "tests/models/gemma2/test_module.py",
+        "what it owns is an address",
+    ),
+    "jaxspec/models/gemma2/config.py": (
+        "tests/test_config.py",
+        "a part of the engine's config",
+    ),
+    "jaxspec/models/gemma2/turns.py": (
+        "tests/test_chat.py",
+        "turns are how a chat is written",
+    ),
+    "jaxspec/models/layers.py": (
+        "tests/models/gemma2/test_network.py",
+        "a network is made of layers",
+    ),
+    "jaxspec/models/matrices.py": (
+        "tests/models/test_cpu.py",
+        "every form is tested like the dense one, and against it",
+    ),
+    "jaxspec/models/network.py": (
+        "tests/oracles.py",
+        "models run through it",
+    ),
+    "jaxspec/models/params.py": (
+        "tests/models/test_weights.py",
+        "a declaration is what weights are made of",
+    ),
     "kernels/jaxspec_kernels/bench_clock.py": (
         "tests/kernels/test_bench.py",
         "a part of the command",

@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from jaxspec import LLM, SamplingParams
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec_checkpoints import bundled_draft, bundled_target, open_checkpoint
-from jaxspec_checkpoints.published import published_config
+from jaxspec_checkpoints.gemma2.published import published_config
 from jaxspec_checkpoints.writing import write_checkpoint
 from tests.notebooks import (
     FOLDER,

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspec.config import ModelConfig
+from jaxspec.models.families import config_from_hf
 from jaxspec.program.plan import PoolShape, StepShape
 from jaxspec.program.state import EngineState
 from jaxspec.program.step import ProgramConfig
 from jaxspec.sharding import make_mesh
-from jaxspec_checkpoints.published import published_config
+from jaxspec_checkpoints.gemma2.published import published_config
 
 SHAPE = StepShape(num_seqs=1, num_draft_tokens=2, chunk=0)
 POOL = PoolShape(num_rows=1, num_pages=4, page_size=4, max_model_len=8, vocab_size=16)
@@ -56,7 +56,7 @@ def lower_round(program, shape, arguments, *, name):
 
 
 def make_program(num_devices: int = 1) -> ProgramConfig:
-    target = ModelConfig.from_hf(published_config("2b"))
+    target = config_from_hf(published_config("2b"))
     return ProgramConfig(target=target, pool=POOL, mesh=make_mesh(num_devices))
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxspec_checkpoints.layout import Sizes
+from jaxspec_checkpoints.layout import Layout, Sizes
 from jaxspec_checkpoints.tensor import Tensor
 
 # The files beside the weights that make a folder a model, in every format.
@@ -26,6 +26,7 @@ class Checkpoint:
 
     Attributes:
         format: "hf", "kaggle" or "orbax".
+        layout: What tensors its family has.
         folder: Where the weights are.
         config: Content of HuggingFace's `config.json`; derived from the shapes where
             the format has none.
@@ -35,6 +36,7 @@ class Checkpoint:
     """
 
     format: str
+    layout: Layout
     folder: Path
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]

@@ -1,5 +1,6 @@
 """HuggingFace folders: `model.safetensors`, whole or in shards with an index."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.files import check_inside, listing, read_json, side_files
-from jaxspec_checkpoints.layout import Sizes, check_tensors
+from jaxspec_checkpoints.layout import Layout, Sizes, check_tensors, layout_of
 from jaxspec_checkpoints.tensor import Tensor
 
 SINGLE = "model.safetensors"
@@ -25,7 +26,7 @@ def is_huggingface(folder: Path) -> bool:
     return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
 
 
-def open_huggingface(folder: Path) -> Checkpoint:
+def open_huggingface(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
     """Check a folder and describe it; no weight is read.
 
     Raises:
@@ -41,9 +42,11 @@ def open_huggingface(folder: Path) -> Checkpoint:
     if config.get("tie_word_embeddings") in (None, True):
         # A copy of the embedding, written by some exporters.
         tensors.pop("lm_head.weight", None)
-    check_tensors(Sizes.from_config(config), tensors)
+    layout = layout_of(config, layouts)
+    check_tensors(layout, Sizes.from_config(config), tensors)
     return Checkpoint(
         format="hf",
+        layout=layout,
         folder=folder,
         config=config,
         generation_config=read_json(generation) if generation else {},

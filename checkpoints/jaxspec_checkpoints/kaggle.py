@@ -11,14 +11,20 @@ from jaxspec_checkpoints.casting import cast_blocks
 from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.files import check_inside, read_json, side_files
-from jaxspec_checkpoints.flax_layout import EMBEDDER, leaf_shapes, views
-from jaxspec_checkpoints.flax_tree import read_tree
-from jaxspec_checkpoints.layout import Sizes, check_tensors, common_dtype
-from jaxspec_checkpoints.published import (
+from jaxspec_checkpoints.gemma2.flax_layout import EMBEDDER, leaf_shapes, views
+from jaxspec_checkpoints.gemma2.flax_tree import read_tree
+from jaxspec_checkpoints.gemma2.published import (
+    GEMMA2,
     PAD_ROWS,
     is_gating_model_first,
     published_config,
-    published_name,
+)
+from jaxspec_checkpoints.layout import (
+    Layout,
+    Sizes,
+    check_tensors,
+    common_dtype,
+    layout_of,
 )
 from jaxspec_checkpoints.storage import ArrayWriter, is_orbax, open_arrays
 from jaxspec_checkpoints.tensor import Tensor
@@ -29,7 +35,7 @@ def is_kaggle(folder: Path) -> bool:
     return is_orbax(folder) or bool(_variants(folder))
 
 
-def open_kaggle(folder: Path) -> Checkpoint:
+def open_kaggle(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
     """Check a folder and describe it; no weight is read.
 
     Args:
@@ -44,17 +50,19 @@ def open_kaggle(folder: Path) -> Checkpoint:
     tree = read_tree(weights, open_arrays(weights))
     if "config.json" in found:
         config = read_json(found["config.json"])
-        sizes = Sizes.from_config(config)
+        layout, sizes = layout_of(config, layouts), Sizes.from_config(config)
         tensors = tree.tensors(sizes)
     else:
+        layout = GEMMA2
         sizes = tree.sizes()
         config = _published(weights, sizes)
         tensors = tree.tensors(sizes)
         config["torch_dtype"] = common_dtype(tensors).name
-    check_tensors(sizes, tensors)
+    check_tensors(layout, sizes, tensors)
     generation = found.get("generation_config.json")
     return Checkpoint(
         format="kaggle",
+        layout=layout,
         folder=weights,
         config=config,
         generation_config=read_json(generation) if generation else {},
@@ -98,7 +106,7 @@ def _variants(folder: Path) -> list[Path]:
 
 
 def _published(folder: Path, sizes: Sizes) -> dict[str, Any]:
-    size = published_name(sizes)
+    size = GEMMA2.published_name(sizes)
     if size is None:
         raise CheckpointError(
             f"{folder} has no config.json, and the shapes are those of no published "
@@ -125,7 +133,7 @@ def write_kaggle(
         CheckpointError: A tensor is damaged, cannot be cast, or the sizes leave it open
             which way `gating_einsum` is.
     """
-    size = published_name(sizes)
+    size = GEMMA2.published_name(sizes)
     is_model_first = is_gating_model_first(sizes)
     if sizes.hidden_size == sizes.intermediate_size:
         raise CheckpointError(

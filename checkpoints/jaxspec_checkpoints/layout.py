@@ -1,11 +1,11 @@
-"""Owns the canonical layout of Gemma 2: which tensors there are, and their shapes.
+"""Owns the canonical layout: what there is to say of any family's tensors.
 
 The names and the (out, in) order are HuggingFace's; every format is read into this and
 written from it. Knows nothing of files.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,13 +34,8 @@ class Sizes:
         """Take the sizes out of the content of a HuggingFace `config.json`.
 
         Raises:
-            CheckpointError: It is of another architecture, or a size is none.
+            CheckpointError: A size is none.
         """
-        kind = config.get("model_type", "gemma2")
-        if kind != "gemma2":
-            raise CheckpointError(
-                f"config.json: model_type must be 'gemma2', got {kind!r:.80}"
-            )
         names = {
             "vocab_size": "vocab_size",
             "hidden_size": "hidden_size",
@@ -62,38 +57,45 @@ class Sizes:
         return cls(**values)
 
 
-def layer_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of one layer, by its name within the layer."""
-    model, hidden = sizes.hidden_size, sizes.intermediate_size
-    queries = sizes.num_q_heads * sizes.head_dim
-    keys = sizes.num_kv_heads * sizes.head_dim
-    return {
-        "input_layernorm.weight": (model,),
-        "post_attention_layernorm.weight": (model,),
-        "pre_feedforward_layernorm.weight": (model,),
-        "post_feedforward_layernorm.weight": (model,),
-        "self_attn.q_proj.weight": (queries, model),
-        "self_attn.k_proj.weight": (keys, model),
-        "self_attn.v_proj.weight": (keys, model),
-        "self_attn.o_proj.weight": (model, queries),
-        "mlp.gate_proj.weight": (hidden, model),
-        "mlp.up_proj.weight": (hidden, model),
-        "mlp.down_proj.weight": (model, hidden),
-    }
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What is particular to the tensors of one family.
+
+    Attributes:
+        title: What people call the family.
+        tensor_shapes: Shape of every tensor of a model, by its canonical name.
+        published: Sizes of the models that there are, by their names.
+    """
+
+    title: str
+    tensor_shapes: Callable[[Sizes], dict[str, tuple[int, ...]]]
+    published: Mapping[str, Sizes] = field(default_factory=dict)
+
+    def published_name(self, sizes: Sizes) -> str | None:
+        """Return the name of the model with these sizes; None if there is none."""
+        found = (name for name, each in self.published.items() if each == sizes)
+        return next(found, None)
 
 
-def tensor_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a model, by its canonical name."""
-    shapes: dict[str, tuple[int, ...]] = {
-        EMBEDDING: (sizes.vocab_size, sizes.hidden_size)
-    }
-    for layer in range(sizes.num_layers):
-        for name, shape in layer_shapes(sizes).items():
-            shapes[f"model.layers.{layer}.{name}"] = shape
-    return shapes | {"model.norm.weight": (sizes.hidden_size,)}
+def layout_of(config: Mapping[str, Any], layouts: Mapping[str, Layout]) -> Layout:
+    """Find the layout that the content of a `config.json` asks for.
+
+    Args:
+        layouts: By `model_type`; a config without one means the first.
+
+    Raises:
+        CheckpointError: It is of another architecture.
+    """
+    kind = config.get("model_type", next(iter(layouts)))
+    if not isinstance(kind, str) or kind not in layouts:
+        allowed = " or ".join(map(repr, layouts))
+        raise CheckpointError(
+            f"config.json: model_type must be {allowed}, got {kind!r:.80}"
+        )
+    return layouts[kind]
 
 
-def check_tensors(sizes: Sizes, tensors: Mapping[str, Tensor]) -> None:
+def check_tensors(layout: Layout, sizes: Sizes, tensors: Mapping[str, Tensor]) -> None:
     """Check that `tensors` are exactly the model that the config describes.
 
     Raises:
@@ -107,10 +109,10 @@ def check_tensors(sizes: Sizes, tensors: Mapping[str, Tensor]) -> None:
             f"checkpoint has only {len(tensors)} tensors: it is incomplete, or the "
             "config is another model's"
         )
-    expected = tensor_shapes(sizes)
+    expected = layout.tensor_shapes(sizes)
     for name, tensor in tensors.items():
         if name not in expected:
-            raise CheckpointError(_unknown(name, tensor, sizes))
+            raise CheckpointError(_unknown(name, tensor, layout, sizes))
         if tensor.shape != expected[name]:
             raise CheckpointError(
                 f"tensor {name!r} has shape {tensor.shape}, config.json asks for "
@@ -127,15 +129,16 @@ def check_tensors(sizes: Sizes, tensors: Mapping[str, Tensor]) -> None:
         raise CheckpointError(f"the checkpoint has no tensor {missing[0]!r}{more}")
 
 
-def _unknown(name: str, tensor: Tensor, sizes: Sizes) -> str:
+def _unknown(name: str, tensor: Tensor, layout: Layout, sizes: Sizes) -> str:
     start, _, rest = name.partition("model.layers.")
     number, _, part = rest.partition(".")
-    if not start and number.isdigit() and part in layer_shapes(sizes):
+    in_first = f"model.layers.0.{part}" in layout.tensor_shapes(sizes)
+    if not start and number.isdigit() and in_first:
         return (
             f"tensor {name!r} belongs to a layer that config.json "
             f"(num_hidden_layers={sizes.num_layers}) does not have ({tensor.source})"
         )
-    return f"tensor {name!r} is not part of Gemma 2 ({tensor.source})"
+    return f"tensor {name!r} is not part of {layout.title} ({tensor.source})"
 
 
 def common_dtype(tensors: Mapping[str, Tensor]) -> np.dtype:

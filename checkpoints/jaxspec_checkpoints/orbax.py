@@ -17,7 +17,7 @@ from jaxspec_checkpoints.casting import cast_blocks
 from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.files import check_inside, listing, read_json, side_files
-from jaxspec_checkpoints.layout import Sizes, check_tensors
+from jaxspec_checkpoints.layout import Layout, Sizes, check_tensors, layout_of
 from jaxspec_checkpoints.storage import (
     ArrayWriter,
     Slabs,
@@ -38,7 +38,7 @@ def is_own(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def open_own(folder: Path) -> Checkpoint:
+def open_own(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
     """Check a folder and describe it; no weight is read.
 
     Raises:
@@ -66,10 +66,12 @@ def open_own(folder: Path) -> Checkpoint:
         name: _tensor(folder, name, record, arrays.get(name))
         for name, record in recorded.items()
     }
-    check_tensors(Sizes.from_config(config), tensors)
+    layout = layout_of(config, layouts)
+    check_tensors(layout, Sizes.from_config(config), tensors)
     generation = found.get("generation_config.json")
     return Checkpoint(
         format="orbax",
+        layout=layout,
         folder=folder,
         config=config,
         generation_config=read_json(generation) if generation else {},

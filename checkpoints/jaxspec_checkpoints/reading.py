@@ -16,8 +16,10 @@ from jaxspec_checkpoints.files import (
     readable,
     side_files,
 )
+from jaxspec_checkpoints.gemma2.published import GEMMA2
 from jaxspec_checkpoints.huggingface import is_huggingface, open_huggingface
 from jaxspec_checkpoints.kaggle import is_kaggle, kaggle_files, open_kaggle
+from jaxspec_checkpoints.layout import Layout
 from jaxspec_checkpoints.orbax import is_own, open_own
 
 # A mark beside a folder that `write_checkpoint` has not finished.
@@ -31,10 +33,17 @@ _FORMATS = {
     "kaggle": (is_kaggle, open_kaggle),
 }
 FORMATS = tuple(_FORMATS)
+# The families that this package knows by itself.
+LAYOUTS = {"gemma2": GEMMA2}
 
 
-def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Find out the format of a folder and check that it is a whole Gemma 2.
+def open_checkpoint(
+    folder: str | Path, layouts: Mapping[str, Layout] = LAYOUTS
+) -> Checkpoint:
+    """Find out the format of a folder and check that it is a whole model.
+
+    Args:
+        layouts: Of the families that it may be of, by their `model_type`.
 
     Raises:
         CheckpointError: It is no folder, of no known format, or what is in it does not
@@ -42,10 +51,10 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     """
     folder = expand(folder)
     with readable(folder):
-        return _open(folder)
+        return _open(folder, layouts)
 
 
-def _open(folder: Path) -> Checkpoint:
+def _open(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
     for place in (folder, *folder.absolute().parents[:2]):
         if (place / INCOMPLETE).is_file():
             raise CheckpointError(
@@ -54,7 +63,7 @@ def _open(folder: Path) -> Checkpoint:
             )
     for is_format, open_format in _FORMATS.values():
         if folder.is_dir() and is_format(folder):
-            return open_format(folder)
+            return open_format(folder, layouts)
     raise CheckpointError(
         f"{folder} holds no checkpoint: expected model.safetensors or its index "
         "(HuggingFace), an Orbax folder (Kaggle/Flax), or a converted one; found: "

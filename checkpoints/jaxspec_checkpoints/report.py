@@ -4,7 +4,6 @@ import math
 
 from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.layout import Sizes, common_dtype
-from jaxspec_checkpoints.published import published_name
 
 _FORMATS = {
     "hf": "HuggingFace safetensors",
@@ -20,12 +19,13 @@ def describe(checkpoint: Checkpoint) -> str:
     sizes = checkpoint.sizes
     dtypes = sorted({tensor.dtype.name for tensor in checkpoint.tensors.values()})
     main = common_dtype(checkpoint.tensors).name
-    name = published_name(sizes)
+    layout = checkpoint.layout
+    name, title = layout.published_name(sizes), layout.title
     lines = [
         ("format", f"{checkpoint.format} ({_FORMATS[checkpoint.format]})"),
         (
             "model",
-            f"Gemma 2 {name.upper()}" if name else "Gemma 2 of an unpublished size",
+            f"{title} {name.upper()}" if name else f"{title} of an unpublished size",
         ),
         ("layers", f"{sizes.num_layers}, sliding window {_window(checkpoint)}"),
         ("hidden", f"{sizes.hidden_size}, feed-forward {sizes.intermediate_size}"),

@@ -1,7 +1,8 @@
 """The training form of Gemma 2: dense causal attention, float32 residual, bf16 matmuls.
 
-The serving form (paged KV, `jaxspec.models.gemma2`) is tested against HuggingFace; this
-one exports to the same HuggingFace names, so a mistake here shows as a loss there.
+The serving form (paged KV, `jaxspec.models.gemma2.network`) is tested against
+HuggingFace; this one exports to the same HuggingFace names, so a mistake here shows as
+a loss there.
 """
 
 from typing import Any

@@ -131,7 +131,7 @@ class Offline:
             "platform": devices[0].platform,
             "kind": devices[0].device_kind,
             "count": len(devices),
-            "dtype": str(runner.params[0]["embedding"].dtype),
+            "dtype": str(runner.dtype),
             "copy_bytes_per_s": copy_bandwidth(devices[0]) * len(devices),
             "cost_ratio": cost_ratio(self.engine),
         }

@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 from jaxspec.bench.measure import Batch
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.models.weights import bind
+from jaxspec.models.network import build_network
 from jaxspec.program.propose.proposal import Context, Proposal
 from jaxspec.program.region import make_region
 from jaxspec.program.round import logits_of
@@ -141,9 +141,8 @@ def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
     passes: list[tuple[Any, Any, int]] = [(engine.config.model_config, target, 1)]
     draft = engine.config.draft_model_config
     passes += [(draft, own, num_draft_tokens) for own in proposers if own is not None]
-    total = 0
+    total, item = 0, engine.runner.dtype.itemsize
     for model, params, count in passes:
-        item = params["embedding"].dtype.itemsize
         matrices = jax.tree.leaves(params, is_leaf=lambda node: hasattr(node, "nbytes"))
         weights = sum(matrix.nbytes for matrix in matrices)
         total += count * (weights + kv_len * model.kv_bytes_per_token(item))
@@ -228,7 +227,7 @@ def _verify(
         jnp.broadcast_to(active.is_active[:, None], tokens.shape),
         config.pool,
     )
-    target = bind(config.target, params[0], config.backend(TARGET_MESH_AXES))
+    target = build_network(config.target, params[0], config.backend(TARGET_MESH_AXES))
     hidden, pages = target.hidden(region, state.target_pages)
     logits, _ = logits_of(target, hidden.rows, tokens.size)
     return dataclasses.replace(state, target_pages=pages), logits

@@ -28,8 +28,9 @@ from jaxspec.errors import (
     check_integer,
     wrong_argument,
 )
+from jaxspec.models.families import config_from_folder
 from jaxspec.speculation import DEFAULT_DRAFT_TOKENS, SpeculativeConfig
-from jaxspec_checkpoints.published import PAD_ROWS
+from jaxspec_checkpoints.gemma2.published import PAD_ROWS
 
 DEFAULT_MAX_NUM_SEQS = 8
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
@@ -218,7 +219,7 @@ class EngineArgs:
         """
         self.__post_init__()
         folder = _fetched(self, self.model, "model", revision=self.revision)
-        model = ModelConfig.from_folder(folder)
+        model = config_from_folder(folder)
         max_model_len = self.max_model_len
         if max_model_len is None:
             max_model_len = min(model.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
@@ -309,7 +310,7 @@ def _speculative(
     if "model" in merged:
         revision = (args.speculative_config or {}).get("revision")
         folder = _fetched(args, merged["model"], "speculative_model", revision=revision)
-        draft = ModelConfig.from_folder(folder)
+        draft = config_from_folder(folder)
         merged["model"] = str(folder)
     if "num_speculative_tokens" not in merged:
         merged["num_speculative_tokens"] = DEFAULT_DRAFT_TOKENS

@@ -28,7 +28,7 @@ from jaxspec.engine.runner import (
     proposer_params,
 )
 from jaxspec.errors import ConfigError, wrong_argument
-from jaxspec.models.weights import abstract_params, suit_devices
+from jaxspec.models.weights import abstract_params
 from jaxspec.program.rows import init_rows
 from jaxspec.program.state import EngineState, init_token_pages
 from jaxspec.program.step import ProgramConfig
@@ -123,15 +123,13 @@ def describe_mesh(name: str | None, config: EngineConfig) -> Mesh:
 def describe(config: EngineConfig, mesh: Mesh) -> tuple[ProgramConfig, Arguments]:
     """What all programs of an engine share, and the forms of what they are given."""
     pool = pool_of(config)
-    options: dict[str, Any] = dict(dtype=choose_dtype(config.dtype, mesh), mesh=mesh)
+    dtype = choose_dtype(config.dtype, mesh)
+    options: dict[str, Any] = dict(dtype=dtype, mesh=mesh)
     target = abstract_params(config.model_config, **options)
     draft = None
     if config.draft_model_config is not None:
         options |= dict(mesh_axes=DRAFT_MESH_AXES)
         draft = abstract_params(config.draft_model_config, **options)
-    for given in filter(None, (target, draft)):
-        suit_devices(given, mesh)
-
     program = program_of(config, mesh)
     params = target, proposer_params(program, draft)
 
@@ -143,7 +141,7 @@ def describe(config: EngineConfig, mesh: Mesh) -> tuple[ProgramConfig, Arguments
     state = forms(
         rows=jax.tree.map(form, init_rows(pool)),
         token_pages=form(init_token_pages(pool)),
-        **device_forms(program, *params),
+        **device_forms(program, dtype),
         forced_acceptance=form(np.array(chances, np.float32)) if chances else None,
     )
     return program, (*params, state)

@@ -9,7 +9,9 @@ from jaxspec.config import EngineConfig
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import Runner, build_mesh, choose_dtype
 from jaxspec.errors import ConfigError, wrong_argument
-from jaxspec.models.weights import Params, load_params, random_params, suit_devices
+from jaxspec.models.families import family_of, layouts
+from jaxspec.models.params import Params
+from jaxspec.models.weights import load_params, random_params
 from jaxspec.sharding import DRAFT_MESH_AXES, Mesh
 from jaxspec.tokenizer import NoTokenizer, Tokenizer, check_same_tokenizer
 from jaxspec_checkpoints import CheckpointError, Tensor, model_files, open_checkpoint
@@ -43,7 +45,8 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
         reason = f"{config.model} has no tokenizer file"
         _log.warning("%s: prompts are token ids, outputs have no text", reason)
         return NoTokenizer(reason)
-    tokenizer = Tokenizer.from_folder(config.tokenizer, config.chat_template)
+    turns = family_of(config.model_config).turns
+    tokenizer = Tokenizer.from_folder(config.tokenizer, config.chat_template, turns)
     num_rows = config.model_config.vocab_size
     if tokenizer.vocab_size > num_rows:
         raise ConfigError(
@@ -98,12 +101,8 @@ def load_weights(config: EngineConfig, mesh: Mesh) -> tuple[Params, Params | Non
     """
     dtype = choose_dtype(config.dtype, mesh)
     if _is_dummy(config):
-        found = _random_weights(config, mesh, dtype)
-    else:
-        found = _read_weights(config, mesh, dtype)
-    for params in filter(None, found):
-        suit_devices(params, mesh)
-    return found
+        return _random_weights(config, mesh, dtype)
+    return _read_weights(config, mesh, dtype)
 
 
 def _read_weights(
@@ -152,7 +151,7 @@ def _random_weights(
 
 def _open(config: EngineConfig, folder: str, argument: str) -> Mapping[str, Tensor]:
     try:
-        checkpoint = open_checkpoint(folder)
+        checkpoint = open_checkpoint(folder, layouts())
     except CheckpointError as error:
         # Target and draft are read alike: say which of them this is.
         message = f"{argument}: {error}"

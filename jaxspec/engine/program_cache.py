@@ -36,7 +36,7 @@ from jax._src import config as thread_settings
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
-from jaxspec.models.weights import Params
+from jaxspec.models.params import Params
 from jaxspec.program.plan import StepShape
 from jaxspec.program.state import EngineState
 from jaxspec.program.step import ProgramConfig, lower_step

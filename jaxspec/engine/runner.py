@@ -21,7 +21,7 @@ from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.shapes import EveryProgram, Programs
 from jaxspec.engine.structured_output import TokenMasks
 from jaxspec.errors import ConfigError
-from jaxspec.models.weights import Params
+from jaxspec.models.params import Params
 from jaxspec.program.plan import Features, PoolShape, StepPlan, StepShape
 from jaxspec.program.propose import proposers_of
 from jaxspec.program.rows import init_rows
@@ -40,6 +40,7 @@ class Runner:
         compiler: Makes the programs, in a thread of its own.
         compiles_beside: Whether launches go on in other programs while one is made.
             Otherwise every launch has its own, and waits for it.
+        dtype: The type of both models' weights.
         num_launches: Programs launched so far: one per round.
         token_masks: Host callback that computes grammar masks for the programs.
         cache: Where programs are read from, and kept.
@@ -53,6 +54,7 @@ class Runner:
         draft_params: Params | None,
     ):
         self.config, self.mesh = config, mesh
+        self.dtype = resolve_dtype(config.dtype, mesh)
         self.token_masks = TokenMasks(config.model_config.vocab_size)
         self._plan_placement = replicated(mesh)
         self.pool = pool_of(config)
@@ -76,7 +78,7 @@ class Runner:
         return EngineState(
             rows=rows,
             token_pages=token_pages,
-            **init_zeros(device_forms(self.program, *self.params)),
+            **init_zeros(device_forms(self.program, self.dtype)),
             forced_acceptance=self._forced_acceptance(),
         )
 
@@ -233,15 +235,14 @@ def proposer_params(
     return tuple(draft_params if one.has_params else None for one in program.proposers)
 
 
-def device_forms(
-    program: ProgramConfig, params: Params, proposer_params: tuple[Params | None, ...]
-) -> dict[str, Any]:
+def device_forms(program: ProgramConfig, dtype: jnp.dtype) -> dict[str, Any]:
     """Shapes and placement of the target's pages and of what proposers keep."""
     pool, mesh = program.pool, program.mesh
-    given = zip(program.proposers, proposer_params, strict=True)
     return dict(
-        target_pages=page_forms(program.target, params, pool, mesh, TARGET_MESH_AXES),
-        proposers=tuple(one.state_forms(own, pool, mesh) for one, own in given),
+        target_pages=page_forms(program.target, dtype, pool, mesh, TARGET_MESH_AXES),
+        proposers=tuple(
+            one.state_forms(dtype, pool, mesh) for one in program.proposers
+        ),
     )
 
 
@@ -252,20 +253,23 @@ def build_mesh(config: EngineConfig) -> Mesh:
 
 
 def choose_dtype(name: str, mesh: Mesh) -> jnp.dtype:
-    """Resolve `dtype="auto"`: bfloat16, unless a CPU has no instructions for it.
+    """Resolve `dtype="auto"`, and log what it became."""
+    chosen = resolve_dtype(name, mesh)
+    if name == "auto":
+        _log.info("dtype=auto: %s on %s", chosen, mesh.devices.flat[0].platform)
+    return chosen
+
+
+def resolve_dtype(name: str, mesh: Mesh) -> jnp.dtype:
+    """The type of weights; "auto": bfloat16, if a CPU has instructions for it.
 
     Without them XLA:CPU converts every weight to float32 on each use, six times slower
     than float32 weights.
     """
     if name != "auto":
         return jnp.dtype(name)
-    device = mesh.devices.flat[0].platform
-    if device != "cpu" or _cpu_has_bfloat16():
-        chosen = jnp.dtype(jnp.bfloat16)
-    else:
-        chosen = jnp.dtype(jnp.float32)
-    _log.info("dtype=auto: %s on %s", chosen, device)
-    return chosen
+    is_slow = mesh.devices.flat[0].platform == "cpu" and not _cpu_has_bfloat16()
+    return jnp.dtype(jnp.float32 if is_slow else jnp.bfloat16)
 
 
 def _cpu_has_bfloat16() -> bool:

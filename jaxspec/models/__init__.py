@@ -1,1 +1,16 @@
-"""The models: `batch` (what a forward pass is given), `gemma2`, `weights`."""
+"""The networks: `families` says which there are.
+
+Reading order: `batch` (what a forward pass is given), `network` (what the program asks
+of one), `gemma2`, `params` and `weights` (how parameters are declared, read and made),
+`matrices` (the forms they lie in), `backend` (kernels and devices), `cpu`.
+"""
+
+import importlib
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: it reaches jax and flax.
+    if name != "Gemma2":
+        raise AttributeError(f"module 'jaxspec.models' has no attribute {name!r}")
+    return importlib.import_module("jaxspec.models.gemma2.module").Gemma2

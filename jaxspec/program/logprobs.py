@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.backend import Backend
-from jaxspec.models.gemma2 import Gemma2
+from jaxspec.models.network import Network
 from jaxspec.program.plan import NO_TOKEN, TILE, StepShape
 from jaxspec.program.wire import num_columns
 from jaxspec_kernels.sums import row_sums
@@ -118,7 +118,7 @@ def blank(
 
 
 def tell_prompt(
-    model: Gemma2,
+    model: Network,
     hidden: Float[Array, "token model"],
     tokens: Int[Array, " token"],
     after: Int[Array, " tile"],

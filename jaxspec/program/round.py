@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.gemma2 import Gemma2
+from jaxspec.models.network import Network
 from jaxspec.program import logprobs
 from jaxspec.program.controls import Adjust
 from jaxspec.program.plan import TILE, PoolShape, StepShape
@@ -53,7 +53,7 @@ class Round:
         forced_acceptance: Chance of each draft to stay; None lets the rules decide.
     """
 
-    target: Gemma2
+    target: Network
     active: Active
     num_draft: Int[Array, " seq"]
     may_be_plain: bool
@@ -150,7 +150,7 @@ class Round:
 
 
 def logits_of(
-    model: Gemma2, hidden: Float[Array, "token model"], num_decode: int
+    model: Network, hidden: Float[Array, "token model"], num_decode: int
 ) -> tuple[Float[Array, "decode vocab"], Float[Array, "tile vocab"]]:
     """Logits of all decode rows and of the last row of every tile."""
     last = hidden[num_decode:].reshape(-1, TILE, hidden.shape[1])[:, -1]

@@ -10,10 +10,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Num
 
 from jaxspec.config import ModelConfig
-from jaxspec.models.weights import Params, laid_out
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.rows import Rows
-from jaxspec.sharding import named_sharding
+from jaxspec.sharding import kv_copies, named_sharding, num_parts
 from jaxspec_kernels import storage_dtype
 
 
@@ -33,19 +32,25 @@ class EngineState:
 
 def page_forms(
     config: ModelConfig,
-    params: Params,
+    dtype: jnp.dtype,
     pool: PoolShape,
     mesh: Mesh,
     mesh_axes: tuple[str, ...],
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes and placement of a model's pages, one array per layer."""
-    config = laid_out(config, params)
-    shape = (pool.num_pages, pool.page_size, 2 * config.num_kv_heads, config.head_dim)
+    """Shapes and placement of a model's pages, one array per layer.
+
+    Args:
+        dtype: The type of the model's weights.
+    """
+    parts = num_parts(mesh, mesh_axes)
+    heads = config.num_kv_heads
+    heads *= kv_copies(config.num_q_heads, heads, parts)
+    shape = (pool.num_pages, pool.page_size, 2 * heads, config.head_dim)
     names = ("page", None, "kv_head", None)
     placement = named_sharding(mesh, names, shape, unit=2, mesh_axes=mesh_axes)
     platform = mesh.devices.flat[0].platform
-    dtype = storage_dtype(params["embedding"].dtype, platform)
-    form = jax.ShapeDtypeStruct(shape, dtype, sharding=placement)
+    stored = storage_dtype(dtype, platform)
+    form = jax.ShapeDtypeStruct(shape, stored, sharding=placement)
     return (form,) * config.num_layers
 
 

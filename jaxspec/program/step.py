@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.weights import Params, bind
+from jaxspec.models.network import build_network
+from jaxspec.models.params import Params
 from jaxspec.program import controls, grammar, logprobs
 from jaxspec.program.plan import PoolShape, StepShape
 from jaxspec.program.propose.proposal import Context, Proposal, Proposer
@@ -220,7 +221,7 @@ def _judge(
 ) -> Judged:
     backend, pool = config.backend(TARGET_MESH_AXES), config.pool
     this = Round(
-        target=bind(config.target, params, backend),
+        target=build_network(config.target, params, backend),
         active=launch.active,
         num_draft=num_draft,
         may_be_plain=all(one.may_find_none for one in config.proposers),

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.config import ModelConfig
 from jaxspec.engine import llm_engine
 from jaxspec.engine.runner import Runner
+from jaxspec.models.families import config_from_hf
 from jaxspec.models.weights import Params, load_params
 from jaxspec.sharding import make_mesh
 from jaxspec_checkpoints import Checkpoint, Sizes, open_checkpoint
-from jaxspec_checkpoints.flax_layout import leaf_shapes
-from jaxspec_checkpoints.published import (
+from jaxspec_checkpoints.gemma2.flax_layout import leaf_shapes
+from jaxspec_checkpoints.gemma2.published import (
     PAD_ROWS,
     is_gating_model_first,
     published_config,
@@ -53,7 +53,7 @@ def our_logits(size: str, params: Params) -> np.ndarray:
 
 
 def load(checkpoint: Checkpoint) -> Params:
-    config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
+    config = config_from_hf(checkpoint.config, checkpoint.generation_config)
     return load_params(
         config, checkpoint.tensors, dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1)
     )
@@ -231,7 +231,7 @@ def test_published_sizes_are_those_of_the_gemma_library(size):
     """Names and shapes of all parameters, and the numbers that no shape tells."""
     network = gemma_library.published_networks()[size]
     config = published_config(size)
-    model = ModelConfig.from_hf(config)
+    model = config_from_hf(config)
     theirs = network.config
     assert theirs.query_pre_attn_scalar() == model.query_pre_attn_scalar**-0.5
     assert theirs.attn_logits_soft_cap == model.attn_logit_softcapping

@@ -17,7 +17,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import jax
 import jax.numpy as jnp
 
-from jaxspec.config import ModelConfig
+from jaxspec.models.families import config_from_hf
 from jaxspec.models.weights import load_params
 from jaxspec.sharding import make_mesh
 from jaxspec_checkpoints import open_checkpoint
@@ -49,7 +49,7 @@ def main(folder: str) -> None:
     # What jax takes at its first transfer is not the checkpoint's.
     jax.block_until_ready(jax.device_put(jnp.zeros(8), mesh.devices.flat[7]))
     checkpoint = open_checkpoint(folder)
-    config = ModelConfig.from_hf(checkpoint.config)
+    config = config_from_hf(checkpoint.config)
     before, peak = anonymous_bytes(), Peak()
     peak.start()
     params = load_params(

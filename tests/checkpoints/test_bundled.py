@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import ModelConfig
+from jaxspec.models.families import config_from_folder
 from jaxspec_checkpoints import bundled_draft, bundled_target, open_checkpoint
 
 FOLDERS = {"target": bundled_target, "draft": bundled_draft}
@@ -22,7 +22,7 @@ def test_folder_holds_one_model(role):
 
 def test_pair_shares_its_tokens():
     target, draft = bundled_target(), bundled_draft()
-    configs = [ModelConfig.from_folder(folder) for folder in (target, draft)]
+    configs = [config_from_folder(folder) for folder in (target, draft)]
     assert configs[0].vocab_size == configs[1].vocab_size
     assert configs[0].eos_token_ids == configs[1].eos_token_ids
     tokenizers = [folder / "tokenizer.model" for folder in (target, draft)]

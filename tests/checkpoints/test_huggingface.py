@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxspec_checkpoints import CheckpointError, open_checkpoint
 from jaxspec_checkpoints.huggingface import open_huggingface, read_tensors
+from jaxspec_checkpoints.reading import LAYOUTS
 from tests.checkpoints.models import write_tiny
 
 TENSORS = {
@@ -175,14 +176,14 @@ def test_symlink_to_elsewhere_is_refused(tmp_path, name):
     (folder / name).rename(tmp_path / name)
     (folder / name).symlink_to(tmp_path / name)
     with pytest.raises(CheckpointError, match=f"{name} is a symlink that points outs"):
-        open_huggingface(folder)
+        open_huggingface(folder, LAYOUTS)
 
 
 def test_symlink_within_the_folder_is_fine(tmp_path):
     folder = make_folder(tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "weights.bin")
     (folder / "model.safetensors").symlink_to("weights.bin")
-    assert open_huggingface(folder).num_parameters > 0
+    assert open_huggingface(folder, LAYOUTS).num_parameters > 0
 
 
 def test_snapshot_of_the_hub_cache_is_fine(tmp_path):
@@ -195,7 +196,7 @@ def test_snapshot_of_the_hub_cache_is_fine(tmp_path):
     for number, path in enumerate(sorted(written.iterdir())):
         path.rename(blobs / str(number))
         (snapshot / path.name).symlink_to(Path("../../blobs") / str(number))
-    assert open_huggingface(snapshot).num_parameters > 0
+    assert open_huggingface(snapshot, LAYOUTS).num_parameters > 0
 
 
 def test_config_of_another_model_names_the_tensor(tmp_path):
@@ -205,7 +206,7 @@ def test_config_of_another_model_names_the_tensor(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     expected = r"mlp.down_proj.weight' has shape \(72, 288\), .* asks for \(72, 289\)"
     with pytest.raises(CheckpointError, match=expected):
-        open_huggingface(folder)
+        open_huggingface(folder, LAYOUTS)
 
 
 @pytest.mark.parametrize("size", [None, 0, "72", True, 7.5])
@@ -214,7 +215,7 @@ def test_config_without_a_size_is_refused(tmp_path, size):
     config = json.loads((folder / "config.json").read_text()) | {"hidden_size": size}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="hidden_size must be an integer of at"):
-        open_huggingface(folder)
+        open_huggingface(folder, LAYOUTS)
 
 
 def test_more_layers_than_there_can_be_are_refused_at_once(tmp_path):
@@ -226,7 +227,7 @@ def test_more_layers_than_there_can_be_are_refused_at_once(tmp_path):
         json.dumps(config | {"num_hidden_layers": 10**30})
     )
     with pytest.raises(CheckpointError, match="num_hidden_layers=1000.* only 13 tens"):
-        open_huggingface(folder)
+        open_huggingface(folder, LAYOUTS)
 
 
 def test_another_architecture_is_named(tmp_path):
@@ -234,14 +235,14 @@ def test_another_architecture_is_named(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gemma3"}))
     with pytest.raises(CheckpointError, match="must be 'gemma2', got 'gemma3'"):
-        open_huggingface(tmp_path)
+        open_huggingface(tmp_path, LAYOUTS)
 
 
 def test_a_tie_of_null_is_the_default(tmp_path):
     tensors = write_tiny(tmp_path, family="2b", tie_word_embeddings=None)
     copy = {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}
     save_file(tensors | copy, tmp_path / "model.safetensors")
-    assert sorted(open_huggingface(tmp_path).tensors) == sorted(tensors)
+    assert sorted(open_huggingface(tmp_path, LAYOUTS).tensors) == sorted(tensors)
 
 
 def test_copy_of_the_embedding_is_left_out(tmp_path):
@@ -250,14 +251,14 @@ def test_copy_of_the_embedding_is_left_out(tmp_path):
     held = load_file(path)
     garbage = np.full_like(held["model.embed_tokens.weight"], np.nan)
     save_file(held | {"lm_head.weight": garbage}, path)
-    assert sorted(open_huggingface(folder).tensors) == sorted(held)
+    assert sorted(open_huggingface(folder, LAYOUTS).tensors) == sorted(held)
     config = json.loads((folder / "config.json").read_text())
     config |= {"tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         CheckpointError, match="'lm_head.weight' is not part of Gemma 2"
     ):
-        open_huggingface(folder)
+        open_huggingface(folder, LAYOUTS)
 
 
 def test_pickles_are_no_checkpoint(tmp_path):

@@ -11,8 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec_checkpoints import CheckpointError, Sizes, flax_layout, kaggle, storage
+from jaxspec_checkpoints import CheckpointError, Sizes, kaggle, storage
+from jaxspec_checkpoints.gemma2 import flax_layout
 from jaxspec_checkpoints.kaggle import is_kaggle, open_kaggle, write_kaggle
+from jaxspec_checkpoints.reading import LAYOUTS
 from jaxspec_checkpoints.storage import StoredArray
 from jaxspec_checkpoints.tensor import in_memory
 from tests.checkpoints.flax_trees import FORMS, flax_leaves, restore, save
@@ -47,7 +49,7 @@ def write_mount(
 
 
 def check(folder: Path, tensors: dict[str, np.ndarray]) -> None:
-    checkpoint = open_kaggle(folder)
+    checkpoint = open_kaggle(folder, LAYOUTS)
     assert checkpoint.format == "kaggle"
     assert list(checkpoint.tensors) == list(tensors)
     for name, expected in tensors.items():
@@ -84,7 +86,7 @@ def test_stacked_layers(tmp_path, num_layers, form):
 def test_nothing_is_kept_of_a_tensor_that_was_read(tmp_path):
     """An array may be one chunk; the embedding ends before its pads do."""
     write_mount(tmp_path, use_ocdbt=False)
-    tensors = open_kaggle(tmp_path).tensors
+    tensors = open_kaggle(tmp_path, LAYOUTS).tensors
     for tensor in tensors.values():
         tensor.whole()
     for path in (tmp_path / "variant").rglob("*"):
@@ -100,17 +102,17 @@ def test_root_and_tree_are_the_same_checkpoint(tmp_path, monkeypatch):
     for folder in (tmp_path, tmp_path / "variant"):
         assert is_kaggle(folder)
         check(folder, tensors)
-        checkpoint = open_kaggle(folder)
+        checkpoint = open_kaggle(folder, LAYOUTS)
         assert checkpoint.folder == tmp_path / "variant"
         assert checkpoint.tokenizer_folder == tmp_path
     monkeypatch.chdir(tmp_path / "variant")
-    assert "tokenizer.model" in open_kaggle(Path(".")).side_files
+    assert "tokenizer.model" in open_kaggle(Path("."), LAYOUTS).side_files
 
 
 def test_file_in_the_tree_goes_first(tmp_path):
     write_mount(tmp_path)
     (tmp_path / "variant" / "tokenizer.model").write_bytes(b"other")
-    assert open_kaggle(tmp_path).tokenizer_folder == tmp_path / "variant"
+    assert open_kaggle(tmp_path, LAYOUTS).tokenizer_folder == tmp_path / "variant"
 
 
 def test_several_trees_are_listed(tmp_path):
@@ -118,8 +120,8 @@ def test_several_trees_are_listed(tmp_path):
     shutil.copytree(tmp_path / "variant", tmp_path / "another")
     expected = r"holds 2 checkpoints: name one of them \(another, variant\)"
     with pytest.raises(CheckpointError, match=expected):
-        open_kaggle(tmp_path)
-    assert open_kaggle(tmp_path / "another").folder == tmp_path / "another"
+        open_kaggle(tmp_path, LAYOUTS)
+    assert open_kaggle(tmp_path / "another", LAYOUTS).folder == tmp_path / "another"
 
 
 def test_tree_may_not_be_elsewhere(tmp_path):
@@ -128,7 +130,7 @@ def test_tree_may_not_be_elsewhere(tmp_path):
     (root / "variant").rename(tmp_path / "elsewhere")
     (root / "variant").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="variant is a symlink .* outside"):
-        open_kaggle(root)
+        open_kaggle(root, LAYOUTS)
 
 
 def test_other_folders_are_none(tmp_path):
@@ -146,7 +148,7 @@ def test_unpublished_shapes_need_a_config(tmp_path):
         "Put the model's config.json beside it"
     )
     with pytest.raises(CheckpointError, match=expected):
-        open_kaggle(tmp_path)
+        open_kaggle(tmp_path, LAYOUTS)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def test_config_is_checked_against_the_shapes(tmp_path, change, expected):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(CheckpointError, match=expected):
-        open_kaggle(tmp_path)
+        open_kaggle(tmp_path, LAYOUTS)
 
 
 @pytest.mark.parametrize("name", ["2b", "9b", "27b"])
@@ -185,7 +187,7 @@ def test_published_shapes_have_their_config(tmp_path, monkeypatch, name):
             )
     monkeypatch.setattr(kaggle, "open_arrays", lambda folder: arrays)
     (tmp_path / "_METADATA").touch()
-    checkpoint = open_kaggle(tmp_path)
+    checkpoint = open_kaggle(tmp_path, LAYOUTS)
     expected = facts["config"] | {"eos_token_id": [1, 107], "torch_dtype": "float16"}
     assert checkpoint.config == expected
     assert checkpoint.generation_config == {}
@@ -196,7 +198,7 @@ def test_published_shapes_have_their_config(tmp_path, monkeypatch, name):
 def test_generation_config_is_read(tmp_path):
     write_mount(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')
-    assert open_kaggle(tmp_path).generation_config == {"temperature": 0.5}
+    assert open_kaggle(tmp_path, LAYOUTS).generation_config == {"temperature": 0.5}
 
 
 @pytest.mark.parametrize("block_bytes", [20_000, 2**25])
@@ -280,4 +282,4 @@ def test_a_symlink_that_leads_back_to_itself(tmp_path):
     (tmp_path / "variant" / "loop").symlink_to("loop")
     if sys.version_info < (3, 13):
         with pytest.raises(CheckpointError, match="loop is a symlink that leads back"):
-            open_kaggle(tmp_path)
+            open_kaggle(tmp_path, LAYOUTS)

@@ -11,6 +11,7 @@ import pytest
 
 from jaxspec_checkpoints import CheckpointError, Sizes, orbax, storage
 from jaxspec_checkpoints.orbax import is_own, open_own, write_own
+from jaxspec_checkpoints.reading import LAYOUTS
 from jaxspec_checkpoints.storage import ArrayWriter, open_arrays
 from jaxspec_checkpoints.tensor import in_memory
 from tests.checkpoints.flax_trees import restore
@@ -56,7 +57,7 @@ def change_manifest(folder: Path, change: Any) -> None:
 
 def test_folder_is_read_bit_for_bit(written):
     assert is_own(written)
-    checkpoint = open_own(written)
+    checkpoint = open_own(written, LAYOUTS)
     assert checkpoint.format == "orbax"
     assert checkpoint.config == CONFIG
     assert checkpoint.tokenizer_folder == written
@@ -84,13 +85,13 @@ def test_chunks_are_rows_of_a_block(tmp_path, monkeypatch, block_bytes):
         row_bytes = TENSORS[name][:1].nbytes
         rows = min(len(TENSORS[name]), max(1, block_bytes // row_bytes))
         assert array.chunks == (rows, *array.shape[1:])
-    for name, tensor in open_own(tmp_path).tensors.items():
+    for name, tensor in open_own(tmp_path, LAYOUTS).tensors.items():
         assert tensor.whole().tobytes() == TENSORS[name].tobytes()
 
 
 def test_values_are_cast(tmp_path):
     write(tmp_path, dtype=np.dtype("float32"))
-    for name, tensor in open_own(tmp_path).tensors.items():
+    for name, tensor in open_own(tmp_path, LAYOUTS).tensors.items():
         np.testing.assert_array_equal(
             tensor.whole(), TENSORS[name].astype(np.float32), strict=True
         )
@@ -107,7 +108,7 @@ def test_flipped_bit_names_the_tensor(folder):
     content = bytearray(file.read_bytes())
     content[content.index(values) + len(values) // 2] ^= 1
     file.write_bytes(content)
-    tensors = open_own(folder).tensors
+    tensors = open_own(folder, LAYOUTS).tensors
     with pytest.raises(CheckpointError, match=rf"{NAME}: the bytes have sha256"):
         tensors[NAME].whole()
     other = "model.layers.0.self_attn.v_proj.weight"
@@ -129,7 +130,7 @@ def test_flipped_bit_names_the_tensor(folder):
 def test_manifest_of_another_kind_is_refused(folder, change, expected):
     change_manifest(folder, lambda manifest: manifest.update(change))
     with pytest.raises(CheckpointError, match=expected):
-        open_own(folder)
+        open_own(folder, LAYOUTS)
 
 
 @pytest.mark.parametrize(
@@ -145,19 +146,19 @@ def test_manifest_of_another_kind_is_refused(folder, change, expected):
 def test_manifest_that_disagrees_names_the_tensor(folder, change, expected):
     change_manifest(folder, lambda manifest: manifest["tensors"][NAME].update(change))
     with pytest.raises(CheckpointError, match=f"'?{NAME}.*{expected}|{expected}"):
-        open_own(folder)
+        open_own(folder, LAYOUTS)
 
 
 def test_record_that_is_no_record(folder):
     change_manifest(folder, lambda manifest: manifest["tensors"].update({NAME: 3}))
     with pytest.raises(CheckpointError, match=f"{NAME}.* is None"):
-        open_own(folder)
+        open_own(folder, LAYOUTS)
 
 
 def test_tensor_that_is_not_listed(folder):
     change_manifest(folder, lambda manifest: manifest["tensors"].pop(NAME))
     with pytest.raises(CheckpointError, match=f"holds tensor '{NAME}', which .* not"):
-        open_own(folder)
+        open_own(folder, LAYOUTS)
 
 
 def test_tensor_that_is_not_there(folder):
@@ -168,23 +169,23 @@ def test_tensor_that_is_not_there(folder):
     with pytest.raises(
         CheckpointError, match="lists tensor 'other', which .* not hold"
     ):
-        open_own(folder)
+        open_own(folder, LAYOUTS)
 
 
 def test_config_is_checked_against_the_tensors(folder):
     (folder / "config.json").write_text(json.dumps(CONFIG | {"head_dim": 8}))
     with pytest.raises(CheckpointError, match="q_proj.weight' has shape"):
-        open_own(folder)
+        open_own(folder, LAYOUTS)
 
 
 def test_missing_parts_are_named(folder):
     (folder / "weights" / "_METADATA").unlink()
     (folder / "weights" / "manifest.ocdbt").unlink()
     with pytest.raises(CheckpointError, match="weights holds no arrays; found: d"):
-        open_own(folder)
+        open_own(folder, LAYOUTS)
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match="no config.json; found: jaxspec_"):
-        open_own(folder)
+        open_own(folder, LAYOUTS)
 
 
 @pytest.mark.parametrize("name", ["weights", "jaxspec_checkpoint.json"])
@@ -192,7 +193,7 @@ def test_parts_may_not_be_elsewhere(folder, tmp_path, name):
     (folder / name).rename(tmp_path / "elsewhere")
     (folder / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=f"{name} is a symlink .* outside"):
-        open_own(folder)
+        open_own(folder, LAYOUTS)
 
 
 def test_float16_and_bfloat16_are_not_mixed_up(tmp_path):

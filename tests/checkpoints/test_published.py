@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from jaxspec_checkpoints import Sizes, tensor_shapes
-from jaxspec_checkpoints.published import (
+from jaxspec_checkpoints.gemma2.published import (
+    GEMMA2,
     is_gating_model_first,
     published_config,
-    published_name,
 )
 
 FACTS = json.loads((Path(__file__).parent / "data" / "published.json").read_text())
@@ -27,7 +27,7 @@ def test_config_is_the_published_one(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_size_is_found_by_its_config(name):
     sizes = Sizes.from_config(FACTS[name]["config"])
-    assert published_name(sizes) == name
+    assert GEMMA2.published_name(sizes) == name
     assert is_gating_model_first(sizes) == (name == "2b")
 
 
@@ -45,5 +45,5 @@ def test_canonical_tensors_are_the_published_ones(name):
 def test_any_other_number_is_no_published_size(field):
     sizes = Sizes.from_config(FACTS["2b"]["config"])
     other = dataclasses.replace(sizes, **{field: getattr(sizes, field) * 2})
-    assert published_name(other) is None
+    assert GEMMA2.published_name(other) is None
     assert not is_gating_model_first(other)

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.config import ModelConfig
-from jaxspec.models.weights import load_params, param_path
+from jaxspec.models.families import config_from_hf
+from jaxspec.models.gemma2.network import param_specs
+from jaxspec.models.weights import load_params
 from jaxspec.sharding import make_mesh
 from jaxspec_checkpoints import Sizes, bundled_target, open_checkpoint, tensor_shapes
 from jaxspec_checkpoints.report import describe, replicated, size
@@ -41,21 +42,24 @@ def test_report_of_the_bundled_target():
 def test_replication_is_what_the_engine_does(tmp_path, family, num_devices, shape):
     write_tiny(tmp_path, family=family, num_hidden_layers=1, **shape)
     checkpoint = open_checkpoint(tmp_path)
+    config = config_from_hf(checkpoint.config)
     params = load_params(
-        ModelConfig.from_hf(checkpoint.config),
+        config,
         checkpoint.tensors,
         dtype=jnp.dtype(jnp.float32),
         mesh=make_mesh(num_devices),
     )
     whole = replicated(checkpoint.sizes, num_devices)
-    for name in checkpoint.tensors:
-        leaf = params
-        for key in param_path(name)[0]:
-            leaf = leaf[str(key)]
+    for path, spec in param_specs(config).items():
+        node = params
+        for key in path:
+            node = node[key]
+        leaf = jax.tree.leaves(node)[0]
         assert isinstance(leaf, jax.Array)
         is_whole = leaf.sharding.is_fully_replicated
-        if num_devices > 1:
-            assert is_whole == (name.split(".")[-2] in whole), name
+        for name in spec.tensors:
+            if num_devices > 1:
+                assert is_whole == (name.split(".")[-2] in whole), name
 
 
 def test_mixed_types_are_said(tmp_path):

@@ -114,8 +114,7 @@ def _runner(kind: str) -> Runner:
     first = _first_engine().runner
     if kind == "noisy":
         return first
-    dtype = first.params[0]["embedding"].dtype
-    params = load_weights(draft(kind), dtype, first.mesh, DRAFT_MESH_AXES)
+    params = load_weights(draft(kind), first.dtype, first.mesh, DRAFT_MESH_AXES)
     runner = Runner(first.config, first.mesh, first.params[0], params)
     runner.compiler_options, runner.cache = first.compiler_options, first.cache
     runner.compiler, runner.compiles_beside = first.compiler, first.compiles_beside

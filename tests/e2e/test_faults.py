@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
-from jaxspec.models.panels import WIDTH
+from jaxspec.models.cpu import WIDTH
 from jaxspec.program.propose import draft_model
 from jaxspec.program.step import ProgramConfig
 from jaxspec.sampling_params import SamplingParams
@@ -59,7 +59,7 @@ def ruin_token(params: Any) -> Any:
     panel, place = divmod(BAD_TOKEN, WIDTH)
     ruined = dataclasses.replace(
         whole,
-        matrix=whole.matrix.at[BAD_TOKEN].set(jnp.nan),
+        values=whole.values.at[BAD_TOKEN].set(jnp.nan),
         panels=whole.panels.at[panel, :, place].set(jnp.nan),
     )
     return {**params, "embedding": ruined}

@@ -182,7 +182,7 @@ def test_names_do_not_follow_where_things_lie(tmp_path, monkeypatch):
 def test_sources_of_both_packages_count():
     packages = program_cache._PACKAGES
     names = {path.name for one in packages for _, path in program_cache._files(one)}
-    assert {"step.py", "gemma2.py", "reference.py"} <= names
+    assert {"step.py", "network.py", "reference.py"} <= names
 
 
 @pytest.mark.parametrize(

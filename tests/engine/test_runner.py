@@ -152,7 +152,8 @@ def test_pages_have_the_pools_shape_and_the_weights_type():
         for pages in (*state.target_pages, *draft_pages):
             assert pages.shape == (pair.SETTINGS["num_pages"], 4, 2, 8)
             assert pages.dtype == stored
-        assert engine.runner.params[0]["embedding"].dtype == jnp.dtype(dtype)
+        assert engine.runner.params[0]["embedding"].dtype == engine.runner.dtype
+        assert engine.runner.dtype == jnp.dtype(dtype)
         assert engine.runner.num_compiles == 0
 
 

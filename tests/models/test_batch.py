@@ -5,9 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.models.batch import Region, TokenBatch
-from jaxspec.models.gemma2 import init_kv_pages
-from jaxspec.models.weights import bind
-from tests.oracles import hf_logits, load_ours, make_hf_model, model_config
+from jaxspec.models.network import build_network
+from tests.oracles import (
+    hf_logits,
+    init_kv_pages,
+    load_ours,
+    make_hf_model,
+    model_config,
+)
 
 
 def region(num_seqs: int, num_queries: int) -> Region:
@@ -70,7 +75,7 @@ def test_two_regions_in_one_pass_equal_huggingface():
 
     @jax.jit
     def forward(params, batch, kv_pages):
-        model = bind(config, params)
+        model = build_network(config, params)
         hidden, _ = model.hidden(batch, kv_pages)
         return model.logits(hidden.rows)
 

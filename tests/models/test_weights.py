@@ -10,12 +10,12 @@ import pytest
 
 from jaxspec.config import ModelConfig
 from jaxspec.models import weights
-from jaxspec.models.weights import (
-    bind,
-    load_params,
-    param_path,
-    random_params,
-)
+from jaxspec.models.cpu import PanelMatrix
+from jaxspec.models.families import config_from_hf
+from jaxspec.models.gemma2.network import param_specs
+from jaxspec.models.matrices import DenseMatrix
+from jaxspec.models.network import build_network
+from jaxspec.models.weights import abstract_params, load_params, random_params
 from jaxspec.sharding import DRAFT_MESH_AXES, make_mesh
 from jaxspec_checkpoints import CheckpointError, in_memory
 from tests.oracles import TINY
@@ -23,9 +23,9 @@ from tests.oracles import TINY
 FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 
 
-def make_config(**changes: Any) -> ModelConfig:
+def make_config(**changes: Any) -> Any:
     sizes = TINY | dict(num_hidden_layers=2, model_type="gemma2") | changes
-    return ModelConfig.from_hf(sizes)
+    return config_from_hf(sizes)
 
 
 def make_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
@@ -61,7 +61,20 @@ def make_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
 
 def load(config: ModelConfig, tensors: dict[str, np.ndarray], **options: Any) -> Any:
     settings: dict[str, Any] = dict(dtype=FLOAT32, mesh=make_mesh(1)) | options
-    return load_params(config, in_memory(tensors), **settings)
+    return values_of(load_params(config, in_memory(tensors), **settings))
+
+
+def values_of(params: Any) -> Any:
+    """The tree with plain arrays, (out, in), for matrices."""
+    return jax.tree.map(
+        lambda leaf: leaf.values if isinstance(leaf, DenseMatrix) else leaf,
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, DenseMatrix),
+    )
+
+
+def make_random(config: ModelConfig, **options: Any) -> Any:
+    return values_of(random_params(config, **options))
 
 
 CONFIG = make_config()
@@ -72,13 +85,15 @@ def test_every_tensor_arrives_in_its_place():
     params = load(CONFIG, TENSORS)
     assert sorted(params) == ["embedding", "final_norm", "layers"]
     assert sorted(params["layers"]) == ["0", "1"]
-    for name, tensor in TENSORS.items():
-        path, _ = param_path(name)
+    placed = set()
+    for path, spec in param_specs(CONFIG).items():
         found = params
         for key in path:
-            found = found[str(key)]
+            found = found[key]
+        placed |= set(spec.tensors)
         if path[-1] not in ("kv_proj", "gate_up_proj"):
-            np.testing.assert_array_equal(found, tensor)
+            np.testing.assert_array_equal(found, TENSORS[spec.tensors[0]])
+    assert placed == TENSORS.keys()
 
 
 def test_key_and_value_rows_alternate_by_head():
@@ -230,7 +245,7 @@ def test_parameters_are_split_over_eight_devices(make, changes, axes, expected):
     if make == "load":
         params = load(config, make_tensors(config), **options)
     else:
-        params = random_params(config, seed=0, dtype=FLOAT32, **options)
+        params = make_random(config, seed=0, dtype=FLOAT32, **options)
     found = shard_shapes(params)
     assert {name: found[name] for name in expected} == expected
     for leaf in jax.tree.leaves(params):
@@ -249,7 +264,7 @@ def test_repeated_heads_are_copies(make):
         if make == "load":
             params = load(config, make_tensors(config), mesh=mesh)
         else:
-            params = random_params(config, seed=0, dtype=FLOAT32, mesh=mesh)
+            params = make_random(config, seed=0, dtype=FLOAT32, mesh=mesh)
         layer = params["layers"]["1"]["attention"]["kv_proj"]
         heads.append(np.asarray(layer).reshape(-1, 2 * config.head_dim, 48))
     np.testing.assert_array_equal(heads[1], np.repeat(heads[0], 4, axis=0))
@@ -257,7 +272,7 @@ def test_repeated_heads_are_copies(make):
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 def test_random_parameters_have_the_form_of_loaded_ones(dtype):
-    params = random_params(CONFIG, seed=3, dtype=dtype, mesh=make_mesh(1))
+    params = make_random(CONFIG, seed=3, dtype=dtype, mesh=make_mesh(1))
     loaded = load(CONFIG, TENSORS, dtype=dtype)
     forms = [
         jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), tree)
@@ -274,7 +289,7 @@ def test_random_parameters_have_the_form_of_loaded_ones(dtype):
 
 def test_seed_decides_random_parameters():
     first, again, other = (
-        random_params(CONFIG, seed=seed, dtype=FLOAT32, mesh=make_mesh(1))
+        make_random(CONFIG, seed=seed, dtype=FLOAT32, mesh=make_mesh(1))
         for seed in (3, 3, 4)
     )
     jax.tree.map(np.testing.assert_array_equal, first, again)
@@ -288,7 +303,7 @@ def test_seed_decides_random_parameters():
 def test_random_parameters_are_the_same_on_any_mesh():
     config = make_config(**WIDE)
     first, second = (
-        random_params(config, seed=1, dtype=FLOAT32, mesh=mesh)
+        make_random(config, seed=1, dtype=FLOAT32, mesh=mesh)
         for mesh in (make_mesh(1), make_mesh(8, 2))
     )
     jax.tree.map(np.testing.assert_array_equal, first, second)
@@ -308,12 +323,28 @@ def test_random_parameters_take_no_memory_but_their_own():
     assert memory.temp_size_in_bytes < 1024
 
 
-def test_bind_gives_a_model_over_the_same_arrays():
-    params = load(CONFIG, TENSORS)
-    model = bind(CONFIG, params)
-    layer, bound = params["layers"]["1"], model.layers[1]
-    assert model.embedding[...] is params["embedding"]
-    assert model.final_norm[...] is params["final_norm"]
-    assert bound.attention.kv_proj[...] is layer["attention"]["kv_proj"]
-    assert bound.feed_forward.down_proj[...] is layer["feed_forward"]["down_proj"]
-    assert bound.pre_feed_forward_norm[...] is layer["pre_feed_forward_norm"]
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("shards", [1, 8])
+def test_one_declaration_gives_read_random_and_abstract_parameters(shards, dtype):
+    config = make_config(**WIDE | dict(num_key_value_heads=2))
+    options: dict[str, Any] = dict(dtype=dtype, mesh=make_mesh(shards))
+    made = [
+        load_params(config, in_memory(make_tensors(config)), **options),
+        random_params(config, seed=3, **options),
+        abstract_params(config, **options),
+    ]
+    forms = [
+        [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(tree)]
+        for tree in made
+    ]
+    assert forms[0] == forms[1] == forms[2]
+    assert len(set(map(jax.tree.structure, made))) == 1
+    gate_up = made[2]["layers"]["0"]["feed_forward"]["gate_up_proj"]
+    assert isinstance(gate_up, PanelMatrix) == (shards == 1 and dtype == FLOAT32)
+
+
+def test_a_network_is_built_over_the_same_arrays():
+    params = load_params(CONFIG, in_memory(TENSORS), dtype=FLOAT32, mesh=make_mesh(1))
+    network: Any = build_network(CONFIG, params)
+    assert network.params is params
+    assert network.config is CONFIG

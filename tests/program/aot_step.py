@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from tqdm.auto import tqdm
 
 from jaxspec.config import ModelConfig
+from jaxspec.models.families import config_from_hf
 from jaxspec.models.weights import abstract_params
 from jaxspec.program.plan import PoolShape, StepShape
 from jaxspec.program.propose.draft_model import DraftModel
@@ -35,7 +36,7 @@ from jaxspec.sharding import (
     make_mesh,
     replicated,
 )
-from jaxspec_checkpoints.published import published_config
+from jaxspec_checkpoints.gemma2.published import published_config
 from tests.kernels import aot_gpu, aot_tpu
 from tests.program import hlo
 
@@ -129,7 +130,7 @@ def model(name: str, num_layers: int | None = None) -> ModelConfig:
     config = published_config(name)
     if num_layers is not None:
         config["num_hidden_layers"] = num_layers
-    return ModelConfig.from_hf(config)
+    return config_from_hf(config)
 
 
 def pool_of(place: Place, target: ModelConfig) -> PoolShape:
@@ -154,7 +155,8 @@ def lower_pair(
     mesh = describe(place)
     target, draft = model("9b", layers[0]), model("2b", layers[1])
     pool = pool_of(place, target)
-    form: Any = partial(abstract_params, dtype=jnp.dtype(jnp.bfloat16), mesh=mesh)
+    dtype = jnp.dtype(jnp.bfloat16)
+    form: Any = partial(abstract_params, dtype=dtype, mesh=mesh)
     params = form(target), form(draft, mesh_axes=DRAFT_MESH_AXES)
     forms: Any = EngineState  # of arrays that are not there
     rows, token_pages = jax.tree.map(
@@ -166,8 +168,8 @@ def lower_pair(
     state = forms(
         rows=rows,
         token_pages=token_pages,
-        target_pages=page_forms(target, params[0], pool, mesh, TARGET_MESH_AXES),
-        proposers=(page_forms(draft, params[1], pool, mesh, DRAFT_MESH_AXES),),
+        target_pages=page_forms(target, dtype, pool, mesh, TARGET_MESH_AXES),
+        proposers=(page_forms(draft, dtype, pool, mesh, DRAFT_MESH_AXES),),
     )
     config = ProgramConfig(
         target=target, proposers=(DraftModel(config=draft),), pool=pool, mesh=mesh

@@ -10,8 +10,8 @@ from jaxtyping import Array
 
 from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.gemma2 import Gemma2, Hidden
-from jaxspec.models.weights import Params, bind
+from jaxspec.models.network import Hidden, Network, build_network
+from jaxspec.models.params import Params
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose.proposal import Context, Proposal
 from jaxspec.program.region import join, make_region
@@ -45,10 +45,9 @@ class DraftModel:
         is_greedy = config.speculative.draft_sample_method == "greedy"
         return cls(config=config.draft_model_config, is_greedy=is_greedy)
 
-    def state_forms(self, params: Params | None, pool: PoolShape, mesh: Mesh) -> Any:
+    def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
         """Pages of keys and values."""
-        assert params is not None, "a draft model came without parameters"
-        return page_forms(self.config, params, pool, mesh, DRAFT_MESH_AXES)
+        return page_forms(self.config, dtype, pool, mesh, DRAFT_MESH_AXES)
 
     def prefill(self, params: Params | None, state: Pages, context: Context) -> Pages:
         """Bring the draft's pages up to date with prompt tokens."""
@@ -120,9 +119,9 @@ class DraftModel:
         num_drafts = jnp.where(is_broken, 0, num_draft_tokens)
         return Proposal(tokens, num_drafts, probs, is_broken), pages
 
-    def _model(self, params: Params | None, context: Context) -> Gemma2:
+    def _model(self, params: Params | None, context: Context) -> Network:
         assert params is not None, "a draft model came without parameters"
-        return bind(self.config, params, context.backend(DRAFT_MESH_AXES))
+        return build_network(self.config, params, context.backend(DRAFT_MESH_AXES))
 
 
 def _keep(
@@ -143,7 +142,7 @@ def _keep(
     return token, jnp.where(is_kept[:, None], certain, probs)
 
 
-def _finite_logits(model: Gemma2, hidden: Hidden) -> tuple[Array, Array]:
+def _finite_logits(model: Network, hidden: Hidden) -> tuple[Array, Array]:
     """Logits, and the rows that are NaN or infinite: theirs are those of zeros."""
     rows, is_finite = hidden
     return model.logits(jnp.where(is_finite[:, None], rows, 0)), ~is_finite

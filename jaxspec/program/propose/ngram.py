@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from jaxspec.config import EngineConfig
-from jaxspec.models.weights import Params
+from jaxspec.models.params import Params
 from jaxspec.program import history
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose.proposal import Context, Proposal
@@ -39,7 +39,7 @@ class NGram:
         assert speculative.prompt_lookup_min is not None
         return cls(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
 
-    def state_forms(self, params: Params | None, pool: PoolShape, mesh: Mesh) -> Any:
+    def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
         """Nothing is kept: the known tokens are the rows'."""
         return ()
 

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.weights import Params
+from jaxspec.models.params import Params
 from jaxspec.program.controls import Adjust
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.rows import Active
@@ -67,8 +68,12 @@ class Proposer(Protocol):
     # Whether a round may turn out to have no drafts, for any sequence.
     may_find_none: ClassVar[bool]
 
-    def state_forms(self, params: Params | None, pool: PoolShape, mesh: Mesh) -> Any:
-        """Shapes and placement of its state, which begins as zeros."""
+    def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
+        """Shapes and placement of its state, which begins as zeros.
+
+        Args:
+            dtype: Of the models' weights.
+        """
         ...
 
     def prefill(self, params: Params | None, state: Any, context: Context) -> Any:

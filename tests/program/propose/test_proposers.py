@@ -24,7 +24,7 @@ class Parrot:
     has_params: ClassVar[bool] = False
     may_find_none: ClassVar[bool] = False
 
-    def state_forms(self, params: Any, pool: Any, mesh: Any) -> Any:
+    def state_forms(self, dtype: Any, pool: Any, mesh: Any) -> Any:
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         return jax.ShapeDtypeStruct((pool.num_rows,), jnp.int32, sharding=whole)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models.gemma2 import rope_tables
+from jaxspec.models.layers import rope_tables
 from tests.oracles import (
     PagedModel,
     hf_logits,
@@ -105,7 +105,7 @@ def test_eight_devices_give_the_logits_of_one(num_q_heads, num_kv_heads):
         num_attention_heads=num_q_heads, num_key_value_heads=num_kv_heads, **SHALLOW
     )
     params = load_ours(reference, shards=8)
-    assert params["embedding"].addressable_shards[0].data.shape == (12, 48)
+    assert params["embedding"].values.addressable_shards[0].data.shape == (12, 48)
     logits = one_shot(PagedModel(model_config(reference), params))
     assert np.abs(logits - hf_logits(reference, PROMPT)).max() <= 1e-4
 

@@ -1,11 +1,11 @@
-"""Owns what was published of Gemma 2: the three sizes and their `config.json`.
+"""Owns what tensors Gemma 2 has, and what was published: sizes and `config.json`.
 
 Folders from Kaggle have no `config.json`; their shapes tell which size it is.
 """
 
 from typing import Any
 
-from jaxspec_checkpoints.layout import Sizes
+from jaxspec_checkpoints.layout import EMBEDDING, Layout, Sizes
 
 VOCAB_SIZE = 256000
 # Rows that the Flax trees have after the vocabulary; no token has them.
@@ -45,9 +45,38 @@ _SIZES = {
 _QUERY_SCALARS = {"2b": 256, "9b": 256, "27b": 144}
 
 
-def published_name(sizes: Sizes) -> str | None:
-    """Return "2b", "9b" or "27b"; None if these are not the sizes of one of them."""
-    return next((name for name, each in _SIZES.items() if each == sizes), None)
+def layer_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of one layer, by its name within the layer."""
+    model, hidden = sizes.hidden_size, sizes.intermediate_size
+    queries = sizes.num_q_heads * sizes.head_dim
+    keys = sizes.num_kv_heads * sizes.head_dim
+    return {
+        "input_layernorm.weight": (model,),
+        "post_attention_layernorm.weight": (model,),
+        "pre_feedforward_layernorm.weight": (model,),
+        "post_feedforward_layernorm.weight": (model,),
+        "self_attn.q_proj.weight": (queries, model),
+        "self_attn.k_proj.weight": (keys, model),
+        "self_attn.v_proj.weight": (keys, model),
+        "self_attn.o_proj.weight": (model, queries),
+        "mlp.gate_proj.weight": (hidden, model),
+        "mlp.up_proj.weight": (hidden, model),
+        "mlp.down_proj.weight": (model, hidden),
+    }
+
+
+def tensor_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a model, by its canonical name."""
+    shapes: dict[str, tuple[int, ...]] = {
+        EMBEDDING: (sizes.vocab_size, sizes.hidden_size)
+    }
+    for layer in range(sizes.num_layers):
+        for name, shape in layer_shapes(sizes).items():
+            shapes[f"model.layers.{layer}.{name}"] = shape
+    return shapes | {"model.norm.weight": (sizes.hidden_size,)}
+
+
+GEMMA2 = Layout(title="Gemma 2", tensor_shapes=tensor_shapes, published=_SIZES)
 
 
 def published_config(size: str) -> dict[str, Any]:
@@ -92,4 +121,4 @@ def is_gating_model_first(sizes: Sizes) -> bool:
 
     That is so in the 2B only; the others have (2, hidden, model).
     """
-    return published_name(sizes) == "2b"
+    return GEMMA2.published_name(sizes) == "2b"

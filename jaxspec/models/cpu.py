@@ -1,0 +1,139 @@
+"""What XLA:CPU needs to be fast and exact, kept out of the networks.
+
+Each has its reason and the test that fails without it. Elsewhere for want of a better
+place: the sums of norms, `jaxspec_kernels.sums` (`tests/models/test_same_bits.py`), and
+pages of bf16 as uint16, `jaxspec_kernels.bits` (`tests/program/test_step.py`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxspec.models.batch import TokenBatch
+from jaxspec.models.matrices import DenseMatrix, product
+from jaxspec.sharding import replicated
+
+# XLA:CPU's products have from four rows on one order of sums for a row, however many
+# there are. With `row_sums`, and pads that are rows from the start, a row's bits do not
+# depend on those beside it: plain decoding equals verification bit for bit
+# (`tests/models/test_same_bits.py`). Elsewhere a few more rows cost nothing.
+MIN_ROWS = 4
+
+
+def pad_batch(batch: TokenBatch, num_slots: int) -> TokenBatch:
+    """The batch with `MIN_ROWS` tokens at least; pads are in no region.
+
+    As rows of their own, not as zeros after the embedding: XLA joins operations over
+    pads in another way, and other bits come out.
+    """
+    missing = MIN_ROWS - batch.tokens.shape[0]
+    if missing <= 0:
+        return batch
+    pads = (0, missing)
+    return replace(
+        batch,
+        tokens=jnp.pad(batch.tokens, pads),
+        positions=jnp.pad(batch.positions, pads),
+        slot_mapping=jnp.pad(batch.slot_mapping, pads, constant_values=num_slots),
+    )
+
+
+def with_pads(
+    function: Callable[[Array], Array], rows: Float[Array, "row features"]
+) -> Float[Array, "row out"]:
+    """`function` of `MIN_ROWS` rows at least, without what it makes of pads."""
+    count = rows.shape[0]
+    if count >= MIN_ROWS:
+        return function(rows)
+    return function(jnp.pad(rows, ((0, MIN_ROWS - count), (0, 0))))[:count]
+
+
+def choose_form(
+    dtype: jnp.dtype, *, num_devices: int, num_bytes: int
+) -> type[DenseMatrix]:
+    """The form of a model's matrices on CPU devices.
+
+    Args:
+        num_bytes: Of the whole model.
+    """
+    if dtype == jnp.bfloat16:
+        return Bfloat16Matrix
+    if dtype == jnp.float32 and num_devices == 1 and num_bytes <= MAX_BYTES:
+        return PanelMatrix
+    return DenseMatrix
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class Bfloat16Matrix(DenseMatrix):
+    """A matrix whose rows are looked up without a copy of it all.
+
+    XLA:CPU has no bf16 gather: it converts the whole table first, unless it can fuse
+    the two. In a loop it would rather move the conversion out, as the table is always
+    the same; that is what the barrier hides (`tests/program/test_hlo.py`).
+    """
+
+    def rows(self, index: Int[Array, " token"]) -> Float[Array, "token features"]:
+        values, index = jax.lax.optimization_barrier((self.values, index))
+        return DenseMatrix(values).rows(index)
+
+
+# Outputs of one panel: the fastest of 32, 64, 96 and 128, with AVX-512.
+WIDTH = 64
+# A batch wants its rows once for each panel. With more rows than this, or more bytes of
+# copies, the (out, in) form is faster.
+MAX_ROWS = 24
+MAX_COPIED_BYTES = 8 * 2**20
+# Of a model's parameters: beyond it, a second form is not worth its memory.
+MAX_BYTES = 2**30
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class PanelMatrix(DenseMatrix):
+    """A float32 matrix and, beside it, the form that few rows are multiplied with.
+
+    A matmul of few rows takes as long as its matrix takes to read. XLA:CPU's float32
+    kernel copies an (out, in) matrix into blocks first, on every call, and takes two to
+    three times that. In panels, `WIDTH` outputs lie together, input by input, as the
+    kernel wants them: a batch of small matmuls, the same sums in the same order, hence
+    the same bits (`tests/models/test_cpu.py`).
+
+    Attributes:
+        panels: [panel, features, width].
+    """
+
+    panels: Any
+
+    @classmethod
+    def fits(cls, shape: tuple[int, ...]) -> bool:
+        """Whether its outputs divide into panels."""
+        return shape[0] % WIDTH == 0
+
+    @classmethod
+    def of(cls, values: Any) -> "PanelMatrix":
+        """Cut the panels on the host, which has the CPU's arrays: nothing compiles."""
+        placement = replicated(values.sharding.mesh)
+        if isinstance(values, jax.ShapeDtypeStruct):
+            shape = values.shape[0] // WIDTH, values.shape[1], WIDTH
+            return cls(values, values.update(shape=shape, sharding=placement))
+        panels = np.asarray(values).reshape(-1, WIDTH, values.shape[1])
+        panels = np.ascontiguousarray(panels.transpose(0, 2, 1))
+        return cls(values, jax.device_put(panels, placement))
+
+    def multiply(
+        self, inputs: Float[Array, "token features"]
+    ) -> Float[Array, "token out"]:
+        """Products with whichever form is faster for so many rows."""
+        inputs = inputs.astype(self.dtype)
+        copied_bytes = self.panels.shape[0] * inputs.size * inputs.dtype.itemsize
+        if inputs.shape[0] > MAX_ROWS or copied_bytes > MAX_COPIED_BYTES:
+            return super().multiply(inputs)
+        copies = jnp.broadcast_to(inputs, (self.panels.shape[0], *inputs.shape))
+        outputs = product(copies, self.panels, (((2,), (1,)), ((0,), (0,))))
+        return outputs.transpose(1, 0, 2).reshape(inputs.shape[0], -1)

@@ -1,0 +1,96 @@
+"""The families of networks that there are: one entry each.
+
+The way from a model's `config.json` to whatever is particular to its family. Modules
+that reach jax are named, not imported: whoever reads configs does without it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxspec.errors import ArgumentError, ConfigError, wrong_argument
+from jaxspec.model_config import ModelConfig
+from jaxspec.models.gemma2.config import Gemma2Config
+from jaxspec.models.gemma2.turns import Gemma2Turns
+from jaxspec_checkpoints import CheckpointError, Layout, read_config
+from jaxspec_checkpoints.gemma2.published import GEMMA2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What is particular to one family.
+
+    Attributes:
+        config: Its numbers, and how they are read.
+        network: Module with the functions of `jaxspec.models.network.Functions`.
+        layout: The tensors of a checkpoint, and which sizes were published.
+        turns: What writes chats where a model has no template, if anything does.
+    """
+
+    config: type[ModelConfig]
+    network: str
+    layout: Layout
+    turns: Gemma2Turns | None = None
+
+
+# By the `model_type` of HuggingFace's config.json.
+FAMILIES = {
+    "gemma2": Family(
+        config=Gemma2Config,
+        network="jaxspec.models.gemma2.network",
+        layout=GEMMA2,
+        turns=Gemma2Turns(),
+    ),
+}
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The family that a model's numbers are those of."""
+    return next(each for each in FAMILIES.values() if type(config) is each.config)
+
+
+def layouts() -> dict[str, Layout]:
+    """The layouts of all families, by `model_type`."""
+    return {name: family.layout for name, family in FAMILIES.items()}
+
+
+def config_from_hf(
+    config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
+) -> Any:
+    """Read the content of a HuggingFace `config.json`; a config of the model's family.
+
+    End tokens in `generation`, that of `generation_config.json`, are added.
+
+    Raises:
+        ConfigError: Another architecture, or a size is missing.
+        NotImplementedError: A variant that the family's network does not compute.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        names = " or ".join(map(repr, FAMILIES))
+        noun = "architecture" if len(FAMILIES) == 1 else "architectures"
+        allowed = f"{names}, the {'one ' * (len(FAMILIES) == 1)}{noun} of this engine"
+        raise wrong_argument(ConfigError, "model_type", allowed, model_type)
+    return FAMILIES[model_type].config.from_hf(config, generation)
+
+
+def config_from_folder(folder: str | Path) -> Any:
+    """Read the config of a model folder, in any format of checkpoint.
+
+    Raises:
+        ConfigError: There is none, or it is of no family's.
+    """
+    try:
+        config, generation = read_config(folder)
+    except CheckpointError as error:
+        name = str(folder)
+        raise ConfigError(str(error), parameter="model", value=name) from error
+    try:
+        return config_from_hf(config, generation)
+    except ArgumentError as error:
+        raise type(error)(
+            f"config.json of {folder}: {error}",
+            parameter=error.parameter,
+            value=error.value,
+        ) from error

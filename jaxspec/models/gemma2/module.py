@@ -1,0 +1,72 @@
+"""Gemma 2 as a Flax module, for whoever inspects, trains or composes it.
+
+The engine does not go through it: it runs the same functions over a plain tree.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx, traverse_util
+from jaxtyping import Array, Float
+
+from jaxspec.models.backend import Backend
+from jaxspec.models.batch import TokenBatch
+from jaxspec.models.gemma2 import network
+from jaxspec.models.gemma2.config import Gemma2Config
+from jaxspec.models.network import Hidden, Network, Pages
+
+
+class Gemma2(nnx.Module):
+    """The whole network; its parameters are zeros until they are replaced.
+
+    They are `nnx.Param`s with the metadata `axes` and `unit`, named as in the engine's
+    tree: `model.layers[0].attention.kv_proj`.
+    """
+
+    def __init__(
+        self,
+        config: Gemma2Config,
+        dtype: jnp.dtype,
+        backend: Backend = Backend(),  # noqa: B008 frozen
+    ):
+        self.config, self._backend = config, backend
+        flat = {
+            path: nnx.Param(
+                jnp.zeros(spec.shape, dtype), axes=spec.axes, unit=spec.unit
+            )
+            for path, spec in network.param_specs(config).items()
+        }
+        tree: dict[str, Any] = traverse_util.unflatten_dict(flat)
+        self.embedding, self.final_norm = tree["embedding"], tree["final_norm"]
+        self.layers = nnx.List(map(_as_module, tree["layers"].values()))
+
+    def hidden(self, batch: TokenBatch, kv_pages: Pages) -> tuple[Hidden, Pages]:
+        """Run all layers; returns the rows and the updated pages per layer."""
+        return self._bound().hidden(batch, kv_pages)
+
+    def logits(self, hidden: Float[Array, "row model"]) -> Float[Array, "row vocab"]:
+        """Soft-capped float32 logits of normalised rows, through the tied embedding."""
+        return self._bound().logits(hidden)
+
+    def _bound(self) -> Network:
+        state = nnx.to_flat_state(nnx.state(self, nnx.Param))
+        values = {tuple(map(str, path)): variable[...] for path, variable in state}
+        flat = {
+            path: spec.wrap(values[path])
+            for path, spec in network.param_specs(self.config).items()
+        }
+        return Network(
+            config=self.config,
+            params=traverse_util.unflatten_dict(flat),
+            backend=self._backend,
+            functions=network,
+        )
+
+
+def _as_module(tree: dict[str, Any]) -> nnx.Module:
+    return nnx.Dict(
+        {
+            name: _as_module(part) if isinstance(part, dict) else part
+            for name, part in tree.items()
+        }
+    )

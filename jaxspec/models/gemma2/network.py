@@ -1,0 +1,142 @@
+"""Gemma 2 over paged KV memory, as functions over a tree of parameters.
+
+Owns the network and what parameters it has; knows nothing of sampling, scheduling or
+files. Constants and order of operations follow Gemma Team 2024, arXiv:2408.00118, and
+where the report is silent, HuggingFace's `Gemma2ForCausalLM` with eager attention.
+
+Parameters have one type (float32 or bfloat16) and are matmul operands in it; the
+residual stream, norms, attention statistics and logits are float32.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxspec.models.backend import Backend
+from jaxspec.models.batch import TokenBatch
+from jaxspec.models.gemma2.config import Gemma2Config
+from jaxspec.models.layers import attend, mean_square, rope_tables
+from jaxspec.models.network import Hidden, Pages
+from jaxspec.models.params import Params, ParamSpec, Specs
+
+# A layer's parameters, and the canonical tensors that each is made of.
+_LAYER_TENSORS = {
+    "attention/kv_proj": ("self_attn.k_proj", "self_attn.v_proj"),
+    "attention/o_proj": ("self_attn.o_proj",),
+    "attention/q_proj": ("self_attn.q_proj",),
+    "feed_forward/down_proj": ("mlp.down_proj",),
+    "feed_forward/gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "input_norm": ("input_layernorm",),
+    "post_attention_norm": ("post_attention_layernorm",),
+    "post_feed_forward_norm": ("post_feedforward_layernorm",),
+    "pre_feed_forward_norm": ("pre_feedforward_layernorm",),
+}
+
+
+def param_specs(config: Gemma2Config) -> Specs:
+    """Every parameter: shape, logical axes, what stays together, tensors."""
+    model, hidden, head = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_q_heads * head, config.num_kv_heads * head
+    blocks = 2 * gate_block(config)
+    norm = (model,), ("model",), 1
+    matrices: dict[str, Any] = {
+        # A head's key rows, then its value rows: the order of the pages.
+        "attention/kv_proj": ((2 * keys, model), ("kv_head", "model"), 2 * head),
+        "attention/o_proj": ((model, queries), ("model", "q_head"), head),
+        "attention/q_proj": ((queries, model), ("q_head", "model"), head),
+        "feed_forward/down_proj": ((model, hidden), ("model", "hidden"), 1),
+        # Gate and up rows alternate in blocks, so that both split alike on a mesh and
+        # one matmul serves both.
+        "feed_forward/gate_up_proj": ((2 * hidden, model), ("hidden", "model"), blocks),
+    }
+
+    def spec(form: Any, *names: str) -> ParamSpec:
+        tensors = tuple(f"model.{name}.weight" for name in names)
+        return ParamSpec(shape=form[0], axes=form[1], unit=form[2], tensors=tensors)
+
+    vocab = (config.vocab_size, model), ("vocab", "model"), 1
+    specs: Specs = {
+        ("embedding",): spec(vocab, "embed_tokens"),
+        ("final_norm",): spec(norm, "norm"),
+    }
+    for layer in range(config.num_layers):
+        for path, names in _LAYER_TENSORS.items():
+            named = (f"layers.{layer}.{name}" for name in names)
+            whole = "layers", str(layer), *path.split("/")
+            specs[whole] = spec(matrices.get(path, norm), *named)
+    return specs
+
+
+def gate_block(config: Gemma2Config) -> int:
+    """Rows of gate (and of up) that lie together in the fused projection."""
+    return math.gcd(config.intermediate_size, 128)
+
+
+def forward(
+    config: Gemma2Config,
+    params: Params,
+    batch: TokenBatch,
+    kv_pages: Pages,
+    backend: Backend,
+) -> tuple[Hidden, Pages]:
+    """Run all layers; returns the rows and the updated pages per layer."""
+    embedding = params["embedding"]
+    # HuggingFace rounds the scale to the weights' type: 59.75 in bf16 for the 9B.
+    scale = jnp.sqrt(jnp.float32(config.hidden_size)).astype(embedding.dtype)
+    stream = embedding.rows(batch.tokens) * scale.astype(jnp.float32)
+    tables = rope_tables(batch.positions, config.head_dim, config.rope_theta)
+    updated = []
+    for layer, pages in zip(range(config.num_layers), kv_pages, strict=True):
+        own = params["layers"][str(layer)]
+        normed = rms_norm(stream, own["input_norm"], config.rms_norm_eps)
+        mixed, pages = attend(
+            own["attention"],
+            normed,
+            pages,
+            batch=batch,
+            tables=tables,
+            num_q_heads=config.num_q_heads,
+            scale=config.query_pre_attn_scalar**-0.5,
+            soft_cap=config.attn_logit_softcapping,
+            window=config.window(layer),
+            backend=backend,
+        )
+        updated.append(pages)
+        stream += rms_norm(mixed, own["post_attention_norm"], config.rms_norm_eps)
+        normed = rms_norm(stream, own["pre_feed_forward_norm"], config.rms_norm_eps)
+        outer = feed_forward(config, own["feed_forward"], normed)
+        stream += rms_norm(outer, own["post_feed_forward_norm"], config.rms_norm_eps)
+    normed = rms_norm(stream, params["final_norm"], config.rms_norm_eps)
+    # The norm's own statistic: any NaN or infinity of a row makes it one.
+    is_finite = jnp.isfinite(mean_square(stream)[:, 0])
+    return Hidden(normed, is_finite), tuple(updated)
+
+
+def logits(
+    config: Gemma2Config, params: Params, rows: Float[Array, "row model"]
+) -> Float[Array, "row vocab"]:
+    """Soft-capped float32 logits of normalised rows, through the tied embedding."""
+    found = params["embedding"].multiply(rows)
+    cap = config.final_logit_softcapping
+    return found if cap is None else jnp.tanh(found / cap) * cap
+
+
+def feed_forward(
+    config: Gemma2Config, params: Params, inputs: Float[Array, "row model"]
+) -> Float[Array, "row model"]:
+    """Gated GELU (tanh form)."""
+    gate_up = params["gate_up_proj"].multiply(inputs)
+    gate_up = gate_up.reshape(inputs.shape[0], -1, 2, gate_block(config))
+    inner = jax.nn.gelu(gate_up[:, :, 0], approximate=True) * gate_up[:, :, 1]
+    return params["down_proj"].multiply(inner.reshape(inputs.shape[0], -1))
+
+
+def rms_norm(
+    inputs: Float[Array, "... model"], weight: Float[Array, " model"], epsilon: float
+) -> Float[Array, "... model"]:
+    """Normalise in float32 and scale by 1 + weight, Gemma's form."""
+    scale = jnp.expand_dims(1.0 + weight.astype(jnp.float32), range(inputs.ndim - 1))
+    return inputs * jax.lax.rsqrt(mean_square(inputs) + epsilon) * scale

@@ -1,0 +1,93 @@
+"""What decoders have in common: rotary positions, and attention over paged memory."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from jaxspec.models.backend import Backend
+from jaxspec.models.batch import TokenBatch
+from jaxspec.models.params import Params
+from jaxspec_kernels.sums import row_sums
+
+Tables = tuple[Float[Array, "token 1 half"], Float[Array, "token 1 half"]]
+
+
+def mean_square(inputs: Float[Array, "... model"]) -> Float[Array, "... 1"]:
+    """Of every row, the variance that its norm divides by."""
+    return row_sums(jnp.square(inputs)) / inputs.shape[-1]
+
+
+def rope_tables(positions: Int[Array, " token"], head_dim: int, theta: float) -> Tables:
+    """Cosine and sine of every position's angles, in float32.
+
+    bf16 would round position 257 to 256, and sin(257) is not sin(256).
+    """
+    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    frequency = 1.0 / (theta**exponent)
+    angle = positions.astype(jnp.float32)[:, None] * frequency[None, :]
+    return jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
+
+
+def rotate(
+    inputs: Float[Array, "token head head_dim"],
+    tables: Tables,
+) -> Float[Array, "token head head_dim"]:
+    """Apply rotary embedding, pairing element i with i + head_dim / 2.
+
+    References: Su et al. 2021, arXiv:2104.09864.
+    """
+    cos, sin = tables
+    first, second = jnp.split(inputs, 2, axis=-1)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    )
+
+
+def attend(
+    params: Params,
+    inputs: Float[Array, "row model"],
+    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    *,
+    batch: TokenBatch,
+    tables: Tables,
+    num_q_heads: int,
+    scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    backend: Backend,
+) -> tuple[Float[Array, "row model"], Array]:
+    """Write the new keys and values, then attend; returns (output, kv_pages).
+
+    Grouped-query attention. Rows in no region are pads.
+
+    Args:
+        params: `q_proj`, `kv_proj` (a head's key rows, then its value rows: the order
+            of the pages) and `o_proj`.
+        num_q_heads: Query heads; the KV heads may be repeated for the devices.
+        scale: Of the scores, and with `soft_cap` c they become `c * tanh(score / c)`.
+        window: Tokens that a query sees, its own included; None for all.
+    """
+    tokens, head_dim = inputs.shape[0], params["q_proj"].shape[0] // num_q_heads
+    query = params["q_proj"].multiply(inputs).reshape(tokens, -1, head_dim)
+    key_value = params["kv_proj"].multiply(inputs)
+    key_value = key_value.reshape(tokens, -1, 2, head_dim)
+    # In the type of the pages: float32 queries on bfloat16 keys would take products
+    # that no tensor core has, and HuggingFace rounds them too.
+    query = rotate(query, tables).astype(params["q_proj"].dtype)
+    key, value = rotate(key_value[:, :, 0], tables), key_value[:, :, 1]
+    kv_pages = backend.write(kv_pages, key, value, batch.slot_mapping, num_q_heads)
+    mixed, start = [], 0
+    for region in batch.regions:
+        here = query[start : start + region.num_rows]
+        start += region.num_rows
+        attended = backend.attend(
+            here.reshape(-1, region.num_queries, *here.shape[1:]),
+            kv_pages,
+            region,
+            scale=scale,
+            soft_cap=soft_cap,
+            window=window,
+        )
+        mixed.append(attended.reshape(region.num_rows, -1))
+    rows = jnp.concatenate(mixed) if len(mixed) > 1 else mixed[0]
+    rows = jnp.pad(rows, ((0, tokens - start), (0, 0)))
+    return params["o_proj"].multiply(rows), kv_pages

@@ -1,0 +1,99 @@
+"""A network as the program sees it: tokens in, rows and logits out.
+
+Families give plain functions over a tree of parameters (`jaxspec.models.gemma2.network`
+is one); `build_network` binds them to the parameters of a launch.
+"""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from jaxtyping import Array, Bool, Float, Num
+
+from jaxspec.model_config import ModelConfig
+from jaxspec.models import cpu
+from jaxspec.models.backend import Backend
+from jaxspec.models.batch import TokenBatch
+from jaxspec.models.families import family_of
+from jaxspec.models.params import Params, Specs
+
+Pages = tuple[Num[Array, "page page_size two_kv_head head_dim"], ...]
+
+
+class Hidden(NamedTuple):
+    """What the layers make of tokens.
+
+    Attributes:
+        rows: Normalised.
+        is_finite: Rows that came of numbers, without NaN or infinity.
+    """
+
+    rows: Float[Array, "token model"]
+    is_finite: Bool[Array, " token"]
+
+
+@runtime_checkable
+class Functions(Protocol):
+    """What a family's network module offers; `config` is one of the family's."""
+
+    def param_specs(self, config: Any) -> Specs:
+        """All parameters, in the order in which random ones are numbered."""
+        ...
+
+    def forward(
+        self,
+        config: Any,
+        params: Params,
+        batch: TokenBatch,
+        kv_pages: Pages,
+        backend: Backend,
+    ) -> tuple[Hidden, Pages]:
+        """Run all layers; returns the rows and the updated pages per layer."""
+        ...
+
+    def logits(
+        self, config: Any, params: Params, rows: Float[Array, "row model"]
+    ) -> Float[Array, "row vocab"]:
+        """Float32 logits of normalised rows."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """A family's functions over one model's parameters: a target or a draft."""
+
+    config: ModelConfig
+    params: Params
+    backend: Backend
+    functions: Functions
+
+    def hidden(self, batch: TokenBatch, kv_pages: Pages) -> tuple[Hidden, Pages]:
+        """Run all layers; returns the rows and the updated pages per layer."""
+        count = batch.tokens.shape[0]
+        padded = cpu.pad_batch(batch, kv_pages[0].shape[0] * kv_pages[0].shape[1])
+        hidden, kv_pages = self.functions.forward(
+            self.config, self.params, padded, kv_pages, self.backend
+        )
+        return Hidden(hidden.rows[:count], hidden.is_finite[:count]), kv_pages
+
+    def logits(self, rows: Float[Array, "row model"]) -> Float[Array, "row vocab"]:
+        """Float32 logits of normalised rows."""
+        return cpu.with_pads(
+            lambda padded: self.functions.logits(self.config, self.params, padded), rows
+        )
+
+
+def build_network(
+    config: ModelConfig,
+    params: Params,
+    backend: Backend = Backend(),  # noqa: B008 frozen
+) -> Network:
+    """The network of a config over its parameters; usable inside jit."""
+    functions = functions_of(config)
+    return Network(config=config, params=params, backend=backend, functions=functions)
+
+
+def functions_of(config: ModelConfig) -> Functions:
+    """The functions of a config's family."""
+    module: Any = importlib.import_module(family_of(config).network)
+    return module

@@ -1,0 +1,98 @@
+"""`jaxspec.models.Gemma2` is a Flax module that equals HuggingFace's model."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxspec.models.gemma2
+from jaxspec.models import Gemma2
+from jaxspec.models.batch import Region, TokenBatch
+from jaxspec.models.gemma2.network import param_specs
+from tests.oracles import (
+    hf_logits,
+    init_kv_pages,
+    load_ours,
+    make_hf_model,
+    model_config,
+)
+
+PROMPT = np.random.default_rng(1).integers(0, 96, 7)
+PAGES = np.array([[5, 2, 7]], np.int32)
+
+
+def make_module(reference: Any, dtype: Any = jnp.float32) -> Gemma2:
+    """A module whose parameters are those of a HuggingFace model."""
+    module = Gemma2(model_config(reference), jnp.dtype(dtype))
+    loaded = load_ours(reference, dtype=dtype)
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        node = loaded
+        for key in path:
+            node = node[str(key)]
+        variable[...] = jax.tree.leaves(node)[0]
+        assert variable.shape == variable[...].shape
+    return module
+
+
+def batch_of(tokens: np.ndarray) -> TokenBatch:
+    positions = np.arange(len(tokens))
+    region = Region(
+        page_table=jnp.asarray(PAGES),
+        kv_len=jnp.array([len(tokens)], jnp.int32),
+        num_queries=len(tokens),
+    )
+    return TokenBatch(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        positions=jnp.asarray(positions, jnp.int32),
+        slot_mapping=jnp.asarray(PAGES[0][positions // 4] * 4 + positions % 4),
+        regions=(region,),
+    )
+
+
+@pytest.mark.parametrize("length", [7, 2])
+def test_its_logits_equal_huggingface(length):
+    reference = make_hf_model(num_hidden_layers=2, sliding_window=3)
+    module, pages = (
+        make_module(reference),
+        init_kv_pages(model_config(reference), 8, 4, jnp.float32),
+    )
+
+    @nnx.jit
+    def forward(module, batch, pages):
+        hidden, pages = module.hidden(batch, pages)
+        return module.logits(hidden.rows), hidden, pages
+
+    tokens = PROMPT[:length]
+    logits, hidden, after = forward(module, batch_of(tokens), pages)
+    assert np.abs(logits - hf_logits(reference, tokens)).max() <= 1e-4
+    assert hidden.is_finite.shape == (length,)
+    assert hidden.is_finite.all()
+    assert [page.shape for page in after] == [page.shape for page in pages]
+
+
+def test_its_parameters_have_names_and_axes():
+    config: Any = model_config(make_hf_model(num_hidden_layers=2))
+    module = nnx.eval_shape(lambda: Gemma2(config, jnp.dtype(jnp.bfloat16)))
+    found = {
+        tuple(map(str, path)): variable
+        for path, variable in nnx.to_flat_state(nnx.state(module))
+    }
+    specs = param_specs(config)
+    assert found.keys() == specs.keys()
+    for path, spec in specs.items():
+        assert isinstance(found[path], nnx.Param)
+        assert (found[path].shape, found[path].dtype) == (spec.shape, jnp.bfloat16)
+        assert found[path].get_metadata()["axes"] == spec.axes
+        assert found[path].get_metadata()["unit"] == spec.unit
+    kv_proj = module.layers[1].attention.kv_proj
+    assert kv_proj.shape == (32, 48)
+    assert module.config is config
+
+
+def test_it_has_two_addresses_and_they_are_lazy():
+    assert jaxspec.models.gemma2.Gemma2 is Gemma2
+    with pytest.raises(AttributeError, match="no attribute 'Gemma3'"):
+        _ = jaxspec.models.Gemma3  # pyright: ignore[reportAttributeAccessIssue]

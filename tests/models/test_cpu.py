@@ -1,0 +1,190 @@
+"""What XLA:CPU needs: each workaround gives the same bits, where it pays only.
+
+Panels lie in every float32 engine of the tests (`tests.engines`), where sizes divide.
+"""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.models import cpu
+from jaxspec.models.cpu import MIN_ROWS, Bfloat16Matrix, PanelMatrix
+from jaxspec.models.families import config_from_hf
+from jaxspec.models.matrices import DenseMatrix
+from jaxspec.models.weights import random_params
+from jaxspec.sharding import make_mesh, replicated
+from tests.oracles import TINY, PagedModel
+
+MATRIX = jax.random.normal(jax.random.key(1), (192, 40))
+CONFIG = config_from_hf(
+    TINY
+    | dict(model_type="gemma2", num_hidden_layers=2, vocab_size=192)
+    | dict(hidden_size=64, intermediate_size=128, head_dim=32)
+)
+
+
+def panelled(matrix: jax.Array) -> PanelMatrix:
+    return PanelMatrix.of(jax.device_put(matrix, replicated(make_mesh(1))))
+
+
+def make_params(dtype: str = "float32", devices: int = 1) -> dict[str, Any]:
+    mesh = make_mesh(devices)
+    return random_params(CONFIG, seed=3, dtype=jnp.dtype(dtype), mesh=mesh)
+
+
+def test_a_panel_holds_its_outputs_input_by_input():
+    one = panelled(MATRIX)
+    assert one.panels.shape == (3, 40, cpu.WIDTH)
+    for output in (0, 63, 64, 191):
+        panel, place = divmod(output, cpu.WIDTH)
+        np.testing.assert_array_equal(one.panels[panel, :, place], MATRIX[output])
+    np.testing.assert_array_equal(one.values, MATRIX)
+
+
+@pytest.mark.parametrize("form", [DenseMatrix, PanelMatrix, Bfloat16Matrix])
+def test_every_form_is_the_matrix(form):
+    matrix = jax.device_put(MATRIX, replicated(make_mesh(1)))
+    if form is Bfloat16Matrix:
+        matrix = matrix.astype(jnp.bfloat16)
+    one = form.of(matrix)
+    assert (one.shape, one.dtype) == ((192, 40), matrix.dtype)
+    assert one.nbytes == matrix.nbytes  # one product reads one of them
+    index = jnp.array([3, 191, 500])
+    expected = np.asarray(matrix, np.float32)
+    np.testing.assert_array_equal(one.rows(index), expected[[3, 191, 191]])
+    inputs = jnp.asarray(np.random.default_rng(0).normal(size=(5, 40)), matrix.dtype)
+    products = np.asarray(inputs, np.float64) @ expected.T.astype(np.float64)
+    found = one.multiply(inputs)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, products, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(192, 40), (384, 1536), (3072, 384)])
+@pytest.mark.parametrize("rows", [4, 7, cpu.MAX_ROWS, cpu.MAX_ROWS + 1, 70])
+def test_products_are_those_of_the_matrix_bit_for_bit(rows, shape):
+    matrix = jax.random.normal(jax.random.key(2), shape)
+    inputs = jax.random.normal(jax.random.key(rows), (rows, shape[1]))
+    multiply: Any = jax.jit(lambda inputs, matrix: matrix.multiply(inputs))
+    found = multiply(inputs, panelled(matrix))
+    np.testing.assert_array_equal(found, multiply(inputs, DenseMatrix(matrix)))
+    few = multiply(inputs[-MIN_ROWS:], panelled(matrix))
+    np.testing.assert_array_equal(found[-MIN_ROWS:], few)
+
+
+def read_by(rows: int, outputs: int, features: int = 384) -> set[str]:
+    """Which form a compiled product reads, and that it copies neither."""
+    shapes = [(outputs, features), (outputs // cpu.WIDTH, features, cpu.WIDTH)]
+    forms = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    inputs = jax.ShapeDtypeStruct((rows, features), jnp.float32)
+    multiply: Any = jax.jit(lambda inputs, matrix: matrix.multiply(inputs))
+    compiled = multiply.lower(inputs, PanelMatrix(*forms)).compile()
+    memory: Any = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes <= 1.5 * cpu.MAX_COPIED_BYTES
+    read = set()
+    for shape in shapes:
+        kind = ",".join(map(str, shape))
+        made = re.findall(rf"= f32\[{kind}\]\S* (\S+?)\(", str(compiled.as_text()))
+        assert set(made) <= {"parameter"}, "a weight is copied"
+        read |= {len(shape)} if made else set()
+    return {{2: "matrix", 3: "panels"}[axes] for axes in read}
+
+
+@pytest.mark.parametrize(
+    "rows, outputs, expected",
+    [
+        (MIN_ROWS, 3072, "panels"),
+        (cpu.MAX_ROWS, 3072, "panels"),
+        (cpu.MAX_ROWS + 1, 3072, "matrix"),
+        # As many rows, but too many copies of them.
+        (cpu.MAX_ROWS, 64 * 256, "matrix"),
+        (MIN_ROWS, 64 * 256, "panels"),
+    ],
+)
+def test_the_faster_form_is_read_where_it_lies(rows, outputs, expected):
+    assert read_by(rows, outputs) == {expected}
+
+
+@pytest.mark.parametrize(
+    "devices, dtype, expected",
+    [
+        (1, "float32", PanelMatrix),
+        (2, "float32", DenseMatrix),
+        (1, "bfloat16", Bfloat16Matrix),
+        (2, "bfloat16", Bfloat16Matrix),
+    ],
+)
+def test_the_form_follows_devices_and_type(devices, dtype, expected):
+    params = make_params(dtype, devices)
+    assert type(params["embedding"]) is expected
+    assert type(params["layers"]["0"]["attention"]["kv_proj"]) is expected
+    assert isinstance(params["final_norm"], jax.Array)
+
+
+def test_a_large_model_has_no_second_form(monkeypatch):
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(make_params(devices=2)))
+    monkeypatch.setattr(cpu, "MAX_BYTES", num_bytes - 1)
+    assert type(make_params()["embedding"]) is DenseMatrix
+    monkeypatch.setattr(cpu, "MAX_BYTES", num_bytes)
+    assert type(make_params()["embedding"]) is PanelMatrix
+
+
+def test_what_does_not_divide_stays_as_it_is():
+    config = config_from_hf(TINY | dict(model_type="gemma2", vocab_size=128))
+    params = random_params(
+        config, seed=0, dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1)
+    )
+    assert type(params["embedding"]) is PanelMatrix  # 128 outputs
+    layer = params["layers"]["0"]
+    assert type(layer["attention"]["q_proj"]) is DenseMatrix  # 32
+    assert type(layer["feed_forward"]["down_proj"]) is DenseMatrix  # 48
+
+
+def bytes_to_look_up(form: type[DenseMatrix]) -> int:
+    """Temporary memory of a loop that looks rows of a bf16 table of 64 kB up."""
+    table = jax.ShapeDtypeStruct((512, 64), jnp.bfloat16)
+
+    def look_up(matrix: Any, tokens: jax.Array) -> jax.Array:
+        def body(total: jax.Array, step: jax.Array) -> tuple[jax.Array, None]:
+            return total + matrix.rows(tokens + step), None
+
+        zeros = jnp.zeros((4, 64), jnp.float32)
+        return jax.lax.scan(body, zeros, jnp.arange(8, dtype=jnp.int32))[0]
+
+    tokens = jax.ShapeDtypeStruct((4,), jnp.int32)
+    memory: Any = jax.jit(look_up).lower(form(table), tokens).compile()
+    return memory.memory_analysis().temp_size_in_bytes
+
+
+def test_a_bfloat16_table_is_not_converted_for_its_rows():
+    assert bytes_to_look_up(Bfloat16Matrix) < 2**14
+    # Otherwise XLA:CPU needs the form no longer: a float32 copy has 128 kB.
+    assert bytes_to_look_up(DenseMatrix) >= 2**17
+
+
+@functools.cache
+def logits(pieces: tuple[int, ...], *, has_panels: bool) -> np.ndarray:
+    params = make_params()
+    if not has_panels:
+        params = jax.tree.map(
+            lambda leaf: (
+                DenseMatrix(leaf.values) if isinstance(leaf, PanelMatrix) else leaf
+            ),
+            params,
+            is_leaf=lambda leaf: isinstance(leaf, PanelMatrix),
+        )
+    model = PagedModel(CONFIG, params)
+    tokens = np.random.default_rng(5).integers(0, CONFIG.vocab_size, sum(pieces))
+    return np.concatenate(
+        [model.feed(piece) for piece in np.split(tokens, np.cumsum(pieces)[:-1])]
+    )
+
+
+@pytest.mark.parametrize("pieces", [(40, 1, 6), (72,)])
+def test_a_model_computes_the_same_bits(pieces):
+    found, expected = (logits(pieces, has_panels=one) for one in (True, False))
+    np.testing.assert_array_equal(found, expected)

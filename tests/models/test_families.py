@@ -1,0 +1,136 @@
+"""A family is one entry of the registry and one module: a second one loads and runs."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from jaxspec import LLM, SamplingParams
+from jaxspec.engine import loading
+from jaxspec.errors import ConfigError
+from jaxspec.models.families import (
+    FAMILIES,
+    config_from_folder,
+    config_from_hf,
+    family_of,
+)
+from jaxspec.models.network import functions_of
+from jaxspec_checkpoints import Sizes
+from jaxspec_checkpoints.gemma2.published import published_config
+from tests.engines import QuickRunner
+from tests.models import llama
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=96,
+    hidden_size=48,
+    intermediate_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=12,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    bos_token_id=2,
+    eos_token_id=1,
+    tie_word_embeddings=False,
+)
+
+
+def write_llama(folder: Path, num_layers: int) -> Any:
+    """A random Llama of HuggingFace's, sharp enough to have a text of its own."""
+    torch.manual_seed(num_layers)
+    config = LlamaConfig(**SIZES, num_hidden_layers=num_layers)
+    model = LlamaForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for value in model.parameters():
+            scale = 3.0 / value.shape[-1] ** 0.5 if value.ndim == 2 else 0.3
+            value.copy_(torch.randn_like(value) * scale + (value.ndim == 1))
+    model.save_pretrained(folder)
+    return model
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0, -1]
+        tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture
+def has_llama(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "llama", llama.FAMILY)
+
+
+@pytest.mark.usefixtures("has_llama")
+def test_a_second_family_writes_what_huggingface_does(tmp_path, monkeypatch):
+    """From the folder, with drafts of its own kind, target and draft of one family."""
+    monkeypatch.setattr(loading, "Runner", QuickRunner)
+    reference = write_llama(tmp_path / "target", num_layers=2)
+    write_llama(tmp_path / "draft", num_layers=1)
+    prompts = [[2, 17, 40], [2, 9, 3, 88, 61, 5]]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with LLM(
+        str(tmp_path / "target"),
+        speculative_model=str(tmp_path / "draft"),
+        num_speculative_tokens=2,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=64,
+        max_num_seqs=2,
+        max_num_batched_tokens=32,
+    ) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = greedy(reference, prompt, 12)
+        assert output.outputs[0].token_ids == expected
+        assert len(set(expected)) > 4
+
+
+@pytest.mark.usefixtures("has_llama")
+def test_an_incomplete_checkpoint_names_its_family(tmp_path):
+    write_llama(tmp_path / "one", num_layers=1)
+    config = config_from_folder(tmp_path / "one")
+    assert type(config) is llama.LlamaConfig
+    assert functions_of(config) is llama
+    tensors = llama.tensor_shapes(Sizes.from_config(dict(SIZES, num_hidden_layers=1)))
+    declared = llama.param_specs(config).values()
+    assert sorted(tensors) == sorted(name for one in declared for name in one.tensors)
+
+
+def test_without_an_entry_there_is_no_such_family(tmp_path):
+    write_llama(tmp_path / "one", num_layers=1)
+    expected = "must be 'gemma2', the one architecture of this engine, got 'llama'"
+    with pytest.raises(ConfigError, match=expected):
+        config_from_folder(tmp_path / "one")
+
+
+@pytest.mark.usefixtures("has_llama")
+def test_an_unknown_family_is_told_all_that_there_are():
+    expected = "must be 'gemma2' or 'llama', the architectures of this engine, got 'x'"
+    with pytest.raises(ConfigError, match=expected):
+        config_from_hf({"model_type": "x"})
+
+
+def test_the_declared_tensors_are_those_of_the_layout():
+    """Of every published size; otherwise a tensor would be read and left out."""
+    family = FAMILIES["gemma2"]
+    names = {"2b": 26 * 11 + 2, "9b": 42 * 11 + 2, "27b": 46 * 11 + 2}
+    assert family.layout.published.keys() == names.keys()
+    for size, count in names.items():
+        config = config_from_hf(published_config(size))
+        assert family_of(config) is family
+        sizes = family.layout.published[size]
+        assert family.layout.published_name(sizes) == size
+        shapes = family.layout.tensor_shapes(sizes)
+        declared = functions_of(config).param_specs(config).values()
+        made = [name for spec in declared for name in spec.tensors]
+        assert len(made) == count
+        assert sorted(made) == sorted(shapes)
+        for spec in declared:
+            assert spec.num_values == sum(
+                int(np.prod(shapes[name])) for name in spec.tensors
+            )
