@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.machine import ROOT, record
+from jaxspec.bench.report import record
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.llm_engine import LLMEngine
@@ -32,6 +32,7 @@ from jaxspec.program.plan import (
 )
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 
+RESULT = Path(__file__).with_name("results") / "host-overhead.json"
 NUM_SEQS = 64
 NUM_DRAFT_TOKENS = 4
 ROUND_S = 0.010
@@ -158,9 +159,7 @@ def summary(samples: list[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Host seconds per round.")
     parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks/results/host-overhead.json"
-    )
+    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     tokens = options.rounds * (NUM_DRAFT_TOKENS + 1)
     engine, runner = make_engine(256 + PROMPT_TOKENS + tokens)

@@ -25,9 +25,10 @@ from typing import Any
 import httpx
 from tqdm.auto import tqdm
 
-from benchmarks.machine import ROOT, record
 from benchmarks.server import served
+from jaxspec.bench.report import record
 
+RESULT = Path(__file__).with_name("results") / "overload.json"
 FACTOR = 5.0
 PROMPTS = (
     "The dragon looked at the map and",
@@ -190,9 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="More than the server can do.")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks/results/overload.json"
-    )
+    parser.add_argument("--out", type=Path, default=RESULT)
     options, flags = parser.parse_known_args()
     flags = ["--max-num-queued-reqs", str(QUEUE_LENGTH), *flags]
     with served(flags) as (_, client, _):

@@ -28,14 +28,14 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
-from benchmarks.machine import ROOT, record
 from benchmarks.step_times import begun_rows
 from jaxspec import LLM
+from jaxspec.bench.report import record
 from jaxspec.engine.runner import Runner
 from jaxspec.program.plan import TILE, Features, PlanLayout, StepPlan, StepShape, Tile
 from jaxspec.program.step import lower_step
 
-RESULT = ROOT / "benchmarks/results/program-costs-cpu.json"
+RESULT = Path(__file__).with_name("results") / "program-costs-cpu.json"
 SEQS = (1, 2, 4, 8)
 DRAFTS = (0, 1, 2, 3, 5, 8)
 CHUNKS = (32, 128, 512)

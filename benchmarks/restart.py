@@ -17,9 +17,10 @@ from typing import Any
 
 import httpx
 
-from benchmarks.machine import ROOT, record
 from benchmarks.server import served
+from jaxspec.bench.report import record
 
+RESULT = Path(__file__).with_name("results") / "restart.json"
 GOAL_S = 30.0
 PROMPT = "The dragon looked at the map and"
 
@@ -61,9 +62,7 @@ def _complete(client: httpx.Client) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Seconds until the server serves.")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks/results/restart.json"
-    )
+    parser.add_argument("--out", type=Path, default=RESULT)
     options, flags = parser.parse_known_args()
     result = measure(flags) | {"goal_s": GOAL_S, "flags": flags}
     command = "python -m benchmarks.restart"

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from tqdm.auto import tqdm
 
-from benchmarks.machine import record
 from jaxspec import LLM, SamplingParams
+from jaxspec.bench.report import record
 from jaxspec_checkpoints import bundled_draft, bundled_target
 
 PROMPT_FILE = Path(__file__).parent / "prompts.jsonl"

@@ -20,9 +20,10 @@ from typing import Any
 import httpx
 from tqdm.auto import tqdm
 
-from benchmarks.machine import ROOT, record
 from benchmarks.server import served
+from jaxspec.bench.report import record
 
+RESULT = Path(__file__).with_name("results") / "soak.json"
 NUM_CLIENTS = 12
 SAMPLE_S = 10.0
 PROMPTS = (
@@ -140,9 +141,7 @@ def _acceptance(first: dict[str, float], last: dict[str, float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Mixed requests for a long time.")
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks/results/soak.json"
-    )
+    parser.add_argument("--out", type=Path, default=RESULT)
     options, flags = parser.parse_known_args()
     result = measure(60 * options.minutes, flags) | {"flags": flags}
     command = f"python -m benchmarks.soak --minutes {options.minutes:g}"

@@ -39,9 +39,9 @@ import httpx
 from tqdm.auto import tqdm
 
 from benchmarks.client import Chunks, Neighbour, complete, read_stream
-from benchmarks.machine import ROOT, record
 from benchmarks.server import (
     FIRST_TOKENS,
+    ROOT,
     Start,
     cpu_s,
     end,
@@ -52,6 +52,7 @@ from benchmarks.server import (
     totals,
 )
 from benchmarks.startup import measure_startup
+from jaxspec.bench.report import record
 
 SECTIONS = ("cold", "beside", "warm", "kinds", "llm", "interrupt")
 STREAM_TOKENS = 400

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from benchmarks.kernels.clock import Spread
 from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.models.weights import Params, abstract_params, bind, random_params
@@ -36,7 +37,6 @@ from jaxspec.program.state import (
 )
 from jaxspec.program.step import ProgramConfig, lower_step
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, make_mesh, replicated
-from jaxspec_kernels.bench_clock import Spread
 
 PAGE_SIZE = 16
 # XLA compiles several programs at once, each on a core or two.

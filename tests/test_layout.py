@@ -36,18 +36,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/oracles.py",
         "models run through it, on one device and on eight",
     ),
-    "kernels/jaxspec_kernels/bench_clock.py": (
-        "tests/kernels/test_bench.py",
-        "a part of the command",
-    ),
-    "kernels/jaxspec_kernels/bench_rivals.py": (
-        "tests/kernels/test_bench_report.py",
-        "a part of the command",
-    ),
-    "kernels/jaxspec_kernels/bench_work.py": (
-        "tests/kernels/test_tuning.py",
-        "its cases are what is tuned",
-    ),
     "jaxspec/__init__.py": (
         "tests/test_public_names.py",
         "what it owns is the list of public names",

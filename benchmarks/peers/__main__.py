@@ -12,22 +12,21 @@ so that the run may be stopped; it stops by itself when `--minutes` are over.
 
 import argparse
 import contextlib
-import datetime
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import ROOT, commit, describe_machine, num_cores, versions
 from benchmarks.peers.cells import OURS
 from benchmarks.peers.found import MODELS, Peer, find_peers
 from benchmarks.peers.table import peers_table
 from benchmarks.peers.turns import LOOKUP_MAX, ROOM, Turns
 from benchmarks.prompts import DOMAINS, PromptSet, load_prompts
+from jaxspec.bench.report import commit, machine, now, num_cores, versions
 from jaxspec.tokenizer import Tokenizer
 
-RESULT = ROOT / "benchmarks" / "results" / "peers-cpu.json"
+RESULT = Path(__file__).parents[1] / "results" / "peers-cpu.json"
 # Of the options, what a result tells; the others are paths of a machine.
 SHOWN = (
     *("num_prompts", "single_prompts", "num_tokens", "num_speculative_tokens"),
@@ -121,16 +120,15 @@ def models_folder(wanted: Path | None) -> Iterator[Path]:
 
 def header(options: argparse.Namespace, chosen: PromptSet) -> dict[str, Any]:
     """What identifies a result; paths of this machine stay out."""
-    now = datetime.datetime.now(datetime.UTC)
     return {
         "benchmark": "peers",
-        "date": now.isoformat(timespec="seconds").removesuffix("+00:00"),
+        "date": now(),
         **commit(),
         "arguments": {name: getattr(options, name) for name in SHOWN},
         "timed": TIMED,
         "lookup_max": LOOKUP_MAX,
         "prompts": {"source": chosen.source, "digest": chosen.digest},
-        "machine": describe_machine(),
+        "machine": machine(),
         "versions": versions(),
     }
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from benchmarks.machine import num_cores
 from benchmarks.peers.cells import OURS, Cell, rows
 from benchmarks.peers.child import Child, PeerError
 from benchmarks.peers.found import Peer
+from jaxspec.bench.report import num_cores, write_whole
 
 LOOKUP_MAX = 4
 ROOM = 512  # tokens for a prompt
@@ -187,10 +187,8 @@ class Turns:
     def _write(self) -> None:
         """Write what there is, so that nothing is lost when the run is stopped."""
         self.result["rows"] = rows(self._cells)
-        path = self._options.output
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        text = json.dumps(self.result, indent=1) + "\n"
+        write_whole(text, self._options.output)
 
     def close(self) -> None:
         while self._children:
