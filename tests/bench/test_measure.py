@@ -82,6 +82,13 @@ def test_one_token_each_is_no_decoding():
     assert (run.token_ids, run.per_token_s, run.decode) == ([said(1)], [], None)
 
 
+def test_decoding_begins_with_the_first_token_though_nobody_reads_it():
+    engine, _ = make_fake_engine(num_draft_tokens=3)
+    run = run_batch(engine, batch_of(1, count=12, drafts=0, is_streamed=False))
+    assert run.decode is not None
+    assert (run.decode.num_tokens, run.decode.num_rounds) == (11, 11)
+
+
 def test_nothing_is_found_in_pages_of_an_earlier_run():
     engine, _ = make_fake_engine(num_draft_tokens=0)
     prompt = list(range(2, 14)) * 4
