@@ -21,6 +21,7 @@ import httpx
 from tqdm.auto import tqdm
 
 from benchmarks.server import served
+from jaxspec.bench.connection import data_of
 from jaxspec.bench.report import record
 
 RESULT = Path(__file__).with_name("results") / "soak.json"
@@ -83,8 +84,8 @@ def _ask(client: httpx.Client, chance: random.Random) -> str:
     with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != httpx.codes.OK:
             return "failed"
-        for line in response.iter_lines():
-            if line == "data: [DONE]":
+        for data in data_of(response):
+            if data == "[DONE]":
                 return "answered"
             if chance.random() < HANG_UP_SHARE / 10:
                 return "hung_up"

@@ -1,16 +1,16 @@
 """Owns who answers in `python -m jaxspec chat`: an engine of its own, or a server."""
 
 import contextlib
-import http.client
 import itertools
 import json
 import signal
-import urllib.error
-import urllib.request
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import httpx
+
+from jaxspec.bench.connection import data_of
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
@@ -23,7 +23,7 @@ Fields = dict[str, Any]
 
 
 # No connection, one that breaks off, an answer that is not OpenAI's.
-_BROKEN = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError)
+_BROKEN = (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError)
 
 
 class PartnerError(Exception):
@@ -127,21 +127,20 @@ class ServerPartner:
         self._own["return_token_origins"] = True
         if model is not None:
             self._own["model"] = model
-        self._headers = {"Content-Type": "application/json"}
+        self._headers = {}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def answer(self, messages: list[Message], fields: Fields) -> Parts:
-        body = json.dumps(self._own | fields | {"messages": messages}).encode()
+        body = self._own | fields | {"messages": messages}
+        given: dict[str, Any] = {"json": body, "headers": self._headers}
         try:
-            request = urllib.request.Request(self._url, body, self._headers)
-            with urllib.request.urlopen(request) as response:
-                for line in response:
-                    name, _, content = line.decode().strip().partition(": ")
-                    if name == "data" and content != "[DONE]":
-                        yield from _parts_in(json.loads(content))
-        except urllib.error.HTTPError as error:
-            raise PartnerError(_reason(error)) from error
+            with httpx.stream("POST", self._url, timeout=None, **given) as response:
+                if response.is_error:
+                    raise PartnerError(_reason(response))
+                for data in data_of(response):
+                    if data != "[DONE]":
+                        yield from _parts_in(json.loads(data))
         except _BROKEN as error:
             raise PartnerError(f"{self._url}: {error!r}") from error
 
@@ -165,11 +164,10 @@ def _parts_in(chunk: dict[str, Any]) -> Iterator[Part]:
         )
 
 
-def _reason(error: urllib.error.HTTPError) -> str:
+def _reason(response: httpx.Response) -> str:
     """What a server says of a failure, in vLLM's form or in another."""
-    said = error.read().decode(errors="replace")
     try:
-        told = json.loads(said)["error"]
+        told = json.loads(response.read())["error"]
     except (ValueError, KeyError, TypeError):
-        return f"{error.url}: {error.code} {error.reason}"
+        return f"{response.url}: {response.status_code} {response.reason_phrase}"
     return told["message"] if isinstance(told, dict) else str(told)
