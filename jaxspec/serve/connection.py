@@ -5,7 +5,7 @@ import json
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
@@ -53,30 +53,25 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
-    """Sends events as they come, until the last one or until the client has gone."""
+class EventStream(StreamingResponse):
+    """Sends events as they come, until the last one or until the client has gone.
+
+    Its base, where the server speaks ASGI 2.4, waits for the next event of a client who
+    has left, and does not close the events.
+    """
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[str, None]):
         # An intermediary that collects the events would undo the streaming.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(None, headers=headers)
-        del self.headers["content-length"]
+        super().__init__(events, headers=headers)
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._send(send))
+            await while_connected(receive, self.stream_response(send))
         except ClientGoneError:
             return
         finally:
             await self._events.aclose()
-
-    async def _send(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": self.status_code}
-        await send(start | {"headers": self.raw_headers})
-        async for text in self._events:
-            body = {"type": "http.response.body", "body": text.encode()}
-            await send(body | {"more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
