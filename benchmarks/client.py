@@ -10,7 +10,13 @@ import httpx
 
 from jaxspec.bench.connection import data_of
 
-PROMPT = "The dragon looked at the map and"
+PROMPTS = (
+    "The dragon looked at the map and",
+    "Once upon a time there was a small robot who",
+    "def add(a, b):",
+    "Dear diary, today",
+)
+PROMPT = PROMPTS[0]
 # As many as the longest sequence has room for, nearly.
 LONG_STREAM_TOKENS = 7500
 LONGEST_ANSWER_S = 300.0

@@ -30,6 +30,7 @@ import jax
 from benchmarks import by_kernel
 from benchmarks.kernels.clock import copy_bandwidth
 from benchmarks.step_times import Models, Program, Setting, TargetPass, compile_all
+from jaxspec.bench.ceiling import speed_up_ceiling
 from jaxspec.bench.report import commit, machine, now, versions, write_whole
 from jaxspec.config import ModelConfig
 from jaxspec_checkpoints.published import published_config
@@ -106,15 +107,6 @@ def setting_of(options: argparse.Namespace) -> Setting:
             compiler_options=QUICK_COMPILER,
         )
     return Setting(context=options.context or 1024)
-
-
-def ceiling(acceptance: float, num_drafts: int, cost: float) -> float:
-    """Speed-up of K drafts that cost this share of a plain step, and nothing else.
-
-    References: Leviathan et al. 2023, arXiv:2211.17192, Theorem 3.8.
-    """
-    tokens = sum(acceptance**place for place in range(num_drafts + 1))
-    return tokens / (1 + num_drafts * cost)
 
 
 def configs_of(
@@ -220,7 +212,7 @@ def _rounds(
         for acceptance in options.acceptances:
             timed = programs[count].run((acceptance,) * count)
             speed_up = timed.tokens * plain[0] / timed.step_s.median_s
-            best = ceiling(acceptance, count, cost)
+            best = speed_up_ceiling([acceptance] * count, cost)
             yield row | {
                 "what": "round",
                 "acceptance": "synthetic",

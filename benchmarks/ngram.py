@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.cpu_pair import header, make_engine, warn_unless_quiet
 from benchmarks.measure import run_prompts, summarise
-from benchmarks.prompts import load_prompts
+from benchmarks.prompts import bundled
 from jaxspec.engine.llm_engine import LLMEngine
 
 HERE = Path(__file__).parent
@@ -55,7 +55,10 @@ def main() -> None:
         "batch": 1,
         "sets": {
             name: measure(engine, name, prompts, options)
-            for name, prompts in (("copy", copy_prompts()), ("prose", prose_prompts()))
+            for name, prompts in (
+                ("copy", list(bundled("copy_prompts.jsonl"))),
+                ("prose", prose_prompts()),
+            )
         },
     }
     for name, found in result["sets"].items():
@@ -70,16 +73,9 @@ def main() -> None:
         RESULT.write_text(json.dumps(result) + "\n", encoding="utf-8")
 
 
-def copy_prompts() -> list[tuple[str, str]]:
-    """Domain and text: passages given several times, and then begun once more."""
-    lines = (HERE / "copy_prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    return [(one["domain"], one["prompt"]) for one in map(json.loads, lines)]
-
-
 def prose_prompts() -> list[tuple[str, str]]:
     """Domain and text of the repository's own list, as far as it is prose."""
-    chosen = load_prompts(None, 3).by_domain
-    return [(domain, text) for domain in PROSE_DOMAINS for text in chosen[domain]]
+    return [pair for pair in bundled("prompts.jsonl") if pair[0] in PROSE_DOMAINS]
 
 
 def measure(

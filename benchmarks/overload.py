@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import random
-import re
 import statistics
 import time
 from collections import Counter
@@ -25,17 +24,12 @@ from typing import Any
 import httpx
 from tqdm.auto import tqdm
 
-from benchmarks.server import served
+from benchmarks.client import PROMPTS
+from benchmarks.server import samples, served
 from jaxspec.bench.report import record
 
 RESULT = Path(__file__).with_name("results") / "overload.json"
 FACTOR = 5.0
-PROMPTS = (
-    "The dragon looked at the map and",
-    "Once upon a time there was a small robot who",
-    "def add(a, b):",
-    "Dear diary, today",
-)
 QUEUE_LENGTH = 32
 PROBES = 10
 RECOVERY_S = 30.0
@@ -134,10 +128,9 @@ class Load:
 
     async def _watch(self, answers: Answers) -> None:
         while True:
-            text = (await self._client.get("/metrics")).text
-            name = r"^vllm:num_requests_waiting{.*} (\S+)$"
-            waiting = sum(map(float, re.findall(name, text, re.M)))
-            answers.most_waiting = max(answers.most_waiting, int(waiting))
+            told = samples((await self._client.get("/metrics")).text)
+            waiting = int(told["vllm:num_requests_waiting"])
+            answers.most_waiting = max(answers.most_waiting, waiting)
             await asyncio.sleep(0.5)
 
     async def recovery_s(self, usual_s: float, end: Awaitable[Answers]) -> Any:

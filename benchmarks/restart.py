@@ -15,14 +15,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from benchmarks.client import PROMPT, complete
 from benchmarks.server import served
 from jaxspec.bench.report import record
 
 RESULT = Path(__file__).with_name("results") / "restart.json"
 GOAL_S = 30.0
-PROMPT = "The dragon looked at the map and"
+ASKED = {"max_tokens": 24, "temperature": 0}
 
 
 def measure(flags: list[str]) -> dict[str, Any]:
@@ -34,30 +33,22 @@ def measure(flags: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--compilation-cache-dir", folder, *flags]
         with served(arguments, is_quiet=False) as (process, client, cold_s):
-            text = _complete(client)
-            body = _body() | {"stream": True, "ignore_eos": True, "max_tokens": 200}
+            text = complete(client, **ASKED)
+            body = ASKED | {"prompt": PROMPT, "stream": True, "max_tokens": 200}
+            body |= {"ignore_eos": True}
             with client.stream("POST", "/v1/completions", json=body) as response:
                 next(response.iter_lines())
                 process.send_signal(signal.SIGKILL)
                 process.wait()
         size = sum(path.stat().st_size for path in Path(folder).rglob("*"))
         with served(arguments, is_quiet=False) as (_, client, warm_s):
-            again = _complete(client)
+            again = complete(client, **ASKED)
     return {
         "cold_ready_s": round(cold_s, 1),
         "warm_ready_s": round(warm_s, 1),
         "cache_mb": round(size / 1e6),
         "same_text": text == again,
     }
-
-
-def _body() -> dict[str, Any]:
-    return {"prompt": PROMPT, "max_tokens": 24, "temperature": 0}
-
-
-def _complete(client: httpx.Client) -> str:
-    response = client.post("/v1/completions", json=_body())
-    return response.raise_for_status().json()["choices"][0]["text"]
 
 
 def main() -> None:

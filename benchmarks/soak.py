@@ -11,7 +11,6 @@ memory and metrics are read. Writes benchmarks/results/soak.json.
 import argparse
 import json
 import random
-import re
 import threading
 import time
 from pathlib import Path
@@ -20,19 +19,14 @@ from typing import Any
 import httpx
 from tqdm.auto import tqdm
 
-from benchmarks.server import served
+from benchmarks.client import PROMPTS
+from benchmarks.server import samples, served
 from jaxspec.bench.connection import data_of
 from jaxspec.bench.report import record
 
 RESULT = Path(__file__).with_name("results") / "soak.json"
 NUM_CLIENTS = 12
 SAMPLE_S = 10.0
-PROMPTS = (
-    "The dragon looked at the map and",
-    "Once upon a time there was a small robot who",
-    "def add(a, b):",
-    "Dear diary, today",
-)
 HANG_UP_SHARE = 0.1
 
 
@@ -94,19 +88,14 @@ def _ask(client: httpx.Client, chance: random.Random) -> str:
 
 def _sample(client: httpx.Client, pid: int) -> dict[str, float]:
     """The server's memory, and totals since its start."""
-    text = client.get("/metrics").text
-
-    def total(name: str) -> float:
-        found = re.findall(rf"^jaxspec:{name}(?:_total)?{{.*}} (\S+)$", text, re.M)
-        return sum(map(float, found))
-
+    told = samples(client.get("/metrics").text)
     resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
     return {
         "resident_mb": round(resident / 1e6, 1),
-        "compiles": total("num_compiles"),
-        "drafts": total("spec_decode_num_draft_tokens"),
-        "accepted": total("spec_decode_num_accepted_tokens"),
-        "tokens": total("generation_tokens"),
+        "compiles": told["jaxspec:num_compiles_total"],
+        "drafts": told["jaxspec:spec_decode_num_draft_tokens_total"],
+        "accepted": told["jaxspec:spec_decode_num_accepted_tokens_total"],
+        "tokens": told["jaxspec:generation_tokens_total"],
     }
 
 

@@ -49,12 +49,6 @@ def test_a_pair_is_measured_in_all_ways():
     assert sum(one["share"] for one in profile["kernels"]) <= 1.001
 
 
-def test_ceiling_of_a_draft_that_costs_nothing():
-    assert h200.ceiling(0.5, 2, 0.0) == 1.75
-    assert h200.ceiling(0.5, 2, 0.25) == 1.75 / 1.5
-    assert h200.ceiling(1.0, 4, 0.0) == 5
-
-
 def test_full_shapes_are_the_published_ones():
     options = h200.make_parser().parse_args([])
     assert h200.config_of("27b", options)["hidden_size"] == 4608
