@@ -60,7 +60,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/serve/test_generation.py",
         "every request goes through it",
     ),
-    "jaxspec/serve/writing.py": (
+    "jaxspec/serve/response_writers.py": (
         "tests/serve/test_completions.py",
         "what completions and chats share",
     ),
