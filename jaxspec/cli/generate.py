@@ -8,10 +8,10 @@ import sys
 import time
 
 from jaxspec.bench.measure import Batch, Bench, Run, run_batch
+from jaxspec.cli.terminal import Printer, pieces_of
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.terminal import Printer, pieces_of
 from jaxspec.tokenizer import Tokenizer
 
 # Compiles all that a longer request needs: the prompt's programs and the round's.

@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec import generate
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.measure import Batch, Run, run_batch
+from jaxspec.cli import generate
+from jaxspec.cli.generate import comparison, decode, difference, warm_up
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.generate import comparison, decode, difference, warm_up
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
+from tests.cli.test_terminal import GREEN, Terminal
 from tests.engines import make_engine, make_micro
 from tests.oracles import hf_logits
-from tests.test_terminal import GREEN, Terminal
 
 PROMPT = [5, 9, 4, 11]
 NUM_TOKENS = 24
