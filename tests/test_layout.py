@@ -44,10 +44,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/test_config.py",
         "a part of the engine's config, which re-exports it",
     ),
-    "jaxspec/bench/failure.py": (
-        "tests/bench/test_main.py",
-        "an error, whose showing is tested",
-    ),
     "jaxspec/lora/request.py": (
         "tests/test_vllm_paths.py",
         "it is there to be imported",

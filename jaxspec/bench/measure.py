@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxspec.bench.acceptance import Acceptance
-from jaxspec.bench.failure import BenchError
+from jaxspec.bench.report import BenchError
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams

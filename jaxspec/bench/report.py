@@ -26,6 +26,10 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 HIDDEN = ("hf_token", "api_key", "run", "command", "output_json", "plot", "result_dir")
 
 
+class BenchError(Exception):
+    """What was measured means nothing, or a server does not answer."""
+
+
 def header(benchmark: str, options: argparse.Namespace) -> dict[str, Any]:
     """What identifies a result: when, which code, which machine, all arguments."""
     return {

@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec.bench import __main__ as command_line
 from jaxspec.bench import whole
-from jaxspec.bench.failure import BenchError
+from jaxspec.bench.report import BenchError
 
 ROOT = Path(__file__).parents[2]
 

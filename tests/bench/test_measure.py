@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from jaxspec.bench.failure import BenchError
 from jaxspec.bench.measure import Batch, Bench, run_batch
+from jaxspec.bench.report import BenchError
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.engine.test_llm_engine import (
