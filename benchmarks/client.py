@@ -8,7 +8,15 @@ from typing import Any
 
 import httpx
 
-PROMPT = "The dragon looked at the map and"
+from jaxspec.bench.connection import data_of
+
+PROMPTS = (
+    "The dragon looked at the map and",
+    "Once upon a time there was a small robot who",
+    "def add(a, b):",
+    "Dear diary, today",
+)
+PROMPT = PROMPTS[0]
 # As many as the longest sequence has room for, nearly.
 LONG_STREAM_TOKENS = 7500
 LONGEST_ANSWER_S = 300.0
@@ -74,12 +82,11 @@ def read_stream(
         "POST", "/v1/completions", json=body, timeout=LONGEST_ANSWER_S
     ) as response:
         response.raise_for_status()
-        for line in response.iter_lines():
+        for data in data_of(response):
             now = time.monotonic()
-            if not line.startswith("data: {"):
+            if data == "[DONE]":
                 continue
-            told = json.loads(line.removeprefix("data: "))
-            now_tokens = told["usage"]["completion_tokens"]
+            now_tokens = json.loads(data)["usage"]["completion_tokens"]
             if now_tokens > before:
                 chunks.add(now, now_tokens - before)
                 before = now_tokens

@@ -5,29 +5,30 @@ benchmarks/README.md for what is measured and how.
 """
 
 import argparse
-import datetime
-import importlib.util
+import contextlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from machine import commit, describe_machine, num_cores, versions
-from measure import PromptRuns, run_in_turn, sampling, summarise
-from prompts import DOMAINS, PromptSet, load_prompts
-from rounds import profile, trace
-from startup import measure_startup
-from tables import profile_table, result_table
+import jax
 from tqdm.auto import tqdm
 
+from benchmarks.first_token import measure_startup
+from benchmarks.measure import run_prompts, sampling, summarise
+from benchmarks.peers.child import Child
+from benchmarks.peers.found import huggingface
+from benchmarks.peers.turns import LONGEST_ANSWER_S, start, usable_cores
+from benchmarks.prompts import DOMAINS, load_prompts
+from benchmarks.readme_table import readme_table
+from jaxspec.bench.measure import Batch, Bench, run_batch
+from jaxspec.bench.report import commit, machine, now, num_cores, table, versions
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
+RESULTS = Path(__file__).with_name("results")
 TARGET, DRAFT = "jaxspec/tiny-gemma2", "jaxspec/tiny-gemma2-draft"
-CONTROLS = {
+CONTROLS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.8, "top_p": 0.95},
 }
@@ -48,8 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="one short run; writes no result")
     add("--skip-huggingface", action="store_true")
     add("--skip-startup", action="store_true")
-    add("--profile", action="store_true", help="only show where a round's time goes")
-    add("--trace", type=Path, help="write jax's profile of a few rounds to this folder")
+    add("--trace", type=Path, help="only write jax's profile of a text to this folder")
     add("--output", type=Path, help="where to write the JSON line")
     return parser
 
@@ -60,30 +60,36 @@ def main() -> None:
         vars(options).update(QUICK)
     if options.num_tokens < 2 or options.repeats < 1 or options.prompts_per_domain < 1:
         raise SystemExit("--num-tokens must be at least 2, the other counts 1")
-    machine = describe_machine()
-    if machine["load_average"][0] > 0.5 * machine["cores"]:
-        print(f"Not a quiet machine: load {machine['load_average']}", file=sys.stderr)
+    # Before it works: the load tells whether the machine was quiet.
+    device = warn_unless_quiet()
     chosen = load_prompts(options.corpus, options.prompts_per_domain)
     print(f"Prompts: {options.prompts_per_domain} per domain, from {chosen.source}")
-    engine = make_engine(options)
-    if options.profile or options.trace:
-        look_inside(engine, chosen, options)
+    engine = make_engine(
+        options,
+        speculative_model=DRAFT,
+        num_speculative_tokens=options.num_speculative_tokens,
+    )
+    prompts = [(name, text) for name, all in chosen.by_domain.items() for text in all]
+    if options.trace:
+        trace(engine, prompts[0][1], options)
         return
-    result = header(options, machine, chosen, engine)
-    result["modes"] = {
-        mode: measure_mode(engine, chosen, mode, options) for mode in CONTROLS
+    result = header("cpu_pair", engine, options, device) | {
+        "prompts": {"source": chosen.source, "digest": chosen.digest},
+        "draft": DRAFT,
+        "modes": {
+            mode: measure_mode(engine, prompts, mode, options) for mode in CONTROLS
+        },
     }
-    folder = engine.config.model
-    prompts = [tokens for _, tokens in tokenised(engine, chosen)]
+    token_ids = [engine.tokenizer.encode(text) for _, text in prompts]
     engine.shutdown()
     del engine
-    result["huggingface"] = measure_huggingface(folder, prompts, options)
+    result["huggingface"] = measure_huggingface(token_ids, options)
     result["startup"] = {"skipped": "by --skip-startup"}
     if not options.skip_startup:
         result["startup"] = measure_startup(
             options.num_speculative_tokens, options.dtype, min(options.num_tokens, 16)
         )
-    print(result_table(result))
+    print(f"{readme_table(result)}\n\n{rounds_table(result)}")
     line = json.dumps(result)
     print(line)
     path = options.output
@@ -95,68 +101,53 @@ def main() -> None:
         path.write_text(line + "\n", encoding="utf-8")
 
 
-def make_engine(options: argparse.Namespace) -> LLMEngine:
-    args = EngineArgs(
-        model=TARGET,
-        speculative_model=DRAFT,
-        num_speculative_tokens=options.num_speculative_tokens,
-        dtype=options.dtype,
-        max_num_seqs=1,
-    )
+def warn_unless_quiet() -> dict[str, Any]:
+    """Describe the machine, and say if something else works on it."""
+    found = machine()
+    if found["load_average"][0] > 0.5 * found["cores"]:
+        print(f"Not a quiet machine: load {found['load_average']}", file=sys.stderr)
+    return found
+
+
+def make_engine(options: argparse.Namespace, **drafts: Any) -> LLMEngine:
+    """The bundled target for one sequence at a time, with these drafts."""
+    args = EngineArgs(model=TARGET, dtype=options.dtype, max_num_seqs=1, **drafts)
     return LLMEngine.from_engine_args(args)
 
 
-def tokenised(engine: LLMEngine, chosen: PromptSet) -> list[tuple[str, list[int]]]:
-    """Domain and token ids of every prompt."""
-    return [
-        (domain, engine.tokenizer.encode(prompt))
-        for domain, prompts in chosen.by_domain.items()
-        for prompt in prompts
-    ]
-
-
 def header(
-    options: argparse.Namespace,
-    machine: dict[str, Any],
-    chosen: PromptSet,
-    engine: LLMEngine,
+    benchmark: str, engine: LLMEngine, options: argparse.Namespace, about: Any
 ) -> dict[str, Any]:
-    """What identifies a result; paths of this machine stay out."""
+    """What identifies a result; paths of this machine stay out.
+
+    Args:
+        about: The machine, before anything ran.
+    """
     device = engine.runner.mesh.devices.flat[0]
-    hidden = ("corpus", "output", "profile", "trace")
-    now = datetime.datetime.now(datetime.UTC)
+    hidden = ("corpus", "output", "trace")
     return {
-        "benchmark": "cpu_pair",
-        "date": now.isoformat(timespec="seconds").removesuffix("+00:00"),
+        "benchmark": benchmark,
+        "date": now(),
         **commit(),
         "arguments": {
             name: value for name, value in vars(options).items() if name not in hidden
         },
-        "prompts": {"source": chosen.source, "digest": chosen.digest},
         "target": TARGET,
-        "draft": DRAFT,
         "device": f"{device.platform}: {device.device_kind}",
         "dtype": str(engine.runner.dtype),
-        "machine": machine,
+        "machine": about,
         "versions": versions(),
     }
 
 
 def measure_mode(
-    engine: LLMEngine, chosen: PromptSet, mode: str, options: argparse.Namespace
+    engine: LLMEngine,
+    prompts: list[tuple[str, str]],
+    mode: str,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     """All prompts in one way of sampling: rows per domain and over all."""
-    modes = {
-        name: sampling(options.num_tokens, drafts, **CONTROLS[mode])
-        for name, drafts in (
-            ("plain", 0),
-            ("speculative", options.num_speculative_tokens),
-        )
-    }
-    runs = []
-    for domain, tokens in tqdm(tokenised(engine, chosen), desc=f"jaxspec {mode}"):
-        samples = run_in_turn(engine, tokens, modes, options.repeats)
-        runs.append(PromptRuns(domain=domain, num_prompt_tokens=len(tokens), **samples))
+    runs = run_prompts(engine, prompts, options, CONTROLS[mode])
     rows = {
         domain: summarise([run for run in runs if run.domain == domain])
         for domain in DOMAINS
@@ -168,61 +159,70 @@ def measure_mode(
     }
 
 
+def took_s(child: Child, prompt: list[int], num_tokens: int) -> float:
+    """Seconds from handing over a prompt until so many tokens are back."""
+    asked = {"prompts": [prompt], "batch_size": 1, "num_tokens": num_tokens}
+    return child.ask(asked, LONGEST_ANSWER_S)["seconds"]
+
+
 def measure_huggingface(
-    folder: str, prompts: list[list[int]], options: argparse.Namespace
+    prompts: list[list[int]], options: argparse.Namespace
 ) -> dict[str, Any]:
     """Greedy `generate` of transformers by dtype; or why it was not run."""
+    peer, num_tokens = huggingface(), options.num_tokens
     if options.skip_huggingface:
         return {"skipped": "by --skip-huggingface"}
-    missing = [
-        name
-        for name in ("torch", "transformers")
-        if importlib.util.find_spec(name) is None
-    ]
-    if missing:
-        return {"skipped": f"not installed: {', '.join(missing)} (extra hf)"}
+    if peer.missing:
+        return {"skipped": peer.missing}
     found = {}
     for dtype in HF_DTYPES:
-        task = {
-            "folder": folder,
-            "dtype": dtype,
-            "prompts": prompts,
-            "num_tokens": options.num_tokens,
-            "repeats": options.repeats,
-            "threads": num_cores(),
-        }
-        done = subprocess.run(
-            [sys.executable, str(HERE / "hf_generate.py")],
-            input=json.dumps(task),
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        speeds = json.loads(done.stdout)["tokens_per_s"]
+        task = {**peer.models(RESULTS), "mode": "plain", "dtype": dtype}
+        with contextlib.closing(
+            start(peer, task, cores=usable_cores(), limit_s=LONGEST_ANSWER_S)
+        ) as child:
+            speeds = []
+            for prompt in tqdm(prompts, desc=f"HuggingFace {dtype}"):
+                took_s(child, prompt, 4)
+                # The prompt's time taken off.
+                seconds = [
+                    took_s(child, prompt, num_tokens) - took_s(child, prompt, 1)
+                    for _ in range(options.repeats)
+                ]
+                speeds.append([(num_tokens - 1) / one for one in seconds])
         found[dtype] = {"tokens_per_s": speeds, "threads": num_cores()}
     return found
 
 
-def look_inside(
-    engine: LLMEngine, chosen: PromptSet, options: argparse.Namespace
-) -> None:
-    """Show where the time of a round goes, instead of measuring speed."""
-    prompts = [tokens for _, tokens in tokenised(engine, chosen)]
-    if options.trace:
-        trace(engine, prompts[0], options.num_tokens, options.trace)
-        print(f"Profile of jax for TensorBoard or xprof: {options.trace}")
-    if options.profile:
-        alone = LLMEngine.from_engine_args(
-            EngineArgs(model=DRAFT, dtype=options.dtype, max_num_seqs=1)
-        )
-        result = profile(
-            engine,
-            alone,
-            prompts,
-            num_tokens=options.num_tokens,
-            repeats=options.repeats,
-        )
-        print(profile_table(result))
+def trace(engine: LLMEngine, text: str, options: argparse.Namespace) -> None:
+    """Write jax's own profile of one speculative request."""
+    params = sampling(
+        options.num_tokens, options.num_speculative_tokens, temperature=0.0
+    )
+    batch = Batch(prompts=[engine.tokenizer.encode(text)], params=[params])
+    # Without programs that are compiled in it.
+    Bench(engine=engine, num_iters=1).alternate({"": batch})
+    with jax.profiler.trace(str(options.trace)):
+        run_batch(engine, batch)
+    print(f"Profile of jax for TensorBoard or xprof: {options.trace}")
+
+
+def rounds_table(result: dict[str, Any]) -> str:
+    """What rounds took, of which the host's part."""
+    rows = [["rounds", "ms", "host, ms", "host", "tokens"]]
+    for mode, measured in result["modes"].items():
+        found = measured["rows"]["all"]
+        for kind in ("plain", "speculative"):
+            spent = found[f"{kind}_round"]
+            rows.append(
+                [
+                    f"{mode}, {kind}",
+                    f"{spent['round_s'] * 1e3:.2f}",
+                    f"{spent['host_s'] * 1e3:.2f}",
+                    f"{spent['host_share']:.0%}",
+                    "1" if kind == "plain" else f"{found['tokens_per_round']:.2f}",
+                ]
+            )
+    return table(rows)
 
 
 if __name__ == "__main__":

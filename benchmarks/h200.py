@@ -11,7 +11,6 @@ Needs jax, flax and what they bring; torch and transformers for the comparison.
 
 import argparse
 import contextlib
-import datetime
 import importlib
 import json
 import os
@@ -29,13 +28,15 @@ from typing import Any
 import jax
 
 from benchmarks import by_kernel
-from benchmarks.machine import ROOT, commit, describe_machine, versions, write_json
+from benchmarks.kernels.clock import copy_bandwidth
 from benchmarks.step_times import Models, Program, Setting, TargetPass, compile_all
+from jaxspec.bench.ceiling import speed_up_ceiling
+from jaxspec.bench.report import commit, machine, now, versions, write_whole
 from jaxspec.config import ModelConfig
 from jaxspec.models.families import config_from_hf
 from jaxspec_checkpoints.gemma2.published import published_config
-from jaxspec_kernels.bench_clock import copy_bandwidth
 
+HERE = Path(__file__).parent
 PAIRS = {"9b-2b": ("9b", "2b"), "27b-2b": ("27b", "2b")}
 # In order of what is wanted first.
 PARTS = ("9b-2b", "27b-2b", "hf-9b", "hf-27b", "hf-2b")
@@ -107,15 +108,6 @@ def setting_of(options: argparse.Namespace) -> Setting:
             compiler_options=QUICK_COMPILER,
         )
     return Setting(context=options.context or 1024)
-
-
-def ceiling(acceptance: float, num_drafts: int, cost: float) -> float:
-    """Speed-up of K drafts that cost this share of a plain step, and nothing else.
-
-    References: Leviathan et al. 2023, arXiv:2211.17192, Theorem 3.8.
-    """
-    tokens = sum(acceptance**place for place in range(num_drafts + 1))
-    return tokens / (1 + num_drafts * cost)
 
 
 def configs_of(
@@ -221,7 +213,7 @@ def _rounds(
         for acceptance in options.acceptances:
             timed = programs[count].run((acceptance,) * count)
             speed_up = timed.tokens * plain[0] / timed.step_s.median_s
-            best = ceiling(acceptance, count, cost)
+            best = speed_up_ceiling([acceptance] * count, cost)
             yield row | {
                 "what": "round",
                 "acceptance": "synthetic",
@@ -288,7 +280,7 @@ def run_child(name: str, seconds: float, arguments: list[str]) -> Iterator[Row]:
         command,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=ROOT,
+        cwd=HERE.parent,
         env=environment,
         start_new_session=True,  # a group of its own, which can be killed whole
     )
@@ -352,10 +344,10 @@ def main(arguments: list[str] | None = None) -> None:
     end = time.monotonic() + options.seconds
     result = {
         "command": shlex.join(["python", "-m", "benchmarks.h200", *arguments]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "is_dry_run": options.dry_run,
         "goals": GOALS,
-        "machine": describe_machine(),
+        "machine": machine(),
         "versions": versions(),
         **commit(),
         "rows": [],
@@ -377,8 +369,8 @@ def write(result: dict[str, Any], options: argparse.Namespace) -> None:
         kinds = [row["device"] for row in result["rows"] if "device" in row]
         name = (kinds or ["unknown"])[0].lower().replace(" ", "-")
         dry = "-dry-run" if options.dry_run else ""
-        path = ROOT / "benchmarks" / "results" / f"gpu-{name}{dry}.json"
-    write_json(result, path)
+        path = HERE / "results" / f"gpu-{name}{dry}.json"
+    write_whole(json.dumps(result, indent=2) + "\n", path)
 
 
 if __name__ == "__main__":

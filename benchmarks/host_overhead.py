@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.machine import ROOT, record
+from jaxspec.bench.report import record
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.llm_engine import LLMEngine
@@ -27,6 +27,7 @@ from jaxspec.program.plan import PoolShape, StepPlan, StepShape
 from jaxspec.program.wire import PlanLayout, StepResult, result_layout
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 
+RESULT = Path(__file__).with_name("results") / "host-overhead.json"
 NUM_SEQS = 64
 NUM_DRAFT_TOKENS = 4
 ROUND_S = 0.010
@@ -44,7 +45,7 @@ class WaitingRunner(Runner):
     def __init__(self, pool: PoolShape, vocab_size: int, round_s: float):
         self.pool, self._round_s = pool, round_s
         self.fetched_ts = 0.0
-        self.params, self.state = ({}, None), {}
+        self.params, self.state = ({}, ()), {}
         self.num_launches = 0
         self.compiler, self.compiles_beside = Compiler(lambda shape: None), False
         self._vocab_size = vocab_size
@@ -163,9 +164,7 @@ def summary(samples: list[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Host seconds per round.")
     parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks/results/host-overhead.json"
-    )
+    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     tokens = options.rounds * (NUM_DRAFT_TOKENS + 1)
     engine, runner = make_engine(256 + PROMPT_TOKENS + tokens)

@@ -7,23 +7,17 @@ per set and writes benchmarks/results/ngram-cpu.json. See benchmarks/README.md.
 """
 
 import argparse
-import datetime
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from machine import commit, describe_machine, versions
-from measure import PromptRuns, run_in_turn, sampling, summarise
-from prompts import load_prompts
-from tqdm.auto import tqdm
-
-from jaxspec.engine.arg_utils import EngineArgs
+from benchmarks.cpu_pair import header, make_engine, warn_unless_quiet
+from benchmarks.measure import run_prompts, summarise
+from benchmarks.prompts import bundled
 from jaxspec.engine.llm_engine import LLMEngine
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "ngram-cpu.json"
-TARGET = "jaxspec/tiny-gemma2"
 CONTROLS: dict[str, dict[str, Any]] = {
     "copy": {"temperature": 0.0},
     "prose": {"temperature": 1.0},
@@ -49,25 +43,22 @@ def main() -> None:
     options = make_parser().parse_args()
     if options.quick:
         vars(options).update(QUICK)
-    machine = describe_machine()
-    if machine["load_average"][0] > 0.5 * machine["cores"]:
-        print(f"Not a quiet machine: load {machine['load_average']}", file=sys.stderr)
-    engine = make_engine(options)
-    device = engine.runner.mesh.devices.flat[0]
-    result = {
-        "benchmark": "ngram",
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S"),
-        **commit(),
-        "arguments": vars(options),
-        "target": TARGET,
-        "device": f"{device.platform}: {device.device_kind}",
-        "dtype": str(engine.runner.dtype),
+    device = warn_unless_quiet()
+    lookup = {
+        "method": "ngram",
+        "num_speculative_tokens": options.num_speculative_tokens,
+        "prompt_lookup_max": options.prompt_lookup_max,
+        "prompt_lookup_min": options.prompt_lookup_min,
+    }
+    engine = make_engine(options, speculative_config=lookup)
+    result = header("ngram", engine, options, device) | {
         "batch": 1,
-        "machine": machine,
-        "versions": versions(),
         "sets": {
             name: measure(engine, name, prompts, options)
-            for name, prompts in (("copy", copy_prompts()), ("prose", prose_prompts()))
+            for name, prompts in (
+                ("copy", list(bundled("copy_prompts.jsonl"))),
+                ("prose", prose_prompts()),
+            )
         },
     }
     for name, found in result["sets"].items():
@@ -82,31 +73,9 @@ def main() -> None:
         RESULT.write_text(json.dumps(result) + "\n", encoding="utf-8")
 
 
-def make_engine(options: argparse.Namespace) -> LLMEngine:
-    args = EngineArgs(
-        model=TARGET,
-        speculative_config={
-            "method": "ngram",
-            "num_speculative_tokens": options.num_speculative_tokens,
-            "prompt_lookup_max": options.prompt_lookup_max,
-            "prompt_lookup_min": options.prompt_lookup_min,
-        },
-        dtype=options.dtype,
-        max_num_seqs=1,
-    )
-    return LLMEngine.from_engine_args(args)
-
-
-def copy_prompts() -> list[tuple[str, str]]:
-    """Domain and text: passages given several times, and then begun once more."""
-    lines = (HERE / "copy_prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    return [(one["domain"], one["prompt"]) for one in map(json.loads, lines)]
-
-
 def prose_prompts() -> list[tuple[str, str]]:
     """Domain and text of the repository's own list, as far as it is prose."""
-    chosen = load_prompts(None, 3).by_domain
-    return [(domain, text) for domain in PROSE_DOMAINS for text in chosen[domain]]
+    return [pair for pair in bundled("prompts.jsonl") if pair[0] in PROSE_DOMAINS]
 
 
 def measure(
@@ -116,18 +85,7 @@ def measure(
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     """All prompts of one set: a summary, and a row per prompt."""
-    modes = {
-        mode: sampling(options.num_tokens, drafts, **CONTROLS[name])
-        for mode, drafts in (
-            ("plain", 0),
-            ("speculative", options.num_speculative_tokens),
-        )
-    }
-    runs = []
-    for domain, text in tqdm(prompts, desc=name):
-        tokens = engine.tokenizer.encode(text)
-        samples = run_in_turn(engine, tokens, modes, options.repeats)
-        runs.append(PromptRuns(domain=domain, num_prompt_tokens=len(tokens), **samples))
+    runs = run_prompts(engine, prompts, options, CONTROLS[name])
     return {
         "controls": CONTROLS[name],
         "all": summarise(runs),

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import random
-import re
 import statistics
 import time
 from collections import Counter
@@ -25,16 +24,12 @@ from typing import Any
 import httpx
 from tqdm.auto import tqdm
 
-from benchmarks.machine import ROOT, record
-from benchmarks.server import served
+from benchmarks.client import PROMPTS
+from benchmarks.server import samples, served
+from jaxspec.bench.report import record
 
+RESULT = Path(__file__).with_name("results") / "overload.json"
 FACTOR = 5.0
-PROMPTS = (
-    "The dragon looked at the map and",
-    "Once upon a time there was a small robot who",
-    "def add(a, b):",
-    "Dear diary, today",
-)
 QUEUE_LENGTH = 32
 PROBES = 10
 RECOVERY_S = 30.0
@@ -133,10 +128,9 @@ class Load:
 
     async def _watch(self, answers: Answers) -> None:
         while True:
-            text = (await self._client.get("/metrics")).text
-            name = r"^vllm:num_requests_waiting{.*} (\S+)$"
-            waiting = sum(map(float, re.findall(name, text, re.M)))
-            answers.most_waiting = max(answers.most_waiting, int(waiting))
+            told = samples((await self._client.get("/metrics")).text)
+            waiting = int(told["vllm:num_requests_waiting"])
+            answers.most_waiting = max(answers.most_waiting, waiting)
             await asyncio.sleep(0.5)
 
     async def recovery_s(self, usual_s: float, end: Awaitable[Answers]) -> Any:
@@ -190,9 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="More than the server can do.")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks/results/overload.json"
-    )
+    parser.add_argument("--out", type=Path, default=RESULT)
     options, flags = parser.parse_known_args()
     flags = ["--max-num-queued-reqs", str(QUEUE_LENGTH), *flags]
     with served(flags) as (_, client, _):

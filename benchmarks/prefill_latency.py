@@ -18,11 +18,12 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from benchmarks.machine import ROOT, commit, describe_machine, versions
+from jaxspec.bench.report import record
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 
+RESULT = Path(__file__).with_name("results") / "prefill-latency.json"
 GOAL = 1.5
 NUM_STREAMS = 3
 NUM_ROUNDS = 120  # of the streams alone, before and after
@@ -119,9 +120,7 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks/results/prefill-latency.json"
-    )
+    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     engine = make_engine(options)
     num_compiles = -1
@@ -136,7 +135,6 @@ def main() -> None:
     engine.wait_for_programs()
     result = {
         "benchmark": "prefill_latency",
-        "command": "python -m benchmarks.prefill_latency",
         "num_streams": NUM_STREAMS,
         "prompt_tokens": options.prompt_tokens,
         "num_speculative_tokens": options.num_speculative_tokens,
@@ -144,11 +142,8 @@ def main() -> None:
         "median_ratio": round(median(run["ratio"] for run in runs), 3),
         "num_compiles_while_timed": engine.runner.num_compiles - num_compiles,
         "runs": runs,
-        "machine": describe_machine(),
-        "versions": versions(),
-        **commit(),
     }
-    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    record(result, options.out, command="python -m benchmarks.prefill_latency")
     print(json.dumps({name: result[name] for name in ("median_ratio", "runs")}))
 
 

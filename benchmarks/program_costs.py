@@ -13,11 +13,10 @@ Writes benchmarks/results/program-costs-cpu.json and prints the table.
 
 import argparse
 import dataclasses
-import functools
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -28,15 +27,15 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
-from benchmarks.machine import ROOT, record
 from benchmarks.step_times import begun_rows
 from jaxspec import LLM
+from jaxspec.bench.report import record
 from jaxspec.engine.runner import Runner
 from jaxspec.program.plan import TILE, Features, StepPlan, StepShape, Tile
 from jaxspec.program.step import lower_step
 from jaxspec.program.wire import PlanLayout
 
-RESULT = ROOT / "benchmarks/results/program-costs-cpu.json"
+RESULT = Path(__file__).with_name("results") / "program-costs-cpu.json"
 SEQS = (1, 2, 4, 8)
 DRAFTS = (0, 1, 2, 3, 5, 8)
 CHUNKS = (32, 128, 512)
@@ -67,42 +66,35 @@ class Use:
     is_sampled: bool
 
 
-def feature_forms() -> dict[str, Features]:
-    """Kinds of requests, each a program of its own, by name."""
-    forms = {
-        "plain": Features(),
-        "controls": Features(has_controls=True),
-        "logprobs 0": Features(num_logprobs=0),
-        "logprobs 5": Features(num_logprobs=5),
-        "logprobs 20": Features(num_logprobs=20),
-        "controls, logprobs 20": Features(has_controls=True, num_logprobs=20),
-        "grammar": Features(has_grammar=True),
-    }
-    if any(item.name == "is_greedy" for item in dataclasses.fields(Features)):
-        # Not a keyword here: the benchmark also runs where the field is missing.
-        make: Callable[..., Features] = functools.partial(Features, **GREEDY)
-        forms |= {"greedy": make(), "greedy, logprobs 20": make(num_logprobs=20)}
-    return forms
-
-
-GREEDY: dict[str, Any] = {"is_greedy": True}
+FORMS = {
+    "plain": Features(),
+    "controls": Features(has_controls=True),
+    "logprobs 0": Features(num_logprobs=0),
+    "logprobs 5": Features(num_logprobs=5),
+    "logprobs 20": Features(num_logprobs=20),
+    "controls, logprobs 20": Features(has_controls=True, num_logprobs=20),
+    "grammar": Features(has_grammar=True),
+    "greedy": Features(is_greedy=True),
+    "greedy, logprobs 20": Features(is_greedy=True, num_logprobs=20),
+    "prompt logprobs 5": Features(num_prompt_logprobs=5),
+}
+BASIC = "plain", "greedy"
+# Of launches that feed prompts alone.
+FEEDING = "plain", "controls, logprobs 20", "prompt logprobs 5"
 
 
 def programs_of(part: str) -> Iterator[tuple[Size, str]]:
     """Size and kind of every program of one part of the table."""
-    forms = feature_forms()
-    basic = [name for name in ("plain", "greedy") if name in forms]
     if part == "decode":
-        yield from (((n, k, 0), form) for form in basic for n in SEQS for k in DRAFTS)
+        yield from (((n, k, 0), form) for form in BASIC for n in SEQS for k in DRAFTS)
     elif part == "prompts":
         ends, drafts = (SEQS[0], SEQS[-1]), (0, 5)
         sizes = [(n, k, c) for n in ends for k in drafts for c in CHUNKS]
-        yield from ((size, form) for form in basic for size in sizes)
+        yield from ((size, form) for form in BASIC for size in sizes)
     else:
-        special = [name for name in forms if name not in basic]
+        special = [name for name in FORMS if name not in (*BASIC, FEEDING[-1])]
         yield from ((size, form) for form in special for size in FEATURE_SIZES)
-        for form in ("plain", "controls, logprobs 20", "prompt logprobs 5"):
-            yield PROMPT_FEATURE_SIZE, form
+        yield from ((PROMPT_FEATURE_SIZE, form) for form in FEEDING)
 
 
 class Program:
@@ -110,13 +102,12 @@ class Program:
 
     def __init__(self, runner: Runner, size: Size, form: str):
         num_seqs, num_drafts, chunk = size
-        features = feature_forms().get(form, Features(num_prompt_logprobs=5))
         self.form = form
         self.shape = StepShape(
             num_seqs=num_seqs,
             num_draft_tokens=num_drafts,
             chunk=chunk,
-            features=features,
+            features=FORMS[form],
         )
         self._runner = runner
         start, start_cpu = time.monotonic(), time.process_time()

@@ -3,8 +3,11 @@
 import hashlib
 import json
 import lzma
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from jaxspec.bench.data import read_prompts
 
 HERE = Path(__file__).parent
 DOMAINS = ("math", "shell", "stories", "fiction", "code")
@@ -35,32 +38,41 @@ def load_prompts(corpus: Path | None, per_domain: int) -> PromptSet:
     Raises:
         SystemExit: `corpus` has no valid.jsonl.xz, or too few prompts of a domain.
     """
-    if corpus is None:
-        corpus = HERE.parents[1] / "shared" / "corpus"
-        if not (corpus / "valid.jsonl.xz").is_file():
-            return _checked("benchmarks/prompts.jsonl", _bundled(), per_domain)
-    path = corpus / "valid.jsonl.xz"
-    if not path.is_file():
+    beside = HERE.parents[1] / "shared" / "corpus"
+    path = (corpus or beside) / "valid.jsonl.xz"
+    source, given = "valid documents of the corpus", _of_corpus(path)
+    if corpus is None and not path.is_file():
+        source, given = "benchmarks/prompts.jsonl", bundled("prompts.jsonl")
+    elif not path.is_file():
         raise SystemExit(f"--corpus must be a folder with valid.jsonl.xz, got {corpus}")
-    return _checked("valid documents of the corpus", _of_corpus(path), per_domain)
-
-
-def _bundled() -> dict[str, list[str]]:
-    lines = (HERE / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     found: dict[str, list[str]] = {domain: [] for domain in DOMAINS}
-    for entry in map(json.loads, lines):
-        found[entry["domain"]].append(entry["prompt"])
-    return found
+    for domain, prompt in given:
+        found[domain].append(prompt)
+    short = {domain: len(found[domain]) for domain in DOMAINS}
+    short = {domain: count for domain, count in short.items() if count < per_domain}
+    if short:
+        raise SystemExit(
+            f"--prompts-per-domain {per_domain}: {source} has fewer of {short}"
+        )
+    # Spread over the set: neighbours are often of one kind.
+    chosen = {
+        domain: prompts[:: len(prompts) // per_domain][:per_domain]
+        for domain, prompts in found.items()
+    }
+    return PromptSet(source=source, by_domain=chosen)
 
 
-def _of_corpus(path: Path) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {domain: [] for domain in DOMAINS}
+def bundled(name: str) -> Iterator[tuple[str, str]]:
+    """Domain and text of the prompts in a file beside this one."""
+    return ((one.category, one.text) for one in read_prompts(HERE / name))
+
+
+def _of_corpus(path: Path) -> Iterator[tuple[str, str]]:
     with lzma.open(path, "rt", encoding="utf-8") as lines:
         for document in map(json.loads, lines):
             prompt = prompt_of(document["text"])
             if prompt is not None:
-                found[document["domain"]].append(prompt)
-    return found
+                yield document["domain"], prompt
 
 
 def prompt_of(text: str) -> str | None:
@@ -78,18 +90,3 @@ def prompt_of(text: str) -> str | None:
     cut = text[:PLAIN_CHARACTERS]
     end = max(cut.rfind(" "), cut.rfind("\n"))
     return cut[:end] if end > 0 else None
-
-
-def _checked(source: str, found: dict[str, list[str]], per_domain: int) -> PromptSet:
-    short = {domain: len(found[domain]) for domain in DOMAINS}
-    short = {domain: count for domain, count in short.items() if count < per_domain}
-    if short:
-        raise SystemExit(
-            f"--prompts-per-domain {per_domain}: {source} has fewer of {short}"
-        )
-    chosen = {}
-    for domain in DOMAINS:
-        # Spread over the set: neighbours are often of one kind.
-        stride = len(found[domain]) // per_domain
-        chosen[domain] = found[domain][::stride][:per_domain]
-    return PromptSet(source=source, by_domain=chosen)

@@ -7,12 +7,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from peers.table import peers_table
-from tables import MIB, hf_speed
+from benchmarks.peers.table import peers_table
 
 HERE = Path(__file__).parent
+MIB = 2**20
 BEGIN = "<!-- results: written by benchmarks/readme_table.py -->"
 END = "<!-- end of results -->"
 PEERS_BEGIN = "<!-- peers: written by benchmarks/readme_table.py -->"
@@ -96,6 +97,11 @@ def _memory(startup: dict[str, Any]) -> str:
     """Peak memory, which results before the field's present name had wrong."""
     peaks = [start.get("peak_resident_bytes") for start in startup.values()]
     return "" if None in peaks else f" Peak memory: {max(peaks) / MIB:.0f} MiB."
+
+
+def hf_speed(found: dict[str, Any]) -> float:
+    """Median over prompts of the medians over repeats, in tokens/s."""
+    return median(median(speeds) for speeds in found["tokens_per_s"])
 
 
 def peers_result(folder: Path) -> dict[str, Any] | None:

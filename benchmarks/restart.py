@@ -15,13 +15,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from benchmarks.machine import ROOT, record
+from benchmarks.client import PROMPT, complete
 from benchmarks.server import served
+from jaxspec.bench.report import record
 
+RESULT = Path(__file__).with_name("results") / "restart.json"
 GOAL_S = 30.0
-PROMPT = "The dragon looked at the map and"
+ASKED = {"max_tokens": 24, "temperature": 0}
 
 
 def measure(flags: list[str]) -> dict[str, Any]:
@@ -33,15 +33,16 @@ def measure(flags: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--compilation-cache-dir", folder, *flags]
         with served(arguments, is_quiet=False) as (process, client, cold_s):
-            text = _complete(client)
-            body = _body() | {"stream": True, "ignore_eos": True, "max_tokens": 200}
+            text = complete(client, **ASKED)
+            body = ASKED | {"prompt": PROMPT, "stream": True, "max_tokens": 200}
+            body |= {"ignore_eos": True}
             with client.stream("POST", "/v1/completions", json=body) as response:
                 next(response.iter_lines())
                 process.send_signal(signal.SIGKILL)
                 process.wait()
         size = sum(path.stat().st_size for path in Path(folder).rglob("*"))
         with served(arguments, is_quiet=False) as (_, client, warm_s):
-            again = _complete(client)
+            again = complete(client, **ASKED)
     return {
         "cold_ready_s": round(cold_s, 1),
         "warm_ready_s": round(warm_s, 1),
@@ -50,20 +51,9 @@ def measure(flags: list[str]) -> dict[str, Any]:
     }
 
 
-def _body() -> dict[str, Any]:
-    return {"prompt": PROMPT, "max_tokens": 24, "temperature": 0}
-
-
-def _complete(client: httpx.Client) -> str:
-    response = client.post("/v1/completions", json=_body())
-    return response.raise_for_status().json()["choices"][0]["text"]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Seconds until the server serves.")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks/results/restart.json"
-    )
+    parser.add_argument("--out", type=Path, default=RESULT)
     options, flags = parser.parse_known_args()
     result = measure(flags) | {"goal_s": GOAL_S, "flags": flags}
     command = "python -m benchmarks.restart"

@@ -7,7 +7,6 @@ should make them so, and this is what shows whether it does.
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ from typing import Any
 import jax
 from tqdm.auto import tqdm
 
-from benchmarks.machine import record
+from benchmarks.prompts import bundled
 from jaxspec import LLM, SamplingParams
+from jaxspec.bench.report import record
 from jaxspec_checkpoints import bundled_draft, bundled_target
 
-PROMPT_FILE = Path(__file__).parent / "prompts.jsonl"
 NUM_PROMPTS, NUM_TOKENS = 8, 48
 TOLD = SamplingParams(
     temperature=0,
@@ -40,8 +39,7 @@ Told = list[list[tuple[int, float]]]
 
 
 def prompts() -> list[str]:
-    lines = PROMPT_FILE.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["prompt"] for line in lines[:NUM_PROMPTS]]
+    return [text for _, text in bundled("prompts.jsonl")][:NUM_PROMPTS]
 
 
 def make_llm(**changes: Any) -> LLM:

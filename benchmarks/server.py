@@ -21,8 +21,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.client import LONGEST_ANSWER_S, POLL_S, complete
-from benchmarks.machine import ROOT
 
+ROOT = Path(__file__).parents[1]
 LONGEST_START_S = 1800.0
 # For requests to end after the signal, and for the process to go.
 LONGEST_END_S = 60.0
@@ -113,15 +113,23 @@ def is_ready(client: httpx.Client) -> bool:
         return False
 
 
-def totals(text: str) -> dict[str, float]:
-    """What /metrics tells, over all labels, of programs: by the name of its sample."""
+def samples(text: str) -> dict[str, float]:
+    """What /metrics tells, over all labels, by the name of its sample."""
     found: dict[str, float] = collections.defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if any(word in sample.name for word in ("compile", "program", WARMING)):
-                if not sample.name.endswith(("_created", "_bucket")):
-                    found[sample.name] += sample.value
+            found[sample.name] += sample.value
     return dict(found)
+
+
+def totals(text: str) -> dict[str, float]:
+    """What /metrics tells of programs."""
+    return {
+        name: value
+        for name, value in samples(text).items()
+        if any(word in name for word in ("compile", "program", WARMING))
+        and not name.endswith(("_created", "_bucket"))
+    }
 
 
 def num_warming(told: dict[str, float]) -> float | None:

@@ -11,7 +11,6 @@ memory and metrics are read. Writes benchmarks/results/soak.json.
 import argparse
 import json
 import random
-import re
 import threading
 import time
 from pathlib import Path
@@ -20,17 +19,14 @@ from typing import Any
 import httpx
 from tqdm.auto import tqdm
 
-from benchmarks.machine import ROOT, record
-from benchmarks.server import served
+from benchmarks.client import PROMPTS
+from benchmarks.server import samples, served
+from jaxspec.bench.connection import data_of
+from jaxspec.bench.report import record
 
+RESULT = Path(__file__).with_name("results") / "soak.json"
 NUM_CLIENTS = 12
 SAMPLE_S = 10.0
-PROMPTS = (
-    "The dragon looked at the map and",
-    "Once upon a time there was a small robot who",
-    "def add(a, b):",
-    "Dear diary, today",
-)
 HANG_UP_SHARE = 0.1
 
 
@@ -82,8 +78,8 @@ def _ask(client: httpx.Client, chance: random.Random) -> str:
     with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != httpx.codes.OK:
             return "failed"
-        for line in response.iter_lines():
-            if line == "data: [DONE]":
+        for data in data_of(response):
+            if data == "[DONE]":
                 return "answered"
             if chance.random() < HANG_UP_SHARE / 10:
                 return "hung_up"
@@ -92,19 +88,14 @@ def _ask(client: httpx.Client, chance: random.Random) -> str:
 
 def _sample(client: httpx.Client, pid: int) -> dict[str, float]:
     """The server's memory, and totals since its start."""
-    text = client.get("/metrics").text
-
-    def total(name: str) -> float:
-        found = re.findall(rf"^jaxspec:{name}(?:_total)?{{.*}} (\S+)$", text, re.M)
-        return sum(map(float, found))
-
+    told = samples(client.get("/metrics").text)
     resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
     return {
         "resident_mb": round(resident / 1e6, 1),
-        "compiles": total("num_compiles"),
-        "drafts": total("spec_decode_num_draft_tokens"),
-        "accepted": total("spec_decode_num_accepted_tokens"),
-        "tokens": total("generation_tokens"),
+        "compiles": told["jaxspec:num_compiles_total"],
+        "drafts": told["jaxspec:spec_decode_num_draft_tokens_total"],
+        "accepted": told["jaxspec:spec_decode_num_accepted_tokens_total"],
+        "tokens": told["jaxspec:generation_tokens_total"],
     }
 
 
@@ -140,9 +131,7 @@ def _acceptance(first: dict[str, float], last: dict[str, float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Mixed requests for a long time.")
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks/results/soak.json"
-    )
+    parser.add_argument("--out", type=Path, default=RESULT)
     options, flags = parser.parse_known_args()
     result = measure(60 * options.minutes, flags) | {"flags": flags}
     command = f"python -m benchmarks.soak --minutes {options.minutes:g}"

@@ -39,9 +39,10 @@ import httpx
 from tqdm.auto import tqdm
 
 from benchmarks.client import Chunks, Neighbour, complete, read_stream
-from benchmarks.machine import ROOT, record
+from benchmarks.first_token import measure_startup
 from benchmarks.server import (
     FIRST_TOKENS,
+    ROOT,
     Start,
     cpu_s,
     end,
@@ -51,7 +52,7 @@ from benchmarks.server import (
     read_totals,
     totals,
 )
-from benchmarks.startup import measure_startup
+from jaxspec.bench.report import record
 
 SECTIONS = ("cold", "beside", "warm", "kinds", "llm", "interrupt")
 STREAM_TOKENS = 400

@@ -19,20 +19,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from benchmarks.kernels.clock import Spread
+from jaxspec.bench.parts import accept_part, verify_part
 from jaxspec.config import ModelConfig
-from jaxspec.models.backend import Backend
-from jaxspec.models.network import build_network
+from jaxspec.engine.runner import device_forms
 from jaxspec.models.params import Params
 from jaxspec.models.weights import abstract_params, random_params
 from jaxspec.program.plan import PoolShape, StepPlan, StepShape
-from jaxspec.program.propose.proposal import chain
-from jaxspec.program.round import Round
-from jaxspec.program.rows import Rows, gather, init_rows
-from jaxspec.program.state import EngineState, init_pages, init_token_pages, page_forms
+from jaxspec.program.propose import DraftModel, Proposal
+from jaxspec.program.rows import Rows, init_rows
+from jaxspec.program.state import EngineState, init_token_pages, init_zeros
 from jaxspec.program.step import ProgramConfig, lower_step
 from jaxspec.program.wire import PlanLayout, StepResult
-from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, make_mesh, replicated
-from jaxspec_kernels.bench_clock import Spread
+from jaxspec.sharding import DRAFT_MESH_AXES, make_mesh, replicated
 
 PAGE_SIZE = 16
 # XLA compiles several programs at once, each on a core or two.
@@ -154,14 +153,15 @@ class Models:
         return seqs * self.setting.context * self.target.kv_bytes_per_token(dtype_bytes)
 
 
-class Program:
-    """The step of one K, compiled, and a state to run it on.
+class _Setup:
+    """Sequences in the middle of their texts, and room for what a run adds.
 
     Args:
+        draft: Whose pages are kept beside the target's; None for nobody's.
         chances: Of each draft to stay; None where the rules decide.
 
     Attributes:
-        params: What it reads and leaves as it is, or the shapes of that.
+        params: What a program reads and leaves as it is, or the shapes of that.
         forms: Shapes of what it is given and updates in place.
     """
 
@@ -169,45 +169,32 @@ class Program:
         self,
         models: Models,
         *,
-        seqs: int = 1,
-        num_drafts: int = 0,
+        seqs: int,
+        num_drafts: int,
+        draft: ModelConfig | None,
         chances: tuple[float, ...] | None = None,
     ):
         self.models, self._seqs, self._num_drafts = models, seqs, num_drafts
-        self._has_drafts = num_drafts > 0
         setting, vocab_size = models.setting, models.target.vocab_size
         self.pool = setting.pool(seqs, vocab_size, num_drafts)
-        self.shape = StepShape(num_seqs=seqs, num_draft_tokens=num_drafts, chunk=0)
         self._whole = replicated(models.mesh)
-        config = ProgramConfig(
-            target=models.target,
-            draft=models.draft if self._has_drafts else None,
-            pool=self.pool,
-            mesh=models.mesh,
+        proposers = () if draft is None else (DraftModel(config=draft),)
+        self._config = ProgramConfig(
+            target=models.target, proposers=proposers, pool=self.pool, mesh=models.mesh
         )
-        draft_params = models.draft_params if self._has_drafts else None
-        self.params = (models.target_params, draft_params)
+        self.params = (models.target_params, (models.draft_params,) * len(proposers))
         self._chances = chances
         self.forms = self._make_forms()
-        arguments = (*self.params, self.forms)
-        options = setting.compiler_options
-        self.compiled = lower_step(config, self.shape, arguments).compile(options)
 
     def _make_forms(self) -> EngineState:
         """The state's shapes and placement."""
-        models, pool, draft = self.models, self.pool, ()
-        arguments = jnp.dtype(models.setting.dtype), pool, models.mesh
-        if self._has_drafts:
-            assert models.draft is not None
-            draft = page_forms(models.draft, *arguments, DRAFT_MESH_AXES)
         small = jax.eval_shape(lambda: self._small(self._chances))
-        rows, token_pages, forced = placed_forms(small, models.mesh)
+        rows, token_pages, forced = placed_forms(small, self.models.mesh)
         forms: Any = EngineState  # of arrays that are not there
         return forms(
             rows=rows,
             token_pages=token_pages,
-            target_pages=page_forms(models.target, *arguments, TARGET_MESH_AXES),
-            draft_pages=draft,
+            **device_forms(self._config, jnp.dtype(self.models.setting.dtype)),
             forced_acceptance=forced,
         )
 
@@ -223,10 +210,31 @@ class Program:
         return EngineState(
             rows=rows,
             token_pages=token_pages,
-            target_pages=init_pages(forms.target_pages),
-            draft_pages=init_pages(forms.draft_pages),
+            target_pages=init_zeros(forms.target_pages),
+            proposers=init_zeros(forms.proposers),
             forced_acceptance=forced,
         )
+
+
+class Program(_Setup):
+    """The step of one K, compiled, and a state to run it on."""
+
+    def __init__(
+        self,
+        models: Models,
+        *,
+        seqs: int = 1,
+        num_drafts: int = 0,
+        chances: tuple[float, ...] | None = None,
+    ):
+        draft = models.draft if num_drafts else None
+        super().__init__(
+            models, seqs=seqs, num_drafts=num_drafts, draft=draft, chances=chances
+        )
+        self.shape = StepShape(num_seqs=seqs, num_draft_tokens=num_drafts, chunk=0)
+        arguments = (*self.params, self.forms)
+        options = models.setting.compiler_options
+        self.compiled = lower_step(self._config, self.shape, arguments).compile(options)
 
     def _make_plan(self) -> jax.Array:
         decode = [(row, self._num_drafts) for row in range(self._seqs)]
@@ -308,72 +316,43 @@ def compile_all(makers: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
         return {name: future.result() for name, future in futures.items()}
 
 
-class TargetPass:
-    """What the target does in a round of K drafts, by itself: K = 0 is plain.
-
-    Attributes:
-        params: What it reads and leaves as it is, or the shapes of that.
-        forms: Shapes of what it updates in place.
-    """
+class TargetPass(_Setup):
+    """What the target does in a round of K drafts, by itself: K = 0 is plain."""
 
     def __init__(self, models: Models, *, seqs: int = 1, num_drafts: int = 0):
-        self.models, self._seqs, self._num_drafts = models, seqs, num_drafts
-        setting, target, mesh = models.setting, models.target, models.mesh
-        self._pool = setting.pool(seqs, target.vocab_size, num_drafts)
-        self.params = models.target_params
-        dtype = jnp.dtype(setting.dtype)
-        self.forms = page_forms(target, dtype, self._pool, mesh, TARGET_MESH_AXES)
-        small = placed_forms(jax.eval_shape(self._small), mesh)
-        lowered = jax.jit(self._judge, donate_argnums=4).lower(
-            self.params, *small, self.forms
+        super().__init__(models, seqs=seqs, num_drafts=num_drafts, draft=None)
+        form = jax.ShapeDtypeStruct((seqs, num_drafts + 1), jnp.int32)
+        lowered = jax.jit(self._verify, donate_argnums=1).lower(
+            self.params, self.forms, placed_forms(form, models.mesh)
         )
-        self.compiled = lowered.compile(setting.compiler_options)
+        self.compiled = lowered.compile(models.setting.compiler_options)
 
-    def _small(self) -> tuple[Any, ...]:
-        """All that it is given but weights and pages."""
-        rows = begun_rows(self._pool, self.models.setting.context)
-        tokens = jnp.zeros((self._seqs, self._num_drafts + 1), jnp.int32)
-        return rows, init_token_pages(self._pool), tokens
-
-    def _judge(
-        self, params: Params, rows: Rows, token_pages: Any, tokens: Any, pages: Any
-    ) -> tuple[Any, Any]:
-        target, count = self.models.target, self._num_drafts
-        pool, seqs = self._pool, self._seqs
-        mesh = self.models.mesh
-        program = ProgramConfig(target=target, draft=None, pool=pool, mesh=mesh)
-        backend: Backend = program.backend(TARGET_MESH_AXES)
-        this = Round(
-            target=build_network(target, params, backend),
-            active=gather(rows, token_pages, jnp.arange(seqs, dtype=jnp.int32)),
-            num_draft=jnp.full(seqs, count, jnp.int32),
-            may_be_plain=False,
-            prompts=None,
-            after_prompts=None,
-            adjust=None,
-            backend=backend,
-            pool=pool,
-            shape=StepShape(num_seqs=seqs, num_draft_tokens=count, chunk=0),
-        )
-        judged = this.judge(chain(tokens[:, :count], None) if count else None, pages)
+    def _verify(
+        self, params: Any, state: EngineState, tokens: Any
+    ) -> tuple[EngineState, Any]:
+        rows = jnp.arange(self._seqs, dtype=jnp.int32)
+        given = self._config, params
+        proposal = None
+        if self._num_drafts:
+            drafts = jnp.full(self._seqs, self._num_drafts, jnp.int32)
+            proposal = Proposal(tokens[:, :-1], drafts)
+        state, logits = verify_part(*given, state, rows, proposal)
+        state, (_, _, emitted) = accept_part(*given, state, rows, (proposal, logits))
         # What comes out goes in: no call can begin before the one before has ended. All
         # tokens come out, also the plain pass's one, which nobody reads: what is not
         # asked for is not computed, the last layer and the vocabulary of it.
-        return judged.tokens, judged.pages
+        return state, emitted.tokens
 
     def run(self) -> Spread:
         """Call it as often as the setting says, one behind the other."""
-        setting = self.models.setting
-        small = jax.device_put(self._small(), replicated(self.models.mesh))
-        rows, token_pages, tokens = small
-        pages: Any = init_pages(self.forms)
+        setting, state = self.models.setting, self._make_state(None)
+        shape = self._seqs, self._num_drafts + 1
+        tokens = jax.device_put(jnp.zeros(shape, jnp.int32), self._whole)
         seconds = []
         for _ in range(setting.repeats + 1):  # the first warms caches and clocks
             start = time.perf_counter()
             for _ in range(setting.steps):
-                tokens, pages = self.compiled(
-                    self.params, rows, token_pages, tokens, pages
-                )
-            jax.block_until_ready((tokens, pages))
+                state, tokens = self.compiled(self.params, state, tokens)
+            jax.block_until_ready((state, tokens))
             seconds.append((time.perf_counter() - start) / setting.steps)
         return Spread.of(seconds[1:])

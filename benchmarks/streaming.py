@@ -26,13 +26,14 @@ from typing import Any
 import uvicorn
 
 from benchmarks.host_overhead import NUM_DRAFT_TOKENS, NUM_SEQS, make_engine
-from benchmarks.machine import ROOT, num_cores, record
+from jaxspec.bench.report import num_cores, record
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.outputs import RequestOutput
 from jaxspec.serve.app import make_app
 from jaxspec.serve.launcher import freeze_heap
 from jaxspec.serve.settings import ServerSettings
 
+RESULT = Path(__file__).with_name("results") / "streaming.json"
 TOKENS_PER_S = 100.0
 # Any number of drafts is accepted, none as often as all.
 TOKENS_PER_ROUND = 1 + NUM_DRAFT_TOKENS / 2
@@ -175,9 +176,7 @@ def _steps(stream: Counts) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="What the server adds to a stream.")
     parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks/results/streaming.json"
-    )
+    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     result = measure(options.seconds) | {"goal_p99_ms": 1e3 * GOAL_S}
     command = "python -m benchmarks.streaming"

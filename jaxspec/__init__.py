@@ -2,9 +2,9 @@
 
 Reading order, from a user's call down to the device:
 
-1. `jaxspec.llm`: text in, text out. `jaxspec.__main__`, `jaxspec.generate` and
-   `jaxspec.talk` are the command line, `jaxspec.serve` is the server, `jaxspec.bench`
-   measures, `jaxspec.entrypoints` has vLLM's import paths.
+1. `jaxspec.llm`: text in, text out. `jaxspec.__main__` and `jaxspec.cli` are the
+   command line, `jaxspec.serve` is the server, `jaxspec.bench` measures,
+   `jaxspec.entrypoints` has vLLM's import paths.
 2. `jaxspec.sampling_params`, `jaxspec.inputs`, `jaxspec.outputs`, `jaxspec.logprobs`:
    what goes in and out. `jaxspec.errors`: what is refused.
 3. `jaxspec.tokenizer`, `jaxspec.pieces`, `jaxspec.chat`, `jaxspec.chat_template`: the

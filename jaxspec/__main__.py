@@ -14,8 +14,7 @@ from jaxspec.errors import ArgumentError
 
 BUNDLED_TARGET = "jaxspec/tiny-gemma2"
 BUNDLED_DRAFT = "jaxspec/tiny-gemma2-draft"
-# `jaxspec.chat` was there first: what conversations are.
-_MODULES = {"generate": "jaxspec.generate", "chat": "jaxspec.talk"}
+_MODULES = {"generate": "jaxspec.cli.generate", "chat": "jaxspec.cli.chat"}
 # Command lines of their own, with the engine's flags.
 _OWN = {"compile": "jaxspec.ahead", "bench": "jaxspec.bench.__main__"}
 

@@ -74,6 +74,8 @@ def run(options: argparse.Namespace) -> None:
     described = importlib.import_module("jaxspec.engine.described")
     if options.device is not None:
         described.check_device(options.device)
+        # Whatever else is installed, nothing runs on it: this process is the command's.
+        importlib.import_module("jax").config.update("jax_platforms", "cpu")
     args = engine_args(vars(options))
     if options.output is not None:
         args = dataclasses.replace(args, compilation_cache_dir=options.output)

@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from benchmarks import by_kernel, h200
@@ -46,12 +47,6 @@ def test_a_pair_is_measured_in_all_ways():
     assert profile["num_rounds"] == 6
     assert profile["device_s"] > 0
     assert sum(one["share"] for one in profile["kernels"]) <= 1.001
-
-
-def test_ceiling_of_a_draft_that_costs_nothing():
-    assert h200.ceiling(0.5, 2, 0.0) == 1.75
-    assert h200.ceiling(0.5, 2, 0.25) == 1.75 / 1.5
-    assert h200.ceiling(1.0, 4, 0.0) == 5
 
 
 def test_full_shapes_are_the_published_ones():
@@ -191,9 +186,10 @@ def test_a_pass_computes_what_a_round_needs(num_drafts):
     config = config_from_hf(h200.config_of("9b", options_of()))
     models = Models.random(config, config, setting)
     one = TargetPass(models, seqs=2, num_drafts=num_drafts)
-    tokens, pages = one.compiled.out_info
+    state, tokens = one.compiled.out_info
     assert tokens.shape == (2, num_drafts + 1)
-    assert [page.shape for page in pages] == [form.shape for form in one.forms]
+    shapes = [[leaf.shape for leaf in jax.tree.leaves(t)] for t in (state, one.forms)]
+    assert shapes[0] == shapes[1]
     assert one.run().least_s > 0
 
 

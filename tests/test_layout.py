@@ -66,18 +66,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/models/test_weights.py",
         "a declaration is what weights are made of",
     ),
-    "kernels/jaxspec_kernels/bench_clock.py": (
-        "tests/kernels/test_bench.py",
-        "a part of the command",
-    ),
-    "kernels/jaxspec_kernels/bench_rivals.py": (
-        "tests/kernels/test_bench_report.py",
-        "a part of the command",
-    ),
-    "kernels/jaxspec_kernels/bench_work.py": (
-        "tests/kernels/test_tuning.py",
-        "its cases are what is tuned",
-    ),
     "jaxspec/__init__.py": (
         "tests/test_public_names.py",
         "what it owns is the list of public names",
@@ -85,10 +73,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
     "jaxspec/model_config.py": (
         "tests/test_config.py",
         "a part of the engine's config, which re-exports it",
-    ),
-    "jaxspec/bench/failure.py": (
-        "tests/bench/test_main.py",
-        "an error, whose showing is tested",
     ),
     "jaxspec/lora/request.py": (
         "tests/test_vllm_paths.py",
@@ -102,7 +86,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/serve/test_generation.py",
         "every request goes through it",
     ),
-    "jaxspec/serve/writing.py": (
+    "jaxspec/serve/response_writers.py": (
         "tests/serve/test_completions.py",
         "what completions and chats share",
     ),

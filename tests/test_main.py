@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec import __main__ as command_line
-from jaxspec import generate, talk
+from jaxspec.cli import chat, generate
 from tests.programs import quick_environment
 
 ROOT = Path(__file__).parents[1]
@@ -93,7 +93,7 @@ def test_defaults_are_the_bundled_pair(monkeypatch):
 
 def test_a_chat_has_the_same_models_or_a_servers(monkeypatch):
     seen: list[argparse.Namespace] = []
-    monkeypatch.setattr(talk, "run", seen.append)
+    monkeypatch.setattr(chat, "run", seen.append)
     assert command_line.main(["chat"]) == 0
     assert command_line.main(["chat", "--url", "http://x", "--temperature", "1"]) == 0
     own, servers = seen

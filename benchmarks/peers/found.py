@@ -37,6 +37,7 @@ class Peer:
         export: A command that makes a model of a folder with weights in float32; empty
             if it reads our folders.
         suffix: Of what `export` makes.
+        has_queue: It takes any number of prompts and fills its batch by itself.
         note: What its texts or speeds must be read with.
     """
 
@@ -50,6 +51,7 @@ class Peer:
     bans_end: bool = False
     export: tuple[str, ...] = ()
     suffix: str = ""
+    has_queue: bool = False
     note: str | None = None
 
     def command(self) -> list[str]:
@@ -101,15 +103,15 @@ class Peer:
 def find_peers(options: argparse.Namespace) -> list[Peer]:
     """All that this script knows, in the order of its tables."""
     return [
-        Peer(name=OURS, script="ours.py"),
-        _huggingface(),
+        Peer(name=OURS, script="ours.py", has_queue=True),
+        huggingface(),
         _openvino(options.openvino_python),
         _llama(options.llama_server, options.llama_convert, options.llama_python),
         _vllm(options.vllm_python),
     ]
 
 
-def _huggingface() -> Peer:
+def huggingface() -> Peer:
     missing = [
         name
         for name in ("torch", "transformers")
@@ -167,6 +169,7 @@ def _vllm(python: str | None) -> Peer:
         name="vLLM",
         script="vllm_cpu.py",
         python=python,
+        has_queue=True,
         environment={
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "{cores}",

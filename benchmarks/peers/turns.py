@@ -8,10 +8,10 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from benchmarks.machine import num_cores
 from benchmarks.peers.cells import OURS, Cell, rows
 from benchmarks.peers.child import Child, PeerError
 from benchmarks.peers.found import Peer
+from jaxspec.bench.report import num_cores, write_whole
 
 LOOKUP_MAX = 4
 ROOM = 512  # tokens for a prompt
@@ -38,6 +38,7 @@ class Turns:
         result: dict[str, Any],
     ):
         self._options, self._peers, self._prompts = options, peers, prompts
+        self._most = max(options.batch_sizes)
         self.result = result | {"peers": {name: {} for name in peers}, "rows": []}
         self._cells: list[Cell] = []
         self._models: dict[str, dict[str, str]] = {}
@@ -85,7 +86,7 @@ class Turns:
     def _make_cells(self, threads: int) -> list[Cell]:
         found = []
         for name in self._models:
-            peer, dtypes = self._peers[name], ["float32"]
+            peer, dtypes = self._peers[name], [self._options.dtype]
             if self._options.bfloat16 and name == OURS:
                 dtypes.append("bfloat16")
             found += [
@@ -134,22 +135,14 @@ class Turns:
         peer, options = self._peers[cell.peer], self._options
         task = {
             **self._models[cell.peer],
-            **peer.task,
             "mode": cell.mode,
             "dtype": cell.dtype,
-            "threads": cell.threads,
             "num_drafts": options.num_speculative_tokens,
             "lookup_max": LOOKUP_MAX,
-            "max_batch_size": max(options.batch_sizes),
+            "max_batch_size": self._most,
             "max_model_len": ROOM + options.num_tokens,
         }
-        child = Child(
-            peer.command(),
-            task,
-            cores=cores,
-            environment=peer.environment_of(cores),
-            limit_s=self._limit_s(cell),
-        )
+        child = start(peer, task, cores=cores, limit_s=self._limit_s(cell))
         about = self.result["peers"][peer.name]
         about["version"] = child.about["version"]
         if peer.note is not None:
@@ -163,9 +156,10 @@ class Turns:
         """One run, repeated while it compiles; a short one is a batch, to warm up."""
         size, options = cell.batch_size, self._options
         wanted = options.single_prompts if size == 1 else options.num_prompts
+        has_queue = self._peers[cell.peer].has_queue and 1 < size == self._most
         request = {
             "prompts": self._prompts[: size if is_short else wanted],
-            "batch_size": size,
+            "batch_size": wanted if has_queue else size,
             "num_tokens": options.num_tokens,
         }
         child = self._children[cell.peer, cell.mode, cell.dtype]
@@ -187,14 +181,25 @@ class Turns:
     def _write(self) -> None:
         """Write what there is, so that nothing is lost when the run is stopped."""
         self.result["rows"] = rows(self._cells)
-        path = self._options.output
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        text = json.dumps(self.result, indent=1) + "\n"
+        write_whole(text, self._options.output)
 
     def close(self) -> None:
         while self._children:
             self._children.popitem()[1].close()
+
+
+def start(
+    peer: Peer, task: dict[str, Any], *, cores: list[int], limit_s: float
+) -> Child:
+    """A peer's process, which has loaded its models."""
+    return Child(
+        peer.command(),
+        task | peer.task | {"threads": len(cores)},
+        cores=cores,
+        environment=peer.environment_of(cores),
+        limit_s=limit_s,
+    )
 
 
 def usable_cores() -> list[int]:

@@ -2,7 +2,7 @@
 
 Reading order: `flags` (the four subcommands), `data` (prompts), `measure` (runs of one
 engine, plain and speculative in turn), `acceptance`, `ceiling` and `parts` (what drafts
-bring, could bring and cost), `report`; then the subcommands `latency`, `throughput`,
-`spec`, and `serve` with its client: `connection`, `client`, `traffic`, `scrape`. `plot`
-draws any result, with `figures`.
+bring, could bring and cost), `report`; then the subcommands: `whole` (latency and
+throughput), `spec`, and `serve` with its client: `connection`, `client`, `traffic`,
+`scrape`. `plot` draws any result, with `figures`.
 """

@@ -7,8 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from jaxspec.bench.failure import BenchError
 from jaxspec.bench.flags import MODULES, make_parser
+from jaxspec.bench.report import BenchError
 from jaxspec.command import run_command
 from jaxspec.ending import end, interrupts_end
 from jaxspec.serve.flags import dashed

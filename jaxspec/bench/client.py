@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from time import perf_counter as now
 from typing import Any
 
-from jaxspec.bench.connection import Address, HttpError, request
+import httpx
+
+from jaxspec.bench.connection import Address, Events, HttpError, request
 from jaxspec.bench.data import Prompt
 
 CHAT_ENDING = "/chat/completions"
@@ -80,13 +82,13 @@ class Client:
                 self.endpoint,
                 body=self.body(prompt),
                 headers=self.headers,
-            ) as (status, pieces):
-                if status != 200:
-                    said = b"".join([piece async for piece in pieces])
-                    answer.error = f"status {status}: {said.decode(errors='replace')}"
-                    answer.status = status
+            ) as response:
+                if response.status_code != 200:
+                    said = (await response.aread()).decode(errors="replace")
+                    answer.status = response.status_code
+                    answer.error = f"status {answer.status}: {said}"
                 else:
-                    await _read(pieces, answer)
+                    await _read(response, answer)
         except HttpError as error:
             answer.error = str(error)
         except asyncio.CancelledError:
@@ -95,17 +97,24 @@ class Client:
         return answer
 
 
-async def _read(pieces: AsyncIterator[bytes], answer: Answer) -> None:
+async def _data_of(response: httpx.Response) -> AsyncIterator[str]:
+    events = Events()
+    async for piece in response.aiter_raw():
+        for data in events.read(piece):
+            yield data
+
+
+async def _read(response: httpx.Response, answer: Answer) -> None:
     """Take in a stream of events."""
     num_pieces, is_done, last_s = 0, False, answer.start_s
-    async for event in _events(pieces):
+    async for data in _data_of(response):
         now_s = now()
-        if event == "[DONE]":
+        if data == "[DONE]":
             is_done = True
             break
-        told = json.loads(event)
+        told = json.loads(data)
         if not isinstance(told, dict):
-            raise HttpError(f"not an answer of OpenAI's API: {event[:200]!r}")
+            raise HttpError(f"not an answer of OpenAI's API: {data[:200]!r}")
         if "error" in told:
             answer.error = json.dumps(told["error"])
             return
@@ -131,14 +140,3 @@ async def _read(pieces: AsyncIterator[bytes], answer: Answer) -> None:
         answer.error = "the stream broke off"
     elif not num_pieces:
         answer.error = "the answer holds no text"
-
-
-async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
-    """The data of server-sent events, however they are cut into pieces."""
-    rest = b""
-    async for piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            name, _, data = line.decode(errors="replace").strip().partition(":")
-            if name == "data":
-                yield data.strip()

@@ -7,7 +7,7 @@ proxies, no redirects, no compression, no limit of time.
 import contextlib
 import functools
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -86,8 +86,8 @@ async def request(
     *,
     body: Mapping[str, Any] | None = None,
     headers: Mapping[str, str] | None = None,
-) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
-    """Ask; gives the status and the pieces of the body as they come.
+) -> AsyncIterator[httpx.Response]:
+    """Ask; gives the answer as soon as it begins.
 
     Args:
         body: Sent as JSON with POST; without one it is GET.
@@ -104,7 +104,7 @@ async def request(
                 method, f"{address.url}{path}", json=body, headers=headers
             ) as answer,
         ):
-            yield answer.status_code, answer.aiter_raw()
+            yield answer
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise HttpError(f"{address.netloc}{path}: {error!r}") from error
 
@@ -117,12 +117,38 @@ async def fetch(
     Raises:
         HttpError: There is none, or the status is not 200.
     """
-    async with request(address, path, headers=headers) as (status, pieces):
-        text = (b"".join([piece async for piece in pieces])).decode(errors="replace")
+    async with request(address, path, headers=headers) as answer:
+        text = (await answer.aread()).decode(errors="replace")
+    status = answer.status_code
     if status != 200:
         said = text[:200].strip()
         raise HttpError(f"{address.netloc}{path}: status {status}: {said}", status)
     return text
+
+
+class Events:
+    """Server-sent events, however they are cut into pieces.
+
+    Lines end at line feeds alone: a text may hold other separators of lines.
+    """
+
+    def __init__(self):
+        self._rest = b""
+
+    def read(self, piece: bytes) -> Iterator[str]:
+        """Take in what came; the data of the lines that are whole."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            name, _, data = line.decode(errors="replace").strip().partition(":")
+            if name == "data":
+                yield data.strip()
+
+
+def data_of(response: httpx.Response) -> Iterator[str]:
+    """Data of the events of a stream, as they come."""
+    events = Events()
+    for piece in response.iter_bytes():
+        yield from events.read(piece)
 
 
 @functools.cache

@@ -10,8 +10,8 @@ from jaxspec.bench.plot import SUFFIXES
 from jaxspec.serve.flags import add_engine_flags
 
 MODULES = {
-    "latency": "jaxspec.bench.latency",
-    "throughput": "jaxspec.bench.throughput",
+    "latency": "jaxspec.bench.whole",
+    "throughput": "jaxspec.bench.whole",
     "serve": "jaxspec.bench.serve",
     "spec": "jaxspec.bench.spec",
 }

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxspec.bench.acceptance import Acceptance
-from jaxspec.bench.failure import BenchError
+from jaxspec.bench.report import BenchError
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams
@@ -98,10 +98,17 @@ class Run:
         return self.num_output_tokens / self.elapsed_s
 
 
-def run_batch(engine: LLMEngine, batch: Batch) -> Run:
+def run_batch(
+    engine: LLMEngine,
+    batch: Batch,
+    show: Callable[[RequestOutput], object] = lambda output: None,
+) -> Run:
     """Run requests on an idle engine, none of whose pages are reused.
 
     Programs that launches ask for may still be made when it ends.
+
+    Args:
+        show: Called with every output as it comes.
     """
     is_idle = engine.reset_prefix_cache()
     assert is_idle, "requests of somebody else are running"
@@ -112,7 +119,10 @@ def run_batch(engine: LLMEngine, batch: Batch) -> Run:
         for name, prompt, params in zip(ids, batch.prompts, batch.params, strict=True):
             engine.add_request(name, {"prompt_token_ids": prompt}, params)
         while engine.has_unfinished_requests():
-            watch.see(engine.step())
+            outputs = engine.step()
+            watch.see(outputs)
+            for output in outputs:
+                show(output)
     except BaseException:
         engine.abort_request(ids)
         raise
@@ -167,7 +177,8 @@ class _Watch:
     def see(self, outputs: list[RequestOutput]) -> None:
         """Take in what one step has returned; it may be nothing."""
         num_tokens = self._stats.num_generated_tokens - self._num_before
-        if not outputs and (not self.marks or num_tokens == self.marks[-1].num_tokens):
+        num_known = self.marks[-1].num_tokens if self.marks else 0
+        if not outputs and num_tokens == num_known:
             return
         now = time.monotonic()
         for output in outputs:
@@ -247,7 +258,7 @@ class Bench:
             BenchError: Every run compiles something.
         """
         for batch in modes.values():
-            self._warm_up(batch)
+            self.warm_up(batch)
         runs: dict[str, list[Run]] = {name: [] for name in modes}
         num_discarded = 0
         for repeat in range(self.num_iters):
@@ -264,7 +275,7 @@ class Bench:
                 self.advance()
         return Measured(runs=runs, num_discarded=num_discarded)
 
-    def _warm_up(self, batch: Batch) -> None:
+    def warm_up(self, batch: Batch) -> None:
         """Run until nothing is compiled any more, and as often as was asked for."""
         num_quiet = 0
         for _ in range(MOST_COMPILING_RUNS):

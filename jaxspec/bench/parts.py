@@ -118,8 +118,8 @@ def _parts(
     draft_s, proposal = empty_s, None
     if count:
         draft_s, proposal = timer.time(functools.partial(_draft, config, count))
-    verify_s, logits = timer.time(functools.partial(_verify, config), proposal)
-    accept = functools.partial(_accept, config)
+    verify_s, logits = timer.time(functools.partial(verify_part, config), proposal)
+    accept = functools.partial(accept_part, config)
     accept_s, _ = timer.time(accept, (proposal, logits))
     return Parts(
         num_seqs=len(rows),
@@ -209,13 +209,14 @@ def _draft(
     return dataclasses.replace(state, proposers=tuple(kept)), proposal
 
 
-def _verify(
+def verify_part(
     config: ProgramConfig,
     params: Params,
     state: EngineState,
     rows: Array,
     proposal: Proposal | None,
 ) -> tuple[EngineState, Array]:
+    """The target's pass over the newest tokens and drafts, to logits."""
     active = _active(state, rows)
     tokens = active.last_tokens[:, 1:]
     if proposal is not None:
@@ -233,13 +234,14 @@ def _verify(
     return dataclasses.replace(state, target_pages=pages), logits
 
 
-def _accept(
+def accept_part(
     config: ProgramConfig,
     params: Params,
     state: EngineState,
     rows: Array,
     made: tuple[Proposal | None, Array],
 ) -> tuple[EngineState, Any]:
+    """The verdict on drafts, its tokens written; the lengths that follow, and those."""
     proposal, logits = made
     active, backend = _active(state, rows), config.backend(TARGET_MESH_AXES)
     drafts, num_draft = jnp.zeros((len(rows), 0), jnp.int32), jnp.zeros_like(rows)

@@ -16,27 +16,61 @@ import numpy as np
 import jaxspec
 from jaxspec.errors import ConfigError
 
-PACKAGES = ("jax", "jaxlib", "flax", "numpy")
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
+# Of a processor: they decide how fast bfloat16 is.
+WIDE_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+# Measurements write here: a run must not change the commit of the next one.
+WRITTEN = ("kernels/jaxspec_kernels/tuned", "benchmarks/results")
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 # Nobody else's business, or of no meaning elsewhere.
 HIDDEN = ("hf_token", "api_key", "run", "command", "output_json", "plot", "result_dir")
 
 
+class BenchError(Exception):
+    """What was measured means nothing, or a server does not answer."""
+
+
 def header(benchmark: str, options: argparse.Namespace) -> dict[str, Any]:
     """What identifies a result: when, which code, which machine, all arguments."""
-    now = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
     return {
         "benchmark": benchmark,
-        "date": now.isoformat(timespec="seconds"),
-        **_commit(),
+        "date": now(),
+        **commit(),
         "arguments": {
             name: _told(value)
             for name, value in vars(options).items()
             if name not in HIDDEN
         },
-        "machine": _machine(),
-        "versions": _versions(),
+        "machine": machine(),
+        "versions": versions(),
     }
+
+
+def record(
+    found: dict[str, Any], path: Path, *, command: str, checkout: Path | None = None
+) -> dict[str, Any]:
+    """Write what was found, and how and on what; return all of it.
+
+    Args:
+        command: Finds it again.
+        checkout: What was measured; by default, this one.
+    """
+    result = found | {
+        "command": command,
+        "machine": machine(),
+        "versions": versions(),
+        **commit(checkout),
+    }
+    write_whole(json.dumps(result, indent=2) + "\n", path)
+    return result
+
+
+def write_whole(text: str, path: Path) -> None:
+    """Whoever stops this leaves the old text or the new, never a half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -121,7 +155,14 @@ def _told(value: Any) -> Any:
     return value
 
 
-def _versions() -> dict[str, str]:
+def now() -> str:
+    """The time in UTC, without the zone."""
+    found = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
+    return found.isoformat(timespec="seconds")
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of every package that takes part and is there."""
     found = {"python": platform.python_version()}
     for name in ("jaxspec-decoding", *PACKAGES):
         try:
@@ -131,44 +172,48 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _machine() -> dict[str, Any]:
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def machine() -> dict[str, Any]:
     """Processor, cores and load, which says whether the machine was quiet."""
-    name, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    info, lines = Path("/proc/cpuinfo"), dict[str, str]()
     if info.is_file():
         for line in info.read_text(errors="replace").splitlines():
             key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                name = value.strip()
-                break
-    has_affinity = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+            lines[key.strip()] = value.strip()
+    features = lines.get("flags", lines.get("Features", "")).split()
     return {
-        "cpu": name,
-        "cores": cores,
+        "cpu": lines.get("model name", platform.processor() or platform.machine()),
+        "cpu_features": [name for name in WIDE_FEATURES if name in features],
+        "cores": num_cores(),
         "system": f"{platform.system()} {platform.machine()}",
         "load_average": [round(load, 2) for load in os.getloadavg()],
     }
 
 
-def _commit() -> dict[str, Any]:
-    """The commit of the checkout, and whether it had changes; None outside of one."""
-    root = Path(jaxspec.__file__).parents[1]
+def commit(checkout: Path | None = None) -> dict[str, Any]:
+    """The commit of a checkout, and whether it had changes; None outside of one.
+
+    Args:
+        checkout: By default, the one that this is in.
+    """
+    root = Path(jaxspec.__file__).parents[1] if checkout is None else checkout
+    git = ["git", "-C", str(root)]
+    status = ["status", "--porcelain", "--untracked-files=no", "--", ":/"]
+    status += [f":(top,exclude){folder}" for folder in WRITTEN]
+    given: dict[str, Any] = dict(check=True, capture_output=True, text=True)
     found: dict[str, Any] = {"commit": None, "has_changes": None}
     if not (root / ".git").exists():
         return found
-    commands = {
-        "commit": ("rev-parse", "--short=12", "HEAD"),
-        "has_changes": ("status", "--porcelain", "--untracked-files=no"),
-    }
     try:
-        for name, command in commands.items():
-            done = subprocess.run(
-                ["git", "-C", str(root), *command],
-                check=True,
-                capture_output=True,
-                text=True,
-            )
-            found[name] = done.stdout.strip()
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], **given)
+        changes = subprocess.run([*git, *status], **given)
     except (OSError, subprocess.CalledProcessError):
-        return {"commit": None, "has_changes": None}
-    return found | {"has_changes": bool(found["has_changes"])}
+        return found
+    has_changes = bool(changes.stdout.strip())
+    return {"commit": head.stdout.strip(), "has_changes": has_changes}

@@ -22,9 +22,8 @@ from tqdm.auto import tqdm
 from jaxspec.bench import serve_report
 from jaxspec.bench.client import CHAT_ENDING, Answer, Client
 from jaxspec.bench.connection import Address, HttpError, fetch
-from jaxspec.bench.failure import BenchError
 from jaxspec.bench.plot import plot
-from jaxspec.bench.report import header, table
+from jaxspec.bench.report import BenchError, header, table
 from jaxspec.bench.scrape import Scrape, read_scrape
 from jaxspec.bench.serve_report import Wanted
 from jaxspec.bench.serve_task import Task, read_task

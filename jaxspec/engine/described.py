@@ -88,7 +88,8 @@ def check_device(name: str) -> None:
 def describe_mesh(name: str | None, config: EngineConfig) -> Mesh:
     """The mesh of a configuration on devices that are here (None) or described.
 
-    Describing sets variables of the environment that only compilers read.
+    Describing sets variables of the environment that only compilers read; which of
+    jax's platforms run anything is the caller's to say.
 
     Raises:
         ConfigError: As `check_device`, or the devices are too few.
@@ -96,8 +97,6 @@ def describe_mesh(name: str | None, config: EngineConfig) -> Mesh:
     if name is None:
         return build_mesh(config)
     check_device(name)
-    # Whatever else is installed, nothing runs on it.
-    jax.config.update("jax_platforms", "cpu")
     options: dict[str, Any]
     if name in TPUS:
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")

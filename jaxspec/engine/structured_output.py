@@ -34,6 +34,10 @@ MAX_KEPT = 64
 # a chain, and a full stack ends the process: 4,000 rules of 13 characters took 8 MiB.
 STACK_BYTES = 4096
 LEAST_STACK_BYTES = 2**24
+# `threading.stack_size` is of the process: all compilers take turns, or one would take
+# the other's size for the usual one and leave it behind. A thread that somebody else
+# starts in between reserves more address space than it needs, which is harmless.
+_stack_size_lock = threading.Lock()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -224,7 +228,7 @@ class GrammarCompiler:
         """Make a matcher in a thread that has the stack for it."""
         size = LEAST_STACK_BYTES + STACK_BYTES * len(grammar)
         with ThreadPoolExecutor(1) as thread:
-            with self._lock:
+            with _stack_size_lock:
                 usual = threading.stack_size(size)
                 try:
                     making = thread.submit(self._make, grammar)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from jaxspec.serve.refusals import OverloadedError
+from jaxspec.serve.errors import OverloadedError
 from jaxspec.serve.settings import ServerSettings
 
 MAX_RETRY_S = 60

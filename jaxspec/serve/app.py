@@ -5,12 +5,12 @@ from fastapi.middleware.cors import CORSMiddleware
 
 import jaxspec
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
-from jaxspec.serve.about import health_routes, model_routes, token_routes
+from jaxspec.serve.errors import add_refusals
 from jaxspec.serve.generation import generation_routes
-from jaxspec.serve.guard import ApiKeys, BodyLimit, RequestIds
 from jaxspec.serve.metrics import CountRequests, HttpMetrics, metric_routes
+from jaxspec.serve.middleware import ApiKeys, BodyLimit, RequestIds
 from jaxspec.serve.page import page_routes
-from jaxspec.serve.refusals import add_refusals
+from jaxspec.serve.server_info import health_routes, model_routes, token_routes
 from jaxspec.serve.serving import Serving
 from jaxspec.serve.settings import ServerSettings
 

@@ -6,8 +6,8 @@ from typing import Any
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.protocol import CompletionBody
+from jaxspec.serve.response_writers import ChoiceWriter
 from jaxspec.serve.serving import Serving
-from jaxspec.serve.writing import ChoiceWriter
 
 
 class CompletionWriter(ChoiceWriter):

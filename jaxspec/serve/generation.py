@@ -13,13 +13,8 @@ from jaxspec.inputs import TokensPrompt
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.chat_completions import ChatWriter
 from jaxspec.serve.completions import CompletionWriter
-from jaxspec.serve.connection import (
-    ClientGoneError,
-    EventStream,
-    event,
-    while_connected,
-)
-from jaxspec.serve.guard import MAX_ID
+from jaxspec.serve.errors import ResponseNotFoundError, refusal_of
+from jaxspec.serve.middleware import MAX_ID
 from jaxspec.serve.params import make_params
 from jaxspec.serve.protocol import (
     ChatBody,
@@ -27,11 +22,16 @@ from jaxspec.serve.protocol import (
     GenerationBody,
     ResponseBody,
 )
-from jaxspec.serve.refusals import ResponseNotFoundError, refusal_of
 from jaxspec.serve.response_input import as_chat
+from jaxspec.serve.response_writers import Numbered, Writer
 from jaxspec.serve.responses import ResponseWriter
 from jaxspec.serve.serving import Serving, new_id
-from jaxspec.serve.writing import Numbered, Writer
+from jaxspec.serve.streaming import (
+    ClientGoneError,
+    EventStream,
+    event,
+    while_connected,
+)
 
 _log = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from fastapi import APIRouter, Response
 from prometheus_client import (
@@ -27,6 +28,12 @@ from jaxspec.serve.serving import Serving
 _COARSE_S = (0.1, 0.5, 1.0)
 _FINE_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)
 _FINE_S += (3.5, 4.0, 4.5, 5.0, 7.5, 10.0, 30.0, 60.0)
+_FORMS: dict[type[metrics.Metric], Any] = {
+    metrics.Gauge: GaugeMetricFamily,
+    metrics.Counter: CounterMetricFamily,
+    metrics.Vector: CounterMetricFamily,
+    metrics.Histogram: HistogramMetricFamily,
+}
 # Of ours; vLLM's names are known.
 _HELP = {
     "jaxspec:round_time_seconds": "From a launch, or the end of the one before, to "
@@ -57,28 +64,23 @@ class EngineFamilies(Collector):
 
 
 def _family(name: str, values: list[metrics.Metric]) -> Metric:
-    labels = list(values[0].labels)
     words = name.partition(":")[2].replace("_", " ").capitalize()
-    text = _HELP.get(name, words)
-    gauge = GaugeMetricFamily(name, text, labels=labels)
-    counter = CounterMetricFamily(name, text, labels=labels)
-    by_position = CounterMetricFamily(name, text, labels=[*labels, "position"])
-    histogram = HistogramMetricFamily(name, text, labels=labels)
+    text, labels = _HELP.get(name, words), list(values[0].labels)
+    if isinstance(values[0], metrics.Vector):
+        labels.append("position")
+    family = _FORMS[type(values[0])](name, text, labels=labels)
     for one in values:
         told = list(one.labels.values())
         match one:
-            case metrics.Gauge():
-                gauge.add_metric(told, one.value)
-            case metrics.Counter():
-                counter.add_metric(told, one.value)
+            case metrics.Gauge() | metrics.Counter():
+                family.add_metric(told, one.value)
             case metrics.Vector():
                 for position, count in enumerate(one.values):
-                    by_position.add_metric([*told, str(position)], count)
+                    family.add_metric([*told, str(position)], count)
             case metrics.Histogram():
                 buckets = [(bound, float(n)) for bound, n in one.buckets.items()]
-                histogram.add_metric(told, buckets, one.sum)
-    families = (gauge, counter, by_position, histogram)
-    return next(family for family in families if family.samples)
+                family.add_metric(told, buckets, one.sum)
+    return family
 
 
 class HttpMetrics:

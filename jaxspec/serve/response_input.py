@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.errors import RequestError, UnsupportedError, refuse, wrong_argument
+from jaxspec.serve.errors import ResponseNotFoundError
 from jaxspec.serve.protocol import (
     ChatBody,
     GenerationBody,
@@ -15,7 +16,6 @@ from jaxspec.serve.protocol import (
     ResponseBody,
     ResponseFormat,
 )
-from jaxspec.serve.refusals import ResponseNotFoundError
 
 LOGPROBS = "message.output_text.logprobs"
 # Unknown to responses, and ignored like anything unknown: they make one text, which

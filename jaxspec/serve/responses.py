@@ -7,8 +7,8 @@ from typing import Any, no_type_check
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.protocol import ResponseBody
+from jaxspec.serve.response_writers import Numbered, Writer
 from jaxspec.serve.serving import Serving
-from jaxspec.serve.writing import Numbered, Writer
 
 # By why the text ended; what cuts it off otherwise is the server's end.
 _STATUS = {"stop": "completed", "length": "incomplete"}

@@ -13,10 +13,10 @@ from jaxspec.inputs import TokensPrompt
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.admission import Admission
+from jaxspec.serve.errors import ModelNotFoundError, TimeLimitError
 from jaxspec.serve.prompts import Prompts
-from jaxspec.serve.refusals import ModelNotFoundError, TimeLimitError
 from jaxspec.serve.settings import ServerSettings
-from jaxspec.serve.streams import merge
+from jaxspec.serve.streaming import merge
 
 
 class Serving:

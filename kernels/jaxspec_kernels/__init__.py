@@ -1,10 +1,10 @@
 """Operations over paged KV memory, usable by any JAX engine.
 
 Reading order: `paged_attention`, `write_kv_pages`, `rejection_sampling`, then
-`dispatch` (which implementation runs where), `tuning` (measured tile sizes), and the
-commands `bench` and `tune`. Each operation is a folder: the public function and its
-contract in `__init__`, the specification in plain jnp in `reference`, and the named
-shapes that tests and benchmarks share in `cases`.
+`dispatch` (which implementation runs where) and `tuning` (measured tile sizes). Each
+operation is a folder: the public function and its contract in `__init__`, the
+specification in plain jnp in `reference`, and the named shapes that tests and
+benchmarks share in `cases`. `benchmarks/kernels` of the checkout measures and tunes.
 """
 
 from jaxspec_kernels.bits import storage_dtype

@@ -1,6 +1,6 @@
 """Tile sizes that were measured on a device, as data.
 
-`tuned/<device kind>.json` is written by `python -m jaxspec_kernels.tune`, never by
+`tuned/<device kind>.json` is written by `python -m benchmarks.kernels.tune`, never by
 hand, and says where its numbers come from. A shape that was not measured has no entry:
 the kernel's own heuristics apply. This module asks no device: callers name its kind.
 """
@@ -155,6 +155,6 @@ def _check_sizes(path: Traversable, where: str, found: Any) -> None:
 def _broken(path: Traversable, what: str) -> ValueError:
     return ValueError(
         f"tuned table {path.name} {what}. Measure it anew on the device with "
-        "`python -m jaxspec_kernels.tune --again`, or remove the file: the kernels' "
+        "`python -m benchmarks.kernels.tune --again`, or remove the file: the kernels' "
         "own heuristics then apply"
     )

@@ -85,6 +85,11 @@ def test_events_may_be_cut_anywhere():
             assert answered(whole[:cut], whole[cut:]).text == "aä€b"
 
 
+def test_a_separator_of_lines_within_a_text_is_text():
+    said = json.dumps(text("a\u2028b\u0085c"), ensure_ascii=False)
+    assert answered(events(said, USAGE, "[DONE]")).text == "a\u2028b\u0085c"
+
+
 def test_a_server_that_counts_nothing_has_its_pieces_counted():
     found = answered(events(text("a"), text("b"), "[DONE]"))
     assert (found.error, found.num_output_tokens) == ("", 2)

@@ -51,8 +51,8 @@ async def saying(
 
 async def asked_of(answer: Sequence[bytes]) -> tuple[int, bytes]:
     async with saying(answer) as address:
-        async with request(address, "/x") as (status, pieces):
-            return status, b"".join([piece async for piece in pieces])
+        async with request(address, "/x") as response:
+            return response.status_code, await response.aread()
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_pieces_come_before_the_end():
         # The stream stays open: whoever waits for its end waits for ever.
         pieces = [CHUNKED, b"3\r\none\r\n"] + [b""] * 10_000
         async with saying(pieces) as address:
-            async with request(address, "/x") as (_, body):
-                async for piece in body:
+            async with request(address, "/x") as response:
+                async for piece in response.aiter_raw():
                     return piece
         raise AssertionError
 
@@ -86,11 +86,9 @@ def test_a_body_is_sent_as_json():
         answer = [b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"]
         async with saying(answer, asked) as address:
             headers = {"Authorization": "Bearer k"}
-            async with request(address, "/x", body={"a": "ä"}, headers=headers) as (
-                status,
-                _,
-            ):
-                assert status == 200
+            asking = request(address, "/x", body={"a": "ä"}, headers=headers)
+            async with asking as response:
+                assert response.status_code == 200
 
     asked: list[bytes] = []
     asyncio.run(ask(asked))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from jaxspec.bench import __main__ as command_line
-from jaxspec.bench import latency
-from jaxspec.bench.failure import BenchError
+from jaxspec.bench import whole
+from jaxspec.bench.report import BenchError
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,6 +76,6 @@ def test_failures_are_told(raised, code, said, monkeypatch, capsys):
     def fail(_: argparse.Namespace) -> None:
         raise raised
 
-    monkeypatch.setattr(latency, "run", fail)
+    monkeypatch.setattr(whole, "run", fail)
     assert command_line.main(["latency"]) == code
     assert capsys.readouterr().err == said

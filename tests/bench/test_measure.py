@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from jaxspec.bench.failure import BenchError
 from jaxspec.bench.measure import Batch, Bench, run_batch
+from jaxspec.bench.report import BenchError
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.engine.test_llm_engine import (
@@ -80,6 +80,13 @@ def test_one_token_each_is_no_decoding():
     engine, _ = make_fake_engine(num_draft_tokens=0)
     run = run_batch(engine, batch_of(1, count=1, drafts=0))
     assert (run.token_ids, run.per_token_s, run.decode) == ([said(1)], [], None)
+
+
+def test_decoding_begins_with_the_first_token_though_nobody_reads_it():
+    engine, _ = make_fake_engine(num_draft_tokens=3)
+    run = run_batch(engine, batch_of(1, count=12, drafts=0, is_streamed=False))
+    assert run.decode is not None
+    assert (run.decode.num_tokens, run.decode.num_rounds) == (11, 11)
 
 
 def test_nothing_is_found_in_pages_of_an_earlier_run():

@@ -61,13 +61,13 @@ def test_bytes_are_those_of_both_models(engine):
 def test_parts_are_timed_and_move_nothing(engine, monkeypatch):
     said = tokens_of(generate(engine, PROMPTS, params_of(output_kind=FINAL)))
     made = []
-    accept = module._accept
+    accept = module.accept_part
 
     def spied(config, params, state, rows, given):
         state, told = accept(config, params, state, rows, given)
         return state, (told, rows, *given)
 
-    monkeypatch.setattr(module, "_accept", spied)
+    monkeypatch.setattr(module, "accept_part", spied)
     time = module._Timer.time
 
     def kept(self, part, *given):
@@ -110,7 +110,7 @@ def test_parts_are_timed_and_move_nothing(engine, monkeypatch):
 def test_the_verdict_is_forced_where_the_rounds_is(
     chance, expected, engine, monkeypatch
 ):
-    accept, time, emitted = module._accept, module._Timer.time, []
+    accept, time, emitted = module.accept_part, module._Timer.time, []
 
     def forced(config, params, state, rows, given):
         state = dataclasses.replace(state, forced_acceptance=jnp.full(2, chance))
@@ -122,7 +122,7 @@ def test_the_verdict_is_forced_where_the_rounds_is(
         emitted.append(result)
         return seconds, result
 
-    monkeypatch.setattr(module, "_accept", forced)
+    monkeypatch.setattr(module, "accept_part", forced)
     monkeypatch.setattr(module._Timer, "time", kept)
     measure_parts(engine, Batch(prompts=PROMPTS, params=[params_of()] * 2), [2])
     _, _, last = emitted[-1]

@@ -3,6 +3,9 @@
 import argparse
 import json
 import math
+import re
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,3 +88,50 @@ def test_a_result_is_one_line(tmp_path, capsys):
     assert (tmp_path / "result.json").read_text() == '{"a": [1, 2.5]}\n'
     with pytest.raises(ValueError, match="JSON"):
         report.write({"a": math.nan}, None)
+
+
+def test_measurements_do_not_change_the_commit(tmp_path):
+    """A run that wrote a result goes on with it: the code is the same."""
+    written = ("kernels/jaxspec_kernels/tuned/a.json", "benchmarks/results/b.json")
+    source = "jaxspec/bench/report.py"
+    for path in (*written, source):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("before")
+    author = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for line in (("init", "-q"), ("add", "."), (*author, "commit", "-qm", "a")):
+        subprocess.run(["git", "-C", str(tmp_path), *line], check=True)
+    clean = report.commit(tmp_path)
+    assert re.fullmatch(r"[0-9a-f]{12}", clean["commit"])
+    assert clean["has_changes"] is False
+    for path in written:
+        (tmp_path / path).write_text("after")
+    assert report.commit(tmp_path) == clean
+    (tmp_path / source).write_text("after")
+    assert report.commit(tmp_path) == clean | {"has_changes": True}
+
+
+def test_a_result_is_recorded_with_what_it_was_measured_on(tmp_path):
+    path = tmp_path / "new" / "result.json"
+    result = report.record({"found": 3}, path, command="python -m this")
+    assert json.loads(path.read_text()) == result
+    assert list(result)[:2] == ["found", "command"]
+    assert result["command"] == "python -m this"
+    assert result["machine"]["cores"] >= 1
+    assert {"python", "jax"} <= result["versions"].keys()
+    assert result.keys() >= {"commit", "has_changes"}
+    assert [file.name for file in path.parent.iterdir()] == ["result.json"]
+
+
+def test_a_result_is_written_at_once(monkeypatch, tmp_path):
+    path = tmp_path / "result.json"
+    report.write_whole("[1]", path)
+    write_text = Path.write_text
+
+    def write_half(path, text, **more):
+        write_text(path, text[:2], **more)
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(OSError, match="full"):
+        report.write_whole("[1, 2]", path)
+    assert path.read_text() == "[1]"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from jaxspec.bench import serve
-from jaxspec.bench.failure import BenchError
 from jaxspec.bench.figures import form
 from jaxspec.bench.figures.picture import picture
+from jaxspec.bench.report import BenchError
 from tests.bench.workloads import flags
 from tests.serving import PROMPT, Site, site_of
 

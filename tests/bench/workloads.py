@@ -61,8 +61,8 @@ def use_fake_engine(patch: pytest.MonkeyPatch, **changes: Any) -> list[LLMEngine
         opened.append(engine)
         return Offline(options=options, engine=engine, prompts=[PROMPT] * num_prompts)
 
-    for command in ("latency", "throughput", "spec"):
-        patch.setattr(f"jaxspec.bench.{command}.open_offline", open_fake)
+    for module_name in ("whole", "spec"):
+        patch.setattr(f"jaxspec.bench.{module_name}.open_offline", open_fake)
     patch.setattr(Offline, "device", lambda self: DEVICE)
     patch.setattr(module, "measure_parts", made_parts)
     patch.setattr(LLMEngine, "shutdown", lambda self: None)

@@ -141,7 +141,8 @@ def test_pad_rows_of_either_embedding_are_left_out(tmp_path, role):
     assert config.model_config.vocab_size == 8192
     assert config.draft_model_config.vocab_size == 8192
     loading.read_tokenizer(config)
-    for params in loading.make_runner(config).params:
+    target, (draft,) = loading.make_runner(config).params
+    for params in (target, draft):
         assert params is not None
         assert params["embedding"].shape[0] == 8192
         assert np.isfinite(params["embedding"].values).all()

@@ -4,6 +4,8 @@ import itertools
 import json
 import re
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -431,3 +433,24 @@ def test_many_threads_ask_at_once():
         assert len(compiler._kept) == MAX_KEPT
     finally:
         sys.setswitchinterval(usual)
+
+
+def test_compilers_leave_the_stacks_of_other_threads_as_they_were(monkeypatch):
+    """Two engines of a process, whose requests bring grammars at one moment."""
+    set_size, before = threading.stack_size, threading.stack_size()
+
+    def set_slowly(size: int = 0) -> int:
+        usual = set_size(size)
+        time.sleep(0.05)
+        return usual
+
+    monkeypatch.setattr(threading, "stack_size", set_slowly)
+    compilers = [GrammarCompiler(StubTokenizer(16), 16, (EOS,)) for _ in range(2)]
+    params = StructuredOutputsParams(regex="%+")
+    with ThreadPoolExecutor(2) as threads:
+        made = [threads.submit(one.matcher, params) for one in compilers]
+    assert all(allowed(one.result()) == {4} for one in made)
+    try:
+        assert set_size() == before
+    finally:
+        set_size(before)

@@ -7,8 +7,8 @@ import jax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspec_kernels import bench_work
-from jaxspec_kernels.bench_clock import loop_of
+from benchmarks.kernels import work as bench_work
+from benchmarks.kernels.clock import loop_of
 from jaxspec_kernels.rejection_sampling.cases import Case as SamplingCase
 from tests.batteries import members
 from tests.kernels import aot_gpu, aot_tpu

@@ -6,9 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec_kernels import bench_report, bench_rivals, bench_work
-from jaxspec_kernels.bench_clock import Spread
-from jaxspec_kernels.bench_rivals import READ_ONCE
+from benchmarks.kernels import report as bench_report
+from benchmarks.kernels import rivals as bench_rivals
+from benchmarks.kernels import work as bench_work
+from benchmarks.kernels.clock import Spread
+from benchmarks.kernels.rivals import READ_ONCE
 from jaxspec_kernels.paged_attention.cases import Case
 from tests.kernels.test_bench import SAMPLED, SMALL, WINDOW, attention
 

@@ -207,7 +207,9 @@ def test_without_drafts_it_is_plain_decoding(kind):
         seed=one.seed,
     )
     plain = jax.jit(
-        lambda *args: verify(None, *args, Backend(), adjust=None).next_token,
+        lambda logits, none, active: (
+            verify(None, logits, none, active, Backend(), adjust=None).next_token
+        ),
         compiler_options=UNOPTIMISED,
     )
     none = jnp.zeros(len(token), jnp.int32)

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec_kernels import bench, tune, tuning
-from jaxspec_kernels.bench_work import attention_key
+from benchmarks.kernels import bench, tune
+from benchmarks.kernels.work import attention_key
+from jaxspec_kernels import tuning
 from jaxspec_kernels.paged_attention.cases import CASES
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
@@ -63,7 +64,7 @@ def test_the_tuner_writes_a_table_that_is_read(folder):
     assert found == {"block_tokens": 64}
     written = json.loads(path.read_text())
     assert written["jax"] == jax.__version__
-    assert written["command"].startswith("python -m jaxspec_kernels.tune --quick")
+    assert written["command"].startswith("python -m benchmarks.kernels.tune --quick")
     assert str(folder) not in path.read_text()
     micros = written["measured_us"]["paged_attention"]["reference"][key]
     assert micros == {"heuristic": 65.0, "tuned": 1.0}

@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.kernels.work import attention_key, sampling_key
 from jaxspec_kernels import dispatch, paged_attention, tuning
-from jaxspec_kernels.bench_work import attention_key, sampling_key
 from jaxspec_kernels.paged_attention.cases import CASES
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
 from jaxspec_kernels.rejection_sampling import Controls, Verdict, rejection_sampling
@@ -52,7 +52,7 @@ def table(**changes: Any) -> dict[str, Any]:
         "device": "Test Chip 9",
         "jax": "0.10.2",
         "date": "2026-11-21T00:00:00",
-        "command": "python -m jaxspec_kernels.tune",
+        "command": "python -m benchmarks.kernels.tune",
         "commit": "0123456789ab",
         "entries": {"paged_attention": {"tpu": {KEY: {"block_tokens": 256}}}},
     }

@@ -20,8 +20,8 @@ from typing import Any
 import jax
 from tqdm.auto import tqdm
 
-from benchmarks.machine import commit, write_json
 from benchmarks.program_costs import num_operations
+from jaxspec.bench.report import commit, write_whole
 from jaxspec.program.plan import Features, StepShape
 from tests.kernels import aot_gpu, aot_tpu
 from tests.program.aot_step import PLACES, SHAPE, lower_pair, missing
@@ -159,7 +159,8 @@ def main() -> None:
     for costs in _all(options.places, options.programs or [*shapes()]):
         rows.append(asdict(costs))
         if options.out is not None:
-            write_json({"versions": versions, **commit(), "rows": rows}, options.out)
+            result = {"versions": versions, **commit(), "rows": rows}
+            write_whole(json.dumps(result, indent=2) + "\n", options.out)
     print(table(rows))
     print(json.dumps(rows))
 

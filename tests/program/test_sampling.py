@@ -226,14 +226,22 @@ def test_argmax_takes_the_lowest_of_ties_and_never_nan(size):
 
 
 def draft_with(active, index, logits=LOGITS, **options) -> tuple[np.ndarray, Any]:
-    run: Any = jax.jit(lambda *args: sample_draft(*args, Backend(), **options))
+    run: Any = jax.jit(
+        lambda logits, index, active: sample_draft(
+            logits, index, active, Backend(), **options
+        )
+    )
     token, probs = run(jnp.asarray(logits), jnp.int32(index), active)
     return np.asarray(token), None if probs is None else np.asarray(probs)
 
 
 def plain_with(active, logits=LOGITS) -> np.ndarray:
     none = jnp.zeros(len(logits), jnp.int32)
-    run: Any = jax.jit(lambda *args: verify(None, *args, Backend(), adjust=None))
+    run = jax.jit(
+        lambda logits, none, active: verify(
+            None, logits, none, active, Backend(), adjust=None
+        )
+    )
     return np.asarray(run(jnp.asarray(logits), none, active).next_token)
 
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from jaxspec.serve.admission import MAX_RETRY_S, Admission
-from jaxspec.serve.refusals import OverloadedError
+from jaxspec.serve.errors import OverloadedError
 from jaxspec.serve.settings import ServerSettings
 from tests.serving import COMPLETIONS, PROMPT, error_of, serve_http
 

@@ -1,6 +1,6 @@
 """Completions beyond the text: echo, logprobs, token ids, the same in chunks.
 
-`writing` is what they share with chats.
+`response_writers` is what they share with chats.
 """
 
 from typing import Any

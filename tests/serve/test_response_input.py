@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from jaxspec.errors import RequestError, UnsupportedError
+from jaxspec.serve.errors import ResponseNotFoundError
 from jaxspec.serve.params import make_params
 from jaxspec.serve.prompts import Prompts
 from jaxspec.serve.protocol import ChatBody, ResponseBody
-from jaxspec.serve.refusals import ResponseNotFoundError
 from jaxspec.serve.response_input import as_chat
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.tokenizer import Tokenizer

@@ -7,7 +7,15 @@ from jaxspec.program.propose.draft_model import DraftModel
 from jaxspec.program.propose.ngram import NGram
 from jaxspec.program.propose.proposal import Context, Proposal, Proposer
 
-__all__ = ["PROPOSERS", "Context", "Proposal", "Proposer", "proposers_of"]
+__all__ = [
+    "PROPOSERS",
+    "Context",
+    "DraftModel",
+    "NGram",
+    "Proposal",
+    "Proposer",
+    "proposers_of",
+]
 
 # By the names of which a method is made: "ngram+draft_model" asks both, in this order.
 PROPOSERS: dict[str, Callable[[EngineConfig], Proposer]] = {

@@ -28,7 +28,6 @@ from jaxspec_kernels.rejection_sampling.passes import (
     Slice,
     Statistics,
 )
-from jaxspec_kernels.rejection_sampling.reference import Verdict
 
 # 16 logits per thread, in loads of 16 bytes; 6 rows of 256,000 are 378 programs.
 TILE, NUM_WARPS = 4096, 8
@@ -276,7 +275,7 @@ def excess(
 
 def rejection_sampling(
     *arguments: Any, tile: int = TILE, interpret: bool = False, **settings: Any
-) -> Verdict | tuple[Verdict, Array]:
+) -> Any:
     """See `jaxspec_kernels.rejection_sampling`; `tile` is a power of two.
 
     Under `shard_map`, with `check_vma=False`.

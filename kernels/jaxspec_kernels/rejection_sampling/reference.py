@@ -7,7 +7,7 @@ not run. An implementation may bring its own `Kernels` for the passes over all r
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,13 +54,16 @@ def rejection_sampling(
     axis_name: str | tuple[str, ...] | None,
     tile: int = passes.TILE,
     kernels: Kernels = Kernels(),  # noqa: B008 immutable
-) -> Verdict | tuple[Verdict, Array]:
+) -> Any:
     """See `jaxspec_kernels.rejection_sampling`.
 
     Args:
         has_probs: Without drafts: return what tokens were drawn from beside them, this
             device's slice of it, zeros where no sequence samples.
         kernels: Make the passes over one device's slice.
+
+    Returns:
+        The verdict; with `has_probs`, it and the probabilities.
     """
     assert not (has_probs and draft_tokens.shape[1]), "probabilities of which row?"
     seqs, width, columns = target_logits.shape

@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec_kernels.rejection_sampling import passes, reference
 from jaxspec_kernels.rejection_sampling.passes import Kernels, Slice, Statistics
-from jaxspec_kernels.rejection_sampling.reference import Verdict
 
 # Two buffers of 32 rows of this many float32 columns are 4 MiB, a quarter of what v5e
 # gives a kernel.
@@ -123,7 +122,7 @@ def statistics(
 
 def rejection_sampling(
     *arguments: Any, tile: int = TILE, interpret: Any = False, **settings: Any
-) -> Verdict | tuple[Verdict, Array]:
+) -> Any:
     """See `jaxspec_kernels.rejection_sampling`; `tile` is a multiple of 128.
 
     Under `shard_map`, with `check_vma=False`.

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from jaxspec.cli.chat import BackendError, EngineBackend, Part, ServerBackend, _parts_in
 from jaxspec.errors import RequestError
-from jaxspec.partners import EnginePartner, Part, PartnerError, ServerPartner, _parts_in
 from tests.engine.test_llm_engine import (
     assert_idle,
     letters,
@@ -22,10 +22,10 @@ MESSAGES = [{"role": "user", "content": PROMPT}]
 FIELDS = {"max_tokens": 20, "temperature": 0.0}
 
 
-def engine_partner() -> EnginePartner:
+def engine_backend() -> EngineBackend:
     engine, _ = make_fake_engine(num_draft_tokens=3)
     engine.tokenizer = TurnsTokenizer(16)
-    return EnginePartner(engine)
+    return EngineBackend(engine)
 
 
 def text_of(parts: list[Part]) -> str:
@@ -49,36 +49,36 @@ def check(parts: list[Part]) -> None:
 
 
 def test_an_engine_answers():
-    partner = engine_partner()
-    check(list(partner.answer(MESSAGES, FIELDS)))
+    backend = engine_backend()
+    check(list(backend.answer(MESSAGES, FIELDS)))
     # One after the other, with as many drafts as are wanted.
-    parts = list(partner.answer(MESSAGES, FIELDS | {"num_speculative_tokens": 0}))
+    parts = list(backend.answer(MESSAGES, FIELDS | {"num_speculative_tokens": 0}))
     assert text_of(parts) == letters(said(20))
     assert not any(piece.is_draft for part in parts for piece in part.pieces)
     with pytest.raises(RequestError, match="temperature"):
-        list(partner.answer(MESSAGES, {"temperature": 9}))
-    assert_idle(partner._engine)
+        list(backend.answer(MESSAGES, {"temperature": 9}))
+    assert_idle(backend._engine)
 
 
 def test_an_engine_is_idle_after_an_answer_that_is_left_or_interrupted():
-    partner = engine_partner()
-    parts = partner.answer(MESSAGES, FIELDS)
+    backend = engine_backend()
+    parts = backend.answer(MESSAGES, FIELDS)
     next(parts)
     parts.close()
-    step, seen = partner._engine.step, []
+    step, seen = backend._engine.step, []
 
     def interrupted() -> Any:
         signal.raise_signal(signal.SIGINT)
         seen.append(step())
         return seen[-1]
 
-    partner._engine.step = interrupted
+    backend._engine.step = interrupted
     with pytest.raises(KeyboardInterrupt):
-        next(partner.answer(MESSAGES, FIELDS))
+        next(backend.answer(MESSAGES, FIELDS))
     assert len(seen) == 1, "a step runs to its end"
-    partner._engine.step = step
-    check(list(partner.answer(MESSAGES, FIELDS)))
-    assert_idle(partner._engine)
+    backend._engine.step = step
+    check(list(backend.answer(MESSAGES, FIELDS)))
+    assert_idle(backend._engine)
 
 
 def test_a_server_answers():
@@ -86,15 +86,15 @@ def test_a_server_answers():
         url = str(client.base_url)
         client.get("/health")  # waits until it listens
         for name in (url, f"{url}/v1", f"{url}/v1/"):
-            partner = ServerPartner(name, model="m", api_key="any")
-            check(list(partner.answer(MESSAGES, FIELDS)))
-        other = ServerPartner(url, model="other", api_key=None)
-        with pytest.raises(PartnerError, match="The model `other` does not exist"):
+            backend = ServerBackend(name, model="m", api_key="any")
+            check(list(backend.answer(MESSAGES, FIELDS)))
+        other = ServerBackend(url, model="other", api_key=None)
+        with pytest.raises(BackendError, match="The model `other` does not exist"):
             list(other.answer(MESSAGES, FIELDS))
-        with pytest.raises(PartnerError, match="404 Not Found|Not Found"):
-            list(ServerPartner(f"{url}/x", model=None, api_key=None).answer([], {}))
-        with pytest.raises(PartnerError, match="temperature must be"):
-            list(partner.answer(MESSAGES, {"temperature": 9}))
+        with pytest.raises(BackendError, match="404 Not Found|Not Found"):
+            list(ServerBackend(f"{url}/x", model=None, api_key=None).answer([], {}))
+        with pytest.raises(BackendError, match="temperature must be"):
+            list(backend.answer(MESSAGES, {"temperature": 9}))
         os.kill(os.getpid(), signal.SIGTERM)
 
     assert served(ask, timeout_s=30, delay_s=0) == 0
@@ -103,9 +103,9 @@ def test_a_server_answers():
 def test_a_failing_server(monkeypatch: pytest.MonkeyPatch):
     def ask(client: httpx.Client) -> None:
         client.get("/health")
-        partner = ServerPartner(str(client.base_url), model=None, api_key=None)
-        with pytest.raises(PartnerError, match="boom"):
-            list(partner.answer(MESSAGES, FIELDS))
+        backend = ServerBackend(str(client.base_url), model=None, api_key=None)
+        with pytest.raises(BackendError, match="boom"):
+            list(backend.answer(MESSAGES, FIELDS))
         os.kill(os.getpid(), signal.SIGTERM)
 
     def broken(*_: Any) -> Any:
@@ -117,12 +117,12 @@ def test_a_failing_server(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_failure_within_an_answer():
     chunk = {"error": {"message": "boom"}}
-    with pytest.raises(PartnerError, match="boom"):
+    with pytest.raises(BackendError, match="boom"):
         list(_parts_in(chunk))
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "nowhere", "http://[::"])
 def test_no_server(url: str):
-    partner = ServerPartner(url, model=None, api_key=None)
-    with pytest.raises(PartnerError, match="v1/chat/completions"):
-        next(partner.answer(MESSAGES, {}))
+    backend = ServerBackend(url, model=None, api_key=None)
+    with pytest.raises(BackendError, match="v1/chat/completions"):
+        next(backend.answer(MESSAGES, {}))

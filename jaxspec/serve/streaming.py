@@ -1,11 +1,12 @@
-"""Owns what becomes of a request whose client has gone, and how events are sent."""
+"""Owns streams: several read as one, sent as events, ended when the client has gone."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncGenerator, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, no_type_check
 
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
@@ -53,30 +54,61 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
-    """Sends events as they come, until the last one or until the client has gone."""
+class EventStream(StreamingResponse):
+    """Sends events as they come, until the last one or until the client has gone.
+
+    Its base, where the server speaks ASGI 2.4, waits for the next event of a client who
+    has left, and does not close the events.
+    """
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[str, None]):
         # An intermediary that collects the events would undo the streaming.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(None, headers=headers)
-        del self.headers["content-length"]
+        super().__init__(events, headers=headers)
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._send(send))
+            await while_connected(receive, self.stream_response(send))
         except ClientGoneError:
             return
         finally:
             await self._events.aclose()
 
-    async def _send(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": self.status_code}
-        await send(start | {"headers": self.raw_headers})
-        async for text in self._events:
-            body = {"type": "http.response.body", "body": text.encode()}
-            await send(body | {"more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+@no_type_check  # asynchronous generators are not checked
+async def merge(
+    streams: list[AsyncGenerator[Any, None]],
+) -> AsyncGenerator[tuple[int, Any], None]:
+    """Yield what any of the streams yields, with that stream's number.
+
+    None runs ahead of its reader by more than one output. The first error of any ends
+    all; so does leaving early.
+    """
+    if len(streams) == 1:  # the usual case, and tasks cost more than the stream itself
+        async with contextlib.aclosing(streams[0]) as only:
+            async for output in only:
+                yield 0, output
+        return
+    waiting = {
+        asyncio.ensure_future(anext(stream, None)): number
+        for number, stream in enumerate(streams)
+    }
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number = waiting.pop(task)
+                output = task.result()
+                if output is not None:
+                    following = asyncio.ensure_future(anext(streams[number], None))
+                    waiting[following] = number
+                    yield number, output
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()

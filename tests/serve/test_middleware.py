@@ -7,7 +7,7 @@ from http import HTTPStatus
 import httpx
 import pytest
 
-from jaxspec.serve.guard import MAX_MARKS
+from jaxspec.serve.middleware import MAX_MARKS
 from tests.serving import COMPLETIONS, PROMPT, error_of, post, serve_http, site_of
 
 BODY = {"prompt": PROMPT, "max_tokens": 2}

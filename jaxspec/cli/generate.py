@@ -6,47 +6,16 @@ Uses the engine as any caller would: `add_request` and `step`.
 import argparse
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
+from jaxspec.bench.measure import Batch, Bench, Run, run_batch
+from jaxspec.cli.terminal import Printer, pieces_of
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.inputs import PromptType
-from jaxspec.outputs import CompletionOutput, RequestSpecDecodeMetrics
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.terminal import Printer, pieces_of
 from jaxspec.tokenizer import Tokenizer
 
 # Compiles all that a longer request needs: the prompt's programs and the round's.
 WARM_UP_TOKENS = 3
-
-Show = Callable[[CompletionOutput], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decoded:
-    """One request that has run to its end.
-
-    Attributes:
-        first_token_s: From the request to its first token.
-        decode_s: From the first token to the last.
-        num_rounds: Rounds between the two.
-        drafts: None when nothing was drafted.
-    """
-
-    text: str
-    token_ids: list[int]
-    first_token_s: float
-    decode_s: float
-    num_rounds: int
-    drafts: RequestSpecDecodeMetrics | None
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Speed after the first token; None when there was no second one."""
-        if not self.num_rounds or not self.decode_s:
-            return None
-        return (len(self.token_ids) - 1) / self.decode_s
 
 
 def run(options: argparse.Namespace) -> None:
@@ -58,7 +27,7 @@ def run(options: argparse.Namespace) -> None:
     params, notes = _sampling(options)
     engine = load_engine(options)
     try:
-        prompt = make_prompt(engine.tokenizer, options.prompt, is_chat=options.is_chat)
+        prompt = encode(engine.tokenizer, options.prompt, is_chat=options.is_chat)
         plain = without_speculation(params) if options.is_compared else None
         start = time.monotonic()
         _progress("Compiling ... ")
@@ -98,18 +67,20 @@ def load_engine(options: argparse.Namespace) -> LLMEngine:
     return engine
 
 
-def _shown(engine: LLMEngine, prompt: PromptType, params: SamplingParams) -> Decoded:
+def _shown(engine: LLMEngine, prompt: list[int], params: SamplingParams) -> Run:
     """Decode a text, writing it as it comes."""
     printer = Printer(sys.stdout)
     if printer.has_colours:
         params = params.clone()
         params.extra_args = {"return_token_origins": True}
-    decoded = decode(
-        engine, prompt, params, lambda output: printer.show(pieces_of(output))
+    run = run_batch(
+        engine,
+        Batch(prompts=[prompt], params=[params]),
+        lambda output: printer.show(pieces_of(output.outputs[0])),
     )
     print("\n" if printer.has_colours else "")
     printer.explain()
-    return decoded
+    return run
 
 
 def _sampling(options: argparse.Namespace) -> tuple[SamplingParams, list[str]]:
@@ -131,15 +102,14 @@ def _sampling(options: argparse.Namespace) -> tuple[SamplingParams, list[str]]:
     return params, [note]
 
 
-def make_prompt(tokenizer: Tokenizer, text: str, *, is_chat: bool) -> PromptType:
-    """The text as a user's turn that the model answers, or as it is.
+def encode(tokenizer: Tokenizer, text: str, *, is_chat: bool) -> list[int]:
+    """Token ids of a text as a user's turn that the model answers, or as it is.
 
     In a turn, special tokens that the text spells are ordinary text.
     """
     if not is_chat:
-        return text
-    written, token_ids = tokenizer.write_chat([{"role": "user", "content": text}])
-    return {"prompt": written, "prompt_token_ids": token_ids}
+        return list(tokenizer.encode(text))
+    return tokenizer.write_chat([{"role": "user", "content": text}])[1]
 
 
 def without_speculation(params: SamplingParams) -> SamplingParams:
@@ -149,87 +119,48 @@ def without_speculation(params: SamplingParams) -> SamplingParams:
     return plain
 
 
-def warm_up(engine: LLMEngine, prompt: PromptType, params: SamplingParams) -> None:
-    """Build every program that decoding `prompt` with `params` needs.
-
-    A launch whose own program is not there may run in another one and ask for its own,
-    which is made meanwhile: so all that was asked for, until nothing is.
-    """
+def warm_up(engine: LLMEngine, prompt: list[int], params: SamplingParams) -> None:
+    """Build every program that decoding `prompt` with `params` needs."""
     short = params.clone()
     assert short.max_tokens is not None
     short.max_tokens = min(short.max_tokens, WARM_UP_TOKENS)
     short.ignore_eos = True
-    num_compiles = None
-    while engine.runner.num_compiles != num_compiles:
-        num_compiles = engine.runner.num_compiles
-        decode(engine, prompt, short)
-        engine.wait_for_programs()
+    Bench(engine=engine).warm_up(Batch(prompts=[prompt], params=[short]))
 
 
-def decode(
-    engine: LLMEngine,
-    prompt: PromptType,
-    params: SamplingParams,
-    show: Show | None = None,
-) -> Decoded:
-    """Run one request on an idle engine to its end.
-
-    Args:
-        engine: Has no other request.
-        prompt: As for `LLMEngine.add_request`.
-        params: With `output_kind` DELTA, so that every round gives one output.
-        show: Called with every output as it comes.
-    """
-    assert params.output_kind is RequestOutputKind.DELTA
-    engine.add_request("generate", prompt, params)
-    text, token_ids, num_outputs, last = "", [], 0, None
-    try:
-        while engine.has_unfinished_requests():
-            for last in engine.step():
-                (output,) = last.outputs
-                text += output.text
-                token_ids += output.token_ids
-                num_outputs += 1
-                if show is not None:
-                    show(output)
-    except BaseException:
-        engine.abort_request("generate")
-        raise
-    assert last is not None
-    assert last.finished
-    assert last.metrics is not None
-    return Decoded(
-        text=text,
-        token_ids=token_ids,
-        first_token_s=last.metrics.first_token_latency,
-        decode_s=last.metrics.last_token_ts - last.metrics.first_token_ts,
-        num_rounds=num_outputs - 1,
-        drafts=last.outputs[0].spec_decode_metrics,
-    )
+def decode(engine: LLMEngine, prompt: list[int], params: SamplingParams) -> Run:
+    """Run one request on an idle engine to its end."""
+    return run_batch(engine, Batch(prompts=[prompt], params=[params]))
 
 
-def comparison(speculative: Decoded, plain: Decoded | None) -> str:
+def tokens_per_s(run: Run) -> float | None:
+    """Speed after the first token; None when there was no second one."""
+    took_s = run.per_token_s[0] if run.per_token_s else 0.0
+    return 1 / took_s if took_s else None
+
+
+def comparison(speculative: Run, plain: Run | None) -> str:
     """The table under the text: both runs side by side, at most 80 columns wide."""
     runs = [speculative] if plain is None else [speculative, plain]
     rows = [
         ("", *("speculative", "plain")[: len(runs)]),
-        ("tokens", *(str(len(one.token_ids)) for one in runs)),
-        ("tokens/s", *(_number(one.tokens_per_s, ".1f") for one in runs)),
-        ("first token, ms", *(f"{one.first_token_s * 1e3:.1f}" for one in runs)),
-        ("rounds", *(str(one.num_rounds) for one in runs)),
+        ("tokens", *(str(one.num_output_tokens) for one in runs)),
+        ("tokens/s", *(_number(tokens_per_s(one), ".1f") for one in runs)),
+        ("first token, ms", *(f"{one.first_token_s[0] * 1e3:.1f}" for one in runs)),
+        ("rounds", *(str(len(one.inter_token_s)) for one in runs)),
     ]
-    drafts = speculative.drafts
-    if drafts is not None and drafts.num_spec_steps:
+    drafts = speculative.acceptance
+    if drafts.num_drafts:
         rows += [
-            ("acceptance rate", f"{drafts.acceptance_rate:.3f}"),
-            ("mean acceptance length", f"{drafts.mean_acceptance_length:.2f}"),
+            ("acceptance rate", f"{drafts.rate:.3f}"),
+            ("mean acceptance length", f"{drafts.mean_length:.2f}"),
         ]
     if plain is not None:
-        speeds = speculative.tokens_per_s, plain.tokens_per_s
+        speeds = tokens_per_s(speculative), tokens_per_s(plain)
         ratio = speeds[0] / speeds[1] if speeds[0] and speeds[1] else None
         rows += [
             ("speed-up", _number(ratio, ".2f", "x")),
-            ("texts", difference(speculative.token_ids, plain.token_ids)),
+            ("texts", difference(speculative.token_ids[0], plain.token_ids[0])),
         ]
     lines = [
         f"{row[0]:<24}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in rows

@@ -1,30 +1,26 @@
-"""`python -m jaxspec_kernels.bench`: the kernels, timed on the device that jax has.
+"""`python -m benchmarks.kernels.bench`: the kernels, timed on the device that jax has.
 
 Every case beside a copy of memory measured in the same run, and beside what a user
 would pick instead. Results are written as they come: stopping a run loses nothing.
 """
 
 import argparse
-import datetime
 import fnmatch
 import functools
 import json
-import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from tqdm.auto import tqdm
 
-from jaxspec_kernels import bench_work, dispatch
-from jaxspec_kernels.bench_clock import copy_bandwidth, measure
-from jaxspec_kernels.bench_report import (
+from benchmarks.kernels import work as bench_work
+from benchmarks.kernels.clock import copy_bandwidth, measure
+from benchmarks.kernels.report import (
     GOAL_SAMPLING,
     MODELS,
     Row,
@@ -32,15 +28,15 @@ from jaxspec_kernels.bench_report import (
     goals,
     table,
 )
-from jaxspec_kernels.bench_rivals import REFUSALS, rivals_of
-from jaxspec_kernels.bench_work import CONTROLS, Work
+from benchmarks.kernels.rivals import REFUSALS, rivals_of
+from benchmarks.kernels.work import CONTROLS, Work
+from jaxspec.bench.report import commit, now, versions, write_whole
+from jaxspec_kernels import dispatch
 from jaxspec_kernels.paged_attention import cases as attention_cases
 from jaxspec_kernels.rejection_sampling import cases as sampling_cases
 from jaxspec_kernels.write_kv_pages import cases as writing_cases
 
 OPERATIONS = ("paged_attention", "rejection_sampling", "write_kv_pages")
-# Of the checkout: where `tune` and benchmarks put what they measured.
-_WRITTEN = ("kernels/jaxspec_kernels/tuned", "benchmarks/results")
 _GOAL = sampling_cases.Case(seqs=1, drafts=5, vocab_size=256_000, columns=256_000)
 
 
@@ -69,7 +65,7 @@ _GOALS = {
 def make_parser() -> argparse.ArgumentParser:
     """Return what `--help` prints."""
     parser = argparse.ArgumentParser(
-        prog="python -m jaxspec_kernels.bench", description=__doc__
+        prog="python -m benchmarks.kernels.bench", description=__doc__
     )
     add = parser.add_argument
     add("--operation", choices=OPERATIONS, action="append", help="may be repeated")
@@ -222,58 +218,41 @@ def _reason(error: BaseException) -> str:
 def header(options: argparse.Namespace, arguments: Sequence[str]) -> Row:
     """Return what identifies a run; paths of this machine stay out."""
     device = jax.devices()[0]
-    now = datetime.datetime.now(datetime.UTC)
-    packages = ("jax", "jaxlib", "numpy")
     given = vars(options) | {"output": None}
     return {
         "benchmark": "kernels",
-        "date": now.isoformat(timespec="seconds").removesuffix("+00:00"),
-        "commit": commit(),
+        "date": now(),
+        "commit": code(),
         "command": command("bench", arguments),
         "arguments": {name: value for name, value in given.items() if name != "output"},
         "platform": device.platform,
         "device": device.device_kind,
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in packages},
+        "versions": versions(),
     }
 
 
+def code() -> str | None:
+    """The checkout's commit, with a + where files differ from it."""
+    found = commit()
+    if found["commit"] is None:
+        return None
+    return found["commit"] + ("+" if found["has_changes"] else "")
+
+
 def command(module: str, arguments: Sequence[str]) -> str:
-    """Return the line that repeats a run, without the file that it wrote."""
+    """The line that repeats a run, without the file that it wrote."""
     kept = list(arguments)
     if "--output" in kept:
         at = kept.index("--output")
         del kept[at : at + 2]
     kept = [word for word in kept if not word.startswith("--output=")]
-    return shlex.join(["python", "-m", f"jaxspec_kernels.{module}", *kept])
-
-
-def commit() -> str | None:
-    """Return the checkout's commit, with a + where files differ from it.
-
-    What measurements write does not count: a run would make its own successor's commit
-    another one.
-    """
-    git = ["git", "-C", str(Path(__file__).parent)]
-    options: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
-    try:
-        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], **options)
-        status = ["status", "--porcelain", "--untracked-files=no", "--", ":/"]
-        written = [f":(top,exclude){folder}" for folder in _WRITTEN]
-        changes = subprocess.run([*git, *status, *written], **options)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return head.stdout.strip() + ("+" if changes.stdout.strip() else "")
+    return shlex.join(["python", "-m", f"benchmarks.kernels.{module}", *kept])
 
 
 def save(path: Path | None, result: Row) -> None:
     """Write a result whole or not at all: a run may be stopped at any time."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(result) + "\n", encoding="utf-8")
-    part.replace(path)
+    if path is not None:
+        write_whole(json.dumps(result) + "\n", path)
 
 
 def main(arguments: Sequence[str] | None = None) -> Row:

@@ -7,10 +7,10 @@ from typing import Any, no_type_check
 
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.serve.connection import DONE
 from jaxspec.serve.logprobs import LogprobWriter
 from jaxspec.serve.protocol import GenerationBody
 from jaxspec.serve.serving import Serving
+from jaxspec.serve.streaming import DONE
 from jaxspec.serve.usage import Usage, request_metrics
 
 Numbered = AsyncGenerator[tuple[int, RequestOutput], None]

@@ -11,8 +11,8 @@ import jaxspec
 from jaxspec.config import SpeculativeConfig
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.errors import EngineDeadError
-from jaxspec.serve.about import what_is_made_up
 from jaxspec.serve.app import make_app
+from jaxspec.serve.server_info import what_is_made_up
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.tokenizer import NoTokenizer
 from tests.engine.test_async_llm_engine import serve

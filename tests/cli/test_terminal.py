@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from jaxspec.cli.terminal import Piece, Printer, pieces_of
 from jaxspec.outputs import CompletionOutput, TokenOrigin
-from jaxspec.terminal import Piece, Printer, pieces_of
 
 GREEN = re.compile("\x1b\\[32m(.*?)\x1b\\[0m", re.DOTALL)
 PIECES = [Piece("He", False), Piece("l", True), Piece("", True), Piece("lo", False)]

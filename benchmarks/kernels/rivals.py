@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxspec_kernels.bench_clock import Spread, measure
-from jaxspec_kernels.bench_work import Work
+from benchmarks.kernels.clock import Spread, measure
+from benchmarks.kernels.work import Work
 
 # What a library says when a shape, a type or a device is not for it.
 REFUSALS = (

@@ -1,4 +1,4 @@
-"""`python -m jaxspec_kernels.tune`: measures tile sizes on the device that jax has.
+"""`python -m benchmarks.kernels.tune`: measures tile sizes on the device that jax has.
 
 Writes the device's table, which `tuning` reads, entry by entry. A run that was stopped
 goes on where it was, at the same commit and jax only: with others, the table begins
@@ -8,7 +8,6 @@ agree with the reference before it is timed.
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import importlib
 import sys
@@ -20,10 +19,12 @@ from typing import Any
 import jax
 from tqdm.auto import tqdm
 
-from jaxspec_kernels import bench, dispatch, tuning
-from jaxspec_kernels.bench_clock import measure
-from jaxspec_kernels.bench_rivals import REFUSALS
-from jaxspec_kernels.bench_work import Work
+from benchmarks.kernels import bench
+from benchmarks.kernels.clock import measure
+from benchmarks.kernels.rivals import REFUSALS
+from benchmarks.kernels.work import Work
+from jaxspec.bench.report import now
+from jaxspec_kernels import dispatch, tuning
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles, choose_tiles, product_dtype
 from jaxspec_kernels.tuning import Sizes
 
@@ -124,7 +125,7 @@ def tune_case(
     if own is None:
         raise TuneError(
             f"{planned.operation} {planned.name}: the {implementation} implementation "
-            "fails with its own sizes; see `python -m jaxspec_kernels.bench --parity`"
+            "fails with its own sizes; see `benchmarks.kernels.bench --parity`"
         )
     found = search(
         heuristic(work, implementation),
@@ -143,7 +144,7 @@ def tune_case(
 def make_parser() -> argparse.ArgumentParser:
     """Return what `--help` prints."""
     parser = argparse.ArgumentParser(
-        prog="python -m jaxspec_kernels.tune", description=__doc__
+        prog="python -m benchmarks.kernels.tune", description=__doc__
     )
     add = parser.add_argument
     add("--operation", choices=tuning.OPERATIONS, action="append")
@@ -232,13 +233,12 @@ def _begin(
 
     Only of a run at the same commit and jax: figures of other code are not comparable.
     """
-    now = datetime.datetime.now(datetime.UTC)
     table: dict[str, Any] = {
         "device": device_kind,
         "jax": jax.__version__,
-        "date": now.isoformat(timespec="seconds").removesuffix("+00:00"),
+        "date": now(),
         "command": bench.command("tune", arguments),
-        "commit": bench.commit() or "unknown",
+        "commit": bench.code() or "unknown",
         "entries": {},
         "measured_us": {},
     }

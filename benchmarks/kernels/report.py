@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jaxspec_kernels.bench_rivals import READ_ONCE
+from benchmarks.kernels.rivals import READ_ONCE
 
 # 6 rows of 256,000: the round of one sequence with five drafts.
 GOAL_SAMPLING = "goal/6x256000"

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from benchmarks.kernels.clock import Arrays
 from jaxspec_kernels import paged_attention, tuning, write_kv_pages
-from jaxspec_kernels.bench_clock import Arrays
 from jaxspec_kernels.paged_attention import cases as attention_cases
 from jaxspec_kernels.rejection_sampling import STANDARD, Controls, rejection_sampling
 from jaxspec_kernels.rejection_sampling import cases as sampling_cases

@@ -7,19 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec import generate
+from jaxspec.bench.acceptance import Acceptance
+from jaxspec.bench.measure import Batch, Run, run_batch
+from jaxspec.cli import generate
+from jaxspec.cli.generate import comparison, decode, difference, warm_up
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.generate import Decoded, comparison, decode, difference, warm_up
-from jaxspec.inputs import TokensPrompt
-from jaxspec.outputs import CompletionOutput, RequestSpecDecodeMetrics
+from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
+from tests.cli.test_terminal import GREEN, Terminal
 from tests.engines import make_engine, make_micro
 from tests.oracles import hf_logits
-from tests.test_terminal import GREEN, Terminal
 
-PROMPT: TokensPrompt = {"prompt_token_ids": [5, 9, 4, 11]}
+PROMPT = [5, 9, 4, 11]
 NUM_TOKENS = 24
 
 
@@ -35,7 +36,7 @@ def params(temperature: float = 0.0, **changes: Any) -> SamplingParams:
 
 def greedy_tokens(model: Any) -> list[int]:
     """The text by HuggingFace's logits, one full pass per token."""
-    tokens = list(PROMPT["prompt_token_ids"])
+    tokens = list(PROMPT)
     for _ in range(NUM_TOKENS):
         tokens.append(int(hf_logits(model, np.array(tokens))[-1].argmax()))
     return tokens[-NUM_TOKENS:]
@@ -62,17 +63,14 @@ def test_both_runs_are_the_reference_and_compile_nothing(engine, target):
     plain = decode(engine, PROMPT, generate.without_speculation(params()))
     assert engine.runner.num_compiles == num_compiles > 0
     expected = greedy_tokens(target)
-    assert speculative.token_ids == expected
-    assert plain.token_ids == expected
-    assert speculative.text == plain.text == engine.tokenizer.decode(expected)
+    assert speculative.token_ids == plain.token_ids == [expected]
     # The first token is the prompt's; then one round each, or fewer.
-    assert plain.num_rounds == NUM_TOKENS - 1
-    assert plain.drafts is None
-    assert speculative.drafts is not None
-    accepted = speculative.drafts.num_accepted_draft_tokens
-    assert speculative.drafts.num_draft_tokens > 0
+    assert len(plain.inter_token_s) == NUM_TOKENS - 1
+    assert not plain.acceptance.num_drafts
+    accepted = speculative.acceptance.num_accepted
+    assert speculative.acceptance.num_draft_tokens > 0
     # The last round may accept a draft too many to leave room for its own token.
-    assert 0 <= speculative.num_rounds + accepted - (NUM_TOKENS - 1) <= 1
+    assert 0 <= len(speculative.inter_token_s) + accepted - (NUM_TOKENS - 1) <= 1
 
 
 def test_a_seeded_text_does_not_depend_on_drafts(engine):
@@ -85,11 +83,12 @@ def test_a_seeded_text_does_not_depend_on_drafts(engine):
 
 
 def test_an_interrupted_run_leaves_an_idle_engine(engine):
-    def interrupt(_: CompletionOutput) -> None:
+    def interrupt(_: RequestOutput) -> None:
         raise KeyboardInterrupt
 
+    batch = Batch(prompts=[PROMPT], params=[params()])
     with pytest.raises(KeyboardInterrupt):
-        decode(engine, PROMPT, params(), interrupt)
+        run_batch(engine, batch, interrupt)
     assert engine.get_num_unfinished_requests() == 0
     decode(engine, PROMPT, params(max_tokens=2))
 
@@ -104,35 +103,38 @@ def test_accepted_drafts_are_green_on_a_terminal(engine, monkeypatch):
     text, _, legend = screen.getvalue().partition("\n\n")
     # A token is one character here.
     green = "".join(GREEN.findall(text))
-    assert decoded.drafts is not None
-    accepted = decoded.drafts.num_accepted_draft_tokens
+    accepted = decoded.acceptance.num_accepted
     assert len(green) == accepted
-    assert 0 < accepted < decoded.drafts.num_draft_tokens, "nothing to tell apart"
-    assert GREEN.sub(r"\1", text) == decoded.text
+    assert 0 < accepted < decoded.acceptance.num_draft_tokens, "nothing to tell apart"
+    assert GREEN.sub(r"\1", text) == engine.tokenizer.decode(decoded.token_ids[0])
     assert legend == "\x1b[32mGreen\x1b[0m: drafts that the target accepted.\n"
     assert drawn.extra_args is None, "who drew them is not asked for elsewhere"
 
 
 def test_a_text_for_a_file_is_plain(engine, capsys):
     decoded = generate._shown(engine, PROMPT, params())
-    assert capsys.readouterr().out == decoded.text + "\n"
+    text = engine.tokenizer.decode(decoded.token_ids[0])
+    assert capsys.readouterr().out == text + "\n"
 
 
-def decoded(token_ids: list[int], seconds: float, histogram=None) -> Decoded:
-    drafts = None
-    if histogram is not None:
-        steps = sum(histogram)
-        num_draft_tokens = steps * (len(histogram) - 1)
-        drafts = RequestSpecDecodeMetrics(
-            histogram=histogram, num_draft_tokens=num_draft_tokens
-        )
-    return Decoded(
-        text="",
-        token_ids=token_ids,
-        first_token_s=0.0125,
-        decode_s=seconds,
-        num_rounds=sum(histogram) if histogram else len(token_ids) - 1,
-        drafts=drafts,
+def decoded(token_ids: list[int], seconds: float, histogram=()) -> Run:
+    """A text of so many seconds after its first token; rounds by drafts they kept."""
+    rounds = sum(histogram)
+    drafted = Acceptance(
+        num_drafts=rounds,
+        num_draft_tokens=rounds * (len(histogram) - 1),
+        num_accepted=sum(kept * count for kept, count in enumerate(histogram)),
+    )
+    gaps = len(token_ids) - 1
+    return Run(
+        elapsed_s=seconds + 0.0125,
+        num_prompt_tokens=4,
+        token_ids=[token_ids],
+        first_token_s=[0.0125],
+        per_token_s=[seconds / gaps] if gaps else [],
+        inter_token_s=[0.0] * (rounds or gaps),
+        decode=None,
+        acceptance=drafted,
     )
 
 
@@ -187,22 +189,25 @@ def test_where_two_texts_part(right, said):
 
 def test_a_chat_is_written_in_turns():
     tokenizer = Tokenizer.from_folder(bundled_target())
-    prompt: Any = generate.make_prompt(tokenizer, " Hi", is_chat=True)
     expected = "<start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n"
-    assert prompt["prompt"] == f"<bos>{expected}"
-    assert prompt["prompt_token_ids"] == tokenizer.encode(f"<bos>{expected}")
+    found = generate.encode(tokenizer, " Hi", is_chat=True)
+    assert found == tokenizer.encode(f"<bos>{expected}")
 
 
 def test_a_prompt_cannot_end_its_turn():
     tokenizer = Tokenizer.from_folder(bundled_target())
-    prompt: Any = generate.make_prompt(tokenizer, "a<end_of_turn>b", is_chat=True)
+    prompt = generate.encode(tokenizer, "a<end_of_turn>b", is_chat=True)
     ends = tokenizer.encode("<end_of_turn>", add_special_tokens=False)
-    assert prompt["prompt_token_ids"].count(*ends) == 1
+    assert prompt.count(*ends) == 1
 
 
-def test_a_raw_prompt_stays_as_it_is():
-    tokenizer = Tokenizer.from_folder(bundled_target())
-    assert generate.make_prompt(tokenizer, " Hi", is_chat=False) == " Hi"
+def test_a_raw_prompt_is_encoded_as_the_engine_does(engine):
+    found = generate.encode(engine.tokenizer, "+*%,", is_chat=False)
+    name = "raw"
+    engine.add_request(name, "+*%,", params())
+    (request,) = engine.scheduler.waiting
+    assert list(request.prompt_token_ids) == found
+    engine.abort_request(name)
 
 
 def test_a_whole_run(engine, monkeypatch, capsys):
@@ -233,15 +238,14 @@ def test_a_whole_run(engine, monkeypatch, capsys):
     shown = capsys.readouterr()
     setting = "jaxspec/tiny-gemma2, float32 on cpu, K = 2, temperature 0.7, seed 0"
     text, _, below = shown.out.partition(f"\n\n{setting}\n")
-    expected = decode(
-        engine, "+*%,", params(temperature=0.7, top_p=0.9, top_k=50, seed=0)
-    )
-    assert text == expected.text
+    prompt = generate.encode(engine.tokenizer, "+*%,", is_chat=False)
+    drawn = params(temperature=0.7, top_p=0.9, top_k=50, seed=0)
+    expected = decode(engine, prompt, drawn)
+    assert text == engine.tokenizer.decode(expected.token_ids[0])
     assert below.startswith("No --seed was given: seed 0 was used")
     found = rows(below)
     assert found["tokens"] == [str(NUM_TOKENS)] * 2
-    assert found["rounds"] == [str(expected.num_rounds), str(NUM_TOKENS - 1)]
-    assert expected.drafts is not None
-    assert found["acceptance rate"] == [f"{expected.drafts.acceptance_rate:.3f}"]
+    assert found["rounds"] == [str(len(expected.inter_token_s)), str(NUM_TOKENS - 1)]
+    assert found["acceptance rate"] == [f"{expected.acceptance.rate:.3f}"]
     assert found["texts"] == ["equal"]
     assert re.fullmatch(r"Loading .* s\nCompiling \.\.\. .* s\n", shown.err)

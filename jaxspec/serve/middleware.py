@@ -10,7 +10,7 @@ from fastapi.exceptions import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxspec.serve.refusals import error_body, respond
+from jaxspec.serve.errors import error_body, respond
 
 GUARDED = "/v1"
 MAX_ID = 256

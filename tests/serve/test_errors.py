@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from jaxspec.errors import EngineDeadError, RequestError, UnsupportedError
-from jaxspec.serve.refusals import (
+from jaxspec.serve.errors import (
     MAX_MESSAGE,
     ModelNotFoundError,
     OverloadedError,

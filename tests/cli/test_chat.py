@@ -17,17 +17,16 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxspec import talk
+from jaxspec.cli import chat
+from jaxspec.cli.chat import ChatSession, Fields, Message, Part, Parts, closing_line
+from jaxspec.cli.terminal import Piece
 from jaxspec.errors import ArgumentError, RequestError
-from jaxspec.partners import Fields, Message, Part, Parts
-from jaxspec.talk import Talk, closing_line
-from jaxspec.terminal import Piece
+from tests.cli.test_terminal import GREEN
 from tests.engine.test_llm_engine import letters, make_fake_engine, said
 from tests.serve.test_launcher import served
 from tests.serving import PROMPT, TurnsTokenizer
-from tests.test_terminal import GREEN
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FIELDS = {"max_tokens": 20, "temperature": 0.0}
 SERVER_OPTIONS = {"url": "http://server", "model": None, "api_key": None}
 # A session's leader makes the terminal its own: then keys reach it as signals.
@@ -83,9 +82,9 @@ def talked(
     is_terminal: bool = True,
 ) -> Echo:
     type_lines(monkeypatch, lines)
-    partner = Echo()
-    Talk(partner, FIELDS, is_terminal=is_terminal).run()
-    return partner
+    backend = Echo()
+    ChatSession(backend, FIELDS, is_terminal=is_terminal).run()
+    return backend
 
 
 def contents(asked: tuple[list[Message], Fields]) -> list[str]:
@@ -93,29 +92,29 @@ def contents(asked: tuple[list[Message], Fields]) -> list[str]:
 
 
 def test_a_conversation_is_remembered_until_it_is_cleared(monkeypatch):
-    partner = talked(monkeypatch, "a", "", "b", "/clear", "c", "/quit", "never")
-    assert [contents(one) for one in partner.asked] == [
+    backend = talked(monkeypatch, "a", "", "b", "/clear", "c", "/quit", "never")
+    assert [contents(one) for one in backend.asked] == [
         ["a"],
         ["a", "a!", "b"],
         ["c"],
     ]
-    roles = [message["role"] for message in partner.asked[1][0]]
+    roles = [message["role"] for message in backend.asked[1][0]]
     assert roles == ["user", "assistant", "user"]
 
 
 def test_settings_change_within_a_conversation(monkeypatch, capsys):
     lines = ["a", "/temperature 0.8", "/k 3", "b", "/k 0", "c"]
-    partner = talked(monkeypatch, *lines)
+    backend = talked(monkeypatch, *lines)
     changed = FIELDS | {"temperature": 0.8, "num_speculative_tokens": 3}
-    assert [fields for _, fields in partner.asked] == [
+    assert [fields for _, fields in backend.asked] == [
         FIELDS,
         changed,
         changed | {"num_speculative_tokens": 0},
     ]
     capsys.readouterr()
     wrong = ["/temperature hot", "/temperature 3", "/k 1.5", "/k", "/clear x", "/what"]
-    partner = talked(monkeypatch, *wrong, "a")
-    assert partner.asked[0][1] == FIELDS
+    backend = talked(monkeypatch, *wrong, "a")
+    assert backend.asked[0][1] == FIELDS
     shown = capsys.readouterr().err
     assert "/temperature must be a number in [0, 2], got 'hot'" in shown
     assert "/k must be an integer of at least 0, got 1.5" in shown
@@ -124,9 +123,9 @@ def test_settings_change_within_a_conversation(monkeypatch, capsys):
 
 def test_failures_and_interrupts_end_an_answer_only(monkeypatch, capsys):
     lines = ["fail", "interrupt", KeyboardInterrupt, "a"]
-    partner = talked(monkeypatch, *lines)
+    backend = talked(monkeypatch, *lines)
     # What failed is forgotten; what was said before an interrupt is not.
-    assert contents(partner.asked[-1]) == ["interrupt", "So", "a"]
+    assert contents(backend.asked[-1]) == ["interrupt", "So", "a"]
     shown = capsys.readouterr()
     assert "error: no such thing" in shown.err
     assert "[stopped]" in shown.err
@@ -167,7 +166,7 @@ def test_the_closing_line():
 
 
 def options(**changes: Any) -> argparse.Namespace:
-    chosen = dict.fromkeys(talk._SAMPLING) | FIELDS | SERVER_OPTIONS
+    chosen = dict.fromkeys(chat._SAMPLING) | FIELDS | SERVER_OPTIONS
     return argparse.Namespace(**(chosen | {"speculative_model": None} | changes))
 
 
@@ -175,10 +174,10 @@ def test_an_engine_of_its_own(monkeypatch, capsys):
     engine, _ = make_fake_engine(num_draft_tokens=3)
     engine.tokenizer = TurnsTokenizer(16)
     ended: list[Any] = []
-    monkeypatch.setattr(talk, "load_engine", lambda _: engine)
+    monkeypatch.setattr(chat, "load_engine", lambda _: engine)
     monkeypatch.setattr(engine, "shutdown", lambda: ended.append(engine))
     type_lines(monkeypatch, [PROMPT, "/k 0", PROMPT])
-    talk.run(options(url=None))
+    chat.run(options(url=None))
     shown = capsys.readouterr()
     assert shown.out == (letters(said(20)) + "\n") * 2
     warm_up, first, second = shown.err.splitlines()
@@ -187,7 +186,7 @@ def test_an_engine_of_its_own(monkeypatch, capsys):
     assert "drafts" not in second
     assert ended == [engine]
     with pytest.raises(RequestError, match="temperature"):
-        talk.run(options(url=None, temperature=9))
+        chat.run(options(url=None, temperature=9))
     assert len(ended) == 2, "before anything is typed"
 
 
@@ -198,15 +197,15 @@ def test_a_server_and_its_key(monkeypatch):
         made.append((args, names))
         return Echo()
 
-    monkeypatch.setattr(talk, "ServerPartner", note)
+    monkeypatch.setattr(chat, "ServerBackend", note)
     monkeypatch.setenv("OPENAI_API_KEY", "of the environment")
     for key in (None, "own"):
         type_lines(monkeypatch, [])
-        talk.run(options(api_key=key))
+        chat.run(options(api_key=key))
     given = [names["api_key"] for _, names in made]
     assert given == ["of the environment", "own"]
     with pytest.raises(ArgumentError, match="not for --url"):
-        talk.run(options(speculative_model="x"))
+        chat.run(options(speculative_model="x"))
 
 
 class Screen:

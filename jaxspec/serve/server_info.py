@@ -14,8 +14,8 @@ from jaxspec.errors import (
     RequestError,
     check_integer,
 )
+from jaxspec.serve.errors import ModelNotFoundError
 from jaxspec.serve.protocol import DetokenizeBody, TokenizeBody
-from jaxspec.serve.refusals import ModelNotFoundError
 from jaxspec.serve.serving import Serving, new_id
 from jaxspec.tokenizer import NoTokenizer
 

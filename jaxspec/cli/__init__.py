@@ -1,0 +1,5 @@
+"""What `python -m jaxspec` shows in a terminal.
+
+Reading order: `generate` (one prompt, then what speculation gained), `chat` (a
+conversation with an engine or a server), `terminal` (how accepted drafts look).
+"""

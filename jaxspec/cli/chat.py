@@ -1,0 +1,343 @@
+"""Owns `python -m jaxspec chat`: a conversation with an engine of its own, or a server.
+
+Answers go to standard output and all else to standard error, so that a pipe gets texts.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import itertools
+import json
+import os
+import signal
+import sys
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import httpx
+
+from jaxspec.bench.connection import data_of
+from jaxspec.cli.generate import WARM_UP_TOKENS, load_engine
+from jaxspec.cli.terminal import Piece, Printer, pieces_of
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.errors import ArgumentError, RequestError, check_integer, check_number
+from jaxspec.outputs import RequestOutput
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.serve.usage import request_metrics
+
+# With it `input` has a history, and lines can be edited; not every system has it.
+if importlib.util.find_spec("readline") is not None:
+    importlib.import_module("readline")
+
+PROMPT = "> "
+HELP = """\
+/clear           forget the conversation
+/temperature T   0 takes the most likely token
+/k K             draft at most K tokens a round; 0 none
+/quit            end, as Ctrl-D does; Ctrl-C stops an answer"""
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
+_SAMPLING += ("ignore_eos",)
+
+Message = dict[str, str]
+# How an answer is asked for, in the names of the server's API.
+Fields = dict[str, Any]
+
+# No connection, one that breaks off, an answer that is not OpenAI's.
+_BROKEN = (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError)
+
+
+class BackendError(Exception):
+    """The server gave no answer, or said why not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What is new of an answer.
+
+    Attributes:
+        finish_reason: Of the last part.
+        metrics: Of the last part: the server's `metrics`, where it tells them.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    finish_reason: str | None = None
+    metrics: dict[str, Any] | None = None
+
+
+Parts = Generator[Part, None, None]
+
+
+@runtime_checkable
+class ChatBackend(Protocol):
+    """Answers conversations."""
+
+    def answer(self, messages: list[Message], fields: Fields) -> Parts:
+        """Answer the last message; leaving early ends the request.
+
+        Raises:
+            ArgumentError: The engine refuses it.
+            BackendError: The server refuses it or cannot be reached.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class EngineBackend:
+    """Answers by an engine in this process."""
+
+    def __init__(self, engine: LLMEngine):
+        self._engine = engine
+        self._numbers = itertools.count()
+
+    def answer(self, messages: list[Message], fields: Fields) -> Parts:
+        given = dict(fields)
+        extra = {"return_token_origins": True}
+        extra["num_speculative_tokens"] = given.pop("num_speculative_tokens", None)
+        params = SamplingParams(
+            **given, extra_args=extra, output_kind=RequestOutputKind.DELTA
+        )
+        text, token_ids = self._engine.tokenizer.write_chat(messages)
+        name = f"chat-{next(self._numbers)}"
+        prompt: Any = {"prompt": text, "prompt_token_ids": token_ids}
+        self._engine.add_request(name, prompt, params)
+        try:
+            while self._engine.has_unfinished_requests():
+                with _interrupt_postponed():
+                    outputs = self._engine.step()
+                yield from map(_part_of, outputs)
+        finally:
+            self._engine.abort_request(name)
+
+    def close(self) -> None:
+        self._engine.shutdown()
+
+
+def _part_of(output: RequestOutput) -> Part:
+    (completion,) = output.outputs
+    metrics = None
+    if output.finished:
+        metrics = request_metrics(output, has_drafts=True, has_times=True)
+    return Part(
+        pieces=pieces_of(completion),
+        finish_reason=completion.finish_reason,
+        metrics=metrics,
+    )
+
+
+@contextlib.contextmanager
+def _interrupt_postponed() -> Iterator[None]:
+    """Raise what Ctrl-C raises after a step: within one it would break the engine."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if seen:
+        raise KeyboardInterrupt
+
+
+class ServerBackend:
+    """Answers by a server that speaks OpenAI's API, ours or another."""
+
+    def __init__(self, url: str, *, model: str | None, api_key: str | None):
+        self._url = url.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
+        self._own: Fields = {"stream": True, "include_metrics": True}
+        self._own["return_token_origins"] = True
+        if model is not None:
+            self._own["model"] = model
+        self._headers = {}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def answer(self, messages: list[Message], fields: Fields) -> Parts:
+        body = self._own | fields | {"messages": messages}
+        given: dict[str, Any] = {"json": body, "headers": self._headers}
+        try:
+            with httpx.stream("POST", self._url, timeout=None, **given) as response:
+                if response.is_error:
+                    raise BackendError(_reason(response))
+                for data in data_of(response):
+                    if data != "[DONE]":
+                        yield from _parts_in(json.loads(data))
+        except _BROKEN as error:
+            raise BackendError(f"{self._url}: {error!r}") from error
+
+    def close(self) -> None:
+        """Do nothing: every answer has a connection of its own."""
+
+
+def _parts_in(chunk: dict[str, Any]) -> Iterator[Part]:
+    if "error" in chunk:
+        raise BackendError(chunk["error"]["message"])
+    for choice in chunk["choices"]:
+        text = choice["delta"].get("content") or ""
+        pieces = [Piece(text, False)]
+        if "token_origins" in choice:
+            told = choice["token_origins"]
+            pieces = [Piece(one["text"], one["origin"] == "draft") for one in told]
+        yield Part(
+            pieces=pieces,
+            finish_reason=choice["finish_reason"],
+            metrics=chunk.get("metrics"),
+        )
+
+
+def _reason(response: httpx.Response) -> str:
+    """What a server says of a failure, in vLLM's form or in another."""
+    try:
+        told = json.loads(response.read())["error"]
+    except (ValueError, KeyError, TypeError):
+        return f"{response.url}: {response.status_code} {response.reason_phrase}"
+    return told["message"] if isinstance(told, dict) else str(told)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the subcommand.
+
+    Raises:
+        ArgumentError: An option cannot work.
+    """
+    chosen = {name: getattr(options, name) for name in _SAMPLING}
+    fields = {name: value for name, value in chosen.items() if value is not None}
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    backend = _make_backend(options, is_terminal=is_terminal)
+    try:
+        if options.url is None:
+            _warm_up(backend, fields)
+        ChatSession(backend, fields, is_terminal=is_terminal).run()
+    finally:
+        backend.close()
+
+
+def _make_backend(options: argparse.Namespace, *, is_terminal: bool) -> ChatBackend:
+    if options.url is not None:
+        if options.speculative_model is not None:
+            message = "--speculative-model is for models loaded here, not for --url."
+            raise ArgumentError(message)
+        key = options.api_key or os.environ.get("OPENAI_API_KEY")
+        return ServerBackend(options.url, model=options.model, api_key=key)
+    engine = load_engine(options)
+    if is_terminal:
+        engine.announce_compiles(lambda what: _note(f"[{what}]") if what else None)
+    return EngineBackend(engine)
+
+
+def _warm_up(backend: ChatBackend, fields: Fields) -> None:
+    """Compile what short answers need: the first one would wait in its midst."""
+    _note("Compiling ...")
+    short = {"max_tokens": WARM_UP_TOKENS, "ignore_eos": True}
+    for _ in backend.answer([{"role": "user", "content": "!"}], fields | short):
+        pass
+
+
+class ChatSession:
+    """One conversation: reads a line, shows the answer, and again."""
+
+    def __init__(self, backend: ChatBackend, fields: Fields, *, is_terminal: bool):
+        """Begin a conversation.
+
+        Args:
+            fields: How answers are asked for.
+            is_terminal: Somebody types; else lines come from a file.
+        """
+        self._backend, self._fields = backend, dict(fields)
+        self._is_terminal = is_terminal
+        self._messages: list[Message] = []
+        self._printer = Printer(sys.stdout)
+        self._printer.has_colours &= is_terminal
+
+    def run(self) -> None:
+        """Go on until the input ends or somebody quits."""
+        if self._is_terminal:
+            _note(HELP)
+            self._printer.explain()
+        for line in self._lines():
+            if line == "/quit":
+                return
+            if line.startswith("/"):
+                self._handle(line)
+            elif line:
+                self._ask(line)
+
+    def _lines(self) -> Iterator[str]:
+        while True:
+            try:
+                yield input(PROMPT if self._is_terminal else "").strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                if not self._is_terminal:
+                    raise
+                _note("\nCtrl-D or /quit ends.")
+
+    def _handle(self, line: str) -> None:
+        command, _, value = line.partition(" ")
+        try:
+            match command:
+                case "/clear" if not value:
+                    self._messages = []
+                case "/temperature":
+                    told = check_number(
+                        RequestError, command, _number(value), low=0, high=2
+                    )
+                    self._fields["temperature"] = told
+                case "/k":
+                    told = check_integer(RequestError, command, _number(value), low=0)
+                    self._fields["num_speculative_tokens"] = told
+                case _:
+                    _note(HELP)
+        except RequestError as error:
+            _note(str(error))
+
+    def _ask(self, question: str) -> None:
+        """Show the answer to a message, and remember both, or what there is of it."""
+        messages = [*self._messages, {"role": "user", "content": question}]
+        answer, end = "", "broken off"
+        try:
+            parts = self._backend.answer(messages, self._fields)
+            with contextlib.closing(parts):
+                for part in parts:
+                    self._printer.show(part.pieces)
+                    answer += "".join(piece.text for piece in part.pieces)
+                    if part.finish_reason is not None:
+                        end = closing_line(part)
+        except KeyboardInterrupt:
+            if not self._is_terminal:
+                raise
+            end = "stopped"
+        except (ArgumentError, BackendError) as error:
+            _note(f"\nerror: {error}" if answer else f"error: {error}")
+            return
+        print(flush=True)
+        _note(f"[{end}]")
+        if answer:
+            self._messages = [*messages, {"role": "assistant", "content": answer}]
+
+
+def closing_line(last: Part) -> str:
+    """What the last part of an answer tells about it: its end, speed and drafts."""
+    told = ["cut off at --max-tokens"] if last.finish_reason == "length" else []
+    metrics = last.metrics or {}
+    speed = metrics.get("tokens_per_second")
+    if speed is not None:
+        told.append(f"{speed:.1f} tokens/s")
+    drafts = metrics.get("speculative_decoding")
+    if drafts and drafts["num_draft_tokens"]:
+        told.append(f"{drafts['draft_acceptance_rate']:.0%} of the drafts accepted")
+        told.append(f"{drafts['mean_acceptance_length']:.2f} tokens a round")
+    return ", ".join(told) or "end"
+
+
+def _number(text: str) -> Any:
+    """The number that a text spells; other texts as they are, for an error to show."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

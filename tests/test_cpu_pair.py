@@ -1,0 +1,73 @@
+"""Rows of `make bench`, from runs of which the times are known."""
+
+import argparse
+
+import pytest
+
+from benchmarks.measure import PromptRuns, run_prompts, summarise
+from jaxspec.bench.acceptance import Acceptance
+from jaxspec.bench.measure import Run, Span
+from tests.engine.test_llm_engine import make_fake_engine
+
+
+def run(seconds: float, num_rounds: int, *, token: int = 7, kept: int = 0) -> Run:
+    """21 tokens, the first of them the prompt's; drafts are two a round."""
+    drafted = Acceptance(
+        num_drafts=num_rounds if kept else 0,
+        num_draft_tokens=2 * num_rounds if kept else 0,
+        num_accepted=kept,
+    )
+    return Run(
+        elapsed_s=seconds + 0.5,
+        num_prompt_tokens=4,
+        token_ids=[[token] * 21],
+        first_token_s=[0.5],
+        per_token_s=[seconds / 20],
+        inter_token_s=[],
+        decode=Span(
+            seconds=seconds, num_tokens=20, num_rounds=num_rounds, host_s=0.1 * seconds
+        ),
+        acceptance=drafted,
+    )
+
+
+def test_a_row_holds_medians_over_prompts_of_medians_over_repeats():
+    first = PromptRuns(
+        domain="math",
+        num_prompt_tokens=4,
+        plain=[run(2.0, 20), run(1.0, 20), run(4.0, 20)],
+        speculative=[run(1.0, 10, kept=10), run(0.5, 10, kept=10), run(0.25, 5)],
+    )
+    other = PromptRuns(
+        domain="code",
+        num_prompt_tokens=4,
+        plain=[run(1.0, 20)],
+        speculative=[run(1.0, 10, token=8, kept=5)],
+    )
+    row = summarise([first, other])
+    assert (row["num_prompts"], row["num_equal"]) == (2, 1)
+    # 10 and 20 tokens/s of the two prompts; 40 and 20.
+    assert row["plain_tokens_per_s"] == 15
+    assert row["speculative_tokens_per_s"] == 30
+    assert (row["speed_up"], row["speed_up_range"]) == (2.5, [1.0, 4.0])
+    assert row["acceptance_rate"] == 25 / 60
+    assert row["mean_acceptance_length"] == 1 + 25 / 30
+    assert row["tokens_per_round"] == 80 / 35
+    # Rounds of 0.1, 0.05, 0.2 and 0.05 s.
+    assert row["plain_round"]["round_s"] == pytest.approx(0.075)
+    assert row["plain_round"]["host_share"] == pytest.approx(0.1)
+    assert row["plain_first_token_s"] == 0.5
+    assert first.as_json()["speculative_tokens_per_s"] == [20, 40, 80]
+
+
+def test_prompts_are_run_plain_and_with_drafts():
+    engine, _ = make_fake_engine(num_draft_tokens=3, max_num_seqs=1)
+    options = argparse.Namespace(num_tokens=12, num_speculative_tokens=3, repeats=2)
+    (found,) = run_prompts(engine, [("math", "+*%,")], options, {"temperature": 0.0})
+    assert len(found.plain) == len(found.speculative) == 2
+    assert found.is_equal
+    assert [len(text) for text in found.plain[0].token_ids] == [12]
+    row = summarise([found])
+    assert row["tokens_per_round"] > 1
+    assert row["plain_round"]["round_s"] > 0
+    assert not any(one.acceptance.num_drafts for one in found.plain)
