@@ -87,7 +87,7 @@ class Tokenizer:
 
         That is <end_of_turn> for a model with a chat template: it was tuned for turns.
         """
-        if self._turns is None or not self.has_turns or self.chat_template is None:
+        if not self.has_turns or self.chat_template is None or self._turns is None:
             return ()
         return (self.pieces.special[self._turns.markers[1]],)
 
@@ -264,7 +264,7 @@ class NoTokenizer(Tokenizer):
         self.vocab_size = 0
         self.bos_token_id = self.eos_token_id = -1
         self.pad_token_id = self.unk_token_id = -1
-        self._turns, self.has_turns = None, False
+        self.has_turns = False
         self.all_special_ids = []
         self.plain_texts = PlainTexts(self)
         self._reason = reason

@@ -2,6 +2,9 @@
 
 The way from a model's `config.json` to whatever is particular to its family. Modules
 that reach jax are named, not imported: whoever reads configs does without it.
+
+To add a family: a folder beside `gemma2` with its config and a network module, and an
+entry below. `tests/models/llama.py` is one.
 """
 
 from collections.abc import Mapping

@@ -3,6 +3,8 @@
 A form is chosen once, when parameters are declared (`jaxspec.models.weights.declare`),
 from the platform and the type of the weights. Networks multiply and look rows up; how
 the numbers lie is the form's business alone.
+
+To add a form: a subclass of `Matrix` that is a pytree, and its condition in `declare`.
 """
 
 from abc import ABC, abstractmethod

@@ -42,7 +42,7 @@ def declare(
     if mesh.devices.flat[0].platform == "cpu":
         form = cpu.choose_form(dtype, num_devices=mesh.size, num_bytes=num_bytes)
     for path, spec in specs.items():
-        if form.fits(spec.shape):
+        if len(spec.shape) == 2 and form.fits(spec.shape):
             specs[path] = spec = replace(spec, form=form)
         if spec.axes[0] == "kv_head":
             shape = spec.shape[0] * copies, *spec.shape[1:]
