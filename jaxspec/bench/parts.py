@@ -23,9 +23,9 @@ from jaxtyping import Array
 from jaxspec.bench.measure import Batch
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.models.network import build_network
+from jaxspec.program.forward import logits_of
 from jaxspec.program.propose.proposal import Context, Proposal
 from jaxspec.program.region import make_region
-from jaxspec.program.round import logits_of
 from jaxspec.program.rows import Active, append, gather, truncate
 from jaxspec.program.state import EngineState
 from jaxspec.program.step import ProgramConfig
@@ -254,6 +254,7 @@ def accept_part(
         num_draft,
         active,
         backend,
+        tree=Tree.chain(drafts.shape[1]),
         adjust=None,
         forced_acceptance=state.forced_acceptance,
     )

@@ -41,6 +41,7 @@ from jaxspec.program.plan import (
     StepPlan,
     StepShape,
 )
+from jaxspec.program.tree import Tree
 from jaxspec.program.wire import StepResult
 
 
@@ -226,7 +227,8 @@ class Scheduler:
         table, rows = self.rows, decode.rows
         # The draft model writes this many positions whatever the request wants. One
         # more for the target's token, which has a slot but no keys and values yet.
-        lengths = table.most_tokens(rows) + decode.num_draft_tokens + 1
+        tree = Tree.chain(decode.num_draft_tokens)
+        lengths = table.most_tokens(rows) + tree.num_rows
         lengths = np.minimum(lengths, table.longest[rows])
         requests = table.owners_of(rows.tolist())
         claims = zip(requests, lengths.tolist(), strict=True)

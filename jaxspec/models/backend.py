@@ -85,12 +85,13 @@ class Backend:
         axes = self._head_axes(query.shape[2], kv_pages.shape[2] // 2)
         heads, whole = PartitionSpec(None, None, axes), PartitionSpec()
 
-        def run(query, kv_pages, page_table, kv_len):
+        def run(query, kv_pages, page_table, kv_len, ancestor_mask):
             return paged_attention(
                 query,
                 kv_pages,
                 page_table,
                 kv_len,
+                ancestor_mask=ancestor_mask,
                 scale=scale,
                 soft_cap=soft_cap,
                 window=window,
@@ -98,8 +99,9 @@ class Backend:
                 device_kind=self.device_kind,
             )
 
-        attend = self.split(run, (heads, heads, whole, whole), heads)
-        return attend(query, kv_pages, region.page_table, region.kv_len)
+        attend = self.split(run, (heads, heads, whole, whole, whole), heads)
+        table, mask = region.page_table, region.ancestor_mask
+        return attend(query, kv_pages, table, region.kv_len, mask)
 
     def vocab_axes(self, vocab_size: int) -> tuple[str, ...] | None:
         """The axes that split the vocabulary; None where every device has all of it."""

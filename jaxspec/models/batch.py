@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import no_type_check
 
 import jax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 
 @no_type_check  # jax rebuilds pytrees with leaves that are no arrays
@@ -17,13 +17,15 @@ from jaxtyping import Array, Int
 class Region:
     """`seq * num_queries` consecutive rows, sequence-major, right-aligned at `kv_len`.
 
-    Row t of sequence s is at position `kv_len[s] - num_queries + t`; a negative one
-    is a pad.
+    Row t of sequence s lies at slot `kv_len[s] - num_queries + t` of its sequence; a
+    negative one is a pad. `ancestor_mask` says which of a sequence's rows each of them
+    sees, itself included; None is those up to itself.
     """
 
     page_table: Int[Array, "seq table"]
     kv_len: Int[Array, " seq"]
     num_queries: int = field(metadata=dict(static=True))
+    ancestor_mask: Bool[Array, "seq query query"] | None = None
 
     @property
     def num_rows(self) -> int:

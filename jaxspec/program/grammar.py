@@ -20,13 +20,14 @@ from jaxspec.models.backend import Backend
 from jaxspec.program import history
 from jaxspec.program.controls import Adjust, unpack_bits
 from jaxspec.program.rows import Active
+from jaxspec.program.tree import Tree
 from jaxspec.speculation import MAX_DRAFT_TOKENS
 
 # Bits of one word of a mask.
 WORD = 32
 # The newest known tokens that go out with a question. Between two questions about a
 # sequence lies one round, or two where the answer to one was never used.
-WINDOW = 2 * (MAX_DRAFT_TOKENS + 1)
+WINDOW = 2 * Tree.chain(MAX_DRAFT_TOKENS).max_emitted
 
 # (grammar id, known tokens, the newest of them, drafts, drafts before each row)
 # -> uint32[seq, row, word]

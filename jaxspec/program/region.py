@@ -6,6 +6,7 @@ from jaxtyping import Array, Bool, Int
 from jaxspec.models.batch import Region, TokenBatch
 from jaxspec.program import history
 from jaxspec.program.plan import PoolShape
+from jaxspec.program.tree import Tree
 
 
 def make_region(
@@ -14,27 +15,38 @@ def make_region(
     page_table: Int[Array, "seq table"],
     is_written: Bool[Array, "seq query"],
     pool: PoolShape,
+    *,
+    tree: Tree | None = None,
 ) -> TokenBatch:
-    """A batch of one region; queries are right-aligned at `kv_len`.
+    """A batch of one region; the queries' slots are right-aligned at `kv_len`.
 
     Args:
+        tree: What the queries are to each other; None is a chain of them all.
         is_written: Whose keys and values are kept; a sequence with none attends to
             nothing. A position without a reserved page (its table entry is the pad
             page) is not written either.
     """
     count = tokens.shape[1]
-    offset = jnp.arange(count, dtype=jnp.int32)[None] - count
-    positions = kv_len[:, None] + offset
+    tree = Tree.chain(count - 1) if tree is None else tree
+    assert tree.num_rows == count, (tree, count)
+    start = kv_len[:, None] - count
+    positions = start + jnp.array([tree.depths], jnp.int32)
+    place = start + jnp.arange(count, dtype=jnp.int32)[None]
     slots = history.slots(
         page_table,
-        positions,
-        is_written & (positions < pool.max_model_len),
+        place,
+        is_written & (place < pool.max_model_len),
         num_pages=pool.num_pages,
         page_size=pool.page_size,
     )
-    # Whose results nobody reads sees nothing: its pages may not be there.
+    # Inactive rows get kv_len 0; their pages may already be freed.
     seen = jnp.where(is_written.any(axis=1), kv_len, 0)
-    region = Region(page_table=page_table, kv_len=seen, num_queries=count)
+    mask = None
+    if not tree.is_chain:
+        mask = jnp.broadcast_to(tree.ancestor_mask, (tokens.shape[0], count, count))
+    region = Region(
+        page_table=page_table, kv_len=seen, num_queries=count, ancestor_mask=mask
+    )
     return TokenBatch(
         tokens=tokens.reshape(-1),
         positions=positions.reshape(-1),

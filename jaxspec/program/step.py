@@ -18,10 +18,10 @@ from jaxspec.models.batch import TokenBatch
 from jaxspec.models.network import build_network
 from jaxspec.models.params import Params
 from jaxspec.program import controls, grammar, logprobs
+from jaxspec.program.forward import Verified, forward
 from jaxspec.program.plan import PoolShape, StepShape
 from jaxspec.program.propose.proposal import Context, Proposal, Proposer
 from jaxspec.program.region import make_region
-from jaxspec.program.round import Judged, Round
 from jaxspec.program.rows import (
     Active,
     Emitted,
@@ -34,6 +34,7 @@ from jaxspec.program.rows import (
     truncate,
 )
 from jaxspec.program.state import EngineState
+from jaxspec.program.tree import Tree
 from jaxspec.program.verify import verify
 from jaxspec.program.wire import PlanLayout, result_layout
 from jaxspec.sharding import TARGET_MESH_AXES, replicated
@@ -95,7 +96,7 @@ def speculative_step(
     proposal, num_draft, proposers = _propose(
         proposer_params, state.proposers, launch, config=config, shape=shape
     )
-    judged = _judge(
+    verified = _verify(
         target_params,
         state.target_pages,
         launch,
@@ -105,15 +106,15 @@ def speculative_step(
         config=config,
         shape=shape,
     )
-    emitted = truncate(judged.tokens, judged.num_accepted + 1, active)
+    emitted = truncate(verified.tokens, verified.num_accepted + 1, active)
     rows, token_pages = append(launch.rows, launch.token_pages, active, emitted)
-    result = _result(emitted, judged, proposal, num_draft)
+    result = _result(emitted, verified, proposal, num_draft)
     if shape.chunk:
         rows, token_pages, first = _finish_prompts(
             rows,
             token_pages,
             launch.tiles,
-            judged,
+            verified,
             launch.fields,
             config=config,
             shape=shape,
@@ -122,7 +123,7 @@ def speculative_step(
     state = EngineState(
         rows=rows,
         token_pages=token_pages,
-        target_pages=judged.pages,
+        target_pages=verified.pages,
         proposers=proposers,
         forced_acceptance=state.forced_acceptance,
     )
@@ -208,7 +209,7 @@ def _propose(
     return proposal, num_draft, tuple(kept)
 
 
-def _judge(
+def _verify(
     params: Params,
     pages: tuple[Array, ...],
     launch: _Launch,
@@ -218,12 +219,14 @@ def _judge(
     forced_acceptance: Float[Array, " chance"] | None,
     config: ProgramConfig,
     shape: StepShape,
-) -> Judged:
+) -> Verified:
     backend, pool = config.backend(TARGET_MESH_AXES), config.pool
-    this = Round(
-        target=build_network(config.target, params, backend),
-        active=launch.active,
-        num_draft=num_draft,
+    return forward(
+        build_network(config.target, params, backend),
+        pages,
+        launch.active,
+        proposal,
+        num_draft,
         may_be_plain=all(one.may_find_none for one in config.proposers),
         prompts=launch.batch(pool, is_draft=False) if shape.chunk else None,
         after_prompts=launch.fields.get("tile_next_token"),
@@ -241,32 +244,31 @@ def _judge(
         shape=shape,
         forced_acceptance=forced_acceptance,
     )
-    return this.judge(proposal, pages)
 
 
 def _result(
     emitted: Emitted,
-    judged: Judged,
+    verified: Verified,
     proposal: Proposal | None,
     num_draft: Int[Array, " seq"],
 ) -> dict[str, Array]:
     is_draft_broken = None if proposal is None else proposal.is_broken
     if is_draft_broken is None:
-        is_draft_broken = jnp.zeros_like(judged.is_broken)
+        is_draft_broken = jnp.zeros_like(verified.is_broken)
     result = {
         "tokens": emitted.tokens,
         "num_emitted": emitted.num_emitted,
         "num_draft": num_draft,
         # A sequence that ends inside an accepted run keeps only the drafts before it.
-        "num_accepted": jnp.minimum(judged.num_accepted, emitted.num_emitted),
+        "num_accepted": jnp.minimum(verified.num_accepted, emitted.num_emitted),
         "is_done": emitted.is_done,
-        "is_broken": judged.is_broken,
+        "is_broken": verified.is_broken,
         "is_draft_broken": is_draft_broken,
     }
-    if judged.logprobs is not None:
-        result["logprobs"] = judged.logprobs
-    if judged.prompt_logprobs is not None:
-        result["prompt_logprobs"] = judged.prompt_logprobs
+    if verified.logprobs is not None:
+        result["logprobs"] = verified.logprobs
+    if verified.prompt_logprobs is not None:
+        result["prompt_logprobs"] = verified.prompt_logprobs
     return result
 
 
@@ -274,7 +276,7 @@ def _finish_prompts(
     rows: Rows,
     token_pages: Int[Array, "page page_size"],
     tiles: Tiles,
-    judged: Judged,
+    verified: Verified,
     fields: dict[str, Array],
     *,
     config: ProgramConfig,
@@ -303,15 +305,18 @@ def _finish_prompts(
         config=config,
         shape=shape,
     )
-    logits = judged.tile_logits
+    logits = verified.tile_logits
     backend = config.backend(TARGET_MESH_AXES)
     none = jnp.zeros_like(row)
-    token = verify(None, logits, none, active, backend, adjust=adjust).next_token
+    plain = Tree.chain(0)
+    token = verify(
+        None, logits, none, active, backend, tree=plain, adjust=adjust
+    ).next_token
     emitted = truncate(token[:, None], jnp.ones_like(token), active)
     result = {
         "tile_token": token,
         "tile_is_done": emitted.is_done,
-        "tile_is_broken": judged.is_tile_broken,
+        "tile_is_broken": verified.is_tile_broken,
     }
     told = logprobs.tell_some(logits, token, shape=shape, backend=backend)
     if told is not None:

@@ -13,6 +13,7 @@ from jaxspec.program.controls import Adjust
 from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import controls_of, draw_numbers, forbid_early_stop
+from jaxspec.program.tree import Tree
 from jaxspec_kernels.rejection_sampling import Verdict, rejection_sampling
 
 
@@ -23,6 +24,7 @@ def verify(
     active: Active,
     backend: Backend,
     *,
+    tree: Tree,
     adjust: Adjust | None,
     forced_acceptance: Float[Array, " chance"] | None = None,
 ) -> Verdict:
@@ -33,6 +35,7 @@ def verify(
         logits: The model's own, sequence-major: row i of a sequence follows its i-th
             draft.
         num_draft: Drafts of each sequence that count.
+        tree: What drafts are to each other.
         adjust: What requests ask of single tokens; None where none asks anything.
         forced_acceptance: As for `force`, at least one per draft; None forces nothing.
     """
@@ -41,8 +44,9 @@ def verify(
     tokens, probs = jnp.zeros((seqs, 0), jnp.int32), None
     if proposal is not None:
         tokens, probs = proposal.tokens, proposal.probs
-    draft = tokens.shape[1]
-    width = draft + 1
+    assert tree.is_chain, "the rules judge a chain"
+    draft, width = tree.num_nodes, tree.num_rows
+    assert tokens.shape == (seqs, draft), (tokens.shape, tree)
     rows = logits.reshape(seqs, width, vocab_size)
     if adjust is not None:
         rows = adjust(rows, tokens)
@@ -56,7 +60,7 @@ def verify(
 
     def decide(logits: Array, probs: Array | None, whole: tuple) -> Verdict:
         tokens, num_draft, active, controls, numbers, num_forced = whole
-        offset = jnp.arange(width, dtype=jnp.int32)[None]
+        offset = jnp.array([tree.depths], jnp.int32)
         position = (active.num_tokens[:, None] + offset).reshape(-1)
         logits = forbid_early_stop(
             logits.reshape(seqs * width, -1), position, active.repeat(width), axes

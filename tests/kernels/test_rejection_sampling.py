@@ -13,6 +13,7 @@ from jaxtyping import config
 
 from jaxspec.models.backend import Backend
 from jaxspec.program import plan
+from jaxspec.program.tree import Tree
 from jaxspec.program.verify import verify
 from jaxspec_kernels.rejection_sampling import (
     BLOCK,
@@ -208,7 +209,9 @@ def test_without_drafts_it_is_plain_decoding(kind):
     )
     plain = jax.jit(
         lambda logits, none, active: (
-            verify(None, logits, none, active, Backend(), adjust=None).next_token
+            verify(
+                None, logits, none, active, Backend(), tree=Tree.chain(0), adjust=None
+            ).next_token
         ),
         compiler_options=UNOPTIMISED,
     )

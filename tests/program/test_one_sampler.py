@@ -15,6 +15,7 @@ import pytest
 from jaxspec.models.backend import Backend
 from jaxspec.program.plan import COUPLED
 from jaxspec.program.propose import Proposal
+from jaxspec.program.tree import Tree
 from jaxspec.program.verify import verify
 from tests.rows import make_active
 
@@ -83,7 +84,15 @@ def play(active, logits):
     tokens = []
     for index in range(width):
         here = dataclasses.replace(active, num_tokens=active.num_tokens + index)
-        verdict = verify(None, logits[:, index], none, here, Backend(), adjust=None)
+        verdict = verify(
+            None,
+            logits[:, index],
+            none,
+            here,
+            Backend(),
+            tree=Tree.chain(0),
+            adjust=None,
+        )
         tokens.append(verdict.next_token)
     drafts = jnp.stack(tokens[:-1], axis=1)
     verdict = verify(
@@ -92,6 +101,7 @@ def play(active, logits):
         jnp.full(seqs, width - 1, jnp.int32),
         active,
         Backend(),
+        tree=Tree.chain(width - 1),
         adjust=None,
     )
     return jnp.stack(tokens, axis=1), verdict

@@ -17,6 +17,7 @@ from jaxspec.program.plan import RULES
 from jaxspec.program.propose import Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
+from jaxspec.program.tree import Tree
 from jaxspec.program.verify import verify
 from tests.rows import make_active
 
@@ -59,6 +60,7 @@ def play_round(active: Active, history: jax.Array) -> tuple[Active, jax.Array]:
         jnp.full((SEQS,), DRAFTS, jnp.int32),
         active,
         Backend(),
+        tree=Tree.chain(DRAFTS),
         adjust=None,
     )
     row = jnp.arange(SEQS, dtype=jnp.int32)

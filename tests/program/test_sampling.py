@@ -11,6 +11,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.plan import BLOCK, COUPLED, STANDARD
 from jaxspec.program.sampling import forbid_early_stop, sample_draft
+from jaxspec.program.tree import Tree
 from jaxspec.program.verify import verify
 from jaxspec_kernels.rejection_sampling import Controls, sample
 from tests.enumeration import LARGEST_UNIFORM
@@ -239,7 +240,7 @@ def plain_with(active, logits=LOGITS) -> np.ndarray:
     none = jnp.zeros(len(logits), jnp.int32)
     run = jax.jit(
         lambda logits, none, active: verify(
-            None, logits, none, active, Backend(), adjust=None
+            None, logits, none, active, Backend(), tree=Tree.chain(0), adjust=None
         )
     )
     return np.asarray(run(jnp.asarray(logits), none, active).next_token)

@@ -11,6 +11,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.plan import BLOCK, COUPLED, STANDARD
 from jaxspec.program.propose import Proposal
+from jaxspec.program.tree import Tree
 from jaxspec.program.verify import force, verify
 from tests.kernels import dense
 from tests.kernels.oracle import UNOPTIMISED
@@ -79,7 +80,7 @@ def make_batch(kinds: np.ndarray) -> dict:
 def run_accept(batch: dict, **forced: Any) -> tuple[np.ndarray, np.ndarray]:
     tokens = jnp.asarray(batch["tokens"], jnp.int32)
     num_draft = jnp.asarray(batch["num_draft"], jnp.int32)
-    decide = partial(verify, adjust=None, **forced)
+    decide = partial(verify, tree=Tree.chain(DRAFTS), adjust=None, **forced)
     # A function of its own: a jit of the same one would not see a mutant.
     run = jax.jit(lambda *args: decide(*args, Backend()), compiler_options=UNOPTIMISED)
     verdict = run(

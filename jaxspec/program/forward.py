@@ -5,8 +5,7 @@ when nothing was found.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, no_type_check
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +20,14 @@ from jaxspec.program.plan import TILE, PoolShape, StepShape
 from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.region import join, make_region
 from jaxspec.program.rows import Active
+from jaxspec.program.tree import Tree
 from jaxspec.program.verify import place_next, verify
 
 Pages = tuple[Array, ...]
 
 
-class Judged(NamedTuple):
-    """What the target made of a round; K + 1 tokens wide, however many were fed."""
+class Verified(NamedTuple):
+    """What the target made of a round; as wide as the tree, however many were fed."""
 
     tokens: Int[Array, "seq width"]  # accepted drafts, then the target's own
     num_accepted: Int[Array, " seq"]
@@ -39,85 +39,57 @@ class Judged(NamedTuple):
     pages: Pages
 
 
-@no_type_check
-@dataclass(frozen=True, kw_only=True)
-class Round:
-    """What the two forms of a round share.
+def forward(
+    target: Network,
+    pages: Pages,
+    active: Active,
+    proposal: Proposal | None,
+    num_draft: Int[Array, " seq"],
+    *,
+    may_be_plain: bool,
+    prompts: TokenBatch | None,
+    after_prompts: Int[Array, " tile"] | None,
+    adjust: Adjust | None,
+    backend: Backend,
+    pool: PoolShape,
+    shape: StepShape,
+    forced_acceptance: Float[Array, " chance"] | None = None,
+) -> Verified:
+    """Feed the newest tokens, their drafts and prompts in one pass, and verify.
 
-    Attributes:
+    Args:
         num_draft: Drafts of each sequence that count.
         may_be_plain: Drafts may be missing altogether, which the device alone knows.
         prompts: Tiles that ride along.
-        after_prompts: The token after each tile's last, where prompts are told about.
+        after_prompts: The token after each tile's last, where prompts' log-probabilities
+            are asked for.
         adjust: What requests ask of single tokens; None where none asks anything.
         forced_acceptance: Chance of each draft to stay; None lets the rules decide.
     """
 
-    target: Network
-    active: Active
-    num_draft: Int[Array, " seq"]
-    may_be_plain: bool
-    prompts: TokenBatch | None
-    after_prompts: Int[Array, " tile"] | None
-    adjust: Adjust | None
-    backend: Backend
-    pool: PoolShape
-    shape: StepShape
-    forced_acceptance: Float[Array, " chance"] | None = None
-
-    def judge(self, proposal: Proposal | None, pages: Pages) -> Judged:
-        """Feed the newest tokens and their drafts, and decide."""
-        tokens = self.active.last_tokens[:, 1:]
-        if proposal is not None:
-            tokens = jnp.concatenate([tokens, proposal.tokens], axis=1)
-        if proposal is None or not self.may_be_plain or self.prompts is not None:
-            return self._run(proposal, tokens, pages)
-        has_drafts = (self.num_draft > 0).any()
-        judged = Judged(
-            tokens=tokens,
-            num_accepted=jnp.zeros_like(self.num_draft),
-            is_broken=jnp.zeros_like(self.active.is_active),
-            is_tile_broken=jnp.zeros(0, bool),
-            tile_logits=jnp.zeros((0, self.target.config.vocab_size), jnp.float32),
-            logprobs=logprobs.blank(tokens, shape=self.shape),
-            prompt_logprobs=None,
-            pages=pages,
-        )
-        # The tokens fed come from the loop's state, so that XLA cannot take what is
-        # computed from them out of the loop, and do it in every round.
-        judged = _run_if(
-            has_drafts,
-            lambda judged: self._run(proposal, judged.tokens, judged.pages),
-            judged,
-        )
-        return _run_if(
-            ~has_drafts,
-            lambda judged: self._run(None, judged.tokens[:, :1], judged.pages),
-            judged,
-        )
-
-    def _run(
-        self, proposal: Proposal | None, tokens: Int[Array, "seq width"], pages: Pages
-    ) -> Judged:
-        active, shape, backend = self.active, self.shape, self.backend
+    def run(
+        proposal: Proposal | None, tokens: Int[Array, "seq width"], pages: Pages
+    ) -> Verified:
         seqs, width = tokens.shape
+        tree = shape.tree if proposal is not None else Tree.chain(0)
         is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
         kv_len = active.num_tokens + width - 1
         batches = [
-            make_region(tokens, kv_len, active.page_table, is_written, self.pool)
+            make_region(tokens, kv_len, active.page_table, is_written, pool, tree=tree)
         ]
-        if self.prompts is not None:
-            batches.append(self.prompts)
-        hidden, pages = self.target.hidden(join(batches), pages)
-        logits, tile_logits = logits_of(self.target, hidden.rows, seqs * width)
+        if prompts is not None:
+            batches.append(prompts)
+        hidden, pages = target.hidden(join(batches), pages)
+        logits, tile_logits = logits_of(target, hidden.rows, seqs * width)
         verdict = verify(
             proposal,
             logits,
-            self.num_draft,
+            num_draft,
             active,
             backend,
-            adjust=self.adjust,
-            forced_acceptance=self.forced_acceptance,
+            tree=tree,
+            adjust=adjust,
+            forced_acceptance=forced_acceptance,
         )
         tokens = place_next(tokens[:, 1:], verdict)
         told = logprobs.tell_some(logits, tokens, shape=shape, backend=backend)
@@ -125,19 +97,19 @@ class Round:
         tokens = _widen(tokens, most)
         told = None if told is None else _widen(told, most)
         prompt_told = None
-        if self.prompts is not None and self.after_prompts is not None:
+        if prompts is not None and after_prompts is not None:
             prompt_told = logprobs.tell_prompt(
-                self.target,
+                target,
                 hidden.rows[seqs * width :],
-                self.prompts.tokens,
-                self.after_prompts,
+                prompts.tokens,
+                after_prompts,
                 shape=shape,
                 backend=backend,
             )
         is_broken, is_tile_broken = _broken(
             hidden.is_finite, verdict.num_accepted, width
         )
-        return Judged(
+        return Verified(
             tokens=tokens,
             num_accepted=verdict.num_accepted,
             is_broken=is_broken,
@@ -147,6 +119,31 @@ class Round:
             prompt_logprobs=prompt_told,
             pages=pages,
         )
+
+    tokens = active.last_tokens[:, 1:]
+    if proposal is not None:
+        tokens = jnp.concatenate([tokens, proposal.tokens], axis=1)
+    if proposal is None or not may_be_plain or prompts is not None:
+        return run(proposal, tokens, pages)
+    has_drafts = (num_draft > 0).any()
+    verified = Verified(
+        tokens=tokens,
+        num_accepted=jnp.zeros_like(num_draft),
+        is_broken=jnp.zeros_like(active.is_active),
+        is_tile_broken=jnp.zeros(0, bool),
+        tile_logits=jnp.zeros((0, target.config.vocab_size), jnp.float32),
+        logprobs=logprobs.blank(tokens, shape=shape),
+        prompt_logprobs=None,
+        pages=pages,
+    )
+    # The tokens fed come from the loop's state, so that XLA cannot take what is
+    # computed from them out of the loop, and do it in every round.
+    verified = _run_if(
+        has_drafts, lambda value: run(proposal, value.tokens, value.pages), verified
+    )
+    return _run_if(
+        ~has_drafts, lambda value: run(None, value.tokens[:, :1], value.pages), verified
+    )
 
 
 def logits_of(
@@ -176,14 +173,16 @@ def _widen(part: Array, width: int) -> Array:
 
 
 def _run_if(
-    is_wanted: Bool[Array, ""], function: Callable[[Judged], Judged], value: Judged
-) -> Judged:
+    is_wanted: Bool[Array, ""],
+    function: Callable[[Verified], Verified],
+    value: Verified,
+) -> Verified:
     """`function(value)` where that is wanted, else `value`: a loop of one turn or none.
 
     Not `cond`: XLA copies what both of its branches write to in place.
     """
 
-    def turn(carry: tuple[Array, Judged]) -> tuple[Array, Judged]:
+    def turn(carry: tuple[Array, Verified]) -> tuple[Array, Verified]:
         return jnp.zeros_like(is_wanted), function(carry[1])
 
     return jax.lax.while_loop(lambda carry: carry[0], turn, (is_wanted, value))[1]
