@@ -474,10 +474,6 @@ class WaitingQueue:
         assert self._line[index] is request, f"{request.request_id} does not wait"
         del self._line[index]
 
-    @property
-    def first(self) -> Request | None:
-        return self._line[0] if self._line else None
-
     def __len__(self) -> int:
         return len(self._line)
 
