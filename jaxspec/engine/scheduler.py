@@ -228,9 +228,12 @@ class Scheduler:
         # more for the target's token, which has a slot but no keys and values yet.
         lengths = table.most_tokens(rows) + decode.num_draft_tokens + 1
         lengths = np.minimum(lengths, table.longest[rows])
-        requests = table.owners_of(rows.tolist())
-        claims = zip(requests, lengths.tolist(), strict=True)
-        return [claim for claim in claims if self.tables.missing(*claim)]
+        requests, size = table.owners_of(rows.tolist()), self.config.page_size
+        return [
+            (request, length)
+            for request, length in zip(requests, lengths.tolist(), strict=True)
+            if length > len(request.pages) * size
+        ]
 
     def _secure(self, claims: list[Claim]) -> tuple[list[PageUpdate], list[int] | None]:
         """Allocate pages for all that the launch may write of running requests.
