@@ -61,11 +61,6 @@ class PagePool:
         """Pages without holders, findable ones included."""
         return len(self._blank) + len(self._kept)
 
-    @property
-    def num_findable(self) -> int:
-        """Pages with a key."""
-        return len(self._key_of)
-
     def is_free(self, page: int) -> bool:
         """Whether a page has no holders."""
         return not self._holders[page]

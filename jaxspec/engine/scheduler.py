@@ -230,9 +230,12 @@ class Scheduler:
         tree = Tree.chain(decode.num_draft_tokens)
         lengths = table.most_tokens(rows) + tree.num_rows
         lengths = np.minimum(lengths, table.longest[rows])
-        requests = table.owners_of(rows.tolist())
-        claims = zip(requests, lengths.tolist(), strict=True)
-        return [claim for claim in claims if self.tables.missing(*claim)]
+        requests, size = table.owners_of(rows.tolist()), self.config.page_size
+        return [
+            (request, length)
+            for request, length in zip(requests, lengths.tolist(), strict=True)
+            if length > len(request.pages) * size
+        ]
 
     def _secure(self, claims: list[Claim]) -> tuple[list[PageUpdate], list[int] | None]:
         """Allocate pages for all that the launch may write of running requests.
@@ -475,10 +478,6 @@ class WaitingQueue:
         index = bisect.bisect_left(self._line, self.rank(request), key=self.rank)
         assert self._line[index] is request, f"{request.request_id} does not wait"
         del self._line[index]
-
-    @property
-    def first(self) -> Request | None:
-        return self._line[0] if self._line else None
 
     def __len__(self) -> int:
         return len(self._line)

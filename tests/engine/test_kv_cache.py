@@ -96,7 +96,7 @@ class Holders(RuleBasedStateMachine):
     def counts_agree(self) -> None:
         self.pool.check()
         assert self.pool.num_free == len(self.free())
-        assert self.pool.num_findable == len(self.keys)
+        assert len(self.pool._key_of) == len(self.keys)
         for page in range(NUM_PAGES):
             assert self.pool.is_free(page) == (page in self.free())
         for key, page in self.keys.items():
@@ -212,7 +212,7 @@ def test_resetting_the_prefix_cache():
         pass
     assert second.num_cached_tokens == 68
     assert loop.scheduler.reset_prefix_cache()
-    assert loop.scheduler.pages.num_findable == 0
+    assert len(loop.scheduler.pages._key_of) == 0
     (third,) = make_requests(config, 1)
     loop.scheduler.add(third)
     while loop.step():

@@ -150,6 +150,38 @@ def test_a_long_prompt_does_not_hold_up_those_who_stream(fed_s):
         assert mean >= 1.2 * loop.fastest_s
 
 
+def test_a_deferred_prompt_goes_on_when_no_stream_can_get_pages():
+    """The stream grows into the pages of a prompt that comes before it in rank."""
+    config = make_config(
+        model_config=dataclasses.replace(MODEL, max_position_embeddings=704),
+        max_model_len=704,
+        num_pages=45,
+        page_size=16,
+        num_draft_tokens=0,
+        scheduling_policy="priority",
+    )
+    loop = Loop(config, seed=0)
+    loop.fed_s = 1 / 4
+    stream, urgent = make_requests(config, 2, stop_ids=())
+    stream.params.output_kind = RequestOutputKind.DELTA
+    stream.prompt_token_ids, stream.max_total = [1] * 8, 400
+    urgent.prompt_token_ids, urgent.max_total = [2] * 640, 642
+    urgent.priority = -1
+    loop.scheduler.add(stream)
+    for _ in range(12):
+        loop.step()
+    loop.scheduler.add(urgent)
+    is_going_on = True
+    while is_going_on:
+        num_launches, has_one_to_read = len(loop.launches), bool(loop.launched)
+        is_going_on = loop.step()
+        # With nothing to read there is a launch, however little the account allows.
+        assert has_one_to_read or len(loop.launches) > num_launches
+    assert stream.stats.num_preemptions == 1
+    assert loop.finished == [urgent, stream]
+    loop.assert_idle()
+
+
 def test_nobody_streams_and_prompts_come_in_at_full_speed():
     config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
     requests = make_requests(config, 8, can_read_prefix_cache=False)

@@ -395,7 +395,7 @@ def test_the_order_is_that_of_a_sorted_list(priorities, data):
             expected.sort(key=lambda request: request.priority)
         assert list(line) == expected
         assert len(line) == len(expected)
-        assert line.first is (expected[0] if expected else None)
+        assert next(iter(line), None) is (expected[0] if expected else None)
         gone = [r for r in expected if data.draw(st.booleans())]
         for request in gone:
             line.remove(request)
