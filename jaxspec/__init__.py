@@ -7,10 +7,9 @@ Reading order, from a user's call down to the device:
    `jaxspec.entrypoints` has vLLM's import paths.
 2. `jaxspec.sampling_params`, `jaxspec.inputs`, `jaxspec.outputs`, `jaxspec.logprobs`:
    what goes in and out. `jaxspec.errors`: what is refused.
-3. `jaxspec.tokenizer`, `jaxspec.pieces`, `jaxspec.chat`, `jaxspec.chat_template`: the
-   way between text and tokens.
+3. `jaxspec.text`: the way between text and tokens, and the turns of a chat.
 4. `jaxspec.engine.arg_utils` and `jaxspec.config`: arguments become one configuration;
-   `jaxspec.engine.loading` makes an engine of it.
+   `jaxspec.engine.loader` makes an engine of it.
 5. `jaxspec.engine.llm_engine`: add a request, step, collect outputs;
    `jaxspec.engine.async_llm_engine` does so for event loops, in a thread.
 6. `jaxspec.engine.scheduler` and `jaxspec.engine.kv_cache`: what the next step does.

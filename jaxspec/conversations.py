@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from jaxspec.chat_template import given_template
 from jaxspec.errors import RequestError, refuse, wrong_argument
 from jaxspec.inputs import TokensPrompt
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.chat_template import given_template
+from jaxspec.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]

@@ -17,7 +17,7 @@ from jaxspec.metrics import Metric
 from jaxspec.outputs import RequestOutput
 from jaxspec.progress import Progress, watch_compiles
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 
 
 class LLM:

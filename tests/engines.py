@@ -19,7 +19,7 @@ from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.program.wire import StepResult
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
-from jaxspec.tokenizer import PlainTexts, Tokenizer
+from jaxspec.text.tokenizer import PlainTexts, Tokenizer
 from tests.oracles import hf_tensors, make_hf_model, model_config
 
 MICRO = dict(

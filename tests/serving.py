@@ -16,7 +16,7 @@ from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.serve.app import make_app
 from jaxspec.serve.settings import ServerSettings
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 from tests.engine.test_async_llm_engine import serve
 from tests.engine.test_llm_engine import assert_idle, letters, make_fake_engine
 from tests.engines import StubTokenizer

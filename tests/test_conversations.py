@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 import jaxspec_checkpoints
-from jaxspec.chat import read_variables
 from jaxspec.conversations import ChatOptions, write_conversations
 from jaxspec.errors import ConfigError, RequestError
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.chat_turns import read_variables
+from jaxspec.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_folder(jaxspec_checkpoints.bundled_target())
 TURN = {"role": "user", "content": "hi"}

@@ -47,7 +47,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "a part of the engine's config",
     ),
     "jaxspec/models/gemma2/turns.py": (
-        "tests/test_chat.py",
+        "tests/text/test_chat_turns.py",
         "turns are how a chat is written",
     ),
     "jaxspec/models/layers.py": (

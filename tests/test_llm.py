@@ -14,7 +14,7 @@ from jaxspec.errors import ConfigError, RequestError
 from jaxspec.llm import LLM
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 
 
 class Config:

@@ -25,7 +25,7 @@ from benchmarks.peers.table import peers_table
 from benchmarks.peers.turns import LOOKUP_MAX, ROOM, Turns
 from benchmarks.prompts import DOMAINS, PromptSet, load_prompts
 from jaxspec.bench.report import commit, machine, now, num_cores, versions
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 
 RESULT = Path(__file__).parents[1] / "results" / "peers-cpu.json"
 # Of the options, what a result tells; the others are paths of a machine.

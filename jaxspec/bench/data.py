@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.errors import ConfigError, check_integer, wrong_argument
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 
 DATASETS = ("bundled", "random", "custom", "prefix_repetition")
 BUNDLED = Path(__file__).with_name("prompts.jsonl")

@@ -21,7 +21,7 @@ from jaxspec.bench.plot import check_plot
 from jaxspec.bench.report import check_writable, forced_line, header
 from jaxspec.config import EngineConfig
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.loading import read_tokenizer
+from jaxspec.engine.loader import read_tokenizer
 from jaxspec.errors import (
     ConfigError,
     RequestError,
@@ -31,7 +31,7 @@ from jaxspec.errors import (
 )
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.serve.flags import engine_args
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 

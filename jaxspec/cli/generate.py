@@ -12,7 +12,7 @@ from jaxspec.cli.terminal import Printer, pieces_of
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 
 # Compiles all that a longer request needs: the prompt's programs and the round's.
 WARM_UP_TOKENS = 3

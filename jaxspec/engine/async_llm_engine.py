@@ -12,7 +12,7 @@ from jaxspec.errors import EngineDeadError, EngineGenerateError, refuse
 from jaxspec.metrics import Metric
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 
 __all__ = ["AsyncEngineArgs", "AsyncLLMEngine", "EngineDeadError"]
 

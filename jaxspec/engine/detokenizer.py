@@ -8,7 +8,7 @@ from typing import Any
 from jaxspec.logprobs import FlatLogprobs, Logprob, LogprobsOnePosition
 from jaxspec.program.wire import TokenLogprobs
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 
 _BROKEN = "\ufffd"  # what decoding shows for a character whose bytes are incomplete
 # Tokens decoded again with the new ones. SentencePiece joins no further than the bytes

@@ -35,7 +35,7 @@ from jaxspec.program.plan import (
     TokenControls,
 )
 from jaxspec.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
-from jaxspec.tokenizer import NoTokenizer, Tokenizer
+from jaxspec.text.tokenizer import NoTokenizer, Tokenizer
 
 # Of one request, as in vLLM: each is a request of its own.
 MAX_TEXTS = 16_384

@@ -14,20 +14,19 @@ from jaxspec.engine.batch import Launch, LaunchError, on_device
 from jaxspec.engine.controller import Controller
 from jaxspec.engine.costs import Costs
 from jaxspec.engine.input_processor import InputProcessor, Prepared
-from jaxspec.engine.loading import make_runner, read_tokenizer
+from jaxspec.engine.loader import Sleep, check_level, make_runner, read_tokenizer
 from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.output_processor import OutputProcessor
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Scheduler
-from jaxspec.engine.sleeping import Sleep, check_level
 from jaxspec.engine.stats import EngineStats
 from jaxspec.errors import ConfigError, RequestError, check_integer, refuse
 from jaxspec.metrics import Metric
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 LOG_INTERVAL_S = 10.0

@@ -17,7 +17,7 @@ from jaxspec.engine.request import Request
 from jaxspec.engine.stats import EngineStats
 from jaxspec.outputs import CompletionOutput, RequestOutput, TokenOrigin
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 
 Finish = Callable[[Request, str, int | str | None], None]
 

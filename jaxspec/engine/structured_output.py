@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxspec.errors import RequestError
 from jaxspec.structured_outputs import StructuredOutputsParams
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 

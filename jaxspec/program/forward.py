@@ -61,7 +61,7 @@ def forward(
         num_draft: Drafts of each sequence that count.
         may_be_plain: Drafts may be missing altogether, which the device alone knows.
         prompts: Tiles that ride along.
-        after_prompts: The token after each tile's last, where prompts' log-probabilities
+        after_prompts: The token after each tile's last, where prompts' logprobs
             are asked for.
         adjust: What requests ask of single tokens; None where none asks anything.
         forced_acceptance: Chance of each draft to stay; None lets the rules decide.

@@ -33,7 +33,7 @@ from jaxspec.serve.app import make_app
 from jaxspec.serve.flags import Options
 from jaxspec.serve.serving import Serving
 from jaxspec.structured_outputs import StructuredOutputsParams
-from jaxspec.tokenizer import NoTokenizer
+from jaxspec.text.tokenizer import NoTokenizer
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxspec.logprobs import Logprob, LogprobsOnePosition
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 
 # JSON has no infinity: what cannot come is told as this.
 LEAST = -9999.0

@@ -5,7 +5,6 @@ Says what is too long before the engine sees it: vLLM's clients ask for the numb
 
 from typing import Any
 
-from jaxspec.chat_template import ChatTemplate
 from jaxspec.config import EngineConfig
 from jaxspec.errors import RequestError, check_choice, refuse, wrong_argument
 from jaxspec.inputs import TokensPrompt
@@ -17,7 +16,8 @@ from jaxspec.serve.protocol import (
     GenerationBody,
 )
 from jaxspec.serve.settings import ServerSettings
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.chat_template import ChatTemplate
+from jaxspec.text.tokenizer import Tokenizer
 
 
 class Prompts:

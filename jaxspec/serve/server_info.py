@@ -17,7 +17,7 @@ from jaxspec.errors import (
 from jaxspec.serve.errors import ModelNotFoundError
 from jaxspec.serve.protocol import DetokenizeBody, TokenizeBody
 from jaxspec.serve.serving import Serving, new_id
-from jaxspec.tokenizer import NoTokenizer
+from jaxspec.text.tokenizer import NoTokenizer
 
 # While the first program is compiled, which takes seconds to minutes.
 RETRY_AFTER_S = 1

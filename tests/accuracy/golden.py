@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import open_checkpoint
 from tests.oracles import PagedModel
 

@@ -11,7 +11,7 @@ from jaxspec.config import EngineConfig
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.sampling_params import RequestOutputKind
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 from tests.bench.workloads import flags, use_fake_engine
 from tests.engine.test_llm_engine import make_fake_engine
 

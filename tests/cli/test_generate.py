@@ -14,7 +14,7 @@ from jaxspec.cli.generate import comparison, decode, difference, warm_up
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.cli.test_terminal import GREEN, Terminal
 from tests.engines import make_engine, make_micro

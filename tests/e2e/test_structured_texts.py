@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import jaxspec.engine.loading
+import jaxspec.engine.loader
 from jaxspec.llm import LLM
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
@@ -95,7 +95,7 @@ def write(temperature: float, **draft: Any) -> list[RequestOutput]:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_every_text_fits_its_form_and_drafts_change_nothing(temperature, monkeypatch):
     # Every shape is tested elsewhere; here most of the time would go to compiling them.
-    monkeypatch.setattr(jaxspec.engine.loading, "Runner", QuickRunner)
+    monkeypatch.setattr(jaxspec.engine.loader, "Runner", QuickRunner)
     plain = write(temperature)
     drafted = write(
         temperature,

@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec.engine import described, program_cache
 from jaxspec.engine.arg_utils import EngineArgs
-from jaxspec.engine.loading import make_runner
+from jaxspec.engine.loader import make_runner
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.errors import ConfigError
 from jaxspec.program.plan import StepShape

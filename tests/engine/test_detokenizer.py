@@ -19,7 +19,7 @@ from jaxspec.engine.detokenizer import LogprobStream, TextStream
 from jaxspec.logprobs import FlatLogprobs, Logprob
 from jaxspec.program.wire import TokenLogprobs
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 from tests.engines import StubTokenizer
 
 TOKENIZER = Tokenizer.from_folder(jaxspec_checkpoints.bundled_target())

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.engine import loading
+from jaxspec.engine import loader
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.runner import build_mesh
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.models.cpu import PanelMatrix
 from jaxspec.sampling_params import StructuredOutputsParams
-from jaxspec.tokenizer import NoTokenizer
+from jaxspec.text.tokenizer import NoTokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.checkpoints.models import tiny_config, write_tiny
 from tests.engines import QuickRunner
@@ -59,7 +59,7 @@ def test_they_have_the_form_of_what_is_read(tmp_path, dtype):
         for how in ("dummy", "auto")
     )
     mesh = build_mesh(made)
-    found, expected = (loading.load_weights(one, mesh) for one in (made, read))
+    found, expected = (loader.load_weights(one, mesh) for one in (made, read))
     assert forms(found) == forms(expected)
     tables = [one["embedding"].values for one in found if one]
     embeddings = [np.asarray(table, np.float32) for table in tables]
@@ -71,7 +71,7 @@ def test_they_have_the_form_of_what_is_read(tmp_path, dtype):
 def test_float32_weights_on_one_cpu_lie_in_panels(tmp_path, load_format):
     write_tiny(tmp_path / "2b", family="2b")
     config = configure(tmp_path / "2b", tmp_path / "2b", load_format=load_format)
-    for params in loading.load_weights(config, build_mesh(config)):
+    for params in loader.load_weights(config, build_mesh(config)):
         assert params is not None
         assert isinstance(params["embedding"], PanelMatrix)
 
@@ -79,7 +79,7 @@ def test_float32_weights_on_one_cpu_lie_in_panels(tmp_path, load_format):
 def test_a_draft_of_the_targets_sizes_is_another_model(tmp_path):
     folder = write_config(tmp_path / "model")
     config = configure(folder, folder)
-    target, draft = loading.load_weights(config, build_mesh(config))
+    target, draft = loader.load_weights(config, build_mesh(config))
     assert draft is not None
     assert target["embedding"].shape == draft["embedding"].shape
     assert not np.array_equal(target["embedding"].values, draft["embedding"].values)
@@ -87,7 +87,7 @@ def test_a_draft_of_the_targets_sizes_is_another_model(tmp_path):
 
 @pytest.fixture
 def llm(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "Runner", QuickRunner)
+    monkeypatch.setattr(loader, "Runner", QuickRunner)
     # A bundled model brings this engine's token ids; here nothing else is known.
     target = write_config(tmp_path / "target", "9b")
     draft = write_config(tmp_path / "draft")
@@ -146,8 +146,8 @@ def test_the_log_says_that_texts_mean_nothing(tmp_path, caplog):
     }
     config = configure(folder, folder, speculative_config=forced)
     with caplog.at_level(logging.WARNING):
-        loading.make_runner(config)
-        assert isinstance(loading.read_tokenizer(config), NoTokenizer)
+        loader.make_runner(config)
+        assert isinstance(loader.read_tokenizer(config), NoTokenizer)
     assert "load_format='dummy': weights are random" in caplog.text
     assert "'synthetic': acceptance is given" in caplog.text
     assert "(1.0, 0.5)" in caplog.text
@@ -156,12 +156,12 @@ def test_the_log_says_that_texts_mean_nothing(tmp_path, caplog):
 
 def test_a_tokenizer_that_is_there_is_read():
     config = configure(bundled_target())
-    assert loading.read_tokenizer(config).encode("Hi")
+    assert loader.read_tokenizer(config).encode("Hi")
 
 
 def test_no_tokenizer_where_none_is_wanted():
     config = configure(bundled_target(), load_format="auto", skip_tokenizer_init=True)
-    found = loading.read_tokenizer(config)
+    found = loader.read_tokenizer(config)
     with pytest.raises(RequestError, match="skip_tokenizer_init=True"):
         found.encode("Hi")
     with pytest.raises(ConfigError, match="skip_tokenizer_init must be True or False"):
@@ -176,4 +176,4 @@ def test_a_tokenizer_that_is_named_must_be_there(tmp_path, load_format):
     options = {"tokenizer": str(tmp_path / "empty")} if load_format == "dummy" else {}
     config = configure(folder, load_format=load_format, **options)
     with pytest.raises(ConfigError, match="tokenizer"):
-        loading.read_tokenizer(config)
+        loader.read_tokenizer(config)

@@ -26,7 +26,7 @@ from jaxspec.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 from tests.engines import StubTokenizer
 from tests.loops import make_config
 

@@ -22,7 +22,7 @@ from jaxspec.engine.structured_output import (
 )
 from jaxspec.errors import RequestError
 from jaxspec.sampling_params import StructuredOutputsParams
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 from tests.engines import StubTokenizer
 
 VOCAB, EOS, NUM_PROMPT, WINDOW, DRAFTS = 40, 1, 5, 18, 3

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.engine import loading
+from jaxspec.engine import loader
 from jaxspec.errors import ConfigError
 from jaxspec.models.families import (
     FAMILIES,
@@ -68,7 +68,7 @@ def has_llama(monkeypatch):
 @pytest.mark.usefixtures("has_llama")
 def test_a_second_family_writes_what_huggingface_does(tmp_path, monkeypatch):
     """From the folder, with drafts of its own kind, target and draft of one family."""
-    monkeypatch.setattr(loading, "Runner", QuickRunner)
+    monkeypatch.setattr(loader, "Runner", QuickRunner)
     reference = write_llama(tmp_path / "target", num_layers=2)
     write_llama(tmp_path / "draft", num_layers=1)
     prompts = [[2, 17, 40], [2, 9, 3, 88, 61, 5]]

@@ -18,7 +18,7 @@ import pytest
 
 from jaxspec.config import ModelConfig
 from jaxspec.engine.arg_utils import EngineArgs
-from jaxspec.engine.loading import load_weights
+from jaxspec.engine.loader import load_weights
 from jaxspec.engine.runner import build_mesh
 from jaxspec.models.backend import Backend
 from jaxspec.models.network import build_network

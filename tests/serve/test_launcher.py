@@ -23,7 +23,7 @@ from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.errors import ConfigError
 from jaxspec.serve import launcher
 from jaxspec.serve.flags import read_flags
-from jaxspec.tokenizer import NoTokenizer
+from jaxspec.text.tokenizer import NoTokenizer
 from tests.engine.test_llm_engine import letters, make_fake_engine, said
 from tests.programs import quick_environment
 from tests.serving import COMPLETIONS, PROMPT, Gate, TurnsTokenizer, events_of

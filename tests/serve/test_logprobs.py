@@ -4,7 +4,7 @@ import math
 
 from jaxspec.logprobs import Logprob
 from jaxspec.serve.logprobs import LEAST, LogprobWriter
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.engines import StubTokenizer
 

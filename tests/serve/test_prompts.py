@@ -8,7 +8,7 @@ from jaxspec.errors import RequestError, UnsupportedError
 from jaxspec.serve.prompts import Prompts
 from jaxspec.serve.protocol import MAX_TEXTS, ChatBody, CompletionBody
 from jaxspec.serve.settings import ServerSettings
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.loops import make_config
 

@@ -11,7 +11,7 @@ from jaxspec.serve.prompts import Prompts
 from jaxspec.serve.protocol import ChatBody, ResponseBody
 from jaxspec.serve.response_input import as_chat
 from jaxspec.serve.settings import ServerSettings
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.loops import make_config
 

@@ -14,7 +14,7 @@ from jaxspec.errors import EngineDeadError
 from jaxspec.serve.app import make_app
 from jaxspec.serve.server_info import what_is_made_up
 from jaxspec.serve.settings import ServerSettings
-from jaxspec.tokenizer import NoTokenizer
+from jaxspec.text.tokenizer import NoTokenizer
 from tests.engine.test_async_llm_engine import serve
 from tests.engine.test_llm_engine import letters, said
 from tests.loops import make_config

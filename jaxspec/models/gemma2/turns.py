@@ -30,7 +30,7 @@ class Gemma2Turns:
         """Write a checked conversation, what it says marked.
 
         Args:
-            marks: `jaxspec.chat.Marks`; None leaves the messages as they are.
+            marks: `chat_turns.Marks`; None leaves the messages as they are.
             pieces: "bos_token" and the like, with their spelling.
             variables: Of templates; these turns read none.
 

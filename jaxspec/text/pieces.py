@@ -1,7 +1,7 @@
 """Owns the two libraries that cut text into pieces, behind one interface: `Pieces`.
 
 To `encode`, a special piece spelled in a text is ordinary text. Who may spell one is
-decided in `jaxspec.tokenizer`.
+decided in `jaxspec.text.tokenizer`.
 """
 
 import hashlib

@@ -17,7 +17,6 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jaxspec.chat import Marks, Message, map_texts
 from jaxspec.config import read_json
 from jaxspec.errors import (
     ArgumentError,
@@ -27,7 +26,8 @@ from jaxspec.errors import (
     wrong_argument,
 )
 from jaxspec.models.gemma2.turns import END_OF_TURN
-from jaxspec.pieces import folder_files
+from jaxspec.text.chat_turns import Marks, Message, map_texts
+from jaxspec.text.pieces import folder_files
 from jaxspec_checkpoints.files import expand
 
 # Put behind a message that is to be continued; like the marks, in no message.

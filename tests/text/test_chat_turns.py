@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from jaxspec.chat import Marks, map_texts, read_messages
 from jaxspec.errors import RequestError
 from jaxspec.models.gemma2.turns import Gemma2Turns
+from jaxspec.text.chat_turns import Marks, map_texts, read_messages
 
 SPECIAL = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
 USER, MODEL = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}

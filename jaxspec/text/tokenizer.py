@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, no_type_check
 
-from jaxspec.chat import Marks, read_messages, read_variables
-from jaxspec.chat_template import ChatTemplate, folder_template, given_template
 from jaxspec.config import PAIR_HINT
 from jaxspec.errors import ConfigError, RequestError, check_flag
 from jaxspec.models.gemma2.turns import END_OF_TURN, START_OF_TURN, Gemma2Turns
-from jaxspec.pieces import Pieces, read_pieces
+from jaxspec.text.chat_template import ChatTemplate, folder_template, given_template
+from jaxspec.text.chat_turns import Marks, read_messages, read_variables
+from jaxspec.text.pieces import Pieces, read_pieces
 
 _TURNS = Gemma2Turns()
 

@@ -9,7 +9,7 @@ import transformers
 import jaxspec_checkpoints
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.inputs import parse_prompt
-from jaxspec.tokenizer import NoTokenizer, Tokenizer, check_same_tokenizer
+from jaxspec.text.tokenizer import NoTokenizer, Tokenizer, check_same_tokenizer
 
 TEXTS = [
     "",

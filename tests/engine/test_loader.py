@@ -1,4 +1,4 @@
-"""A pair that cannot work is refused before a weight is read, whatever its format."""
+"""An engine has the weights of its files, asleep and awake again."""
 
 import json
 import shutil
@@ -11,17 +11,27 @@ import pytest
 import sentencepiece
 from safetensors.numpy import load_file, save_file
 
-from jaxspec import LLM, SamplingParams
-from jaxspec.engine import loading
+import jaxspec.engine.loader
+from jaxspec import LLM
+from jaxspec.engine import loader
 from jaxspec.engine.arg_utils import EngineArgs
-from jaxspec.errors import ConfigError
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.errors import ConfigError, RequestError
+from jaxspec.sampling_params import SamplingParams
 from jaxspec_checkpoints import bundled_draft, bundled_target, open_checkpoint
 from jaxspec_checkpoints.layout import EMBEDDING
 from jaxspec_checkpoints.writing import write_checkpoint
 from tests.checkpoints.models import write_tiny
+from tests.e2e import pair
+from tests.engines import generate, make_engine, tokens_of
 
 SIZES: dict[str, Any] = dict(max_model_len=64, max_num_seqs=2, dtype="float32")
 VOCABULARY: dict[str, Any] = dict(vocab_size=8192)  # of the bundled tokenizer
+PROMPTS = [[2, 5, 6, 7], [2, 9]]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+    SamplingParams(seed=3, max_tokens=12, ignore_eos=True),
+]
 
 
 def configure(target: Path, draft: Path | None = None, **options: Any) -> Any:
@@ -52,7 +62,7 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr(loading, "load_params", fail)
+    monkeypatch.setattr(loader, "load_params", fail)
 
 
 def test_a_tokenizer_with_more_pieces_than_the_network_is_refused(tmp_path):
@@ -60,7 +70,7 @@ def test_a_tokenizer_with_more_pieces_than_the_network_is_refused(tmp_path):
     write_tiny(tmp_path / "model", family="2b", vocab_size=8191)
     config = configure(tmp_path / "model")
     with pytest.raises(ConfigError, match="8192 pieces, .* has vocab_size=8191"):
-        loading.read_tokenizer(config)
+        loader.read_tokenizer(config)
 
 
 @pytest.mark.parametrize("argument", ["model", "speculative_model"])
@@ -74,7 +84,7 @@ def test_an_error_says_which_of_two_models_it_is(tmp_path, argument, nothing_is_
     del held["model.norm.weight"]
     save_file(held, path)
     with pytest.raises(ConfigError, match=f"^{argument}: .*'model.norm.weight'"):
-        loading.make_runner(config)
+        loader.make_runner(config)
 
 
 def test_another_vocabulary_is_refused_with_the_pairs_that_work(tmp_path):
@@ -102,7 +112,7 @@ def test_a_draft_needs_no_tokenizer_of_its_own(tmp_path):
     write_tiny(tmp_path / "draft", family="2b", **VOCABULARY)
     (tmp_path / "draft" / "tokenizer.model").unlink()
     config = configure(bundled_target(), tmp_path / "draft")
-    assert loading.read_tokenizer(config).vocab_size == 8192
+    assert loader.read_tokenizer(config).vocab_size == 8192
 
 
 def test_pad_rows_of_a_flax_embedding_are_no_difference(tmp_path):
@@ -115,7 +125,7 @@ def test_pad_rows_of_a_flax_embedding_are_no_difference(tmp_path):
     )
     config = configure(bundled_target(), tmp_path / "draft")
     assert config.draft_model_config.vocab_size == 8192
-    assert loading.read_tokenizer(config).vocab_size == 8192
+    assert loader.read_tokenizer(config).vocab_size == 8192
 
 
 def write_padded(folder: Path, vocab_size: int, rows: Any) -> None:
@@ -140,8 +150,8 @@ def test_pad_rows_of_either_embedding_are_left_out(tmp_path, role):
     config = configure(*folders)
     assert config.model_config.vocab_size == 8192
     assert config.draft_model_config.vocab_size == 8192
-    loading.read_tokenizer(config)
-    target, (draft,) = loading.make_runner(config).params
+    loader.read_tokenizer(config)
+    target, (draft,) = loader.make_runner(config).params
     for params in (target, draft):
         assert params is not None
         assert params["embedding"].shape[0] == 8192
@@ -169,7 +179,7 @@ def test_damage_of_either_model_is_found_before_a_weight_is_read(tmp_path, role)
     path = tmp_path / "model" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(ConfigError, match="no readable safetensors") as error:
-        loading.make_runner(configure(folders["target"], folders["draft"]))
+        loader.make_runner(configure(folders["target"], folders["draft"]))
     assert error.value.parameter == {"target": "model"}.get(role, "speculative_model")
 
 
@@ -185,7 +195,7 @@ def test_a_flipped_byte_is_found_while_reading(tmp_path):
     path.write_bytes(content)
     before = len(jax.live_arrays())
     with pytest.raises(ConfigError, match="sha256|cannot be read"):
-        loading.make_runner(configure(tmp_path / "own"))
+        loader.make_runner(configure(tmp_path / "own"))
     assert len(jax.live_arrays()) == before
 
 
@@ -209,10 +219,10 @@ def test_load_format_is_what_the_folder_must_hold(tmp_path, to, load_format, is_
         write_checkpoint(source, folder, to=to, progress=False)
     config = configure(folder, load_format=load_format)
     if is_right:
-        assert loading.make_runner(config).params[1] is None
+        assert loader.make_runner(config).params[1] is None
         return
     with pytest.raises(ConfigError, match=f"load_format must .* format '{to}'"):
-        loading.make_runner(config)
+        loader.make_runner(config)
 
 
 @pytest.mark.parametrize(("has_template", "ends"), [(True, {1, 107}), (False, {1})])
@@ -227,3 +237,100 @@ def test_an_answer_ends_with_its_turn(tmp_path, has_template, ends):
         engine.add_request("0", "x", SamplingParams(max_tokens=1))
         (request,) = engine.output_processor
         assert set(request.stop_ids) == ends
+
+
+@pytest.fixture(scope="module")
+def engine() -> LLMEngine:
+    """With arrays of its own: other engines must not sleep along."""
+    return make_engine(
+        pair.target(),
+        pair.draft("noisy"),
+        num_draft_tokens=pair.NUM_DRAFT,
+        **pair.SETTINGS,
+    )
+
+
+def texts(engine: LLMEngine) -> list[list[int]]:
+    return tokens_of(generate(engine, PROMPTS, PARAMS))
+
+
+def arrays(engine: LLMEngine) -> list[Any]:
+    return jax.tree.leaves((engine.runner.params, engine.runner.state))
+
+
+def test_nothing_is_left_on_the_devices_and_all_comes_back(engine: LLMEngine):
+    before = texts(engine)
+    compiled = engine.runner.num_compiles
+    placements = [array.sharding for array in arrays(engine)]
+    for _ in range(2):
+        engine.sleep()
+        engine.sleep()  # has nothing more to do
+        assert engine.is_sleeping()
+        assert all(array.is_deleted() for array in arrays(engine))
+        engine.wake_up()
+        assert not engine.is_sleeping()
+        assert not any(array.is_deleted() for array in arrays(engine))
+        assert [array.sharding for array in arrays(engine)] == placements
+        assert texts(engine) == before
+    assert engine.runner.num_compiles == compiled
+
+
+def test_level_2_reads_the_weights_again(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+):
+    before = texts(engine)
+    kept = jax.device_get(engine.runner.params)
+    reads = []
+
+    def load(config: Any, mesh: Any) -> Any:
+        reads.append(config)
+        placements = jax.tree.map(lambda array: array.sharding, engine.runner.params)
+        return jax.device_put(kept, placements)
+
+    monkeypatch.setattr(jaxspec.engine.loader, "load_weights", load)
+    engine.sleep(level=2)
+    assert not reads
+    engine.wake_up()
+    assert reads == [engine.config]
+    assert texts(engine) == before
+
+
+def test_parts_wake_up_one_by_one(engine: LLMEngine):
+    before = texts(engine)
+    engine.sleep()
+    engine.wake_up(tags=["weights"])
+    assert engine.is_sleeping()
+    assert not any(
+        array.is_deleted() for array in jax.tree.leaves(engine.runner.params)
+    )
+    assert engine.runner.state.rows.num_tokens.is_deleted()
+    with pytest.raises(RequestError, match=r"sleeps.* call wake_up\(\)"):
+        engine.add_request("0", [2], SamplingParams())
+    engine.wake_up(tags=["weights"])
+    engine.wake_up(tags=["kv_cache"])
+    assert not engine.is_sleeping()
+    assert texts(engine) == before
+
+
+def test_only_an_idle_engine_sleeps(engine: LLMEngine):
+    engine.add_request("0", [2, 3], SamplingParams(max_tokens=20))
+    with pytest.raises(RequestError, match="1 requests run"):
+        engine.sleep()
+    engine.step()
+    engine.abort_request("0")
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.sleep()
+    engine.wake_up()
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_another_level(engine: LLMEngine, level: int):
+    with pytest.raises(RequestError, match="level must be an integer from 1 to 2"):
+        engine.sleep(level)
+    assert not engine.is_sleeping()
+
+
+def test_another_tag(engine: LLMEngine):
+    with pytest.raises(RequestError, match="'weights', 'kv_cache', got 'all'"):
+        engine.wake_up(tags=["weights", "all"])

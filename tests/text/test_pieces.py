@@ -15,9 +15,9 @@ import transformers
 import jaxspec_checkpoints
 from jaxspec.engine.detokenizer import TextStream
 from jaxspec.errors import ConfigError
-from jaxspec.pieces import _TURNS, _without_turns, read_pieces
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.pieces import _TURNS, _without_turns, read_pieces
+from jaxspec.text.tokenizer import Tokenizer
 from tests.texts import SPECIAL, is_alike, texts
 
 BUNDLED = jaxspec_checkpoints.bundled_target()

@@ -9,12 +9,12 @@ import pytest
 import transformers
 
 import jaxspec_checkpoints
-from jaxspec.chat import read_messages
-from jaxspec.chat_template import ChatTemplate, folder_template, given_template
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.models.gemma2.turns import END_OF_TURN, Gemma2Turns
-from jaxspec.pieces import read_pieces
-from jaxspec.tokenizer import Tokenizer
+from jaxspec.text.chat_template import ChatTemplate, folder_template, given_template
+from jaxspec.text.chat_turns import read_messages
+from jaxspec.text.pieces import read_pieces
+from jaxspec.text.tokenizer import Tokenizer
 
 BUNDLED = jaxspec_checkpoints.bundled_target()
 PIECES = read_pieces(BUNDLED)

@@ -1,19 +1,28 @@
-"""Owns what happens once, at the start: files to a tokenizer and to a runner."""
+"""Files to a tokenizer, weights and a runner; and devices' memory freed and restored.
+
+Owns what happens once, at the start, and what an idle engine does to sleep and wake up.
+"""
 
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, no_type_check
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import Runner, build_mesh, choose_dtype
-from jaxspec.errors import ConfigError, wrong_argument
+from jaxspec.errors import (
+    ConfigError,
+    RequestError,
+    check_choice,
+    check_integer,
+    wrong_argument,
+)
 from jaxspec.models.families import family_of, layouts
 from jaxspec.models.params import Params
 from jaxspec.models.weights import load_params, random_params
 from jaxspec.sharding import DRAFT_MESH_AXES, Mesh
-from jaxspec.tokenizer import NoTokenizer, Tokenizer, check_same_tokenizer
+from jaxspec.text.tokenizer import NoTokenizer, Tokenizer, check_same_tokenizer
 from jaxspec_checkpoints import CheckpointError, Tensor, model_files, open_checkpoint
 from jaxspec_checkpoints.layout import EMBEDDING
 
@@ -26,6 +35,7 @@ _LOAD_FORMATS = {
     "safetensors": ("hf",),
     "orbax": ("kaggle", "orbax"),
 }
+_PARTS: tuple[str, ...] = ("weights", "kv_cache")
 
 
 def read_tokenizer(config: EngineConfig) -> Tokenizer:
@@ -166,3 +176,57 @@ def _open(config: EngineConfig, folder: str, argument: str) -> Mapping[str, Tens
     if embedding.shape[0] <= num_rows:
         return checkpoint.tensors
     return {**checkpoint.tensors, EMBEDDING: embedding.head(num_rows)}
+
+
+def check_level(level: int) -> int:
+    """Return the level of a sleep, if it is one."""
+    return check_integer(RequestError, "level", level, low=1, high=2)
+
+
+class Sleep:
+    """Which parts of a runner are off the devices.
+
+    Attributes:
+        level: 0 awake; 1 the weights are on the host; 2 they are nowhere.
+    """
+
+    def __init__(self, config: EngineConfig, runner: Runner):
+        self._config, self._runner = config, runner
+        self._asleep: set[str] = set()
+        self.level = 0
+
+    def begin(self, level: int) -> None:
+        """Free weights and pages; nothing happens to an engine that sleeps.
+
+        Raises:
+            RequestError: Another level than 1 or 2.
+        """
+        level = check_level(level)
+        if self._asleep:
+            return
+        self._runner.drop_pages()
+        self._runner.drop_weights(keep=level == 1)
+        self._asleep, self.level = set(_PARTS), level
+
+    @no_type_check  # it has its own check, with a better error
+    def end(self, tags: list[str] | None) -> None:
+        """Bring back the parts named in `tags`, or (None) all that are missing.
+
+        Raises:
+            RequestError: A tag is no part.
+        """
+        wanted = _PARTS if tags is None else tags
+        if not isinstance(wanted, (list, tuple)):
+            allowed = "a list of 'weights' and 'kv_cache', or None for both"
+            raise wrong_argument(RequestError, "tags", allowed, tags)
+        for tag in wanted:
+            check_choice(RequestError, "tags", tag, _PARTS)
+        if "weights" in self._asleep.intersection(wanted):
+            mesh = self._runner.mesh
+            again = None if self.level == 1 else load_weights(self._config, mesh)
+            self._runner.restore_weights(again)
+        if "kv_cache" in self._asleep.intersection(wanted):
+            self._runner.restore_pages()
+        self._asleep.difference_update(wanted)
+        if not self._asleep:
+            self.level = 0

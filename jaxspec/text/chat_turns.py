@@ -1,7 +1,7 @@
 """Owns conversations: what one may hold.
 
-Knows nothing of token ids. What is written is marked, so that `jaxspec.tokenizer` can
-tell a turn marker that the format wrote from one that a message spells.
+Knows nothing of token ids. What is written is marked, so that the tokenizer can tell
+a turn marker that the format wrote from one that a message spells.
 """
 
 import re
