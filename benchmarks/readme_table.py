@@ -1,6 +1,6 @@
-"""Write the tables of README.md: the newest result of `make bench`, and the peers.
+"""Write tables of results: of `make bench` into README.md, of peers into our own.
 
-`--check` changes nothing and fails when the README does not hold these tables.
+`--check` changes nothing and fails when a page does not hold its table.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def replace_table(readme: str, table: str, begin: str, end: str) -> str:
     before, found_begin, rest = readme.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:
-        raise SystemExit(f"README.md must hold {begin} and, below it, {end}")
+        raise SystemExit(f"The page must hold {begin} and, below it, {end}")
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 
@@ -123,20 +123,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--readme", type=Path, default=HERE.parent / "README.md")
+    parser.add_argument("--peers-page", type=Path, default=HERE / "README.md")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
-    readme = options.readme.read_text(encoding="utf-8")
     own = readme_table(newest_result(options.results))
     beside = peers_table(peers_result(options.results))
-    expected = replace_table(readme, own, BEGIN, END)
-    expected = replace_table(expected, beside, PEERS_BEGIN, PEERS_END)
-    if not options.check:
-        options.readme.write_text(expected, encoding="utf-8")
-    elif readme != expected:
-        sys.exit(
-            "README.md does not show the newest result: "
-            "run python benchmarks/readme_table.py"
-        )
+    tables = [
+        (options.readme, own, BEGIN, END),
+        (options.peers_page, beside, PEERS_BEGIN, PEERS_END),
+    ]
+    for page, table, begin, end in tables:
+        text = page.read_text(encoding="utf-8")
+        expected = replace_table(text, table, begin, end)
+        if not options.check:
+            page.write_text(expected, encoding="utf-8")
+        elif text != expected:
+            sys.exit(
+                f"{page} does not show the newest result: "
+                "run python benchmarks/readme_table.py"
+            )
 
 
 if __name__ == "__main__":

@@ -94,7 +94,8 @@ def write_table(folder: Path, results: list[dict[str, Any]], *options: str) -> D
     for number, one in enumerate(results):
         path = folder / f"cpu_pair-{number}.json"
         path.write_text(json.dumps(one))
-    return python(TABLE_SCRIPT, "--readme", readme, "--results", folder, *options)
+    pages = "--readme", readme, "--peers-page", readme
+    return python(TABLE_SCRIPT, *pages, "--results", folder, *options)
 
 
 def test_the_table_is_that_of_the_newest_result():
@@ -134,7 +135,8 @@ def test_the_newest_full_result_becomes_the_table(tmp_path):
 def test_links_lead_somewhere():
     benchmarks = ROOT / "benchmarks"
     folders = (ROOT, benchmarks, benchmarks / "monitoring")
-    for page in (folder / "README.md" for folder in folders):
+    pages = [folder / "README.md" for folder in folders]
+    for page in (*pages, ROOT / "docs" / "inside.md"):
         links = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
         assert links
         gone = [link for link in links if not (page.parent / link).exists()]
