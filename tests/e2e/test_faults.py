@@ -11,7 +11,7 @@ import pytest
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.models.cpu import WIDTH
-from jaxspec.program.propose import draft_model
+from jaxspec.program.propose import DraftModel
 from jaxspec.program.step import ProgramConfig
 from jaxspec.sampling_params import SamplingParams
 from tests.e2e import pair
@@ -89,8 +89,8 @@ def test_a_draft_that_cannot_be_compiled_costs_speed_only(monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(draft_model, "propose", fail)
-    monkeypatch.setattr(draft_model, "prefill", fail)
+    monkeypatch.setattr(DraftModel, "propose", fail)
+    monkeypatch.setattr(DraftModel, "prefill", fail)
     assert tokens_of(generate(engine, PROMPTS, greedy())) == expected
     assert engine.controller.is_stopped
     engine.scheduler.check_idle()
@@ -101,8 +101,8 @@ def test_a_target_of_nan_ends_whom_it_reaches(has_draft):
     # Plain decoding has no need of a bias, nor of programs that know it.
     runner = pair.GeneralRunner if has_draft else None
     engine = make(has_draft=has_draft, runner=runner)
-    target, (draft,) = engine.runner.params
-    engine.runner.params = ruin_token(target), (draft,)
+    target, drafts = engine.runner.params
+    engine.runner.params = ruin_token(target), drafts
     prompts = [*PROMPTS, [2, 5, BAD_TOKEN, 9]]
     # A draft of that token would reach the positions before it, which see it times 0.
     bias = {BAD_TOKEN: -100.0} if has_draft else None
@@ -119,9 +119,9 @@ def test_a_target_of_nan_ends_whom_it_reaches(has_draft):
             assert BAD_TOKEN not in output.outputs[0].token_ids
     assert not engine.controller.is_stopped
     engine.scheduler.check_idle()
-    engine.runner.params = ruin(target), (draft,)
+    engine.runner.params = ruin(target), drafts
     outputs = generate(engine, PROMPTS, greedy())
     assert {one.outputs[0].finish_reason for one in outputs} == {"error"}
-    engine.runner.params = target, (draft,)
+    engine.runner.params = target, drafts
     outputs = generate(engine, PROMPTS, greedy())
     assert {one.outputs[0].finish_reason for one in outputs} == {"length"}

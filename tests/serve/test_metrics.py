@@ -111,7 +111,7 @@ def test_an_engine_that_does_not_count():
 def test_a_line_is_logged_now_and_then_until_nothing_happens(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    for module in ("llm_engine", "loop"):
+    for module in ("llm_engine", "engine_thread"):
         monkeypatch.setattr(f"jaxspec.engine.{module}.LOG_INTERVAL_S", 0.05)
     caplog.set_level(logging.INFO, "jaxspec.engine.metrics")
     name = "vllm:spec_decode_num_accepted_tokens_total", frozenset(LABELS.items())
