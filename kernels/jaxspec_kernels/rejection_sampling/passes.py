@@ -17,9 +17,11 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxspec_kernels.rejection_sampling.noise import exponential
 from jaxspec_kernels.sums import row_sums
 
-# Columns walked at once, on CPU. A sum over the vocabulary keeps this many partial sums
-# per row and adds them up at the end: XLA:CPU does not vectorise sums along a row.
-TILE = LANES = 512
+# Columns walked at once, on CPU: a turn of the loop costs as much as a few thousand.
+TILE = 4096
+# A sum over the vocabulary keeps this many partial sums per row and adds them up at the
+# end: XLA:CPU does not vectorise sums along a row.
+LANES = 512
 
 # Up to so many sequences, the draft's rows are cut out one by one: for a gather,
 # XLA:TPU may copy all of its probabilities to another layout.

@@ -112,21 +112,25 @@ def rejection_sampling(
             choices = jnp.where(is_coupled[:, None], raced, best)
         drafted = passes.weigh(found.drafted[:, None], law)[:, 0]
         drafted = passes.normalise(drafted, law.total).reshape(seqs, width)[:, :-1]
-        drawn = _by_chance(
-            part,
-            kernels,
-            logits,
-            law,
-            Draft(draft_tokens, draft_probs),
-            target_chance=drafted,
-            num_draft=num_draft,
-            is_block=is_sampled & (rule == BLOCK),
-            accept_uniform=accept_uniform,
-            sample_uniform=sample_uniform,
-            num_forced=num_forced,
-        )
         chosen = _by_choices(draft_tokens, choices, num_draft, num_forced)
         is_drawn = is_sampled & ~is_coupled
+
+        def by_chance() -> Verdict:
+            return _by_chance(
+                part,
+                kernels,
+                logits,
+                law,
+                Draft(draft_tokens, draft_probs),
+                target_chance=drafted,
+                num_draft=num_draft,
+                is_block=is_sampled & (rule == BLOCK),
+                accept_uniform=accept_uniform,
+                sample_uniform=sample_uniform,
+                num_forced=num_forced,
+            )
+
+        drawn = jax.lax.cond(is_drawn.any(), by_chance, lambda: chosen)
         verdict = jax.tree.map(
             lambda left, right: jnp.where(is_drawn, left, right), drawn, chosen
         )
