@@ -6,6 +6,7 @@ token after it; with the seeds' own noise, which is keyed by position.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -127,9 +128,21 @@ def count_unequal(seqs: int, vocab: int, seed: int) -> int:
     return int((~is_equal).sum())
 
 
-# Sequences x (drafts + 1): 10,000 tokens and more.
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+# Times four rows: in full 10,120 tokens.
 @pytest.mark.parametrize(
-    ("vocab", "seqs"), [(16, 800), (1000, 800), (4096, 800), (256_000, 130)]
+    ("vocab", "seqs"),
+    [
+        (16, 200),
+        (4096, 200),
+        (256_000, 20),
+        slow(16, 800),
+        slow(1000, 800),
+        slow(4096, 800),
+        slow(256_000, 130),
+    ],
 )
 def test_plain_decoding_and_verification_draw_the_same_tokens(vocab, seqs):
     batch = min(seqs, 100 if vocab < 100_000 else 10)
