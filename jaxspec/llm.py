@@ -273,6 +273,15 @@ class LLM:
         with watch_compiles(self.llm_engine):
             self.llm_engine.warm_up(prompt_tokens, sampling_params)
 
+    def wait_for_programs(self) -> None:
+        """Return when no program that requests asked for is being compiled any more.
+
+        What a request needs is compiled beside it while it runs in a larger program:
+        call this after the first requests of a kind and before those that are timed.
+        """
+        with watch_compiles(self.llm_engine):
+            self.llm_engine.wait_for_programs()
+
     def start_profile(self, folder: str = "jaxspec_profile") -> None:
         """Record what the devices do, for TensorBoard or Perfetto, into a folder."""
         self.llm_engine.runner.start_profile(folder)

@@ -75,6 +75,10 @@ class Echo:
         for what in ("Compiling one", "", "Compiling two", ""):
             self.tell(what)
 
+    def wait_for_programs(self) -> None:
+        self.tell("Compiling three")
+        self.tell("")
+
     def shutdown(self) -> None:
         self.is_shut_down = True
 
@@ -364,3 +368,7 @@ def test_everything_can_be_compiled_at_the_start(
     params = SamplingParams(logprobs=2)
     llm.warm_up(7, params)
     assert engine_of(llm).warmed_up == (7, [params])
+    capsys.readouterr()
+    llm.wait_for_programs()
+    assert "Compiling three: 1 program" in capsys.readouterr().err
+    assert engine_of(llm).tell is None
