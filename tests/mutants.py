@@ -46,10 +46,11 @@ MUTANTS = [
     ),
     mutant(
         "uniforms_keyed_by_position_only",
-        "randomness.uniform",
-        "index = jnp.zeros_like(position) if index is None else index",
-        "position = position if index is None else position + index\n"
-        "    index = jnp.zeros_like(position)",
+        "sampling.draw_numbers",
+        "place = jnp.concatenate([jnp.broadcast_to(start, (seqs, count)), position]",
+        "index, purposes = jnp.divmod(purposes, randomness.NUM_ROLES)\n"
+        "    index = jnp.broadcast_to(start + index, (seqs, count))\n"
+        "    place = jnp.concatenate([index, position]",
         check=lambda: check_rounds("block"),
     ),
     mutant(
