@@ -28,6 +28,7 @@ NGRAM, NGRAM_AND_MODEL, DRAFT_MODEL = "ngram", "ngram+draft_model", "draft_model
 METHODS = (NGRAM, NGRAM_AND_MODEL, DRAFT_MODEL)
 # The rule that judges nothing: acceptance is given, and texts mean nothing.
 SYNTHETIC = "synthetic"
+ADAPTIVE, FIXED = "adaptive", "fixed"
 
 
 # No checks by jaxtyping in the tests: the class has its own, with better errors.
@@ -40,7 +41,9 @@ class SpeculativeConfig:
         method: "draft_model"; "ngram" copies what followed the same tokens earlier in
             the sequence; "ngram+draft_model" asks the model where nothing matches.
         model: Folder of the draft model; None for "ngram".
-        num_speculative_tokens: Draft tokens per step; a request may ask for fewer.
+        num_speculative_tokens: Most draft tokens per step; a request may ask for fewer.
+        controller: "adaptive" makes as many as measured times and acceptance pay;
+            "fixed" makes the most at every step.
         rejection_sample_method: Rule that decides which draft tokens stay. "synthetic"
             is for benchmarks: as many stay as one of the next two says.
         synthetic_acceptance_rates: Entry i is how often all drafts up to the i-th stay.
@@ -57,6 +60,7 @@ class SpeculativeConfig:
     method: str = DRAFT_MODEL
     model: str | None = None
     num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS
+    controller: str = ADAPTIVE
     rejection_sample_method: str = "standard"
     synthetic_acceptance_rates: Sequence[float] | None = None
     synthetic_acceptance_length: float | None = None
@@ -86,6 +90,7 @@ class SpeculativeConfig:
         choices = {
             "rejection_sample_method": ("standard", "block", "coupled", SYNTHETIC),
             "draft_sample_method": ("probabilistic", "greedy"),
+            "controller": (ADAPTIVE, FIXED),
         }
         for name, allowed in choices.items():
             check_choice(ConfigError, name, getattr(self, name), allowed)

@@ -194,6 +194,7 @@ def _draft(
         active=_active(state, rows),
         token_pages=state.token_pages,
         tree=Tree.chain(count),
+        num_wanted=jnp.int32(count),
         pool=config.pool,
         prompts=None,
         backend=config.backend,

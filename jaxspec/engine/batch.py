@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxspec.engine.costs import Costs
+from jaxspec.engine.costs import Costs, Round
 from jaxspec.engine.kv_cache import PageTables
 from jaxspec.engine.request import Request, Status
 from jaxspec.engine.rows import RowTable
@@ -25,7 +25,7 @@ from jaxspec.program.plan import (
     StepShape,
     Tile,
 )
-from jaxspec.program.wire import StepResult, TokenLogprobs
+from jaxspec.program.wire import CaughtUp, StepResult, TokenLogprobs
 
 # A request, and the number of its first tokens that must have pages.
 Claim = tuple[Request, int]
@@ -63,6 +63,7 @@ class Launch:
         tiled: The request of each of the plan's tiles.
         registered: Pages registered in the prefix cache that this launch fills.
         charged_s: Seconds that `Pacer` has charged for it.
+        seconds: That it kept the device busy, once it has been read.
     """
 
     plan: StepPlan
@@ -74,10 +75,18 @@ class Launch:
     tiled: list[Request]
     registered: list[int]
     charged_s: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def round(self) -> Round:
+        """What decides how long it takes."""
+        return Round(self.shape, int(self.drafts.max(initial=0)))
 
     @property
     def num_prefilled(self) -> int:
         """Tokens of prompts."""
+        if self.shape.is_catch_up:
+            return 0
         return sum(len(tile.tokens) for tile in self.plan.tiles)
 
 
@@ -154,14 +163,6 @@ class PrefillBatch:
             self.rows.is_decoding[row] = True
             self.rows.launch(row, np.zeros(1, np.int64))
 
-    def prefill_draft(self, request: Request) -> None:
-        """Prefill the draft model alone with tokens that it has not cached."""
-        gap = int(self.rows.num_draft_uncached[request.row])
-        tiles = _draft_tiles(request, gap, self.room)
-        gap -= sum(len(tile.tokens) for tile in tiles)
-        self.rows.num_draft_uncached[request.row] = gap
-        self._add(request, tiles)
-
     def _add(self, request: Request, tiles: list[Tile]) -> None:
         self.tiles += tiles
         self.tiled += [request] * len(tiles)
@@ -203,25 +204,53 @@ def _prompt_tiles(request: Request, room: int) -> list[Tile]:
     return tiles
 
 
-def _draft_tiles(request: Request, gap: int, room: int) -> list[Tile]:
-    tiles = []
-    start = request.num_tokens - gap
-    # The last token stays out: it is the next round's input.
-    end = request.num_tokens - 1
-    while start < end and len(tiles) < room:
-        stop = min(start + TILE, end)
-        tokens = np.array(request.tokens(start, stop), np.int32)
-        tiles.append(
-            Tile(
-                row=request.row,
-                start=start,
-                tokens=tokens,
-                is_last=False,
-                is_draft_only=True,
+def plan_catch_up(rows: RowTable, lagging: np.ndarray, shape: StepShape) -> Launch:
+    """Feed the draft model what it has no keys and values for.
+
+    Args:
+        lagging: Rows of which all unread launches are plain, the first to be served.
+    """
+    tiles: list[Tile] = []
+    tiled: list[Request] = []
+    for request in rows.owners_of(lagging.tolist()):
+        row, room = request.row, shape.num_tiles - len(tiles)
+        gap, unread = int(rows.num_draft_uncached[row]), int(rows.num_unread[row])
+        # The newest token stays out: it is the next round's input.
+        start = request.num_tokens + unread - gap
+        end = min(request.num_tokens, request.num_tokens + unread - 1)
+        end = min(end, start + room * TILE)
+        for first in range(start, end, TILE):
+            last = min(first + TILE, end)
+            known = request.tokens(first, min(last + 1, request.num_tokens))
+            has_next = len(known) > last - first
+            tiles.append(
+                Tile(
+                    row=row,
+                    start=first,
+                    tokens=np.array(known[: last - first], np.int32),
+                    is_last=False,
+                    next_token=known[-1] if has_next else NO_TOKEN,
+                )
             )
-        )
-        start = stop
-    return tiles
+            tiled.append(request)
+        rows.num_draft_uncached[row] -= max(end - start, 0)
+    return Launch(
+        plan=StepPlan(tiles=tiles),
+        shape=shape,
+        rows=np.zeros(0, np.int64),
+        owners=np.zeros(0, np.int64),
+        drafts=np.zeros(0, np.int64),
+        decoding=[],
+        tiled=tiled,
+        registered=[],
+    )
+
+
+def commit_catch_up(launch: Launch, result: CaughtUp, costs: Costs) -> None:
+    """Note how likely drafts would have been to stay."""
+    for request, likeness in zip(launch.tiled, result.likeness, strict=False):
+        if request.row >= 0:
+            costs.record_likeness(request.row, likeness[likeness >= 0])
 
 
 def _admission(request: Request) -> Admission:
@@ -369,8 +398,6 @@ def _prompt_logprobs(
     """Log-probabilities that a tile has for prompt tokens without any yet."""
     found = result.prompt_logprobs
     if found is None or request.features.num_prompt_logprobs is None:
-        return None
-    if tile.is_draft_only:
         return None
     # The entry of position t is about token t + 1; the last is about generated ones.
     end = tile.start + len(tile.tokens)

@@ -61,6 +61,11 @@ class Compiler:
         return shape in self._programs
 
     @property
+    def made(self) -> list[StepShape]:
+        """The programs that are there."""
+        return list(self._programs)
+
+    @property
     def num_wanted(self) -> int:
         """Programs that are still to be made, the current one included."""
         with self._lock:

@@ -1,30 +1,80 @@
-"""How many drafts the next launch makes."""
+"""How many drafts the next launch makes: as many as measured times and acceptance pay.
+
+Whatever it chooses, the text is the target's: greedy and seeded text does not depend on
+K, and a choice is made from tokens that have been read, before the round it is for has
+drawn anything. What it may lose against decoding without drafts is bounded by an
+account of seconds, whatever it believes. Knows nothing of requests, rows or devices.
+"""
 
 import logging
+import time
+from collections import deque
+from collections.abc import Callable
 
-from jaxspec.speculation import SpeculativeConfig
+import numpy as np
+
+from jaxspec.speculation import ADAPTIVE, SpeculativeConfig
 
 _log = logging.getLogger(__name__)
 
+# Rounds between two looks at what is known, and the gain that a change must promise.
+LOOK_ROUNDS = 8
+HYSTERESIS = 1.04
+# The account is looked at over this many rounds, at least and at most, and closed when
+# it has lost this share of their time.
+WINDOW_ROUNDS = (16, 64)
+MAX_LOSS = 0.01
+# Seconds without drafts after a loss, at least and at most; it doubles each time.
+MIN_WAIT_S, MAX_WAIT_S = 0.25, 60.0
+# Without drafts the draft model is asked so seldom that it costs this share of the
+# time; and with drafts, a round without is timed again after so many seconds.
+PROBE_SHARE = 0.01
+REFRESH_S, REFRESH_ROUNDS = 10.0, 3
+
 
 class Controller:
-    """Picks K by the number of running requests and what they ask for.
+    """Picks K, and keeps the account of what that brought.
 
     Attributes:
         is_stopped: Nothing is drafted any more: drafting has failed.
+        num_drafts: K of the newest choice.
+        gain: Tokens per second it should bring, as a share of what plain decoding does;
+            None before anything is known.
+        saved_s, lost_s: Seconds won and lost against plain decoding so far.
+        num_probes: How often the draft model was asked while nothing was drafted.
+        num_stops: How often the account was closed.
     """
 
-    def __init__(self, speculative: SpeculativeConfig | None):
-        self.speculative = speculative
+    def __init__(
+        self,
+        speculative: SpeculativeConfig | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.speculative, self._clock = speculative, clock
         configured = speculative.num_speculative_tokens if speculative else 0
         # For which executables are built: how many drafts each sequence has is data.
         self.ladder = (0, configured) if configured else (0,)
+        self.is_adaptive = bool(speculative and speculative.controller == ADAPTIVE)
         self.is_stopped = False
+        self.num_drafts = configured
+        self.gain: float | None = None
+        self.saved_s = self.lost_s = 0.0
+        self.num_probes = self.num_stops = 0
+        # Of the newest choice: what it was made for, and rounds left until the next.
+        self._load: tuple[int, int] | None = None
+        self._rounds_left = 0
+        self._window: deque[tuple[float, float]] = deque(maxlen=WINDOW_ROUNDS[1])
+        self._wait_s, self._closed_until = MIN_WAIT_S, -np.inf
+        self._probe_ts = self._trial_ts = -np.inf
+        self._trial_wait_s = MIN_WAIT_S
+        self._plain_ts: dict[int, float] = {}
+        self._refresh_left = 0
 
     def stop(self, reason: str) -> None:
         """Draft no more."""
         if self.speculative is not None and not self.is_stopped:
-            self.is_stopped = True
+            self.is_stopped, self.num_drafts = True, 0
             _log.error("Going on without speculation: %s", reason)
 
     def limit(self, num_running: int) -> int:
@@ -39,3 +89,145 @@ class Controller:
     def rung(self, wanted: int) -> int:
         """The smallest K of the ladder that serves `wanted` drafts."""
         return next(rung for rung in self.ladder if rung >= wanted)
+
+    def choose(
+        self,
+        wanted: np.ndarray,
+        acceptance: Callable[[], np.ndarray],
+        seconds: Callable[[], list[float | None]],
+        catch_up_s: Callable[[], float],
+        can_ask: bool = False,
+    ) -> int:
+        """K of the next round.
+
+        Args:
+            wanted: Most drafts of each sequence that decodes.
+            acceptance: [sequence, position], as `Costs.acceptance` says.
+            seconds: Of a round with 0, 1, ... drafts; None where that is not known.
+            catch_up_s: What it takes before all sequences can have drafts, over the
+                rounds that they probably still have.
+            can_ask: A draft model says what its drafts would have brought, without a
+                round that is tried.
+        """
+        most = int(wanted.max(initial=0))
+        if not self.is_adaptive or not most:
+            return most
+        load = len(wanted), most
+        self._rounds_left -= 1
+        if self._refresh_left:
+            return 0
+        if load == self._load and self._rounds_left > 0:
+            return self.num_drafts
+        now = self._clock()
+        self._load, self._rounds_left = load, LOOK_ROUNDS
+        before = self.num_drafts
+        if now < self._closed_until:
+            self.num_drafts = 0
+        else:
+            known = seconds()
+            if any(one is None for one in known):
+                self.num_drafts = most  # as configured, until there is a comparison
+            else:
+                times = np.array(known)
+                self._compare(wanted, acceptance(), times, catch_up_s)
+                self._try(now, is_trial=before > 0, can_ask=can_ask)
+                self._remeasure(len(wanted), now)
+        if (before > 0) != (self.num_drafts > 0):
+            self._window.clear()
+        return 0 if self._refresh_left else self.num_drafts
+
+    def _try(self, now: float, *, is_trial: bool, can_ask: bool) -> None:
+        """Make a draft for a few rounds where that alone tells what drafts bring."""
+        if self.num_drafts:
+            self._trial_wait_s = MIN_WAIT_S
+        elif is_trial:
+            loss_s = -sum(won for won, _ in self._window)
+            self._trial_ts = now + max(self._trial_wait_s, loss_s / MAX_LOSS)
+            self._trial_wait_s = min(2 * self._trial_wait_s, MAX_WAIT_S)
+        elif now >= self._trial_ts and not can_ask:
+            self.num_drafts = 1
+
+    def _compare(
+        self,
+        wanted: np.ndarray,
+        acceptance: np.ndarray,
+        times: np.ndarray,
+        catch_up_s: Callable[[], float],
+    ) -> None:
+        """Choose the K of the most tokens per second."""
+        most, current = len(times) - 1, min(self.num_drafts, len(times) - 1)
+        survival = np.cumprod(acceptance[:, :most], axis=1)
+        survival *= np.arange(most) < wanted[:, None]
+        tokens = len(wanted) + np.append(0.0, np.cumsum(survival.sum(axis=0)))
+        if not current:
+            times = times + np.append(0.0, np.full(most, catch_up_s()))
+        rates = tokens / times
+        best = int(rates.argmax())
+        if rates[best] > HYSTERESIS * rates[current]:
+            current = best
+        self.num_drafts, self.gain = current, float(rates[current] / rates[0] - 1)
+
+    def _remeasure(self, num_seqs: int, now: float) -> None:
+        """Time a few plain rounds, where the last one was long ago."""
+        last = self._plain_ts.setdefault(num_seqs, now)
+        if self.num_drafts and now - last > REFRESH_S:
+            self._plain_ts[num_seqs] = now
+            self._refresh_left = REFRESH_ROUNDS
+
+    def wants_probe(self) -> bool:
+        """Whether to ask the draft model what its drafts would have brought."""
+        is_off = self.is_adaptive and not self.num_drafts and not self.is_stopped
+        return is_off and self._clock() >= max(self._probe_ts, self._closed_until)
+
+    def record_catch_up(self, seconds: float) -> None:
+        """Count what bringing the draft model up to date took."""
+        self.lost_s += seconds
+        if not self.num_drafts:
+            self.num_probes += 1
+            self._rounds_left = 0
+            wait_s = max(seconds / PROBE_SHARE, MIN_WAIT_S)
+            self._probe_ts = self._clock() + wait_s
+
+    def record_round(
+        self,
+        num_seqs: int,
+        num_drafts: int,
+        num_emitted: int,
+        seconds: float,
+        plain_s: float | None,
+    ) -> None:
+        """Count what a round won against plain decoding of the same tokens.
+
+        Args:
+            plain_s: Seconds of a round without drafts; None where that is not known.
+        """
+        if not num_drafts:
+            if num_seqs in self._plain_ts:
+                self._plain_ts[num_seqs] = self._clock()
+            self._refresh_left = max(self._refresh_left - 1, 0)
+            return
+        if plain_s is None or not num_seqs:
+            return
+        won = num_emitted / num_seqs * plain_s - seconds
+        if won > 0:
+            self.saved_s += won
+        else:
+            self.lost_s -= won
+        if not self.is_adaptive:
+            return
+        self._window.append((won, seconds))
+        if len(self._window) < WINDOW_ROUNDS[0]:
+            return
+        total, spent = np.sum(self._window, axis=0)
+        if total < -MAX_LOSS * spent:
+            self._close(-total)
+        elif len(self._window) == WINDOW_ROUNDS[1]:
+            self._wait_s = MIN_WAIT_S
+
+    def _close(self, loss_s: float) -> None:
+        """Go on without drafts until the loss is a small share of the time."""
+        self._closed_until = self._clock() + max(loss_s / MAX_LOSS, self._wait_s)
+        self._wait_s = min(2 * self._wait_s, MAX_WAIT_S)
+        self.num_drafts, self._rounds_left = 0, 0
+        self.num_stops += 1
+        self._window.clear()

@@ -4,7 +4,8 @@ Owns seconds by program shape, and acceptance by position: of each running reque
 of all. Whoever chooses what the next round does reads it here; this decides nothing.
 """
 
-import dataclasses
+import enum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,11 +18,28 @@ NEWEST = 0.25
 STALL = 4.0
 # Rounds after which an observed acceptance counts half.
 HALF_LIFE_ROUNDS = 64
+DECAY = 0.5 ** (1 / HALF_LIFE_ROUNDS)
 # Observations that a request's own acceptance needs to count as much as the mean of
 # all requests, and a position's as much as that of the position before it.
 PRIOR_WEIGHT = 4.0
 # Acceptance of the first position before any draft was verified.
-PRIOR_RATE = 0.5
+PRIOR_RATE = 0.7
+ROUNDING = 1e-9
+
+
+class Kind(enum.IntEnum):
+    """Requests whose drafts are alike, whose mean a new one begins with."""
+
+    GREEDY = 0
+    SEEDED = 1
+    SAMPLED = 2
+
+
+class Round(NamedTuple):
+    """What decides how long a launch takes: its program, and the drafts made in it."""
+
+    shape: StepShape
+    num_drafts: int = 0
 
 
 class Costs:
@@ -31,54 +49,62 @@ class Costs:
     no position is reached more often than the one before it is accepted.
 
     Attributes:
-        seconds: Of a launch, by its shape; there from a shape's second run on.
+        seconds: Of a launch; there from its second run on.
     """
 
     def __init__(self, num_rows: int, max_draft_tokens: int):
-        self.seconds: dict[StepShape, float] = {}
-        self._has_run: set[StepShape] = set()
-        # [row + 1, draft]: rounds that reached a position, and that accepted its draft;
-        # in the last row the sums over all requests.
-        self._reached = np.zeros((num_rows + 1, max_draft_tokens))
+        self.seconds: dict[Round, float] = {}
+        self._has_run: set[Round] = set()
+        # [row, draft]: rounds that reached a position, and that accepted its draft; in
+        # the last rows the sums over all requests of a kind.
+        self._reached = np.zeros((num_rows + len(Kind), max_draft_tokens))
         self._accepted = np.zeros_like(self._reached)
+        self._kind = np.zeros(num_rows, np.int64)
+        self._is_typical = np.ones(num_rows, bool)
+        self._first_kind = num_rows
+
+    def seed_time(self, round_: Round, seconds: float) -> None:
+        """Note what a round takes, measured with nobody waiting for it."""
+        self._has_run.add(round_)
+        self.seconds[round_] = seconds
 
     def record_time(
-        self, shape: StepShape, seconds: float, expected: float | None = None
+        self, round_: Round, seconds: float, expected: float | None = None
     ) -> float:
-        """Note how long a round kept the device; a shape's first run is no measure.
+        """Note how long a round kept the device; the first of its kind is no measure.
 
         Args:
-            expected: What it should have taken, where nothing is known of its shape.
+            expected: What it should have taken, where nothing is known of it.
 
         Returns:
             The seconds without a standstill of the machine.
         """
-        known = self.seconds.get(shape)
+        known = self.seconds.get(round_)
         expected = expected if known is None else known
         if expected is not None:
             seconds = min(seconds, STALL * expected)
-        if shape not in self._has_run:
-            self._has_run.add(shape)
+        if round_ not in self._has_run:
+            self._has_run.add(round_)
         elif known is None:
-            self.seconds[shape] = seconds
+            self.seconds[round_] = seconds
         else:
-            self.seconds[shape] = NEWEST * seconds + (1 - NEWEST) * known
+            self.seconds[round_] = NEWEST * seconds + (1 - NEWEST) * known
         return seconds
 
-    def expected_seconds(self, shape: StepShape) -> float | None:
+    def expected_seconds(self, round_: Round) -> float | None:
         """The time of a round, measured or between two measured numbers of drafts.
 
         Returns:
             None where nothing was measured on one of the two sides: a number of drafts
             beyond all that were tried may cost anything.
         """
-        if shape in self.seconds:
-            return self.seconds[shape]
-        num_drafts = shape.num_draft_tokens
+        if round_ in self.seconds:
+            return self.seconds[round_]
+        num_drafts = round_.num_drafts
         known = {
-            other.num_draft_tokens: seconds
+            other.num_drafts: seconds
             for other, seconds in self.seconds.items()
-            if dataclasses.replace(other, num_draft_tokens=num_drafts) == shape
+            if other.shape == round_.shape
         }
         fewer = max((k for k in known if k < num_drafts), default=None)
         more = min((k for k in known if k > num_drafts), default=None)
@@ -87,9 +113,16 @@ class Costs:
         share = (num_drafts - fewer) / (more - fewer)
         return known[fewer] + share * (known[more] - known[fewer])
 
-    def admit(self, row: int) -> None:
-        """Forget what drafts brought to the request that had a row before."""
+    def admit(
+        self, row: int, kind: Kind = Kind.GREEDY, *, is_typical: bool = True
+    ) -> None:
+        """Forget what drafts brought to the request that had a row before.
+
+        Args:
+            is_typical: What drafts bring to it says something of others.
+        """
         self._reached[row] = self._accepted[row] = 0
+        self._kind[row], self._is_typical[row] = kind, is_typical
 
     def record_acceptance(
         self, rows: np.ndarray, drafts: np.ndarray, accepted: np.ndarray
@@ -109,13 +142,40 @@ class Costs:
         # The first draft, and each that follows an accepted one.
         is_reached = position <= accepted[has_drafts, None]
         is_reached &= position < drafts[has_drafts, None]
-        decay = 0.5 ** (1 / HALF_LIFE_ROUNDS)
-        for sums, new in ((self._reached, is_reached), (self._accepted, is_accepted)):
-            sums[rows] = decay * sums[rows] + new
-            sums[-1] = decay * sums[-1] + new.sum(axis=0)
+        self._add(rows, is_reached, is_accepted)
 
-    def mean_acceptance(self) -> np.ndarray:
-        """How likely each draft is accepted once those before it are, of all requests.
+    def record_likeness(self, row: int, likeness: np.ndarray) -> None:
+        """Count tokens that the target made without drafts, each as a first draft.
+
+        Args:
+            likeness: How likely a draft in the place of each would have stayed.
+        """
+        count = len(likeness)
+        if not count:
+            return
+        weights = DECAY ** np.arange(count - 1, -1, -1)
+        reached, accepted = np.zeros((2, 1, self._reached.shape[1]))
+        reached[0, 0], accepted[0, 0] = weights.sum(), weights @ likeness
+        self._add(np.array([row]), reached, accepted, num_rounds=count)
+
+    def _add(
+        self,
+        rows: np.ndarray,
+        reached: np.ndarray,
+        accepted: np.ndarray,
+        num_rounds: int = 1,
+    ) -> None:
+        decay = DECAY**num_rounds
+        kinds, is_typical = self._kind[rows], self._is_typical[rows]
+        for sums, new in ((self._reached, reached), (self._accepted, accepted)):
+            sums[rows] = decay * sums[rows] + new
+            for kind in set(kinds[is_typical].tolist()):
+                total = new[is_typical & (kinds == kind)].sum(axis=0)
+                sums[self._first_kind + kind] *= decay
+                sums[self._first_kind + kind] += total
+
+    def mean_acceptance(self, kind: Kind = Kind.GREEDY) -> np.ndarray:
+        """How likely each draft is accepted once those before it are, of a kind.
 
         A position that was hardly reached is taken to be like the one before it.
 
@@ -123,25 +183,31 @@ class Costs:
             One rate per draft position.
         """
         rates, rate = np.empty(self._reached.shape[1]), PRIOR_RATE
+        row = self._first_kind + kind
         for position in range(len(rates)):
-            reached = self._reached[-1, position] + PRIOR_WEIGHT
-            rate = (self._accepted[-1, position] + PRIOR_WEIGHT * rate) / reached
+            reached = self._reached[row, position] + PRIOR_WEIGHT
+            rate = (self._accepted[row, position] + PRIOR_WEIGHT * rate) / reached
             rates[position] = rate
         return rates
 
     def acceptance(self, rows: np.ndarray) -> np.ndarray:
-        """The same of the requests in some rows; a new one is like the mean.
+        """The same of the requests in some rows; a new one is like its kind's mean.
 
         Returns:
             [row, position].
         """
-        prior = PRIOR_WEIGHT * self.mean_acceptance()
+        means = np.stack([self.mean_acceptance(kind) for kind in Kind])
+        prior = PRIOR_WEIGHT * means[self._kind[rows]]
         return (self._accepted[rows] + prior) / (self._reached[rows] + PRIOR_WEIGHT)
+
+    def are_drawn(self, rows: np.ndarray) -> bool:
+        """Whether any of the requests in some rows samples without a seed."""
+        return bool((self._kind[rows] == Kind.SAMPLED).any())
 
     def check(self) -> None:
         """Assert the invariants."""
         assert all(seconds > 0 for seconds in self.seconds.values())
         assert self.seconds.keys() <= self._has_run
         assert (self._accepted >= 0).all()
-        assert (self._accepted <= self._reached).all()
-        assert (self._reached[:, 1:] <= self._accepted[:, :-1]).all()
+        assert (self._accepted <= self._reached + ROUNDING).all()
+        assert (self._reached[:, 1:] <= self._accepted[:, :-1] + ROUNDING).all()

@@ -12,7 +12,7 @@ from jaxspec.config import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.batch import Launch, LaunchError, on_device
 from jaxspec.engine.controller import Controller
-from jaxspec.engine.costs import Costs
+from jaxspec.engine.costs import Costs, Round
 from jaxspec.engine.input_processor import InputProcessor, Prepared
 from jaxspec.engine.loader import Sleep, check_level, make_runner, read_tokenizer
 from jaxspec.engine.metrics import EngineMetrics, Load
@@ -24,7 +24,7 @@ from jaxspec.engine.stats import EngineStats
 from jaxspec.errors import ConfigError, RequestError, check_integer, refuse
 from jaxspec.metrics import Metric
 from jaxspec.outputs import RequestOutput
-from jaxspec.program.plan import Features, StepShape
+from jaxspec.program.plan import TILE, Features, StepShape
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 LOG_INTERVAL_S = 10.0
 # Longest wait for a program before calls of other threads are served.
 MAX_WAIT_S = 0.05
+# Tokens of the sequences that programs are timed with.
+REHEARSAL_CONTEXT = 256
 
 
 class LLMEngine:
@@ -70,6 +72,8 @@ class LLMEngine:
         self._sleep = Sleep(config, self.runner)
         # Must be compiled before requests are served; None for nothing.
         self._first_program: StepShape | None = None
+        self._rehearsed: set[Round] = set()
+        self._rehearsed_version = -1
 
     def _make_scheduler(self) -> Scheduler:
         return Scheduler(
@@ -204,6 +208,7 @@ class LLMEngine:
         self._launched.clear()
 
     def _step(self) -> list[RequestOutput]:
+        self._rehearse_next()
         start, outputs, waited = time.monotonic(), list[RequestOutput](), 0.0
         launch = self.scheduler.plan()
         if launch is not None:
@@ -219,6 +224,52 @@ class LLMEngine:
         self.stats.host_s += host_s
         self.metrics.add_step(host_s)
         return outputs
+
+    def _rehearse_next(self) -> None:
+        """Time one program that is new; most calls do nothing.
+
+        Not beside a compile, which would make it slower than the others.
+        """
+        compiler = self.runner.compiler
+        version = compiler.version
+        if version == self._rehearsed_version or compiler.num_wanted:
+            return
+        left = self._unrehearsed()
+        if left:
+            self._rehearse(left[0])
+        else:
+            self._rehearsed_version = version
+
+    def _unrehearsed(self) -> list[Round]:
+        """Rounds whose times the choice of K needs."""
+        if not self.controller.is_adaptive or self.is_sleeping():
+            return []
+        most = self.config.num_draft_tokens
+        rounds = []
+        for shape in self.runner.compiler.made:
+            if shape.is_catch_up or not (shape.chunk or shape.features.has_grammar):
+                drafts = sorted(
+                    {min(1, shape.num_draft_tokens), min(most, shape.num_draft_tokens)}
+                )
+                rounds += [Round(shape, k) for k in drafts]
+        return [one for one in rounds if one not in self._rehearsed]
+
+    def _rehearse(self, round_: Round) -> None:
+        """Time a round over sequences that nobody asked for."""
+        self._rehearsed.add(round_)
+        pages, size = self.scheduler.pages, self.config.page_size
+        lookahead = 8 * (self.config.num_draft_tokens + 1)
+        context = min(REHEARSAL_CONTEXT, self.config.max_model_len - lookahead)
+        count = -(-(context + lookahead) // size)
+        if context < TILE or count > pages.num_free:
+            return
+        taken = pages.take(count)
+        try:
+            with on_device():
+                seconds = self.runner.rehearse(round_, taken, context)
+        finally:
+            pages.release(taken)
+        self.costs.seed_time(round_, seconds)
 
     def _wait_for_program(self) -> float:
         """Wait a while for the program that all requests wait for; the seconds."""
@@ -373,6 +424,8 @@ class LLMEngine:
         """
         for shape in self._wanted(prompt_tokens, sampling_params):
             self.runner.executable(shape)
+        for round_ in self._unrehearsed():
+            self._rehearse(round_)
 
     def start_warm_up(self, sampling_params: Iterable[SamplingParams] = ()) -> None:
         """Have the same programs made beside requests, which the first of them serves.

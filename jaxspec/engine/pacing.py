@@ -7,8 +7,7 @@ decide how many tokens go in: over the rounds of a prefill, the mean time is hel
 
 import math
 
-from jaxspec.engine.costs import Costs
-from jaxspec.program.plan import StepShape
+from jaxspec.engine.costs import Costs, Round
 
 MAX_SLOWDOWN = 1.5
 # What was saved for a chunk is enough for it, whatever the last bits say.
@@ -34,14 +33,14 @@ class Pacer:
         self._num_waited = 0
 
     def record(
-        self, shape: StepShape, seconds: float, charged_s: float | None = None
+        self, round_: Round, seconds: float, charged_s: float | None = None
     ) -> None:
         """Note what a round took.
 
         Args:
             charged_s: What `chunk` has paid out for it.
         """
-        seconds = self.costs.record_time(shape, seconds, charged_s)
+        seconds = self.costs.record_time(round_, seconds, charged_s)
         if charged_s is not None:
             self.saved_s += charged_s - seconds
 
@@ -49,9 +48,7 @@ class Pacer:
         """There is nothing to prefill: the next prefill starts with an even account."""
         self.saved_s, self._num_waited = 0.0, 0
 
-    def chunk(
-        self, plain: StepShape, mixed: list[StepShape]
-    ) -> tuple[int, float | None]:
+    def chunk(self, plain: Round, mixed: list[Round]) -> tuple[int, float | None]:
         """The prompt tokens that the next round may take along, and what it pays out.
 
         Args:
@@ -62,7 +59,7 @@ class Pacer:
         if base is None:
             return 0, None  # first see what a round takes
         allowance = MAX_SLOWDOWN * base
-        costs, chunks = self._costs_of(base, mixed), [shape.chunk for shape in mixed]
+        costs, chunks = self._costs_of(base, mixed), [one.shape.chunk for one in mixed]
         chosen, cost = 0, base
         for size, seconds in zip(chunks, costs, strict=True):
             if seconds <= (allowance + self.saved_s) * ROUNDING:
@@ -74,18 +71,19 @@ class Pacer:
         self.saved_s = min(self.saved_s + allowance, most + cost) - cost
         return chosen, cost
 
-    def _costs_of(self, base: float, mixed: list[StepShape]) -> list[float]:
+    def _costs_of(self, base: float, mixed: list[Round]) -> list[float]:
         """Measured times; what is not known is taken as in proportion to the last.
 
         While nothing is known, the smallest chunk is tried and no other.
         """
-        found = [self.costs.seconds.get(shape) for shape in mixed]
+        found = [self.costs.seconds.get(one) for one in mixed]
         if found[0] is None:
             return [base] + [math.inf] * (len(mixed) - 1)
+        chunks = [one.shape.chunk for one in mixed]
         costs = [found[0]]
         for index, known in enumerate(found[1:], 1):
             if known is None:
                 more = costs[-1] - base
-                known = base + more * mixed[index].chunk / mixed[index - 1].chunk
+                known = base + more * chunks[index] / chunks[index - 1]
             costs.append(known)
         return costs

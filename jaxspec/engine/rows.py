@@ -24,15 +24,15 @@ class RowTable:
 
     A draft model lags behind while rounds run without it, since it has keys and values
     only for tokens of its own passes. Its first pass of a round takes two tokens; with
-    more than 2 in `num_draft_uncached`, a request needs a prefill of the draft alone
-    before it gets drafts again:
+    more than 2 in `num_draft_uncached`, a request decodes without drafts until a launch
+    has brought the draft model up to date:
 
         launch                 uncached tokens, at most
         end of the prompt      1  the sampled token
         K = 3                  2  the last draft, the target's token
         K = 0                  3
         K = 0                  4
-        prefill of the draft   1  the last one, the next round's input
+        catch-up               1  the last one, the next round's input
         K = 3                  2
 
     Attributes:
@@ -125,24 +125,28 @@ class RowTable:
     def decodable(self, limit: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows that can decode now, and how many drafts each wants, at most `limit`.
 
-        A row that may have reached its last token waits for the read; one that wants
-        drafts while the draft model lags waits until that has caught up.
+        A row that may have reached its last token waits for the read.
         """
         rows = np.flatnonzero(self.is_decoding)
         may_be_over = self.most_tokens(rows) >= self.max_total[rows]
         may_be_over &= self.num_unread[rows] > 0
         wanted = np.minimum(limit, self.num_draft[rows])
         wanted[self.most_tokens(rows) >= self._longest_drafted] = 0
-        is_behind = (wanted > 0) & (self.num_draft_uncached[rows] > 2)
-        can_go_on = ~(may_be_over | is_behind)
-        return rows[can_go_on], wanted[can_go_on]
+        return rows[~may_be_over], wanted[~may_be_over]
 
-    def lagging(self) -> list[Request]:
-        """Requests without unread launches whose draft model has to catch up."""
+    def lags(self, rows: np.ndarray) -> np.ndarray:
+        """Whether the draft model has to catch up before a row gets drafts."""
+        return self.num_draft_uncached[rows] > 2
+
+    def lagging(self) -> np.ndarray:
+        """Rows whose draft model can catch up now: where all launches are plain.
+
+        How many tokens the sequence will have is known then, whatever it says.
+        """
         late = self.is_decoding & (self.num_draft_uncached > 2) & (self.num_draft > 0)
-        late &= self.num_unread == 0
+        late &= self.num_unread == self.ahead
         late &= self.num_tokens < self._longest_drafted
-        return self.owners_of(np.flatnonzero(late).tolist())
+        return np.flatnonzero(late)
 
     def possible_drafts(self, rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """How many of the drafts that each row wants its sequence has room for."""

@@ -6,7 +6,8 @@ The only module of `engine` that touches jax.
 import dataclasses
 import logging
 import platform
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,25 @@ from jax.sharding import Mesh
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.compiler import Compiler
+from jaxspec.engine.costs import Round
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.shapes import EveryProgram, Programs
 from jaxspec.engine.structured_output import TokenMasks
 from jaxspec.errors import ConfigError
 from jaxspec.models.params import Params
-from jaxspec.program.plan import Features, PoolShape, StepPlan, StepShape
+from jaxspec.program.plan import (
+    TILE,
+    Features,
+    PoolShape,
+    StepPlan,
+    StepShape,
+    Tile,
+)
 from jaxspec.program.propose import proposers_of
-from jaxspec.program.rows import init_rows
+from jaxspec.program.rows import init_rows, rehearsal_rows
 from jaxspec.program.state import EngineState, init_token_pages, init_zeros, page_forms
 from jaxspec.program.step import ProgramConfig
-from jaxspec.program.wire import PlanLayout, StepResult
+from jaxspec.program.wire import CaughtUp, PlanLayout, StepResult
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh, replicated
 
 _log = logging.getLogger(__name__)
@@ -149,9 +158,41 @@ class Runner:
         self.num_launches += 1
         return result
 
-    def fetch(self, result: jax.Array, shape: StepShape) -> StepResult:
+    def rehearse(
+        self, round_: Round, pages: Sequence[int], context: int, num_runs: int = 3
+    ) -> float:
+        """Median seconds of a round, run with nobody waiting for it.
+
+        Args:
+            pages: May be written to, and have room for some tokens more than `context`.
+        """
+        shape, pool = round_.shape, self.pool
+        kept = self.state.rows
+        temperature = 0.0 if shape.features.is_greedy else 1.0
+        made = rehearsal_rows(pool, pages, context, temperature)
+        rows = jax.device_put(made, replicated(self.mesh))
+        self.state = dataclasses.replace(self.state, rows=rows)
+        tile = Tile(row=0, start=0, tokens=np.zeros(TILE, np.int32), is_last=False)
+        plan = StepPlan(
+            decode=[(row, round_.num_drafts) for row in range(shape.num_seqs)],
+            tiles=[tile] * shape.num_tiles,
+        )
+        seconds = []
+        try:
+            for _ in range(num_runs + 1):
+                start = time.perf_counter()
+                self.fetch(self.launch(plan, shape), shape)
+                seconds.append(time.perf_counter() - start)
+        finally:
+            self.state = dataclasses.replace(self.state, rows=kept)
+        # The first may have waited for what was launched before.
+        return float(np.median(seconds[1:]))
+
+    def fetch(self, result: jax.Array, shape: StepShape) -> StepResult | CaughtUp:
         """Wait for a round and read what it did: the one copy to the host."""
-        return StepResult.unpack(np.asarray(jax.device_get(result)), shape)
+        vector = np.asarray(jax.device_get(result))
+        form = CaughtUp if shape.is_catch_up else StepResult
+        return form.unpack(vector, shape)
 
     def drop_pages(self) -> None:
         """Free the memory of the pages; nothing that they hold is kept."""

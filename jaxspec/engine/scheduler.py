@@ -23,9 +23,11 @@ from jaxspec.engine.batch import (
     Progress,
     claims_of,
     commit,
+    commit_catch_up,
+    plan_catch_up,
 )
 from jaxspec.engine.controller import Controller
-from jaxspec.engine.costs import Costs
+from jaxspec.engine.costs import Costs, Kind, Round
 from jaxspec.engine.kv_cache import PageTables
 from jaxspec.engine.pacing import Pacer
 from jaxspec.engine.request import Request, Status
@@ -34,6 +36,7 @@ from jaxspec.engine.shapes import Programs, Shapes
 from jaxspec.engine.stats import EngineStats
 from jaxspec.engine.structured_output import GrammarState
 from jaxspec.program.plan import (
+    COUPLED,
     MAX_CONTROLLED,
     TILE,
     Features,
@@ -42,7 +45,10 @@ from jaxspec.program.plan import (
     StepShape,
 )
 from jaxspec.program.tree import Tree
-from jaxspec.program.wire import StepResult
+from jaxspec.program.wire import CaughtUp, StepResult
+
+# Rounds that what a change costs is spread over, at least and at most.
+HORIZON_ROUNDS = 8, 256
 
 
 class Decode(NamedTuple):
@@ -52,13 +58,11 @@ class Decode(NamedTuple):
         rows: None while the program for them is being compiled.
         wanted: Draft tokens of each row.
         shape: The program for them, without prompts.
-        lagging: Requests whose draft model has to catch up before it drafts.
     """
 
     rows: np.ndarray
     wanted: np.ndarray
     shape: StepShape | None
-    lagging: list[Request]
 
     @property
     def num_draft_tokens(self) -> int:
@@ -90,6 +94,8 @@ class Scheduler:
         self.waiting = WaitingQueue(config.scheduling_policy)
         self.running: list[Request] = []
         self.pacer = Pacer(self.costs)
+        # Bringing the draft model up to date and decoding take turns.
+        self._has_caught_up = False
 
     @property
     def _has_draft_model(self) -> bool:
@@ -111,6 +117,9 @@ class Scheduler:
 
     def plan(self) -> Launch | None:
         """Plan the next launch; None when nothing can be done before a read."""
+        catch_up = self._plan_catch_up()
+        if catch_up is not None:
+            return catch_up
         decode = self._decodable()
         shapes = self._shapes_with_prompts(decode)
         room, charged_s = self._room(decode, shapes)
@@ -129,21 +138,81 @@ class Scheduler:
 
     def _decodable(self) -> Decode:
         """The rows that can decode next, in a program that is compiled."""
-        limit = self.controller.limit(len(self.running) + bool(self.waiting))
-        rows, wanted = self.rows.decodable(limit)
-        shape = None
+        rows, wanted = self.rows.decodable(self._limit)
+        features, shape = self.rows.features(rows), None
         if len(rows):
-            num_draft, features = int(wanted.max()), self.rows.features(rows)
-            shape = self.shapes.find(len(rows), num_draft, 0, features)
+            wanted = np.minimum(wanted, self._choose(rows, wanted, features))
+            if self._has_draft_model:
+                wanted[self.rows.lags(rows)] = 0
+            shape = self.shapes.find(len(rows), int(wanted.max()), 0, features)
         if shape is None:
             rows, wanted = rows[:0], wanted[:0]
-        has_lag = limit and self._has_draft_model
-        return Decode(rows, wanted, shape, self.rows.lagging() if has_lag else [])
+        return Decode(rows, wanted, shape)
+
+    @property
+    def _limit(self) -> int:
+        """Most drafts that a sequence may have now."""
+        return self.controller.limit(len(self.running) + bool(self.waiting))
+
+    def _choose(self, rows: np.ndarray, wanted: np.ndarray, features: Features) -> int:
+        """K of the next round."""
+
+        def seconds() -> list[float | None]:
+            found: list[float | None] = []
+            for k in range(int(wanted.max()) + 1):
+                shape = self.shapes.find(len(rows), k, 0, features)
+                known = shape and self.costs.expected_seconds(Round(shape, k))
+                found.append(known)
+            return found
+
+        return self.controller.choose(
+            wanted,
+            acceptance=lambda: self.costs.acceptance(rows),
+            seconds=seconds,
+            catch_up_s=lambda: self._catch_up_s(rows),
+            can_ask=self._has_draft_model and not self.costs.are_drawn(rows),
+        )
+
+    def _catch_up_s(self, rows: np.ndarray) -> float:
+        """Seconds per round before all rows can have drafts, over what is left."""
+        shape = self.shapes.catch_up
+        rows = rows[self.rows.lags(rows)]
+        if not self._has_draft_model or shape is None or not len(rows):
+            return 0.0
+        tiles = -(-self.rows.num_draft_uncached[rows] // TILE)
+        seconds = self.costs.seconds.get(Round(shape), 0.0)
+        launches = -(-int(tiles.sum()) // shape.num_tiles)
+        left = self.rows.max_total[rows] - self.rows.num_tokens[rows]
+        return launches * seconds / float(np.clip(left.mean(), *HORIZON_ROUNDS))
+
+    def _plan_catch_up(self) -> Launch | None:
+        """Bring the draft model up to date with rows that may have drafts again.
+
+        While nothing is drafted one row is enough now and then, to learn what drafts
+        would bring.
+        """
+        shape = self.shapes.catch_up
+        if shape is None or not self._has_draft_model or not self._limit:
+            return None
+        lagging = self.rows.lagging()
+        if not len(lagging) or self._has_caught_up:
+            self._has_caught_up = False
+            return None
+        if self.controller.is_adaptive and not self.controller.num_drafts:
+            if not self.controller.wants_probe():
+                return None
+        lagging = lagging[self.rows.num_draft_uncached[lagging].argsort(kind="stable")]
+        if self.controller.is_adaptive and not self.controller.num_drafts:
+            lagging = lagging[:1]
+        if not self.shapes.has(shape):
+            return None
+        self._has_caught_up = True
+        return plan_catch_up(self.rows, lagging, shape)
 
     def _shapes_with_prompts(self, decode: Decode) -> list[StepShape]:
         """Compiled programs for a launch with prompts, from the smallest."""
         prefilling = self._prefilling
-        if not (prefilling or self.waiting or decode.lagging):
+        if not (prefilling or self.waiting):
             return []
         features, tokens = self.rows.features(decode.rows), 0
         for request in prefilling:
@@ -172,7 +241,9 @@ class Scheduler:
         if decode.shape is None or not shapes:
             # Prompts wait for the read, or until the draft model has caught up.
             return 0, None
-        tokens, charged_s = self.pacer.chunk(decode.shape, shapes)
+        k = decode.num_draft_tokens
+        mixed = [Round(shape, k) for shape in shapes]
+        tokens, charged_s = self.pacer.chunk(Round(decode.shape, k), mixed)
         return tokens // TILE, charged_s
 
     def _plan(
@@ -192,14 +263,10 @@ class Scheduler:
             # Drop the rows that were preempted or found no page.
             is_served = (self.rows.owner[rows] >= 0) & ~np.isin(rows, sitting_out)
             rows, wanted = rows[is_served], wanted[is_served]
-        work = PrefillBatch(self.rows, self.tables, most, updates)
-        for request in decode.lagging:
-            if work.room and request.row >= 0:
-                work.prefill_draft(request)
-        work.room = min(work.room, room)
+        work = PrefillBatch(self.rows, self.tables, room, updates)
         for request, _ in going_on:
             is_there = request.row >= 0 and request.row not in (sitting_out or ())
-            if work.room and is_there:  # the draft's prefill takes room as well
+            if is_there:
                 work.prefill(request)
         # Without any program for prompts, admission requests one.
         while sitting_out is None and (work.room or not shapes) and self._admit(work):
@@ -209,9 +276,8 @@ class Scheduler:
         shape = decode.shape
         if work.tiles:
             features = self.rows.features(rows)
-            for tile, request in zip(work.tiles, work.tiled, strict=True):
-                if not tile.is_draft_only:
-                    features |= request.features
+            for request in work.tiled:
+                features |= request.features
             # Pages were taken for all rows: a plan of fewer may not list them.
             num_seqs = len(rows)
             if sitting_out is not None and shape is not None:
@@ -324,7 +390,11 @@ class Scheduler:
         self.running.append(request)
         longest = request.max_total + self.config.num_draft_tokens
         work.begin(request, found, min(longest, self.config.max_model_len))
-        self.costs.admit(request.row)
+        self.costs.admit(
+            request.row,
+            kind_of(request),
+            is_typical=request.grammar is None and request.controls is None,
+        )
         if not request.stats.scheduled_ts:
             request.stats.scheduled_ts = time.monotonic()
         return True
@@ -401,8 +471,13 @@ class Scheduler:
             charged_s=charged_s,
         )
 
-    def commit(self, launch: Launch, result: StepResult) -> list[Progress]:
+    def commit(self, launch: Launch, result: StepResult | CaughtUp) -> list[Progress]:
         """Take a launch's result into the requests that have not ended."""
+        if isinstance(result, CaughtUp):
+            commit_catch_up(launch, result, self.costs)
+            self.controller.record_catch_up(launch.seconds)
+            return []
+        self._record_round(launch, result)
         progress = commit(launch, result, self.rows, self.stats, self.costs)
         for part in progress:
             if part.is_broken:
@@ -414,7 +489,22 @@ class Scheduler:
 
     def record_time(self, launch: Launch, seconds: float) -> None:
         """Record how long a launch kept the device busy."""
-        self.pacer.record(launch.shape, seconds, launch.charged_s)
+        launch.seconds = seconds
+        self.pacer.record(launch.round, seconds, launch.charged_s)
+
+    def _record_round(self, launch: Launch, result: StepResult) -> None:
+        """Have the controller count what a round without prompts has brought."""
+        count = len(launch.rows)
+        if launch.shape.chunk or not count:
+            return
+        plain = self.shapes.find(count, 0, 0, launch.shape.features)
+        self.controller.record_round(
+            count,
+            launch.round.num_drafts,
+            int(result.num_emitted[:count].sum()),
+            launch.seconds,
+            plain and self.costs.expected_seconds(Round(plain)),
+        )
 
     def finish(self, request: Request, reason: str, stop: int | str | None) -> None:
         """End a request: its row and pages are free for the next plan."""
@@ -442,6 +532,13 @@ class Scheduler:
         self.rows.check()
         assert self.pages.num_free == self.pages.num_pages, "a page is held"
         assert len(self.rows.free) == self.config.max_num_seqs, "a row is taken"
+
+
+def kind_of(request: Request) -> Kind:
+    """Which requests its drafts are like."""
+    if not request.params.temperature:
+        return Kind.GREEDY
+    return Kind.SEEDED if request.rule == COUPLED else Kind.SAMPLED
 
 
 def _grammars(decoding: list[Request], work: PrefillBatch) -> dict[int, GrammarState]:

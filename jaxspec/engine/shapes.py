@@ -18,6 +18,8 @@ from jaxspec.program.plan import TILE, Features, StepShape
 MAX_CHUNK = 2048
 # The same with `batch_invariant`, where every launch has room for as many.
 INVARIANT_CHUNK = 4 * TILE
+# Tiles of tokens that the draft model takes in at once.
+CATCH_UP_TILES = 4
 # Numbers of sequences for which programs without prompts are built.
 NUM_SIZES = 3
 
@@ -57,6 +59,8 @@ class Shapes:
 
     Attributes:
         max_tiles: Of prompts, in one launch.
+        catch_up: The program that brings the draft model up to date; None where there
+            is none.
     """
 
     def __init__(
@@ -74,6 +78,10 @@ class Shapes:
         self._with_prompts: dict[tuple, list[StepShape]] = {}
         self._found_version = -1
         self._forms = self._all_forms()
+        self.catch_up = None
+        if config.draft_model_config is not None and len(controller.ladder) > 1:
+            tiles = min(CATCH_UP_TILES, self.max_tiles)
+            self.catch_up = StepShape.catch_up(tiles * TILE)
 
     def _all_forms(self) -> dict[Features, list[StepShape]]:
         """The programs of every form, forms in the order of what launches cost in them.
@@ -148,7 +156,16 @@ class Shapes:
         chunks = sorted({shape.chunk for shape in listed})
         last = next(chunk for chunk in chunks if chunk >= wanted)
         kept = [shape for shape in listed if shape.chunk <= last]
+        if self.catch_up is not None:
+            kept.append(self.catch_up)
         return list(dict.fromkeys(kept))
+
+    def has(self, shape: StepShape) -> bool:
+        """Whether a program is compiled; if not, it is requested."""
+        if shape in self._programs:
+            return True
+        self._programs.request(shape)
+        return False
 
     def find(
         self,

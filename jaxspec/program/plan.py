@@ -94,16 +94,26 @@ class StepShape:
             leaves the draft model out of the program.
         chunk: Prompt tokens fed, a multiple of `TILE` (or 0).
         features: What the requests of the launch need.
+        is_catch_up: Nobody decodes. The draft model alone is fed tokens that the target
+            made without it, and compares its own choice with them.
     """
 
     num_seqs: int
     num_draft_tokens: int
     chunk: int
     features: Features = Features()
+    is_catch_up: bool = False
+
+    @classmethod
+    def catch_up(cls, chunk: int) -> "StepShape":
+        """The program that brings draft models up to date."""
+        return cls(num_seqs=0, num_draft_tokens=0, chunk=chunk, is_catch_up=True)
 
     @property
     def name(self) -> str:
         """What logs call it: `8x5+512_sampled`, sequences x drafts + prompt tokens."""
+        if self.is_catch_up:
+            return f"catch-up+{self.chunk}"
         chunk = f"+{self.chunk}" if self.chunk else ""
         return f"{self.num_seqs}x{self.num_draft_tokens}{chunk}_{self.features.name}"
 
@@ -293,7 +303,6 @@ class Tile:
     Attributes:
         start: Position of the first token.
         is_last: The prompt ends here: sample the next token.
-        is_draft_only: The target has these tokens already; only the draft lacks them.
         next_token: The known token after these, whose log-probability is wanted.
     """
 
@@ -301,7 +310,6 @@ class Tile:
     start: int = column(np.int32)
     tokens: np.ndarray = column(np.int32, TILE, is_right_aligned=True)
     is_last: bool = column(bool)
-    is_draft_only: bool = column(bool, default=False)
     next_token: int = column(np.int32, pad=NO_TOKEN, default=NO_TOKEN)
 
 

@@ -5,6 +5,7 @@ host sends is declared in `plan.RequestValues` and `plan.ControlValues`.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, no_type_check
 
@@ -99,6 +100,30 @@ def init_rows(pool: PoolShape) -> Rows:
     )
 
 
+def rehearsal_rows(
+    pool: PoolShape, pages: Sequence[int], context: int, temperature: float
+) -> Rows:
+    """Rows in the middle of their texts, to time programs with: on the host.
+
+    Args:
+        pages: All rows have them; what they hold means nothing afterwards.
+        context: Tokens of each text.
+    """
+    rows = init_rows(pool)
+    table = np.full_like(rows.page_table, pool.num_pages)
+    table[:, : len(pages)] = pages
+    lengths = np.full_like(rows.num_tokens, context)
+    return dataclasses.replace(
+        rows,
+        num_tokens=lengths,
+        num_prompt=lengths.copy(),
+        max_total=np.full_like(rows.max_total, pool.max_model_len),
+        is_done=np.zeros_like(rows.is_done),
+        page_table=table,
+        temperature=np.full_like(rows.temperature, temperature),
+    )
+
+
 class Tiles(NamedTuple):
     """Prompt tiles of one launch."""
 
@@ -107,7 +132,6 @@ class Tiles(NamedTuple):
     start: Int[Array, " tile"]
     length: Int[Array, " tile"]
     is_last: Array
-    is_draft_only: Array
 
     @property
     def position(self) -> Int[Array, "tile token"]:

@@ -4,6 +4,7 @@ The only `jax.jit` of the package. Static: the shapes and model configs. Donated
 engine's state. The host passes one plan vector and reads one result vector.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from jaxspec.models.network import build_network
 from jaxspec.models.params import Params
 from jaxspec.program import controls, grammar, logprobs
 from jaxspec.program.forward import Verified, forward
-from jaxspec.program.plan import PoolShape, StepShape
+from jaxspec.program.plan import NO_TOKEN, TILE, PoolShape, StepShape
 from jaxspec.program.propose.proposal import Context, Proposal, Proposer
 from jaxspec.program.region import make_region
 from jaxspec.program.rows import (
@@ -35,7 +36,7 @@ from jaxspec.program.rows import (
 )
 from jaxspec.program.state import EngineState
 from jaxspec.program.tree import Tree
-from jaxspec.program.verify import verify
+from jaxspec.program.verify import force_one, verify
 from jaxspec.program.wire import PlanLayout, result_layout
 from jaxspec.sharding import TARGET_MESH_AXES, replicated
 from jaxspec_kernels.dispatch import implementation_for
@@ -92,6 +93,8 @@ def speculative_step(
         The new state, and what `StepResult.unpack` reads.
     """
     launch = _read_plan(state, plan, config.pool, shape)
+    if shape.is_catch_up:
+        return _catch_up(proposer_params, state, launch, config=config, shape=shape)
     active = launch.active
     proposal, num_draft, proposers = _propose(
         proposer_params, state.proposers, launch, config=config, shape=shape
@@ -139,14 +142,12 @@ class _Launch(NamedTuple):
     token_pages: Int[Array, "page page_size"]
     active: Active
 
-    def batch(self, pool: PoolShape, *, is_draft: bool) -> TokenBatch:
-        """The prompt tiles, for one of the two models."""
+    def batch(self, pool: PoolShape) -> TokenBatch:
+        """The prompt tiles."""
         tiles = self.tiles
         page_table = self.rows.page_table.at[tiles.row].get(mode="clip")
         is_row = tiles.row < pool.num_rows
         is_written = tiles.is_token & is_row[:, None]
-        if not is_draft:
-            is_written &= ~tiles.is_draft_only[:, None]
         kv_len = jnp.where(is_row, tiles.start + tiles.length, 0)
         return make_region(tiles.tokens, kv_len, page_table, is_written, pool)
 
@@ -176,24 +177,7 @@ def _propose(
 ) -> tuple[Proposal | None, Int[Array, " seq"], tuple[Any, ...]]:
     """Drafts, how many of each sequence count, and what the proposers keep."""
     active, tree = launch.active, shape.tree
-    has_prompts = shape.chunk and any(one.has_params for one in config.proposers)
-    context = Context(
-        active=active,
-        token_pages=launch.token_pages,
-        tree=tree,
-        pool=config.pool,
-        prompts=launch.batch(config.pool, is_draft=True) if has_prompts else None,
-        backend=config.backend,
-        adjuster=lambda axes: _adjuster(
-            launch.rows,
-            launch.token_pages,
-            active,
-            launch.fields,
-            axes,
-            config=config,
-            shape=shape,
-        ),
-    )
+    context = _context(launch, config=config, shape=shape)
     proposal, kept = None, []
     for proposer, own, state in zip(config.proposers, params, states, strict=True):
         if tree.num_nodes:
@@ -207,6 +191,73 @@ def _propose(
     if proposal is not None:
         num_draft = jnp.minimum(num_draft, proposal.num_drafts)
     return proposal, num_draft, tuple(kept)
+
+
+def _context(launch: _Launch, *, config: ProgramConfig, shape: StepShape) -> Context:
+    """What proposers see of a launch."""
+    has_prompts = shape.chunk and any(one.has_params for one in config.proposers)
+    return Context(
+        active=launch.active,
+        token_pages=launch.token_pages,
+        tree=shape.tree,
+        num_wanted=launch.fields["decode_draft"].max(initial=0),
+        pool=config.pool,
+        prompts=launch.batch(config.pool) if has_prompts else None,
+        backend=config.backend,
+        adjuster=lambda axes: _adjuster(
+            launch.rows,
+            launch.token_pages,
+            launch.active,
+            launch.fields,
+            axes,
+            config=config,
+            shape=shape,
+        ),
+    )
+
+
+def _catch_up(
+    params: tuple[Params | None, ...],
+    state: EngineState,
+    launch: _Launch,
+    *,
+    config: ProgramConfig,
+    shape: StepShape,
+) -> tuple[EngineState, Int[Array, " result"]]:
+    """Feed the draft models alone, and ask how likely their drafts would have stayed.
+
+    The first proposer with a model says; the others only take the tokens in.
+    """
+    context = _context(launch, config=config, shape=shape)
+    tiles, rows = launch.tiles, launch.rows
+    following = jnp.concatenate(
+        [tiles.tokens[:, 1:], launch.fields["tile_next_token"][:, None]], axis=1
+    )
+    is_known = tiles.is_token & (following != NO_TOKEN)
+    is_known &= (tiles.row < config.pool.num_rows)[:, None]
+    # What follows a token of the prompt is the user's choice, but for the last one.
+    num_prompt = rows.num_prompt.at[tiles.row].get(mode="clip")
+    is_known &= tiles.position + 1 >= num_prompt[:, None]
+    active = gather(rows, launch.token_pages, tiles.row).repeat(TILE)
+    active = dataclasses.replace(active, num_tokens=tiles.position.reshape(-1) + 1)
+    likeness, kept = None, []
+    for proposer, own, before in zip(
+        config.proposers, params, state.proposers, strict=True
+    ):
+        after, found = proposer.catch_up(
+            own, before, context, active, following.reshape(-1)
+        )
+        likeness = found if likeness is None else likeness
+        kept.append(after)
+    assert likeness is not None, "nobody has a model to catch up"
+    if state.forced_acceptance is not None:
+        likeness = (force_one(state.forced_acceptance, active)).astype(jnp.float32)
+    likeness = jnp.where(is_known.reshape(-1), likeness, -1.0).reshape(is_known.shape)
+    state = dataclasses.replace(
+        state, rows=rows, token_pages=launch.token_pages, proposers=tuple(kept)
+    )
+    result = result_layout(shape).flatten({"likeness": likeness})
+    return state, jnp.concatenate(result)
 
 
 def _verify(
@@ -228,7 +279,7 @@ def _verify(
         proposal,
         num_draft,
         may_be_plain=all(one.may_find_none for one in config.proposers),
-        prompts=launch.batch(pool, is_draft=False) if shape.chunk else None,
+        prompts=launch.batch(pool) if shape.chunk else None,
         after_prompts=launch.fields.get("tile_next_token"),
         adjust=_adjuster(
             launch.rows,

@@ -5,7 +5,7 @@ Plain decoding is the verification of zero drafts.
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
@@ -106,6 +106,12 @@ def force(
     uniform = randomness.uniform(seed, start, randomness.ACCEPT, index)
     is_kept = (uniform < chances[None]) & (index < num_draft[:, None])
     return jnp.cumprod(is_kept.astype(jnp.int32), axis=1).sum(axis=1)
+
+
+def force_one(chances: Float[Array, " draft"], active: Active) -> Bool[Array, " seq"]:
+    """Whether a first draft of each sequence would stay, as `force` decides."""
+    start = active.num_tokens
+    return randomness.uniform(active.seed, start, randomness.ACCEPT) < chances[0]
 
 
 def place_next(

@@ -90,7 +90,7 @@ class PlanLayout(Layout):
             **records("tile", Tile, tiles),
             **records("admit", Admission, tiles),
         }
-        if shape.features.num_prompt_logprobs is None:
+        if shape.features.num_prompt_logprobs is None and not shape.is_catch_up:
             del fields["tile_next_token"]
         if shape.max_controlled:
             fields |= records("control", ControlValues, shape.max_controlled)
@@ -203,6 +203,10 @@ class ResultLayout(Layout):
     def __init__(self, shape: StepShape):
         seqs, tiles = (shape.num_seqs,), (shape.num_tiles,)
         width = shape.tree.max_emitted
+        if shape.is_catch_up:
+            fields = {"likeness": Column(np.float32, (*tiles, TILE), pad=-1)}
+            super().__init__(fields)
+            return
         fields = {
             "tokens": Column(shape=(*seqs, width)),
             "num_emitted": Column(shape=seqs),
@@ -267,10 +271,32 @@ class StepResult:
     @classmethod
     def unpack(cls, vector: np.ndarray, shape: StepShape) -> "StepResult":
         """Read the vector that `step.speculative_step` returns."""
-        layout = result_layout(shape)
-        assert vector.shape == (layout.size,), (vector.shape, layout.size)
-        values = layout.read(vector)
+        values = _read(vector, shape)
         for name in ("logprobs", "tile_logprobs", "prompt_logprobs"):
             if name in values:
                 values[name] = TokenLogprobs.read(values[name])
         return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaughtUp:
+    """What a launch found that brought draft models up to date.
+
+    Attributes:
+        likeness: float32 `[tile, TILE]`, of each fed token's successor: how likely a
+            draft in its place would have been accepted. Negative where that is not
+            known: prompts, and pads.
+    """
+
+    likeness: np.ndarray
+
+    @classmethod
+    def unpack(cls, vector: np.ndarray, shape: StepShape) -> "CaughtUp":
+        """Read the vector that `step.speculative_step` returns."""
+        return cls(**_read(vector, shape))
+
+
+def _read(vector: np.ndarray, shape: StepShape) -> dict[str, Any]:
+    layout = result_layout(shape)
+    assert vector.shape == (layout.size,), (vector.shape, layout.size)
+    return layout.read(vector)

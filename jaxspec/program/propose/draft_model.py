@@ -1,12 +1,12 @@
 """The draft model proposes a chain: a first pass of two tokens, then one at a time."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.models.batch import TokenBatch
@@ -56,6 +56,36 @@ class DraftModel:
         _, pages = self._model(params, context).hidden(context.prompts, state)
         return pages
 
+    def catch_up(
+        self,
+        params: Params | None,
+        state: Pages,
+        context: Context,
+        active: Active,
+        following: Int[Array, " token"],
+    ) -> tuple[Pages, Float[Array, " token"]]:
+        """Take in tokens that the target made without drafts.
+
+        A certain draft, or one that shares its noise with the target, stays where it is
+        the same token. For any other, the mean of min(1, q / p) over the target's own
+        tokens is the chance of a draft to stay. p of a token that was drawn long ago is
+        not kept; q, which is never more than q / p, stands for it.
+        """
+        assert context.prompts is not None, "there is nothing to take in"
+        model, backend = self._model(params, context), context.backend(DRAFT_MESH_AXES)
+        hidden, pages = model.hidden(context.prompts, state)
+        logits, _ = _finite_logits(model, hidden)
+        token, probs = sample_draft(
+            logits, 0, active, backend, is_greedy=self.is_greedy
+        )
+        is_same = (token == following).astype(jnp.float32)
+        if probs is None:
+            return pages, is_same
+        column = jnp.maximum(following, 0)[:, None]
+        chance = jnp.take_along_axis(probs, column, axis=1)[:, 0]
+        is_drawn = active.is_sampled & ~active.is_coupled
+        return pages, jnp.where(is_drawn, chance, is_same)
+
     def propose(
         self,
         params: Params | None,
@@ -66,7 +96,7 @@ class DraftModel:
         """Draw a chain of tokens per sequence.
 
         The first pass takes the two newest tokens, and prompt tokens ride along in it.
-        The others are a loop: a program's size is what it takes to compile.
+        The others are a loop of as many turns as the launch wants drafts.
 
         Args:
             before: Drafts that the model is fed in place of its own, as far as they
@@ -74,54 +104,73 @@ class DraftModel:
         """
         assert context.tree.is_chain, "a draft model proposes a chain"
         num_draft_tokens, active = context.tree.num_nodes, context.active
-        model, pages = self._model(params, context), state
-        backend = context.backend(DRAFT_MESH_AXES)
+        model, backend = self._model(params, context), context.backend(DRAFT_MESH_AXES)
         adjust = context.adjuster(DRAFT_MESH_AXES)
+        seqs = active.row.shape[0]
 
-        def draw(hidden: Hidden, step: Array | int, drafts: Array | None):
+        def draw(hidden: Hidden, step: Array | int, drafts: _Drafts) -> _Drafts:
             logits, is_broken = _finite_logits(model, hidden)
             if adjust is not None:
-                logits = adjust(logits[:, None], drafts, num_before=step)[:, 0]
+                logits = adjust(logits[:, None], drafts.tokens, num_before=step)[:, 0]
             token, probs = sample_draft(
                 logits, step, active, backend, is_greedy=self.is_greedy
             )
             if before is not None:
                 token, probs = _keep(before, step, token, probs)
-            return token, probs, is_broken
+            return drafts.add(step, token, probs, is_broken)
 
-        seqs = active.row.shape[0]
-        hidden, pages = model.hidden(_newest(active, context), pages)
-        newest = slice(1, 2 * seqs, 2)
-        newest = Hidden(hidden.rows[newest], hidden.is_finite[newest])
-        # Only controls ask which drafts came before.
-        drafts = None
-        if adjust is not None:
-            drafts = jnp.zeros((seqs, num_draft_tokens), jnp.int32)
-        token, probs, was_broken = draw(newest, 0, drafts)
-
-        def extend(carry: tuple[Array, Pages, Array | None], step: Array):
-            token, pages, drafts = carry
-            if drafts is not None:
-                drafts = drafts.at[:, step - 1].set(token)
-            batch = _next(token, step, active, context.pool)
+        def extend(step: Array, carry: tuple[_Drafts, Pages]) -> tuple[_Drafts, Pages]:
+            drafts, pages = carry
+            newest = drafts.tokens[:, step - 1]
+            batch = _next(newest, step, active, context.pool)
             hidden, pages = model.hidden(batch, pages)
-            token, probs, is_broken = draw(hidden, step, drafts)
-            return (token, pages, drafts), (token, probs, is_broken)
+            return draw(hidden, step, drafts), pages
 
-        steps = jnp.arange(1, num_draft_tokens, dtype=jnp.int32)
-        (_, pages, _), (tokens, rest, is_broken) = jax.lax.scan(
-            extend, (token, pages, drafts), steps
+        hidden, pages = model.hidden(_newest(active, context), state)
+        newest = slice(1, 2 * seqs, 2)
+        first = draw(
+            Hidden(hidden.rows[newest], hidden.is_finite[newest]),
+            0,
+            _Drafts(
+                tokens=jnp.zeros((seqs, num_draft_tokens), jnp.int32),
+                probs=None,
+                is_broken=jnp.zeros(seqs, bool),
+            ),
         )
-        if probs is not None and rest is not None:
-            probs = jnp.concatenate([probs[None], rest]).transpose(1, 0, 2)
-        tokens = jnp.concatenate([token[None], tokens]).T
-        is_broken = was_broken | is_broken.any(axis=0)
-        num_drafts = jnp.where(is_broken, 0, num_draft_tokens)
-        return Proposal(tokens, num_drafts, probs, is_broken), pages
+        drafts, pages = jax.lax.fori_loop(1, context.num_wanted, extend, (first, pages))
+        num_drafts = jnp.where(drafts.is_broken, 0, context.num_wanted)
+        return Proposal(
+            drafts.tokens, num_drafts, drafts.probs, drafts.is_broken
+        ), pages
 
     def _model(self, params: Params | None, context: Context) -> Network:
         assert params is not None, "a draft model came without parameters"
         return build_network(self.config, params, context.backend(DRAFT_MESH_AXES))
+
+
+class _Drafts(NamedTuple):
+    """What has been drawn so far; zeros where nothing has.
+
+    Attributes:
+        probs: None where every draft is certain, and before the first.
+    """
+
+    tokens: Int[Array, "seq draft"]
+    probs: Float[Array, "seq draft vocab"] | None
+    is_broken: Bool[Array, " seq"]
+
+    def add(
+        self, step: Array | int, token: Array, probs: Array | None, is_broken: Array
+    ) -> "_Drafts":
+        """The same with one more draft of every sequence."""
+        every = self.probs
+        if probs is not None:
+            if every is None:
+                seqs, vocab = probs.shape
+                every = jnp.zeros((seqs, self.tokens.shape[1], vocab), probs.dtype)
+            every = jax.lax.dynamic_update_index_in_dim(every, probs, step, axis=1)
+        tokens = self.tokens.at[:, step].set(token)
+        return _Drafts(tokens, every, self.is_broken | is_broken)
 
 
 def _keep(

@@ -47,6 +47,17 @@ class NGram:
         """Prompts are among the known tokens already."""
         return state
 
+    def catch_up(
+        self,
+        params: Params | None,
+        state: Any,
+        context: Context,
+        active: Active,
+        following: Int[Array, " token"],
+    ) -> tuple[Any, None]:
+        """Nothing is kept."""
+        return state, None
+
     def propose(
         self,
         params: Params | None,

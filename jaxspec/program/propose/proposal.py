@@ -39,7 +39,8 @@ class Context:
     """The part of a launch that proposers see.
 
     Attributes:
-        tree: The drafts that are wanted.
+        tree: Room for drafts.
+        num_wanted: The most drafts that any sequence wants: a whole number of levels.
         prompts: Prompt tokens of the launch that a draft model needs; None without.
         backend: Where models run, by the axes of the mesh that split them.
         adjuster: What requests ask of single tokens, for a model that the axes split.
@@ -48,6 +49,7 @@ class Context:
     active: Active
     token_pages: Int[Array, "page page_size"]
     tree: Tree
+    num_wanted: Int[Array, ""]
     pool: PoolShape
     prompts: TokenBatch | None
     backend: Callable[[tuple[str, ...]], Backend]
@@ -78,6 +80,27 @@ class Proposer(Protocol):
 
     def prefill(self, params: Params | None, state: Any, context: Context) -> Any:
         """Take in the launch's prompt tokens where no drafts are wanted; the state."""
+        ...
+
+    def catch_up(
+        self,
+        params: Params | None,
+        state: Any,
+        context: Context,
+        active: Active,
+        following: Int[Array, " token"],
+    ) -> tuple[Any, Float[Array, " token"] | None]:
+        """Take in tokens that the target made without drafts.
+
+        Args:
+            active: The sequence of each of the launch's tokens, as it was when the
+                token after it was to be drafted.
+            following: What came instead.
+
+        Returns:
+            The state, and how likely a draft in that place would have been accepted;
+            None from a proposer without a model.
+        """
         ...
 
     def propose(

@@ -45,6 +45,7 @@ def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
             active=active,
             token_pages=jnp.zeros((1, 4), jnp.int32),
             tree=Tree.chain(DRAFTS),
+            num_wanted=jnp.int32(DRAFTS),
             pool=pool,
             prompts=None,
             backend=lambda axes: Backend(),
