@@ -16,8 +16,16 @@ import numpy as np
 from jaxspec.config import EngineConfig
 from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.runner import Runner
-from jaxspec.program.plan import TILE, Admission, PoolShape, StepPlan, StepShape, Tile
-from jaxspec.program.wire import PlanLayout, StepResult, TokenLogprobs
+from jaxspec.program.plan import (
+    NO_TOKEN,
+    TILE,
+    Admission,
+    PoolShape,
+    StepPlan,
+    StepShape,
+    Tile,
+)
+from jaxspec.program.wire import CaughtUp, PlanLayout, StepResult, TokenLogprobs
 
 JUNK = -7  # what a rejected draft leaves in its slot
 NOTHING = 0  # the prefix of a sequence's first token
@@ -113,11 +121,13 @@ class FakeDevice:
         self.num_proposed = 0
         self._random = np.random.default_rng(seed)
 
-    def run(self, plan: StepPlan, shape: StepShape) -> StepResult:
+    def run(self, plan: StepPlan, shape: StepShape) -> StepResult | CaughtUp:
         """Apply a plan and return what the program would."""
         PlanLayout(shape, self.pool).pack(plan)  # fits, or raises
         assert len(plan.decode) <= shape.num_seqs
         assert len(plan.tiles) <= shape.num_tiles
+        if shape.is_catch_up:
+            return self._catch_up(plan, shape)
         for admission in plan.admissions:
             self.rows[admission.row] = Row(admission, self.pool)
         for row, index, page in plan.pages:
@@ -151,7 +161,10 @@ class FakeDevice:
             if not self.has_draft:  # an n-gram lookup may find fewer
                 drafts = int(self._random.integers(0, drafts + 1))
             tokens, accepted = self._round(
-                self.rows[row], drafts, shape.num_draft_tokens
+                self.rows[row],
+                drafts,
+                shape.num_draft_tokens,
+                max(drafts for _, drafts in plan.decode),
             )
             result.tokens[index, : len(tokens)] = tokens
             result.num_emitted[index] = len(tokens)
@@ -207,8 +220,6 @@ class FakeDevice:
         fed = {tile.row for tile in plan.tiles}
         assert all(admission.row in fed for admission in plan.admissions)
         for tile in plan.tiles:
-            if tile.is_draft_only:
-                continue
             row = self.rows[tile.row]
             # In the plan's order: a page may be found in the launch that fills it.
             if not row.tokens and tile.start:
@@ -227,20 +238,15 @@ class FakeDevice:
     def _write_tile(self, tile: Tile) -> None:
         row, end = self.rows[tile.row], tile.start + len(tile.tokens)
         assert row.tokens[tile.start : end] == tile.tokens.tolist()
-        if not tile.is_draft_only:
-            self._write(row, self.target_kv, tile.start, row.prefixes[tile.start : end])
+        self._write(row, self.target_kv, tile.start, row.prefixes[tile.start : end])
         if self.has_draft:
             self._write(row, self.draft_kv, tile.start, row.prefixes[tile.start : end])
 
     def _feed(self, tile: Tile) -> tuple[int, bool]:
-        """One prompt tile, or one that only the draft model needs."""
+        """One prompt tile."""
         row, end = self.rows[tile.row], tile.start + len(tile.tokens)
         if self.has_draft:
             self._check(row, self.draft_kv, end)
-        if tile.is_draft_only:
-            assert self.has_draft
-            assert end < row.num_tokens
-            return 0, True
         self._check(row, self.target_kv, end)
         if not tile.is_last:
             return 0, True
@@ -248,7 +254,34 @@ class FakeDevice:
         (token,) = self._append(row, 1)
         return token, row.is_done
 
-    def _round(self, row: Row, drafts: int, lookahead: int) -> tuple[list[int], int]:
+    def _catch_up(self, plan: StepPlan, shape: StepShape) -> CaughtUp:
+        """Feed the draft model alone; what is known is as likely as not."""
+        assert self.has_draft
+        assert not (plan.decode or plan.admissions or plan.pages)
+        likeness = np.full((shape.num_tiles, TILE), -1, np.float32)
+        for tile in plan.tiles:
+            row, end = self.rows[tile.row], tile.start + len(tile.tokens)
+            assert 0 < end < row.num_tokens
+            assert row.tokens[tile.start : end] == tile.tokens.tolist()
+            self._write(row, self.draft_kv, tile.start, row.prefixes[tile.start : end])
+        for index, tile in enumerate(plan.tiles):
+            row, end = self.rows[tile.row], tile.start + len(tile.tokens)
+            self._check(row, self.draft_kv, end)
+            count = len(tile.tokens) - (tile.next_token == NO_TOKEN)
+            assert tile.next_token in (NO_TOKEN, row.tokens[end])
+            first = TILE - len(tile.tokens)
+            likeness[index, first : first + count] = self._random.random(count)
+        return CaughtUp(likeness=likeness)
+
+    def _round(
+        self, row: Row, drafts: int, lookahead: int, most: int
+    ) -> tuple[list[int], int]:
+        """One sequence decodes.
+
+        Args:
+            lookahead: Drafts that the program has room for.
+            most: Drafts that any sequence has.
+        """
         if row.is_done:
             return [], 0
         known = row.num_tokens
@@ -260,7 +293,7 @@ class FakeDevice:
                 self._check(row, self.draft_kv, known - 2)
             newest = max(known - 2, 0)
             self._write(row, self.draft_kv, newest, row.prefixes[newest:known])
-            self._write(row, self.draft_kv, known, ahead[:-1])
+            self._write(row, self.draft_kv, known, ahead[: max(most - 1, 0)])
         self._check(row, self.target_kv, known - 1)
         self._write(row, self.target_kv, known - 1, [row.prefix, *ahead])
         tokens = self._append(row, accepted + 1)

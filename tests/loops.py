@@ -14,6 +14,7 @@ from jaxspec.engine.scheduler import Scheduler
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import TILE, PoolShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.speculation import FIXED
 from tests.engines import MICRO
 from tests.fake_device import FakeDevice, random_truth, reference_tokens
 from tests.oracles import TINY, model_config
@@ -45,6 +46,7 @@ def make_config(**changes) -> EngineConfig:
     threshold = changes.pop("disable_by_batch_size", None)
     longest_drafted = changes.pop("longest_drafted", None)
     forced = changes.pop("forced_acceptance", None)
+    controller = changes.pop("controller", FIXED)
     if num_draft:
         values["draft_model_config"] = MODEL
         speculative = SpeculativeConfig(
@@ -52,6 +54,7 @@ def make_config(**changes) -> EngineConfig:
             num_speculative_tokens=num_draft,
             disable_by_batch_size=threshold,
             max_model_len=longest_drafted,
+            controller=controller,
         )
         if forced is not None:
             speculative = speculative.with_forced_acceptance(forced)

@@ -137,8 +137,8 @@ def test_drafting_stops_in_a_crowd_and_comes_back(kind, prompts, texts):
     ]
     caught_up = [
         index
-        for index, (plan, _, _) in enumerate(rounds)
-        if any(tile.is_draft_only for tile in plan.tiles)
+        for index, (_, shape, _) in enumerate(rounds)
+        if shape.is_catch_up
     ]
     assert len(plain) > 20
     assert len(drafting) > 10

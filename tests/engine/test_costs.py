@@ -14,12 +14,15 @@ from jaxspec.engine.costs import (
     PRIOR_WEIGHT,
     STALL,
     Costs,
+    Kind,
+    Round,
 )
 from jaxspec.program.plan import StepShape
 from tests.loops import Loop, make_config, make_requests
 
 ROWS, DRAFTS = 3, 4
-SHAPE = StepShape(num_seqs=4, num_draft_tokens=3, chunk=0)
+SHAPE = StepShape(num_seqs=4, num_draft_tokens=8, chunk=0)
+ROUND_OF_3 = Round(SHAPE, 3)
 
 # (drafts, accepted) of every row.
 ROUND = st.lists(
@@ -88,6 +91,41 @@ def test_a_request_in_a_row_does_not_inherit_the_acceptance_of_the_one_before():
     assert (costs.mean_acceptance() == mean).all()
 
 
+def test_kinds_have_means_of_their_own_and_masked_requests_none():
+    costs = make_costs()
+    costs.admit(0, Kind.GREEDY)
+    costs.admit(1, Kind.SAMPLED)
+    costs.admit(2, Kind.SAMPLED, is_typical=False)
+    for _ in range(30):
+        record(costs, [(3, 3), (3, 0), (3, 3)])
+    greedy, seeded, sampled = (costs.mean_acceptance(kind)[0] for kind in Kind)
+    assert greedy > 0.9
+    assert seeded == pytest.approx(PRIOR_RATE)
+    assert sampled < 0.2
+    assert costs.acceptance(np.array([2]))[0, 0] > 0.8
+    costs.admit(0, Kind.SAMPLED)
+    assert costs.acceptance(np.array([0]))[0, 0] == pytest.approx(sampled)
+    assert costs.are_drawn(np.array([0]))
+    costs.admit(1, Kind.SEEDED)
+    assert not costs.are_drawn(np.array([1]))
+
+
+@pytest.mark.parametrize("count", [0, 1, 40])
+def test_tokens_made_without_drafts_count_as_first_drafts(count):
+    costs, plain = make_costs(), make_costs()
+    likeness = np.random.default_rng(count).integers(0, 2, count)
+    for _ in range(10):
+        record(costs, [(4, 2)])
+        record(plain, [(4, 2)])
+    costs.record_likeness(0, likeness.astype(float))
+    costs.check()
+    for one in likeness.tolist():
+        record(plain, [(1, one)])
+    row = np.array([0])
+    assert costs.acceptance(row) == pytest.approx(plain.acceptance(row))
+    assert costs.mean_acceptance() == pytest.approx(plain.mean_acceptance())
+
+
 def test_a_change_of_text_shows_within_a_few_half_lives():
     costs = make_costs()
     for accepted in [4] * 500 + [0] * 3 * HALF_LIFE_ROUNDS:
@@ -97,45 +135,44 @@ def test_a_change_of_text_shows_within_a_few_half_lives():
 
 def test_times_are_means_from_the_second_run_on():
     costs = make_costs()
-    assert costs.record_time(SHAPE, 50.0) == 50.0
+    assert costs.record_time(ROUND_OF_3, 50.0) == 50.0
     assert costs.seconds == {}
-    costs.record_time(SHAPE, 1.0)
-    costs.record_time(SHAPE, 2.0)
-    assert costs.seconds == {SHAPE: pytest.approx(NEWEST * 2 + (1 - NEWEST) * 1)}
+    costs.record_time(ROUND_OF_3, 1.0)
+    costs.record_time(ROUND_OF_3, 2.0)
+    assert costs.seconds == {ROUND_OF_3: pytest.approx(NEWEST * 2 + (1 - NEWEST) * 1)}
     costs.check()
 
 
 def test_a_standstill_of_the_machine_counts_as_a_slow_round_at_most():
     costs = make_costs()
     for seconds in (1.0, 1.0):
-        costs.record_time(SHAPE, seconds)
-    assert costs.record_time(SHAPE, 1000.0) == STALL
-    assert costs.seconds[SHAPE] == pytest.approx(NEWEST * STALL + (1 - NEWEST))
+        costs.record_time(ROUND_OF_3, seconds)
+    assert costs.record_time(ROUND_OF_3, 1000.0) == STALL
+    assert costs.seconds[ROUND_OF_3] == pytest.approx(NEWEST * STALL + (1 - NEWEST))
     # Of a shape that has not run, what it was expected to take decides.
-    other = dataclasses.replace(SHAPE, chunk=32)
+    other = Round(dataclasses.replace(SHAPE, chunk=32), 3)
     assert costs.record_time(other, 1000.0, 2.0) == 2 * STALL
 
 
 def test_a_number_of_drafts_between_two_measured_ones_is_interpolated():
     costs = make_costs()
     for num_drafts, seconds in ((0, 1.0), (2, 1.5), (8, 4.5)):
-        shape = dataclasses.replace(SHAPE, num_draft_tokens=num_drafts)
         for _ in range(2):
-            costs.record_time(shape, seconds)
+            costs.record_time(Round(SHAPE, num_drafts), seconds)
     # A larger batch costs something else, and says nothing of this one.
-    wide = dataclasses.replace(SHAPE, num_seqs=8, num_draft_tokens=4)
+    wide = dataclasses.replace(SHAPE, num_seqs=8)
     for _ in range(2):
-        costs.record_time(wide, 100.0)
+        costs.record_time(Round(wide, 4), 100.0)
 
     def seconds_of(num_drafts: int) -> float | None:
-        shape = dataclasses.replace(SHAPE, num_draft_tokens=num_drafts)
-        return costs.expected_seconds(shape)
+        return costs.expected_seconds(Round(SHAPE, num_drafts))
 
     known = {0: 1.0, 1: 1.25, 2: 1.5, 5: 3.0, 8: 4.5}
     assert {k: seconds_of(k) for k in known} == pytest.approx(known)
     assert seconds_of(9) is None
-    assert costs.expected_seconds(dataclasses.replace(wide, num_draft_tokens=3)) is None
-    assert costs.expected_seconds(dataclasses.replace(SHAPE, chunk=32)) is None
+    assert costs.expected_seconds(Round(wide, 3)) is None
+    tiled = dataclasses.replace(SHAPE, chunk=32)
+    assert costs.expected_seconds(Round(tiled, 2)) is None
 
 
 def test_rounds_of_the_engine_are_recorded():
@@ -148,18 +185,18 @@ def test_rounds_of_the_engine_are_recorded():
         pass
     costs, device = loop.scheduler.costs, loop.device
     assert set(costs.seconds) == {
-        launch.shape
+        launch.round
         for index, launch in enumerate(loop.launches)
-        if launch.shape in {one.shape for one in loop.launches[:index]}
+        if launch.round in {one.round for one in loop.launches[:index]}
     }
-    for shape, seconds in costs.seconds.items():
-        assert seconds == pytest.approx(loop.fastest_s + shape.chunk * loop.fed_s)
+    for one, seconds in costs.seconds.items():
+        assert seconds == pytest.approx(loop.fastest_s + one.shape.chunk * loop.fed_s)
     assert device.num_proposed
     # The fake device accepts 0 to 3 of three drafts, each number as often.
-    assert costs.mean_acceptance()[0] == pytest.approx(3 / 4, abs=0.1)
+    assert costs.mean_acceptance(Kind.SAMPLED)[0] == pytest.approx(3 / 4, abs=0.1)
     (late,) = make_requests(config, 1)
     loop.scheduler.add(late)
     loop.step()
     rates = costs.acceptance(np.arange(4))
-    assert [(one == costs.mean_acceptance()).all() for one in rates].count(True) == 1
-    assert (rates[late.row] == costs.mean_acceptance()).all()
+    assert [(one == costs.mean_acceptance(Kind.SAMPLED)).all() for one in rates].count(True) == 1
+    assert (rates[late.row] == costs.mean_acceptance(Kind.SAMPLED)).all()

@@ -6,16 +6,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.engine.costs import Costs
+from jaxspec.engine.costs import Costs, Round
 from jaxspec.engine.pacing import MAX_SLOWDOWN, MAX_WAIT_ROUNDS, Pacer
 from jaxspec.engine.request import Status
 from jaxspec.program.plan import StepShape
 from jaxspec.sampling_params import RequestOutputKind
 from tests.loops import MODEL, Loop, make_config, make_requests
 
-PLAIN = StepShape(num_seqs=4, num_draft_tokens=3, chunk=0)
 CHUNKS = (32, 128, 512, 2048)
-FED = [dataclasses.replace(PLAIN, chunk=chunk) for chunk in CHUNKS]
+
+
+def round_of(chunk: int) -> Round:
+    return Round(StepShape(num_seqs=4, num_draft_tokens=3, chunk=chunk), 3)
+
+
+PLAIN = round_of(0)
+FED = [round_of(chunk) for chunk in CHUNKS]
 
 
 def make_pacer() -> Pacer:
@@ -28,8 +34,7 @@ def run(costs: dict[int, float], rounds: int) -> list[int]:
     for _ in range(rounds):
         chunk, charged = pacer.chunk(PLAIN, FED)
         chosen.append(chunk)
-        shape = dataclasses.replace(PLAIN, chunk=chunk)
-        pacer.record(shape, costs[chunk], charged)
+        pacer.record(round_of(chunk), costs[chunk], charged)
     return chosen
 
 
@@ -76,11 +81,10 @@ def test_a_stall_does_not_keep_prompts_out(stalled):
     for number in range(200):
         chunk, charged = pacer.chunk(PLAIN, FED[:1])
         chosen.append(chunk)
-        shape = dataclasses.replace(PLAIN, chunk=chunk)
         seconds = costs[chunk]
         if chunk == stalled and number > 20 and stalled is not None:
             seconds, stalled = 10.0, None
-        pacer.record(shape, seconds, charged)
+        pacer.record(round_of(chunk), seconds, charged)
     assert stalled is None or stalled == 0
     assert chosen[:20].count(32) >= 15
     assert chosen[60:].count(32) >= 135
@@ -92,13 +96,11 @@ def test_prompts_wait_for_a_while_at_most():
     costs = {0: 0.010, 32: 0.012}
     for _ in range(3):
         pacer.record(PLAIN, costs[0])
-    wrong = dataclasses.replace(PLAIN, chunk=32)
-    pacer.costs.seconds[wrong] = 1000.0
+    pacer.costs.seconds[round_of(32)] = 1000.0
     for _ in range(4000):
         chunk, charged = pacer.chunk(PLAIN, FED[:1])
         chosen.append(chunk)
-        shape = dataclasses.replace(PLAIN, chunk=chunk)
-        pacer.record(shape, costs[chunk], charged)
+        pacer.record(round_of(chunk), costs[chunk], charged)
     first = chosen.index(32)
     assert first == MAX_WAIT_ROUNDS
     waits = "".join(" " if one else "." for one in chosen).split()

@@ -6,6 +6,7 @@ out of order.
 """
 
 import dataclasses
+import itertools
 from collections import deque
 from typing import Any
 
@@ -180,18 +181,12 @@ def test_drafting_stops_in_a_crowd_and_comes_back():
     ]
     assert crowded
     assert set(crowded) == {0}
-    caught_up = [
-        tile
-        for launch in loop.launches
-        for tile in launch.plan.tiles
-        if tile.is_draft_only
-    ]
-    assert caught_up
+    assert any(launch.shape.is_catch_up for launch in loop.launches)
     loop.assert_said_the_truth(requests[0])
 
 
-def test_a_prompt_waits_while_the_draft_model_catches_up():
-    """Both take tiles of one budget; who was there first fills it."""
+def test_sequences_decode_while_the_draft_model_catches_up():
+    """It takes turns with rounds, and rows that it has not reached go without drafts."""
     config = make_config(
         max_num_seqs=4,
         num_pages=400,
@@ -200,24 +195,27 @@ def test_a_prompt_waits_while_the_draft_model_catches_up():
         model_config=dataclasses.replace(MODEL, max_position_embeddings=512),
     )
     loop = Loop(config, seed=0)
-    first, second, third, late = make_requests(config, 4, num_draft_tokens=3)
-    for request in (first, second, third):
-        request.prompt_token_ids, request.max_total = [1] * 5, 300
+    first, second, third, fourth = make_requests(config, 4, num_draft_tokens=3)
+    for request in (first, second, third, fourth):
+        request.prompt_token_ids, request.max_total = [1] * 5, 390
         loop.scheduler.add(request)
-    for _ in range(100):
+    for _ in range(200):
         loop.step()
-    late.prompt_token_ids, late.max_total = [7] * 300, 350
-    loop.scheduler.add(late)
-    while late.status is Status.WAITING:
-        loop.step()
-    assert not late.num_prefilled == 300
-    for request in (second, third):
+    begun = len(loop.launches)
+    for request in (third, fourth):
         loop.scheduler.finish(request, "abort", None)
-    tiles = []
     while loop.step():
-        tiles.append([one.is_draft_only for one in loop.launches[-1].plan.tiles])
-    assert [True] * 2 in tiles, "the budget was never all for catching up"
-    for request in (first, late):
+        pass
+    launches = loop.launches[begun:]
+    turns = [launch.shape.is_catch_up for launch in launches]
+    # 400 tokens of two rows, up to 64 in a launch.
+    assert 6 <= sum(turns) <= 9
+    assert not any(one and two for one, two in itertools.pairwise(turns))
+    last = len(turns) - 1 - turns[::-1].index(True)
+    between = [set(one.drafts.tolist()) for one in launches[:last] if one.decoding]
+    assert {0, 3} in between, "both waited for the slower one"
+    assert all(set(one.drafts.tolist()) != {0} for one in launches[last + 1 : last + 9])
+    for request in (first, second):
         loop.assert_said_the_truth(request)
 
 

@@ -126,9 +126,7 @@ class Traffic(RuleBasedStateMachine):
         totals.num_preemptions += stats.num_preemptions
         totals.num_prefix_hits += stats.num_prefix_hits
         totals.num_caught_up += sum(
-            tile.is_draft_only
-            for launch in self.loop.launches
-            for tile in launch.plan.tiles
+            launch.shape.is_catch_up for launch in self.loop.launches
         )
 
 

@@ -47,7 +47,6 @@ PLAN = StepPlan(
             start=8,
             tokens=np.array([7, 8, 9]),
             is_last=True,
-            is_draft_only=True,
         ),
     ],
     admissions=[ADMISSION],
@@ -74,7 +73,6 @@ def test_entries_stand_in_order_and_pads_after_them():
     assert fields["tile_start"].tolist() == [0, 8]
     assert fields["tile_length"].tolist() == [TILE, 3]
     assert fields["tile_is_last"].tolist() == [0, 1]
-    assert fields["tile_is_draft_only"].tolist() == [0, 1]
     assert fields["admit_row"].tolist() == [3, PAD_ROW]
 
 
