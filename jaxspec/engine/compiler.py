@@ -154,12 +154,15 @@ class Compiler:
                     self._lock.notify_all()
                     return
                 self._making.add(shape)
+                generation = self._generation
             try:
                 self._made(shape)
             except Exception as error:  # noqa: BLE001 - `check` raises it
                 _log.exception("A program could not be made: %s", shape)
                 with self._lock:
-                    self.failures[shape] = error
+                    # Nobody waits for a program that was begun before `clear`.
+                    if generation == self._generation:
+                        self.failures[shape] = error
                     self.version += 1
                     self._lock.notify_all()
 

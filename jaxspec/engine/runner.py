@@ -203,7 +203,9 @@ class Runner:
         self.state = self._init_state()
 
     def leave_out_drafts(self) -> None:
-        """Compile programs that propose nothing from now on."""
+        """Compile programs that propose nothing from now on, and free the pages."""
+        # A compile that has been begun holds on to the arrays themselves.
+        jax.tree.map(lambda array: array.delete(), self.state.proposers)
         self.program = dataclasses.replace(self.program, proposers=())
         self.params = self.params[0], ()
         self.state = dataclasses.replace(self.state, proposers=())

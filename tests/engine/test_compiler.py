@@ -131,6 +131,27 @@ def test_programs_of_before_are_not_kept_after_a_clear():
     assert maker.made == [SHAPES[0]] * 2
 
 
+def test_what_failed_after_a_clear_is_nobodys_failure():
+    """The engine has gone on without drafts while a program with some was compiled."""
+    maker = Maker()
+
+    def fail(shape: StepShape) -> Any:
+        maker(shape)
+        raise RuntimeError("out of luck")
+
+    compiler = Compiler(fail)
+    compiler.request(SHAPES[0])
+    assert maker.began.acquire(timeout=LIMIT_S)
+    compiler.clear()
+    maker.let_all()
+    wait_until(lambda: maker.made and not compiler.num_wanted)
+    compiler.check()
+    compiler.request(SHAPES[0])
+    wait_until(lambda: len(maker.made) == 2 and not compiler.num_wanted)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        compiler.check()
+
+
 def test_nothing_is_begun_after_a_stop():
     maker = Maker()
     compiler = Compiler(maker)
