@@ -318,10 +318,12 @@ def _commit_rounds(
     # A lookup in the sequence may have found fewer than were planned.
     drafts = np.minimum(result.num_draft[:count], launch.drafts)
     accepted = np.minimum(result.num_accepted[:count], drafts)
-    # A sequence that had ended before this round says nothing about its drafts.
+    # A sequence that had ended before this round says nothing about its drafts, and one
+    # that ends in it nothing about those after the end.
     is_counted = is_there & (emitted > 0)
+    judged = np.where(result.is_done[:count], accepted, drafts)
     costs.record_acceptance(
-        launch.rows[is_counted], drafts[is_counted], accepted[is_counted]
+        launch.rows[is_counted], judged[is_counted], accepted[is_counted]
     )
     columns = zip(
         launch.decoding,

@@ -21,7 +21,8 @@ _log = logging.getLogger(__name__)
 LOOK_ROUNDS = 8
 HYSTERESIS = 1.04
 # The account is looked at over this many rounds, at least and at most, and closed when
-# it has lost this share of their time.
+# it has lost this share of their time: what that costs before is the least that a loss
+# can be told from luck with.
 WINDOW_ROUNDS = (16, 64)
 MAX_LOSS = 0.01
 # Seconds without drafts after a loss, at least and at most; it doubles each time.
@@ -219,9 +220,14 @@ class Controller:
         if len(self._window) < WINDOW_ROUNDS[0]:
             return
         total, spent = np.sum(self._window, axis=0)
-        if total < -MAX_LOSS * spent:
+        is_full = len(self._window) == WINDOW_ROUNDS[1]
+        # Luck may look like a loss for a few rounds.
+        luck = 0.0
+        if not is_full:
+            luck = len(self._window) ** 0.5 * np.std([won for won, _ in self._window])
+        if total + luck < -MAX_LOSS * spent:
             self._close(-total)
-        elif len(self._window) == WINDOW_ROUNDS[1]:
+        elif is_full and total > 0:
             self._wait_s = MIN_WAIT_S
 
     def _close(self, loss_s: float) -> None:

@@ -136,9 +136,7 @@ def test_drafting_stops_in_a_crowd_and_comes_back(kind, prompts, texts):
         index for index, (_, shape, _) in enumerate(rounds) if shape.num_draft_tokens
     ]
     caught_up = [
-        index
-        for index, (_, shape, _) in enumerate(rounds)
-        if shape.is_catch_up
+        index for index, (_, shape, _) in enumerate(rounds) if shape.is_catch_up
     ]
     assert len(plain) > 20
     assert len(drafting) > 10

@@ -1,18 +1,38 @@
-"""Drafting falls to nothing where it is switched off; all K share two rungs."""
+"""K follows measured times and acceptance, and what it may lose is bounded."""
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxspec.config import SpeculativeConfig
-from jaxspec.engine.controller import Controller
+from jaxspec.engine import controller as controllers
+from jaxspec.engine.controller import (
+    LOOK_ROUNDS,
+    MAX_LOSS,
+    MIN_WAIT_S,
+    REFRESH_ROUNDS,
+    REFRESH_S,
+    WINDOW_ROUNDS,
+    Controller,
+)
+from jaxspec.speculation import ADAPTIVE, FIXED
+
+# Seconds of a round by K, of one sequence.
+TIMES = [0.010, 0.013, 0.015, 0.017, 0.019, 0.021]
 
 
-def make_controller(num_draft_tokens: int, threshold: int | None = None) -> Controller:
+def make_controller(
+    num_draft_tokens: int, threshold: int | None = None, **named
+) -> Controller:
     return Controller(
         SpeculativeConfig(
             model="draft",
             num_speculative_tokens=num_draft_tokens,
             disable_by_batch_size=threshold,
-        )
+            controller=named.pop("controller", FIXED),
+        ),
+        **named,
     )
 
 
@@ -30,6 +50,7 @@ def test_plain_decoding_never_drafts():
     assert controller.ladder == (0,)
     assert controller.limit(1) == 0
     assert controller.rung(0) == 0
+    assert not controller.wants_probe()
 
 
 def test_drafting_stops_above_the_batch_size_and_not_at_it():
@@ -39,3 +60,251 @@ def test_drafting_stops_above_the_batch_size_and_not_at_it():
 
 def test_without_a_threshold_any_batch_drafts():
     assert make_controller(3).limit(10_000) == 3
+
+
+class World:
+    """Sequences whose drafts stay with a chance that may change, and a clock.
+
+    The controller sees what an engine would see: estimates of the chance, which the
+    world makes as wrong as it likes, and the times of rounds.
+    """
+
+    def __init__(
+        self, times, chance, num_seqs=1, *, believed=None, believed_times=None
+    ):
+        self.times, self.chance, self.num_seqs = times, chance, num_seqs
+        self.believed, self.believed_times = believed, believed_times
+        self.now = 0.0
+        self.most = len(times) - 1
+        self.controller = make_controller(
+            self.most, controller=ADAPTIVE, clock=lambda: self.now
+        )
+        self.random = np.random.default_rng(0)
+        self.num_tokens = 0
+        self.chosen: list[int] = []
+        self.catch_up_s = self.spent_on_catch_up_s = 0.0
+
+    def round(self, *, can_ask=True) -> int:
+        chance = self.chance if self.believed is None else self.believed()
+        known = self.times if self.believed_times is None else self.believed_times
+        k = self.controller.choose(
+            np.full(self.num_seqs, self.most),
+            acceptance=lambda: np.full((self.num_seqs, self.most), chance),
+            seconds=lambda: list(known),
+            catch_up_s=lambda: self.catch_up_s,
+            can_ask=can_ask,
+        )
+        stays = self.random.random((self.num_seqs, k)) < self.chance
+        emitted = self.num_seqs + int(np.cumprod(stays, axis=1).sum())
+        self.now += self.times[k]
+        self.num_tokens += emitted
+        self.chosen.append(k)
+        self.controller.record_round(
+            self.num_seqs, k, emitted, self.times[k], self.times[0]
+        )
+        return k
+
+    @property
+    def plain_s(self) -> float:
+        """What plain decoding would have taken for the same tokens."""
+        return self.num_tokens / self.num_seqs * self.times[0]
+
+
+@pytest.mark.parametrize(
+    ("chance", "best"), [(0.0, 0), (0.2, 0), (0.5, 2), (0.7, 4), (0.9, 5), (1.0, 5)]
+)
+def test_k_is_that_of_the_most_tokens_per_second(chance, best):
+    lengths = [sum(chance**i for i in range(k + 1)) for k in range(6)]
+    rates = np.array(lengths) / TIMES
+    world = World(TIMES, chance)
+    for _ in range(3 * LOOK_ROUNDS):
+        world.round()
+    # Within what a change must promise.
+    assert rates[world.chosen[-1]] >= rates.max() / 1.04
+    assert abs(world.chosen[-1] - best) <= 2
+    assert world.controller.gain == pytest.approx(
+        rates[world.chosen[-1]] / rates[0] - 1
+    )
+
+
+def test_a_request_that_wants_fewer_drafts_counts_with_those():
+    controller = make_controller(5, controller=ADAPTIVE, clock=lambda: 0.0)
+    wanted = np.array([1, 1, 1, 1])
+    k = controller.choose(
+        wanted,
+        acceptance=lambda: np.full((4, 5), 0.9),
+        seconds=lambda: TIMES[: wanted.max() + 1],
+        catch_up_s=lambda: 0.0,
+    )
+    assert k == 1
+
+
+def test_as_configured_until_every_time_is_known():
+    controller = make_controller(5, controller=ADAPTIVE, clock=lambda: 0.0)
+    k = controller.choose(
+        np.array([5]),
+        acceptance=lambda: np.zeros((1, 5)),
+        seconds=lambda: [None, *TIMES[1:]],
+        catch_up_s=lambda: 0.0,
+    )
+    assert k == 5
+
+
+def test_a_fixed_k_is_fixed():
+    controller = make_controller(5)
+    for _ in range(100):
+        k = controller.choose(
+            np.array([5, 3]),
+            acceptance=lambda: np.zeros((2, 5)),
+            seconds=lambda: TIMES,
+            catch_up_s=lambda: 0.0,
+        )
+        assert k == 5
+        controller.record_round(2, 5, 2, TIMES[5], TIMES[0])
+    assert controller.lost_s > 1
+    assert not controller.wants_probe()
+
+
+def test_k_is_looked_at_again_when_the_batch_changes():
+    controller = make_controller(5, controller=ADAPTIVE, clock=lambda: 0.0)
+
+    def choose(num_seqs: int, times: list[float]) -> int:
+        return controller.choose(
+            np.full(num_seqs, 5),
+            acceptance=lambda: np.full((num_seqs, 5), 0.7),
+            seconds=lambda: times,
+            catch_up_s=lambda: 0.0,
+        )
+
+    steep = [0.010 * (1 + k) for k in range(6)]
+    assert choose(1, TIMES) > 0
+    assert choose(16, steep) == 0
+    assert choose(1, TIMES) > 0
+
+
+def test_a_return_that_costs_more_than_it_brings_is_none():
+    world = World(TIMES, 0.0)
+    for _ in range(2 * LOOK_ROUNDS):
+        world.round()
+    assert world.chosen[-1] == 0
+    world.chance, world.catch_up_s = 0.6, 1.0
+    for _ in range(3 * LOOK_ROUNDS):
+        world.round()
+    assert world.chosen[-1] == 0
+    world.catch_up_s = 0.0
+    for _ in range(3 * LOOK_ROUNDS):
+        world.round()
+    assert world.chosen[-1] > 0
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_the_loss_is_bounded_whatever_is_believed(data):
+    """Times and beliefs at random, acceptance that changes, for a minute of rounds."""
+    most = data.draw(st.integers(1, 8))
+    base = data.draw(st.floats(0.002, 0.05))
+    extra = data.draw(st.lists(st.floats(0, 1.5), min_size=most, max_size=most))
+    times = list(base * (1 + np.cumsum([0.0, *extra])))
+    lie = st.floats(0.0, 1.0)
+    believed = data.draw(st.sampled_from(["truth", "all", "none", "any"]))
+    world = World(times, data.draw(lie), data.draw(st.integers(1, 16)))
+    beliefs = {"all": lambda: 1.0, "none": lambda: 0.0, "any": world.random.random}
+    world.believed = beliefs.get(believed)
+    if data.draw(st.booleans()):
+        # As if drafts were free.
+        world.believed_times = [base] * (most + 1)
+    phases = data.draw(st.lists(lie, min_size=1, max_size=6))
+    tries = 0
+    for chance in phases:
+        world.chance = chance
+        end = world.now + 10.0
+        while world.now < end:
+            before = world.controller.num_drafts
+            if world.round(can_ask=data is not None) and not before:
+                tries += 1
+    # Every try may lose what a window of its rounds loses before it is looked at. What
+    # follows gives that back, up to the share of the time that may be lost, but for a
+    # window per phase and the last one.
+    window = WINDOW_ROUNDS[1] * (times[most] - base / (most + 1))
+    allowed = 3 * MAX_LOSS * world.now + (len(phases) + 1) * window
+    assert world.now - world.plain_s <= allowed
+    saved = world.controller.saved_s - world.controller.lost_s
+    assert saved == pytest.approx(world.plain_s - world.now, abs=1e-6)
+
+
+def test_a_loss_is_noticed_within_a_window_and_the_next_try_waits_longer():
+    """Whoever believes in drafts that never stay loses one percent of the time."""
+    world = World(TIMES, 0.0, believed=lambda: 1.0)
+    while world.now < 120:
+        world.round()
+    tries = np.flatnonzero(np.diff(np.array([0, *world.chosen]) > 0).astype(int))
+    starts = [i for i in tries if world.chosen[i] > 0]
+    ends = [i for i in tries if not world.chosen[i]]
+    lengths = [end - start for start, end in zip(starts, ends, strict=False)]
+    assert max(lengths) <= WINDOW_ROUNDS[0] + LOOK_ROUNDS
+    assert world.controller.num_stops == len(starts)
+    assert world.now / world.plain_s <= 1 + 1.5 * MAX_LOSS
+    assert world.controller.lost_s == pytest.approx(world.now - world.plain_s)
+
+
+def test_without_drafts_the_draft_model_is_asked_for_a_share_of_the_time():
+    world = World(TIMES, 0.0)
+    for _ in range(LOOK_ROUNDS + 1):
+        world.round()
+    controller, asked, cost = world.controller, [], 0.004
+    while world.now < 20:
+        if controller.wants_probe():
+            asked.append(world.now)
+            world.now += cost
+            controller.record_catch_up(cost)
+        world.round()
+    assert controller.num_probes == len(asked)
+    assert np.diff(asked).min() >= max(MIN_WAIT_S, cost / 0.01)
+    # Often enough to see a change within a second.
+    assert np.diff(asked).max() <= 0.5
+    world.chance = 0.9
+    while not world.round():
+        pass
+    assert not controller.wants_probe()
+
+
+def test_where_nobody_can_be_asked_drafts_are_tried_now_and_then():
+    world = World(TIMES, 0.0)
+    while world.now < 60:
+        world.round(can_ask=False)
+    tried = np.count_nonzero(world.chosen) / len(world.chosen)
+    assert 0 < tried < 0.02
+    assert {k for k in world.chosen[100:] if k} == {1}
+    world.chance, start = 0.9, world.now
+    while world.round(can_ask=False) < 5:
+        assert world.now - start < 60
+    asked = World(TIMES, 0.0)
+    while asked.now < 60:
+        asked.round(can_ask=True)
+    assert set(asked.chosen[LOOK_ROUNDS:]) == {0}
+
+
+def test_a_plain_round_is_timed_again_now_and_then():
+    world = World(TIMES, 0.9)
+    while world.now < 5 * REFRESH_S:
+        world.round()
+    plain = world.chosen.count(0)
+    assert 3 * REFRESH_ROUNDS <= plain <= 6 * REFRESH_ROUNDS
+    assert world.controller.num_drafts > 0
+
+
+def test_what_has_failed_is_not_tried_again():
+    world = World(TIMES, 0.9)
+    world.round()
+    world.controller.stop("the draft is broken")
+    assert world.controller.limit(1) == 0
+    assert not world.controller.wants_probe()
+
+
+def test_the_account_is_what_bounds_the_loss(monkeypatch):
+    """Without it, whoever believes in drafts that never stay loses half of the time."""
+    monkeypatch.setattr(controllers, "MAX_LOSS", 1e9)
+    world = World(TIMES, 0.0, believed=lambda: 1.0)
+    while world.now < 20:
+        world.round()
+    assert world.now / world.plain_s > 1.9

@@ -198,5 +198,7 @@ def test_rounds_of_the_engine_are_recorded():
     loop.scheduler.add(late)
     loop.step()
     rates = costs.acceptance(np.arange(4))
-    assert [(one == costs.mean_acceptance(Kind.SAMPLED)).all() for one in rates].count(True) == 1
+    assert [(one == costs.mean_acceptance(Kind.SAMPLED)).all() for one in rates].count(
+        True
+    ) == 1
     assert (rates[late.row] == costs.mean_acceptance(Kind.SAMPLED)).all()
