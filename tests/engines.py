@@ -16,9 +16,10 @@ from jaxspec.engine.runner import Runner, build_mesh
 from jaxspec.models.weights import load_params
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import StepPlan, StepShape
-from jaxspec.program.wire import StepResult
+from jaxspec.program.wire import CaughtUp, StepResult
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
+from jaxspec.speculation import FIXED
 from jaxspec.text.tokenizer import PlainTexts, Tokenizer
 from tests.oracles import hf_tensors, make_hf_model, model_config
 
@@ -102,6 +103,8 @@ class OneShapeRunner(Runner):
 
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         config = self.config
+        if shape.is_catch_up:
+            return super().launch(plan, shape), shape
         padded = StepShape(
             num_seqs=config.max_num_seqs,
             num_draft_tokens=(
@@ -112,7 +115,7 @@ class OneShapeRunner(Runner):
         )
         return super().launch(plan, padded), padded
 
-    def fetch(self, result: Any, shape: StepShape) -> StepResult:
+    def fetch(self, result: Any, shape: StepShape) -> StepResult | CaughtUp:
         return super().fetch(*result)
 
 
@@ -131,6 +134,7 @@ def make_engine(
     num_draft_tokens: int = 0,
     rule: str = "standard",
     disable_by_batch_size: int | None = None,
+    controller: str = FIXED,
     draft_sample_method: str = "probabilistic",
     has_one_shape: bool = False,
     is_optimized: bool = False,
@@ -163,6 +167,7 @@ def make_engine(
             synthetic_acceptance_rates=acceptance_rates,
             draft_sample_method=draft_sample_method,
             disable_by_batch_size=disable_by_batch_size,
+            controller=controller,
             draft_tensor_parallel_size=draft_tensor_parallel_size,
         )
     config = EngineConfig(

@@ -145,6 +145,11 @@ class Runner:
 
     def launch(self, plan: StepPlan, shape: StepShape) -> jax.Array:
         """Start one round; returns its result vector, not yet computed."""
+        result = self._start(plan, shape)
+        self.num_launches += 1
+        return result
+
+    def _start(self, plan: StepPlan, shape: StepShape) -> jax.Array:
         step, layout = self.compiler.get(shape)
         if self.state.rows.num_tokens.is_deleted():
             # An interrupt fell between the donation and the assignment below. The
@@ -155,7 +160,6 @@ class Runner:
         vector = layout.pack(plan)
         device_plan = jax.device_put(vector, self._plan_placement)
         self.state, result = step(*self.params, self.state, device_plan)
-        self.num_launches += 1
         return result
 
     def rehearse(
@@ -181,7 +185,7 @@ class Runner:
         try:
             for _ in range(num_runs + 1):
                 start = time.perf_counter()
-                self.fetch(self.launch(plan, shape), shape)
+                jax.block_until_ready((self._start(plan, shape), self.state))
                 seconds.append(time.perf_counter() - start)
         finally:
             self.state = dataclasses.replace(self.state, rows=kept)

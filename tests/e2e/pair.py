@@ -17,7 +17,7 @@ import torch
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.runner import Runner
 from jaxspec.program.plan import Features, StepPlan, StepShape
-from jaxspec.program.wire import StepResult
+from jaxspec.program.wire import CaughtUp, StepResult
 from jaxspec.sharding import DRAFT_MESH_AXES
 from tests.engines import load_weights, make_engine, with_settings
 from tests.oracles import hf_logits, make_hf_model
@@ -131,6 +131,8 @@ class GeneralRunner(Runner):
     """Runs every launch in the largest shape, with all features but grammars."""
 
     def largest(self, shape: StepShape) -> StepShape:
+        if shape.is_catch_up:
+            return shape
         count = self.config.num_logprobs
         return StepShape(
             num_seqs=self.config.max_num_seqs,
@@ -144,7 +146,7 @@ class GeneralRunner(Runner):
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         return super().launch(plan, self.largest(shape))
 
-    def fetch(self, result: Any, shape: StepShape) -> StepResult:
+    def fetch(self, result: Any, shape: StepShape) -> StepResult | CaughtUp:
         return super().fetch(result, self.largest(shape))
 
 

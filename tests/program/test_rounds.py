@@ -6,6 +6,7 @@ uniform.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,9 @@ def start(rule: str) -> Active:
 
 
 @jax.jit
-def play_round(active: Active, history: jax.Array) -> tuple[Active, jax.Array]:
+def play_round(
+    active: Active, history: jax.Array, num_draft: jax.Array
+) -> tuple[Active, jax.Array]:
     """One round of the Markov chain; history is `[seq, LENGTH + DRAFTS + 1]`."""
     target = jnp.log(jnp.asarray(TARGET, jnp.float32))
     draft = jnp.log(jnp.asarray(DRAFT, jnp.float32))
@@ -57,7 +60,7 @@ def play_round(active: Active, history: jax.Array) -> tuple[Active, jax.Array]:
     verdict = verify(
         proposal,
         jnp.stack(logits, axis=1).reshape(-1, VOCAB),
-        jnp.full((SEQS,), DRAFTS, jnp.int32),
+        num_draft,
         active,
         Backend(),
         tree=Tree.chain(DRAFTS),
@@ -81,12 +84,35 @@ def play_round(active: Active, history: jax.Array) -> tuple[Active, jax.Array]:
     return active, history
 
 
-@pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
-def test_joint_law_over_rounds(rule):
+def always(active: Active) -> jax.Array:
+    """K is the same in every round."""
+    return jnp.full_like(active.num_tokens, DRAFTS)
+
+
+def by_the_past(active: Active) -> jax.Array:
+    """K follows what has been said: that is all a controller knows."""
+    return (active.last_tokens[:, 1] + active.num_tokens) % (DRAFTS + 1)
+
+
+def by_peeking(active: Active) -> jax.Array:
+    """K follows what this very round will draw: no drafts where one looks bad."""
+    draft = jnp.log(jnp.asarray(DRAFT, jnp.float32))
+    token, _ = sample_draft(draft[active.last_tokens[:, 1]], 0, active, Backend())
+    return jnp.where(token == 0, 0, DRAFTS)
+
+
+def statistic_of(
+    rule: str, choose: Callable[[Active], jax.Array] = always
+) -> tuple[float, int]:
+    """Chi-square of the words that are said against the target's law, and its freedom.
+
+    Args:
+        choose: K of each sequence in the next round.
+    """
     active = start(rule)
     history = jnp.zeros((SEQS, LENGTH + DRAFTS + 1), jnp.int32)
     for _ in range(LENGTH):
-        active, history = play_round(active, history)
+        active, history = play_round(active, history, choose(active))
     words = np.asarray(history)[:, :LENGTH]
     cell = words @ (VOCAB ** np.arange(LENGTH)[::-1])
     observed = np.bincount(cell, minlength=VOCAB**LENGTH)
@@ -100,5 +126,27 @@ def test_joint_law_over_rounds(rule):
     observed = np.append(observed[~rare], observed[rare].sum())
     expected = np.append(expected[~rare], expected[rare].sum())
     freedom = len(expected) - 1
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    assert statistic < freedom + 5.5 * np.sqrt(2 * freedom), (statistic, freedom)
+    return float(((observed - expected) ** 2 / expected).sum()), freedom
+
+
+def follows_the_law(statistic: float, freedom: int) -> bool:
+    return statistic < freedom + 5.5 * np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
+def test_joint_law_over_rounds(rule):
+    found = statistic_of(rule)
+    assert follows_the_law(*found), found
+
+
+@pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
+def test_k_may_follow_what_has_been_said(rule):
+    found = statistic_of(rule, by_the_past)
+    assert follows_the_law(*found), found
+
+
+@pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
+def test_k_that_follows_the_noise_of_its_round_is_seen(rule):
+    """Where draft and target share their noise, K cannot change a text in any way."""
+    found = statistic_of(rule, by_peeking)
+    assert follows_the_law(*found) == (rule == "coupled"), found

@@ -1,0 +1,104 @@
+"""Whatever K every round has, texts are the target's: no choice of K changes them."""
+
+import numpy as np
+import pytest
+
+from jaxspec.engine.controller import Controller
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.speculation import ADAPTIVE
+from tests.e2e import pair
+from tests.engines import generate, tokens_of
+
+LENGTH = 40
+
+
+class RandomController(Controller):
+    """Any K at any round, and the draft model is asked at any time."""
+
+    def __init__(self, *arguments, seed: int):
+        super().__init__(*arguments)
+        self.random = np.random.default_rng(seed)
+
+    def choose(self, wanted, acceptance, seconds, catch_up_s, can_ask=False) -> int:
+        most = int(wanted.max(initial=0))
+        # For some rounds each, or the draft model would never be up to date.
+        if self.random.random() < 0.15:
+            self.num_drafts = int(self.random.integers(0, most + 1))
+        return min(self.num_drafts, most)
+
+    def wants_probe(self) -> bool:
+        return self.random.random() < 0.1
+
+
+def with_any_drafts(engine: LLMEngine, seed: int) -> LLMEngine:
+    engine.controller = RandomController(engine.config.speculative, seed=seed)
+    engine.scheduler.controller = engine.controller
+    return engine
+
+
+def params_of(kind: str, count: int) -> list[SamplingParams]:
+    changes = dict(temperature=0.9, top_p=0.9)
+    if kind == "greedy":
+        changes = dict(temperature=0)
+    return [
+        SamplingParams(max_tokens=LENGTH, ignore_eos=True, seed=seed, **changes)
+        for seed in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return pair.prompts(28, seed=3)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+@pytest.mark.parametrize("draft", ["noisy", "same"])
+def test_texts_are_those_of_plain_decoding(kind, draft, prompts):
+    params = params_of(kind, len(prompts))
+    expected = tokens_of(generate(pair.plain_engine(), prompts, params))
+    engine = with_any_drafts(pair.engine(draft, controller=ADAPTIVE), seed=7)
+    with pair.recorded(engine) as rounds:
+        assert tokens_of(generate(engine, prompts, params)) == expected
+    engine.scheduler.check_idle()
+    made = {max((k for _, k in plan.decode), default=0) for plan, _, _ in rounds}
+    assert made == {0, 1, 2, 3}
+    asked = [result for _, shape, result in rounds if shape.is_catch_up]
+    likeness = np.concatenate([result.likeness.reshape(-1) for result in asked])
+    likeness = likeness[likeness >= 0]
+    assert len(likeness) > 30
+    assert set(likeness.tolist()) <= {0.0, 1.0}
+    if draft == "same":
+        # What is not up to date, or fed to the wrong place, would show here.
+        assert likeness.min() == 1.0
+        assert engine.stats.acceptance_rate == 1.0
+    else:
+        stayed = engine.stats.acceptance_rate
+        assert likeness.mean() == pytest.approx(stayed, abs=0.15)
+
+
+def test_the_draft_model_says_how_likely_it_is_to_draw_what_was_drawn(prompts):
+    """Without a seed: q of the target's token, never more than the chance to stay."""
+    params = [
+        SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0.9)
+        for _ in prompts
+    ]
+    engine = with_any_drafts(pair.engine("same", controller=ADAPTIVE), seed=8)
+    with pair.recorded(engine) as rounds:
+        generate(engine, prompts, params)
+    asked = [result for _, shape, result in rounds if shape.is_catch_up]
+    likeness = np.concatenate([result.likeness.reshape(-1) for result in asked])
+    likeness = likeness[likeness >= 0]
+    assert len(likeness) > 30
+    assert 0.05 < likeness.mean() < 0.95
+    assert engine.costs.acceptance(np.array([0])).max() <= 1
+
+
+def test_an_engine_that_chooses_says_the_same(prompts):
+    """With the real controller, whatever this machine's clock makes of it."""
+    engine = pair.engine("noisy", controller=ADAPTIVE)
+    for kind in ("greedy", "seeded"):
+        params = params_of(kind, len(prompts))
+        expected = tokens_of(generate(pair.plain_engine(), prompts, params))
+        assert tokens_of(generate(engine, prompts, params)) == expected
+    engine.scheduler.check_idle()
