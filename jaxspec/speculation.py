@@ -44,8 +44,11 @@ class SpeculativeConfig:
         num_speculative_tokens: Most draft tokens per step; a request may ask for fewer.
         controller: "adaptive" makes as many as measured times and acceptance pay;
             "fixed" makes the most at every step.
-        rejection_sample_method: Rule that decides which draft tokens stay. "synthetic"
-            is for benchmarks: as many stay as one of the next two says.
+        rejection_sample_method: Rule that decides which draft tokens stay, for requests
+            that sample without a seed; those with one are "coupled". "block" samples
+            from the same distribution as "standard" and keeps at least as many, on
+            average. "synthetic" is for benchmarks: as many stay as one of the next two
+            says.
         synthetic_acceptance_rates: Entry i is how often all drafts up to the i-th stay.
         synthetic_acceptance_length: Tokens per step on average, the target's own
             included; as many whole drafts always stay, and the next one sometimes.
@@ -61,7 +64,7 @@ class SpeculativeConfig:
     model: str | None = None
     num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS
     controller: str = ADAPTIVE
-    rejection_sample_method: str = "standard"
+    rejection_sample_method: str = "block"
     synthetic_acceptance_rates: Sequence[float] | None = None
     synthetic_acceptance_length: float | None = None
     draft_sample_method: str = "probabilistic"

@@ -101,6 +101,10 @@ def test_one_chance_for_every_draft():
         forced.with_forced_acceptance(0.5)
 
 
+def test_block_verification_is_the_default():
+    assert SpeculativeConfig(model="draft").rejection_sample_method == "block"
+
+
 def test_rules_that_judge_force_nothing():
     for rule in ("standard", "block", "coupled"):
         config = SpeculativeConfig(model="draft", rejection_sample_method=rule)

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any, no_type_check
 
 from jaxspec.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from jaxspec.engine.controller import Choice
 from jaxspec.engine.engine_thread import EngineThread, RequestOutputCollector
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import EngineDeadError, EngineGenerateError, refuse
@@ -187,6 +188,11 @@ class AsyncLLMEngine:
     def compiling(self) -> str | None:
         """The name of the program that is being made."""
         return self.engine.compiling
+
+    @property
+    def choice(self) -> Choice:
+        """K as it is now, and what it should bring."""
+        return self.engine.choice
 
     async def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run."""

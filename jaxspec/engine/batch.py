@@ -63,6 +63,7 @@ class Launch:
         tiled: The request of each of the plan's tiles.
         registered: Pages registered in the prefix cache that this launch fills.
         charged_s: Seconds that `Pacer` has charged for it.
+        expected_s: That it was expected to take; None where nothing was known.
         seconds: That it kept the device busy, once it has been read.
     """
 
@@ -75,6 +76,7 @@ class Launch:
     tiled: list[Request]
     registered: list[int]
     charged_s: float | None = None
+    expected_s: float | None = None
     seconds: float = 0.0
 
     @property

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,22 @@ MIN_WAIT_S, MAX_WAIT_S = 0.25, 60.0
 # time; and with drafts, a round without is timed again after so many seconds.
 PROBE_SHARE = 0.01
 REFRESH_S, REFRESH_ROUNDS = 10.0, 3
+
+
+class Choice(NamedTuple):
+    """What the newest choice was, for those who look on.
+
+    Attributes:
+        num_drafts: K.
+        gain: Tokens per second that it should bring, as a share of what plain decoding
+            does; None where that is not known.
+        may_draft: Nothing but the choice stands against drafts: they have not failed,
+            and not too many requests run.
+    """
+
+    num_drafts: int = 0
+    gain: float | None = None
+    may_draft: bool = False
 
 
 class Controller:

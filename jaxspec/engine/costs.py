@@ -50,11 +50,16 @@ class Costs:
 
     Attributes:
         seconds: Of a launch; there from its second run on.
+        num_compared: Draft tokens that were compared with what the target wants, over
+            all requests: verified, up to the first rejection of a round, or asked for
+            while nothing was drafted.
+        num_agreed: How many of them stayed, or probably would have.
     """
 
     def __init__(self, num_rows: int, max_draft_tokens: int):
         self.seconds: dict[Round, float] = {}
         self._has_run: set[Round] = set()
+        self.num_compared, self.num_agreed = 0, 0.0
         # [row, draft]: rounds that reached a position, and that accepted its draft; in
         # the last rows the sums over all requests of a kind.
         self._reached = np.zeros((num_rows + len(Kind), max_draft_tokens))
@@ -142,6 +147,8 @@ class Costs:
         # The first draft, and each that follows an accepted one.
         is_reached = position <= accepted[has_drafts, None]
         is_reached &= position < drafts[has_drafts, None]
+        self.num_compared += int(is_reached.sum())
+        self.num_agreed += int(is_accepted.sum())
         self._add(rows, is_reached, is_accepted)
 
     def record_likeness(self, row: int, likeness: np.ndarray) -> None:
@@ -153,6 +160,8 @@ class Costs:
         count = len(likeness)
         if not count:
             return
+        self.num_compared += count
+        self.num_agreed += float(likeness.sum())
         weights = DECAY ** np.arange(count - 1, -1, -1)
         reached, accepted = np.zeros((2, 1, self._reached.shape[1]))
         reached[0, 0], accepted[0, 0] = weights.sum(), weights @ likeness
@@ -208,6 +217,7 @@ class Costs:
         """Assert the invariants."""
         assert all(seconds > 0 for seconds in self.seconds.values())
         assert self.seconds.keys() <= self._has_run
+        assert 0 <= self.num_agreed <= self.num_compared + ROUNDING
         assert (self._accepted >= 0).all()
         assert (self._accepted <= self._reached + ROUNDING).all()
         assert (self._reached[:, 1:] <= self._accepted[:, :-1] + ROUNDING).all()

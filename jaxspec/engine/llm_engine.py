@@ -11,7 +11,7 @@ from typing import Any, no_type_check
 from jaxspec.config import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.batch import Launch, LaunchError, on_device
-from jaxspec.engine.controller import Controller
+from jaxspec.engine.controller import Choice, Controller
 from jaxspec.engine.costs import Costs, Round
 from jaxspec.engine.input_processor import InputProcessor, Prepared
 from jaxspec.engine.loader import Sleep, check_level, make_runner, read_tokenizer
@@ -292,6 +292,7 @@ class LLMEngine:
         self.scheduler.record_time(launch, took_s)
         num_before = self.stats.num_generated_tokens
         progress = self.scheduler.commit(launch, fetched)
+        self.metrics.warn_of_low_acceptance(self.costs, self.choice)
         if not self.config.disable_log_stats:
             generated = self.stats.num_generated_tokens - num_before
             self.metrics.add_round(launch, generated, took_s)
@@ -352,6 +353,7 @@ class LLMEngine:
 
     def _load(self) -> Load:
         scheduler, pages = self.scheduler, self.scheduler.pages
+        controller, costs = self.controller, self.costs
         return Load(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -360,6 +362,13 @@ class LLMEngine:
             num_compiles=self.runner.num_compiles,
             compile_s=self.runner.compile_s,
             num_warming=self.runner.compiler.num_wanted,
+            choice=self.choice,
+            saved_s=controller.saved_s,
+            lost_s=controller.lost_s,
+            num_probes=controller.num_probes,
+            num_stops=controller.num_stops,
+            num_compared=costs.num_compared,
+            num_agreed=costs.num_agreed,
         )
 
     def reset_prefix_cache(self) -> bool:
@@ -471,6 +480,11 @@ class LLMEngine:
     def num_warming(self) -> int:
         """Programs that are still to be made; any thread may ask."""
         return self.runner.compiler.num_wanted
+
+    @property
+    def choice(self) -> Choice:
+        """K as it is now, and what it should bring; any thread may ask."""
+        return self.scheduler.choice
 
     @property
     def compiling(self) -> str | None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.batch import Launch
+from jaxspec.engine.controller import Choice
+from jaxspec.engine.costs import Costs
 from jaxspec.engine.request import Request
 from jaxspec.engine.stats import EngineStats
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
@@ -40,6 +42,13 @@ _HOST_S += (0.025, 0.05, 0.1, 0.25, 1.0)
 _ITERATION_TOKENS = (1, *(1 << power for power in range(3, 15)))
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+# Acceptance is looked at over this many draft tokens, and low below this share.
+_COMPARED, _LOW_ACCEPTANCE = 2000, 0.3
+_CAUSES = (
+    "a chat template that is missing or not the model's own; a draft model of another "
+    "family than the target, or of another fine-tune; a high temperature"
+)
+_NGRAM_CAUSES = "texts that repeat little of themselves; a high temperature"
 
 
 @dataclass(kw_only=True)
@@ -51,6 +60,10 @@ class Load:
         sleep_level: 0 is awake.
         num_compiles: Since the start, as `compile_s`.
         num_warming: Programs that are still to be made.
+        choice: Of K, as it is now.
+        saved_s, lost_s: Seconds won and lost against plain decoding since the start,
+            with `num_probes` and `num_stops` of `Controller`.
+        num_compared, num_agreed: Since the start, as in `Costs`.
     """
 
     num_running: int = 0
@@ -60,6 +73,13 @@ class Load:
     num_compiles: int = 0
     compile_s: float = 0.0
     num_warming: int = 0
+    choice: Choice = Choice()
+    saved_s: float = 0.0
+    lost_s: float = 0.0
+    num_probes: int = 0
+    num_stops: int = 0
+    num_compared: int = 0
+    num_agreed: float = 0.0
 
 
 class Distribution:
@@ -115,10 +135,13 @@ class EngineMetrics:
         bounds["request_prefill_kv_computed_tokens"] = bounds["request_prompt_tokens"]
         self._seen = {name: Distribution(edges) for name, edges in bounds.items()}
         self._round_s, self._host_s = Distribution(_ROUND_S), Distribution(_HOST_S)
+        self._expected_s, self._error_s = Distribution(_ROUND_S), 0.0
         # Every K there can be, so that a rate sees the first launch of each.
         self._launches = dict.fromkeys(range(config.num_draft_tokens + 1), 0)
         self._last_log = (time.monotonic(), 0, copy.deepcopy(stats))
         self._was_busy = False
+        # Of `Costs`, when acceptance was last looked at; None once it was low.
+        self._looked_at: tuple[int, float] | None = (0, 0.0)
 
     def add_tokens(self, requests: list[Request], now: float) -> None:
         """Count what got new tokens, before the requests' own times are set."""
@@ -139,6 +162,9 @@ class EngineMetrics:
         """Count a launch that has been read."""
         self._seen["iteration_tokens_total"].add(launch.num_prefilled + num_generated)
         self._round_s.add(took_s)
+        if launch.expected_s is not None:
+            self._expected_s.add(launch.expected_s)
+            self._error_s += abs(took_s - launch.expected_s)
         if launch.decoding:
             self._launches[int(launch.drafts.max(initial=0))] += 1
 
@@ -232,14 +258,35 @@ class EngineMetrics:
         return [
             *forced,
             self._round_s.read("round_time_seconds", labels),
+            self._expected_s.read("round_time_predicted_seconds", labels),
+            self._counter("round_time_error_seconds", self._error_s),
             self._host_s.read("host_time_seconds", labels),
             *(
                 self._counter("draft_tokens_chosen", count, num_draft_tokens=str(k))
                 for k, count in self._launches.items()
             ),
+            *self._choice(load),
             self._counter("num_compiles", load.num_compiles),
             self._counter("compile_seconds", load.compile_s),
             self._gauge("warming", load.num_warming),
+        ]
+
+    def _choice(self, load: Load) -> list[Metric]:
+        """Of the choice of K, where there is any: what it is, and what it brought."""
+        if not self._config.num_draft_tokens:
+            return []
+        counters = {
+            "saved_seconds": load.saved_s,
+            "lost_seconds": load.lost_s,
+            "probes": load.num_probes,
+            "stops": load.num_stops,
+            "drafts_compared": load.num_compared,
+            "drafts_agreed": load.num_agreed,
+        }
+        return [
+            self._gauge("speculation_num_drafts", load.choice.num_drafts),
+            self._gauge("speculation_gain", load.choice.gain or 0.0),
+            *(self._counter(f"speculation_{key}", n) for key, n in counters.items()),
         ]
 
     def _states(self, load: Load) -> list[Metric]:
@@ -296,6 +343,30 @@ class EngineMetrics:
 
     def _counter(self, name: str, value: int | float, **labels: str) -> Counter:
         return Counter(name=name, labels=self._labels | labels, value=value)
+
+    def warn_of_low_acceptance(self, costs: Costs, choice: Choice) -> None:
+        """Say once what to look for, where few of many drafts agree with the target."""
+        if self._looked_at is None or self._config.is_synthetic:
+            return
+        compared, agreed = self._looked_at
+        compared, agreed = costs.num_compared - compared, costs.num_agreed - agreed
+        if compared < _COMPARED:
+            return
+        self._looked_at = costs.num_compared, costs.num_agreed
+        if agreed >= _LOW_ACCEPTANCE * compared:
+            return
+        self._looked_at = None
+        speculative, k = self._config.speculative, choice.num_drafts
+        has_model = speculative is not None and speculative.has_draft_model
+        _log.warning(
+            "Low acceptance: the target agreed with %.0f%% of the last %d draft "
+            "tokens. K is %d now%s. Look for %s.",
+            100 * agreed / compared,
+            compared,
+            k,
+            "" if k else ": decoding goes on without drafts",
+            _CAUSES if has_model else _NGRAM_CAUSES,
+        )
 
     def seconds_since_log(self) -> float:
         """Seconds since the last line, or since the start."""

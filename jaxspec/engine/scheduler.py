@@ -26,7 +26,7 @@ from jaxspec.engine.batch import (
     commit_catch_up,
     plan_catch_up,
 )
-from jaxspec.engine.controller import Controller
+from jaxspec.engine.controller import Choice, Controller
 from jaxspec.engine.costs import Costs, Kind, Round
 from jaxspec.engine.kv_cache import PageTables
 from jaxspec.engine.pacing import Pacer
@@ -153,6 +153,13 @@ class Scheduler:
     def _limit(self) -> int:
         """Most drafts that a sequence may have now."""
         return self.controller.limit(len(self.running) + bool(self.waiting))
+
+    @property
+    def choice(self) -> Choice:
+        """K as chosen now, within what so many requests may have."""
+        limit = self._limit
+        k = min(self.controller.num_drafts, limit)
+        return Choice(k, self.controller.gain if k else 0.0, limit > 0)
 
     def _choose(self, rows: np.ndarray, wanted: np.ndarray, features: Features) -> int:
         """K of the next round."""
@@ -490,6 +497,7 @@ class Scheduler:
     def record_time(self, launch: Launch, seconds: float) -> None:
         """Record how long a launch kept the device busy."""
         launch.seconds = seconds
+        launch.expected_s = self.costs.expected_seconds(launch.round)
         self.pacer.record(launch.round, seconds, launch.charged_s)
 
     def _record_round(self, launch: Launch, result: StepResult) -> None:

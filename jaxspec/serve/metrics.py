@@ -38,8 +38,27 @@ _FORMS: dict[type[metrics.Metric], Any] = {
 _HELP = {
     "jaxspec:round_time_seconds": "From a launch, or the end of the one before, to "
     "its tokens",
+    "jaxspec:round_time_predicted_seconds": "What that was expected to be, where "
+    "anything was known of such a launch",
+    "jaxspec:round_time_error_seconds": "By how much the two differed, in either "
+    "direction",
     "jaxspec:host_time_seconds": "What a step takes besides waiting and compiling",
     "jaxspec:draft_tokens_chosen": "Launches that decode, by their drafts per sequence",
+    "jaxspec:speculation_num_drafts": "Drafts per sequence as chosen now (K)",
+    "jaxspec:speculation_gain": "Tokens per second that K should bring, as a share of "
+    "what plain decoding does; 0 where that is not known",
+    "jaxspec:speculation_saved_seconds": "Won against plain decoding, over rounds that "
+    "won",
+    "jaxspec:speculation_lost_seconds": "Lost against plain decoding, over rounds that "
+    "lost, and for asking the draft model",
+    "jaxspec:speculation_probes": "How often the draft model was asked while nothing "
+    "was drafted",
+    "jaxspec:speculation_stops": "How often drafts lost too much time and were left "
+    "out for a while",
+    "jaxspec:speculation_drafts_compared": "Draft tokens compared with what the target "
+    "wants: verified, up to a round's first rejection, or asked for without drafting",
+    "jaxspec:speculation_drafts_agreed": "How many of them stayed, or probably would "
+    "have",
     "jaxspec:synthetic_acceptance_info": "Acceptance is given, not found: chance of "
     "each draft to stay after those before it",
     "jaxspec:num_compiles": "Programs that were compiled",

@@ -145,7 +145,7 @@ def test_speculation_by_every_generation_is_one_config(target: str, draft: str):
     assert speculative.method == "draft_model"
     assert speculative.model == draft
     assert speculative.num_speculative_tokens == 3
-    assert speculative.rejection_sample_method == "standard"
+    assert speculative.rejection_sample_method == "block"
     assert speculative.draft_sample_method == "probabilistic"
     assert speculative.disable_by_batch_size is None
     assert speculative.draft_tensor_parallel_size == 1
@@ -160,7 +160,7 @@ def test_keys_of_the_dict_arrive(target: str, draft: str):
         speculative_config={
             "model": draft,
             "num_speculative_tokens": 8,
-            "rejection_sample_method": "block",
+            "rejection_sample_method": "standard",
             "draft_sample_method": "greedy",
             "disable_by_batch_size": 6,
             "draft_tensor_parallel_size": 2,
@@ -168,7 +168,7 @@ def test_keys_of_the_dict_arrive(target: str, draft: str):
     )
     speculative = config.speculative
     assert speculative is not None
-    assert speculative.rejection_sample_method == "block"
+    assert speculative.rejection_sample_method == "standard"
     assert speculative.draft_sample_method == "greedy"
     assert speculative.disable_by_batch_size == 6
     assert speculative.draft_tensor_parallel_size == 2

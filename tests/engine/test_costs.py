@@ -77,6 +77,21 @@ def test_acceptance_is_the_weighted_mean_of_the_rounds(rounds):
             assert rates[row, position] == pytest.approx(weighted(own, prior))
 
 
+@given(rounds=st.lists(ROUND, max_size=30))
+def test_drafts_are_compared_up_to_the_first_rejection(rounds):
+    costs = make_costs()
+    for sequences in rounds:
+        record(costs, sequences)
+    flat = [one for sequences in rounds for one in sequences]
+    reached = [min(accepted + 1, drafts) for drafts, accepted in flat]
+    assert costs.num_compared == sum(reached)
+    assert costs.num_agreed == sum(accepted for _, accepted in flat)
+    costs.record_likeness(0, np.array([0.25, 0.5]))
+    assert costs.num_compared == sum(reached) + 2
+    assert costs.num_agreed == sum(accepted for _, accepted in flat) + 0.75
+    costs.check()
+
+
 def test_a_request_in_a_row_does_not_inherit_the_acceptance_of_the_one_before():
     costs = make_costs()
     for _ in range(20):

@@ -1,5 +1,6 @@
 """What comes in is a whole request or an error, before anything else happens."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from jaxspec.engine.input_processor import (
 from jaxspec.engine.request import Request
 from jaxspec.errors import ConfigError, RequestError, UnsupportedError
 from jaxspec.program.plan import (
+    BLOCK,
     COUPLED,
     MAX_BAD_WORD_LEN,
     MAX_BAD_WORDS,
@@ -60,11 +62,31 @@ def test_requests_without_a_seed_get_their_own():
         intake = InputProcessor(config, StubTokenizer(config.model_config.vocab_size))
         prepared = [intake.prepare(str(i), [2], SamplingParams()) for i in range(3)]
         requests = [one.requests[0] for one in prepared]
-        assert {request.rule for request in requests} == {STANDARD}
+        assert {request.rule for request in requests} == {BLOCK}
         return [request.seed for request in requests]
 
     assert len({*seeds(0), *seeds(1)}) == 6
     assert seeds(0) == seeds(0)
+
+
+@pytest.mark.parametrize(
+    ("named", "rule"),
+    [
+        (None, BLOCK),
+        ("block", BLOCK),
+        ("standard", STANDARD),
+        ("coupled", COUPLED),
+    ],
+)
+def test_the_rule_of_whom_has_no_seed_is_the_one_that_is_named(named, rule):
+    speculative = make_config().speculative
+    assert speculative is not None
+    if named is not None:
+        speculative = dataclasses.replace(speculative, rejection_sample_method=named)
+    config = {"speculative": speculative}
+    assert make(config=config).rule == rule
+    assert make(config=config, seed=1).rule == COUPLED
+    assert make(config={"num_draft_tokens": 0}).rule == STANDARD
 
 
 @pytest.mark.parametrize(("asked", "drafts"), [(None, 3), (0, 0), (2, 2)])

@@ -11,7 +11,7 @@ import pytest
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import RequestError
 from jaxspec.outputs import RequestOutput
-from jaxspec.program.plan import COUPLED, STANDARD
+from jaxspec.program.plan import BLOCK, COUPLED
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.engines import StubTokenizer
 from tests.fake_device import FakeRunner, repeat_truth
@@ -332,7 +332,7 @@ def test_unseeded_requests_differ_and_repeat_with_the_engines_seed():
         for number in range(4):
             engine.add_request(str(number), PROMPT, SamplingParams(max_tokens=1))
         run_all(engine)
-        assert {entry.rule for entry in admissions(runner)} == {STANDARD}
+        assert {entry.rule for entry in admissions(runner)} == {BLOCK}
         return [entry.seed for entry in admissions(runner)]
 
     assert len(set(seeds(0))) == 4

@@ -4,12 +4,16 @@ import logging
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from jaxspec.engine.controller import Choice
+from jaxspec.engine.costs import Costs
 from jaxspec.engine.metrics import Distribution, EngineMetrics, Load, lengths_up_to
 from jaxspec.engine.stats import EngineStats
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.speculation import SpeculativeConfig
 from tests.engine.test_input_processor import make
 from tests.engine.test_llm_engine import PROMPT, make_fake_engine
 from tests.loops import make_config
@@ -37,8 +41,18 @@ request_prefill_kv_computed_tokens
 CHOSEN = "jaxspec:draft_tokens_chosen"
 OWN = [
     ("jaxspec:round_time_seconds", Histogram),
+    ("jaxspec:round_time_predicted_seconds", Histogram),
+    ("jaxspec:round_time_error_seconds", Counter),
     ("jaxspec:host_time_seconds", Histogram),
     *[(CHOSEN, Counter)] * 4,
+    ("jaxspec:speculation_num_drafts", Gauge),
+    ("jaxspec:speculation_gain", Gauge),
+    ("jaxspec:speculation_saved_seconds", Counter),
+    ("jaxspec:speculation_lost_seconds", Counter),
+    ("jaxspec:speculation_probes", Counter),
+    ("jaxspec:speculation_stops", Counter),
+    ("jaxspec:speculation_drafts_compared", Counter),
+    ("jaxspec:speculation_drafts_agreed", Counter),
     ("jaxspec:num_compiles", Counter),
     ("jaxspec:compile_seconds", Counter),
     ("jaxspec:warming", Gauge),
@@ -103,9 +117,10 @@ def add_rounds(
 
 
 def test_without_drafts_there_is_nothing_to_tell_about_them():
-    found = by_name(make_metrics(num_draft_tokens=0)[0])
-    assert found
-    assert not [name for name in found if "spec_decode" in name]
+    told = make_metrics(num_draft_tokens=0)[0].read(Load())
+    names = [one.name for one in told]
+    assert "jaxspec:generation_tokens" in names
+    assert not [name for name in names if "spec" in name.partition(":")[2]]
 
 
 def test_drafts():
@@ -247,6 +262,156 @@ def test_rounds_and_the_host(monkeypatch: pytest.MonkeyPatch):
     assert host.sum == pytest.approx(engine.stats.host_s)
     compiled = found["jaxspec:num_compiles"], found["jaxspec:compile_seconds"]
     assert [getattr(one, "value", None) for one in compiled] == [1, 7.5]
+
+
+def test_predicted_times_are_those_of_before_the_round(monkeypatch: pytest.MonkeyPatch):
+    engine, runner = make_fake_engine(num_draft_tokens=3)
+    metrics, rounds = engine.metrics, list[tuple[float | None, float]]()
+    add_round = metrics.add_round
+
+    def note(launch: Any, num_generated: int, took_s: float) -> None:
+        rounds.append((launch.expected_s, took_s))
+        add_round(launch, num_generated, took_s)
+
+    known = [dict(engine.costs.seconds)]
+    record = engine.scheduler.record_time
+
+    def record_time(launch: Any, seconds: float) -> None:
+        known.append(dict(engine.costs.seconds))
+        record(launch, seconds)
+        assert launch.expected_s == known[-1].get(launch.round)
+
+    monkeypatch.setattr(metrics, "add_round", note)
+    monkeypatch.setattr(engine.scheduler, "record_time", record_time)
+    engine.add_request("0", PROMPT, SamplingParams(max_tokens=40))
+    while engine.has_unfinished_requests():
+        engine.step()
+    both = [(one, took) for one, took in rounds if one is not None]
+    assert len(rounds) == runner.num_launches > len(both) > 2
+    own = own_values(engine.get_metrics())
+    predicted = own["jaxspec:round_time_predicted_seconds"]
+    assert (predicted.count, predicted.sum) == (len(both), sum(one for one, _ in both))
+    error = sum(abs(took - one) for one, took in both)
+    assert own["jaxspec:round_time_error_seconds"].value == pytest.approx(error)
+
+
+def own_values(told: list[Metric]) -> dict[str, Any]:
+    """What is told once."""
+    return {one.name: one for one in told if one.name != CHOSEN}
+
+
+def test_the_choice_of_k_and_what_it_brought():
+    engine, _ = make_fake_engine(num_draft_tokens=3)
+    controller, costs = engine.controller, engine.costs
+
+    def told() -> list[Any]:
+        own = own_values(engine.get_metrics())
+        names = "num_drafts gain saved_seconds lost_seconds probes stops"
+        names += " drafts_compared drafts_agreed"
+        return [own[f"jaxspec:speculation_{one}"].value for one in names.split()]
+
+    assert told() == [3, 0, 0, 0, 0, 0, 0, 0]
+    controller.num_drafts, controller.gain = 2, 0.41
+    controller.saved_s, controller.lost_s = 8.5, 1.25
+    controller.num_probes, controller.num_stops = 7, 4
+    costs.num_compared, costs.num_agreed = 30, 20.5
+    assert told() == [2, 0.41, 8.5, 1.25, 7, 4, 30, 20.5]
+    # Without drafts it brings nothing, whatever was expected of the K before.
+    controller.num_drafts = 0
+    assert told()[:2] == [0, 0]
+
+
+def test_the_choice_is_what_so_many_requests_may_have():
+    engine, _ = make_fake_engine(num_draft_tokens=3, disable_by_batch_size=2)
+    engine.controller.gain = 0.41
+    few, many = Choice(3, 0.41, True), Choice(0, 0.0, False)
+    assert engine.choice == few
+    for name in ("a", "b", "c"):
+        engine.add_request(name, PROMPT, SamplingParams(max_tokens=60))
+    while len(engine.scheduler.running) < 3:
+        engine.step()
+    assert engine.choice == many
+    engine.abort_request(["a", "b"])
+    assert engine.choice == few
+    engine.controller.stop("a test")
+    assert engine.choice == many
+
+
+def compare(costs: Costs, count: int, *, share: float) -> None:
+    """Of so many first drafts, so large a share is accepted."""
+    accepted = np.arange(count) < share * count
+    costs.record_acceptance(
+        np.zeros(count, np.int64), np.ones(count, np.int64), accepted.astype(np.int64)
+    )
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+
+
+def test_low_acceptance_is_told_once(caplog: pytest.LogCaptureFixture):
+    metrics, _ = make_metrics()
+    costs = Costs(num_rows=1, max_draft_tokens=3)
+
+    def tell(k: int = 1) -> list[str]:
+        metrics.warn_of_low_acceptance(costs, Choice(k))
+        return warnings_of(caplog)
+
+    compare(costs, 1999, share=0.1)
+    assert not tell()
+    compare(costs, 4000, share=0.6)
+    assert not tell(), "0.43 of all"
+    # What was before does not make the newest better.
+    compare(costs, 1999, share=0.25)
+    assert not tell()
+    costs.record_likeness(0, np.full(1, 0.2))
+    (told,) = tell()
+    assert "agreed with 25% of the last 2000 draft tokens. K is 1 now. Look" in told
+    for cause in ("chat template", "another family", "fine-tune", "high temperature"):
+        assert cause in told
+    compare(costs, 4000, share=0.1)
+    assert tell() == [told]
+
+
+def test_low_acceptance_without_drafts_any_more(caplog: pytest.LogCaptureFixture):
+    lookup = SpeculativeConfig(method="ngram", prompt_lookup_max=4, prompt_lookup_min=2)
+    for changes in ({}, {"speculative": lookup, "draft_model_config": None}):
+        metrics, _ = make_metrics(**changes)
+        costs = Costs(num_rows=1, max_draft_tokens=3)
+        compare(costs, 2000, share=0.1)
+        metrics.warn_of_low_acceptance(costs, Choice(0))
+    model, ngram = warnings_of(caplog)
+    told = "10% of the last 2000 draft tokens. K is 0 now: decoding goes on without"
+    assert told in model
+    assert told in ngram
+    assert "repeat" in ngram
+    assert "chat template" not in ngram
+
+
+def test_acceptance_that_is_given_is_no_news(caplog: pytest.LogCaptureFixture):
+    metrics, _ = make_metrics(forced_acceptance=0.1)
+    costs = Costs(num_rows=1, max_draft_tokens=3)
+    compare(costs, 5000, share=0.1)
+    metrics.warn_of_low_acceptance(costs, Choice(3))
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.parametrize("disable_log_stats", [False, True])
+def test_an_engine_tells_of_low_acceptance(
+    disable_log_stats: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    monkeypatch.setattr("jaxspec.engine.metrics._COMPARED", 20)
+    monkeypatch.setattr("jaxspec.engine.metrics._LOW_ACCEPTANCE", 1.0)
+    engine, _ = make_fake_engine(
+        num_draft_tokens=3, disable_log_stats=disable_log_stats
+    )
+    engine.add_request("0", PROMPT, SamplingParams(max_tokens=80))
+    while engine.has_unfinished_requests():
+        engine.step()
+    (told,) = warnings_of(caplog)
+    assert "K is 3 now. Look for a chat template" in told
 
 
 def test_launches_are_counted_by_their_drafts():

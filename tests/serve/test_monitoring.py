@@ -162,7 +162,11 @@ def test_values_of_recording_rules(scrape: str, tmp_path: Path):
     for labels, count in by_position.items():
         name = f"model_name_position:acceptance_rate:rate5m{labels}"
         values[name] = count / total[f"{drafts}s"]
-    assert len(values) == 3 + 3
+    agreed, compared = (
+        total[f"jaxspec:speculation_drafts_{one}"] for one in ("agreed", "compared")
+    )
+    values["model_name:draft_agreement:rate5m"] = agreed / compared
+    assert len(values) == 4 + 3
     checks = [
         {
             "expr": f"abs({name} - {value:.9f}) < bool 0.00001",
@@ -192,10 +196,11 @@ ALERTS = {
     ),
     "DraftsAreRejected": (
         {
-            'vllm:spec_decode_num_accepted_tokens_total{model_name="m"}': "0+3x80",
-            'vllm:spec_decode_num_draft_tokens_total{model_name="m"}': "0+20x80",
+            'jaxspec:speculation_drafts_agreed_total{model_name="m"}': "0+5.8x80",
+            'jaxspec:speculation_drafts_compared_total{model_name="m"}': "0+20x80",
         },
-        "m keeps 15% of its drafts: it may be faster without them",
+        "m agrees with 29% of its drafts: look for a wrong chat template, a draft "
+        "model of another family or fine-tune, a high temperature",
     ),
     "CompilesWhileServing": (
         {f"jaxspec:num_compiles_total{{{SERVER}}}": "5+0x60 6+0x20"},

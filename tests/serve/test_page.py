@@ -248,6 +248,44 @@ def test_what_is_compiled_is_said_until_all_is_there(browser: Browser):
             gate.open()
 
 
+def test_k_is_told_and_why(watched: Watched):
+    page, line = watched.page, watched.page.locator("#choice")
+    controller = watched.site.engine.engine.controller
+    try:
+        expect(line).to_have_text("K now 3")
+        controller.gain = 0.414
+        watched.ask()
+        expect(line).to_have_text("K now 3: +41 %")
+        watched.wait()
+        for k, gain, told in [
+            (2, -0.03, "K now 2: −3 %"),
+            (0, 0.41, "K now 0: plain decoding is faster"),
+        ]:
+            controller.num_drafts, controller.gain = k, gain
+            page.reload()
+            expect(line).to_have_text(told)
+        controller.is_stopped = True
+        page.reload()
+        expect(line).to_have_text("K now 0: drafts are switched off")
+    finally:
+        controller.is_stopped, controller.num_drafts, controller.gain = False, 3, None
+    assert watched.complaints == []
+
+
+def test_without_drafts_there_is_no_k(browser: Browser):
+    with site_of() as site:
+        page = {"max_draft_tokens": 0, "model": "model", "max_model_len": 96}
+        page |= {"needs_key": False, "is_ready": True, "num_warming": 0}
+        page |= {"num_drafts": 0, "gain": 0.0, "may_draft": False}
+        context = browser.new_context()
+        shown = context.new_page()
+        shown.route("**/page/server.json", lambda route: route.fulfill(json=page))
+        shown.goto(site.url)
+        expect(shown.locator("#model")).to_have_text("model")
+        expect(shown.locator("#choice")).to_be_hidden()
+        context.close()
+
+
 def test_a_new_conversation_forgets(watched: Watched):
     page = watched.page
     for turns in (1, 3):

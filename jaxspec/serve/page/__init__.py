@@ -49,9 +49,13 @@ def page_routes(serving: Serving) -> APIRouter:
     async def server() -> dict[str, Any]:
         """Tell what the page has to know before its first question, and meanwhile."""
         engine = serving.engine
+        choice = engine.choice
         return {
             "model": serving.settings.model_name,
             "max_draft_tokens": serving.config.num_draft_tokens,
+            "num_drafts": choice.num_drafts,
+            "gain": choice.gain,
+            "may_draft": choice.may_draft,
             "max_model_len": serving.config.max_model_len,
             "needs_key": bool(serving.settings.api_keys),
             "is_ready": engine.is_ready,

@@ -32,23 +32,38 @@ async function meet() {
   watch();
 }
 
-/** Says what the server compiles, until nothing is left and no answer may need more. */
+/** Says what the server does, until nothing is left to compile and no answer runs. */
 async function watch() {
-  showWarming();
+  showServer();
   if (isWatching) return;
   isWatching = true;
   try {
     while (server.num_warming || running) {
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
       server = await describe();
-      showWarming();
+      showServer();
     }
   } catch {
     // Whoever waits for the server begins again.
     server.num_warming = 0;
-    showWarming();
+    showServer();
   }
   isWatching = false;
+}
+
+function showServer() {
+  showWarming();
+  at("choice").hidden = !server.max_draft_tokens;
+  at("choice").textContent = `K now ${server.num_drafts}${reason(server)}`;
+}
+
+/** Why the server makes so many drafts, as far as it knows. */
+function reason({ num_drafts: k, gain, may_draft: mayDraft }) {
+  if (!mayDraft) return ": drafts are switched off";
+  if (!k) return ": plain decoding is faster";
+  if (gain === null) return "";
+  const share = Math.round(100 * gain);
+  return `: ${share < 0 ? "−" : "+"}${Math.abs(share)} %`;
 }
 
 function showWarming() {
