@@ -186,7 +186,7 @@ def test_drafting_stops_in_a_crowd_and_comes_back():
 
 
 def test_sequences_decode_while_the_draft_model_catches_up():
-    """It takes turns with rounds, and rows that it has not reached go without drafts."""
+    """It takes turns with rounds; rows that it has not reached go without drafts."""
     config = make_config(
         max_num_seqs=4,
         num_pages=400,
