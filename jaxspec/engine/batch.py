@@ -118,15 +118,23 @@ class PrefillBatch:
 
     Attributes:
         room: Tiles that still fit.
+        is_drafted: The draft model is fed the prompts as well.
         tiled: The request of each tile.
         registered: Pages registered in the prefix cache.
         num_found: Pages that admitted requests begin with.
     """
 
     def __init__(
-        self, rows: RowTable, tables: PageTables, room: int, updates: list[PageUpdate]
+        self,
+        rows: RowTable,
+        tables: PageTables,
+        room: int,
+        updates: list[PageUpdate],
+        *,
+        is_drafted: bool = True,
     ):
         self.rows, self.tables, self.room, self.updates = rows, tables, room, updates
+        self.is_drafted = is_drafted
         self.tiles: list[Tile] = []
         self.tiled: list[Request] = []
         self.admissions: list[Admission] = []
@@ -156,12 +164,20 @@ class PrefillBatch:
 
     def prefill(self, request: Request) -> None:
         """Cut as much of a prompt into tiles as there is room; it has the pages."""
-        tiles = _prompt_tiles(request, self.room)
+        # What comes after a part that the draft model lacks is of no use to it.
+        is_drafted = self.is_drafted and request.num_drafted == request.num_prefilled
+        tiles = _prompt_tiles(request, self.room, is_target_only=not is_drafted)
+        if is_drafted:
+            request.num_drafted = request.num_prefilled
         self._add(request, tiles)
-        self.registered += self.tables.register(request, request.num_prefilled)
+        self.registered += self.tables.register(
+            request, request.num_prefilled, request.num_drafted
+        )
         if tiles[-1].is_last:
             request.status = Status.DECODE
             row = np.array([request.row])
+            lacking = request.num_prefilled - request.num_drafted
+            self.rows.num_draft_uncached[row] = lacking + 1
             self.rows.is_decoding[row] = True
             self.rows.launch(row, np.zeros(1, np.int64))
 
@@ -187,7 +203,7 @@ def claims_of(prefilling: list[Request], room: int) -> list[Claim]:
     return claims
 
 
-def _prompt_tiles(request: Request, room: int) -> list[Tile]:
+def _prompt_tiles(request: Request, room: int, *, is_target_only: bool) -> list[Tile]:
     tiles = []
     known = request.tokens_to_prefill
     while request.num_prefilled < len(known) and len(tiles) < room:
@@ -200,13 +216,16 @@ def _prompt_tiles(request: Request, room: int) -> list[Tile]:
                 start=start,
                 tokens=np.array(known[start:end], np.int32),
                 is_last=is_last,
+                is_target_only=is_target_only,
                 next_token=NO_TOKEN if is_last else known[end],
             )
         )
     return tiles
 
 
-def plan_catch_up(rows: RowTable, lagging: np.ndarray, shape: StepShape) -> Launch:
+def plan_catch_up(
+    rows: RowTable, tables: PageTables, lagging: np.ndarray, shape: StepShape
+) -> Launch:
     """Feed the draft model what it has no keys and values for.
 
     Args:
@@ -236,6 +255,7 @@ def plan_catch_up(rows: RowTable, lagging: np.ndarray, shape: StepShape) -> Laun
             )
             tiled.append(request)
         rows.num_draft_uncached[row] -= max(end - start, 0)
+        tables.complete(request, max(end, start))
     return Launch(
         plan=StepPlan(tiles=tiles),
         shape=shape,

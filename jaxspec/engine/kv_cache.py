@@ -3,11 +3,12 @@
 One page id is row i of every layer's array, of the target and of the draft alike, and
 of the known tokens, so there is a single pool. A page may be found by others once the
 launch that fills it is planned: the device runs launches in order, and in a launch
-writes keys and values before it attends. Target's and draft's must both be complete.
+writes keys and values before it attends. A page may lack the draft model's.
 Knows nothing of devices.
 """
 
 import hashlib
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -55,6 +56,8 @@ class PagePool:
         self._kept: OrderedDict[int, None] = OrderedDict()  # the oldest first
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
+        # Findable pages that only the target has filled.
+        self._undrafted: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -72,7 +75,7 @@ class PagePool:
         taken = [blank.pop() for _ in range(min(count, len(blank)))]
         while len(taken) < count:
             page, _ = self._kept.popitem(last=False)
-            del self._page_of[self._key_of.pop(page)]
+            self._drop_key(page)
             taken.append(page)
         for page in taken:
             self._holders[page] = 1
@@ -99,22 +102,46 @@ class PagePool:
         else:
             self._blank.append(page)
 
-    def register(self, page: int, key: bytes) -> bool:
-        """Make a held, full page findable; False if one like it is already."""
+    def register(self, page: int, key: bytes, *, is_drafted: bool = True) -> bool:
+        """Make a held, full page findable; False if one as good is already.
+
+        Args:
+            is_drafted: The draft model's keys and values are in it, too.
+        """
         assert self._holders[page], f"nobody holds page {page}"
-        if key in self._page_of:
-            return False
+        other = self._page_of.get(key)
+        if other is not None:
+            if not is_drafted or other not in self._undrafted:
+                return False
+            if other == page:
+                self._undrafted.discard(page)
+                return False
+            self.forget([other])
         assert page not in self._key_of, f"page {page} has a key"
         self._key_of[page], self._page_of[key] = key, page
+        if not is_drafted:
+            self._undrafted.add(page)
         return True
+
+    def complete(self, pages: Iterable[int]) -> None:
+        """Note that the draft model has filled pages, too."""
+        self._undrafted.difference_update(pages)
+
+    def num_drafted(self, pages: Iterable[int]) -> int:
+        """How many of the first of some pages the draft model has filled."""
+        is_drafted = (page not in self._undrafted for page in pages)
+        return sum(1 for _ in itertools.takewhile(bool, is_drafted))
+
+    def _drop_key(self, page: int) -> None:
+        del self._page_of[self._key_of.pop(page)]
+        self._undrafted.discard(page)
 
     def forget(self, pages: Iterable[int]) -> None:
         """Make pages unfindable."""
         for page in pages:
-            key = self._key_of.pop(page, None)
-            if key is None:
+            if page not in self._key_of:
                 continue
-            del self._page_of[key]
+            self._drop_key(page)
             if page in self._kept:
                 del self._kept[page]
                 self._blank.append(page)
@@ -146,6 +173,7 @@ class PagePool:
         assert set(self._kept) <= self._key_of.keys(), "a page is kept without a key"
         assert not self._key_of.keys() & set(self._blank), "a findable page is blank"
         assert {key: page for page, key in self._key_of.items()} == self._page_of
+        assert self._undrafted <= self._key_of.keys(), "a blank page lacks something"
 
 
 class PageTables:
@@ -180,6 +208,7 @@ class PageTables:
         request.pages = list(found)
         request.num_registered = len(found)
         request.num_prefilled = len(found) * self.page_size
+        request.num_drafted = self.pool.num_drafted(found) * self.page_size
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_prefilled
             if request.can_read_prefix_cache and self._root(request) is not None:
@@ -193,12 +222,15 @@ class PageTables:
         request.pages += taken
         return [(request.row, have + i, page) for i, page in enumerate(taken)]
 
-    def register(self, request: Request, num_complete: int) -> list[int]:
+    def register(
+        self, request: Request, num_complete: int, num_drafted: int | None = None
+    ) -> list[int]:
         """Put full pages into the prefix cache.
 
         Args:
             num_complete: Leading positions whose keys and values are written, or are
-                in a launch, for both models.
+                in a launch.
+            num_drafted: The same of the draft model's; None: there is nothing to lack.
 
         Returns:
             The pages that were not findable before.
@@ -208,11 +240,18 @@ class PageTables:
             return []
         self._extend_keys(request, count)
         request.num_registered = count
+        whole = count if num_drafted is None else num_drafted // self.page_size
         return [
             request.pages[index]
             for index in range(first, count)
-            if self.pool.register(request.pages[index], request.page_keys[index])
+            if self.pool.register(
+                request.pages[index], request.page_keys[index], is_drafted=index < whole
+            )
         ]
+
+    def complete(self, request: Request, num_drafted: int) -> None:
+        """Note how many leading positions the draft model has caught up with."""
+        self.pool.complete(request.pages[: num_drafted // self.page_size])
 
     def release(self, request: Request) -> None:
         """Release a request's pages; its last ones are the first to be used again."""

@@ -39,6 +39,7 @@ class Request:
         arrival: Its place among all requests; -1 before it has one.
         tokens_to_prefill: The prompt; after a preemption also what was generated.
         num_prefilled: How many of those were prefilled or are in a launch.
+        num_drafted: How many of the first of them the draft model has, too.
         page_keys: Keys of its first full pages.
         num_registered: Leading pages that are in the prefix cache.
         num_unread: Unread launches with tokens for it, once it has lost its row.
@@ -69,6 +70,7 @@ class Request:
     row: int = -1
     tokens_to_prefill: list[int] = field(default_factory=list)
     num_prefilled: int = 0
+    num_drafted: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)

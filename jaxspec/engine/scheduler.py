@@ -150,6 +150,13 @@ class Scheduler:
         return Decode(rows, wanted, shape)
 
     @property
+    def _is_drafting(self) -> bool:
+        """Whether the draft model, if there is one, is to be up to date."""
+        return not self._has_draft_model or bool(
+            self._limit and self.controller.num_drafts
+        )
+
+    @property
     def _limit(self) -> int:
         """Most drafts that a sequence may have now."""
         return self.controller.limit(len(self.running) + bool(self.waiting))
@@ -214,7 +221,7 @@ class Scheduler:
         if not self.shapes.has(shape):
             return None
         self._has_caught_up = True
-        return plan_catch_up(self.rows, lagging, shape)
+        return plan_catch_up(self.rows, self.tables, lagging, shape)
 
     def _shapes_with_prompts(self, decode: Decode) -> list[StepShape]:
         """Compiled programs for a launch with prompts, from the smallest."""
@@ -270,7 +277,9 @@ class Scheduler:
             # Drop the rows that were preempted or found no page.
             is_served = (self.rows.owner[rows] >= 0) & ~np.isin(rows, sitting_out)
             rows, wanted = rows[is_served], wanted[is_served]
-        work = PrefillBatch(self.rows, self.tables, room, updates)
+        work = PrefillBatch(
+            self.rows, self.tables, room, updates, is_drafted=self._is_drafting
+        )
         for request, _ in going_on:
             is_there = request.row >= 0 and request.row not in (sitting_out or ())
             if is_there:
@@ -361,7 +370,9 @@ class Scheduler:
         """
         gap = int(self.rows.num_draft_uncached[request.row])
         if request.status is Status.DECODE:
-            self.tables.register(request, request.num_tokens - gap)
+            # The last token has no keys and values of anybody.
+            drafted = request.num_tokens - gap if self._has_draft_model else None
+            self.tables.register(request, request.num_tokens - 1, drafted)
         self.rows.release(request)
         self.running.remove(request)
         self.tables.release(request)

@@ -4,10 +4,8 @@ A round whose drafts are looked up has two forms in one program, and runs the pl
 when nothing was found.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -20,6 +18,7 @@ from jaxspec.program.plan import TILE, PoolShape, StepShape
 from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.region import join, make_region
 from jaxspec.program.rows import Active
+from jaxspec.program.state import run_if
 from jaxspec.program.tree import Tree
 from jaxspec.program.verify import place_next, verify
 
@@ -138,10 +137,10 @@ def forward(
     )
     # The tokens fed come from the loop's state, so that XLA cannot take what is
     # computed from them out of the loop, and do it in every round.
-    verified = _run_if(
+    verified = run_if(
         has_drafts, lambda value: run(proposal, value.tokens, value.pages), verified
     )
-    return _run_if(
+    return run_if(
         ~has_drafts, lambda value: run(None, value.tokens[:, :1], value.pages), verified
     )
 
@@ -170,19 +169,3 @@ def _widen(part: Array, width: int) -> Array:
     """Pads after a round's tokens, up to K + 1 of them."""
     pads = [(0, 0), (0, width - part.shape[1])] + [(0, 0)] * (part.ndim - 2)
     return jnp.pad(part, pads)
-
-
-def _run_if(
-    is_wanted: Bool[Array, ""],
-    function: Callable[[Verified], Verified],
-    value: Verified,
-) -> Verified:
-    """`function(value)` where that is wanted, else `value`: a loop of one turn or none.
-
-    Not `cond`: XLA copies what both of its branches write to in place.
-    """
-
-    def turn(carry: tuple[Array, Verified]) -> tuple[Array, Verified]:
-        return jnp.zeros_like(is_wanted), function(carry[1])
-
-    return jax.lax.while_loop(lambda carry: carry[0], turn, (is_wanted, value))[1]

@@ -1,19 +1,22 @@
 """What lives on the device between launches, and the only way to make it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, no_type_check
+from typing import Any, TypeVar, no_type_check
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxspec.config import ModelConfig
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.rows import Rows
 from jaxspec.sharding import kv_copies, named_sharding, num_parts
 from jaxspec_kernels import storage_dtype
+
+Kept = TypeVar("Kept")
 
 
 @no_type_check
@@ -52,6 +55,21 @@ def page_forms(
     stored = storage_dtype(dtype, platform)
     form = jax.ShapeDtypeStruct(shape, stored, sharding=placement)
     return (form,) * config.num_layers
+
+
+def run_if(
+    is_wanted: Bool[Array, ""], function: Callable[[Kept], Kept], value: Kept
+) -> Kept:
+    """`function(value)` where that is wanted, else `value`: a loop of one turn or none.
+
+    Not `cond`: XLA copies what both of its branches write to in place. What is computed
+    from nothing of `value` may be taken out of the loop, and done in any case.
+    """
+
+    def turn(carry: tuple[Array, Kept]) -> tuple[Array, Kept]:
+        return jnp.zeros_like(is_wanted), function(carry[1])
+
+    return jax.lax.while_loop(lambda carry: carry[0], turn, (is_wanted, value))[1]
 
 
 def init_zeros(forms: Any) -> Any:

@@ -142,12 +142,14 @@ class _Launch(NamedTuple):
     token_pages: Int[Array, "page page_size"]
     active: Active
 
-    def batch(self, pool: PoolShape) -> TokenBatch:
-        """The prompt tiles."""
+    def batch(self, pool: PoolShape, *, is_draft: bool) -> TokenBatch:
+        """The prompt tiles, for one of the two models."""
         tiles = self.tiles
         page_table = self.rows.page_table.at[tiles.row].get(mode="clip")
         is_row = tiles.row < pool.num_rows
         is_written = tiles.is_token & is_row[:, None]
+        if is_draft:
+            is_written &= ~tiles.is_target_only[:, None]
         kv_len = jnp.where(is_row, tiles.start + tiles.length, 0)
         return make_region(tiles.tokens, kv_len, page_table, is_written, pool)
 
@@ -196,13 +198,16 @@ def _propose(
 def _context(launch: _Launch, *, config: ProgramConfig, shape: StepShape) -> Context:
     """What proposers see of a launch."""
     has_prompts = shape.chunk and any(one.has_params for one in config.proposers)
+    tiles = launch.tiles
+    is_fed = (tiles.row < config.pool.num_rows) & ~tiles.is_target_only
     return Context(
         active=launch.active,
         token_pages=launch.token_pages,
         tree=shape.tree,
         num_wanted=launch.fields["decode_draft"].max(initial=0),
         pool=config.pool,
-        prompts=launch.batch(config.pool) if has_prompts else None,
+        prompts=launch.batch(config.pool, is_draft=True) if has_prompts else None,
+        has_prompts=is_fed.any(),
         backend=config.backend,
         adjuster=lambda axes: _adjuster(
             launch.rows,
@@ -279,7 +284,7 @@ def _verify(
         proposal,
         num_draft,
         may_be_plain=all(one.may_find_none for one in config.proposers),
-        prompts=launch.batch(pool) if shape.chunk else None,
+        prompts=launch.batch(pool, is_draft=False) if shape.chunk else None,
         after_prompts=launch.fields.get("tile_next_token"),
         adjust=_adjuster(
             launch.rows,

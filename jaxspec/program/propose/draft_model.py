@@ -1,5 +1,6 @@
 """The draft model proposes a chain: a first pass of two tokens, then one at a time."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +18,7 @@ from jaxspec.program.propose.proposal import Context, Proposal
 from jaxspec.program.region import join, make_region
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
-from jaxspec.program.state import page_forms
+from jaxspec.program.state import page_forms, run_if
 from jaxspec.sharding import DRAFT_MESH_AXES
 
 Pages = tuple[Array, ...]
@@ -50,11 +51,18 @@ class DraftModel:
         return page_forms(self.config, dtype, pool, mesh, DRAFT_MESH_AXES)
 
     def prefill(self, params: Params | None, state: Pages, context: Context) -> Pages:
-        """Bring the draft's pages up to date with prompt tokens."""
-        if context.prompts is None:
+        """Bring the draft's pages up to date with prompt tokens, if any are its own."""
+        prompts = context.prompts
+        if prompts is None:
             return state
-        _, pages = self._model(params, context).hidden(context.prompts, state)
-        return pages
+        model = self._model(params, context)
+
+        def feed(kept: tuple[Array, Pages]) -> tuple[Array, Pages]:
+            tokens, pages = kept
+            _, pages = model.hidden(dataclasses.replace(prompts, tokens=tokens), pages)
+            return tokens, pages
+
+        return run_if(context.has_prompts, feed, (prompts.tokens, state))[1]
 
     def catch_up(
         self,

@@ -42,6 +42,7 @@ class Context:
         tree: Room for drafts.
         num_wanted: The most drafts that any sequence wants: a whole number of levels.
         prompts: Prompt tokens of the launch that a draft model needs; None without.
+        has_prompts: Whether any of them is to be fed to a draft model.
         backend: Where models run, by the axes of the mesh that split them.
         adjuster: What requests ask of single tokens, for a model that the axes split.
     """
@@ -52,6 +53,7 @@ class Context:
     num_wanted: Int[Array, ""]
     pool: PoolShape
     prompts: TokenBatch | None
+    has_prompts: Bool[Array, ""]
     backend: Callable[[tuple[str, ...]], Backend]
     adjuster: Callable[[tuple[str, ...]], Adjust | None]
 
