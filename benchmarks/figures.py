@@ -225,7 +225,7 @@ def _series(
     mark: form.Mark,
     label: str | None = None,
 ) -> None:
-    """A line through the middles of bins; open where one is None."""
+    """A line through the middles of bins, of those that have a value."""
     told = [(i, value) for i, value in enumerate(values) if value is not None]
     xs, ys = [(i + 0.5) * width for i, _ in told], [value for _, value in told]
     axes.plot(xs, ys, color=mark.color, linestyle=mark.line, label=label)
