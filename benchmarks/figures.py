@@ -7,8 +7,9 @@ Needs what the extra `bench` brings, and no jax.
 """
 
 import argparse
+import contextlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ HERE = Path(__file__).parent
 RESULTS, FIGURES = HERE / "results", HERE / "figures"
 # `jaxspec.bench spec --output-json`, and `serve --save-result`: a line for every load.
 SPEC, SERVE = "spec-cpu.json", "serve-cpu.json"
+CONTROL = "control-cpu.json"  # of `python -m benchmarks.control`
 SPEC_NAMES = {
     "speed_up": "speed-up",
     "acceptance": "acceptance-by-position",
@@ -53,6 +55,10 @@ def draw_all(results: Path) -> tuple[dict[str, Figure], list[str]]:
         figures["acceptance-by-domain"] = by_domain(newest)
     else:
         missing.append("cpu_pair-*.json: none of acceptance by domain")
+    if lines := _lines(results / CONTROL):
+        figures |= control_figures(lines[-1])
+    else:
+        missing.append(f"{CONTROL}: none of how K is chosen")
     gpu = _gpu_figures(results)
     if not gpu:
         missing.append("gpu-*.json: none of a GPU")
@@ -113,6 +119,127 @@ def _controls(mode: str, told: Result) -> str:
 def _range(row: Result) -> form.Spread:
     least, most = row["speed_up_range"]
     return {"median": row["speed_up"], "least": least, "most": most}
+
+
+CONTROLLED = {"adaptive": form.SPECULATIVE, "fixed": form.MARKS[1]}
+CONTROLLED_SIZES = (1, 8)
+
+
+def control_figures(result: Result) -> dict[str, Figure]:
+    """Of the parts that were run."""
+    kinds = {"cells": by_acceptance, "step": over_steps, "ramp": over_ramp}
+    names = {"cells": "adaptive", "step": "adaptive-step", "ramp": "adaptive-ramp"}
+    return {
+        names[part]: draw(result)
+        for part, draw in kinds.items()
+        if result.get(part) and not result["arguments"]["quick"]
+    }
+
+
+@contextlib.contextmanager
+def _controlled(
+    result: Result, title: str, note: str, panels: int
+) -> Iterator[list[Axes]]:
+    """Panels side by side under a title."""
+    with form.style():
+        told = f"{note}\n{form.provenance(result)}"
+        figure = form.new_figure(WIDTH, HEIGHT, told)
+        form.head(figure, title, {}, forced="acceptance forced as labelled")
+        yield list(figure.subplots(1, panels, squeeze=False)[0])
+
+
+def by_acceptance(result: Result) -> Figure:
+    """Speed against plain decoding by forced acceptance, K fixed and chosen."""
+    most, found = result["num_drafts"], dict[int, list[Result]]()
+    for row in result["cells"]:
+        if row["batch"] in CONTROLLED_SIZES:
+            found.setdefault(row["batch"], []).append(row)
+    note = (
+        f"Fixed: K = {most} in every round. Adaptive: K of every round chosen, up to "
+        f"{most}. {_control_note(result)}, whiskers from the lowest to the highest."
+    )
+    title = "Decoding with drafts by plain decoding, K fixed and adaptive"
+    with _controlled(result, title, note, len(found)) as grid:
+        for axes, (size, rows) in zip(grid, found.items(), strict=True):
+            axes.axhline(1.0, color="0.35", linewidth=1.0)
+            for kind, mark in CONTROLLED.items():
+                speeds = [row[f"{kind}_by_plain"] for row in rows]
+                form.line(axes, [row["acceptance"] for row in rows], speeds, mark)
+                told = kind if kind == "adaptive" else f"K = {most}"
+                form.label_end(axes, speeds[-1]["median"], told, mark.color)
+            axes.set_title(f"batch {size}")
+            axes.set_xlabel("chance of a draft to be accepted")
+            form.start_at_zero(axes)
+        grid[0].set_ylabel("speed-up")
+    return _figure_of(grid)
+
+
+def over_steps(result: Result) -> Figure:
+    """Tokens/s over time while the forced acceptance jumps."""
+    rows, phase_s = result["step"], result["arguments"]["phase_s"]
+    title = "Adaptive drafts where the acceptance jumps"
+    note = "Shaded: acceptance 0, elsewhere 0.9. Dashed: plain decoding, its median."
+    with _controlled(result, title, note, len(rows)) as grid:
+        for axes, row in zip(grid, rows, strict=True):
+            for number, phase in enumerate(row["phases"]):
+                if not phase["acceptance"]:
+                    axes.axvspan(number * phase_s, (number + 1) * phase_s, color="0.9")
+            width = len(row["phases"]) * phase_s / len(row["tokens_per_s"])
+            _series(axes, row["tokens_per_s"], width, form.SPECULATIVE)
+            plain = row["plain_tokens_per_s"]
+            axes.axhline(plain, color=form.PLAIN.color, linestyle=form.PLAIN.line)
+            axes.set_title(f"batch {row['batch']}")
+            axes.set_xlabel("seconds")
+            form.start_at_zero(axes)
+        grid[0].set_ylabel("tokens/s")
+    return _figure_of(grid)
+
+
+def over_ramp(result: Result) -> Figure:
+    """Tokens/s, and K beside requests, while these come and go."""
+    told, most = result["ramp"], result["num_drafts"]
+    title = "Adaptive drafts while requests come and go"
+    note = f"Forced acceptance {told['acceptance']:g}. Right: mean K, and requests."
+    width = result["arguments"]["ramp_s"] / len(told["num_seqs"])
+    with _controlled(result, title, note, 2) as grid:
+        labels = {"plain": "plain", str(most): f"K = {most}", "adaptive": "adaptive"}
+        marks = {"plain": form.PLAIN, str(most): CONTROLLED["fixed"]}
+        for name, label in labels.items():
+            mark = marks.get(name, form.SPECULATIVE)
+            _series(grid[0], told["ways"][name]["tokens_per_s"], width, mark, label)
+        drafts = told["ways"]["adaptive"]["num_drafts"]
+        _series(grid[1], drafts, width, form.SPECULATIVE, "mean K")
+        _series(grid[1], told["num_seqs"], width, form.PLAIN, "requests")
+        for axes, name in zip(grid, ("tokens/s", "K, requests"), strict=True):
+            axes.set_title(name)
+            axes.set_xlabel("seconds")
+            form.start_at_zero(axes)
+            axes.legend()
+    return _figure_of(grid)
+
+
+def _series(
+    axes: Axes,
+    values: list[float | None],
+    width: float,
+    mark: form.Mark,
+    label: str | None = None,
+) -> None:
+    """A line through the middles of bins, of those that have a value."""
+    told = [(i, value) for i, value in enumerate(values) if value is not None]
+    xs, ys = [(i + 0.5) * width for i, _ in told], [value for _, value in told]
+    axes.plot(xs, ys, color=mark.color, linestyle=mark.line, label=label)
+
+
+def _control_note(result: Result) -> str:
+    arguments = result["arguments"]
+    return f"{arguments['num_tokens']} tokens, {arguments['repeats']} runs in turn"
+
+
+def _figure_of(grid: list[Axes]) -> Figure:
+    figure = grid[0].get_figure()
+    assert isinstance(figure, Figure)
+    return figure
 
 
 def _gpu_figures(results: Path) -> dict[str, Figure]:

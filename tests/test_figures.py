@@ -8,6 +8,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.patches import Rectangle
 
 from benchmarks import figures
 from jaxspec.bench.figures import form
@@ -58,6 +59,7 @@ def test_what_is_not_there_is_told_and_the_rest_drawn(tmp_path, capsys):
         ["Not there", "serve-cpu.json"],
         ["Not there", "spec-cpu.json"],
         ["Not there", "cpu_pair-*.json"],
+        ["Not there", "control-cpu.json"],
         ["Not there", "gpu-*.json"],
     ]
     assert not list(output.iterdir())
@@ -66,7 +68,7 @@ def test_what_is_not_there_is_told_and_the_rest_drawn(tmp_path, capsys):
     (results / figures.SPEC).write_text(json.dumps(spec_result()) + "\n")
     (results / "cpu_pair-1.json").write_text(PAIR.read_text())
     figures.main(["--results", str(results), "--output", str(output)])
-    *drawn, missing = capsys.readouterr().out.splitlines()
+    *drawn, _, missing = capsys.readouterr().out.splitlines()
     names = ["load", *figures.SPEC_NAMES.values(), "acceptance-by-domain"]
     assert drawn == [f"Drawn: {name}.svg" for name in names]
     assert missing.startswith("Not there: gpu-")
@@ -101,6 +103,94 @@ def test_domains_are_those_of_the_newest_full_result(tmp_path):
     assert ticks_of(rates) == list(greedy)
     for span, row in zip(spans_of(speeds), greedy.values(), strict=False):
         assert span == pytest.approx(row["speed_up_range"])
+
+
+def control_result(**changes: Any) -> dict[str, Any]:
+    """As `benchmarks.control` writes it, with made-up values."""
+    cells = [
+        {
+            "batch": size,
+            "acceptance": chance,
+            "adaptive_by_plain": spread(1 + chance, 0.05),
+            "fixed_by_plain": spread(0.5 + 2 * chance, 0.05),
+        }
+        for size in (1, 4, 8, 16)
+        for chance in (0.0, 0.5, 0.9)
+    ]
+    phases = [
+        {"acceptance": chance, "tokens_per_s": 100.0, "settle_s": 0.2}
+        for chance in (0.9, 0.0)
+    ]
+    step = {
+        "phases": phases,
+        "plain_tokens_per_s": 50.0,
+        "tokens_per_s": [100.0] * 50 + [50.0] * 50,
+        "num_drafts": [5.0] * 50 + [None] * 50,
+    }
+    way = {"tokens_per_s": [10.0, 20.0, 10.0], "num_drafts": [5.0, None, 4.0]}
+    ways = {name: way for name in ("plain", "5", "adaptive")}
+    return {
+        "benchmark": "control",
+        "target": "a/target",
+        "draft": "a/draft",
+        "num_drafts": 5,
+        "date": "2026-11-23T08:00:00",
+        "commit": "0123456789ab",
+        "has_changes": False,
+        "arguments": {
+            "quick": False,
+            "num_tokens": 300,
+            "repeats": 5,
+            "phase_s": 5.0,
+            "ramp_s": 1.5,
+        },
+        "machine": {"cpu": "a CPU", "cores": 2},
+        "versions": {"jax": "0.10.2"},
+        "cells": cells,
+        "step": [{"batch": size} | step for size in (1, 8)],
+        "ramp": {"acceptance": 0.7, "num_seqs": [1, 16, 1], "ways": ways},
+    } | changes
+
+
+def test_adaptive_drafts_are_drawn_beside_fixed_ones(tmp_path):
+    path = tmp_path / figures.CONTROL
+    path.write_text(json.dumps(control_result()))
+    found, _ = figures.draw_all(tmp_path)
+    assert list(found) == ["adaptive", "adaptive-step", "adaptive-ramp"]
+    cells, steps, ramp = found.values()
+    assert [axes.get_title() for axes in cells.axes] == ["batch 1", "batch 8"]
+    assert "SYNTHETIC: acceptance forced" in cells.get_suptitle()
+    assert "a/target with a/draft" in cells.get_supxlabel()
+    plain, adaptive, fixed = cells.axes[1].lines
+    assert ys_of(plain) == [1, 1]
+    assert xs_of(adaptive) == xs_of(fixed) == [0, 0.5, 0.9]
+    assert ys_of(adaptive) == [1, 1.5, 1.9]
+    assert ys_of(fixed) == pytest.approx([0.5, 1.5, 2.3])
+    assert labels_of(cells.axes[1]) == ["adaptive", "K = 5"]
+    ours, plain = steps.axes[1].lines
+    assert xs_of(ours)[:2] == pytest.approx([0.05, 0.15])
+    assert ys_of(ours)[49:51] == [100, 50]
+    assert ys_of(plain) == [50, 50]
+    (shaded,) = steps.axes[1].patches
+    assert isinstance(shaded, Rectangle)
+    assert (shaded.get_x(), shaded.get_width()) == (5, 5)
+    drafts, requests = ramp.axes[1].lines
+    # Nothing was launched in the second bin.
+    assert xs_of(drafts) == [0.25, 1.25]
+    assert ys_of(requests) == [1, 16, 1]
+    assert_in_view(cells)
+    for figure in found.values():
+        form.save(figure, tmp_path / "new.svg")
+
+
+def test_of_adaptive_drafts_only_parts_that_were_run_are_drawn(tmp_path):
+    path, result = tmp_path / figures.CONTROL, control_result()
+    del result["cells"], result["ramp"]
+    path.write_text(json.dumps(result))
+    assert list(figures.draw_all(tmp_path)[0]) == ["adaptive-step"]
+    result["arguments"]["quick"] = True
+    path.write_text(json.dumps(result))
+    assert not figures.draw_all(tmp_path)[0]
 
 
 def gpu_result(**changes: Any) -> dict[str, Any]:

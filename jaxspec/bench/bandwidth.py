@@ -1,4 +1,4 @@
-"""Owns the speed of a device's memory, as a copy measures it."""
+"""Owns the speed of a device's memory, as a copy measures it, and its ridge."""
 
 import time
 from collections.abc import Callable
@@ -10,6 +10,22 @@ import jax.numpy as jnp
 # Beyond every cache of a CPU; a fraction of an accelerator's memory.
 COPIED_BYTES = 256 * 2**20
 REPEATS = 8
+# By jax's name of a device: operations/s in bfloat16 without sparsity, and bytes/s of
+# its memory, as their makers state them.
+PEAKS = {
+    "NVIDIA H100 80GB HBM3": (989e12, 3.35e12),
+    "NVIDIA H200": (989e12, 4.8e12),
+    "TPU v5 lite": (197e12, 819e9),
+    "TPU v6 lite": (918e12, 1640e9),
+}
+
+
+def ridge(kind: str, dtype: str) -> float | None:
+    """Operations per byte from which arithmetic sets the pace; None where not known."""
+    if kind not in PEAKS or dtype != "bfloat16":
+        return None
+    operations, num_bytes = PEAKS[kind]
+    return operations / num_bytes
 
 
 def copy_bandwidth(

@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from jaxspec.bench.bandwidth import copy_bandwidth
+from jaxspec.bench.bandwidth import copy_bandwidth, ridge
 from jaxspec.bench.data import Prompt
 from jaxspec.bench.flags import dataset
 from jaxspec.bench.measure import Batch, Bench
@@ -126,13 +126,14 @@ class Offline:
     def device(self) -> dict[str, Any]:
         """The devices, how fast they copy, and what a draft's pass costs in bytes."""
         runner = self.engine.runner
-        devices = list(runner.mesh.devices.flat)
+        devices, dtype = list(runner.mesh.devices.flat), str(runner.dtype)
         return {
             "platform": devices[0].platform,
             "kind": devices[0].device_kind,
             "count": len(devices),
-            "dtype": str(runner.dtype),
+            "dtype": dtype,
             "copy_bytes_per_s": copy_bandwidth(devices[0]) * len(devices),
+            "ridge_flops_per_byte": ridge(devices[0].device_kind, dtype),
             "cost_ratio": cost_ratio(self.engine),
         }
 

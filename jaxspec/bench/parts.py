@@ -10,6 +10,7 @@ that only hands the state back is taken off.
 import dataclasses
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class Parts:
         verify_s: The target's pass over K + 1 positions of every sequence, to logits.
         accept_s: The verdict, and its tokens written into the state.
         num_bytes: Weights, keys and values that these passes read.
+        num_flops: Operations of their products with weights.
     """
 
     num_seqs: int
@@ -61,10 +63,16 @@ class Parts:
     verify_s: float
     accept_s: float
     num_bytes: int
+    num_flops: int
 
     @property
     def device_s(self) -> float:
         return self.draft_s + self.verify_s + self.accept_s
+
+    @property
+    def flops_per_byte(self) -> float:
+        """Arithmetic intensity: below a device's ridge the memory sets the pace."""
+        return self.num_flops / self.num_bytes
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -74,6 +82,7 @@ class Parts:
             "verify_s": self.verify_s,
             "accept_s": self.accept_s,
             "num_bytes": self.num_bytes,
+            "num_flops": self.num_flops,
             "bytes_per_s": self.num_bytes / max(self.device_s, 1e-9),
         }
 
@@ -128,6 +137,7 @@ def _parts(
         verify_s=max(verify_s - empty_s, 0.0),
         accept_s=max(accept_s - empty_s, 0.0),
         num_bytes=round_bytes(engine, count, kv_len),
+        num_flops=round_flops(engine, count, len(rows)),
     )
 
 
@@ -143,10 +153,26 @@ def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
     passes += [(draft, own, num_draft_tokens) for own in proposers if own is not None]
     total, item = 0, engine.runner.dtype.itemsize
     for model, params, count in passes:
-        matrices = jax.tree.leaves(params, is_leaf=lambda node: hasattr(node, "nbytes"))
-        weights = sum(matrix.nbytes for matrix in matrices)
+        weights = sum(matrix.nbytes for matrix in _matrices(params))
         total += count * (weights + kv_len * model.kv_bytes_per_token(item))
     return total
+
+
+def round_flops(engine: LLMEngine, num_draft_tokens: int, num_seqs: int) -> int:
+    """Operations of a round: two for every weight and token, without attention."""
+    target, proposers = engine.runner.params
+    drafts = num_draft_tokens * num_seqs
+    passes = [(target, drafts + num_seqs)]
+    passes += [(own, drafts) for own in proposers if own is not None]
+    return sum(
+        2 * math.prod(matrix.shape) * tokens
+        for params, tokens in passes
+        for matrix in _matrices(params)
+    )
+
+
+def _matrices(params: Any) -> list[Any]:
+    return jax.tree.leaves(params, is_leaf=lambda node: hasattr(node, "nbytes"))
 
 
 def cost_ratio(engine: LLMEngine) -> float:

@@ -100,8 +100,15 @@ def run(options: argparse.Namespace) -> None:
     print(cell_table(cells))
     for entry in told:
         print("\n".join(_ceilings(entry)))
-    for found in filter(None, parts.values()):
-        print(f"\n{parts_table(found, device['copy_bytes_per_s'])}")
+    for size, found in parts.items():
+        # Parts are timed with the first temperature's program.
+        speeds = {
+            cell.num_draft_tokens: cell.speed_up
+            for cell in cells
+            if (cell.temperature, cell.batch_size) == (temperatures[0], size)
+        }
+        if found:
+            print(f"\n{parts_table(found, device, speeds)}")
     verdict = answer(cells)
     if offline.forced_acceptance is not None:
         verdict.append(forced_line(offline.forced_acceptance))

@@ -158,20 +158,39 @@ def _in_ms(summaries: Mapping[str, dict[str, Any]], name: str) -> list[str]:
     ]
 
 
-def parts_table(parts: Sequence[Parts], copy_bytes_per_s: float) -> str:
-    """Where rounds' time goes on the device, and how fast they read memory."""
-    rows = [["K", "draft", "verify", "accept", "ms", "GB/s", "of copy"]]
+def parts_table(
+    parts: Sequence[Parts],
+    device: Mapping[str, Any],
+    speed_ups: Mapping[int, float] | None = None,
+) -> str:
+    """Where rounds' time goes on the device, how fast they read, and what they compute.
+
+    Args:
+        device: As `Offline.device` describes it.
+        speed_ups: By K, as measured; the best is marked.
+    """
+    columns = ["K", "draft", "verify", "accept", "ms", "GB/s", "of copy", "FLOP/byte"]
+    rows, ridge = [[*columns, "of ridge"]], device["ridge_flops_per_byte"]
+    speed_ups = {0: 1.0} | dict(speed_ups or {})
+    best = max(speed_ups.values())
+    if len(speed_ups) > 1:
+        rows[0].append("speed-up")
     for one in parts:
-        speed = one.num_bytes / max(one.device_s, 1e-9)
+        speed, k = one.num_bytes / max(one.device_s, 1e-9), one.num_draft_tokens
         rows.append(
             [
-                str(one.num_draft_tokens),
+                str(k),
                 *map(milliseconds, (one.draft_s, one.verify_s, one.accept_s)),
                 milliseconds(one.device_s),
                 f"{speed / 1e9:.1f}",
-                f"{speed / copy_bytes_per_s:.0%}",
+                f"{speed / device['copy_bytes_per_s']:.0%}",
+                f"{one.flops_per_byte:.1f}",
+                "-" if ridge is None else f"{one.flops_per_byte / ridge:.1%}",
             ]
         )
+        if len(speed_ups) > 1 and k in speed_ups:
+            is_best = speed_ups[k] == best
+            rows[-1].append(f"{'best ' if is_best else ''}{speed_ups[k]:.2f}")
     (size,) = {one.num_seqs for one in parts}
     return f"Parts of a round on the device, batch {size}, ms:\n{table(rows)}"
 

@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     lines, own = _latency(ours) if is_latency else _throughput(ours, number)
     blocks = [comparison(found, count)]
     if parts:
-        blocks.append(parts_table(parts, device["copy_bytes_per_s"]))
+        blocks.append(parts_table(parts, device))
     blocks.insert(0 if is_latency else len(blocks), "\n".join(lines))
     print("\n\n".join(blocks), end="\n\n" if parts or not is_latency else "\n")
     parts_told = [one.as_json() for one in parts]

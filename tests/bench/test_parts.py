@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec.bench import parts as module
 from jaxspec.bench.measure import Batch
-from jaxspec.bench.parts import cost_ratio, measure_parts, round_bytes
+from jaxspec.bench.parts import cost_ratio, measure_parts, round_bytes, round_flops
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.engines import generate, make_draft_of, make_engine, make_micro, tokens_of
@@ -55,6 +55,14 @@ def test_bytes_are_those_of_both_models(engine):
     assert round_bytes(engine, 0, 10) - plain == 10 * 2 * 2 * 8 * 4
     assert round_bytes(engine, 2, 10) - round_bytes(engine, 2, 0) == 10 * (128 + 2 * 64)
     assert cost_ratio(engine) == one / plain
+
+
+def test_operations_are_those_of_every_weight_and_token(engine):
+    # In float32 every parameter of this engine is four bytes, and none is padded.
+    target = round_bytes(engine, 0, 0) // 4
+    draft = round_bytes(engine, 1, 0) // 4 - target
+    assert round_flops(engine, 0, 1) == 2 * target
+    assert round_flops(engine, 3, 2) == 2 * 2 * (4 * target + 3 * draft)
 
 
 @pytest.mark.slow

@@ -93,6 +93,7 @@ def parts_of(count: int) -> Parts:
         verify_s=0.006,
         accept_s=0.002,
         num_bytes=8_000_000 + count * 1_000_000,
+        num_flops=16_000_000 * (1 + count),
     )
 
 
@@ -146,9 +147,23 @@ def test_a_comparison_tells_both_modes():
 
 
 def test_parts_are_told_with_the_speed_of_memory():
-    assert parts_table([parts_of(0), parts_of(2)], 2e9).splitlines() == [
+    device = {"copy_bytes_per_s": 2e9, "ridge_flops_per_byte": None}
+    assert parts_table([parts_of(0), parts_of(2)], device).splitlines() == [
         "Parts of a round on the device, batch 4, ms:",
-        "K  draft  verify  accept     ms  GB/s  of copy",
-        "0   0.00    6.00    2.00   8.00   1.0      50%",
-        "2   2.00    6.00    2.00  10.00   1.0      50%",
+        "K  draft  verify  accept     ms  GB/s  of copy  FLOP/byte  of ridge",
+        "0   0.00    6.00    2.00   8.00   1.0      50%        2.0         -",
+        "2   2.00    6.00    2.00  10.00   1.0      50%        4.8         -",
     ]
+
+
+def test_parts_are_told_with_the_ridge_and_the_best_k():
+    device = {"copy_bytes_per_s": 2e9, "ridge_flops_per_byte": 48.0}
+    parts = [parts_of(0), parts_of(2)]
+    header, *rows = parts_table(parts, device, {2: 1.5}).splitlines()[1:]
+    assert header.endswith("FLOP/byte  of ridge   speed-up")
+    assert [row.split()[7:] for row in rows] == [
+        ["2.0", "4.2%", "1.00"],
+        ["4.8", "10.0%", "best", "1.50"],
+    ]
+    slower = parts_table(parts, device, {2: 0.9})
+    assert slower.splitlines()[2].endswith("best 1.00")

@@ -20,6 +20,7 @@ DEVICE = {
     "count": 1,
     "dtype": "float32",
     "copy_bytes_per_s": 2e9,
+    "ridge_flops_per_byte": 100.0,
     "cost_ratio": 0.25,
 }
 
@@ -38,6 +39,7 @@ def made_parts(engine: LLMEngine, batch: Batch, ladder: list[int]) -> list[Parts
             verify_s=0.004,
             accept_s=0.001,
             num_bytes=5_000_000,
+            num_flops=10_000_000,
         )
         for k in ladder
     ]

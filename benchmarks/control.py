@@ -1,0 +1,449 @@
+"""What choosing K brings: adaptive drafts beside every fixed K and plain decoding.
+
+    python -m benchmarks.control --json FILE [--parts cells step ...]
+
+Engines without drafts, with K as requests ask and with K chosen run in one process, in
+turn: their speeds are compared repeat by repeat. Parts:
+
+- `cells`: acceptance forced to some values, at some batch sizes: adaptive against the
+  best fixed K and against plain decoding; K, probes, and rounds as expected.
+- `step`: forced acceptance that changes between 0.9 and 0 every five seconds: tokens/s
+  over time, and the time until they are within a tenth of where they settle.
+- `ramp`: requests come, up to the most at once, and go: tokens/s and K over time.
+- `foreign`: texts by domain with the real rule, greedy and sampled without a seed.
+- `free`: an engine with drafts that makes none, against one that has none.
+
+Every part is written as it ends, with the goals that it misses. Acceptance is forced
+but in `foreign`, so texts mean nothing there.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from tqdm.auto import tqdm
+
+from benchmarks.control_rows import (
+    PLAIN,
+    Mark,
+    Round,
+    by_num_drafts,
+    compare,
+    mean_drafts,
+    misses,
+    rates,
+    settle,
+    speed_table,
+    step_table,
+)
+from benchmarks.cpu_pair import DRAFT, TARGET, warn_unless_quiet
+from benchmarks.measure import decode
+from jaxspec.bench.data import BUNDLED, read_prompts
+from jaxspec.bench.measure import Batch, run_batch
+from jaxspec.bench.report import header, write_whole
+from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.batch import Launch
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.speculation import ADAPTIVE, FIXED
+
+PARTS = ("cells", "step", "ramp", "foreign", "free")
+RESULT = Path(__file__).with_name("results") / "control-cpu.json"
+MOST_DRAFTS = 5
+CHANCES, BATCHES = (0.0, 0.3, 0.5, 0.7, 0.9), (1, 4, 8, 16)
+SIZES = (1, 8)  # of `step` and `free`
+MAX_MODEL_LEN, LONGEST_PROMPT = 2048, 512
+# Of `step`: the acceptance of its phases, the seconds of each and of a bin.
+STEP_CHANCES = (0.9, 0.0, 0.9, 0.0, 0.9, 0.0)
+PHASE_S, BIN_S = 5.0, 0.1
+# `free` runs more often than others, and longer: the draft model is asked by the clock,
+# so mostly at the start of a run, as time goes by while others run.
+FREE_RUNS, FREE_LENGTH = 2, 3
+RAMP_S, RAMP_BIN_S, RAMP_CHANCE = 30.0, 0.5, 0.7
+# What --quick changes: enough to see that everything works, no more.
+QUICK = {"repeats": 1, "num_tokens": 64, "warm_up_s": 0.5, "phase_s": 1.0, "ramp_s": 4}
+
+_names = (f"control-{number}" for number in itertools.count())
+
+
+class Rounds:
+    """Notes the rounds of an engine that have no prompts in them."""
+
+    def __init__(self, engine: LLMEngine):
+        self.seen: list[Round] = []
+        record_time = engine.scheduler.record_time
+
+        def note(launch: Launch, seconds: float) -> None:
+            if not launch.shape.chunk:
+                expected_s = engine.costs.expected_seconds(launch.round)
+                drafts, now = launch.round.num_drafts, time.monotonic()
+                count = len(launch.rows)
+                self.seen.append(Round(now, drafts, count, seconds, expected_s))
+            record_time(launch, seconds)
+
+        engine.scheduler.record_time = note
+
+
+class Way(NamedTuple):
+    """An engine, and the most drafts that its requests ask for."""
+
+    engine: LLMEngine
+    num_drafts: int
+
+
+class Engines:
+    """The engines of all parts, each made when it is first asked for."""
+
+    def __init__(self, options: argparse.Namespace):
+        self._options = options
+        self.rounds: dict[LLMEngine, Rounds] = {}
+
+    @cached_property
+    def plain(self) -> LLMEngine:
+        return self._make()
+
+    @cached_property
+    def forced(self) -> dict[str, LLMEngine]:
+        """With acceptance that `force` chooses."""
+        rule = {
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": [0.5**i for i in range(1, MOST_DRAFTS + 1)],
+        }
+        return {name: self._make(name, rule) for name in (FIXED, ADAPTIVE)}
+
+    @cached_property
+    def judged(self) -> dict[str, LLMEngine]:
+        """With acceptance by the models."""
+        return {name: self._make(name, {}) for name in (FIXED, ADAPTIVE)}
+
+    def _make(self, controller: str = "", rule: Mapping[str, Any] = {}) -> LLMEngine:
+        drafts: dict[str, Any] = {}
+        if controller:
+            drafts["speculative_config"] = {
+                "model": DRAFT,
+                "num_speculative_tokens": MOST_DRAFTS,
+                "controller": controller,
+                **rule,
+            }
+        args = EngineArgs(
+            model=TARGET,
+            dtype=self._options.dtype,
+            max_num_seqs=self._options.max_num_seqs,
+            max_model_len=MAX_MODEL_LEN,
+            **drafts,
+        )
+        engine = LLMEngine.from_engine_args(args)
+        told = f"{controller or PLAIN}{', forced' if rule else ''}"
+        with tqdm(total=1, desc=f"Programs of {told}") as bar:
+            engine.warm_up(LONGEST_PROMPT)
+            bar.update()
+        self.rounds[engine] = Rounds(engine)
+        return engine
+
+    def ways(self, drafted: Mapping[str, LLMEngine], fixed: Sequence[int]) -> "Ways":
+        """Plain decoding, some fixed K, and adaptive ones, by name."""
+        found = {PLAIN: Way(self.plain, 0)}
+        found |= {str(k): Way(drafted[FIXED], k) for k in fixed}
+        return found | {ADAPTIVE: Way(drafted[ADAPTIVE], MOST_DRAFTS)}
+
+
+Ways = dict[str, Way]
+
+
+def force(engine: LLMEngine, chance: float) -> None:
+    """Keep every draft with this chance from the next launch on."""
+    before = engine.runner.state.forced_acceptance
+    assert before is not None, "its acceptance is judged"
+    chances = jax.device_put(np.full(before.shape, chance, "f4"), before.sharding)
+    state = dataclasses.replace(engine.runner.state, forced_acceptance=chances)
+    engine.runner.state = state
+
+
+def sampling(num_tokens: int, num_drafts: int, temperature: float) -> SamplingParams:
+    # As they come: so it is known when all of a batch decode.
+    return SamplingParams(
+        max_tokens=num_tokens,
+        ignore_eos=True,
+        temperature=temperature,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={"num_speculative_tokens": num_drafts},
+    )
+
+
+def alternate(
+    engines: Engines,
+    ways: Ways,
+    batches: Sequence[list[list[int]]],
+    options: argparse.Namespace,
+    *,
+    temperature: float = 0.0,
+) -> dict[str, Any]:
+    """Decode batches in all ways in turn; what they come to, without the warm-up."""
+    speeds: dict[str, list[float]] = {name: [] for name in ways}
+    adaptive = ways[ADAPTIVE].engine
+    seen, rounds, counted = engines.rounds[adaptive].seen, list[Round](), Counter()
+
+    def num_compiles() -> int:
+        return sum(way.engine.runner.num_compiles for way in ways.values())
+
+    def speed(name: str, prompts: list[list[int]]) -> float:
+        """Tokens/s while all of a batch run."""
+        way = ways[name]
+        params = sampling(options.num_tokens, way.num_drafts, temperature)
+        batch = Batch(prompts=prompts, params=[params] * len(prompts))
+        return decode(run_batch(way.engine, batch)).tokens_per_s
+
+    compiled = num_compiles()
+    for prompts in batches:
+        for name in ways:
+            speed(name, prompts)
+        end = time.monotonic() + options.warm_up_s
+        while time.monotonic() < end:
+            speed(ADAPTIVE, prompts)
+        begin, before = len(seen), counts(adaptive)
+        for repeat in range(options.repeats):
+            for name in list(ways)[:: -1 if repeat % 2 else 1]:
+                speeds[name].append(speed(name, prompts))
+        rounds += seen[begin:]
+        counted.update(counts(adaptive))
+        counted.subtract(before)
+    found = compare(speeds) | counted | {"by_num_drafts": by_num_drafts(rounds)}
+    # None, or the times of that run are those of a compiler beside it.
+    return found | {"num_compiles": num_compiles() - compiled}
+
+
+def counts(engine: LLMEngine) -> Counter:
+    """What the controller has counted so far."""
+    names = ("num_probes", "num_stops", "saved_s", "lost_s")
+    return Counter({name: getattr(engine.controller, name) for name in names})
+
+
+def sizes_of(options: argparse.Namespace, wanted: Sequence[int]) -> list[int]:
+    return [size for size in wanted if size <= options.max_num_seqs]
+
+
+def bundled_ids(engines: Engines, count: int) -> list[list[int]]:
+    """Token ids of our own prompts, in turn."""
+    tokenizer = engines.plain.tokenizer
+    found = itertools.cycle(read_prompts(BUNDLED))
+    return [one.token_ids(tokenizer) for one in itertools.islice(found, count)]
+
+
+def cells(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]:
+    ways = engines.ways(engines.forced, range(MOST_DRAFTS + 1))
+    rows = []
+    places = list(itertools.product(sizes_of(options, BATCHES), CHANCES))
+    for size, chance in tqdm(places, desc="cells"):
+        for engine in engines.forced.values():
+            force(engine, chance)
+        found = alternate(engines, ways, [bundled_ids(engines, size)], options)
+        rows.append({"batch": size, "acceptance": chance} | found)
+    return rows
+
+
+def free(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]:
+    ways, rows = engines.ways(engines.forced, [0]), []
+    length = {"num_tokens": FREE_LENGTH * options.num_tokens}
+    longer = argparse.Namespace(**(vars(options) | length))
+    for size in tqdm(sizes_of(options, SIZES), desc="free"):
+        force(engines.forced[ADAPTIVE], 0.0)
+        batches = [bundled_ids(engines, size)] * FREE_RUNS
+        rows.append({"batch": size} | alternate(engines, ways, batches, longer))
+    return rows
+
+
+def foreign(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]:
+    ways, rows = engines.ways(engines.judged, [MOST_DRAFTS]), []
+    tokenizer, by_domain = engines.plain.tokenizer, dict[str, list[list[list[int]]]]()
+    for prompt in itertools.chain.from_iterable(map(read_prompts, options.prompts)):
+        tokens = prompt.token_ids(tokenizer)
+        if len(tokens) <= LONGEST_PROMPT:
+            by_domain.setdefault(prompt.category, []).append([tokens])
+    places = list(itertools.product(by_domain, (0.0, 1.0)))
+    for domain, heat in tqdm(places, desc="foreign"):
+        batches = by_domain[domain][: options.prompts_per_domain]
+        found = alternate(engines, ways, batches, options, temperature=heat)
+        rows.append({"domain": domain, "temperature": heat} | found)
+    return rows
+
+
+def drive(
+    way: Way,
+    prompts: Sequence[list[int]],
+    seconds: float,
+    *,
+    wanted: Callable[[float], int],
+    lengths: Sequence[int],
+    before_step: Callable[[float], object] = lambda now: None,
+) -> tuple[list[Mark], float]:
+    """Keep requests running, as many as is wanted at a time; marks, and the start.
+
+    Args:
+        lengths: Tokens of one request after the other.
+        before_step: Called with the seconds so far.
+    """
+    engine, running = way.engine, deque[str]()
+    asks = zip(itertools.cycle(prompts), itertools.cycle(lengths), strict=False)
+    begin, start = engine.stats.num_generated_tokens, time.monotonic()
+    marks = []
+    engine.reset_prefix_cache()
+    while (now := time.monotonic() - start) < seconds:
+        before_step(now)
+        while len(running) < wanted(now):
+            (tokens, length), name = next(asks), next(_names)
+            params = sampling(length, way.num_drafts, 0.0)
+            engine.add_request(name, {"prompt_token_ids": tokens}, params)
+            running.append(name)
+        while len(running) > wanted(now):
+            engine.abort_request(running.popleft())
+        for output in engine.step():
+            if output.finished:
+                running.remove(output.request_id)
+        count = engine.stats.num_generated_tokens - begin
+        marks.append(Mark(time.monotonic() - start, count))
+    engine.abort_request(running)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return marks, start
+
+
+def step(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]:
+    adaptive, phase_s = engines.forced[ADAPTIVE], options.phase_s
+    seen, seconds = engines.rounds[adaptive].seen, phase_s * len(STEP_CHANCES)
+    rows = []
+    for size in tqdm(sizes_of(options, SIZES), desc="step"):
+        prompts, phase = bundled_ids(engines, size), -1
+        force(adaptive, STEP_CHANCES[0])
+
+        def turn(now: float) -> None:
+            nonlocal phase
+            if int(now // phase_s) != phase:
+                phase = int(now // phase_s)
+                force(adaptive, STEP_CHANCES[phase])
+
+        given: dict[str, Any] = dict(
+            wanted=lambda now, size=size: size,
+            # All of a batch do not end at once.
+            lengths=range(1024, 1536, 64),
+        )
+        way = Way(engines.plain, 0)
+        marks, _ = drive(way, prompts, phase_s, **given)
+        plain = median(rates(marks, phase_s, BIN_S))
+        way, begin = Way(adaptive, MOST_DRAFTS), len(seen)
+        marks, start = drive(way, prompts, seconds, before_step=turn, **given)
+        found = rates(marks, seconds, BIN_S)
+        told = []
+        for number, chance in enumerate(STEP_CHANCES):
+            first, last = (round(i * phase_s / BIN_S) for i in (number, number + 1))
+            level, settle_s = settle(found[first:last], BIN_S)
+            told.append(
+                {"acceptance": chance, "tokens_per_s": level, "settle_s": settle_s}
+            )
+        drafts = mean_drafts(seen[begin:], start, seconds, BIN_S)
+        row = {"batch": size, "plain_tokens_per_s": plain, "phases": told}
+        rows.append(row | {"tokens_per_s": found, "num_drafts": drafts})
+    return rows
+
+
+def ramp_size(now: float, seconds: float, most: int) -> int:
+    """Requests at a time: from 1 up to the most at half-time, and back."""
+    return 1 + round((most - 1) * (1 - abs(2 * now / seconds - 1)))
+
+
+def ramp(engines: Engines, options: argparse.Namespace) -> dict[str, Any]:
+    seconds, most = options.ramp_s, options.max_num_seqs
+    for engine in engines.forced.values():
+        force(engine, RAMP_CHANCE)
+    prompts, found = bundled_ids(engines, most), dict[str, Any]()
+    lengths = np.random.default_rng(0).integers(64, 512, 64).tolist()
+    ways = engines.ways(engines.forced, [MOST_DRAFTS])
+    for name, way in tqdm(ways.items(), desc="ramp"):
+        seen = engines.rounds[way.engine].seen
+        begin = len(seen)
+        marks, start = drive(
+            way,
+            prompts,
+            seconds,
+            wanted=lambda now: ramp_size(now, seconds, most),
+            lengths=lengths,
+        )
+        drafts = mean_drafts(seen[begin:], start, seconds, RAMP_BIN_S)
+        found[name] = {
+            "num_tokens": marks[-1].num_tokens,
+            "tokens_per_s": rates(marks, seconds, RAMP_BIN_S),
+            "num_drafts": drafts,
+        }
+    middles = (np.arange(round(seconds / RAMP_BIN_S)) + 0.5) * RAMP_BIN_S
+    total = {name: one["num_tokens"] for name, one in found.items()}
+    return {
+        "acceptance": RAMP_CHANCE,
+        "num_seqs": [ramp_size(now, seconds, most) for now in middles],
+        "adaptive_by_plain": total[ADAPTIVE] / total[PLAIN],
+        "adaptive_by_fixed": total[ADAPTIVE] / total[str(MOST_DRAFTS)],
+        "ways": found,
+    }
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--json", type=Path, default=RESULT, help="where the result is written")
+    add("--parts", nargs="+", choices=PARTS, default=PARTS)
+    add("--num-tokens", type=int, default=300, help="new tokens of every request")
+    add("--repeats", type=int, default=5, help="runs in every way that count")
+    add("--warm-up-s", type=float, default=3.0, help="adaptive runs that do not count")
+    add("--max-num-seqs", type=int, default=max(BATCHES), help="no larger batches")
+    add("--prompts", type=Path, nargs="+", default=[BUNDLED], help="of `foreign`")
+    add("--prompts-per-domain", type=int, default=2)
+    add("--dtype", default="auto")
+    add("--quick", action="store_true", help="one short run of everything")
+    parser.set_defaults(phase_s=PHASE_S, ramp_s=RAMP_S)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = make_parser().parse_args(arguments)
+    if options.quick:
+        vars(options).update(QUICK)
+    warn_unless_quiet()
+    engines = Engines(options)
+    result: dict[str, Any] = header("control", options)
+    result |= {"target": TARGET, "draft": DRAFT, "num_drafts": MOST_DRAFTS}
+    parts: dict[str, Callable[..., Any]] = {
+        "cells": cells,
+        "step": step,
+        "ramp": ramp,
+        "foreign": foreign,
+        "free": free,
+    }
+    for name in options.parts:
+        result[name] = parts[name](engines, options)
+        result["misses"] = misses(result)
+        write_whole(json.dumps(result) + "\n", options.json)
+        if name == "step":
+            print(step_table(result[name]))
+        elif name == "ramp":
+            told = {key: result[name][f"adaptive_by_{key}"] for key in (PLAIN, FIXED)}
+            print(
+                "ramp, adaptive by "
+                + ", ".join(f"{k} {v:.3f}" for k, v in told.items())
+            )
+        else:
+            print(speed_table(name, result[name]))
+    print("\n".join(f"Missed: {told}" for told in result["misses"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Rows of `benchmarks.control`: ratios, tokens over time, goals, tables; no jax."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxspec.bench.report import spread, table
+from jaxspec.speculation import ADAPTIVE
+
+PLAIN = "plain"
+# Shares of the other's speed that adaptive drafts must reach, and seconds to settle.
+BEST, NOT_SLOWER, FREE, SETTLE_S = 0.95, 0.97, 0.99, 1.0
+# Seconds of a bin, and how many are averaged before they are compared: one has a dozen
+# rounds at batch 1, whose tokens vary by a tenth. The last bins of a phase are settled.
+NUM_AVERAGED, SETTLED_SHARE, TOLERANCE = 3, 0.4, 0.1
+
+
+class Round(NamedTuple):
+    """One launch of an engine, read back.
+
+    Attributes:
+        num_drafts: The most that a sequence had.
+        expected_s: What it was thought to take; None where nothing was known.
+    """
+
+    read_ts: float
+    num_drafts: int
+    num_seqs: int
+    seconds: float
+    expected_s: float | None
+
+
+class Mark(NamedTuple):
+    """Tokens so far, after so many seconds."""
+
+    seconds: float
+    num_tokens: int
+
+
+def ratio(speeds: Mapping[str, list[float]], way: str, other: str) -> dict[str, float]:
+    """One way's speed by another's, repeat by repeat."""
+    pairs = zip(speeds[way], speeds[other], strict=True)
+    return spread([mine / theirs for mine, theirs in pairs])
+
+
+def compare(speeds: Mapping[str, list[float]]) -> dict[str, Any]:
+    """All ways of one place, and adaptive drafts by the best fixed K and by plain."""
+    fixed = [name for name in speeds if name not in (PLAIN, ADAPTIVE)]
+    best = max(fixed, key=lambda name: median(speeds[name]))
+    return {
+        "tokens_per_s": {name: spread(found) for name, found in speeds.items()},
+        "best_num_drafts": int(best),
+        "adaptive_by_best": ratio(speeds, ADAPTIVE, best),
+        "adaptive_by_plain": ratio(speeds, ADAPTIVE, PLAIN),
+        "fixed_by_plain": ratio(speeds, str(max(map(int, fixed))), PLAIN),
+    }
+
+
+def by_num_drafts(rounds: Sequence[Round]) -> dict[str, dict[str, float]]:
+    """By K: how many rounds, their median time, and that by what was expected."""
+    found = {}
+    for k, count in sorted(Counter(one.num_drafts for one in rounds).items()):
+        here = [one for one in rounds if one.num_drafts == k]
+        known = [one.seconds / one.expected_s for one in here if one.expected_s]
+        found[str(k)] = {"rounds": count, "seconds": median(o.seconds for o in here)}
+        if known:
+            found[str(k)]["by_expected"] = median(known)
+    return found
+
+
+def rates(marks: Sequence[Mark], seconds: float, bin_s: float) -> list[float]:
+    """Tokens/s in one bin after the other; a round's tokens are of when it was read."""
+    edges = np.arange(round(seconds / bin_s) + 1) * bin_s
+    at = np.searchsorted([one.seconds for one in marks], edges, side="right")
+    totals = np.array([0, *(one.num_tokens for one in marks)])[at]
+    return (np.diff(totals) / bin_s).round(1).tolist()
+
+
+def mean_drafts(
+    rounds: Sequence[Round], start: float, seconds: float, bin_s: float
+) -> list[float | None]:
+    """Mean K in one bin after the other; None without a round."""
+    bins: list[list[int]] = [[] for _ in range(round(seconds / bin_s))]
+    for one in rounds:
+        place = int((one.read_ts - start) // bin_s)
+        if 0 <= place < len(bins) and one.num_seqs:
+            bins[place].append(one.num_drafts)
+    return [round(float(np.mean(one)), 2) if one else None for one in bins]
+
+
+def settle(found: Sequence[float], bin_s: float) -> tuple[float, float | None]:
+    """Tokens/s at the end of a phase, and seconds until nearly as many are made.
+
+    Args:
+        found: Tokens/s in the bins of the phase.
+    """
+    level = float(np.mean(found[-max(round(SETTLED_SHARE * len(found)), 1) :]))
+    means = np.convolve(found, np.ones(NUM_AVERAGED) / NUM_AVERAGED, mode="valid")
+    near = np.flatnonzero(means >= (1 - TOLERANCE) * level)
+    return level, round(float(near[0]) * bin_s, 3) if len(near) else None
+
+
+def misses(result: Mapping[str, Any]) -> list[str]:
+    """The goals that are not reached, in words."""
+    found = []
+
+    def at_least(value: Any, goal: float, told: str) -> None:
+        if value < goal:
+            found.append(f"{told}: {value:.3f}, goal {goal:g}")
+
+    for name in ("cells", "foreign", "free"):
+        for row in result.get(name, ()):
+            place, goal = place_of(name, row), FREE if name == "free" else NOT_SLOWER
+            at_least(row["adaptive_by_plain"]["median"], goal, f"{place}, by plain")
+            if name == "cells":
+                value = row["adaptive_by_best"]["median"]
+                at_least(value, BEST, f"{place}, by K = {row['best_num_drafts']}")
+            elif name == "free":
+                value = row["fixed_by_plain"]["median"]
+                at_least(value, FREE, f"{place}, K = 0 by plain")
+    for row in result.get("step", ()):
+        for number, phase in enumerate(row["phases"][1:], start=2):
+            place = f"step, batch {row['batch']}, phase {number}"
+            settle_s = phase["settle_s"]
+            if settle_s is None or settle_s > SETTLE_S:
+                found.append(f"{place}: settles after {settle_s} s, goal {SETTLE_S:g}")
+            if not phase["acceptance"]:
+                # Who does not notice that nothing is accepted settles too, lower.
+                settled = phase["tokens_per_s"] / row["plain_tokens_per_s"]
+                at_least(settled, NOT_SLOWER, f"{place}, settled by plain")
+    if "ramp" in result:
+        at_least(result["ramp"]["adaptive_by_plain"], NOT_SLOWER, "ramp, by plain")
+    return found
+
+
+def place_of(part: str, row: Mapping[str, Any]) -> str:
+    if part == "foreign":
+        return f"{row['domain']}, temperature {row['temperature']:g}"
+    forced = f", acceptance {row['acceptance']:g}" if part == "cells" else ""
+    return f"{part}, batch {row['batch']}{forced}"
+
+
+def speed_table(part: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Tokens/s in all ways, adaptive by the others, and K over its rounds."""
+    names = list(rows[0]["tokens_per_s"])
+    lines = [[part, *names, "by best", "by plain", "probes", "stops", "rounds by K"]]
+    for row in rows:
+        speeds = [f"{row['tokens_per_s'][name]['median']:.0f}" for name in names]
+        ratios = [row[f"adaptive_by_{name}"]["median"] for name in ("best", "plain")]
+        drafts = {k: one["rounds"] for k, one in row["by_num_drafts"].items()}
+        lines.append(
+            [
+                place_of(part, row),
+                *speeds,
+                *(f"{value:.3f}" for value in ratios),
+                *(str(row[name]) for name in ("num_probes", "num_stops")),
+                " ".join(f"{k}:{count}" for k, count in drafts.items()),
+            ]
+        )
+    return table(lines)
+
+
+def step_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = [["step", "settled tok/s, and after s", ""]]
+    for row in rows:
+        for phase in row["phases"]:
+            place = f"batch {row['batch']}, acceptance {phase['acceptance']:g}"
+            settled = f"{phase['tokens_per_s']:.0f}"
+            lines.append([place, settled, str(phase["settle_s"])])
+        lines.append([f"batch {row['batch']}, plain", f"{row['plain_tokens_per_s']}"])
+    return table(lines)

@@ -1,0 +1,160 @@
+"""The rows of `benchmarks.control`: ratios, tokens over time, goals, tables."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks.control import QUICK, make_parser, ramp_size
+from benchmarks.control_rows import (
+    Mark,
+    Round,
+    by_num_drafts,
+    compare,
+    mean_drafts,
+    misses,
+    rates,
+    settle,
+    speed_table,
+    step_table,
+)
+
+SPEEDS = {
+    "plain": [100.0, 50.0, 100.0],
+    "0": [99.0, 50.0, 101.0],
+    "5": [150.0, 80.0, 160.0],
+    "adaptive": [147.0, 79.0, 150.0],
+}
+
+
+def test_speeds_are_compared_repeat_by_repeat():
+    found = compare(SPEEDS)
+    assert found["best_num_drafts"] == 5
+    # In the second repeat the machine was slow for all of them.
+    assert found["adaptive_by_best"] == pytest.approx(
+        {"median": 147 / 150, "least": 150 / 160, "most": 79 / 80}
+    )
+    assert found["adaptive_by_plain"]["median"] == 1.5
+    assert found["fixed_by_plain"]["median"] == 1.6
+    slow = {"plain": [10.0], "0": [9.0], "5": [5.0], "adaptive": [9.9]}
+    found = compare(slow)
+    assert found["best_num_drafts"] == 0
+    assert found["adaptive_by_best"]["median"] == pytest.approx(1.1)
+    # The most drafts, not the best K.
+    assert found["fixed_by_plain"]["median"] == 0.5
+
+
+def round_of(ts: float, k: int, seconds: float, expected_s: float | None) -> Round:
+    return Round(ts, k, 1, seconds, expected_s)
+
+
+ROUNDS = [
+    round_of(10.05, 0, 0.004, 0.004),
+    round_of(10.06, 5, 0.010, None),
+    round_of(10.25, 5, 0.012, 0.010),
+    round_of(10.26, 1, 0.020, 0.010),
+]
+
+
+def test_rounds_are_told_by_k_with_what_was_expected():
+    found = by_num_drafts(ROUNDS)
+    assert list(found) == ["0", "1", "5"]
+    assert found["0"] == {"rounds": 1, "seconds": 0.004, "by_expected": 1.0}
+    assert found["5"]["rounds"] == 2
+    assert found["5"]["seconds"] == pytest.approx(0.011)
+    assert found["5"]["by_expected"] == pytest.approx(1.2)
+    assert "by_expected" not in by_num_drafts(ROUNDS[1:2])["5"]
+
+
+def test_tokens_belong_to_the_bin_in_which_they_were_read():
+    marks = [Mark(0.05, 1), Mark(0.09, 4), Mark(0.15, 5), Mark(0.41, 9)]
+    assert rates(marks, 0.5, 0.1) == [40, 10, 0, 0, 40]
+    # What comes after the end does not count.
+    assert rates(marks, 0.4, 0.2) == [25, 0]
+
+
+def test_k_over_time_is_the_mean_of_a_bin():
+    assert mean_drafts(ROUNDS, 10.0, 0.4, 0.1) == [2.5, None, 3.0, None]
+    assert mean_drafts(ROUNDS, 10.2, 0.2, 0.2) == [3.0]
+    # A launch in which nothing decoded.
+    idle = ROUNDS[0]._replace(num_seqs=0)
+    assert mean_drafts([idle], 10.0, 0.1, 0.1) == [None]
+
+
+def test_a_phase_settles_when_nearly_as_much_is_made_as_at_its_end():
+    level, settle_s = settle([50, 50, 50, 60, 95, 105, 100, 100, 100, 100], 0.1)
+    assert level == 100
+    # Three bins together: 95, 105 and 100 are the first with a mean of 90 at least.
+    assert settle_s == pytest.approx(0.4)
+    assert settle([100.0] * 10, 0.1) == (100, 0)
+    # Faster than later is settled: nothing was lost.
+    assert settle([300.0, 200.0, *[100.0] * 8], 0.1) == (100, 0)
+
+
+def row_of(**changes: Any) -> dict[str, Any]:
+    counted = {"num_probes": 3, "num_stops": 0, "by_num_drafts": by_num_drafts(ROUNDS)}
+    return {"batch": 1} | compare(SPEEDS) | counted | changes
+
+
+def one(value: float) -> dict[str, float]:
+    return {"median": value, "least": value, "most": value}
+
+
+def test_goals_that_are_missed_are_told():
+    phases = [
+        {"acceptance": 0.9, "tokens_per_s": 100.0, "settle_s": 3.0},
+        {"acceptance": 0.0, "tokens_per_s": 50.0, "settle_s": 1.0},
+        {"acceptance": 0.9, "tokens_per_s": 100.0, "settle_s": 1.1},
+        {"acceptance": 0.0, "tokens_per_s": 50.0, "settle_s": None},
+    ]
+    reached: dict[str, Any] = {
+        "cells": [row_of(acceptance=0.7)],
+        "free": [row_of()],
+        "foreign": [row_of(domain="math", temperature=0.0)],
+        # The first phase is the start, of which nothing is asked.
+        "step": [{"batch": 1, "phases": phases[:2], "plain_tokens_per_s": 50.0}],
+        "ramp": {"adaptive_by_plain": 0.98},
+    }
+    assert not misses(reached)
+    assert misses({}) == []
+    slow = {"adaptive_by_plain": one(0.96), "adaptive_by_best": one(0.94)}
+    missed = {
+        "cells": [row_of(acceptance=0.7, **slow)],
+        "free": [row_of(adaptive_by_plain=one(0.98), fixed_by_plain=one(0.98))],
+        "foreign": [row_of(domain="math", temperature=1.0, **slow)],
+        "step": [{"batch": 8, "phases": phases, "plain_tokens_per_s": 80.0}],
+        "ramp": {"adaptive_by_plain": 0.96},
+    }
+    assert misses(missed) == [
+        "cells, batch 1, acceptance 0.7, by plain: 0.960, goal 0.97",
+        "cells, batch 1, acceptance 0.7, by K = 5: 0.940, goal 0.95",
+        "math, temperature 1, by plain: 0.960, goal 0.97",
+        "free, batch 1, by plain: 0.980, goal 0.99",
+        "free, batch 1, K = 0 by plain: 0.980, goal 0.99",
+        "step, batch 8, phase 2, settled by plain: 0.625, goal 0.97",
+        "step, batch 8, phase 3: settles after 1.1 s, goal 1",
+        "step, batch 8, phase 4: settles after None s, goal 1",
+        "step, batch 8, phase 4, settled by plain: 0.625, goal 0.97",
+        "ramp, by plain: 0.960, goal 0.97",
+    ]
+
+
+def test_tables():
+    (_, line) = speed_table("cells", [row_of(acceptance=0.7)]).splitlines()
+    assert line.split("  ")[0] == "cells, batch 1, acceptance 0.7"
+    assert line.endswith("0.980     1.500       3      0  0:1 1:1 5:2")
+    phase = {"acceptance": 0.9, "tokens_per_s": 100.4, "settle_s": 0.3}
+    rows = [{"batch": 8, "phases": [phase], "plain_tokens_per_s": 50.0}]
+    lines = [line.split("  ") for line in step_table(rows).splitlines()[1:]]
+    assert [line[0] for line in lines] == ["batch 8, acceptance 0.9", "batch 8, plain"]
+    assert lines[0][-1] == "0.3"
+
+
+def test_requests_come_and_go():
+    sizes = [ramp_size(now, 30.0, 16) for now in range(31)]
+    assert sizes[0] == sizes[-1] == 1
+    assert sizes[15] == max(sizes) == 16
+    assert sizes[:16] == sorted(sizes[:16])
+
+
+def test_a_quick_run_changes_options_that_there_are():
+    assert vars(make_parser().parse_args([])).keys() >= QUICK.keys()
