@@ -68,6 +68,7 @@ def main() -> None:
         options,
         speculative_model=DRAFT,
         num_speculative_tokens=options.num_speculative_tokens,
+        speculative_config={"controller": "fixed"},
     )
     prompts = [(name, text) for name, all in chosen.by_domain.items() for text in all]
     if options.trace:

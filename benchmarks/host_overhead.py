@@ -104,6 +104,7 @@ def make_engine(
     args = EngineArgs(
         model="jaxspec/tiny-gemma2",
         speculative_model="jaxspec/tiny-gemma2-draft",
+        speculative_config={"controller": "fixed"},
         num_speculative_tokens=NUM_DRAFT_TOKENS,
         max_model_len=max_model_len,
         max_num_seqs=NUM_SEQS,

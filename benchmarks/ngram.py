@@ -46,6 +46,7 @@ def main() -> None:
     device = warn_unless_quiet()
     lookup = {
         "method": "ngram",
+        "controller": "fixed",
         "num_speculative_tokens": options.num_speculative_tokens,
         "prompt_lookup_max": options.prompt_lookup_max,
         "prompt_lookup_min": options.prompt_lookup_min,

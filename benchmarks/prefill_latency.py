@@ -34,6 +34,7 @@ def make_engine(options: argparse.Namespace) -> LLMEngine:
     args = EngineArgs(
         model="jaxspec/tiny-gemma2",
         speculative_model="jaxspec/tiny-gemma2-draft",
+        speculative_config={"controller": "fixed"},
         num_speculative_tokens=options.num_speculative_tokens,
         max_num_seqs=NUM_STREAMS + 1,
         max_num_batched_tokens=options.max_num_batched_tokens,

@@ -71,6 +71,8 @@ def run(options: argparse.Namespace) -> None:
     options.temperature = temperatures[0]
     check_integer(ConfigError, "--output-len", options.output_len, low=2)
     offline = open_offline(options, num_prompts=sizes[-1], num_seqs=sizes[-1])
+    # Every K is measured, whether it pays or not.
+    offline.engine.controller.is_adaptive = False
     ladder = _ladder(offline, options.draft_tokens)
     result, device = offline.new_result("spec"), offline.device()
     parts = {size: offline.parts(size, (0, *ladder)) for size in sizes}

@@ -17,7 +17,7 @@ NEWEST = 0.25
 # shape: the machine stood still.
 STALL = 4.0
 # Rounds after which an observed acceptance counts half.
-HALF_LIFE_ROUNDS = 64
+HALF_LIFE_ROUNDS = 16
 DECAY = 0.5 ** (1 / HALF_LIFE_ROUNDS)
 # Observations that a request's own acceptance needs to count as much as the mean of
 # all requests, and a position's as much as that of the position before it.
@@ -165,6 +165,11 @@ class Costs:
         weights = DECAY ** np.arange(count - 1, -1, -1)
         reached, accepted = np.zeros((2, 1, self._reached.shape[1]))
         reached[0, 0], accepted[0, 0] = weights.sum(), weights @ likeness
+        # What is known of the others, who were not asked, grows old meanwhile.
+        others = self._kind == self._kind[row]
+        others[row] = False
+        for sums in (self._reached, self._accepted):
+            sums[: self._first_kind][others] *= DECAY**count
         self._add(np.array([row]), reached, accepted, num_rounds=count)
 
     def _add(
