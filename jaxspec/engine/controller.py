@@ -200,7 +200,9 @@ class Controller:
     def record_catch_up(self, seconds: float) -> None:
         """Count what bringing the draft model up to date took."""
         self.lost_s += seconds
-        if not self.num_drafts:
+        if self.num_drafts:
+            self._window.append((-seconds, seconds))
+        else:
             self.num_probes += 1
             self._rounds_left = 0
             wait_s = max(seconds / PROBE_SHARE, MIN_WAIT_S)

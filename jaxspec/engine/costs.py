@@ -214,9 +214,9 @@ class Costs:
         prior = PRIOR_WEIGHT * means[self._kind[rows]]
         return (self._accepted[rows] + prior) / (self._reached[rows] + PRIOR_WEIGHT)
 
-    def are_drawn(self, rows: np.ndarray) -> bool:
-        """Whether any of the requests in some rows samples without a seed."""
-        return bool((self._kind[rows] == Kind.SAMPLED).any())
+    def is_drawn(self, rows: np.ndarray) -> np.ndarray:
+        """Which requests in some rows sample without a seed."""
+        return self._kind[rows] == Kind.SAMPLED
 
     def check(self) -> None:
         """Assert the invariants."""

@@ -184,7 +184,7 @@ class Scheduler:
             acceptance=lambda: self.costs.acceptance(rows),
             seconds=seconds,
             catch_up_s=lambda: self._catch_up_s(rows),
-            can_ask=self._has_draft_model and not self.costs.are_drawn(rows),
+            can_ask=self._has_draft_model and not self.costs.is_drawn(rows).any(),
         )
 
     def _catch_up_s(self, rows: np.ndarray) -> float:
@@ -217,7 +217,9 @@ class Scheduler:
                 return None
         lagging = lagging[self.rows.num_draft_uncached[lagging].argsort(kind="stable")]
         if self.controller.is_adaptive and not self.controller.num_drafts:
-            lagging = lagging[:1]
+            lagging = lagging[~self.costs.is_drawn(lagging)][:1]
+            if not len(lagging):
+                return None
         if not self.shapes.has(shape):
             return None
         self._has_caught_up = True

@@ -285,7 +285,7 @@ class CaughtUp:
     Attributes:
         likeness: float32 `[tile, TILE]`, of each fed token's successor: how likely a
             draft in its place would have been accepted. Negative where that is not
-            known: prompts, and pads.
+            known: prompts, pads, and drafts that are drawn without a seed.
     """
 
     likeness: np.ndarray

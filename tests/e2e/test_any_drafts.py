@@ -77,8 +77,7 @@ def test_texts_are_those_of_plain_decoding(kind, draft, prompts):
         assert likeness.mean() == pytest.approx(stayed, abs=0.15)
 
 
-def test_the_draft_model_says_how_likely_it_is_to_draw_what_was_drawn(prompts):
-    """Without a seed: q of the target's token, never more than the chance to stay."""
+def test_nothing_is_said_of_drafts_that_would_have_been_drawn_without_a_seed(prompts):
     params = [
         SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0.9)
         for _ in prompts
@@ -87,11 +86,9 @@ def test_the_draft_model_says_how_likely_it_is_to_draw_what_was_drawn(prompts):
     with pair.recorded(engine) as rounds:
         generate(engine, prompts, params)
     asked = [result for _, shape, result in rounds if shape.is_catch_up]
-    likeness = np.concatenate([result.likeness.reshape(-1) for result in asked])
-    likeness = likeness[likeness >= 0]
-    assert len(likeness) > 30
-    assert 0.05 < likeness.mean() < 0.95
-    assert engine.costs.acceptance(np.array([0])).max() <= 1
+    assert asked
+    assert all((result.likeness < 0).all() for result in asked)
+    assert engine.stats.acceptance_rate > 0.95
 
 
 def test_an_engine_that_chooses_says_the_same(prompts):

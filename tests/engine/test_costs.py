@@ -120,9 +120,9 @@ def test_kinds_have_means_of_their_own_and_masked_requests_none():
     assert costs.acceptance(np.array([2]))[0, 0] > 0.8
     costs.admit(0, Kind.SAMPLED)
     assert costs.acceptance(np.array([0]))[0, 0] == pytest.approx(sampled)
-    assert costs.are_drawn(np.array([0]))
+    assert costs.is_drawn(np.array([0])).all()
     costs.admit(1, Kind.SEEDED)
-    assert not costs.are_drawn(np.array([1]))
+    assert not costs.is_drawn(np.array([1])).any()
 
 
 @pytest.mark.parametrize("count", [0, 1, 40])

@@ -31,6 +31,11 @@ class Parrot:
     def prefill(self, params: Any, state: Any, context: Context) -> Any:
         return state
 
+    def catch_up(
+        self, params: Any, state: Any, context: Context, active: Any, following: Any
+    ) -> tuple[Any, None]:
+        return state, None
+
     def propose(
         self, params: Any, state: Any, context: Context, before: Proposal | None
     ) -> tuple[Proposal, Any]:

@@ -74,10 +74,10 @@ class DraftModel:
     ) -> tuple[Pages, Float[Array, " token"]]:
         """Take in tokens that the target made without drafts.
 
-        A certain draft, or one that shares its noise with the target, stays where it is
-        the same token. For any other, the mean of min(1, q / p) over the target's own
-        tokens is the chance of a draft to stay. p of a token that was drawn long ago is
-        not kept; q, which is never more than q / p, stands for it.
+        A certain draft, or one that shares its noise with the target, would have stayed
+        where it is the same token: a mean of these is the chance of a draft to stay. Of
+        any other the chance is the mean of min(1, q / p) over the target's tokens, and
+        p of a token that was drawn long ago is not kept: of those nothing is said.
         """
         assert context.prompts is not None, "there is nothing to take in"
         model, backend = self._model(params, context), context.backend(DRAFT_MESH_AXES)
@@ -89,10 +89,7 @@ class DraftModel:
         is_same = (token == following).astype(jnp.float32)
         if probs is None:
             return pages, is_same
-        column = jnp.maximum(following, 0)[:, None]
-        chance = jnp.take_along_axis(probs, column, axis=1)[:, 0]
-        is_drawn = active.is_sampled & ~active.is_coupled
-        return pages, jnp.where(is_drawn, chance, is_same)
+        return pages, jnp.where(active.is_sampled & ~active.is_coupled, -1.0, is_same)
 
     def propose(
         self,

@@ -100,8 +100,8 @@ class Proposer(Protocol):
             following: What came instead.
 
         Returns:
-            The state, and how likely a draft in that place would have been accepted;
-            None from a proposer without a model.
+            The state, and how likely a draft in that place would have been accepted,
+            negative where that cannot be said; None from a proposer without a model.
         """
         ...
 
