@@ -7,6 +7,7 @@ account of seconds, whatever it believes. Knows nothing of requests, rows or dev
 """
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -50,8 +51,63 @@ class Choice(NamedTuple):
     may_draft: bool = False
 
 
+class Account:
+    """Seconds won and lost by drafts at batches of about one size.
+
+    Bounds what drafts may lose whatever is believed of them: where they have lost for a
+    window of rounds it closes, until that is a small share of the time, and each time
+    for longer.
+
+    Attributes:
+        closed_until: No drafts before.
+        trial_ts: When drafts may be tried next, where nobody can be asked.
+    """
+
+    def __init__(self):
+        self._window: deque[tuple[float, float]] = deque(maxlen=WINDOW_ROUNDS[1])
+        self._wait_s = self._trial_wait_s = MIN_WAIT_S
+        self.closed_until = self.trial_ts = -math.inf
+
+    def begin(self) -> None:
+        """Drafts begin or end: what was before says nothing of what comes."""
+        self._window.clear()
+
+    def add(self, won_s: float, seconds: float) -> None:
+        """Note what a launch won, or lost, and took."""
+        self._window.append((won_s, seconds))
+
+    def close_if_losing(self, now: float) -> bool:
+        """Whether too much has been lost; nothing is drafted for a while then."""
+        if len(self._window) < WINDOW_ROUNDS[0]:
+            return False
+        total, spent = (float(one) for one in np.sum(self._window, axis=0))
+        is_full = len(self._window) == WINDOW_ROUNDS[1]
+        # Luck may look like a loss for a few rounds.
+        luck = 0.0
+        if not is_full:
+            luck = len(self._window) ** 0.5 * np.std([won for won, _ in self._window])
+        if total + luck < -MAX_LOSS * spent:
+            self.closed_until = now + max(-total / MAX_LOSS, self._wait_s)
+            self._wait_s = min(2 * self._wait_s, MAX_WAIT_S)
+            self._window.clear()
+            return True
+        if is_full and total > 0:
+            self._wait_s = MIN_WAIT_S
+        return False
+
+    def end_trial(self, now: float) -> None:
+        """Drafts did not pay: the next trial waits longer, and for its price."""
+        loss_s = -sum(won for won, _ in self._window)
+        self.trial_ts = now + max(self._trial_wait_s, loss_s / MAX_LOSS)
+        self._trial_wait_s = min(2 * self._trial_wait_s, MAX_WAIT_S)
+
+    def pass_trial(self) -> None:
+        """Drafts pay."""
+        self._trial_wait_s = MIN_WAIT_S
+
+
 class Controller:
-    """Picks K, and keeps the account of what that brought.
+    """Picks K, and keeps the accounts of what that brought.
 
     Attributes:
         is_stopped: Nothing is drafted any more: drafting has failed.
@@ -60,7 +116,7 @@ class Controller:
             None before anything is known.
         saved_s, lost_s: Seconds won and lost against plain decoding so far.
         num_probes: How often the draft model was asked while nothing was drafted.
-        num_stops: How often the account was closed.
+        num_stops: How often an account was closed.
     """
 
     def __init__(
@@ -82,10 +138,9 @@ class Controller:
         # Of the newest choice: what it was made for, and rounds left until the next.
         self._load: tuple[int, int] | None = None
         self._rounds_left = 0
-        self._window: deque[tuple[float, float]] = deque(maxlen=WINDOW_ROUNDS[1])
-        self._wait_s, self._closed_until = MIN_WAIT_S, -np.inf
-        self._probe_ts = self._trial_ts = -np.inf
-        self._trial_wait_s = MIN_WAIT_S
+        self._accounts: dict[int, Account] = {}
+        self._account = self._account_of(1)
+        self._probe_ts = -math.inf
         self._plain_ts: dict[int, float] = {}
         self._refresh_left = 0
 
@@ -138,8 +193,8 @@ class Controller:
             return self.num_drafts
         now = self._clock()
         self._load, self._rounds_left = load, LOOK_ROUNDS
-        before = self.num_drafts
-        if now < self._closed_until:
+        before, self._account = self.num_drafts, self._account_of(len(wanted))
+        if now < self._account.closed_until:
             self.num_drafts = 0
         else:
             known = seconds()
@@ -151,19 +206,20 @@ class Controller:
                 self._try(now, is_trial=before > 0, can_ask=can_ask)
                 self._remeasure(len(wanted), now)
         if (before > 0) != (self.num_drafts > 0):
-            self._window.clear()
+            self._account.begin()
         return 0 if self._refresh_left else self.num_drafts
 
     def _try(self, now: float, *, is_trial: bool, can_ask: bool) -> None:
         """Make a draft for a few rounds where that alone tells what drafts bring."""
         if self.num_drafts:
-            self._trial_wait_s = MIN_WAIT_S
+            self._account.pass_trial()
         elif is_trial:
-            loss_s = -sum(won for won, _ in self._window)
-            self._trial_ts = now + max(self._trial_wait_s, loss_s / MAX_LOSS)
-            self._trial_wait_s = min(2 * self._trial_wait_s, MAX_WAIT_S)
-        elif now >= self._trial_ts and not can_ask:
+            self._account.end_trial(now)
+        elif now >= self._account.trial_ts and not can_ask:
             self.num_drafts = 1
+
+    def _account_of(self, num_seqs: int) -> Account:
+        return self._accounts.setdefault(num_seqs.bit_length(), Account())
 
     def _compare(
         self,
@@ -195,13 +251,15 @@ class Controller:
     def wants_probe(self) -> bool:
         """Whether to ask the draft model what its drafts would have brought."""
         is_off = self.is_adaptive and not self.num_drafts and not self.is_stopped
-        return is_off and self._clock() >= max(self._probe_ts, self._closed_until)
+        return is_off and self._clock() >= max(
+            self._probe_ts, self._account.closed_until
+        )
 
     def record_catch_up(self, seconds: float) -> None:
         """Count what bringing the draft model up to date took."""
         self.lost_s += seconds
         if self.num_drafts:
-            self._window.append((-seconds, seconds))
+            self._account.add(-seconds, seconds)
         else:
             self.num_probes += 1
             self._rounds_left = 0
@@ -235,24 +293,8 @@ class Controller:
             self.lost_s -= won
         if not self.is_adaptive:
             return
-        self._window.append((won, seconds))
-        if len(self._window) < WINDOW_ROUNDS[0]:
-            return
-        total, spent = np.sum(self._window, axis=0)
-        is_full = len(self._window) == WINDOW_ROUNDS[1]
-        # Luck may look like a loss for a few rounds.
-        luck = 0.0
-        if not is_full:
-            luck = len(self._window) ** 0.5 * np.std([won for won, _ in self._window])
-        if total + luck < -MAX_LOSS * spent:
-            self._close(-total)
-        elif is_full and total > 0:
-            self._wait_s = MIN_WAIT_S
-
-    def _close(self, loss_s: float) -> None:
-        """Go on without drafts until the loss is a small share of the time."""
-        self._closed_until = self._clock() + max(loss_s / MAX_LOSS, self._wait_s)
-        self._wait_s = min(2 * self._wait_s, MAX_WAIT_S)
-        self.num_drafts, self._rounds_left = 0, 0
-        self.num_stops += 1
-        self._window.clear()
+        account = self._account_of(num_seqs)
+        account.add(won, seconds)
+        if account.close_if_losing(self._clock()):
+            self.num_drafts, self._rounds_left = 0, 0
+            self.num_stops += 1

@@ -16,6 +16,7 @@ from jaxspec.engine.controller import (
     WINDOW_ROUNDS,
     Controller,
 )
+from jaxspec.engine.costs import Costs
 from jaxspec.speculation import ADAPTIVE, FIXED
 
 # Seconds of a round by K, of one sequence.
@@ -308,3 +309,82 @@ def test_the_account_is_what_bounds_the_loss(monkeypatch):
     while world.now < 20:
         world.round()
     assert world.now / world.plain_s > 1.9
+
+
+class Replay:
+    """A recorded text, decoded again by any policy.
+
+    Greedy and seeded text does not depend on K, so neither does whether the draft at a
+    position would stay once those before it have: a record of that says how many tokens
+    any round would have had.
+    """
+
+    def __init__(self, stays: np.ndarray):
+        self.stays = stays
+        # Of each position, how many drafts in a row would have stayed.
+        self.run = np.zeros(len(stays) + 1, np.int64)
+        for position in range(len(stays) - 1, -1, -1):
+            self.run[position] = stays[position] * (self.run[position + 1] + 1)
+
+    def fixed(self, k: int) -> float:
+        """Seconds with K drafts at every round."""
+        return self._play(lambda: k)
+
+    def adaptive(self) -> tuple[float, list[int]]:
+        """Seconds as the controller chooses, and what it chose."""
+        costs, now, chosen = Costs(1, 5), 0.0, list[int]()
+        controller = make_controller(5, controller=ADAPTIVE, clock=lambda: now)
+        position, row, lacking = 0, np.array([0]), 0
+        while position < len(self.stays):
+            if controller.wants_probe() and lacking:
+                first = max(position - lacking, position - 32)
+                costs.record_likeness(0, self.stays[first:position].astype(float))
+                controller.record_catch_up(CATCH_UP_S)
+                now, lacking = now + CATCH_UP_S, 0
+            k = controller.choose(
+                np.array([5]),
+                acceptance=lambda: costs.acceptance(row),
+                seconds=lambda: TIMES,
+                catch_up_s=lambda: 0.0,
+                can_ask=True,
+            )
+            accepted = min(k, int(self.run[position]))
+            costs.record_acceptance(row, np.array([k]), np.array([accepted]))
+            now += TIMES[k]
+            controller.record_round(1, k, accepted + 1, TIMES[k], TIMES[0])
+            position += accepted + 1
+            lacking = 0 if k else lacking + 1
+            chosen.append(k)
+        return now, chosen
+
+    def _play(self, choose) -> float:
+        position = seconds = 0
+        while position < len(self.stays):
+            k = choose()
+            position += min(k, int(self.run[position])) + 1
+            seconds += TIMES[k]
+        return seconds
+
+
+CATCH_UP_S = 0.003
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.5, 0.7, 0.9])
+def test_regret_against_the_best_k_in_hindsight(chance):
+    replay = Replay(np.random.default_rng(1).random(12_000) < chance)
+    seconds, _ = replay.adaptive()
+    every = [replay.fixed(k) for k in range(6)]
+    assert seconds <= min(every) / 0.95
+    assert seconds <= every[0] / 0.97
+
+
+@pytest.mark.parametrize("length", [200, 1000])
+def test_a_text_that_changes_is_decoded_faster_than_with_any_one_k(length):
+    """Parts that are easy to draft, and parts that are not, in turn."""
+    random = np.random.default_rng(2)
+    parts = [random.random(length) < chance for chance in (0.95, 0.05) * 6]
+    replay = Replay(np.concatenate(parts))
+    seconds, chosen = replay.adaptive()
+    every = [replay.fixed(k) for k in range(6)]
+    assert seconds <= min(every) / (1.0 if length == 1000 else 0.97)
+    assert {0, 5} <= set(chosen)
