@@ -431,7 +431,7 @@ class LLMEngine:
             RequestError: As for `add_request`.
             NotImplementedError: As for `add_request`.
         """
-        for shape in self._wanted(prompt_tokens, sampling_params):
+        for shape in self._wanted(prompt_tokens, sampling_params, with_late=True):
             self.runner.executable(shape)
         for round_ in self._unrehearsed():
             self._rehearse(round_)
@@ -449,7 +449,11 @@ class LLMEngine:
 
     @no_type_check  # it has its own check, with a better error
     def _wanted(
-        self, prompt_tokens: int | None, sampling_params: Iterable[SamplingParams]
+        self,
+        prompt_tokens: int | None,
+        sampling_params: Iterable[SamplingParams],
+        *,
+        with_late: bool = False,
     ) -> list[StepShape]:
         """The programs that requests can need, the first one serves plain requests."""
         if prompt_tokens is not None:
@@ -460,7 +464,7 @@ class LLMEngine:
             self.runner.check_features(features)
             decoding = dataclasses.replace(features, num_prompt_logprobs=None)
             wanted += [features, decoding]
-        return self.scheduler.shapes.all(prompt_tokens, wanted)
+        return self.scheduler.shapes.all(prompt_tokens, wanted, with_late=with_late)
 
     def wait_for_programs(self) -> None:
         """Return when no program is being made, or wanted, any more.

@@ -78,6 +78,7 @@ class Shapes:
         self._with_prompts: dict[tuple, list[StepShape]] = {}
         self._found_version = -1
         self._forms = self._all_forms()
+        self._late = self._made_when_used()
         self.catch_up = None
         if config.draft_model_config is not None and len(controller.ladder) > 1:
             tiles = min(CATCH_UP_TILES, self.max_tiles)
@@ -96,15 +97,14 @@ class Shapes:
         special = Features(has_controls=True, num_logprobs=told)
         with_prompt = dataclasses.replace(special, num_prompt_logprobs=told)
         largest, alone = (seqs, drafts, chunk), (1, drafts, 0)
-        drafting = [(n, k, 0) for k in ladder[:0:-1] for n in _sizes_up_to(seqs)]
+        sizes_without = [(n, 0, 0) for n in _sizes_up_to(seqs)]
+        drafting = [(n, k, 0) for k in ladder[:0:-1] for n, *_ in sizes_without]
         # Sequences, drafts and prompt tokens.
         sizes: dict[Features, list[tuple[int, int, int]]] = {
-            GREEDY: drafting + [(1, 0, 0), (seqs, 0, 0)]
-            if drafting
-            else [(n, 0, 0) for n in _sizes_up_to(seqs)],
+            GREEDY: drafting + sizes_without,
             SAMPLED: [largest, (1, 0, single), (seqs, drafts, small)]
             + drafting
-            + [(seqs, 0, 0), *([] if drafting else [(1, 0, 0)])],
+            + [(seqs, 0, 0), *(sizes_without if drafting else [(1, 0, 0)])],
             special: [largest, (seqs, drafts, small), alone, (seqs, drafts, 0)],
             # A request whose prompt is in decodes in another form.
             with_prompt: [largest],
@@ -126,6 +126,23 @@ class Shapes:
             for form, listed in sizes.items()
         }
 
+    def _made_when_used(self) -> set[StepShape]:
+        """Programs without drafts that engines which draft may never need.
+
+        Larger ones serve meanwhile: they are compiled when a launch would be faster in
+        them, as where drafts do not pay.
+        """
+        ladder, seqs = self._controller.ladder, _power_of_two(self._config.max_num_seqs)
+        common = {(GREEDY, 1), (GREEDY, seqs), (SAMPLED, seqs)}
+        return {
+            shape
+            for form in (GREEDY, SAMPLED)
+            for shape in self._forms.get(form, ())
+            if len(ladder) > 1
+            and not (shape.num_draft_tokens or shape.chunk)
+            and (form, shape.num_seqs) not in common
+        }
+
     def form(self, features: Features) -> Features:
         """The features of a program that serves requests with `features`."""
         return next(form for form in self._forms if form.covers(features))
@@ -134,6 +151,8 @@ class Shapes:
         self,
         prompt_tokens: int | None = None,
         features: Iterable[Features] = (GREEDY, SAMPLED),
+        *,
+        with_late: bool = False,
     ) -> list[StepShape]:
         """Every program that launches can use, the most useful first.
 
@@ -142,6 +161,8 @@ class Shapes:
         Args:
             prompt_tokens: Longest prompt to expect; None for any.
             features: What requests will need; greedy and sampled ones by default.
+            with_late: Also those that are otherwise compiled when they are used: of
+                drafts that do not pay.
         """
         forms = list(dict.fromkeys(self.form(one) for one in features))
         # Sampled before greedy: its programs serve both.
@@ -156,8 +177,10 @@ class Shapes:
         chunks = sorted({shape.chunk for shape in listed})
         last = next(chunk for chunk in chunks if chunk >= wanted)
         kept = [shape for shape in listed if shape.chunk <= last]
-        if self.catch_up is not None:
-            kept.append(self.catch_up)
+        if with_late:
+            kept += [self.catch_up] if self.catch_up is not None else []
+        else:
+            kept = [shape for shape in kept if shape not in self._late]
         return list(dict.fromkeys(kept))
 
     def has(self, shape: StepShape) -> bool:

@@ -198,7 +198,7 @@ def test_a_return_that_costs_more_than_it_brings_is_none():
     assert world.chosen[-1] > 0
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_the_loss_is_bounded_whatever_is_believed(data):
     """Times and beliefs at random, acceptance that changes, for a minute of rounds."""
