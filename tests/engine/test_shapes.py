@@ -68,7 +68,7 @@ def test_a_server_has_at_most_twelve_programs_and_twenty_with_all(
         max_num_batched_tokens=512,
         num_draft_tokens=num_draft_tokens,
     )
-    listed = shapes.all(with_late=True)
+    listed = shapes.all()
     assert len(set(listed)) == len(listed) <= 12
     every = shapes.all(features=SOME)
     assert len(set(every)) == len(every) <= 20
@@ -104,7 +104,7 @@ def test_every_launch_has_a_listed_program_that_serves_it(
         max_num_batched_tokens=512,
         num_draft_tokens=num_draft_tokens,
     )
-    listed, met = shapes.all(features=SOME), set()
+    listed, met = shapes.all(features=SOME, with_late=True), set()
     for need in SOME:
         for seqs, drafts, tokens in itertools.product(
             range(max_num_seqs + 1),
@@ -118,7 +118,27 @@ def test_every_launch_has_a_listed_program_that_serves_it(
             assert found in listed
             assert is_able(found, seqs, drafts, tokens, need)
             met.add(found)
-    assert met == set(listed), "a program that no launch needs"
+    assert met == set(listed) - {shapes.catch_up}, "a program that no launch needs"
+
+
+def test_plain_decoding_of_any_size_is_as_fast_as_without_drafts():
+    """Once its program is there, which nobody compiles before drafts do not pay."""
+    shapes, plain = (
+        make_shapes(**DEFAULT),
+        make_shapes(**DEFAULT | dict(num_draft_tokens=0)),
+    )
+    for num_seqs, form in itertools.product(range(1, 9), (GREEDY, SAMPLED)):
+        found = shapes.find(num_seqs, 0, 0, form)
+        assert found == plain.find(num_seqs, 0, 0, form) or form == SAMPLED
+        assert found is not None
+        assert found.num_seqs <= 2 * num_seqs
+    late = set(shapes.all(with_late=True)) - set(shapes.all())
+    assert {shape.name for shape in late} == {
+        "1x0_sampled",
+        "4x0_greedy",
+        "4x0_sampled",
+        "catch-up+128",
+    }
 
 
 def test_mixes_of_requests_have_a_program():
