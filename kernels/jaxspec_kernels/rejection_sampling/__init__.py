@@ -168,7 +168,6 @@ def sample(
         controls=controls,
         rule=rule,
         sample_uniform=uniform,
-        noise_words=None if noise_words is None else noise_words[:, None],
     )
     run = _implementation(logits[:, None], implementation, device_kind)
     decided = run(
