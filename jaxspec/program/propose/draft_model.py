@@ -2,12 +2,12 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.models.batch import TokenBatch
@@ -22,6 +22,8 @@ from jaxspec.program.state import page_forms, run_if
 from jaxspec.sharding import DRAFT_MESH_AXES
 
 Pages = tuple[Array, ...]
+# Drafts, probabilities of all but the first, who is broken, pages.
+_Carry = tuple[Array, Array | None, Array, Pages]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,69 +115,51 @@ class DraftModel:
         adjust = context.adjuster(DRAFT_MESH_AXES)
         seqs = active.row.shape[0]
 
-        def draw(hidden: Hidden, step: Array | int, drafts: _Drafts) -> _Drafts:
+        def draw(
+            hidden: Hidden, step: Array | int, drafts: Array
+        ) -> tuple[Array, Array | None, Array]:
             logits, is_broken = _finite_logits(model, hidden)
             if adjust is not None:
-                logits = adjust(logits[:, None], drafts.tokens, num_before=step)[:, 0]
+                logits = adjust(logits[:, None], drafts, num_before=step)[:, 0]
             token, probs = sample_draft(
                 logits, step, active, backend, is_greedy=self.is_greedy
             )
             if before is not None:
                 token, probs = _keep(before, step, token, probs)
-            return drafts.add(step, token, probs, is_broken)
+            return drafts.at[:, step].set(token), probs, is_broken
 
-        def extend(step: Array, carry: tuple[_Drafts, Pages]) -> tuple[_Drafts, Pages]:
-            drafts, pages = carry
-            newest = drafts.tokens[:, step - 1]
-            batch = _next(newest, step, active, context.pool)
+        def extend(step: Array, carry: _Carry) -> _Carry:
+            drafts, rest, was_broken, pages = carry
+            batch = _next(drafts[:, step - 1], step, active, context.pool)
             hidden, pages = model.hidden(batch, pages)
-            return draw(hidden, step, drafts), pages
+            drafts, probs, is_broken = draw(hidden, step, drafts)
+            if rest is not None and probs is not None:
+                rest = jax.lax.dynamic_update_index_in_dim(rest, probs, step - 1, 0)
+            return drafts, rest, was_broken | is_broken, pages
 
         hidden, pages = model.hidden(_newest(active, context), state)
         newest = slice(1, 2 * seqs, 2)
-        first = draw(
-            Hidden(hidden.rows[newest], hidden.is_finite[newest]),
-            0,
-            _Drafts(
-                tokens=jnp.zeros((seqs, num_draft_tokens), jnp.int32),
-                probs=None,
-                is_broken=jnp.zeros(seqs, bool),
-            ),
-        )
-        drafts, pages = jax.lax.fori_loop(1, context.num_wanted, extend, (first, pages))
-        num_drafts = jnp.where(drafts.is_broken, 0, context.num_wanted)
-        return Proposal(
-            drafts.tokens, num_drafts, drafts.probs, drafts.is_broken
-        ), pages
+        newest = Hidden(hidden.rows[newest], hidden.is_finite[newest])
+        none = jnp.zeros((seqs, num_draft_tokens), jnp.int32)
+        drafts, probs, is_broken = draw(newest, 0, none)
+        if num_draft_tokens > 1:
+            # By draft: a turn of the loop writes one piece of memory.
+            rest = None
+            if probs is not None:
+                rest = jnp.zeros((num_draft_tokens - 1, *probs.shape), probs.dtype)
+            drafts, rest, is_broken, pages = jax.lax.fori_loop(
+                1, context.num_wanted, extend, (drafts, rest, is_broken, pages)
+            )
+            if probs is not None and rest is not None:
+                probs = jnp.concatenate([probs[None], rest]).transpose(1, 0, 2)
+        elif probs is not None:
+            probs = probs[:, None]
+        num_drafts = jnp.where(is_broken, 0, context.num_wanted)
+        return Proposal(drafts, num_drafts, probs, is_broken), pages
 
     def _model(self, params: Params | None, context: Context) -> Network:
         assert params is not None, "a draft model came without parameters"
         return build_network(self.config, params, context.backend(DRAFT_MESH_AXES))
-
-
-class _Drafts(NamedTuple):
-    """What has been drawn so far; zeros where nothing has.
-
-    Attributes:
-        probs: None where every draft is certain, and before the first.
-    """
-
-    tokens: Int[Array, "seq draft"]
-    probs: Float[Array, "seq draft vocab"] | None
-    is_broken: Bool[Array, " seq"]
-
-    def add(
-        self, step: Array | int, token: Array, probs: Array | None, is_broken: Array
-    ) -> "_Drafts":
-        """The same with one more draft of every sequence."""
-        every = self.probs
-        if probs is not None:
-            if every is None:
-                seqs, vocab = probs.shape
-                every = jnp.zeros((seqs, self.tokens.shape[1], vocab), probs.dtype)
-            every = jax.lax.dynamic_update_index_in_dim(every, probs, step, axis=1)
-        tokens = self.tokens.at[:, step].set(token)
-        return _Drafts(tokens, every, self.is_broken | is_broken)
 
 
 def _keep(
