@@ -98,6 +98,7 @@ def play(
             pages=sum(pages, []),
         )
         result = runner.fetch(runner.launch(plan, decode), decode)
+        assert isinstance(result, StepResult)
         for index, one in enumerate(running):
             _note_round(one, result, index)
     return requests
@@ -129,6 +130,7 @@ def _feed(runner: Runner, one: Played, start: int, shape: StepShape) -> None:
         pages=_pages(runner, one, end + 1),
     )
     result = runner.fetch(runner.launch(plan, shape), shape)
+    assert isinstance(result, StepResult)
     if result.prompt_logprobs is not None:
         told = [values[0, TILE - len(tokens) :] for values in result.prompt_logprobs]
         one.prompt_logprobs += [

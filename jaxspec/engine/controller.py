@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -167,7 +167,7 @@ class Controller:
         self,
         wanted: np.ndarray,
         acceptance: Callable[[], np.ndarray],
-        seconds: Callable[[], list[float | None]],
+        seconds: Callable[[], Sequence[float | None]],
         catch_up_s: Callable[[], float],
         can_ask: bool = False,
     ) -> int:

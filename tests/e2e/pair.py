@@ -159,7 +159,7 @@ def prompts(count: int, *, seed: int = 0, longest: int = 40) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def recorded(made: LLMEngine) -> Iterator[list[tuple[StepPlan, StepShape, StepResult]]]:
+def recorded(made: LLMEngine) -> Iterator[list[tuple[StepPlan, StepShape, Any]]]:
     """Every launch that is read meanwhile: plan, shape, result."""
     runner, plans, rounds = made.runner, deque(), []
     launch, fetch = runner.launch, runner.fetch
@@ -168,7 +168,7 @@ def recorded(made: LLMEngine) -> Iterator[list[tuple[StepPlan, StepShape, StepRe
         plans.append((plan, shape))
         return launch(plan, shape)
 
-    def note_fetch(result: Any, shape: StepShape) -> StepResult:
+    def note_fetch(result: Any, shape: StepShape) -> StepResult | CaughtUp:
         rounds.append((*plans.popleft(), fetch(result, shape)))
         return rounds[-1][-1]
 

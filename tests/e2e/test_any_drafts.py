@@ -1,10 +1,13 @@
 """Whatever K every round has, texts are the target's: no choice of K changes them."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from jaxspec.engine.controller import Controller
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.program.wire import CaughtUp
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.speculation import ADAPTIVE
 from tests.e2e import pair
@@ -38,7 +41,7 @@ def with_any_drafts(engine: LLMEngine, seed: int) -> LLMEngine:
 
 
 def params_of(kind: str, count: int) -> list[SamplingParams]:
-    changes = dict(temperature=0.9, top_p=0.9)
+    changes: dict[str, Any] = dict(temperature=0.9, top_p=0.9)
     if kind == "greedy":
         changes = dict(temperature=0)
     return [
@@ -63,7 +66,7 @@ def test_texts_are_those_of_plain_decoding(kind, draft, prompts):
     engine.scheduler.check_idle()
     made = {max((k for _, k in plan.decode), default=0) for plan, _, _ in rounds}
     assert made == {0, 1, 2, 3}
-    asked = [result for _, shape, result in rounds if shape.is_catch_up]
+    asked = [result for *_, result in rounds if isinstance(result, CaughtUp)]
     likeness = np.concatenate([result.likeness.reshape(-1) for result in asked])
     likeness = likeness[likeness >= 0]
     assert len(likeness) > 30
@@ -85,7 +88,7 @@ def test_nothing_is_said_of_drafts_that_would_have_been_drawn_without_a_seed(pro
     engine = with_any_drafts(pair.engine("same", controller=ADAPTIVE), seed=8)
     with pair.recorded(engine) as rounds:
         generate(engine, prompts, params)
-    asked = [result for _, shape, result in rounds if shape.is_catch_up]
+    asked = [result for *_, result in rounds if isinstance(result, CaughtUp)]
     assert asked
     assert all((result.likeness < 0).all() for result in asked)
     assert engine.stats.acceptance_rate > 0.95

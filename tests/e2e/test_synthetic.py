@@ -12,6 +12,7 @@ import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.outputs import RequestOutput
+from jaxspec.program.wire import StepResult
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.engines import (
     generate,
@@ -60,6 +61,7 @@ def drafted_rounds(engine: LLMEngine, params: list[SamplingParams]) -> np.ndarra
 
     def note(*launched):
         result = fetch(*launched)
+        assert isinstance(result, StepResult)
         is_whole = (result.num_draft == 3) & (result.num_emitted > 0)
         kept.extend(result.num_accepted[is_whole])
         return result

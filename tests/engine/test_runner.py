@@ -13,6 +13,7 @@ from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import build_mesh, choose_dtype
 from jaxspec.errors import ConfigError
 from jaxspec.program.plan import Features, StepPlan, StepShape
+from jaxspec.program.wire import StepResult
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.e2e import pair
 from tests.engines import (
@@ -129,6 +130,7 @@ def test_an_empty_plan_leaves_the_state_alone():
     shape = StepShape(num_seqs=1, num_draft_tokens=3, chunk=0)
     result = engine.runner.launch(StepPlan(), shape)
     fetched = engine.runner.fetch(result, shape)
+    assert isinstance(fetched, StepResult)
     assert fetched.num_emitted.tolist() == [0]
     assert fetched.is_done.tolist() == [True]
     after = jax.tree.map(np.array, engine.runner.state)
