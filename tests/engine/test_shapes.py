@@ -18,7 +18,7 @@ SOME = (GREEDY, SAMPLED, LOGPROBS, CONTROLS, GRAMMAR, PROMPTS)
 DEFAULT: dict[str, Any] = dict(
     max_num_seqs=8, max_num_batched_tokens=512, num_draft_tokens=5
 )
-PLAIN: dict[str, Any] = DEFAULT | dict(num_draft_tokens=0)
+PLAIN: dict[str, Any] = {**DEFAULT, "num_draft_tokens": 0}
 
 
 class SomePrograms(EveryProgram):
