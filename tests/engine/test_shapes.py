@@ -18,7 +18,7 @@ SOME = (GREEDY, SAMPLED, LOGPROBS, CONTROLS, GRAMMAR, PROMPTS)
 DEFAULT: dict[str, Any] = dict(
     max_num_seqs=8, max_num_batched_tokens=512, num_draft_tokens=5
 )
-PLAIN: dict[str, Any] = {**DEFAULT, "num_draft_tokens": 0}
+PLAIN = dict[str, Any](DEFAULT, num_draft_tokens=0)
 
 
 class SomePrograms(EveryProgram):
@@ -124,10 +124,7 @@ def test_every_launch_has_a_listed_program_that_serves_it(
 
 def test_plain_decoding_of_any_size_is_as_fast_as_without_drafts():
     """Once its program is there, which nobody compiles before drafts do not pay."""
-    shapes, plain = (
-        make_shapes(**DEFAULT),
-        make_shapes(**DEFAULT | dict(num_draft_tokens=0)),
-    )
+    shapes, plain = make_shapes(**DEFAULT), make_shapes(**PLAIN)
     for num_seqs, form in itertools.product(range(1, 9), (GREEDY, SAMPLED)):
         found = shapes.find(num_seqs, 0, 0, form)
         assert found == plain.find(num_seqs, 0, 0, form) or form == SAMPLED
