@@ -244,6 +244,7 @@ def _catch_up(
     num_prompt = rows.num_prompt.at[tiles.row].get(mode="clip")
     is_known &= tiles.position + 1 >= num_prompt[:, None]
     active = gather(rows, launch.token_pages, tiles.row).repeat(TILE)
+    is_known &= active.is_active.reshape(is_known.shape)
     active = dataclasses.replace(active, num_tokens=tiles.position.reshape(-1) + 1)
     likeness, kept = None, []
     for proposer, own, before in zip(
