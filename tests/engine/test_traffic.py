@@ -148,7 +148,7 @@ def run(max_examples: int, steps: int) -> type[Traffic]:
 
 
 def test_a_little_traffic():
-    assert run(5, 25).num_steps > 0
+    assert run(8, 25).num_steps > 0
 
 
 @pytest.mark.battery(name="traffic")
@@ -181,7 +181,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    "total", members("traffic", (250, 20_000), is_example=lambda total: total == 250)
+    "total", members("traffic", (500, 20_000), is_example=lambda total: total == 500)
 )
 def test_many_requests_leave_nothing_behind(total: int):
     window = 12

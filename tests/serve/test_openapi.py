@@ -18,7 +18,7 @@ from tests.serving import CHAT, COMPLETIONS, site_of
 
 # Of each endpoint and mode. The same in every run: the time for more is limited.
 EXAMPLES = settings(
-    max_examples=8,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     database=None,
