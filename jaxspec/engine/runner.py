@@ -23,6 +23,7 @@ from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.shapes import EveryProgram, Programs
 from jaxspec.engine.structured_output import TokenMasks
 from jaxspec.errors import ConfigError
+from jaxspec.models import cpu
 from jaxspec.models.params import Params
 from jaxspec.program.plan import (
     TILE,
@@ -243,7 +244,10 @@ class Runner:
 
 def options_of(config: EngineConfig, mesh: Mesh) -> dict[str, str | bool] | None:
     """What XLA is asked for, beside its defaults."""
-    if config.batch_invariant and mesh.devices.flat[0].platform == "gpu":
+    kind = mesh.devices.flat[0].platform
+    if kind == "cpu":
+        return cpu.compiler_options()
+    if config.batch_invariant and kind == "gpu":
         return {
             "xla_gpu_enable_split_k_autotuning": False,
             "xla_gpu_exclude_nondeterministic_ops": True,

@@ -5,6 +5,8 @@ place: the sums of norms, `jaxspec_kernels.sums` (`tests/models/test_same_bits.p
 pages of bf16 as uint16, `jaxspec_kernels.bits` (`tests/program/test_step.py`).
 """
 
+import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +25,33 @@ from jaxspec.sharding import replicated
 # depend on those beside it: plain decoding equals verification bit for bit
 # (`tests/models/test_same_bits.py`). Elsewhere a few more rows cost nothing.
 MIN_ROWS = 4
+
+# XLA:CPU hands parts of a program to a library that has its own `exp` and `tanh`, and
+# whether it does depends on how large the arrays are. With its matmuls alone, what a
+# row becomes does not depend on the number of rows (`tests/kernels/test_sums.py`).
+COMPILER_OPTIONS: dict[str, str | bool] = {
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+}
+
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def compiler_options() -> dict[str, str | bool] | None:
+    """What XLA is asked for on CPU devices; None where this XLA does not know it."""
+    nothing = jax.jit(lambda: 0, compiler_options=COMPILER_OPTIONS)  # noqa: TID251
+    try:
+        nothing.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        _log.warning(
+            "%s: with this version of jax, log-probabilities may differ in their last "
+            "bit by what is computed beside them",
+            error,
+        )
+        return None
+    return COMPILER_OPTIONS
 
 
 def pad_batch(batch: TokenBatch, num_slots: int) -> TokenBatch:

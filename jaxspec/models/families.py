@@ -50,7 +50,10 @@ FAMILIES = {
 
 def family_of(config: ModelConfig) -> Family:
     """The family that a model's numbers are those of."""
-    return next(each for each in FAMILIES.values() if type(config) is each.config)
+    for family in FAMILIES.values():
+        if type(config) is family.config:
+            return family
+    raise TypeError(f"no family in FAMILIES has {type(config).__name__}")
 
 
 def layouts() -> dict[str, Layout]:

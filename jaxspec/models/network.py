@@ -8,6 +8,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
 from jaxtyping import Array, Bool, Float, Num
 
 from jaxspec.model_config import ModelConfig
@@ -26,10 +27,13 @@ class Hidden(NamedTuple):
     Attributes:
         rows: Normalised.
         is_finite: Rows that came of numbers, without NaN or infinity.
+        streams: The residual stream, before the first layer and after each. What nobody
+            reads of it is not kept: XLA drops it.
     """
 
     rows: Float[Array, "token model"]
     is_finite: Bool[Array, " token"]
+    streams: tuple[Float[Array, "token model"], ...]
 
 
 @runtime_checkable
@@ -74,7 +78,7 @@ class Network:
         hidden, kv_pages = self.functions.forward(
             self.config, self.params, padded, kv_pages, self.backend
         )
-        return Hidden(hidden.rows[:count], hidden.is_finite[:count]), kv_pages
+        return jax.tree.map(lambda part: part[:count], hidden), kv_pages
 
     def logits(self, rows: Float[Array, "row model"]) -> Float[Array, "row vocab"]:
         """Float32 logits of normalised rows."""

@@ -35,6 +35,9 @@ class Verified(NamedTuple):
     is_tile_broken: Bool[Array, " tile"]  # the same in the tile's last row
     logprobs: Int[Array, "seq width column"] | None
     prompt_logprobs: Int[Array, "tile token column"] | None
+    # The residual stream after the layers that proposers look at, by layer.
+    streams: dict[int, Float[Array, "seq width model"]]
+    tile_streams: dict[int, Float[Array, "tile token model"]]
     pages: Pages
 
 
@@ -46,6 +49,7 @@ def forward(
     num_draft: Int[Array, " seq"],
     *,
     may_be_plain: bool,
+    target_layers: frozenset[int],
     prompts: TokenBatch | None,
     after_prompts: Int[Array, " tile"] | None,
     adjust: Adjust | None,
@@ -59,6 +63,7 @@ def forward(
     Args:
         num_draft: Drafts of each sequence that count.
         may_be_plain: Drafts may be missing altogether, which the device alone knows.
+        target_layers: After how many layers proposers look at the residual stream.
         prompts: Tiles that ride along.
         after_prompts: The token after each tile's last, where prompts' logprobs
             are asked for.
@@ -108,6 +113,11 @@ def forward(
         is_broken, is_tile_broken = _broken(
             hidden.is_finite, verdict.num_accepted, width
         )
+        streams, tile_streams = {}, {}
+        for layer in sorted(target_layers):
+            nodes, rest = jnp.split(hidden.streams[layer], [seqs * width])
+            streams[layer] = _widen(nodes.reshape(seqs, width, -1), most)
+            tile_streams[layer] = rest.reshape(-1, TILE, nodes.shape[1])
         return Verified(
             tokens=tokens,
             num_accepted=verdict.num_accepted,
@@ -116,6 +126,8 @@ def forward(
             is_tile_broken=is_tile_broken,
             logprobs=told,
             prompt_logprobs=prompt_told,
+            streams=streams,
+            tile_streams=tile_streams,
             pages=pages,
         )
 
@@ -133,6 +145,14 @@ def forward(
         tile_logits=jnp.zeros((0, target.config.vocab_size), jnp.float32),
         logprobs=logprobs.blank(tokens, shape=shape),
         prompt_logprobs=None,
+        streams={
+            layer: jnp.zeros((*tokens.shape, target.config.hidden_size))
+            for layer in target_layers
+        },
+        tile_streams={
+            layer: jnp.zeros((0, TILE, target.config.hidden_size))
+            for layer in target_layers
+        },
         pages=pages,
     )
     # The tokens fed come from the loop's state, so that XLA cannot take what is

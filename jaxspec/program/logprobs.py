@@ -65,8 +65,11 @@ def _tell(
 
     column = tokens - first
     is_here = (column >= 0) & (column < size)
-    found = jnp.take_along_axis(logits, jnp.clip(column, 0, size - 1)[:, None], axis=1)
-    own = total(jnp.where(is_here, found[:, 0], 0.0))
+    # As the largest of one: of a single row's logits, XLA:CPU would rather compute the
+    # one that is gathered again, with other instructions and in other bits.
+    is_own = jnp.arange(size)[None] == column[:, None]
+    found = jnp.where(is_own, logits, -jnp.inf).max(axis=1)
+    own = total(jnp.where(is_here, found, 0.0))
     rank = 1 + total((logits > own[:, None]).sum(axis=1, dtype=jnp.int32))
 
     top, ids = jax.lax.top_k(logits, min(num_top, size))

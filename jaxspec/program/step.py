@@ -21,7 +21,13 @@ from jaxspec.models.params import Params
 from jaxspec.program import controls, grammar, logprobs
 from jaxspec.program.forward import Verified, forward
 from jaxspec.program.plan import NO_TOKEN, TILE, PoolShape, StepShape
-from jaxspec.program.propose.proposal import Context, Proposal, Proposer
+from jaxspec.program.propose.proposal import (
+    Context,
+    Observer,
+    Proposal,
+    Proposer,
+    Seen,
+)
 from jaxspec.program.region import make_region
 from jaxspec.program.rows import (
     Active,
@@ -108,6 +114,9 @@ def speculative_step(
         forced_acceptance=state.forced_acceptance,
         config=config,
         shape=shape,
+    )
+    proposers = _observe(
+        proposer_params, proposers, launch, verified, config=config, shape=shape
     )
     emitted = truncate(verified.tokens, verified.num_accepted + 1, active)
     rows, token_pages = append(launch.rows, launch.token_pages, active, emitted)
@@ -197,7 +206,9 @@ def _propose(
 
 def _context(launch: _Launch, *, config: ProgramConfig, shape: StepShape) -> Context:
     """What proposers see of a launch."""
-    has_prompts = shape.chunk and any(one.has_params for one in config.proposers)
+    has_prompts = shape.chunk and any(
+        one.has_params or isinstance(one, Observer) for one in config.proposers
+    )
     tiles = launch.tiles
     is_fed = (tiles.row < config.pool.num_rows) & ~tiles.is_target_only
     return Context(
@@ -285,6 +296,13 @@ def _verify(
         proposal,
         num_draft,
         may_be_plain=all(one.may_find_none for one in config.proposers),
+        target_layers=frozenset().union(
+            *(
+                one.target_layers
+                for one in config.proposers
+                if isinstance(one, Observer)
+            )
+        ),
         prompts=launch.batch(pool, is_draft=False) if shape.chunk else None,
         after_prompts=launch.fields.get("tile_next_token"),
         adjust=_adjuster(
@@ -301,6 +319,32 @@ def _verify(
         shape=shape,
         forced_acceptance=forced_acceptance,
     )
+
+
+def _observe(
+    params: tuple[Params | None, ...],
+    states: tuple[Any, ...],
+    launch: _Launch,
+    verified: Verified,
+    *,
+    config: ProgramConfig,
+    shape: StepShape,
+) -> tuple[Any, ...]:
+    """Show proposers that look into the target what it has made; what all keep."""
+    context, kept = _context(launch, config=config, shape=shape), []
+    for proposer, own, state in zip(config.proposers, params, states, strict=True):
+        if isinstance(proposer, Observer):
+            layers = proposer.target_layers
+            seen = Seen(
+                tuple(verified.streams[layer] for layer in layers),
+                tuple(verified.tile_streams[layer] for layer in layers)
+                if shape.chunk
+                else None,
+                verified.num_accepted,
+            )
+            state = proposer.observe(own, state, context, seen)
+        kept.append(state)
+    return tuple(kept)
 
 
 def _result(

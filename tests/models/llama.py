@@ -86,8 +86,9 @@ def forward(
     """Run all layers; returns the rows and the updated pages per layer."""
     stream = params["embedding"].rows(batch.tokens)
     tables = rope_tables(batch.positions, config.head_dim, config.rope_theta)
-    updated = []
+    updated, streams = [], []
     for layer, pages in enumerate(kv_pages):
+        streams.append(stream)
         own = params["layers"][str(layer)]
         mixed, pages = attend(
             own,
@@ -105,7 +106,8 @@ def forward(
         inner = jax.nn.silu(own["gate"].multiply(rows)) * own["up"].multiply(rows)
         stream += own["down"].multiply(inner)
     is_finite = jax.numpy.isfinite(row_sums(stream)[:, 0])
-    return Hidden(_norm(config, stream, params["final_norm"]), is_finite), (*updated,)
+    rows = _norm(config, stream, params["final_norm"])
+    return Hidden(rows, is_finite, (*streams, stream)), (*updated,)
 
 
 def logits(

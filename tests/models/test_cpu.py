@@ -188,3 +188,13 @@ def logits(pieces: tuple[int, ...], *, has_panels: bool) -> np.ndarray:
 def test_a_model_computes_the_same_bits(pieces):
     found, expected = (logits(pieces, has_panels=one) for one in (True, False))
     np.testing.assert_array_equal(found, expected)
+
+
+def test_an_xla_that_does_not_know_the_options_is_used_as_it_is(monkeypatch, caplog):
+    assert cpu.compiler_options() == cpu.COMPILER_OPTIONS
+    monkeypatch.setattr(cpu, "COMPILER_OPTIONS", {"xla_cpu_unheard_of": True})
+    assert cpu.compiler_options.__wrapped__() is None
+    assert "xla_cpu_unheard_of" in caplog.text
+    monkeypatch.setattr(cpu, "COMPILER_OPTIONS", {"xla_cpu_use_fusion_emitters": "so"})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_cpu_use_fusion_emitters"):
+        cpu.compiler_options.__wrapped__()

@@ -21,6 +21,7 @@ from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.loader import load_weights
 from jaxspec.engine.runner import build_mesh
 from jaxspec.models.backend import Backend
+from jaxspec.models.cpu import compiler_options
 from jaxspec.models.network import build_network
 from jaxspec.program.plan import TILE, PoolShape
 from jaxspec.program.region import join, make_region
@@ -62,7 +63,12 @@ def model(dtype: str) -> tuple[ModelConfig, Any]:
 Part = tuple[Any, Any, Any, Any]
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@functools.partial(
+    jax.jit,
+    static_argnums=0,
+    donate_argnums=2,
+    compiler_options=compiler_options(),
+)
 def run(config: ModelConfig, params: Any, pages: Any, parts: list[Part]) -> Any:
     """Logits of every row of a launch, and the pages."""
     network = build_network(config, params, Backend(implementation="reference"))

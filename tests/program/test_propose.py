@@ -7,14 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
-from jaxspec.program.propose import PROPOSERS, Context, Proposal, proposers_of
+from jaxspec.program.propose import (
+    PROPOSERS,
+    Context,
+    Observer,
+    Proposal,
+    Seen,
+    proposers_of,
+)
+from jaxspec.program.region import make_region
 from jaxspec.sampling_params import SamplingParams
-from tests.engines import generate, make_engine, make_micro, tokens_of
+from tests.engines import MICRO, generate, make_engine, make_micro, tokens_of
 
 PROMPTS = [[5, 6, 7], [9, 8, 3, 4] * 3, [11] * 5]
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 NUM_DRAFT = 3
+HIDDEN_SIZE = MICRO["hidden_size"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,77 @@ def test_a_toy_proposer_is_one_registry_line(monkeypatch: pytest.MonkeyPatch):
     assert np.asarray(rounds).sum() > 0
     # Some of what it said was what the target would have said.
     assert 0 < engine.stats.acceptance_rate < 1
+
+
+@dataclass(frozen=True)
+class Listener(Parrot):
+    """Keeps what the target makes of every token, at the token's slot."""
+
+    target_layers: tuple[int, ...] = (2, 0)
+
+    def state_forms(self, dtype: Any, pool: Any, mesh: Any) -> Any:
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        slots = (pool.num_pages * pool.page_size, len(self.target_layers), HIDDEN_SIZE)
+        kept = jax.ShapeDtypeStruct(slots, jnp.float32, sharding=whole)
+        return super().state_forms(dtype, pool, mesh), kept
+
+    def propose(
+        self, params: Any, state: Any, context: Context, before: Proposal | None
+    ) -> tuple[Proposal, Any]:
+        proposal, rounds = super().propose(params, state[0], context, before)
+        return proposal, (rounds, state[1])
+
+    def observe(self, params: Any, state: Any, context: Context, seen: Seen) -> Any:
+        rounds, kept = state
+        active, (seqs, width) = context.active, seen.nodes[0].shape[:2]
+        node = jnp.arange(width)[None]
+        is_kept = active.is_active[:, None] & (node <= seen.num_accepted[:, None])
+        region = make_region(
+            jnp.zeros((seqs, width), jnp.int32),
+            active.num_tokens + width - 1,
+            active.page_table,
+            is_kept,
+            context.pool,
+        )
+        streams = jnp.stack(seen.nodes, axis=2).reshape(seqs * width, *kept.shape[1:])
+        kept = kept.at[region.slot_mapping].set(streams, mode="drop")
+        if seen.tiles is not None and context.prompts is not None:
+            streams = jnp.stack(seen.tiles, axis=2).reshape(-1, *kept.shape[1:])
+            slots = context.prompts.slot_mapping
+            kept = kept.at[slots].set(streams, mode="drop")
+        return rounds, kept
+
+
+@pytest.mark.parametrize("may_find_none", [False, True])
+def test_a_proposer_sees_the_targets_hidden_states(monkeypatch, may_find_none):
+    monkeypatch.setattr(Listener, "may_find_none", may_find_none)
+    monkeypatch.setitem(PROPOSERS, "ngram", lambda config: Listener())
+    target = make_micro(num_hidden_layers=3)
+    engine = make_engine(target, num_draft_tokens=NUM_DRAFT, lookup=(3, 1))
+    assert isinstance(Listener(), Observer)
+    texts = tokens_of(generate(engine, PROMPTS, PARAMS))
+    assert texts == tokens_of(generate(make_engine(target), PROMPTS, PARAMS))
+    assert 0 < engine.stats.acceptance_rate < 1
+    state = engine.runner.state
+    _, kept = map(np.asarray, state.proposers[0])
+    tables = np.asarray(state.rows.page_table)
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        # The last token was never fed.
+        tokens = [*prompt, *text][:-1]
+        expected = hf_streams(target, tokens)[list(Listener().target_layers)]
+        position = np.arange(len(tokens))
+        page_size = engine.config.page_size
+        slots = tables[:, position // page_size] * page_size + position % page_size
+        found = kept[np.minimum(slots, len(kept) - 1)]
+        errors = [np.abs(one.swapaxes(0, 1) - expected).max() for one in found]
+        assert min(errors) < 1e-4
+
+
+def hf_streams(model: Any, tokens: list[int]) -> np.ndarray:
+    """The residual stream before every layer; after the last one, normalised."""
+    with torch.no_grad():
+        found = model(torch.tensor([tokens]), output_hidden_states=True)
+    return np.concatenate([np.asarray(one) for one in found.hidden_states])
 
 
 def test_proposers_come_in_the_order_of_the_method():

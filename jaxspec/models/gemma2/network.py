@@ -88,7 +88,7 @@ def forward(
     scale = jnp.sqrt(jnp.float32(config.hidden_size)).astype(embedding.dtype)
     stream = embedding.rows(batch.tokens) * scale.astype(jnp.float32)
     tables = rope_tables(batch.positions, config.head_dim, config.rope_theta)
-    updated = []
+    updated, streams = [], [stream]
     for layer, pages in zip(range(config.num_layers), kv_pages, strict=True):
         own = params["layers"][str(layer)]
         normed = rms_norm(stream, own["input_norm"], config.rms_norm_eps)
@@ -109,10 +109,11 @@ def forward(
         normed = rms_norm(stream, own["pre_feed_forward_norm"], config.rms_norm_eps)
         outer = feed_forward(config, own["feed_forward"], normed)
         stream += rms_norm(outer, own["post_feed_forward_norm"], config.rms_norm_eps)
+        streams.append(stream)
     normed = rms_norm(stream, params["final_norm"], config.rms_norm_eps)
     # The norm's own statistic: any NaN or infinity of a row makes it one.
     is_finite = jnp.isfinite(mean_square(stream)[:, 0])
-    return Hidden(normed, is_finite), tuple(updated)
+    return Hidden(normed, is_finite, tuple(streams)), tuple(updated)
 
 
 def logits(

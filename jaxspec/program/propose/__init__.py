@@ -5,15 +5,23 @@ from collections.abc import Callable
 from jaxspec.config import EngineConfig
 from jaxspec.program.propose.draft_model import DraftModel
 from jaxspec.program.propose.ngram import NGram
-from jaxspec.program.propose.proposal import Context, Proposal, Proposer
+from jaxspec.program.propose.proposal import (
+    Context,
+    Observer,
+    Proposal,
+    Proposer,
+    Seen,
+)
 
 __all__ = [
     "PROPOSERS",
     "Context",
     "DraftModel",
     "NGram",
+    "Observer",
     "Proposal",
     "Proposer",
+    "Seen",
     "proposers_of",
 ]
 

@@ -138,8 +138,7 @@ class DraftModel:
             return drafts, rest, was_broken | is_broken, pages
 
         hidden, pages = model.hidden(_newest(active, context), state)
-        newest = slice(1, 2 * seqs, 2)
-        newest = Hidden(hidden.rows[newest], hidden.is_finite[newest])
+        newest = jax.tree.map(lambda part: part[1 : 2 * seqs : 2], hidden)
         none = jnp.zeros((seqs, num_draft_tokens), jnp.int32)
         drafts, probs, is_broken = draw(newest, 0, none)
         if num_draft_tokens > 1:
@@ -182,8 +181,8 @@ def _keep(
 
 def _finite_logits(model: Network, hidden: Hidden) -> tuple[Array, Array]:
     """Logits, and the rows that are NaN or infinite: theirs are those of zeros."""
-    rows, is_finite = hidden
-    return model.logits(jnp.where(is_finite[:, None], rows, 0)), ~is_finite
+    rows = jnp.where(hidden.is_finite[:, None], hidden.rows, 0)
+    return model.logits(rows), ~hidden.is_finite
 
 
 def _next(token: Array, step: Array, active: Active, pool: PoolShape) -> TokenBatch:

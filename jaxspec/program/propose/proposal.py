@@ -41,7 +41,8 @@ class Context:
     Attributes:
         tree: Room for drafts.
         num_wanted: The most drafts that any sequence wants: a whole number of levels.
-        prompts: Prompt tokens of the launch that a draft model needs; None without.
+        prompts: Prompt tokens of the launch; None where there are none, or nobody has a
+            model or looks into the target.
         has_prompts: Whether any of them is to be fed to a draft model.
         backend: Where models run, by the axes of the mesh that split them.
         adjuster: What requests ask of single tokens, for a model that the axes split.
@@ -56,6 +57,21 @@ class Context:
     has_prompts: Bool[Array, ""]
     backend: Callable[[tuple[str, ...]], Backend]
     adjuster: Callable[[tuple[str, ...]], Adjust | None]
+
+
+class Seen(NamedTuple):
+    """The target's residual stream at a round's tokens.
+
+    Attributes:
+        nodes: By layer: of each sequence's newest token, then of its drafts.
+        tiles: By layer: of prompt tokens; None in a launch without prompts.
+        num_accepted: Drafts of each sequence that stayed; what comes after them is of
+            tokens that did not.
+    """
+
+    nodes: tuple[Float[Array, "seq node model"], ...]
+    tiles: tuple[Float[Array, "tile token model"], ...] | None
+    num_accepted: Int[Array, " seq"]
 
 
 @runtime_checkable
@@ -113,4 +129,23 @@ class Proposer(Protocol):
         before: Proposal | None,
     ) -> tuple[Proposal, Any]:
         """Drafts for every node of the tree, and the state; prompts come in as well."""
+        ...
+
+
+@runtime_checkable
+class Observer(Proposer, Protocol):
+    """A proposer that looks into the target: a head on its hidden states."""
+
+    @property
+    def target_layers(self) -> tuple[int, ...]:
+        """After how many layers the residual stream is wanted; 0: the embedding."""
+        ...
+
+    def observe(
+        self, params: Params | None, state: Any, context: Context, seen: Seen
+    ) -> Any:
+        """Take in what the target made of a round, at those layers; the state.
+
+        After every pass of the target: with drafts, without, and of prompts alone.
+        """
         ...
