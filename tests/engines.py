@@ -104,7 +104,8 @@ class OneShapeRunner(Runner):
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         config = self.config
         if shape.is_catch_up:
-            return super().launch(plan, shape), shape
+            padded = StepShape.catch_up(config.max_num_batched_tokens)
+            return super().launch(plan, padded), padded
         padded = StepShape(
             num_seqs=config.max_num_seqs,
             num_draft_tokens=(
@@ -181,7 +182,8 @@ def make_engine(
     )
     kind = runner or (OneShapeRunner if has_one_shape else Runner)
     made = _make_runner(kind, config, target, draft)
-    made.compiler_options = None if is_optimized else QUICK_COMPILER
+    if not is_optimized:
+        made.compiler_options = QUICK_COMPILER
     # Every launch in its own program: what a test sees does not depend on the clock.
     made.compiles_beside = False
     made.cache = ProgramCache(PROGRAMS)

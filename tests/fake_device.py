@@ -239,14 +239,10 @@ class FakeDevice:
         row, end = self.rows[tile.row], tile.start + len(tile.tokens)
         assert row.tokens[tile.start : end] == tile.tokens.tolist()
         self._write(row, self.target_kv, tile.start, row.prefixes[tile.start : end])
-        if self.has_draft and not tile.is_target_only:
-            self._write(row, self.draft_kv, tile.start, row.prefixes[tile.start : end])
 
     def _feed(self, tile: Tile) -> tuple[int, bool]:
         """One prompt tile."""
         row, end = self.rows[tile.row], tile.start + len(tile.tokens)
-        if self.has_draft and not tile.is_target_only:
-            self._check(row, self.draft_kv, end)
         self._check(row, self.target_kv, end)
         if not tile.is_last:
             return 0, True

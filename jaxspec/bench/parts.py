@@ -223,7 +223,6 @@ def _draft(
         num_wanted=jnp.int32(count),
         pool=config.pool,
         prompts=None,
-        has_prompts=jnp.zeros((), bool),
         backend=config.backend,
         adjuster=lambda axes: None,
     )

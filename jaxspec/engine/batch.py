@@ -118,7 +118,7 @@ class PrefillBatch:
 
     Attributes:
         room: Tiles that still fit.
-        is_drafted: The draft model is fed the prompts as well.
+        has_draft_model: It will have to catch up with the prompts.
         tiled: The request of each tile.
         registered: Pages registered in the prefix cache.
         num_found: Pages that admitted requests begin with.
@@ -131,10 +131,10 @@ class PrefillBatch:
         room: int,
         updates: list[PageUpdate],
         *,
-        is_drafted: bool = True,
+        has_draft_model: bool = False,
     ):
         self.rows, self.tables, self.room, self.updates = rows, tables, room, updates
-        self.is_drafted = is_drafted
+        self.has_draft_model = has_draft_model
         self.tiles: list[Tile] = []
         self.tiled: list[Request] = []
         self.admissions: list[Admission] = []
@@ -164,10 +164,8 @@ class PrefillBatch:
 
     def prefill(self, request: Request) -> None:
         """Cut as much of a prompt into tiles as there is room; it has the pages."""
-        # What comes after a part that the draft model lacks is of no use to it.
-        is_drafted = self.is_drafted and request.num_drafted == request.num_prefilled
-        tiles = _prompt_tiles(request, self.room, is_target_only=not is_drafted)
-        if is_drafted:
+        tiles = _prompt_tiles(request, self.room)
+        if not self.has_draft_model:
             request.num_drafted = request.num_prefilled
         self._add(request, tiles)
         self.registered += self.tables.register(
@@ -203,7 +201,7 @@ def claims_of(prefilling: list[Request], room: int) -> list[Claim]:
     return claims
 
 
-def _prompt_tiles(request: Request, room: int, *, is_target_only: bool) -> list[Tile]:
+def _prompt_tiles(request: Request, room: int) -> list[Tile]:
     tiles = []
     known = request.tokens_to_prefill
     while request.num_prefilled < len(known) and len(tiles) < room:
@@ -216,7 +214,6 @@ def _prompt_tiles(request: Request, room: int, *, is_target_only: bool) -> list[
                 start=start,
                 tokens=np.array(known[start:end], np.int32),
                 is_last=is_last,
-                is_target_only=is_target_only,
                 next_token=NO_TOKEN if is_last else known[end],
             )
         )

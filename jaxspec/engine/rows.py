@@ -22,17 +22,18 @@ NO_FEATURES = Features(is_greedy=True)
 class RowTable:
     """Rows of the device's state and the requests in them.
 
-    A draft model lags behind while rounds run without it, since it has keys and values
-    only for tokens of its own passes. Its first pass of a round takes two tokens; with
-    more than 2 in `num_draft_uncached`, a request decodes without drafts until a launch
-    has brought the draft model up to date:
+    A draft model lags behind prompts and rounds without it, since it has keys and
+    values only for tokens of its own passes. Its first pass of a round takes two
+    tokens; with more than 2 in `num_draft_uncached`, a request decodes without drafts
+    until a launch has brought the draft model up to date:
 
         launch                 uncached tokens, at most
-        end of the prompt      1  the sampled token
-        K = 3                  2  the last draft, the target's token
+        prompt of 20 tokens    21  and the sampled token
+        catch-up               1   the last one, the next round's input
+        K = 3                  2   the last draft, the target's token
         K = 0                  3
         K = 0                  4
-        catch-up               1  the last one, the next round's input
+        catch-up               1
         K = 3                  2
 
     Attributes:

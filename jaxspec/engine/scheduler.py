@@ -94,8 +94,8 @@ class Scheduler:
         self.waiting = WaitingQueue(config.scheduling_policy)
         self.running: list[Request] = []
         self.pacer = Pacer(self.costs)
-        # Bringing the draft model up to date and decoding take turns.
-        self._has_caught_up = False
+        # Bringing the draft model up to date and other launches take turns.
+        self._has_caught_up = self._has_put_off = False
 
     @property
     def _has_draft_model(self) -> bool:
@@ -142,19 +142,16 @@ class Scheduler:
         features, shape = self.rows.features(rows), None
         if len(rows):
             wanted = np.minimum(wanted, self._choose(rows, wanted, features))
+            num_draft = int(wanted.max())
             if self._has_draft_model:
                 wanted[self.rows.lags(rows)] = 0
-            shape = self.shapes.find(len(rows), int(wanted.max()), 0, features)
+                # Where all wait for the draft model it is for a round or two: no reason
+                # for another program.
+                num_draft = int(wanted.max()) or num_draft
+            shape = self.shapes.find(len(rows), num_draft, 0, features)
         if shape is None:
             rows, wanted = rows[:0], wanted[:0]
         return Decode(rows, wanted, shape)
-
-    @property
-    def _is_drafting(self) -> bool:
-        """Whether the draft model, if there is one, is to be up to date."""
-        return not self._has_draft_model or bool(
-            self._limit and self.controller.num_drafts
-        )
 
     @property
     def _limit(self) -> int:
@@ -189,38 +186,48 @@ class Scheduler:
 
     def _catch_up_s(self, rows: np.ndarray) -> float:
         """Seconds per round before all rows can have drafts, over what is left."""
-        shape = self.shapes.catch_up
         rows = rows[self.rows.lags(rows)]
-        if not self._has_draft_model or shape is None or not len(rows):
+        if not self._has_draft_model or not len(rows):
             return 0.0
-        tiles = -(-self.rows.num_draft_uncached[rows] // TILE)
+        tiles = self._missing_tiles(rows)
+        shape = self.shapes.catch_up(tiles)
+        if shape is None:
+            return 0.0
         seconds = self.costs.seconds.get(Round(shape), 0.0)
-        launches = -(-int(tiles.sum()) // shape.num_tiles)
+        launches = -(-tiles // shape.num_tiles)
         left = self.rows.max_total[rows] - self.rows.num_tokens[rows]
         return launches * seconds / float(np.clip(left.mean(), *HORIZON_ROUNDS))
 
-    def _plan_catch_up(self) -> Launch | None:
-        """Bring the draft model up to date with rows that may have drafts again.
+    def _missing_tiles(self, rows: np.ndarray) -> int:
+        """Tiles that the draft model lacks of some rows."""
+        return int((-(-(self.rows.num_draft_uncached[rows] - 1) // TILE)).sum())
 
-        While nothing is drafted one row is enough now and then, to learn what drafts
-        would bring.
+    def _plan_catch_up(self) -> Launch | None:
+        """Bring the draft model up to date with rows that may have drafts.
+
+        Prompts, once the target has read them: a first token does not wait for the
+        draft model. And what was decoded without drafts. While nothing is drafted one
+        row is enough now and then, to learn what drafts would bring.
         """
-        shape = self.shapes.catch_up
-        if shape is None or not self._has_draft_model or not self._limit:
+        if not self._has_draft_model or not self._limit:
             return None
         lagging = self.rows.lagging()
-        if not len(lagging) or self._has_caught_up:
-            self._has_caught_up = False
+        is_probe = self.controller.is_adaptive and not self.controller.num_drafts
+        # Once, for the first tokens of those who wait.
+        is_put_off = bool(self.waiting and self.rows.free) and not self._has_put_off
+        if not len(lagging) or self._has_caught_up or is_put_off:
+            self._has_caught_up, self._has_put_off = False, is_put_off
             return None
-        if self.controller.is_adaptive and not self.controller.num_drafts:
-            if not self.controller.wants_probe():
-                return None
+        self._has_put_off = False
+        if is_probe and not self.controller.wants_probe():
+            return None
         lagging = lagging[self.rows.num_draft_uncached[lagging].argsort(kind="stable")]
-        if self.controller.is_adaptive and not self.controller.num_drafts:
+        if is_probe:
             lagging = lagging[~self.costs.is_drawn(lagging)][:1]
             if not len(lagging):
                 return None
-        if not self.shapes.has(shape):
+        shape = self.shapes.catch_up(self._missing_tiles(lagging))
+        if shape is None:
             return None
         self._has_caught_up = True
         return plan_catch_up(self.rows, self.tables, lagging, shape)
@@ -280,7 +287,11 @@ class Scheduler:
             is_served = (self.rows.owner[rows] >= 0) & ~np.isin(rows, sitting_out)
             rows, wanted = rows[is_served], wanted[is_served]
         work = PrefillBatch(
-            self.rows, self.tables, room, updates, is_drafted=self._is_drafting
+            self.rows,
+            self.tables,
+            room,
+            updates,
+            has_draft_model=self._has_draft_model,
         )
         for request, _ in going_on:
             is_there = request.row >= 0 and request.row not in (sitting_out or ())
@@ -415,6 +426,9 @@ class Scheduler:
             kind_of(request),
             is_typical=request.grammar is None and request.controls is None,
         )
+        if self._has_draft_model and self.choice.num_drafts:
+            # Once the prompt is in it is missed.
+            self.shapes.catch_up(-(-len(request.tokens_to_prefill) // TILE))
         if not request.stats.scheduled_ts:
             request.stats.scheduled_ts = time.monotonic()
         return True
@@ -496,6 +510,7 @@ class Scheduler:
         if isinstance(result, CaughtUp):
             commit_catch_up(launch, result, self.costs)
             self.controller.record_catch_up(launch.seconds)
+            self.pacer.charge(launch.seconds)
             return []
         self._record_round(launch, result)
         progress = commit(launch, result, self.rows, self.stats, self.costs)

@@ -18,8 +18,6 @@ from jaxspec.program.plan import TILE, Features, StepShape
 MAX_CHUNK = 2048
 # The same with `batch_invariant`, where every launch has room for as many.
 INVARIANT_CHUNK = 4 * TILE
-# Tiles of tokens that the draft model takes in at once.
-CATCH_UP_TILES = 4
 # Numbers of sequences for which programs without prompts are built.
 NUM_SIZES = 3
 
@@ -59,8 +57,8 @@ class Shapes:
 
     Attributes:
         max_tiles: Of prompts, in one launch.
-        catch_up: The program that brings the draft model up to date; None where there
-            is none.
+        catch_ups: Programs that bring the draft model up to date, from the smallest;
+            none where there is no such model.
     """
 
     def __init__(
@@ -79,10 +77,11 @@ class Shapes:
         self._found_version = -1
         self._forms = self._all_forms()
         self._late = self._made_when_used()
-        self.catch_up = None
+        self.catch_ups: list[StepShape] = []
         if config.draft_model_config is not None and len(controller.ladder) > 1:
-            tiles = min(CATCH_UP_TILES, self.max_tiles)
-            self.catch_up = StepShape.catch_up(tiles * TILE)
+            chunk = self.max_tiles * TILE
+            sizes = {chunk} if config.batch_invariant else {_tiled(chunk // 8), chunk}
+            self.catch_ups = [StepShape.catch_up(size) for size in sorted(sizes)]
 
     def _all_forms(self) -> dict[Features, list[StepShape]]:
         """The programs of every form, forms in the order of what launches cost in them.
@@ -132,15 +131,13 @@ class Shapes:
         Larger ones serve meanwhile: they are compiled when a launch would be faster in
         them, as where drafts do not pay.
         """
-        ladder, seqs = self._controller.ladder, _power_of_two(self._config.max_num_seqs)
-        common = {(GREEDY, 1), (GREEDY, seqs), (SAMPLED, seqs)}
         return {
             shape
             for form in (GREEDY, SAMPLED)
             for shape in self._forms.get(form, ())
-            if len(ladder) > 1
+            if len(self._controller.ladder) > 1
             and not (shape.num_draft_tokens or shape.chunk)
-            and (form, shape.num_seqs) not in common
+            and (form, shape.num_seqs) != (GREEDY, 1)
         }
 
     def form(self, features: Features) -> Features:
@@ -162,13 +159,14 @@ class Shapes:
             prompt_tokens: Longest prompt to expect; None for any.
             features: What requests will need; greedy and sampled ones by default.
             with_late: Also those that are otherwise compiled when they are used: of
-                drafts that do not pay.
+                rounds without drafts, in engines that draft.
         """
         forms = list(dict.fromkeys(self.form(one) for one in features))
         # Sampled before greedy: its programs serve both.
         forms.sort(key=lambda form: form.is_greedy)
         lists = [self._forms[form] for form in forms]
         listed = [shapes[0] for shapes in lists if shapes and shapes[0].chunk]
+        listed += self.catch_ups  # no drafts without
         listed += [shape for shapes in lists for shape in shapes]
         budget = self.max_tiles * TILE
         tokens = budget if prompt_tokens is None else prompt_tokens
@@ -177,18 +175,24 @@ class Shapes:
         chunks = sorted({shape.chunk for shape in listed})
         last = next(chunk for chunk in chunks if chunk >= wanted)
         kept = [shape for shape in listed if shape.chunk <= last]
-        if with_late:
-            kept += [self.catch_up] if self.catch_up is not None else []
-        else:
+        if not with_late:
             kept = [shape for shape in kept if shape not in self._late]
         return list(dict.fromkeys(kept))
 
-    def has(self, shape: StepShape) -> bool:
-        """Whether a program is compiled; if not, it is requested."""
-        if shape in self._programs:
-            return True
-        self._programs.request(shape)
-        return False
+    def catch_up(self, num_tiles: int) -> StepShape | None:
+        """The best compiled program that feeds the draft model; None if there is none.
+
+        One that has room for all tiles, else the largest. If the best one of all is
+        missing, it is requested.
+        """
+        if not self.catch_ups:
+            return None
+        fits = [shape for shape in self.catch_ups if shape.num_tiles >= num_tiles]
+        smaller = [shape for shape in self.catch_ups if shape not in fits]
+        ordered = fits + smaller[::-1]
+        if ordered[0] not in self._programs:
+            self._programs.request(ordered[0])
+        return next((shape for shape in ordered if shape in self._programs), None)
 
     def find(
         self,

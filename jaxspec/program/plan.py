@@ -303,7 +303,6 @@ class Tile:
     Attributes:
         start: Position of the first token.
         is_last: The prompt ends here: sample the next token.
-        is_target_only: The draft model is not fed these tokens.
         next_token: The known token after these, whose log-probability is wanted.
     """
 
@@ -311,7 +310,6 @@ class Tile:
     start: int = column(np.int32)
     tokens: np.ndarray = column(np.int32, TILE, is_right_aligned=True)
     is_last: bool = column(bool)
-    is_target_only: bool = column(bool, default=False)
     next_token: int = column(np.int32, pad=NO_TOKEN, default=NO_TOKEN)
 
 

@@ -132,7 +132,6 @@ class Tiles(NamedTuple):
     start: Int[Array, " tile"]
     length: Int[Array, " tile"]
     is_last: Array
-    is_target_only: Array
 
     @property
     def position(self) -> Int[Array, "tile token"]:

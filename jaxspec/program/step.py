@@ -87,9 +87,10 @@ def speculative_step(
     """Run one round.
 
     Decoding sequences get K drafts, one target pass over K + 1 positions, a verdict
-    and up to K + 1 tokens; prompt tiles ride in the same passes and, where a prompt
-    ends, sample its first token. Rejected keys and values stay in their slots and are
-    overwritten: only lengths say what is visible.
+    and up to K + 1 tokens; prompt tiles ride in the target's pass and, where a prompt
+    ends, sample its first token. A catch-up launch feeds the draft models alone, with
+    prompts and whatever else the target has seen without them. Rejected keys and values
+    stay in their slots and are overwritten: only lengths say what is visible.
 
     Args:
         proposer_params: A draft model's for each proposer that has some, else None.
@@ -151,14 +152,12 @@ class _Launch(NamedTuple):
     token_pages: Int[Array, "page page_size"]
     active: Active
 
-    def batch(self, pool: PoolShape, *, is_draft: bool) -> TokenBatch:
-        """The prompt tiles, for one of the two models."""
+    def batch(self, pool: PoolShape) -> TokenBatch:
+        """The prompt tiles, for a model."""
         tiles = self.tiles
         page_table = self.rows.page_table.at[tiles.row].get(mode="clip")
         is_row = tiles.row < pool.num_rows
         is_written = tiles.is_token & is_row[:, None]
-        if is_draft:
-            is_written &= ~tiles.is_target_only[:, None]
         kv_len = jnp.where(is_row, tiles.start + tiles.length, 0)
         return make_region(tiles.tokens, kv_len, page_table, is_written, pool)
 
@@ -193,8 +192,6 @@ def _propose(
     for proposer, own, state in zip(config.proposers, params, states, strict=True):
         if tree.num_nodes:
             proposal, state = proposer.propose(own, state, context, proposal)
-        else:
-            state = proposer.prefill(own, state, context)
         kept.append(state)
     # The host may not have read how near the end is; a draft beyond it is none.
     room = jnp.maximum(active.max_total - active.num_tokens - 1, 0)
@@ -206,19 +203,13 @@ def _propose(
 
 def _context(launch: _Launch, *, config: ProgramConfig, shape: StepShape) -> Context:
     """What proposers see of a launch."""
-    has_prompts = shape.chunk and any(
-        one.has_params or isinstance(one, Observer) for one in config.proposers
-    )
-    tiles = launch.tiles
-    is_fed = (tiles.row < config.pool.num_rows) & ~tiles.is_target_only
     return Context(
         active=launch.active,
         token_pages=launch.token_pages,
         tree=shape.tree,
         num_wanted=launch.fields["decode_draft"].max(initial=0),
         pool=config.pool,
-        prompts=launch.batch(config.pool, is_draft=True) if has_prompts else None,
-        has_prompts=is_fed.any(),
+        prompts=launch.batch(config.pool) if shape.chunk else None,
         backend=config.backend,
         adjuster=lambda axes: _adjuster(
             launch.rows,
@@ -303,7 +294,7 @@ def _verify(
                 if isinstance(one, Observer)
             )
         ),
-        prompts=launch.batch(pool, is_draft=False) if shape.chunk else None,
+        prompts=launch.batch(pool) if shape.chunk else None,
         after_prompts=launch.fields.get("tile_next_token"),
         adjust=_adjuster(
             launch.rows,

@@ -208,7 +208,7 @@ def test_rounds_of_the_engine_are_recorded():
         assert seconds == pytest.approx(loop.fastest_s + one.shape.chunk * loop.fed_s)
     assert device.num_proposed
     # The fake device accepts 0 to 3 of three drafts, each number as often.
-    assert costs.mean_acceptance(Kind.SAMPLED)[0] == pytest.approx(3 / 4, abs=0.1)
+    assert costs.mean_acceptance(Kind.SAMPLED)[0] == pytest.approx(3 / 4, abs=0.2)
     (late,) = make_requests(config, 1)
     loop.scheduler.add(late)
     loop.step()

@@ -153,7 +153,7 @@ def test_prompts_that_begin_alike_are_fed_once():
     loop = run_traffic(config, requests)
     # All full pages but that of the last prompt token come from the first request.
     assert [request.num_cached_tokens for request in requests] == [0, 68, 68, 68]
-    fed = sum(len(t.tokens) for one in loop.launches for t in one.plan.tiles)
+    fed = sum(launch.num_prefilled for launch in loop.launches)
     assert fed == 70 + 3 * 2
     stats = loop.scheduler.stats
     assert (stats.num_prefix_queries, stats.num_prefix_hits) == (280, 3 * 68)

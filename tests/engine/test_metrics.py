@@ -255,7 +255,7 @@ def test_rounds_and_the_host(monkeypatch: pytest.MonkeyPatch):
     # The host's part of a round runs before the read of the one before it.
     assert (rounds.buckets["0.015"], rounds.buckets["0.03"]) == (0, rounds.count)
     assert rounds.count == runner.num_launches > 2
-    assert rounds.sum == pytest.approx(0.022 * rounds.count, abs=0.005)
+    assert rounds.sum == pytest.approx(0.022 * rounds.count, abs=0.01)
     # What waited is not the host's.
     assert host.count == num_steps
     assert host.sum == pytest.approx(0.002 * runner.num_launches)

@@ -86,12 +86,12 @@ def test_the_default_server_has_these_programs():
         "1x5_sampled",
         "4x5_greedy",
         "4x5_sampled",
-        "8x0_greedy",
-        "8x0_sampled",
         "8x5+512_sampled",
         "8x5+64_sampled",
         "8x5_greedy",
         "8x5_sampled",
+        "catch-up+512",
+        "catch-up+64",
     ]
 
 
@@ -119,7 +119,7 @@ def test_every_launch_has_a_listed_program_that_serves_it(
             assert found in listed
             assert is_able(found, seqs, drafts, tokens, need)
             met.add(found)
-    assert met == set(listed) - {shapes.catch_up}, "a program that no launch needs"
+    assert met == set(listed) - set(shapes.catch_ups), "a program that no launch needs"
 
 
 def test_plain_decoding_of_any_size_is_as_fast_as_without_drafts():
@@ -135,8 +135,28 @@ def test_plain_decoding_of_any_size_is_as_fast_as_without_drafts():
         "1x0_sampled",
         "4x0_greedy",
         "4x0_sampled",
-        "catch-up+128",
+        "8x0_greedy",
+        "8x0_sampled",
     }
+
+
+def test_the_draft_model_catches_up_in_the_smallest_program_with_room():
+    programs = SomePrograms()
+    shapes = make_shapes(programs, **DEFAULT)
+    small, large = shapes.catch_ups
+    assert (small.num_tiles, large.num_tiles) == (2, 16)
+    assert shapes.catch_up(3) is None
+    assert programs.asked == [large]
+    programs.add(small)
+    assert shapes.catch_up(3) == small, "what there is, as often as it takes"
+    programs.add(large)
+    programs.asked.clear()
+    found = [shapes.catch_up(tiles) for tiles in (1, 2, 3, 16, 99)]
+    assert found == [small, small, large, large, large]
+    programs.there.remove(small)
+    assert shapes.catch_up(1) == large
+    assert programs.asked == [small]
+    assert make_shapes(**PLAIN).catch_up(1) is None
 
 
 def test_mixes_of_requests_have_a_program():
@@ -211,7 +231,8 @@ def test_a_form_covers_what_it_says():
 def test_batch_invariant_launches_have_one_program(features):
     """The same products of the same sizes, whatever a launch has and what is there."""
     shapes = make_shapes(batch_invariant=True, **DEFAULT)
-    (only,) = shapes.all(features=[features, SAMPLED])
+    only, catch_up = shapes.all(features=[features, SAMPLED])
+    assert [catch_up] == shapes.catch_ups
     assert (only.num_seqs, only.num_draft_tokens) == (8, 5)
     for seqs, drafts, tiles in itertools.product(range(1, 9), range(6), range(4)):
         assert shapes.find(seqs, drafts, tiles * TILE, features) == only

@@ -38,9 +38,6 @@ class Parrot:
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         return jax.ShapeDtypeStruct((pool.num_rows,), jnp.int32, sharding=whole)
 
-    def prefill(self, params: Any, state: Any, context: Context) -> Any:
-        return state
-
     def catch_up(
         self, params: Any, state: Any, context: Context, active: Any, following: Any
     ) -> tuple[Any, None]:

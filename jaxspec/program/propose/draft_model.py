@@ -1,6 +1,5 @@
 """The draft model proposes a chain: a first pass of two tokens, then one at a time."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,10 +14,10 @@ from jaxspec.models.network import Hidden, Network, build_network
 from jaxspec.models.params import Params
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose.proposal import Context, Proposal
-from jaxspec.program.region import join, make_region
+from jaxspec.program.region import make_region
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
-from jaxspec.program.state import page_forms, run_if
+from jaxspec.program.state import page_forms
 from jaxspec.sharding import DRAFT_MESH_AXES
 
 Pages = tuple[Array, ...]
@@ -52,20 +51,6 @@ class DraftModel:
         """Pages of keys and values."""
         return page_forms(self.config, dtype, pool, mesh, DRAFT_MESH_AXES)
 
-    def prefill(self, params: Params | None, state: Pages, context: Context) -> Pages:
-        """Bring the draft's pages up to date with prompt tokens, if any are its own."""
-        prompts = context.prompts
-        if prompts is None:
-            return state
-        model = self._model(params, context)
-
-        def feed(kept: tuple[Array, Pages]) -> tuple[Array, Pages]:
-            tokens, pages = kept
-            _, pages = model.hidden(dataclasses.replace(prompts, tokens=tokens), pages)
-            return tokens, pages
-
-        return run_if(context.has_prompts, feed, (prompts.tokens, state))[1]
-
     def catch_up(
         self,
         params: Params | None,
@@ -74,7 +59,7 @@ class DraftModel:
         active: Active,
         following: Int[Array, " token"],
     ) -> tuple[Pages, Float[Array, " token"]]:
-        """Take in tokens that the target made without drafts.
+        """Take in prompts, and tokens that the target made without drafts.
 
         A certain draft, or one that shares its noise with the target, would have stayed
         where it is the same token: a mean of these is the chance of a draft to stay. Of
@@ -102,8 +87,8 @@ class DraftModel:
     ) -> tuple[Proposal, Pages]:
         """Draw a chain of tokens per sequence.
 
-        The first pass takes the two newest tokens, and prompt tokens ride along in it.
-        The others are a loop of as many turns as the launch wants drafts.
+        The first pass takes the two newest tokens. The others are a loop of as many
+        turns as the launch wants drafts.
 
         Args:
             before: Drafts that the model is fed in place of its own, as far as they
@@ -137,8 +122,8 @@ class DraftModel:
                 rest = jax.lax.dynamic_update_index_in_dim(rest, probs, step - 1, 0)
             return drafts, rest, was_broken | is_broken, pages
 
-        hidden, pages = model.hidden(_newest(active, context), state)
-        newest = jax.tree.map(lambda part: part[1 : 2 * seqs : 2], hidden)
+        hidden, pages = model.hidden(_newest(active, context.pool), state)
+        newest = jax.tree.map(lambda part: part[1::2], hidden)
         none = jnp.zeros((seqs, num_draft_tokens), jnp.int32)
         drafts, probs, is_broken = draw(newest, 0, none)
         if num_draft_tokens > 1:
@@ -191,15 +176,12 @@ def _next(token: Array, step: Array, active: Active, pool: PoolShape) -> TokenBa
     return make_region(token[:, None], kv_len, active.page_table, is_written, pool)
 
 
-def _newest(active: Active, context: Context) -> TokenBatch:
-    """The two newest tokens of every sequence, then the prompts'.
+def _newest(active: Active, pool: PoolShape) -> TokenBatch:
+    """The two newest tokens of every sequence.
 
     Two: after a fully accepted round the draft has no keys and values for the last
     draft token. Where it has them, the same values are written again.
     """
     tokens = active.last_tokens
     is_written = jnp.broadcast_to(active.is_active[:, None], tokens.shape)
-    first = make_region(
-        tokens, active.num_tokens, active.page_table, is_written, context.pool
-    )
-    return first if context.prompts is None else join([first, context.prompts])
+    return make_region(tokens, active.num_tokens, active.page_table, is_written, pool)

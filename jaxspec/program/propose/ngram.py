@@ -43,10 +43,6 @@ class NGram:
         """Nothing is kept: the known tokens are the rows'."""
         return ()
 
-    def prefill(self, params: Params | None, state: Any, context: Context) -> Any:
-        """Prompts are among the known tokens already."""
-        return state
-
     def catch_up(
         self,
         params: Params | None,

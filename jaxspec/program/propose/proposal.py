@@ -41,9 +41,9 @@ class Context:
     Attributes:
         tree: Room for drafts.
         num_wanted: The most drafts that any sequence wants: a whole number of levels.
-        prompts: Prompt tokens of the launch; None where there are none, or nobody has a
-            model or looks into the target.
-        has_prompts: Whether any of them is to be fed to a draft model.
+        prompts: Tokens of the launch that are no sequence's newest: of prompts, for
+            whoever looks into the target, or what a draft model has to catch up with.
+            None in a launch without.
         backend: Where models run, by the axes of the mesh that split them.
         adjuster: What requests ask of single tokens, for a model that the axes split.
     """
@@ -54,7 +54,6 @@ class Context:
     num_wanted: Int[Array, ""]
     pool: PoolShape
     prompts: TokenBatch | None
-    has_prompts: Bool[Array, ""]
     backend: Callable[[tuple[str, ...]], Backend]
     adjuster: Callable[[tuple[str, ...]], Adjust | None]
 
@@ -96,10 +95,6 @@ class Proposer(Protocol):
         """
         ...
 
-    def prefill(self, params: Params | None, state: Any, context: Context) -> Any:
-        """Take in the launch's prompt tokens where no drafts are wanted; the state."""
-        ...
-
     def catch_up(
         self,
         params: Params | None,
@@ -108,7 +103,7 @@ class Proposer(Protocol):
         active: Active,
         following: Int[Array, " token"],
     ) -> tuple[Any, Float[Array, " token"] | None]:
-        """Take in tokens that the target made without drafts.
+        """Take in `context.prompts`: what the target was fed or made without drafts.
 
         Args:
             active: The sequence of each of the launch's tokens, as it was when the
@@ -128,7 +123,7 @@ class Proposer(Protocol):
         context: Context,
         before: Proposal | None,
     ) -> tuple[Proposal, Any]:
-        """Drafts for every node of the tree, and the state; prompts come in as well."""
+        """Drafts for every node of the tree, and the state."""
         ...
 
 

@@ -48,7 +48,6 @@ def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
             num_wanted=jnp.int32(DRAFTS),
             pool=pool,
             prompts=None,
-            has_prompts=jnp.zeros((), bool),
             backend=lambda axes: Backend(),
             adjuster=lambda axes: None,
         )
