@@ -159,6 +159,13 @@ class Controller:
             return 0
         return self.speculative.num_speculative_tokens
 
+    @property
+    def is_constant(self) -> bool:
+        """K depends on nothing, so that what is said depends on seeds alone."""
+        if self.speculative is None or self.is_adaptive or self.is_stopped:
+            return False
+        return self.speculative.disable_by_batch_size is None
+
     def rung(self, wanted: int) -> int:
         """The smallest K of the ladder that serves `wanted` drafts."""
         return next(rung for rung in self.ladder if rung >= wanted)

@@ -139,15 +139,20 @@ class RowTable:
         """Whether the draft model has to catch up before a row gets drafts."""
         return self.num_draft_uncached[rows] > 2
 
+    def awaits_draft(self, rows: np.ndarray) -> np.ndarray:
+        """Whether a row lags, and drafts are still of use to it."""
+        late = self.lags(rows) & (self.num_draft[rows] > 0)
+        late &= self.num_tokens[rows] < self._longest_drafted
+        return late & (self.max_total[rows] - self.fewest_tokens(rows) > 1)
+
     def lagging(self) -> np.ndarray:
         """Rows whose draft model can catch up now: where all launches are plain.
 
         How many tokens the sequence will have is known then, whatever it says.
         """
-        late = self.is_decoding & (self.num_draft_uncached > 2) & (self.num_draft > 0)
-        late &= self.num_unread == self.ahead
-        late &= self.num_tokens < self._longest_drafted
-        return np.flatnonzero(late)
+        rows = np.flatnonzero(self.is_decoding)
+        late = self.awaits_draft(rows) & (self.num_unread == self.ahead)[rows]
+        return rows[late]
 
     def possible_drafts(self, rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """How many of the drafts that each row wants its sequence has room for."""

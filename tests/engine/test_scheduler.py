@@ -219,6 +219,38 @@ def test_sequences_decode_while_the_draft_model_catches_up():
         loop.assert_said_the_truth(request)
 
 
+def test_a_first_token_does_not_wait_for_the_draft_model():
+    """It reads a prompt in the next launch; then everybody drafts."""
+    config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=64)
+    loop = Loop(config, seed=0)
+    first, second = make_requests(config, 2, num_draft_tokens=3)
+    for token, request in enumerate((first, second), 1):
+        request.prompt_token_ids, request.max_total = [token] * 60, 90
+        loop.scheduler.add(request)
+    while loop.step():
+        pass
+    prompts = [one.num_prefilled for one in loop.launches[:4]]
+    fed = [one.shape.is_catch_up for one in loop.launches[:4]]
+    # The second prompt goes before what the first one has left to do, once.
+    assert prompts[:2] == [60, 60]
+    assert fed == [False, False, True, False]
+    drafts = [one.drafts.tolist() for one in loop.launches[3:8] if len(one.drafts)]
+    assert all(3 in one for one in drafts)
+    for request in (first, second):
+        loop.assert_said_the_truth(request)
+
+
+def test_the_draft_model_does_not_read_for_nothing():
+    loop = Loop(make_config(num_pages=200), seed=0)
+    (request,) = make_requests(loop.config, 1, num_draft_tokens=3)
+    request.prompt_token_ids, request.max_total = [1] * 60, 62
+    loop.scheduler.add(request)
+    while loop.step():
+        pass
+    assert not any(launch.shape.is_catch_up for launch in loop.launches)
+    loop.assert_said_the_truth(request)
+
+
 def test_the_program_drafts_no_more_than_anybody_asks_for():
     loop = run_together(make_config(num_draft_tokens=8), 2, num_draft_tokens=2)
     drafts = {int(launch.drafts.max(initial=0)) for launch in loop.launches}
