@@ -44,10 +44,6 @@ class Pacer:
         if charged_s is not None:
             self.saved_s += charged_s - seconds
 
-    def charge(self, seconds: float) -> None:
-        """Have prompts pay for what they cost beside the rounds that took them in."""
-        self.saved_s -= seconds
-
     def rest(self) -> None:
         """There is nothing to prefill: the next prefill starts with an even account."""
         self.saved_s, self._num_waited = 0.0, 0

@@ -516,7 +516,6 @@ class Scheduler:
         if isinstance(result, CaughtUp):
             commit_catch_up(launch, result, self.costs)
             self.controller.record_catch_up(launch.seconds)
-            self.pacer.charge(launch.seconds)
             return []
         self._record_round(launch, result)
         progress = commit(launch, result, self.rows, self.stats, self.costs)
