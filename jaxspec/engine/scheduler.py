@@ -139,7 +139,8 @@ class Scheduler:
     def _decodable(self) -> Decode:
         """The rows that can decode next, in a program that is compiled."""
         rows, wanted = self.rows.decodable(self._limit)
-        if self.controller.is_constant and self.shapes.can_catch_up:
+        is_constant = self._limit and self.controller.is_constant
+        if is_constant and self.shapes.can_catch_up:
             # Else it would depend on the launches of others which rounds have drafts.
             is_ready = ~self.rows.awaits_draft(rows)
             rows, wanted = rows[is_ready], wanted[is_ready]
