@@ -3,7 +3,8 @@
     python -m benchmarks.prefill_latency
 
 Streams of the bundled pair decode; a prompt of 4,000 tokens comes. Latency is the mean
-time between two outputs of a stream: before the prompt, while it is fed, and after.
+time between two outputs of a stream: before the prompt, while it is fed to the target
+and then to the draft model, and after.
 The same is played several times in one engine, at first until nothing is compiled any
 more; ratios are medians. Writes benchmarks/results/prefill-latency.json.
 """
@@ -85,7 +86,8 @@ def play(engine: LLMEngine, num_prompt: int, seed: int) -> dict[str, Any]:
     for _ in range(NUM_ROUNDS):
         streams.step()
     prompt = [2, *(300 + (seed + i) % 7000 for i in range(num_prompt - 1))]
-    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    # More than one token, or the draft model would have nothing to read it for.
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     arrived = time.monotonic()
     engine.add_request(LONG, {"prompt_token_ids": prompt}, params)
     (request,) = engine.scheduler.waiting

@@ -62,6 +62,7 @@ class Launch:
         drafts: Draft tokens of each.
         tiled: The request of each of the plan's tiles.
         registered: Pages registered in the prefix cache that this launch fills.
+        is_probe: It asks the draft model what drafts would bring, where none are made.
         charged_s: Seconds that `Pacer` has charged for it.
         expected_s: That it was expected to take; None where nothing was known.
         seconds: That it kept the device busy, once it has been read.
@@ -75,6 +76,7 @@ class Launch:
     decoding: list[Request]
     tiled: list[Request]
     registered: list[int]
+    is_probe: bool = False
     charged_s: float | None = None
     expected_s: float | None = None
     seconds: float = 0.0
@@ -221,12 +223,20 @@ def _prompt_tiles(request: Request, room: int) -> list[Tile]:
 
 
 def plan_catch_up(
-    rows: RowTable, tables: PageTables, lagging: np.ndarray, shape: StepShape
+    rows: RowTable,
+    tables: PageTables,
+    lagging: np.ndarray,
+    shape: StepShape,
+    *,
+    is_probe: bool = False,
 ) -> Launch:
     """Feed the draft model what it has no keys and values for.
 
+    Of pages that requests share, the first to be served feeds them for all.
+
     Args:
         lagging: Rows of which all unread launches are plain, the first to be served.
+        is_probe: Goes into the launch.
     """
     tiles: list[Tile] = []
     tiled: list[Request] = []
@@ -234,8 +244,9 @@ def plan_catch_up(
         row, room = request.row, shape.num_tiles - len(tiles)
         gap, unread = int(rows.num_draft_uncached[row]), int(rows.num_unread[row])
         # The newest token stays out: it is the next round's input.
-        start = request.num_tokens + unread - gap
+        start = before = request.num_tokens + unread - gap
         end = min(request.num_tokens, request.num_tokens + unread - 1)
+        start = max(start, min(tables.num_drafted(request), end))
         end = min(end, start + room * TILE)
         for first in range(start, end, TILE):
             last = min(first + TILE, end)
@@ -251,7 +262,7 @@ def plan_catch_up(
                 )
             )
             tiled.append(request)
-        rows.num_draft_uncached[row] -= max(end - start, 0)
+        rows.num_draft_uncached[row] -= max(end - before, 0)
         tables.complete(request, max(end, start))
     return Launch(
         plan=StepPlan(tiles=tiles),
@@ -262,6 +273,7 @@ def plan_catch_up(
         decoding=[],
         tiled=tiled,
         registered=[],
+        is_probe=is_probe,
     )
 
 

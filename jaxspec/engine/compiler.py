@@ -60,6 +60,10 @@ class Compiler:
     def __contains__(self, shape: StepShape) -> bool:
         return shape in self._programs
 
+    def has_failed(self, shape: StepShape) -> bool:
+        """Whether it could not be made; it is not tried again."""
+        return shape in self.failures
+
     @property
     def made(self) -> list[StepShape]:
         """The programs that are there."""

@@ -161,7 +161,7 @@ class Controller:
 
     @property
     def is_constant(self) -> bool:
-        """K depends on nothing, so that what is said depends on seeds alone."""
+        """K depends on nothing, so that it need not depend on other requests."""
         if self.speculative is None or self.is_adaptive or self.is_stopped:
             return False
         return self.speculative.disable_by_batch_size is None
@@ -262,10 +262,14 @@ class Controller:
             self._probe_ts, self._account.closed_until
         )
 
-    def record_catch_up(self, seconds: float) -> None:
-        """Count what bringing the draft model up to date took."""
+    def record_catch_up(self, seconds: float, *, is_probe: bool) -> None:
+        """Count what bringing the draft model up to date took.
+
+        Args:
+            is_probe: Nothing was drafted then: it was to learn what drafts would bring.
+        """
         self.lost_s += seconds
-        if self.num_drafts:
+        if not is_probe:
             self._account.add(-seconds, seconds)
         else:
             self.num_probes += 1
@@ -280,14 +284,17 @@ class Controller:
         num_emitted: int,
         seconds: float,
         plain_s: float | None,
+        *,
+        is_plain: bool = False,
     ) -> None:
         """Count what a round won against plain decoding of the same tokens.
 
         Args:
             plain_s: Seconds of a round without drafts; None where that is not known.
+            is_plain: It ran in the program without drafts, and is such a measure.
         """
         if not num_drafts:
-            if num_seqs in self._plain_ts:
+            if is_plain and num_seqs in self._plain_ts:
                 self._plain_ts[num_seqs] = self._clock()
             self._refresh_left = max(self._refresh_left - 1, 0)
             return

@@ -128,8 +128,10 @@ class PagePool:
         self._undrafted.difference_update(pages)
 
     def num_drafted(self, pages: Iterable[int]) -> int:
-        """How many of the first of some pages the draft model has filled."""
-        is_drafted = (page not in self._undrafted for page in pages)
+        """How many of the first of some findable pages the draft model has filled."""
+        is_drafted = (
+            page in self._key_of and page not in self._undrafted for page in pages
+        )
         return sum(1 for _ in itertools.takewhile(bool, is_drafted))
 
     def _drop_key(self, page: int) -> None:
@@ -252,6 +254,10 @@ class PageTables:
     def complete(self, request: Request, num_drafted: int) -> None:
         """Note how many leading positions the draft model has caught up with."""
         self.pool.complete(request.pages[: num_drafted // self.page_size])
+
+    def num_drafted(self, request: Request) -> int:
+        """How many leading positions the draft model has filled, for anybody."""
+        return self.pool.num_drafted(request.pages) * self.page_size
 
     def release(self, request: Request) -> None:
         """Release a request's pages; its last ones are the first to be used again."""

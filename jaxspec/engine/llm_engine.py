@@ -248,9 +248,8 @@ class LLMEngine:
         rounds = []
         for shape in self.runner.compiler.made:
             if shape.is_catch_up or not (shape.chunk or shape.features.has_grammar):
-                drafts = sorted(
-                    {min(1, shape.num_draft_tokens), min(most, shape.num_draft_tokens)}
-                )
+                # None: while all rows wait for the draft model.
+                drafts = sorted({min(k, shape.num_draft_tokens) for k in (0, 1, most)})
                 rounds += [Round(shape, k) for k in drafts]
         return [one for one in rounds if one not in self._rehearsed]
 

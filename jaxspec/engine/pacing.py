@@ -2,7 +2,9 @@
 
 Prefill makes rounds longer for all decoding requests. Measured times of rounds
 decide how many tokens go in: over the rounds of a prefill, the mean time is held at
-`MAX_SLOWDOWN` of a round without prompts. Knows nothing of requests.
+`MAX_SLOWDOWN` of a round without prompts. What the draft model reads of a prompt comes
+afterwards, between rounds, in launches that take no longer than that allows where one
+is so small. Knows nothing of requests.
 """
 
 import math
@@ -25,11 +27,12 @@ class Pacer:
 
     Attributes:
         saved_s: The account's balance.
+        spare_s: What a round without prompts may be followed by.
     """
 
     def __init__(self, costs: Costs):
         self.costs = costs
-        self.saved_s = 0.0
+        self.saved_s = self.spare_s = 0.0
         self._num_waited = 0
 
     def record(
@@ -43,6 +46,8 @@ class Pacer:
         seconds = self.costs.record_time(round_, seconds, charged_s)
         if charged_s is not None:
             self.saved_s += charged_s - seconds
+        if not round_.shape.chunk:
+            self.spare_s = (MAX_SLOWDOWN - 1) * seconds
 
     def rest(self) -> None:
         """There is nothing to prefill: the next prefill starts with an even account."""

@@ -158,6 +158,8 @@ class RowTable:
         """How many of the drafts that each row wants its sequence has room for."""
         left = self.max_total[rows] - self.fewest_tokens(rows) - 1
         room = self._longest_drafted - self.most_tokens(rows)
+        # The device knows where a sequence ends, and drops drafts behind that.
+        room[self.max_total[rows] <= self._longest_drafted] = 2**31
         return np.minimum(wanted, np.maximum(np.minimum(left, room), 0))
 
     def launch(self, rows: np.ndarray, drafts: np.ndarray) -> None:

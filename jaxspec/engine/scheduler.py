@@ -8,6 +8,7 @@ waiting requests; knows nothing of texts or devices.
 import bisect
 import functools
 import itertools
+import math
 import operator
 import time
 from collections.abc import Iterator
@@ -117,9 +118,18 @@ class Scheduler:
 
     def plan(self) -> Launch | None:
         """Plan the next launch; None when nothing can be done before a read."""
-        catch_up = self._plan_catch_up()
-        if catch_up is not None:
-            return catch_up
+        if self.shapes.cannot_catch_up:
+            self.controller.stop("the draft model's program could not be compiled")
+        if self._is_turn_to_catch_up():
+            catch_up = self._plan_catch_up()
+            if catch_up is not None:
+                return catch_up
+        launch = self._plan_round()
+        # Where nothing else can be launched nobody gains by taking turns.
+        return self._plan_catch_up() if launch is None else launch
+
+    def _plan_round(self) -> Launch | None:
+        """Decoding rows, and prompts."""
         decode = self._decodable()
         shapes = self._shapes_with_prompts(decode)
         room, charged_s = self._room(decode, shapes)
@@ -139,11 +149,12 @@ class Scheduler:
     def _decodable(self) -> Decode:
         """The rows that can decode next, in a program that is compiled."""
         rows, wanted = self.rows.decodable(self._limit)
-        is_constant = self._limit and self.controller.is_constant
-        if is_constant and self.shapes.can_catch_up:
-            # Else it would depend on the launches of others which rounds have drafts.
-            is_ready = ~self.rows.awaits_draft(rows)
-            rows, wanted = rows[is_ready], wanted[is_ready]
+        is_ready = ~self._awaits_draft(rows)
+        if not is_ready.all():
+            # They decode together soon: their program can be compiled meanwhile.
+            most = int(wanted.max())
+            self.shapes.find(len(rows), most, 0, self.rows.features(rows))
+        rows, wanted = rows[is_ready], wanted[is_ready]
         features, shape = self.rows.features(rows), None
         if len(rows):
             wanted = np.minimum(wanted, self._choose(rows, wanted, features))
@@ -157,6 +168,17 @@ class Scheduler:
         if shape is None:
             rows, wanted = rows[:0], wanted[:0]
         return Decode(rows, wanted, shape)
+
+    def _awaits_draft(self, rows: np.ndarray) -> np.ndarray:
+        """Which rows decode only once the draft model has read what they have.
+
+        With a constant K: else it would depend on the launches of others which rounds
+        have drafts.
+        """
+        is_constant = self._limit and self.controller.is_constant
+        if not (is_constant and self._has_draft_model):
+            return np.zeros(len(rows), bool)
+        return self.rows.awaits_draft(rows)
 
     @property
     def _limit(self) -> int:
@@ -207,6 +229,16 @@ class Scheduler:
         """Tiles that the draft model lacks of some rows."""
         return int((-(-(self.rows.num_draft_uncached[rows] - 1) // TILE)).sum())
 
+    def _is_turn_to_catch_up(self) -> bool:
+        """Whether the draft model is brought up to date before anything else."""
+        if self._has_caught_up or not len(self.rows.lagging()):
+            self._has_caught_up = False
+            return False
+        # Once, for the first tokens of those who wait.
+        has_newcomers = bool(self.waiting and self.rows.free)
+        self._has_put_off = has_newcomers and not self._has_put_off
+        return not self._has_put_off
+
     def _plan_catch_up(self) -> Launch | None:
         """Bring the draft model up to date with rows that may have drafts.
 
@@ -216,28 +248,42 @@ class Scheduler:
         """
         if not self._has_draft_model or not self._limit:
             return None
-        lagging = self.rows.lagging()
         is_probe = self.controller.is_adaptive and not self.controller.num_drafts
-        if not len(lagging) or self._has_caught_up:
-            self._has_caught_up = False
-            return None
-        # Once, for the first tokens of those who wait.
-        has_newcomers = bool(self.waiting and self.rows.free)
-        self._has_put_off = has_newcomers and not self._has_put_off
-        if self._has_put_off:
-            return None
         if is_probe and not self.controller.wants_probe():
             return None
-        lagging = lagging[self.rows.num_draft_uncached[lagging].argsort(kind="stable")]
+        lagging = self.rows.lagging()
         if is_probe:
-            lagging = lagging[~self.costs.is_drawn(lagging)][:1]
-            if not len(lagging):
-                return None
-        shape = self.shapes.catch_up(self._missing_tiles(lagging))
+            lagging = lagging[~self.costs.is_drawn(lagging)]
+            shortest = self.rows.num_draft_uncached[lagging].argsort(kind="stable")
+            lagging = lagging[shortest[:1]]
+        if not len(lagging):
+            return None
+        # In the order of admission: nobody is passed by those who come later.
+        lagging = lagging[self.rows.owner[lagging].argsort()]
+        tiles = self._missing_tiles(lagging)
+        if self._are_streaming():
+            tiles = min(tiles, self._tiles_beside_streams())
+        shape = self.shapes.catch_up(tiles)
         if shape is None:
             return None
         self._has_caught_up = True
-        return plan_catch_up(self.rows, self.tables, lagging, shape)
+        return plan_catch_up(self.rows, self.tables, lagging, shape, is_probe=is_probe)
+
+    def _are_streaming(self) -> bool:
+        """Whether somebody is shown tokens as they are made, and gets some now."""
+        rows = np.flatnonzero(self.rows.is_decoding & self.rows.is_streamed)
+        return not self._awaits_draft(rows).all()
+
+    def _tiles_beside_streams(self) -> int:
+        """Tiles of the largest program that they may wait for between two rounds."""
+        shapes = self.shapes.catch_ups
+        seconds = [self.costs.seconds.get(Round(shape), math.inf) for shape in shapes]
+        allowed = [
+            shape.num_tiles
+            for shape, one in zip(shapes, seconds, strict=True)
+            if one <= self.pacer.spare_s
+        ]
+        return max(allowed, default=shapes[0].num_tiles)
 
     def _shapes_with_prompts(self, decode: Decode) -> list[StepShape]:
         """Compiled programs for a launch with prompts, from the smallest."""
@@ -266,10 +312,10 @@ class Scheduler:
         if not self._prefilling and not self.waiting:
             self.pacer.rest()
             return most, None
-        if not (self.rows.is_decoding & self.rows.is_streamed).any():
+        if not self._are_streaming():
             return most, None
         if decode.shape is None or not shapes:
-            # Prompts wait for the read, or until the draft model has caught up.
+            # Prompts wait for the read.
             return 0, None
         k = decode.num_draft_tokens
         mixed = [Round(shape, k) for shape in shapes]
@@ -516,7 +562,7 @@ class Scheduler:
         """Take a launch's result into the requests that have not ended."""
         if isinstance(result, CaughtUp):
             commit_catch_up(launch, result, self.costs)
-            self.controller.record_catch_up(launch.seconds)
+            self.controller.record_catch_up(launch.seconds, is_probe=launch.is_probe)
             return []
         self._record_round(launch, result)
         progress = commit(launch, result, self.rows, self.stats, self.costs)
@@ -546,6 +592,7 @@ class Scheduler:
             int(result.num_emitted[:count].sum()),
             launch.seconds,
             plain and self.costs.expected_seconds(Round(plain)),
+            is_plain=not launch.shape.num_draft_tokens,
         )
 
     def finish(self, request: Request, reason: str, stop: int | str | None) -> None:

@@ -30,6 +30,10 @@ class Programs(Protocol):
 
     def __contains__(self, shape: StepShape, /) -> bool: ...
 
+    def has_failed(self, shape: StepShape) -> bool:
+        """Whether it could not be made."""
+        ...
+
     @property
     def version(self) -> int:
         """Changes whenever a program is added or removed."""
@@ -47,6 +51,10 @@ class EveryProgram:
 
     def __contains__(self, shape: StepShape) -> bool:
         return True
+
+    def has_failed(self, shape: StepShape) -> bool:
+        """False: its launch raises the error."""
+        return False
 
     def request(self, shape: StepShape) -> None:
         """Do nothing: its launch compiles it."""
@@ -180,9 +188,10 @@ class Shapes:
         return list(dict.fromkeys(kept))
 
     @property
-    def can_catch_up(self) -> bool:
-        """Whether a program that feeds the draft model is compiled."""
-        return any(shape in self._programs for shape in self.catch_ups)
+    def cannot_catch_up(self) -> bool:
+        """Whether no program that feeds the draft model can be had."""
+        failed = [self._programs.has_failed(shape) for shape in self.catch_ups]
+        return bool(failed) and all(failed)
 
     def catch_up(self, num_tiles: int) -> StepShape | None:
         """The best compiled program that feeds the draft model; None if there is none.
@@ -194,8 +203,12 @@ class Shapes:
             return None
         fits = [shape for shape in self.catch_ups if shape.num_tiles >= num_tiles]
         smaller = [shape for shape in self.catch_ups if shape not in fits]
-        ordered = fits + smaller[::-1]
-        if ordered[0] not in self._programs:
+        ordered = [
+            shape
+            for shape in fits + smaller[::-1]
+            if not self._programs.has_failed(shape)
+        ]
+        if ordered and ordered[0] not in self._programs:
             self._programs.request(ordered[0])
         return next((shape for shape in ordered if shape in self._programs), None)
 

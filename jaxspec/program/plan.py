@@ -94,8 +94,9 @@ class StepShape:
             leaves the draft model out of the program.
         chunk: Prompt tokens fed, a multiple of `TILE` (or 0).
         features: What the requests of the launch need.
-        is_catch_up: Nobody decodes. The draft model alone is fed tokens that the target
-            made without it, and compares its own choice with them.
+        is_catch_up: Nobody decodes. The draft model alone is fed what the target has
+            read and made without it: prompts, and tokens, which it compares with its
+            own choice.
     """
 
     num_seqs: int

@@ -1,7 +1,7 @@
 """THE program: propose, target forward, verify and commit, as one executable.
 
-The only `jax.jit` of the package. Static: the shapes and model configs. Donated: the
-engine's state. The host passes one plan vector and reads one result vector.
+The only `jax.jit` that requests run in. Static: the shapes and model configs. Donated:
+the engine's state. The host passes one plan vector and reads one result vector.
 """
 
 import dataclasses
@@ -248,13 +248,12 @@ def _catch_up(
     active = gather(rows, launch.token_pages, tiles.row).repeat(TILE)
     is_known &= active.is_active.reshape(is_known.shape)
     active = dataclasses.replace(active, num_tokens=tiles.position.reshape(-1) + 1)
+    following = jnp.where(is_known, following, NO_TOKEN).reshape(-1)
     likeness, kept = None, []
     for proposer, own, before in zip(
         config.proposers, params, state.proposers, strict=True
     ):
-        after, found = proposer.catch_up(
-            own, before, context, active, following.reshape(-1)
-        )
+        after, found = proposer.catch_up(own, before, context, active, following)
         likeness = found if likeness is None else likeness
         kept.append(after)
     assert likeness is not None, "nobody has a model to catch up"

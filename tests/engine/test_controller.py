@@ -101,7 +101,12 @@ class World:
         self.num_tokens += emitted
         self.chosen.append(k)
         self.controller.record_round(
-            self.num_seqs, k, emitted, self.times[k], self.times[0]
+            self.num_seqs,
+            k,
+            emitted,
+            self.times[k],
+            self.times[0],
+            is_plain=not k,
         )
         return k
 
@@ -257,7 +262,7 @@ def test_without_drafts_the_draft_model_is_asked_for_a_share_of_the_time():
         if controller.wants_probe():
             asked.append(world.now)
             world.now += cost
-            controller.record_catch_up(cost)
+            controller.record_catch_up(cost, is_probe=True)
         world.round()
     assert controller.num_probes == len(asked)
     assert np.diff(asked).min() >= max(MIN_WAIT_S, cost / 0.01)
@@ -339,7 +344,7 @@ class Replay:
             if controller.wants_probe() and lacking:
                 first = max(position - lacking, position - 32)
                 costs.record_likeness(0, self.stays[first:position].astype(float))
-                controller.record_catch_up(CATCH_UP_S)
+                controller.record_catch_up(CATCH_UP_S, is_probe=True)
                 now, lacking = now + CATCH_UP_S, 0
             k = controller.choose(
                 np.array([5]),
@@ -351,7 +356,9 @@ class Replay:
             accepted = min(k, int(self.run[position]))
             costs.record_acceptance(row, np.array([k]), np.array([accepted]))
             now += TIMES[k]
-            controller.record_round(1, k, accepted + 1, TIMES[k], TIMES[0])
+            controller.record_round(
+                1, k, accepted + 1, TIMES[k], TIMES[0], is_plain=not k
+            )
             position += accepted + 1
             lacking = 0 if k else lacking + 1
             chosen.append(k)

@@ -16,11 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.config import EngineConfig
+from jaxspec.engine.controller import Controller
 from jaxspec.engine.request import Request, Status
-from jaxspec.engine.scheduler import WaitingQueue
+from jaxspec.engine.scheduler import Scheduler, WaitingQueue
+from jaxspec.engine.shapes import EveryProgram
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import MAX_CONTROLLED, TILE, Features, TokenControls
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.engine.test_request import make_request as make_waiting
 from tests.fake_device import FakeDevice
 from tests.loops import (
@@ -238,6 +240,93 @@ def test_a_first_token_does_not_wait_for_the_draft_model():
     assert all(3 in one for one in drafts)
     for request in (first, second):
         loop.assert_said_the_truth(request)
+
+
+def test_a_first_token_does_not_wait_for_streams_that_wait_for_the_draft_model():
+    config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=64)
+    loop = Loop(config, seed=0)
+    first, second = make_requests(config, 2, num_draft_tokens=3)
+    for token, request in enumerate((first, second), 1):
+        request.prompt_token_ids, request.max_total = [token] * 60, 90
+        request.params.output_kind = RequestOutputKind.DELTA
+        loop.scheduler.add(request)
+    while loop.step():
+        pass
+    assert [one.num_prefilled for one in loop.launches[:2]] == [60, 60]
+
+
+def test_the_draft_model_reads_what_requests_share_once():
+    config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=64)
+    requests = make_requests(config, 4, num_draft_tokens=3)
+    loop = run_traffic(config, requests)
+    reading = [one for one in loop.launches if one.shape.is_catch_up]
+    read = sum(len(tile.tokens) for one in reading for tile in one.plan.tiles)
+    # 70 tokens, of which 68 lie in full pages.
+    assert read == 70 + 3 * 2
+
+
+def test_the_draft_model_reads_in_the_order_of_admission():
+    """A long prompt is not passed by every short one that comes after it."""
+    config = make_config(
+        max_num_seqs=4, num_pages=200, max_model_len=400, max_num_batched_tokens=64
+    )
+    loop = Loop(config, seed=0)
+    requests = make_requests(config, 4, num_draft_tokens=3)
+    for token, (request, length) in enumerate(
+        zip(requests, (300, 40, 40, 40), strict=True)
+    ):
+        request.prompt_token_ids = [token] * length
+        request.max_total = length + 20
+        loop.scheduler.add(request)
+    while loop.step():
+        pass
+    reading = [one for one in loop.launches if one.shape.is_catch_up]
+    read = [request for launch in reading for request in launch.tiled]
+    num_tiles = -(-300 // TILE)
+    assert read[:num_tiles] == [requests[0]] * num_tiles
+    assert len(read) == num_tiles + 3 * 2
+
+
+def test_streams_are_not_held_up_by_what_the_draft_model_reads():
+    config = make_config(
+        max_num_seqs=4, num_pages=200, max_model_len=500, max_num_batched_tokens=512
+    )
+    loop = Loop(config, seed=0)
+    loop.fed_s = 1 / 256  # 64 tokens take a quarter of a round, 512 two rounds
+    stream, late = make_requests(config, 2, num_draft_tokens=3)
+    stream.prompt_token_ids, stream.max_total = [1] * 20, 400
+    stream.params.output_kind = RequestOutputKind.DELTA
+    late.prompt_token_ids, late.max_total = [2] * 400, 440
+    loop.scheduler.add(stream)
+    for _ in range(8):
+        loop.step()
+    before = len(loop.launches)
+    loop.scheduler.add(late)
+    while loop.step():
+        pass
+    sizes = [one.shape.chunk for one in loop.launches[before:] if one.shape.is_catch_up]
+    assert sizes == [64] * 7
+
+
+def test_without_its_program_the_draft_model_is_left_out():
+    class FailedPrograms(EveryProgram):
+        def __contains__(self, shape):
+            return not shape.is_catch_up
+
+        def has_failed(self, shape):
+            return shape.is_catch_up
+
+    config = make_config(num_pages=200)
+    loop = Loop(config, seed=0)
+    controller = Controller(config.speculative)
+    loop.scheduler = Scheduler(config, controller, programs=FailedPrograms())
+    (request,) = make_requests(config, 1, num_draft_tokens=3)
+    loop.scheduler.add(request)
+    while loop.step():
+        pass
+    assert controller.is_stopped
+    assert not any(launch.drafts.any() for launch in loop.launches)
+    loop.assert_said_the_truth(request)
 
 
 def test_the_draft_model_does_not_read_for_nothing():

@@ -12,7 +12,7 @@ from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.network import Hidden, Network, build_network
 from jaxspec.models.params import Params
-from jaxspec.program.plan import PoolShape
+from jaxspec.program.plan import NO_TOKEN, TILE, PoolShape
 from jaxspec.program.propose.proposal import Context, Proposal
 from jaxspec.program.region import make_region
 from jaxspec.program.rows import Active
@@ -69,14 +69,33 @@ class DraftModel:
         assert context.prompts is not None, "there is nothing to take in"
         model, backend = self._model(params, context), context.backend(DRAFT_MESH_AXES)
         hidden, pages = model.hidden(context.prompts, state)
-        logits, _ = _finite_logits(model, hidden)
-        token, probs = sample_draft(
-            logits, 0, active, backend, is_greedy=self.is_greedy
+
+        def compare(tile: tuple[Hidden, Active, Array]) -> Array:
+            hidden, active, following = tile
+            logits, _ = _finite_logits(model, hidden)
+            token, probs = sample_draft(
+                logits, 0, active, backend, is_greedy=self.is_greedy
+            )
+            likeness = (token == following).astype(jnp.float32)
+            if probs is not None:
+                is_drawn = active.is_sampled & ~active.is_coupled
+                likeness = jnp.where(is_drawn, -1.0, likeness)
+            return jnp.where(following != NO_TOKEN, likeness, -1.0)
+
+        def skip(tile: tuple[Hidden, Active, Array]) -> Array:
+            return jnp.full(tile[2].shape, -1.0)
+
+        # Of most launches nothing is asked: they are prompts. And the logits of a whole
+        # chunk would be the largest array of all.
+        tiles = jax.tree.map(
+            lambda part: part.reshape(-1, TILE, *part.shape[1:]),
+            (hidden, active, following),
         )
-        is_same = (token == following).astype(jnp.float32)
-        if probs is None:
-            return pages, is_same
-        return pages, jnp.where(active.is_sampled & ~active.is_coupled, -1.0, is_same)
+        likeness = jax.lax.map(
+            lambda tile: jax.lax.cond((tile[2] != NO_TOKEN).any(), compare, skip, tile),
+            tiles,
+        )
+        return pages, likeness.reshape(-1)
 
     def propose(
         self,

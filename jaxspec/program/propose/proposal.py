@@ -108,7 +108,8 @@ class Proposer(Protocol):
         Args:
             active: The sequence of each of the launch's tokens, as it was when the
                 token after it was to be drafted.
-            following: What came instead.
+            following: What came instead; `NO_TOKEN` where that is nothing a draft could
+                have been compared with: inside prompts, and pads.
 
         Returns:
             The state, and how likely a draft in that place would have been accepted,

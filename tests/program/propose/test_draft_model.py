@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jaxspec.models.backend import Backend
-from jaxspec.program.plan import PoolShape
+from jaxspec.program.plan import NO_TOKEN, TILE, PoolShape
 from jaxspec.program.propose import Context, Proposal, draft_model
+from jaxspec.program.region import make_region
 from jaxspec.program.tree import Tree
 from tests.engines import make_micro
 from tests.laws import filtered_law
@@ -76,6 +77,53 @@ def test_drafts_follow_the_model_with_all_tokens_in_sight(length):
 
 def test_greedy_drafts_are_the_models_own_text():
     check_self_draft(temperature=0.0)
+
+
+def test_tokens_that_were_made_without_drafts_are_compared(monkeypatch):
+    """Logits are computed for their tiles alone, one after the other."""
+    reference = make_micro()
+    tokens = np.random.default_rng(0).integers(3, 16, 2 * TILE)
+    paged = PagedModel(model_config(reference), load_ours(reference), num_pages=24)
+    pool = PoolShape(
+        num_rows=2,
+        num_pages=paged.num_pages,
+        page_size=paged.page_size,
+        max_model_len=paged.num_pages * paged.page_size,
+        vocab_size=paged.config.vocab_size,
+    )
+    own = hf_logits(reference, tokens).argmax(axis=1)
+    following = np.where(np.arange(2 * TILE) % 3, own, (own + 1) % 16)
+    following[: TILE + 5] = NO_TOKEN  # a prompt
+    tiles = jnp.asarray(tokens.reshape(2, TILE), jnp.int32)
+    ends = jnp.array([TILE, 2 * TILE], jnp.int32)
+    table = jnp.broadcast_to(paged.page_table, (2, paged.page_table.shape[1]))
+
+    def run(params, pages, following):
+        context = Context(
+            active=make_active(1),
+            token_pages=jnp.zeros((1, 4), jnp.int32),
+            tree=Tree.chain(0),
+            num_wanted=jnp.int32(0),
+            pool=pool,
+            prompts=make_region(tiles, ends, table, jnp.ones(tiles.shape, bool), pool),
+            backend=lambda axes: Backend(),
+            adjuster=lambda axes: None,
+        )
+        proposer = draft_model.DraftModel(config=paged.config)
+        active = make_active(2 * TILE, temperature=0.0)
+        return proposer.catch_up(params, pages, context, active, following)
+
+    widths, inner = set(), draft_model._finite_logits
+
+    def spy(model, hidden):
+        widths.add(hidden.rows.shape[0])
+        return inner(model, hidden)
+
+    monkeypatch.setattr(draft_model, "_finite_logits", spy)
+    _, likeness = jax.jit(run)(paged.params, paged.kv_pages, jnp.asarray(following))
+    expected = np.where(following == NO_TOKEN, -1, following == own)
+    np.testing.assert_array_equal(likeness, expected)
+    assert widths == {TILE}
 
 
 def test_what_others_propose_comes_before_what_is_drawn():
