@@ -2,6 +2,7 @@
 
     python -m benchmarks.host_overhead
 
+With 64 and with 256 sequences, whose callers want final outputs or every token.
 The whole engine runs (scheduler, pages, packing, unpacking, texts) with the bundled
 pair's tokenizer; in place of the compiled program stands one that takes a fixed time
 and accepts a random number of drafts. Host time is what `step` takes beyond waiting for
@@ -24,15 +25,20 @@ from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.runner import Runner
 from jaxspec.program.plan import PoolShape, StepPlan, StepShape
-from jaxspec.program.wire import PlanLayout, StepResult, result_layout
+from jaxspec.program.wire import CaughtUp, PlanLayout, StepResult, result_layout
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 
 RESULT = Path(__file__).with_name("results") / "host-overhead.json"
-NUM_SEQS = 64
+NUM_SEQS = 64, 256
 NUM_DRAFT_TOKENS = 4
 ROUND_S = 0.010
 PROMPT_TOKENS = 64
-GOAL_S = 0.001
+# Of a round of so many sequences, by what their callers want.
+GOALS_MS = {
+    (64, "FINAL_ONLY"): 1.0,
+    (256, "FINAL_ONLY"): 2.0,
+    (256, "DELTA"): 4.0,
+}
 FIRST_ID = 400
 
 
@@ -62,7 +68,7 @@ class WaitingRunner(Runner):
         self.num_launches += 1
         return self._free_at, vector
 
-    def fetch(self, result: Any, shape: StepShape) -> StepResult:
+    def fetch(self, result: Any, shape: StepShape) -> StepResult | CaughtUp:
         start = time.perf_counter()
         ready_at, vector = result
         layout = self._layouts[shape]
@@ -70,12 +76,15 @@ class WaitingRunner(Runner):
         time.sleep(max(ready_at - time.monotonic(), 0.0))
         self.fetched_ts = time.monotonic()
         self.waited_s += time.perf_counter() - start
-        return StepResult.unpack(numbers, shape)
+        form = CaughtUp if shape.is_catch_up else StepResult
+        return form.unpack(numbers, shape)
 
     def _device(
         self, shape: StepShape, vector: np.ndarray, layout: PlanLayout
     ) -> np.ndarray:
         """What the program would say, computed while it would run."""
+        if shape.is_catch_up:
+            return np.full(result_layout(shape).size, -1, np.float32).view(np.int32)
         seqs, width = shape.num_seqs, shape.num_draft_tokens + 1
         drafts = layout.view(vector, "decode_draft")
         accepted = self._random.integers(0, drafts + 1)
@@ -99,7 +108,7 @@ class WaitingRunner(Runner):
 
 
 def make_engine(
-    max_model_len: int, round_s: float = ROUND_S
+    num_seqs: int, max_model_len: int, round_s: float = ROUND_S
 ) -> tuple[LLMEngine, WaitingRunner]:
     args = EngineArgs(
         model="jaxspec/tiny-gemma2",
@@ -107,9 +116,9 @@ def make_engine(
         speculative_config={"controller": "fixed"},
         num_speculative_tokens=NUM_DRAFT_TOKENS,
         max_model_len=max_model_len,
-        max_num_seqs=NUM_SEQS,
+        max_num_seqs=num_seqs,
         max_num_batched_tokens=2048,
-        num_gpu_blocks_override=NUM_SEQS * max_model_len // 16,
+        num_gpu_blocks_override=num_seqs * max_model_len // 16,
     )
     config = args.create_engine_config()
     pool = PoolShape(
@@ -127,9 +136,9 @@ def measure(
     engine: LLMEngine, runner: WaitingRunner, kind: RequestOutputKind, rounds: int
 ) -> list[float]:
     """Host seconds of every round in which all sequences decode."""
-    random = np.random.default_rng(1)
+    random, num_seqs = np.random.default_rng(1), engine.config.max_num_seqs
     params = SamplingParams(max_tokens=None, ignore_eos=True, output_kind=kind)
-    for number in range(NUM_SEQS):
+    for number in range(num_seqs):
         prompt = random.integers(FIRST_ID, 8000, PROMPT_TOKENS).tolist()
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
     samples = []
@@ -137,7 +146,9 @@ def measure(
         request.num_prefilled < PROMPT_TOKENS for request in engine.scheduler.running
     ):
         engine.step()
-    while len(engine.scheduler.running) < NUM_SEQS:
+    while len(engine.scheduler.running) < num_seqs:
+        engine.step()
+    while engine.scheduler.rows.lags(np.arange(num_seqs)).any():
         engine.step()
     for _ in range(10):
         engine.step()
@@ -146,8 +157,8 @@ def measure(
         engine.step()
         step_s = time.perf_counter() - start
         samples.append(step_s - (runner.waited_s - waited))
-    assert len(engine.scheduler.running) == NUM_SEQS
-    engine.abort_request([str(number) for number in range(NUM_SEQS)])
+    assert len(engine.scheduler.running) == num_seqs
+    engine.abort_request([str(number) for number in range(num_seqs)])
     while engine.has_unfinished_requests():
         engine.step()
     return samples
@@ -168,22 +179,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     tokens = options.rounds * (NUM_DRAFT_TOKENS + 1)
-    engine, runner = make_engine(256 + PROMPT_TOKENS + tokens)
     kinds = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
-    found = {
-        kind.name: summary(measure(engine, runner, kind, options.rounds))
-        for kind in kinds
-    }
+    found = []
+    for num_seqs in NUM_SEQS:
+        # Room for prompts and for what is said before all decode.
+        engine, runner = make_engine(num_seqs, 512 + PROMPT_TOKENS + tokens)
+        for kind in kinds:
+            values = summary(measure(engine, runner, kind, options.rounds))
+            goal_ms = GOALS_MS.get((num_seqs, kind.name))
+            found.append(
+                {"num_seqs": num_seqs, "outputs": kind.name, "goal_ms": goal_ms}
+                | values
+            )
+            print(json.dumps(found[-1]))
     result = {
-        "num_seqs": NUM_SEQS,
         "num_draft_tokens": NUM_DRAFT_TOKENS,
         "round_ms": 1e3 * ROUND_S,
-        "goal_ms": 1e3 * GOAL_S,
         "host": found,
     }
     record(result, options.out, command="python -m benchmarks.host_overhead")
-    for name, values in found.items():
-        print(f"{name}: {json.dumps(values)}")
 
 
 if __name__ == "__main__":

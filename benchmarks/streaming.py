@@ -25,7 +25,7 @@ from typing import Any
 
 import uvicorn
 
-from benchmarks.host_overhead import NUM_DRAFT_TOKENS, NUM_SEQS, make_engine
+from benchmarks.host_overhead import NUM_DRAFT_TOKENS, make_engine
 from jaxspec.bench.report import num_cores, record
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.outputs import RequestOutput
@@ -34,6 +34,7 @@ from jaxspec.serve.launcher import freeze_heap
 from jaxspec.serve.settings import ServerSettings
 
 RESULT = Path(__file__).with_name("results") / "streaming.json"
+NUM_SEQS = 64
 TOKENS_PER_S = 100.0
 # Any number of drafts is accepted, none as often as all.
 TOKENS_PER_ROUND = 1 + NUM_DRAFT_TOKENS / 2
@@ -49,7 +50,9 @@ def serve(bound: socket.socket, seconds: float, report: Connection) -> None:
     if num_cores() > 1:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     tokens = int(2 * TOKENS_PER_S * (seconds + WARM_UP_S))
-    engine, runner = make_engine(1024 + tokens, TOKENS_PER_ROUND / TOKENS_PER_S)
+    engine, runner = make_engine(
+        NUM_SEQS, 1024 + tokens, TOKENS_PER_ROUND / TOKENS_PER_S
+    )
     counts: dict[str, Counts] = {}
     step = engine.step
 

@@ -132,7 +132,7 @@ class Loop:
         if self.launched and (launch is None or len(self.launched) > self.depth):
             launch, result = self.launched.popleft()
             self.scheduler.record_time(launch, self.cost(launch))
-            for part in self.scheduler.commit(launch, result):
+            for part in self.scheduler.commit(launch, result).parts:
                 if part.is_done:
                     self.scheduler.finish(part.request, "length", None)
                     self.finished.append(part.request)

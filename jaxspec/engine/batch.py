@@ -7,7 +7,7 @@ ended since, or lost their row.
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -113,6 +113,19 @@ class Progress:
     num_accepted: int = 0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Advance:
+    """What a launch added to all requests.
+
+    Attributes:
+        parts: To those whose tokens somebody looks at, and to those that end.
+        quiet: The others that have new tokens.
+    """
+
+    parts: list[Progress] = field(default_factory=list)
+    quiet: list[Request] = field(default_factory=list)
 
 
 class PrefillBatch:
@@ -308,9 +321,9 @@ def commit(
     rows: RowTable,
     stats: EngineStats,
     costs: Costs,
-) -> list[Progress]:
+) -> Advance:
     """Add new tokens to requests and bring rows and totals up to date."""
-    progress = _commit_rounds(launch, result, rows, stats, costs)
+    advance = _commit_rounds(launch, result, rows, stats, costs)
     for index, (tile, request) in enumerate(
         zip(launch.plan.tiles, launch.tiled, strict=True)
     ):
@@ -320,15 +333,18 @@ def commit(
             if part is None:
                 continue
             stats.num_generated_tokens += len(part.token_ids)
+            if request.is_quiet and not part.is_done:
+                advance.quiet.append(request)
+                continue
             part.prompt_logprobs = found
-            progress.append(part)
+            advance.parts.append(part)
         elif found is not None and request.status is not Status.FINISHED:
-            progress.append(
+            advance.parts.append(
                 Progress(
                     request=request, token_ids=[], is_done=False, prompt_logprobs=found
                 )
             )
-    return progress
+    return advance
 
 
 def _commit_rounds(
@@ -337,7 +353,7 @@ def _commit_rounds(
     rows: RowTable,
     stats: EngineStats,
     costs: Costs,
-) -> list[Progress]:
+) -> Advance:
     count = len(launch.rows)
     is_broken = result.is_broken[:count]
     emitted = np.where(is_broken, 0, result.num_emitted[:count])
@@ -367,7 +383,7 @@ def _commit_rounds(
         is_broken.tolist(),
         strict=True,
     )
-    progress = []
+    advance = Advance()
     has_ended = []
     logprobs = result.logprobs
     for index, column in enumerate(columns):
@@ -383,6 +399,10 @@ def _commit_rounds(
             asked = 0
         elif asked and request.spec_metrics is not None:
             request.spec_metrics.record_step(asked, kept)
+        if request.is_quiet and not (done or broken):
+            if new:
+                advance.quiet.append(request)
+            continue
         part = Progress(
             request=request,
             token_ids=tokens,
@@ -393,12 +413,12 @@ def _commit_rounds(
         )
         if logprobs is not None and request.features.num_logprobs is not None:
             part.logprobs = _pick(logprobs, (index, slice(0, new)))
-        progress.append(part)
+        advance.parts.append(part)
     if has_ended:
         emitted = emitted.copy()
         emitted[has_ended] = 0  # tokens after the end are dropped
     stats.record_round(drafts, accepted, emitted)
-    return progress
+    return advance
 
 
 def _commit_first(

@@ -290,13 +290,13 @@ class LLMEngine:
         self._last_read_ts = now
         self.scheduler.record_time(launch, took_s)
         num_before = self.stats.num_generated_tokens
-        progress = self.scheduler.commit(launch, fetched)
+        advance = self.scheduler.commit(launch, fetched)
         self.metrics.warn_of_low_acceptance(self.costs, self.choice)
         if not self.config.disable_log_stats:
             generated = self.stats.num_generated_tokens - num_before
             self.metrics.add_round(launch, generated, took_s)
         self.stats.num_rounds += 1
-        outputs = self.output_processor.advance(progress, self.scheduler.finish)
+        outputs = self.output_processor.advance(advance, self.scheduler.finish)
         return outputs, now - before
 
     def has_unfinished_requests(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxspec.config import EngineConfig
-from jaxspec.engine.batch import Progress
+from jaxspec.engine.batch import Advance, Progress
 from jaxspec.engine.detokenizer import Logprobs, LogprobStream, TextStream
 from jaxspec.engine.metrics import EngineMetrics
 from jaxspec.engine.request import Request
@@ -147,8 +147,7 @@ class Stream:
     """One request's outputs so far.
 
     Attributes:
-        is_final_only: No output before the last one, and no stop string to look for.
-        is_fast: As `is_final_only`, or deltas carry only text and token ids.
+        is_fast: Deltas carry only text and token ids.
         origins: Of its tokens; None for a request that does not ask for them.
         num_characters: Length of the text that was sent as deltas.
         num_tokens: Number of tokens that were sent.
@@ -158,7 +157,6 @@ class Stream:
     request: Request
     text: TextStream
     logprobs: LogprobStream
-    is_final_only: bool
     is_fast: bool
     origins: OriginStream | None = None
     num_characters: int = 0
@@ -255,13 +253,12 @@ class OutputProcessor:
             or params.prompt_logprobs is not None
         )
         kind = params.output_kind
-        is_final_only = is_plain and kind is RequestOutputKind.FINAL_ONLY
+        request.is_quiet = is_plain and kind is RequestOutputKind.FINAL_ONLY
         self.streams[request.request_id] = Stream(
             request=request,
             text=TextStream(self._tokenizer, params, has_ends=has_origins),
             logprobs=LogprobStream(self._tokenizer, params, request.prompt_token_ids),
-            is_final_only=is_final_only,
-            is_fast=is_final_only or (is_plain and kind is RequestOutputKind.DELTA),
+            is_fast=is_plain and kind is RequestOutputKind.DELTA,
             origins=OriginStream() if has_origins else None,
             parent=parent,
         )
@@ -303,13 +300,16 @@ class OutputProcessor:
         if parent.is_last(num_tokens):
             self._metrics.add_answered(len(parent.children), parent.most_tokens)
 
-    def advance(self, progress: list[Progress], finish: Finish) -> list[RequestOutput]:
+    def advance(self, advance: Advance, finish: Finish) -> list[RequestOutput]:
         """Detokenize new tokens, finish requests at stops, and make outputs.
 
         Args:
             finish: Ends a request in the scheduler: reason, stop string or token.
         """
-        self._count([part for part in progress if part.token_ids])
+        progress = advance.parts
+        self._count(
+            advance.quiet + [part.request for part in progress if part.token_ids]
+        )
         outputs: list[RequestOutput] = []
         parents: dict[str, ParentRequest] = {}
         for part in progress:
@@ -320,8 +320,6 @@ class OutputProcessor:
                 # output yet.
                 has_news = part.is_done or part.token_ids
                 output = self._make_output(stream) if has_news else None
-            elif stream.is_final_only:
-                continue
             else:
                 output = stream.delta(part.token_ids)
             if output is None:
@@ -339,17 +337,18 @@ class OutputProcessor:
                 self.parents.pop(output.request_id, None)
         return outputs
 
-    def _count(self, progress: list[Progress]) -> None:
+    def _count(self, requests: list[Request]) -> None:
+        """Note that requests have new tokens, and when."""
         now = time.monotonic()
         if not self._config.disable_log_stats:
-            self._metrics.add_tokens([part.request for part in progress], now)
-        for part in progress:
-            stats = part.request.stats
+            self._metrics.add_tokens(requests, now)
+        for request in requests:
+            stats = request.stats
             if not stats.num_generation_tokens:
                 stats.first_token_ts = now
                 stats.first_token_latency = now - stats.queued_ts
             stats.last_token_ts = now
-            stats.num_generation_tokens += len(part.token_ids)
+            stats.num_generation_tokens = len(request.output_token_ids)
 
     def _read(self, stream: Stream, part: Progress, finish: Finish) -> None:
         """Detokenize new tokens and look for what ends the text."""
@@ -361,9 +360,9 @@ class OutputProcessor:
             stream.origins.push(
                 len(part.token_ids), part.num_draft_tokens, part.num_accepted
             )
-        shown = request.output_token_ids if stream.is_final_only else part.token_ids
+        shown = request.output_token_ids if request.is_quiet else part.token_ids
         if part.is_broken:
-            if stream.is_final_only:
+            if request.is_quiet:
                 stream.text.push(request.output_token_ids)
             finish(request, "error", None)
             return

@@ -35,6 +35,7 @@ class Request:
         cache_salt: Pages are shared only among requests of equal salt.
         cache_group: With prefix caching off, those of one group share pages.
         can_read_prefix_cache: Whether it may reuse pages of earlier requests.
+        is_quiet: Nobody looks at its tokens before the last one.
         num_cached_tokens: Prompt tokens that came with such pages; None before it ran.
         arrival: Its place among all requests; -1 before it has one.
         tokens_to_prefill: The prompt; after a preemption also what was generated.
@@ -64,6 +65,7 @@ class Request:
     cache_salt: str | None = None
     cache_group: int | None = None
     can_read_prefix_cache: bool = True
+    is_quiet: bool = False
     num_cached_tokens: int | None = None
     status: Status = Status.WAITING
     arrival: int = -1

@@ -18,10 +18,10 @@ import numpy as np
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.batch import (
+    Advance,
     Claim,
     Launch,
     PrefillBatch,
-    Progress,
     claims_of,
     commit,
     commit_catch_up,
@@ -144,6 +144,8 @@ class Scheduler:
 
     @property
     def _prefilling(self) -> list[Request]:
+        if np.count_nonzero(self.rows.is_decoding) == len(self.running):
+            return []  # most rounds, and hundreds may run
         return [one for one in self.running if one.status is Status.PREFILL]
 
     def _decodable(self) -> Decode:
@@ -558,21 +560,21 @@ class Scheduler:
             charged_s=charged_s,
         )
 
-    def commit(self, launch: Launch, result: StepResult | CaughtUp) -> list[Progress]:
+    def commit(self, launch: Launch, result: StepResult | CaughtUp) -> Advance:
         """Take a launch's result into the requests that have not ended."""
         if isinstance(result, CaughtUp):
             commit_catch_up(launch, result, self.costs)
             self.controller.record_catch_up(launch.seconds, is_probe=launch.is_probe)
-            return []
+            return Advance()
         self._record_round(launch, result)
-        progress = commit(launch, result, self.rows, self.stats, self.costs)
-        for part in progress:
+        advance = commit(launch, result, self.rows, self.stats, self.costs)
+        for part in advance.parts:
             if part.is_broken:
                 # No later request may reuse these pages.
                 self.pages.forget(part.request.pages)
         if result.is_draft_broken[: len(launch.rows)].any():
             self.controller.stop("the draft model's numbers are NaN or infinite")
-        return progress
+        return advance
 
     def record_time(self, launch: Launch, seconds: float) -> None:
         """Record how long a launch kept the device busy."""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxspec.engine.batch import Launch, commit
+from jaxspec.engine.batch import Advance, Launch, commit
 from jaxspec.engine.costs import Costs
 from jaxspec.engine.request import Request, Status
 from jaxspec.engine.rows import RowTable
@@ -83,7 +83,7 @@ def test_rounds_are_added_to_whom_they_are_about():
     costs = no_costs()
     requests[1].status = Status.FINISHED
     rows.release(requests[1])
-    parts = commit(launch, make_result([2, 1, 4]), rows, stats, costs)
+    parts = commit(launch, make_result([2, 1, 4]), rows, stats, costs).parts
     assert [part.request for part in parts] == [requests[0], requests[2]]
     assert [part.token_ids for part in parts] == [[0, 1], [8, 9, 10, 11]]
     ranks = [p.logprobs.rank.tolist() for p in parts if p.logprobs is not None]
@@ -104,7 +104,7 @@ def test_a_preempted_request_gets_what_was_under_way():
     rows.release(requests[0])
     requests[0].status = Status.WAITING
     assert requests[0].num_unread == 1
-    (part,) = commit(launch, make_result([3]), rows, EngineStats(), no_costs())
+    (part,) = commit(launch, make_result([3]), rows, EngineStats(), no_costs()).parts
     assert part.token_ids == requests[0].output_token_ids == [0, 1, 2]
     assert requests[0].num_unread == 0
 
@@ -116,7 +116,8 @@ def test_a_row_with_a_new_owner_is_not_charged():
     rows.release(requests[0])
     heir = make_request()
     rows.admit(heir, longest=30)
-    assert commit(launch, make_result([3]), rows, EngineStats(), no_costs()) == []
+    advance = commit(launch, make_result([3]), rows, EngineStats(), no_costs())
+    assert advance == Advance()
     assert rows.num_tokens[heir.row] == 3
     assert rows.ahead[heir.row] == 0
 
@@ -134,7 +135,7 @@ def test_prompt_logprobs_are_told_once_and_in_order(told):
     tiles = [tile(0, 32, is_last=False), tile(32, 18, is_last=True)]
     launch = make_launch(rows, [], tiles, [request, request])
     rows.launch(np.array([0]), np.zeros(1, np.int64))
-    parts = commit(launch, make_result([]), rows, EngineStats(), no_costs())
+    parts = commit(launch, make_result([]), rows, EngineStats(), no_costs()).parts
     ranks = [
         rank
         for part in parts

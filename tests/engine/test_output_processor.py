@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspec.engine.batch import Progress
+from jaxspec.engine.batch import Advance, Progress
 from jaxspec.engine.detokenizer import TextStream
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.metrics import EngineMetrics, Load
@@ -377,7 +377,9 @@ class Feed:
     ) -> list[RequestOutput]:
         request.output_token_ids += tokens
         part = Progress(request=request, token_ids=tokens, is_done=is_done)
-        return self.processor.advance([part], _finish)
+        is_quiet = request.is_quiet and not is_done
+        advance = Advance(quiet=[request]) if is_quiet else Advance(parts=[part])
+        return self.processor.advance(advance, _finish)
 
 
 def _finish(request: Request, reason: str, stop: int | str | None) -> None:
@@ -424,7 +426,8 @@ def test_the_short_way_tells_what_the_long_way_tells(ids, sizes):
 def test_only_tokens_and_text_go_the_short_way(params, is_fast):
     feed = Feed()
     request = feed.open(**params)
-    assert feed.processor.streams[request.request_id].is_fast == is_fast
+    stream = feed.processor.streams[request.request_id]
+    assert (stream.is_fast or request.is_quiet) == is_fast
 
 
 @pytest.mark.parametrize("kind", [DELTA, RequestOutputKind.CUMULATIVE])
@@ -468,13 +471,11 @@ def test_tokens_of_one_round_have_waited_since_the_one_before(
     now[0] = 103.0
     for request in (first, second):
         request.output_token_ids += [6]
-    feed.processor.advance(
-        [
-            Progress(request=request, token_ids=[6], is_done=False)
-            for request in (first, second)
-        ],
-        _finish,
-    )
+    parts = [
+        Progress(request=request, token_ids=[6], is_done=False)
+        for request in (first, second)
+    ]
+    feed.processor.advance(Advance(parts=parts), _finish)
     (waits,) = (
         metric
         for metric in feed.metrics.read(Load())
