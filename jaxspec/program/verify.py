@@ -3,6 +3,7 @@
 Plain decoding is the verification of zero drafts.
 """
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
@@ -15,6 +16,11 @@ from jaxspec.program.rows import Active
 from jaxspec.program.sampling import controls_of, draw_numbers, forbid_early_stop
 from jaxspec.program.tree import Tree
 from jaxspec_kernels.rejection_sampling import Verdict, rejection_sampling
+
+# Filters and laws take several times the memory of the logits that they are made of. Of
+# hundreds of sequences that is gigabytes: groups of them are decided one by one, while
+# one is large enough to keep a device busy.
+MAX_GROUP_BYTES = 2**28
 
 
 def verify(
@@ -58,18 +64,19 @@ def verify(
     if forced_acceptance is not None and draft:
         num_forced = force(forced_acceptance[:draft], num_draft, active)
 
-    def decide(logits: Array, probs: Array | None, whole: tuple) -> Verdict:
+    def decide_all(logits: Array, probs: Array | None, whole: tuple) -> Verdict:
         tokens, num_draft, active, controls, numbers, num_forced = whole
         offset = jnp.array([tree.depths], jnp.int32)
         position = (active.num_tokens[:, None] + offset).reshape(-1)
+        count = len(num_draft)
         logits = forbid_early_stop(
-            logits.reshape(seqs * width, -1), position, active.repeat(width), axes
+            logits.reshape(count * width, -1), position, active.repeat(width), axes
         )
         is_sampled = controls is not None
         return rejection_sampling(
             tokens,
             probs,
-            logits.reshape(seqs, width, -1),
+            logits.reshape(count, width, -1),
             num_draft,
             controls,
             rule=active.rule,
@@ -83,12 +90,35 @@ def verify(
             device_kind=backend.device_kind,
         )
 
+    def decide(logits: Array, probs: Array | None, whole: tuple) -> Verdict:
+        size = _group_size(logits.shape)
+        if size == seqs:
+            return decide_all(logits, probs, whole)
+        groups = jax.tree.map(
+            lambda part: part.reshape(seqs // size, size, *part.shape[1:]),
+            (logits, probs, whole),
+        )
+        verdicts = jax.lax.map(lambda group: decide_all(*group), groups)
+        return jax.tree.map(lambda part: part.reshape(seqs, *part.shape[2:]), verdicts)
+
     whole, columns = PartitionSpec(), PartitionSpec(None, None, axes)
     return backend.split(decide, (columns, columns, whole), whole)(
         rows,
         probs,
         (tokens, num_draft, active, controls_of(active), numbers, num_forced),
     )
+
+
+def _group_size(shape: tuple[int, ...]) -> int:
+    """How many sequences are decided at a time, of logits [seq, width, vocab].
+
+    A power of two, as their number is, or all of them.
+    """
+    seqs, width, vocab = shape
+    size = seqs
+    while size > 1 and size % 2 == 0 and 4 * size * width * vocab > MAX_GROUP_BYTES:
+        size //= 2
+    return size
 
 
 def force(

@@ -6,13 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.plan import BLOCK, COUPLED, STANDARD
 from jaxspec.program.propose import Proposal
 from jaxspec.program.tree import Tree
-from jaxspec.program.verify import force, verify
+from jaxspec.program.verify import _group_size, force, verify
 from tests.kernels import dense
 from tests.kernels.oracle import UNOPTIMISED
 from tests.laws import check_counts, filtered_law
@@ -203,6 +204,28 @@ def test_standard_beside_greedy():
 
 def test_coupled_batch():
     check_mixed_batch((COUPLED,))
+
+
+def test_groups_of_sequences_are_decided_as_all_of_them(monkeypatch):
+    """Hundreds of sequences are too large for one group."""
+    most = 4 * VOCAB * (DRAFTS + 1) * 32
+    monkeypatch.setattr("jaxspec.program.verify.MAX_GROUP_BYTES", most)
+    assert _group_size((SEQS, DRAFTS + 1, VOCAB)) == 30
+    check_mixed_batch((STANDARD, COUPLED, GREEDY, BLOCK))
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ((8, 6, 256_000), 8),
+        ((256, 6, 256_000), 32),
+        ((256, 1, 256_000), 256),
+        ((256, 6, 32_000), 256),  # of eight shards of the vocabulary each
+        ((1, 6, 256_000), 1),
+    ],
+)
+def test_groups_are_as_large_as_their_logits_allow(shape, size):
+    assert _group_size(shape) == size
 
 
 # More than there are drafts, as where a launch drafts fewer than the engine may.
