@@ -6,7 +6,6 @@ microseconds. The device may be ahead of these values by the launches that are n
 
 import dataclasses
 import functools
-import itertools
 import operator
 
 import numpy as np
@@ -37,7 +36,8 @@ class RowTable:
         K = 3                  2
 
     Attributes:
-        owner: A unique number per admission; -1 for a free row.
+        num_admitted: Admissions so far.
+        owner: The number of its admission; -1 for a free row.
         is_decoding: The whole prompt is prefilled, or is in a launch.
         is_streamed: The caller gets tokens as they are made.
         num_tokens: Tokens whose values the host knows.
@@ -71,13 +71,14 @@ class RowTable:
         self.num_draft, self.num_draft_uncached = integers(), integers(1)
         self.kind = integers()
         self._longest_drafted = longest_drafted
-        self._admissions = itertools.count()
+        self.num_admitted = 0
 
     def admit(self, request: Request, longest: int) -> None:
         """Give a request a row."""
         row = request.row = self.free.pop()
         self.requests[row] = request
-        self.owner[row] = next(self._admissions)
+        self.owner[row] = self.num_admitted
+        self.num_admitted += 1
         self.is_decoding[row] = False
         kind = request.params.output_kind
         self.is_streamed[row] = kind is not RequestOutputKind.FINAL_ONLY

@@ -48,6 +48,8 @@ from jaxspec.program.plan import (
 from jaxspec.program.tree import Tree
 from jaxspec.program.wire import CaughtUp, StepResult
 
+# Launches that feed the draft model, before the next round, at most.
+MAX_IN_A_ROW = 4
 # Rounds that what a change costs is spread over, at least and at most.
 HORIZON_ROUNDS = 8, 256
 
@@ -96,7 +98,9 @@ class Scheduler:
         self.running: list[Request] = []
         self.pacer = Pacer(self.costs)
         # Bringing the draft model up to date and other launches take turns.
-        self._has_caught_up = self._has_put_off = False
+        self._num_caught_up, self._has_put_off = 0, False
+        # When most requests waited for it last.
+        self._num_admitted_then = 0
 
     @property
     def _has_draft_model(self) -> bool:
@@ -160,13 +164,12 @@ class Scheduler:
         features, shape = self.rows.features(rows), None
         if len(rows):
             wanted = np.minimum(wanted, self._choose(rows, wanted, features))
-            num_draft = int(wanted.max())
+            shape = self.shapes.find(len(rows), int(wanted.max()), 0, features)
             if self._has_draft_model:
                 wanted[self.rows.lags(rows)] = 0
-                # Where all wait for the draft model it is for a round or two: no reason
-                # for another program.
-                num_draft = int(wanted.max()) or num_draft
-            shape = self.shapes.find(len(rows), num_draft, 0, features)
+                if not wanted.any():
+                    # All wait for the draft model, for a round or two.
+                    shape = self.shapes.find(len(rows), 0, 0, features, is_brief=True)
         if shape is None:
             rows, wanted = rows[:0], wanted[:0]
         return Decode(rows, wanted, shape)
@@ -232,9 +235,15 @@ class Scheduler:
         return int((-(-(self.rows.num_draft_uncached[rows] - 1) // TILE)).sum())
 
     def _is_turn_to_catch_up(self) -> bool:
-        """Whether the draft model is brought up to date before anything else."""
-        if self._has_caught_up or not len(self.rows.lagging()):
-            self._has_caught_up = False
+        """Whether the draft model is brought up to date before anything else.
+
+        In turn with rounds while most sequences have drafts. Else several times in a
+        row: of rounds without drafts, those who have caught up would lag again before
+        the last have.
+        """
+        most = MAX_IN_A_ROW if self._is_in_a_row() else 1
+        if self._num_caught_up >= most or not len(self.rows.lagging()):
+            self._num_caught_up = 0
             return False
         # Once, for the first tokens of those who wait.
         has_newcomers = bool(self.waiting and self.rows.free)
@@ -263,18 +272,26 @@ class Scheduler:
         # In the order of admission: nobody is passed by those who come later.
         lagging = lagging[self.rows.owner[lagging].argsort()]
         tiles = self._missing_tiles(lagging)
-        if self._are_streaming():
+        if self._are_streaming() and not self._is_in_a_row():
             tiles = min(tiles, self._tiles_beside_streams())
         shape = self.shapes.catch_up(tiles)
         if shape is None:
             return None
-        self._has_caught_up = True
+        self._num_caught_up += 1
         return plan_catch_up(self.rows, self.tables, lagging, shape, is_probe=is_probe)
+
+    def _is_in_a_row(self) -> bool:
+        """Whether some wait for the draft model since more than half of all did."""
+        rows = np.flatnonzero(self.rows.is_decoding)
+        late = rows[self.rows.awaits_draft(rows)]
+        if 2 * len(late) > len(rows):
+            self._num_admitted_then = self.rows.num_admitted
+        return bool((self.rows.owner[late] < self._num_admitted_then).any())
 
     def _are_streaming(self) -> bool:
         """Whether somebody is shown tokens as they are made, and gets some now."""
         rows = np.flatnonzero(self.rows.is_decoding & self.rows.is_streamed)
-        return not self._awaits_draft(rows).all()
+        return not bool(self._awaits_draft(rows).all())
 
     def _tiles_beside_streams(self) -> int:
         """Tiles of the largest program that they may wait for between two rounds."""
@@ -299,8 +316,18 @@ class Scheduler:
         num_seqs, num_draft = len(decode.rows), decode.num_draft_tokens
         found = self.shapes.with_prompts(num_seqs, num_draft, features)
         if tokens:
-            self.shapes.request(num_seqs, num_draft, tokens, features)
+            self.shapes.request(
+                num_seqs,
+                num_draft,
+                tokens,
+                features,
+                is_brief=self._is_brief(decode),
+            )
         return found
+
+    def _is_brief(self, decode: Decode) -> bool:
+        """Whether a launch without drafts would have some as a rule."""
+        return not len(decode.rows) or bool(self.choice.num_drafts)
 
     def _room(
         self, decode: Decode, shapes: list[StepShape]
@@ -368,7 +395,13 @@ class Scheduler:
                 num_seqs = shape.num_seqs
             tokens = len(work.tiles) * TILE
             num_draft = decode.num_draft_tokens
-            shape = self.shapes.find(num_seqs, num_draft, tokens, features)
+            shape = self.shapes.find(
+                num_seqs,
+                num_draft,
+                tokens,
+                features,
+                is_brief=self._is_brief(decode),
+            )
         assert shape is not None, "rows decode, and prompts come in, where they can"
         return self._launch(rows, wanted, shape, work, charged_s)
 
@@ -506,7 +539,7 @@ class Scheduler:
         most = self.config.max_num_seqs
         num_seqs = min(len(self.running) + len(waiting), most)
         tokens = sum(len(one.tokens_to_prefill) for one in waiting[:most])
-        self.shapes.request(num_seqs, 0, tokens, features)
+        self.shapes.request(num_seqs, 0, tokens, features, is_brief=True)
         return False
 
     def _has_room(self, request: Request, found: list[int]) -> bool:

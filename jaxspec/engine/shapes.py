@@ -111,6 +111,7 @@ class Shapes:
             GREEDY: drafting + sizes_without,
             SAMPLED: [largest, (1, 0, single), (seqs, drafts, small)]
             + drafting
+            + [(seqs, 0, small)]
             + [(seqs, 0, 0), *(sizes_without if drafting else [(1, 0, 0)])],
             special: [largest, (seqs, drafts, small), alone, (seqs, drafts, 0)],
             # A request whose prompt is in decodes in another form.
@@ -144,8 +145,8 @@ class Shapes:
             for form in (GREEDY, SAMPLED)
             for shape in self._forms.get(form, ())
             if len(self._controller.ladder) > 1
-            and not (shape.num_draft_tokens or shape.chunk)
-            and (form, shape.num_seqs) != (GREEDY, 1)
+            and not shape.num_draft_tokens
+            and (shape.num_seqs > 1 or not (shape.chunk or form == GREEDY))
         }
 
     def form(self, features: Features) -> Features:
@@ -218,20 +219,29 @@ class Shapes:
         num_draft_tokens: int,
         num_prompt_tokens: int = 0,
         features: Features = SAMPLED,
+        *,
+        is_brief: bool = False,
     ) -> StepShape | None:
         """The best compiled program that serves a launch; None if there is none.
 
         If the best one of all is missing, it is requested.
+
+        Args:
+            is_brief: There will be few such launches: for them nothing is compiled that
+                other launches do not need.
         """
         self._refresh()
         need = num_seqs, num_draft_tokens, num_prompt_tokens, features
-        if need not in self._found:
+        if (need, is_brief) not in self._found:
             able = self._able(*need)
             there = next((shape for shape in able if shape in self._programs), None)
-            if there is not able[0]:
-                self._programs.request(able[0])
-            self._found[need] = there
-        return self._found[need]
+            best = next(
+                shape for shape in able if not (is_brief and shape in self._late)
+            )
+            if there is None or able.index(best) < able.index(there):
+                self._programs.request(best)
+            self._found[need, is_brief] = there
+        return self._found[need, is_brief]
 
     def _refresh(self) -> None:
         if self._found_version != self._programs.version:
@@ -262,11 +272,22 @@ class Shapes:
         )
 
     def request(
-        self, num_seqs: int, num_draft_tokens: int, tokens: int, features: Features
+        self,
+        num_seqs: int,
+        num_draft_tokens: int,
+        tokens: int,
+        features: Features,
+        *,
+        is_brief: bool = False,
     ) -> None:
-        """Request the best program for a launch with prompts, if it is missing."""
+        """Request the best program for a launch with prompts, if it is missing.
+
+        Args:
+            is_brief: As for `find`.
+        """
         tiles = min(-(-tokens // TILE), self.max_tiles)
-        self.find(num_seqs, num_draft_tokens, tiles * TILE, features)
+        tokens = tiles * TILE
+        self.find(num_seqs, num_draft_tokens, tokens, features, is_brief=is_brief)
 
     def with_prompts(
         self, num_seqs: int, num_draft_tokens: int, features: Features

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jaxspec.config import EngineConfig
 from jaxspec.engine.controller import Controller
 from jaxspec.engine.request import Request, Status
-from jaxspec.engine.scheduler import Scheduler, WaitingQueue
+from jaxspec.engine.scheduler import MAX_IN_A_ROW, Scheduler, WaitingQueue
 from jaxspec.engine.shapes import EveryProgram
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import MAX_CONTROLLED, TILE, Features, TokenControls
@@ -188,7 +188,7 @@ def test_drafting_stops_in_a_crowd_and_comes_back():
 
 
 def test_sequences_decode_while_the_draft_model_catches_up():
-    """It takes turns with rounds; rows that it has not reached go without drafts."""
+    """After some launches in a row, rows that it has not reached go without drafts."""
     config = make_config(
         max_num_seqs=4,
         num_pages=400,
@@ -212,7 +212,8 @@ def test_sequences_decode_while_the_draft_model_catches_up():
     turns = [launch.shape.is_catch_up for launch in launches]
     # 400 tokens of two rows, up to 64 in a launch.
     assert 6 <= sum(turns) <= 9
-    assert not any(one and two for one, two in itertools.pairwise(turns))
+    runs = [len([*run]) for is_turn, run in itertools.groupby(turns) if is_turn]
+    assert max(runs) == MAX_IN_A_ROW
     last = len(turns) - 1 - turns[::-1].index(True)
     between = [set(one.drafts.tolist()) for one in launches[:last] if one.decoding]
     assert {0, 3} in between, "both waited for the slower one"
@@ -235,7 +236,7 @@ def test_a_first_token_does_not_wait_for_the_draft_model():
     fed = [one.shape.is_catch_up for one in loop.launches[:4]]
     # The second prompt goes before what the first one has left to do, once.
     assert prompts[:2] == [60, 60]
-    assert fed == [False, False, True, False]
+    assert fed == [False, False, True, True]
     drafts = [one.drafts.tolist() for one in loop.launches[3:8] if len(one.drafts)]
     assert all(3 in one for one in drafts)
     for request in (first, second):
@@ -285,6 +286,41 @@ def test_the_draft_model_reads_in_the_order_of_admission():
     num_tiles = -(-300 // TILE)
     assert read[:num_tiles] == [requests[0]] * num_tiles
     assert len(read) == num_tiles + 3 * 2
+
+
+@pytest.mark.parametrize(
+    "kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA]
+)
+def test_all_get_drafts_soon_after_a_time_without(kind):
+    """Those who have caught up first would lag again before the last have."""
+    config = make_config(
+        max_num_seqs=16,
+        num_pages=1000,
+        max_model_len=400,
+        max_num_batched_tokens=512,
+        disable_by_batch_size=15,
+    )
+    loop = Loop(config, seed=0)
+    requests = make_requests(config, 16, num_draft_tokens=3)
+    for request in requests:
+        request.prompt_token_ids, request.max_total = [1] * 5, 390
+        request.params.output_kind = kind
+        loop.scheduler.add(request)
+    for _ in range(100):
+        loop.step()
+    assert not any(launch.drafts.any() for launch in loop.launches)
+    begun = len(loop.launches)
+    loop.scheduler.finish(requests[0], "abort", None)
+    for _ in range(20):
+        loop.step()
+    launches = loop.launches[begun:]
+    rounds = [one for one in launches if not one.shape.is_catch_up]
+    # 15 rows lag by four tiles each, of which a launch takes 16.
+    assert len(launches) - len(rounds) <= 6
+    assert all((one.drafts == 3).all() for one in rounds[4:])
+    # Before, nobody pays for drafts that are not made.
+    idle = [one for one in rounds if not one.drafts.any()]
+    assert not any(one.shape.num_draft_tokens for one in idle)
 
 
 def test_streams_are_not_held_up_by_what_the_draft_model_reads():

@@ -137,7 +137,26 @@ def test_plain_decoding_of_any_size_is_as_fast_as_without_drafts():
         "4x0_sampled",
         "8x0_greedy",
         "8x0_sampled",
+        "8x0+64_sampled",
     }
+    # A prompt beside sequences that do not draft does not wait for rows of drafts.
+    found = shapes.find(8, 0, 64)
+    assert found is not None
+    assert found.name == "8x0+64_sampled"
+
+
+def test_a_few_launches_without_drafts_are_no_reason_to_compile():
+    largest = StepShape(num_seqs=8, num_draft_tokens=5, chunk=512)
+    programs = SomePrograms(largest)
+    shapes = make_shapes(programs, **DEFAULT)
+    for _ in range(2):
+        assert shapes.find(8, 0, 64, is_brief=True) == largest
+        assert [shape.name for shape in programs.asked] == ["8x5+64_sampled"]
+    assert shapes.find(8, 0, 64) == largest
+    assert programs.asked[-1].name == "8x0+64_sampled"
+    # Where it is there, it is used.
+    programs.add(programs.asked[-1])
+    assert shapes.find(8, 0, 64, is_brief=True) == programs.asked[-1]
 
 
 def test_the_draft_model_catches_up_in_the_smallest_program_with_room():
