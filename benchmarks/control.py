@@ -19,6 +19,7 @@ but in `foreign`, so texts mean nothing there.
 
 import argparse
 import dataclasses
+import gc
 import itertools
 import json
 import time
@@ -57,7 +58,7 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.speculation import ADAPTIVE, FIXED
 
-PARTS = ("cells", "step", "ramp", "foreign", "free")
+PARTS = ("cells", "step", "ramp", "free", "foreign")
 RESULT = Path(__file__).with_name("results") / "control-cpu.json"
 MOST_DRAFTS = 5
 CHANCES, BATCHES = (0.0, 0.3, 0.5, 0.7, 0.9), (1, 4, 8, 16)
@@ -149,6 +150,13 @@ class Engines:
             bar.update()
         self.rounds[engine] = Rounds(engine)
         return engine
+
+    def drop(self, name: str) -> None:
+        """Free engines that no part needs any more: each maps many programs."""
+        for engine in vars(self).pop(name, {}).values():
+            self.rounds.pop(engine)
+            engine.shutdown()
+        gc.collect()
 
     def ways(self, drafted: Mapping[str, LLMEngine], fixed: Sequence[int]) -> "Ways":
         """Plain decoding, some fixed K, and adaptive ones, by name."""
@@ -333,8 +341,9 @@ def step(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]:
 
         given: dict[str, Any] = dict(
             wanted=lambda now, size=size: size,
-            # All of a batch do not end at once.
-            lengths=range(1024, 1536, 64),
+            # All of a batch do not end at once, and after some seconds the texts are
+            # as long as ever: rounds over longer ones take longer.
+            lengths=range(256, 768, 64),
         )
         way = Way(engines.plain, 0)
         marks, _ = drive(way, prompts, phase_s, **given)
@@ -429,6 +438,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "free": free,
     }
     for name in options.parts:
+        if name == "foreign":
+            engines.drop("forced")
         result[name] = parts[name](engines, options)
         result["misses"] = misses(result)
         write_whole(json.dumps(result) + "\n", options.json)

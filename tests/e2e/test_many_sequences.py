@@ -1,5 +1,7 @@
 """Hundreds of sequences at once say what they say among few."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,9 @@ from jaxspec.sampling_params import SamplingParams
 from tests.engines import generate, make_engine, make_micro, tokens_of
 
 NUM_SEQS = 256
-SIZES = dict(num_pages=2048, max_num_batched_tokens=2048, has_one_shape=True)
+SIZES: dict[str, Any] = dict(
+    num_pages=2048, max_num_batched_tokens=2048, has_one_shape=True
+)
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
