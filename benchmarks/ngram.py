@@ -23,6 +23,7 @@ RESULTS = HERE / "results"
 CONTROLS: dict[str, dict[str, Any]] = {
     "copy": {"temperature": 0.0},
     "prose": {"temperature": 1.0},
+    "again": {"temperature": 0.0},
 }
 PROSE_DOMAINS = ("stories", "fiction")
 DEFAULT_DRAFTS = {"ngram": 8, "suffix": 16}
@@ -57,14 +58,18 @@ def main() -> None:
     common = "method", "controller", "num_speculative_tokens"
     lookup = {name: getattr(options, name) for name in (*common, *keys)}
     engine = make_engine(options, speculative_config=lookup)
+    sets = {
+        "copy": list(bundled("copy_prompts.jsonl")),
+        "prose": prose_prompts(),
+    }
+    if lookup.get("suffix_decoding_max_cached_requests"):
+        # The answers of before are kept: every repeat but the first finds its own.
+        sets["again"] = list(bundled("prompts.jsonl"))
     result = header(options.method, engine, options, device) | {
         "batch": 1,
         "sets": {
             name: measure(engine, name, prompts, options)
-            for name, prompts in (
-                ("copy", list(bundled("copy_prompts.jsonl"))),
-                ("prose", prose_prompts()),
-            )
+            for name, prompts in sets.items()
         },
     }
     for name, found in result["sets"].items():

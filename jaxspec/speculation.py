@@ -27,6 +27,8 @@ MAX_PROMPT_LOOKUP = 32
 DEFAULT_PROMPT_LOOKUP = 5
 # Of suffix drafts one token fewer than this is compared; the defaults are vLLM's.
 MAX_TREE_DEPTH = 64
+# About 60 kB each are kept on the device.
+MAX_CACHED_REQUESTS = 4096
 
 NGRAM, NGRAM_AND_MODEL, DRAFT_MODEL = "ngram", "ngram+draft_model", "draft_model"
 SUFFIX, SUFFIX_AND_MODEL = "suffix", "suffix+draft_model"
@@ -77,8 +79,8 @@ class SpeculativeConfig:
         suffix_decoding_max_spec_factor: Most drafts for every token that matches.
         suffix_decoding_min_token_prob: Least share of the matches that must agree with
             a draft and those before it.
-        suffix_decoding_max_cached_requests: 0: drafts come from the request's own
-            prompt and answer alone.
+        suffix_decoding_max_cached_requests: Answers of so many past requests of the
+            same `cache_salt` are looked into as well. 0: of none.
     """
 
     method: str = DRAFT_MODEL
@@ -270,17 +272,18 @@ class SpeculativeConfig:
             low=0,
             high=1,
         )
-        cached = self.suffix_decoding_max_cached_requests
-        if cached is not None and check_integer(
-            ConfigError, "suffix_decoding_max_cached_requests", cached, low=0
-        ):
+        name = "suffix_decoding_max_cached_requests"
+        cached = check_integer(
+            ConfigError, name, getattr(self, name), low=0, high=MAX_CACHED_REQUESTS
+        )
+        if cached and self.rejection_sample_method not in ("coupled", SYNTHETIC):
             raise wrong_argument(
-                UnsupportedError,
-                "suffix_decoding_max_cached_requests",
-                "0 or left out",
-                cached,
-                "Drafts come from the request's own prompt and answer; answers of past "
-                "requests are not kept yet.",
+                ConfigError,
+                "rejection_sample_method",
+                f"'coupled' with {name}={cached}",
+                self.rejection_sample_method,
+                "By any other rule a text that is drawn without a seed would depend on "
+                "the answers of other requests.",
             )
 
     def _check_left_out(self, names: Sequence[str], owner: str) -> None:

@@ -9,6 +9,11 @@ import time
 from collections.abc import Callable
 
 from tests.mutation import Mutant, is_killed
+from tests.program.propose.test_corpus import (
+    check_every_place,
+    check_other_salts,
+    check_what_is_not_entered,
+)
 from tests.program.propose.test_draft_model import check_self_draft
 from tests.program.propose.test_ngram import check_chosen_texts
 from tests.program.propose.test_suffix import check_chosen_suffixes
@@ -230,6 +235,34 @@ MUTANTS = [
         "(share >= min_share)",
         "(share > 0)",
         check=check_chosen_suffixes,
+    ),
+    mutant(
+        "corpus_ignores_salts",
+        "propose/corpus.find_in_corpus",
+        "(salt == active.salt[:, None])",
+        "(salt == salt)",
+        check=check_other_salts,
+    ),
+    mutant(
+        "corpus_enters_prompts",
+        "propose/corpus.note",
+        "place >= active.num_prompt[:, None] - 1",
+        "place >= -1",
+        check=check_what_is_not_entered,
+    ),
+    mutant(
+        "corpus_loses_what_comes_fast",
+        "propose/corpus.note",
+        "count = AFTER + num_new - 1",
+        "count = AFTER",
+        check=check_every_place,
+    ),
+    mutant(
+        "corpus_finds_an_entry_twice",
+        "propose/corpus.find_in_corpus",
+        "(length < more)",
+        "(length <= BEFORE)",
+        check=check_every_place,
     ),
 ]
 

@@ -91,7 +91,8 @@ def test_keys_of_another_method(keys: dict[str, Any], texts: list[str]):
         ({FACTOR: float("inf")}, f"{FACTOR} must be a finite number above 0, got inf"),
         ({PROB: -0.1}, rf"{PROB} must be a number in \[0, 1\], got -0.1"),
         ({PROB: 1.5}, rf"{PROB} must be a number in \[0, 1\], got 1.5"),
-        ({CACHED: -1}, f"{CACHED} must be an integer of at least 0, got -1"),
+        ({CACHED: -1}, f"{CACHED} must be an integer from 0 to 4096, got -1"),
+        ({CACHED: 10000}, f"{CACHED} must be an integer from 0 to 4096, got 10000"),
         ({"num_speculative_tokens": 17}, "from 1 to 16, got 17.*method 'suffix'"),
     ],
 )
@@ -100,9 +101,12 @@ def test_suffix_keys_that_cannot_work(keys: dict[str, Any], text: str):
         SpeculativeConfig(method="suffix", **SUFFIX_DEFAULTS | keys)
 
 
-def test_answers_of_past_requests_are_not_kept():
-    keys = SUFFIX_DEFAULTS | {CACHED: 10000}
-    with pytest.raises(NotImplementedError, match=f"{CACHED} must be 0.*got 10000"):
+def test_texts_do_not_depend_on_the_answers_of_others():
+    """Of a point mass, the rule keeps as many drafts as any other."""
+    keys: dict[str, Any] = SUFFIX_DEFAULTS | {CACHED: 10}
+    SpeculativeConfig(method="suffix", rejection_sample_method="coupled", **keys)
+    text = f"rejection_sample_method must be 'coupled' with {CACHED}=10, got 'block'"
+    with pytest.raises(ConfigError, match=text):
         SpeculativeConfig(method="suffix", **keys)
 
 

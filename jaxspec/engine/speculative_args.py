@@ -124,6 +124,9 @@ def merge_speculative_arguments(
         _settle_lookup(merged, is_first_generation=is_first)
     if method in (SUFFIX, SUFFIX_AND_MODEL):
         merged = SUFFIX_DEFAULTS | merged
+        if merged["suffix_decoding_max_cached_requests"]:
+            # Texts may not depend on others' answers: see `SpeculativeConfig`.
+            merged.setdefault("rejection_sample_method", "coupled")
     for key in _SPECULATIVE_NO_EFFECT:
         merged.pop(key, None)
     return merged or None

@@ -135,6 +135,16 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
             suffix(max_tree_depth=32, max_spec_factor=2.0)
             | {"num_speculative_tokens": 12},
         ),
+        # Answers of others, on which no text depends by the one rule.
+        (
+            {
+                "speculative_config": {
+                    "method": "suffix",
+                    "suffix_decoding_max_cached_requests": 10,
+                }
+            },
+            suffix(max_cached_requests=10) | {"rejection_sample_method": "coupled"},
+        ),
         (
             {"spec_method": "suffix+draft_model", "spec_model": "draft"},
             {"model": "draft"} | suffix("suffix+draft_model"),

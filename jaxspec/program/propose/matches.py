@@ -3,6 +3,7 @@
 Comparisons of integers over the known tokens. What a match is worth, whoever asks says.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -18,10 +19,12 @@ class Matches(NamedTuple):
     Attributes:
         length: How many tokens are the same as the newest; 0 is no match.
         following: What came after them; junk where there is no match.
+        num_following: How many of those are known: the first ones.
     """
 
     length: Int[Array, "seq match"]
     following: Int[Array, "seq match draft"]
+    num_following: Int[Array, "seq match"]
 
 
 def find_matches(
@@ -59,7 +62,26 @@ def find_matches(
     drafts = jnp.take_along_axis(
         tokens, following.reshape(tokens.shape[0], -1), axis=1, mode="clip"
     )
-    return Matches(best // size, drafts.reshape(following.shape))
+    return Matches(
+        length=best // size,
+        following=drafts.reshape(following.shape),
+        num_following=jnp.full_like(best, num_draft_tokens),
+    )
+
+
+def best_of(kinds: Sequence[Matches], count: int) -> Matches:
+    """The longest of several kinds of matches, of equals those of the first kind."""
+    parts = zip(*kinds, strict=True)
+    every = Matches(*(jnp.concatenate(one, axis=1) for one in parts))
+    size = every.length.shape[1]
+    rank = every.length * size + jnp.arange(size - 1, -1, -1, dtype=jnp.int32)[None]
+    ranks = _largest(rank, count)
+    index = size - 1 - ranks % size
+    return Matches(
+        length=ranks // size,
+        following=jnp.take_along_axis(every.following, index[:, :, None], axis=1),
+        num_following=jnp.take_along_axis(every.num_following, index, axis=1),
+    )
 
 
 def _largest(rank: Int[Array, "seq place"], count: int) -> Int[Array, "seq match"]:

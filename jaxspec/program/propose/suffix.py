@@ -1,4 +1,4 @@
-"""Drafts copied from the sequence itself: what most often followed the same tokens.
+"""Drafts copied from the sequence, or past answers: what most often came next there.
 
 The longer a match, the more drafts it is trusted with; where equally long ones go on
 differently, the drafts are those of which most are expected to stay.
@@ -19,9 +19,12 @@ from jaxtyping import Array, Int
 from jaxspec.config import EngineConfig
 from jaxspec.models.params import Params
 from jaxspec.program.plan import PoolShape
-from jaxspec.program.propose.matches import Matches, find_matches
-from jaxspec.program.propose.proposal import Context, Proposal
+from jaxspec.program.propose.corpus import corpus_forms, find_in_corpus, note
+from jaxspec.program.propose.matches import Matches, best_of, find_matches
+from jaxspec.program.propose.proposal import Context, Proposal, Seen
 from jaxspec.program.rows import Active
+from jaxspec.sharding import replicated
+from jaxspec.speculation import MAX_DRAFT_TOKENS
 
 # Matches that are counted, at most: the latest. Older ones would outvote them: with 8,
 # the texts of `benchmarks/ngram.py` get a thirtieth fewer tokens a round than with 1.
@@ -66,7 +69,11 @@ class Suffix:
         limits = draft_limits(depth, factor, speculative.num_speculative_tokens)
         shortest = LONG_MATCH if speculative.has_draft_model else 1
         # 0.3 of 840 is 252, whatever binary fractions make of it.
-        return cls(limits, shortest, math.ceil(round(min_prob * WHOLE, 6)))
+        made = cls(limits, shortest, math.ceil(round(min_prob * WHOLE, 6)))
+        num_requests = speculative.suffix_decoding_max_cached_requests
+        if not num_requests:
+            return made
+        return CorpusSuffix(**vars(made), num_requests=num_requests)
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
         """Nothing is kept: the known tokens are the rows'."""
@@ -93,7 +100,12 @@ class Suffix:
         """Copy what followed the newest tokens before, as far as that is trusted."""
         assert before is None, "a lookup comes first"
         assert context.tree.is_chain, "a lookup finds a chain"
-        matches = find_matches(
+        matches = self._matches(state, context)
+        return choose(matches, limits=self.limits, min_share=self.min_share), state
+
+    def _matches(self, state: Any, context: Context) -> Matches:
+        """What is looked up."""
+        return find_matches(
             context.active,
             context.token_pages,
             longest=len(self.limits) - 1,
@@ -101,7 +113,47 @@ class Suffix:
             num_matches=NUM_MATCHES,
             num_draft_tokens=context.tree.num_nodes,
         )
-        return choose(matches, limits=self.limits, min_share=self.min_share), state
+
+
+@dataclass(frozen=True)
+class CorpusSuffix(Suffix):
+    """The same beside answers of past requests, which every round adds to.
+
+    Attributes:
+        num_requests: How many of usual length there is room for.
+    """
+
+    num_requests: int
+
+    @property
+    def target_layers(self) -> tuple[int, ...]:
+        """None: it is shown rounds for their tokens."""
+        return ()
+
+    def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
+        """The corpus, whole on every device."""
+        return corpus_forms(self.num_requests, replicated(mesh))
+
+    def observe(
+        self, params: Params | None, state: Any, context: Context, seen: Seen
+    ) -> Any:
+        """Enter the answers as they were before the round."""
+        return note(
+            state, context.active, context.token_pages, num_new=MAX_DRAFT_TOKENS + 1
+        )
+
+    def _matches(self, state: Any, context: Context) -> Matches:
+        """The longest, of equally long ones those of the sequence itself."""
+        own = super()._matches(state, context)
+        others = find_in_corpus(
+            state,
+            context.active,
+            context.token_pages,
+            longest=len(self.limits) - 1,
+            shortest=self.shortest,
+            num_draft_tokens=context.tree.num_nodes,
+        )
+        return best_of((own, others), NUM_MATCHES)
 
 
 def draft_limits(depth: int, factor: float, most: int) -> tuple[int, ...]:
@@ -130,7 +182,7 @@ def choose(matches: Matches, *, limits: tuple[int, ...], min_share: int) -> Prop
         matches: The longest first, of equally long ones the latest.
         limits, min_share: Of `Suffix`.
     """
-    length, following = matches
+    length, following, num_following = matches
     draft = following.shape[2]
     offset = jnp.arange(draft, dtype=jnp.int32)[None, None]
     is_counted = (length == length[:, :1]) & (length > 0)
