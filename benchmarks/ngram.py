@@ -1,9 +1,10 @@
-"""n-gram drafts on the bundled target at batch 1, beside plain decoding.
+"""Drafts looked up in the text, on the bundled target at batch 1, beside plain rounds.
 
 Two sets of texts: `copy`, whose continuations repeat what the sequence has already,
 and `prose`, drawn at temperature 1, where next to nothing matches and the lookup may
 cost nothing. Plain and speculative run in turn in one process; medians. Prints a line
-per set and writes benchmarks/results/ngram-cpu.json. See benchmarks/README.md.
+per set and writes benchmarks/results/ngram-cpu.json, or suffix-cpu.json with
+`--method suffix`. See benchmarks/README.md.
 """
 
 import argparse
@@ -15,14 +16,17 @@ from benchmarks.cpu_pair import header, make_engine, warn_unless_quiet
 from benchmarks.measure import run_prompts, summarise
 from benchmarks.prompts import bundled
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.speculation import LOOKUP_KEYS, SUFFIX_DEFAULTS
 
 HERE = Path(__file__).parent
-RESULT = HERE / "results" / "ngram-cpu.json"
+RESULTS = HERE / "results"
 CONTROLS: dict[str, dict[str, Any]] = {
     "copy": {"temperature": 0.0},
     "prose": {"temperature": 1.0},
+    "again": {"temperature": 0.0},
 }
 PROSE_DOMAINS = ("stories", "fiction")
+DEFAULT_DRAFTS = {"ngram": 8, "suffix": 16}
 QUICK = {"num_tokens": 16, "repeats": 1}
 
 
@@ -30,9 +34,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--num-tokens", type=int, default=128, help="new tokens of every request")
-    add("--num-speculative-tokens", type=int, default=8, help="drafts per round")
+    add("--method", choices=DEFAULT_DRAFTS, default="ngram")
+    add("--num-speculative-tokens", type=int, help="drafts per round: 8, of suffix 16")
     add("--prompt-lookup-max", type=int, default=4)
     add("--prompt-lookup-min", type=int, default=3)
+    for name, value in SUFFIX_DEFAULTS.items():
+        add("--" + name.replace("_", "-"), type=type(value), default=value)
+    add("--controller", choices=("fixed", "adaptive"), default="fixed")
     add("--repeats", type=int, default=9, help="runs of every prompt in every mode")
     add("--dtype", default="auto")
     add("--quick", action="store_true", help="one short run; writes no result")
@@ -44,22 +52,24 @@ def main() -> None:
     if options.quick:
         vars(options).update(QUICK)
     device = warn_unless_quiet()
-    lookup = {
-        "method": "ngram",
-        "controller": "fixed",
-        "num_speculative_tokens": options.num_speculative_tokens,
-        "prompt_lookup_max": options.prompt_lookup_max,
-        "prompt_lookup_min": options.prompt_lookup_min,
-    }
+    if options.num_speculative_tokens is None:
+        options.num_speculative_tokens = DEFAULT_DRAFTS[options.method]
+    keys = {"ngram": LOOKUP_KEYS, "suffix": tuple(SUFFIX_DEFAULTS)}[options.method]
+    common = "method", "controller", "num_speculative_tokens"
+    lookup = {name: getattr(options, name) for name in (*common, *keys)}
     engine = make_engine(options, speculative_config=lookup)
-    result = header("ngram", engine, options, device) | {
+    sets = {
+        "copy": list(bundled("copy_prompts.jsonl")),
+        "prose": prose_prompts(),
+    }
+    if lookup.get("suffix_decoding_max_cached_requests"):
+        # The answers of before are kept: every repeat but the first finds its own.
+        sets["again"] = list(bundled("prompts.jsonl"))
+    result = header(options.method, engine, options, device) | {
         "batch": 1,
         "sets": {
             name: measure(engine, name, prompts, options)
-            for name, prompts in (
-                ("copy", list(bundled("copy_prompts.jsonl"))),
-                ("prose", prose_prompts()),
-            )
+            for name, prompts in sets.items()
         },
     }
     for name, found in result["sets"].items():
@@ -71,7 +81,8 @@ def main() -> None:
             f"{row['tokens_per_round']:.2f} tokens per round"
         )
     if not options.quick:
-        RESULT.write_text(json.dumps(result) + "\n", encoding="utf-8")
+        path = RESULTS / f"{options.method}-cpu.json"
+        path.write_text(json.dumps(result) + "\n", encoding="utf-8")
 
 
 def prose_prompts() -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ of three generations of arguments into a `SpeculativeConfig`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import no_type_check
+from typing import Any, no_type_check
 
 from jaxspec.errors import (
     ConfigError,
@@ -17,15 +17,30 @@ from jaxspec.errors import (
     wrong_argument,
 )
 
-# The step program is compiled for a ladder of draft lengths; 8 is its last rung.
-MAX_DRAFT_TOKENS = 8
+# The step program is compiled for a ladder of draft lengths; these are its last rungs:
+# tokens that are looked up take no passes of a draft model.
+MAX_DRAFT_TOKENS = 16
+MAX_MODEL_DRAFT_TOKENS = 8
 DEFAULT_DRAFT_TOKENS = 5
 # The program compares this many tokens at every position of every sequence.
 MAX_PROMPT_LOOKUP = 32
 DEFAULT_PROMPT_LOOKUP = 5
+# Of suffix drafts one token fewer than this is compared; the defaults are vLLM's.
+MAX_TREE_DEPTH = 64
+# About 60 kB each are kept on the device.
+MAX_CACHED_REQUESTS = 4096
 
 NGRAM, NGRAM_AND_MODEL, DRAFT_MODEL = "ngram", "ngram+draft_model", "draft_model"
-METHODS = (NGRAM, NGRAM_AND_MODEL, DRAFT_MODEL)
+SUFFIX, SUFFIX_AND_MODEL = "suffix", "suffix+draft_model"
+METHODS = (NGRAM, NGRAM_AND_MODEL, SUFFIX, SUFFIX_AND_MODEL, DRAFT_MODEL)
+ALLOWED_METHODS = ", ".join(map(repr, METHODS[:-1])) + f" or {DRAFT_MODEL!r}"
+LOOKUP_KEYS = ("prompt_lookup_max", "prompt_lookup_min")
+SUFFIX_DEFAULTS: dict[str, Any] = {
+    "suffix_decoding_max_tree_depth": 24,
+    "suffix_decoding_max_spec_factor": 1.0,
+    "suffix_decoding_min_token_prob": 0.1,
+    "suffix_decoding_max_cached_requests": 0,
+}
 # The rule that judges nothing: acceptance is given, and texts mean nothing.
 SYNTHETIC = "synthetic"
 ADAPTIVE, FIXED = "adaptive", "fixed"
@@ -39,8 +54,10 @@ class SpeculativeConfig:
 
     Attributes:
         method: "draft_model"; "ngram" copies what followed the same tokens earlier in
-            the sequence; "ngram+draft_model" asks the model where nothing matches.
-        model: Folder of the draft model; None for "ngram".
+            the sequence, "suffix" as many of them as the match's length and other
+            matches promise; "ngram+draft_model" and "suffix+draft_model" ask the model
+            where nothing matches, the latter also where only a few tokens match.
+        model: Folder of the draft model; None for "ngram" and "suffix".
         num_speculative_tokens: Most draft tokens per step; a request may ask for fewer.
         controller: "adaptive" makes as many as measured times and acceptance pay;
             "fixed" makes the most at every step.
@@ -58,6 +75,12 @@ class SpeculativeConfig:
         draft_tensor_parallel_size: Devices one copy of the draft is spread over.
         prompt_lookup_max: Most tokens at a sequence's end that are looked for.
         prompt_lookup_min: Fewest of them that must match.
+        suffix_decoding_max_tree_depth: Most tokens of a match and its drafts together.
+        suffix_decoding_max_spec_factor: Most drafts for every token that matches.
+        suffix_decoding_min_token_prob: Least share of the matches that must agree with
+            a draft and those before it.
+        suffix_decoding_max_cached_requests: Answers of so many past requests of the
+            same `cache_salt` are looked into as well. 0: of none.
     """
 
     method: str = DRAFT_MODEL
@@ -73,22 +96,32 @@ class SpeculativeConfig:
     draft_tensor_parallel_size: int = 1
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
+    suffix_decoding_max_tree_depth: int | None = None
+    suffix_decoding_max_spec_factor: float | None = None
+    suffix_decoding_min_token_prob: float | None = None
+    suffix_decoding_max_cached_requests: int | None = None
 
     def __post_init__(self):
         if self.method not in METHODS:
-            allowed = "'ngram', 'ngram+draft_model' or 'draft_model'"
             hint = "No other kind of draft is supported yet."
-            raise wrong_argument(UnsupportedError, "method", allowed, self.method, hint)
+            raise wrong_argument(
+                UnsupportedError, "method", ALLOWED_METHODS, self.method, hint
+            )
         self._check_model()
         self._check_lookup()
+        self._check_suffix()
+        most, way_out = MAX_DRAFT_TOKENS, "leave method out"
+        if self.has_draft_model:
+            most, way_out = MAX_MODEL_DRAFT_TOKENS, "name no draft model"
         check_integer(
             ConfigError,
             "num_speculative_tokens",
             self.num_speculative_tokens,
             low=1,
-            high=MAX_DRAFT_TOKENS,
+            high=most,
             hint="The step program is compiled for a ladder of draft lengths that ends "
-            f"at {MAX_DRAFT_TOKENS}; to decode without drafts, name no draft model.",
+            f"at {most} for method {self.method!r}; to decode without drafts, "
+            f"{way_out}.",
         )
         choices = {
             "rejection_sample_method": ("standard", "block", "coupled", SYNTHETIC),
@@ -148,19 +181,25 @@ class SpeculativeConfig:
     @property
     def has_draft_model(self) -> bool:
         """Whether a second network proposes, alone or where nothing matches."""
-        return self.method != NGRAM
+        return self.method not in (NGRAM, SUFFIX)
 
     @property
     def has_lookup(self) -> bool:
         """Whether drafts are looked up in the sequence itself."""
         return self.method != DRAFT_MODEL
 
+    @property
+    def has_suffix(self) -> bool:
+        """Whether as many are made as their match promises."""
+        return self.method in (SUFFIX, SUFFIX_AND_MODEL)
+
     def _check_model(self) -> None:
         if self.has_draft_model and self.model is None:
             allowed = f"a folder for method {self.method!r}"
             raise wrong_argument(ConfigError, "model", allowed, None)
         if not self.has_draft_model and self.model is not None:
-            hint = f"For both kinds of draft, set method to {NGRAM_AND_MODEL!r}."
+            both = SUFFIX_AND_MODEL if self.has_suffix else NGRAM_AND_MODEL
+            hint = f"For both kinds of draft, set method to {both!r}."
             allowed = f"left out for method {self.method!r}"
             raise wrong_argument(ConfigError, "model", allowed, self.model, hint)
 
@@ -192,21 +231,65 @@ class SpeculativeConfig:
             check_number(ConfigError, name, rate, low=0, high=most)
 
     def _check_lookup(self) -> None:
-        names = ("prompt_lookup_max", "prompt_lookup_min")
-        if not self.has_lookup:
-            for name in names:
-                if getattr(self, name) is not None:
-                    allowed = f"left out for method {self.method!r}"
-                    hint = f"It belongs to n-gram drafts: method {NGRAM!r}."
-                    value = getattr(self, name)
-                    raise wrong_argument(ConfigError, name, allowed, value, hint)
+        if not self.has_lookup or self.has_suffix:
+            self._check_left_out(LOOKUP_KEYS, f"n-gram drafts: method {NGRAM!r}")
             return
         most, fewest = (
             check_integer(
                 ConfigError, name, getattr(self, name), low=1, high=MAX_PROMPT_LOOKUP
             )
-            for name in names
+            for name in LOOKUP_KEYS
         )
         if fewest > most:
             allowed = f"at most prompt_lookup_max={most}"
             raise wrong_argument(ConfigError, "prompt_lookup_min", allowed, fewest)
+
+    def _check_suffix(self) -> None:
+        if not self.has_suffix:
+            owner = f"suffix drafts: method {SUFFIX!r}"
+            self._check_left_out(tuple(SUFFIX_DEFAULTS), owner)
+            return
+        check_integer(
+            ConfigError,
+            "suffix_decoding_max_tree_depth",
+            self.suffix_decoding_max_tree_depth,
+            low=2,
+            high=MAX_TREE_DEPTH,
+            hint="It is the most tokens of a match and its drafts together.",
+        )
+        check_number(
+            ConfigError,
+            "suffix_decoding_max_spec_factor",
+            self.suffix_decoding_max_spec_factor,
+            low=0,
+            open_low=True,
+            hint="It is the number of drafts for every token that matches.",
+        )
+        check_number(
+            ConfigError,
+            "suffix_decoding_min_token_prob",
+            self.suffix_decoding_min_token_prob,
+            low=0,
+            high=1,
+        )
+        name = "suffix_decoding_max_cached_requests"
+        cached = check_integer(
+            ConfigError, name, getattr(self, name), low=0, high=MAX_CACHED_REQUESTS
+        )
+        if cached and self.rejection_sample_method not in ("coupled", SYNTHETIC):
+            raise wrong_argument(
+                ConfigError,
+                "rejection_sample_method",
+                f"'coupled' with {name}={cached}",
+                self.rejection_sample_method,
+                "By any other rule a text that is drawn without a seed would depend on "
+                "the answers of other requests.",
+            )
+
+    def _check_left_out(self, names: Sequence[str], owner: str) -> None:
+        for name in names:
+            if getattr(self, name) is not None:
+                allowed = f"left out for method {self.method!r}"
+                hint = f"It belongs to {owner}."
+                value = getattr(self, name)
+                raise wrong_argument(ConfigError, name, allowed, value, hint)

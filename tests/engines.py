@@ -19,7 +19,7 @@ from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.program.wire import CaughtUp, StepResult
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
-from jaxspec.speculation import FIXED
+from jaxspec.speculation import FIXED, SUFFIX_DEFAULTS
 from jaxspec.text.tokenizer import PlainTexts, Tokenizer
 from tests.oracles import hf_tensors, make_hf_model, model_config
 
@@ -142,6 +142,7 @@ def make_engine(
     runner: type[Runner] | None = None,
     draft_tensor_parallel_size: int = 1,
     lookup: tuple[int, int] | None = None,
+    suffix: dict[str, Any] | None = None,
     acceptance_rates: tuple[float, ...] | None = None,
     **settings: Any,
 ) -> LLMEngine:
@@ -149,17 +150,20 @@ def make_engine(
 
     Args:
         lookup: Most and fewest tokens of n-gram drafts, beside the model's or alone.
+        suffix: What suffix drafts have instead of the defaults, by keys without their
+            prefix; beside the model's drafts or alone.
         acceptance_rates: For the rule "synthetic".
         has_one_shape: Run every launch in the largest shape: far fewer compilations.
         is_optimized: Compile as for users, not as soon as possible.
         settings: Of `EngineConfig`, in place of `SETTINGS`.
     """
-    assert (draft is None and lookup is None) == (num_draft_tokens == 0)
+    kinds = {"ngram": lookup, "suffix": suffix, "draft_model": draft}
+    names = [name for name, kind in kinds.items() if kind is not None]
+    assert (not names) == (num_draft_tokens == 0)
     speculative = None
     if num_draft_tokens:
-        kinds = {"ngram": lookup, "draft_model": draft}
         speculative = SpeculativeConfig(
-            method="+".join(name for name, kind in kinds.items() if kind is not None),
+            method="+".join(names),
             model=None if draft is None else "draft",
             prompt_lookup_max=lookup and lookup[0],
             prompt_lookup_min=lookup and lookup[1],
@@ -170,6 +174,7 @@ def make_engine(
             disable_by_batch_size=disable_by_batch_size,
             controller=controller,
             draft_tensor_parallel_size=draft_tensor_parallel_size,
+            **({} if suffix is None else suffix_keys(suffix)),
         )
     config = EngineConfig(
         model="target",
@@ -188,6 +193,12 @@ def make_engine(
     made.compiles_beside = False
     made.cache = ProgramCache(PROGRAMS)
     return _over(config, made)
+
+
+def suffix_keys(changes: dict[str, Any]) -> dict[str, Any]:
+    """Keys of suffix drafts: the defaults, but for some."""
+    prefix = "suffix_decoding_"
+    return SUFFIX_DEFAULTS | {prefix + name: one for name, one in changes.items()}
 
 
 def _make_runner(

@@ -9,8 +9,14 @@ import time
 from collections.abc import Callable
 
 from tests.mutation import Mutant, is_killed
+from tests.program.propose.test_corpus import (
+    check_every_place,
+    check_other_salts,
+    check_what_is_not_entered,
+)
 from tests.program.propose.test_draft_model import check_self_draft
 from tests.program.propose.test_ngram import check_chosen_texts
+from tests.program.propose.test_suffix import check_chosen_suffixes
 from tests.program.test_controls import check_adjust
 from tests.program.test_rounds import play_round, test_joint_law_over_rounds
 from tests.program.test_rows import check_forgotten_controls
@@ -160,39 +166,103 @@ MUTANTS = [
     ),
     mutant(
         "lookup_takes_the_earliest_match",
-        "propose/ngram.look_up",
-        "length * tokens.shape[1] + position, 0)\n    best = rank.max(axis=1)",
-        "(length + 1) * tokens.shape[1] - 1 - position, 0)\n"
-        "    best = -rank.max(axis=1) - 1",
+        "propose/matches.find_matches",
+        "length * size + position, 0)\n    best = _largest(rank, num_matches)",
+        "length * size + size - 1 - position, 0)\n"
+        "    best = _largest(rank, num_matches)\n"
+        "    best = best // size * size + size - 1 - best % size",
         check=check_chosen_texts,
     ),
     mutant(
         "lookup_matches_the_last_token_with_itself",
-        "propose/ngram.look_up",
+        "propose/matches.find_matches",
         "position < active.num_tokens[:, None] - 1",
         "position < active.num_tokens[:, None]",
         check=check_chosen_texts,
     ),
     mutant(
         "lookup_drafts_what_is_not_known",
-        "propose/ngram.look_up",
-        "offset % num_known[:, None]",
+        "propose/matches.find_matches",
+        "offset % num_known[:, :, None]",
         "offset",
         check=check_chosen_texts,
     ),
     mutant(
         "lookup_starts_one_late",
-        "propose/ngram.look_up",
-        "best[:, None] + 1 +",
-        "best[:, None] + 2 +",
+        "propose/matches.find_matches",
+        "place[:, :, None] + 1 +",
+        "place[:, :, None] + 2 +",
         check=check_chosen_texts,
     ),
     mutant(
         "lookup_prefers_the_recent_to_the_long",
-        "propose/ngram.look_up",
-        "length * tokens.shape[1] + position",
-        "position",
+        "propose/matches.find_matches",
+        "length * size + position",
+        "size + position",
         check=check_chosen_texts,
+    ),
+    mutant(
+        "suffix_counts_one_match_twice",
+        "propose/matches._largest",
+        "rank == found[-1][:, None]",
+        "rank > found[-1][:, None]",
+        check=check_chosen_suffixes,
+    ),
+    mutant(
+        "suffix_counts_matches_that_are_too_short",
+        "propose/suffix.choose",
+        "length == length[:, :1]",
+        "length == length",
+        check=check_chosen_suffixes,
+    ),
+    mutant(
+        "suffix_takes_the_longest_whatever_follows",
+        "propose/suffix.choose",
+        "jnp.argmax(expected, axis=1)",
+        "jnp.argmax(expected > 0, axis=1)",
+        check=check_chosen_suffixes,
+    ),
+    mutant(
+        "suffix_trusts_short_matches",
+        "propose/suffix.choose",
+        "(offset < limit)",
+        "(offset < limit.max())",
+        check=check_chosen_suffixes,
+    ),
+    mutant(
+        "suffix_drafts_what_is_seldom",
+        "propose/suffix.choose",
+        "(share >= min_share)",
+        "(share > 0)",
+        check=check_chosen_suffixes,
+    ),
+    mutant(
+        "corpus_ignores_salts",
+        "propose/corpus.find_in_corpus",
+        "(salt == active.salt[:, None])",
+        "(salt == salt)",
+        check=check_other_salts,
+    ),
+    mutant(
+        "corpus_enters_prompts",
+        "propose/corpus.note",
+        "place >= active.num_prompt[:, None] - 1",
+        "place >= -1",
+        check=check_what_is_not_entered,
+    ),
+    mutant(
+        "corpus_loses_what_comes_fast",
+        "propose/corpus.note",
+        "count = AFTER + num_new - 1",
+        "count = AFTER",
+        check=check_every_place,
+    ),
+    mutant(
+        "corpus_finds_an_entry_twice",
+        "propose/corpus.find_in_corpus",
+        "(length < more)",
+        "(length <= BEFORE)",
+        check=check_every_place,
     ),
 ]
 

@@ -33,6 +33,7 @@ def make_active(count: int, **fields: Any) -> Active:
         top_p=1.0,
         min_p=0.0,
         rule=0,
+        salt=(0, 0),
         is_active=True,
     )
     stop_ids = np.full((count, MAX_STOP_IDS), NO_TOKEN)

@@ -94,6 +94,10 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/test_vllm_paths.py",
         "it is there to be imported",
     ),
+    "jaxspec/program/propose/matches.py": (
+        "tests/program/propose/test_ngram.py",
+        "one match is a lookup; several: test_suffix.py beside it",
+    ),
     "jaxspec/program/propose/proposal.py": (
         "tests/program/propose/test_draft_model.py",
         "a tuple and a chain: the proposer's test reads every field",

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from jaxspec.errors import ConfigError
-from jaxspec.speculation import SpeculativeConfig
+from jaxspec.speculation import SUFFIX_DEFAULTS, SpeculativeConfig
 
 LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+DEPTH, FACTOR, PROB, CACHED = SUFFIX_DEFAULTS
 
 
 @pytest.mark.parametrize(
@@ -16,6 +17,8 @@ LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
         ("draft_model", {"model": "draft"}, False, True),
         ("ngram", LOOKUP, True, False),
         ("ngram+draft_model", LOOKUP | {"model": "draft"}, True, True),
+        ("suffix", SUFFIX_DEFAULTS, True, False),
+        ("suffix+draft_model", SUFFIX_DEFAULTS | {"model": "draft"}, True, True),
     ],
 )
 def test_methods(method: str, keys: dict, *, has_lookup: bool, has_draft_model: bool):
@@ -56,6 +59,19 @@ def test_other_methods_are_not_supported(method: Any):
             {"method": "ngram"} | LOOKUP | {"prompt_lookup_min": 5},
             ["prompt_lookup_min must be at most prompt_lookup_max=4, got 5"],
         ),
+        (
+            {"method": "suffix", "model": "draft"} | SUFFIX_DEFAULTS,
+            ["model must be left out", "'draft'", "'suffix+draft_model'"],
+        ),
+        (
+            {"method": "suffix"} | SUFFIX_DEFAULTS | LOOKUP,
+            ["prompt_lookup_max must be left out for method 'suffix'", "got 4"],
+        ),
+        (
+            {"method": "ngram", FACTOR: 2.0} | LOOKUP,
+            [f"{FACTOR} must be left out", "got 2.0", "method 'suffix'"],
+        ),
+        ({"method": "suffix"}, [f"{DEPTH} must be an integer from 2 to 64, got None"]),
     ],
 )
 def test_keys_of_another_method(keys: dict[str, Any], texts: list[str]):
@@ -63,6 +79,51 @@ def test_keys_of_another_method(keys: dict[str, Any], texts: list[str]):
         SpeculativeConfig(**keys)
     for text in texts:
         assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({DEPTH: 1}, f"{DEPTH} must be an integer from 2 to 64, got 1"),
+        ({DEPTH: 65}, f"{DEPTH} must be an integer from 2 to 64, got 65"),
+        ({DEPTH: 8.0}, f"{DEPTH} must be an integer from 2 to 64, got 8.0"),
+        ({FACTOR: 0}, f"{FACTOR} must be a finite number above 0, got 0"),
+        ({FACTOR: float("inf")}, f"{FACTOR} must be a finite number above 0, got inf"),
+        ({PROB: -0.1}, rf"{PROB} must be a number in \[0, 1\], got -0.1"),
+        ({PROB: 1.5}, rf"{PROB} must be a number in \[0, 1\], got 1.5"),
+        ({CACHED: -1}, f"{CACHED} must be an integer from 0 to 4096, got -1"),
+        ({CACHED: 10000}, f"{CACHED} must be an integer from 0 to 4096, got 10000"),
+        ({"num_speculative_tokens": 17}, "from 1 to 16, got 17.*method 'suffix'"),
+    ],
+)
+def test_suffix_keys_that_cannot_work(keys: dict[str, Any], text: str):
+    with pytest.raises(ConfigError, match=text):
+        SpeculativeConfig(method="suffix", **SUFFIX_DEFAULTS | keys)
+
+
+def test_texts_do_not_depend_on_the_answers_of_others():
+    """Of a point mass, the rule keeps as many drafts as any other."""
+    keys: dict[str, Any] = SUFFIX_DEFAULTS | {CACHED: 10}
+    SpeculativeConfig(method="suffix", rejection_sample_method="coupled", **keys)
+    text = f"rejection_sample_method must be 'coupled' with {CACHED}=10, got 'block'"
+    with pytest.raises(ConfigError, match=text):
+        SpeculativeConfig(method="suffix", **keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "most"),
+    [
+        ({"method": "ngram"} | LOOKUP, 16),
+        ({"method": "suffix"} | SUFFIX_DEFAULTS, 16),
+        ({"method": "suffix+draft_model", "model": "draft"} | SUFFIX_DEFAULTS, 8),
+        ({"model": "draft"}, 8),
+    ],
+)
+def test_the_most_drafts(keys: dict[str, Any], most: int):
+    """More of those that take no pass of a draft model."""
+    SpeculativeConfig(num_speculative_tokens=most, **keys)
+    with pytest.raises(ConfigError, match=f"from 1 to {most}, got {most + 1}"):
+        SpeculativeConfig(num_speculative_tokens=most + 1, **keys)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,12 @@ from jaxspec.errors import (
     wrong_argument,
 )
 from jaxspec.models.families import config_from_folder
-from jaxspec.speculation import DEFAULT_DRAFT_TOKENS, SpeculativeConfig
+from jaxspec.speculation import (
+    DEFAULT_DRAFT_TOKENS,
+    MAX_DRAFT_TOKENS,
+    SUFFIX,
+    SpeculativeConfig,
+)
 from jaxspec_checkpoints.gemma2.published import PAD_ROWS
 
 DEFAULT_MAX_NUM_SEQS = 8
@@ -313,10 +318,12 @@ def _speculative(
         draft = config_from_folder(folder)
         merged["model"] = str(folder)
     if "num_speculative_tokens" not in merged:
-        merged["num_speculative_tokens"] = DEFAULT_DRAFT_TOKENS
+        is_suffix = merged.get("method") == SUFFIX
+        count = MAX_DRAFT_TOKENS if is_suffix else DEFAULT_DRAFT_TOKENS
+        merged["num_speculative_tokens"] = count
         warnings.warn(
-            f"num_speculative_tokens is not given: {DEFAULT_DRAFT_TOKENS} tokens are "
-            "drafted per step.",
+            f"num_speculative_tokens is not given: {count} tokens are drafted per "
+            "step.",
             UserWarning,
             stacklevel=4,
         )

@@ -6,6 +6,7 @@ ended since, or lost their row.
 """
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -310,9 +311,18 @@ def _admission(request: Request) -> Admission:
         min_p=params.min_p,
         seed=request.seed,
         rule=request.rule,
+        salt=salt_words(request.cache_salt),
         stop_ids=request.stop_ids,
         controls=request.controls,
     )
+
+
+def salt_words(cache_salt: str | None) -> tuple[int, int]:
+    """Two words of 32 bits that stand for a salt on the device; zeros for none."""
+    if cache_salt is None:
+        return 0, 0
+    digest = hashlib.blake2b(cache_salt.encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
 def commit(

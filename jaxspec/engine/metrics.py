@@ -48,7 +48,7 @@ _CAUSES = (
     "a chat template that is missing or not the model's own; a draft model of another "
     "family than the target, or of another fine-tune; a high temperature"
 )
-_NGRAM_CAUSES = "texts that repeat little of themselves; a high temperature"
+_LOOKUP_CAUSES = "texts that repeat little of themselves; a high temperature"
 
 
 @dataclass(kw_only=True)
@@ -365,7 +365,7 @@ class EngineMetrics:
             compared,
             k,
             "" if k else ": decoding goes on without drafts",
-            _CAUSES if has_model else _NGRAM_CAUSES,
+            _CAUSES if has_model else _LOOKUP_CAUSES,
         )
 
     def seconds_since_log(self) -> float:

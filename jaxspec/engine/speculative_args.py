@@ -12,11 +12,16 @@ from typing import Any
 
 from jaxspec.errors import ConfigError, UnsupportedError, wrong_argument
 from jaxspec.speculation import (
+    ALLOWED_METHODS,
     DEFAULT_PROMPT_LOOKUP,
     DRAFT_MODEL,
+    LOOKUP_KEYS,
     METHODS,
     NGRAM,
     NGRAM_AND_MODEL,
+    SUFFIX,
+    SUFFIX_AND_MODEL,
+    SUFFIX_DEFAULTS,
     SpeculativeConfig,
 )
 
@@ -37,7 +42,8 @@ _SPECULATIVE_NAMES = {
 # vLLM's spellings of n-gram drafts, as a model and as a method.
 _NGRAM_MODELS = ("ngram", "[ngram]")
 _NGRAM_METHODS = ("ngram", "[ngram]", "ngram_gpu")
-_LOOKUP_KEYS = ("prompt_lookup_max", "prompt_lookup_min")
+# Methods without a model, and the same drafts beside those of one.
+_WITH_MODEL = {NGRAM: NGRAM_AND_MODEL, SUFFIX: SUFFIX_AND_MODEL}
 _SPECULATIVE_KEYS = tuple(item.name for item in fields(SpeculativeConfig))
 # Keys that change nothing here: what they tune does not exist, but for the draft's
 # revision, which `EngineArgs` takes from what the caller gave.
@@ -96,17 +102,15 @@ def merge_speculative_arguments(
         return None
     if config is not None and not given:
         raise ConfigError(
-            "speculative_config must name a draft model under 'model', or 'ngram' "
-            "under 'method', got {}.",
+            "speculative_config must name a draft model under 'model', or 'ngram' or "
+            "'suffix' under 'method', got {}.",
             parameter="speculative_config",
             value={},
         )
     if given:
         _settle_method(merged)
-    if merged.get("method") == NGRAM:
-        is_first_generation = arguments.get("speculative_model") is not None
-        _settle_lookup(merged, is_first_generation=is_first_generation)
-    elif given and "model" not in given:
+    method = merged.get("method")
+    if given and method not in (NGRAM, SUFFIX) and "model" not in given:
         source, value = next(iter(given.values()))
         raise ConfigError(
             f"{source}={value!r} was given without a draft model: add "
@@ -115,8 +119,14 @@ def merge_speculative_arguments(
             parameter=source,
             value=value,
         )
-    elif merged.get("method") == NGRAM_AND_MODEL:
-        _settle_lookup(merged, is_first_generation=False)
+    if method in (NGRAM, NGRAM_AND_MODEL):
+        is_first = method == NGRAM and arguments.get("speculative_model") is not None
+        _settle_lookup(merged, is_first_generation=is_first)
+    if method in (SUFFIX, SUFFIX_AND_MODEL):
+        merged = SUFFIX_DEFAULTS | merged
+        if merged["suffix_decoding_max_cached_requests"]:
+            # Texts may not depend on others' answers: see `SpeculativeConfig`.
+            merged.setdefault("rejection_sample_method", "coupled")
     for key in _SPECULATIVE_NO_EFFECT:
         merged.pop(key, None)
     return merged or None
@@ -174,28 +184,37 @@ def _settle_method(merged: dict[str, Any]) -> None:
             )
         method = NGRAM
         del merged["model"]
-    elif method == NGRAM and model is not None:
+    elif method in (NGRAM, SUFFIX) and model is not None:
         raise ConfigError(
-            f"method='ngram' takes no draft model, got {model!r}; leave one of them "
-            f"out, or set method to {NGRAM_AND_MODEL!r} for both kinds of draft.",
+            f"method={method!r} takes no draft model, got {model!r}; leave one of them "
+            f"out, or set method to {_WITH_MODEL[method]!r} for both kinds of draft.",
             parameter="model",
             value=model,
         )
     if method not in (None, *METHODS):
-        allowed = "'ngram', 'ngram+draft_model' or 'draft_model'"
         hint = "Other kinds of draft are to come."
-        raise wrong_argument(UnsupportedError, "method", allowed, method, hint)
-    for key in _LOOKUP_KEYS:
-        if key in merged and method in (None, DRAFT_MODEL):
-            raise ConfigError(
-                f"{key}={merged[key]!r} belongs to n-gram drafts; method "
-                "'draft_model' takes no such key. Set method to 'ngram' (or "
-                "speculative_model to '[ngram]'), or leave it out.",
-                parameter=key,
-                value=merged[key],
-            )
+        raise wrong_argument(UnsupportedError, "method", ALLOWED_METHODS, method, hint)
+    _refuse_keys_of_others(merged, method or DRAFT_MODEL)
     if method is not None:
         merged["method"] = method
+
+
+def _refuse_keys_of_others(merged: Mapping[str, Any], method: str) -> None:
+    """Refuse keys of another kind of drafts that are looked up."""
+    kinds = [
+        ("n-gram", NGRAM, LOOKUP_KEYS, " (or speculative_model to '[ngram]')"),
+        ("suffix", SUFFIX, tuple(SUFFIX_DEFAULTS), ""),
+    ]
+    for kind, owner, keys, other_way in kinds:
+        for key in keys:
+            if key in merged and owner not in method.split("+"):
+                raise ConfigError(
+                    f"{key}={merged[key]!r} belongs to {kind} drafts; method "
+                    f"{method!r} takes no such key. Set method to {owner!r}"
+                    f"{other_way}, or leave it out.",
+                    parameter=key,
+                    value=merged[key],
+                )
 
 
 def _settle_lookup(merged: dict[str, Any], *, is_first_generation: bool) -> None:
@@ -204,7 +223,7 @@ def _settle_lookup(merged: dict[str, Any], *, is_first_generation: bool) -> None
     `speculative_model="[ngram]"` must name the most, and the fewest is 1; the dict's
     method "ngram" takes 5 for both, or the one that is given.
     """
-    most, fewest = (merged.get(key) for key in _LOOKUP_KEYS)
+    most, fewest = (merged.get(key) for key in LOOKUP_KEYS)
     if is_first_generation and most is None:
         raise ConfigError(
             "speculative_model='[ngram]' requires ngram_prompt_lookup_max, the most "

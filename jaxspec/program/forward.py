@@ -1,9 +1,10 @@
 """The target's part of a round: one pass over drafts and prompts, and the verdict.
 
-A round whose drafts are looked up has two forms in one program, and runs the plain one
-when nothing was found.
+A round whose drafts are looked up has several forms in one program, and runs the
+narrowest that has room for what was found: the plain one where that is nothing.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def forward(
     proposal: Proposal | None,
     num_draft: Int[Array, " seq"],
     *,
-    may_be_plain: bool,
+    narrower: tuple[int, ...],
     target_layers: frozenset[int],
     prompts: TokenBatch | None,
     after_prompts: Int[Array, " tile"] | None,
@@ -62,7 +63,8 @@ def forward(
 
     Args:
         num_draft: Drafts of each sequence that count.
-        may_be_plain: Drafts may be missing altogether, which the device alone knows.
+        narrower: Numbers of drafts, fewer than the tree's, that a round has forms for,
+            from the smallest: how many were found the device alone knows.
         target_layers: After how many layers proposers look at the residual stream.
         prompts: Tiles that ride along.
         after_prompts: The token after each tile's last, where prompts' logprobs
@@ -75,7 +77,9 @@ def forward(
         proposal: Proposal | None, tokens: Int[Array, "seq width"], pages: Pages
     ) -> Verified:
         seqs, width = tokens.shape
-        tree = shape.tree if proposal is not None else Tree.chain(0)
+        tree = shape.tree
+        if width < tree.num_rows:
+            tree = Tree.chain(width - 1)
         is_written = jnp.broadcast_to(active.is_active[:, None], (seqs, width))
         kv_len = active.num_tokens + width - 1
         batches = [
@@ -134,9 +138,8 @@ def forward(
     tokens = active.last_tokens[:, 1:]
     if proposal is not None:
         tokens = jnp.concatenate([tokens, proposal.tokens], axis=1)
-    if proposal is None or not may_be_plain or prompts is not None:
+    if proposal is None or not narrower or prompts is not None:
         return run(proposal, tokens, pages)
-    has_drafts = (num_draft > 0).any()
     verified = Verified(
         tokens=tokens,
         num_accepted=jnp.zeros_like(num_draft),
@@ -155,14 +158,26 @@ def forward(
         },
         pages=pages,
     )
+
     # The tokens fed come from the loop's state, so that XLA cannot take what is
     # computed from them out of the loop, and do it in every round.
-    verified = run_if(
-        has_drafts, lambda value: run(proposal, value.tokens, value.pages), verified
-    )
-    return run_if(
-        ~has_drafts, lambda value: run(None, value.tokens[:, :1], value.pages), verified
-    )
+    def feed(count: int, value: Verified) -> Verified:
+        return run(_first(proposal, count), value.tokens[:, : count + 1], value.pages)
+
+    most, before = num_draft.max(initial=0), -1
+    for count in (*narrower, shape.tree.num_nodes):
+        is_wanted = (most > before) & (most <= count)
+        verified = run_if(is_wanted, functools.partial(feed, count), verified)
+        before = count
+    return verified
+
+
+def _first(proposal: Proposal, count: int) -> Proposal | None:
+    """The first drafts of every sequence; of none, no proposal."""
+    if not count:
+        return None
+    probs = None if proposal.probs is None else proposal.probs[:, :count]
+    return proposal._replace(tokens=proposal.tokens[:, :count], probs=probs)
 
 
 def logits_of(

@@ -223,6 +223,7 @@ class RequestValues:
     min_p: Any = column(np.float32)
     seed: Any = column(np.uint32, 2)
     rule: Any = column(np.int32)  # an index of `RULES`
+    salt: Any = column(np.uint32, 2, default=(0, 0))  # whose answers it may look into
     stop_ids: Any = column(np.int32, MAX_STOP_IDS, pad=NO_TOKEN)
 
 

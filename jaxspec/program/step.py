@@ -47,6 +47,10 @@ from jaxspec.program.wire import PlanLayout, result_layout
 from jaxspec.sharding import TARGET_MESH_AXES, replicated
 from jaxspec_kernels.dispatch import implementation_for
 
+# Drafts of a narrow round. With the newest token they are as many rows as a plain round
+# has on a CPU (`jaxspec.models.cpu.MIN_ROWS`), and so cost next to nothing there.
+FEW = 3
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramConfig:
@@ -285,7 +289,7 @@ def _verify(
         launch.active,
         proposal,
         num_draft,
-        may_be_plain=all(one.may_find_none for one in config.proposers),
+        narrower=_narrower(config.proposers, shape.tree),
         target_layers=frozenset().union(
             *(
                 one.target_layers
@@ -309,6 +313,17 @@ def _verify(
         shape=shape,
         forced_acceptance=forced_acceptance,
     )
+
+
+def _narrower(proposers: tuple[Proposer, ...], tree: Tree) -> tuple[int, ...]:
+    """Numbers of drafts, fewer than the tree's, that a round has forms of its own for.
+
+    A form is as much of a program as the whole: there are as few as are worth it.
+    """
+    if not all(one.may_find_none for one in proposers):
+        return ()
+    has_few = any(one.may_find_few for one in proposers) and tree.num_nodes > 2 * FEW
+    return (0, FEW) if has_few else (0,)
 
 
 def _observe(

@@ -33,9 +33,11 @@ from tests.engines import generate, make_engine, tokens_of, with_settings
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "lossless.json"
 LOOKUP = (3, 1)
 PROPOSERS: dict[str, dict[str, Any]] = {
-    "draft_model": dict(has_draft=True, lookup=None),
+    "draft_model": dict(has_draft=True),
     "ngram": dict(has_draft=False, lookup=LOOKUP),
     "ngram+draft_model": dict(has_draft=True, lookup=LOOKUP),
+    "suffix": dict(has_draft=False, suffix={}),
+    "suffix+draft_model": dict(has_draft=True, suffix={}),
 }
 DRAFTS = (1, 2, 3, 5, 8)
 BATCHES = (1, 8, 32)
@@ -153,7 +155,8 @@ def engine_for(cut: Cut, proposer: str, batch: int) -> LLMEngine:
     return make_engine(
         pair.target(),
         pair.draft("noisy") if kind["has_draft"] else None,
-        lookup=kind["lookup"],
+        lookup=kind.get("lookup"),
+        suffix=kind.get("suffix"),
         num_draft_tokens=max(cut.drafts),
         max_num_seqs=batch,
         page_size=PAGE_SIZE,

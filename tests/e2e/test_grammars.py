@@ -113,14 +113,18 @@ def test_drafts_change_nothing(engine, prompts, texts):
     assert_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("kind", ["ngram", slow("ngram+noisy"), slow("two devices")])
+@pytest.mark.parametrize(
+    "kind", ["ngram", slow("ngram+noisy"), slow("two devices"), slow("suffix")]
+)
 def test_other_drafts_and_devices_change_nothing(kind, prompts, texts):
     settings: dict[str, Any] = dict(runner=GrammarRunner, **SETTINGS)
     if kind == "two devices":
         settings["tensor_parallel_size"] = 2
+    elif kind == "suffix":
+        settings["suffix"] = {}
     else:
         settings["lookup"] = (2, 1)
-    draft = None if kind == "ngram" else pair.draft("noisy")
+    draft = None if kind in ("ngram", "suffix") else pair.draft("noisy")
     engine = make_engine(pair.target(), draft, num_draft_tokens=3, **settings)
     # A prompt that holds the text already is where a look-up finds it.
     assert tokens_of(generate(engine, prompts, params_of(len(prompts)))) == texts

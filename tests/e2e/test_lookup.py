@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.program.propose import suffix
 from jaxspec.sampling_params import SamplingParams
 from tests.e2e import pair
 from tests.e2e.test_distribution import CONTROLS as LAW_CONTROLS
@@ -32,7 +33,9 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 LENGTH = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
 LOOKUP = (3, 1)
-KINDS = ("ngram", "ngram+noisy", "ngram+same")
+KINDS = ("ngram", "ngram+noisy", "ngram+same", "suffix", "suffix+noisy")
+# Rounds of suffix drafts have three forms: without, of few, and of so many.
+NUM_SUFFIX = 16
 # A random model with tied embeddings says its last token again and again.
 PARROT_PROMPTS = [[5, 6, 7], [9, 8, 3, 4] * 4, [11] * 9, [20, 21]]
 
@@ -41,27 +44,31 @@ PARROT_PROMPTS = [[5, 6, 7], [9, 8, 3, 4] * 4, [11] * 9, [20, 21]]
 def first_engine(kind: str) -> LLMEngine:
     if kind == "ngram+same":
         return with_draft(first_engine("ngram+noisy"), pair.draft("same"))
-    return make_lookup_engine(
-        pair.target(), None if kind == "ngram" else pair.draft("noisy")
-    )
+    draft = pair.draft("noisy") if kind.endswith("+noisy") else None
+    return make_lookup_engine(pair.target(), draft, is_suffix=kind.startswith("suffix"))
 
 
-def make_lookup_engine(target: Any, draft: Any = None) -> LLMEngine:
+def make_lookup_engine(
+    target: Any, draft: Any = None, *, is_suffix: bool = False
+) -> LLMEngine:
+    alone = is_suffix and draft is None
     return make_engine(
         target,
         draft,
-        num_draft_tokens=pair.NUM_DRAFT,
-        lookup=LOOKUP,
+        num_draft_tokens=NUM_SUFFIX if alone else pair.NUM_DRAFT,
+        lookup=None if is_suffix else LOOKUP,
+        suffix={"max_tree_depth": 2 * NUM_SUFFIX} if is_suffix else None,
         has_one_shape=True,
         **pair.SETTINGS,
     )
 
 
 @functools.cache
-def parrots() -> tuple[LLMEngine, LLMEngine]:
+def parrots(kind: str) -> tuple[LLMEngine, LLMEngine]:
     """Plain decoding and lookups, in the programs of the other tests."""
     target = make_hf_model(seed=2, **pair.SIZES)
-    return make_engine(target, **pair.SETTINGS), make_lookup_engine(target)
+    engine = make_lookup_engine(target, is_suffix=kind == "suffix")
+    return make_engine(target, **pair.SETTINGS), engine
 
 
 def lookup_engine(kind: str, **changes: Any) -> LLMEngine:
@@ -90,8 +97,9 @@ def test_greedy_texts_are_the_same(kind, prompts, texts):
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
     decoding = [result for plan, _, result in rounds if plan.decode]
     found = [int(result.num_draft.max()) for result in decoding]
-    if kind == "ngram":
-        assert {0, pair.NUM_DRAFT} <= set(found), "rounds of one form only"
+    if "+" not in kind:
+        assert {0, engine.config.num_draft_tokens} <= set(found), "one form only"
+        assert kind == "ngram" or {1, 2, 3, 4} <= set(found), "no narrow form"
         neither = [
             0 in result.num_draft[:2] and any(result.num_draft) for result in decoding
         ]
@@ -101,8 +109,9 @@ def test_greedy_texts_are_the_same(kind, prompts, texts):
         assert found.count(0) < 0.1 * len(found)
 
 
-def test_a_parrot_is_read_from_its_own_lips():
-    plain, engine = map(with_settings, parrots())
+@pytest.mark.parametrize("kind", ["ngram", "suffix"])
+def test_a_parrot_is_read_from_its_own_lips(kind):
+    plain, engine = map(with_settings, parrots(kind))
     texts = tokens_of(generate(plain, PARROT_PROMPTS, GREEDY))
     assert tokens_of(generate(engine, PARROT_PROMPTS, GREEDY)) == texts
     assert engine.stats.acceptance_rate > 0.5
@@ -142,7 +151,8 @@ def test_counts_are_of_what_was_drafted(kind, prompts):
             assert result.num_accepted[index] <= result.num_draft[index] <= wanted
 
 
-def test_a_requests_own_number_of_drafts(prompts, texts):
+@pytest.mark.parametrize("kind", ["ngram", "suffix"])
+def test_a_requests_own_number_of_drafts(kind, prompts, texts):
     wishes = [(0, 1, 2, None)[index % 4] for index in range(len(prompts))]
     params = []
     for wish in wishes:
@@ -152,7 +162,7 @@ def test_a_requests_own_number_of_drafts(prompts, texts):
                 temperature=0, max_tokens=LENGTH, ignore_eos=True, extra_args=extra
             )
         )
-    engine = lookup_engine("ngram")
+    engine = lookup_engine(kind)
     outputs = generate(engine, prompts, params)
     assert tokens_of(outputs) == texts
     for wish, output in zip(wishes, outputs, strict=True):
@@ -164,16 +174,16 @@ def test_a_requests_own_number_of_drafts(prompts, texts):
             assert not any(metrics.histogram[wish + 1 :])
 
 
-@pytest.mark.parametrize("kind", ["ngram", "ngram+noisy"])
+@pytest.mark.parametrize("kind", ["ngram", "ngram+noisy", "suffix"])
 def test_drafting_stops_in_a_crowd_and_comes_back(kind, prompts, texts):
     """Without a draft model there is nothing to catch up with."""
     engine = lookup_engine(kind, disable_by_batch_size=2)
     with pair.recorded(engine) as rounds:
         assert tokens_of(generate(engine, prompts, GREEDY)) == texts
     drafts = {shape.num_draft_tokens for plan, shape, _ in rounds if plan.decode}
-    assert drafts == {0, pair.NUM_DRAFT}
+    assert drafts == {0, engine.config.num_draft_tokens}
     has_caught_up = any(shape.is_catch_up for _, shape, _ in rounds)
-    assert has_caught_up == (kind != "ngram")
+    assert has_caught_up == ("+" in kind)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +193,9 @@ def test_drafting_stops_in_a_crowd_and_comes_back(kind, prompts, texts):
         slow("ngram", "block"),
         slow("ngram+noisy", "standard"),
         ("ngram+noisy", "block"),
+        ("suffix", "block"),
+        slow("suffix", "standard"),
+        slow("suffix+noisy", "block"),
     ],
 )
 def test_seeded_texts_are_the_same(kind, rule, prompts):
@@ -201,9 +214,10 @@ def test_seeded_texts_are_the_same(kind, rule, prompts):
     assert engine.stats.num_accepted_tokens > 10
 
 
-def test_ends_within_runs_of_drafts():
+@pytest.mark.parametrize("kind", ["ngram", "suffix"])
+def test_ends_within_runs_of_drafts(kind):
     """A parrot's end token, and lengths that cut a run at every place."""
-    plain, engine = map(with_settings, parrots())
+    plain, engine = map(with_settings, parrots(kind))
     params = [
         SamplingParams(temperature=0, max_tokens=8 + index, ignore_eos=True)
         for index in range(8)
@@ -233,12 +247,14 @@ def levels(micro) -> list[np.ndarray]:
     return levels_after(micro, LAW_PROMPT)
 
 
-def law_engine(micro: Any, *, has_model: bool) -> LLMEngine:
+def law_engine(micro: Any, kind: str) -> LLMEngine:
+    is_suffix = kind.startswith("suffix")
     return make_engine(
         micro,
-        make_draft_of(micro, num_layers=2) if has_model else None,
+        make_draft_of(micro, num_layers=2) if "+" in kind else None,
         num_draft_tokens=3,
-        lookup=(2, 1),
+        lookup=None if is_suffix else (2, 1),
+        suffix={"max_spec_factor": 2.0} if is_suffix else None,
         max_num_seqs=64,
         max_num_batched_tokens=2048,
         num_pages=1024,
@@ -248,9 +264,10 @@ def law_engine(micro: Any, *, has_model: bool) -> LLMEngine:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_model", [False, True], ids=["alone", "with_model"])
-def test_every_position_follows_the_target(micro, levels, *, has_model):
-    engine = law_engine(micro, has_model=has_model)
+@pytest.mark.parametrize("kind", ["ngram", "ngram+model", "suffix", "suffix+model"])
+def test_every_position_follows_the_target(kind, micro, levels, monkeypatch):
+    monkeypatch.setattr(suffix, "LONG_MATCH", 1)  # the prompt repeats few tokens
+    engine = law_engine(micro, kind)
     for rule in ("standard", "block", "seeded"):
         drawn = sample(engine, rule, 700, prompt=LAW_PROMPT)
         for controls, tokens in zip(LAW_CONTROLS, drawn, strict=True):

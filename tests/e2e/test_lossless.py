@@ -14,6 +14,8 @@ SHORT = Cut(
     batches=(8,),
     is_optimized=False,
 )
+# Forms of a round for no drafts, few and many, and all that may happen to a request.
+SUFFIX = replace(SHORT, num_prompts=32, proposers=("suffix",), drafts=(16,))
 LONG = Cut(
     num_prompts=100,
     num_tokens=64,
@@ -30,6 +32,7 @@ ROUNDED = replace(LONG, dtype="bfloat16", is_optimized=True)
     "cut",
     [
         pytest.param(SHORT, id="short"),
+        pytest.param(SUFFIX, id="suffix"),
         pytest.param(LONG, id="long", marks=pytest.mark.battery(name="lossless")),
         pytest.param(
             ROUNDED, id="bfloat16", marks=pytest.mark.battery(name="lossless")

@@ -24,6 +24,8 @@ from jaxspec.speculation import SYNTHETIC
         {},
         {"method": "draft_model", "model": "jaxspec/tiny-gemma2-draft"},
         {"method": "ngram", "prompt_lookup_max": 2},
+        {"method": "suffix"},
+        {"method": "suffix", "suffix_decoding_max_cached_requests": 2},
         {
             "model": "jaxspec/tiny-gemma2-draft",
             "draft_tensor_parallel_size": 1,

@@ -56,3 +56,24 @@ def test_both_kinds_of_draft():
     assert config.speculative.method == "ngram+draft_model"
     assert config.speculative.prompt_lookup_max == 5
     assert config.draft_model_config is not None
+
+
+def test_suffix_drafts_need_no_model():
+    with pytest.warns(UserWarning, match="num_speculative_tokens is not given: 16"):
+        config = configure(spec_method="suffix")
+    assert config.speculative is not None
+    assert config.speculative.method == "suffix"
+    assert config.speculative.suffix_decoding_max_tree_depth == 24
+    assert config.speculative.suffix_decoding_max_cached_requests == 0
+    assert config.draft_model_config is None
+    assert config.num_draft_tokens == 16
+    assert config.num_pages == configure().num_pages
+
+
+def test_suffix_drafts_before_those_of_a_model():
+    config = configure(
+        spec_method="suffix+draft_model", spec_model=DRAFT, spec_tokens=3
+    )
+    assert config.speculative is not None
+    assert config.speculative.suffix_decoding_max_spec_factor == 1.0
+    assert config.draft_model_config is not None

@@ -4,8 +4,15 @@ import pytest
 
 from jaxspec.engine.speculative_args import merge_speculative_arguments as merge
 from jaxspec.errors import ConfigError
+from jaxspec.speculation import SUFFIX_DEFAULTS
 
 SAME = {"model": "draft", "num_speculative_tokens": 5}
+
+
+def suffix(method: str = "suffix", **changes: float) -> dict[str, Any]:
+    """What suffix drafts come to."""
+    keys = {f"suffix_decoding_{name}": value for name, value in changes.items()}
+    return {"method": method} | SUFFIX_DEFAULTS | keys
 
 
 def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
@@ -113,6 +120,35 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
             },
             {"model": "draft"} | lookup(3, 3, "ngram+draft_model"),
         ),
+        # Suffix drafts, alone and before those of a model.
+        ({"spec_method": "suffix"}, suffix()),
+        (
+            {
+                "speculative_config": {
+                    "method": "suffix",
+                    "num_speculative_tokens": 12,
+                    "suffix-decoding-max-tree-depth": 32,
+                    "suffix_decoding_max_spec_factor": 2.0,
+                    "suffix_decoding_min_token_prob": None,
+                }
+            },
+            suffix(max_tree_depth=32, max_spec_factor=2.0)
+            | {"num_speculative_tokens": 12},
+        ),
+        # Answers of others, on which no text depends by the one rule.
+        (
+            {
+                "speculative_config": {
+                    "method": "suffix",
+                    "suffix_decoding_max_cached_requests": 10,
+                }
+            },
+            suffix(max_cached_requests=10) | {"rejection_sample_method": "coupled"},
+        ),
+        (
+            {"spec_method": "suffix+draft_model", "spec_model": "draft"},
+            {"model": "draft"} | suffix("suffix+draft_model"),
+        ),
     ],
 )
 def test_three_generations_mean_the_same(
@@ -159,6 +195,7 @@ def test_a_contradiction_names_both(arguments: dict[str, Any], texts: list[str])
         ({"speculative_disable_by_batch_size": 4}, "by_batch_size=4"),
         ({"spec_method": "draft_model"}, "spec_method='draft_model'"),
         ({"spec_method": "ngram+draft_model"}, "spec_method='ngram+draft_model'"),
+        ({"spec_method": "suffix+draft_model"}, "spec_method='suffix+draft_model'"),
     ],
 )
 def test_arguments_without_a_draft_model(arguments: dict[str, Any], given: str):
@@ -216,6 +253,21 @@ def test_a_bad_dict(config: Any, texts: list[str]):
             ["prompt_lookup_max=4", "n-gram", "'[ngram]'"],
         ),
         ({"ngram_prompt_lookup_min": 4}, ["prompt_lookup_min=4", "n-gram"]),
+        (
+            {"spec_model": "draft", "spec_method": "suffix"},
+            ["no draft model, got 'draft'", "'suffix+draft_model'"],
+        ),
+        (
+            {"spec_method": "suffix", "ngram_prompt_lookup_max": 4},
+            ["prompt_lookup_max=4", "n-gram", "method 'suffix' takes no"],
+        ),
+        (
+            {
+                "spec_method": "ngram",
+                "speculative_config": {"suffix_decoding_max_tree_depth": 8},
+            },
+            ["suffix_decoding_max_tree_depth=8", "method 'ngram' takes no", "'suffix'"],
+        ),
     ],
 )
 def test_lookups_that_contradict(arguments: dict[str, Any], texts: list[str]):

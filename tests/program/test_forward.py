@@ -5,6 +5,7 @@ import re
 import pytest
 
 from jaxspec.program.plan import Features, StepShape
+from jaxspec.program.step import FEW
 from jaxspec.sampling_params import SamplingParams
 from tests.e2e import pair
 from tests.engines import READERS_COMPILER, generate, make_engine, tokens_of
@@ -14,11 +15,10 @@ LOOKUP = (5, 5)
 
 
 def make_lookup_engine(**changes):
+    drafts = dict(num_draft_tokens=pair.NUM_DRAFT, lookup=LOOKUP) | changes
     engine = make_engine(
         pair.target(),
-        num_draft_tokens=pair.NUM_DRAFT,
-        lookup=LOOKUP,
-        **pair.settings(**changes),
+        **pair.settings(**drafts),
     )
     engine.runner.compiler_options = READERS_COMPILER
     return engine
@@ -45,6 +45,16 @@ def test_nothing_is_computed_before_it_is_known_who_needs_it(engine, chunk):
     program = engine.runner.executable(shape).as_text()
     assert " dot(" in program
     assert has_products(program, entry_of(program)) == (chunk > 0)
+
+
+def test_many_drafts_have_a_narrow_form_too():
+    """Suffix drafts may be few, of which the device alone knows."""
+    engine = make_lookup_engine(num_draft_tokens=2 * FEW + 1, lookup=None, suffix={})
+    shape = StepShape(num_seqs=1, num_draft_tokens=2 * FEW + 1, chunk=0)
+    entry = entry_of(check_program(engine, shape))
+    assert " conditional(" not in entry
+    assert len(set(re.findall(r" while\(.*body=%([\w.-]+)", entry))) == 3
+    assert not has_products(engine.runner.executable(shape).as_text(), entry)
 
 
 @pytest.mark.slow

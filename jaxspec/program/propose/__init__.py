@@ -12,6 +12,7 @@ from jaxspec.program.propose.proposal import (
     Proposer,
     Seen,
 )
+from jaxspec.program.propose.suffix import Suffix
 
 __all__ = [
     "PROPOSERS",
@@ -22,6 +23,7 @@ __all__ = [
     "Proposal",
     "Proposer",
     "Seen",
+    "Suffix",
     "proposers_of",
 ]
 
@@ -29,6 +31,7 @@ __all__ = [
 PROPOSERS: dict[str, Callable[[EngineConfig], Proposer]] = {
     "draft_model": DraftModel.of,
     "ngram": NGram.of,
+    "suffix": Suffix.of,
 }
 
 

@@ -38,6 +38,7 @@ class DraftModel:
 
     has_params: ClassVar[bool] = True
     may_find_none: ClassVar[bool] = False
+    may_find_few: ClassVar[bool] = False
 
     @classmethod
     def of(cls, config: EngineConfig) -> "DraftModel":

@@ -1,6 +1,6 @@
 """Drafts copied from the sequence itself: what followed the same tokens before.
 
-No network: matching is a few comparisons of integers over the known tokens.
+The simplest use of matches: the best one, however short, is followed as far as it goes.
 
 References: Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding.
 """
@@ -14,8 +14,8 @@ from jaxtyping import Array, Int
 
 from jaxspec.config import EngineConfig
 from jaxspec.models.params import Params
-from jaxspec.program import history
 from jaxspec.program.plan import PoolShape
+from jaxspec.program.propose.matches import find_matches
 from jaxspec.program.propose.proposal import Context, Proposal
 from jaxspec.program.rows import Active
 
@@ -29,6 +29,7 @@ class NGram:
 
     has_params: ClassVar[bool] = False
     may_find_none: ClassVar[bool] = True
+    may_find_few: ClassVar[bool] = False
 
     @classmethod
     def of(cls, config: EngineConfig) -> "NGram":
@@ -82,39 +83,14 @@ def look_up(
     shortest: int,
     num_draft_tokens: int,
 ) -> Proposal:
-    """Find what followed the newest tokens when they last came.
-
-    The longest match wins, of equal ones the most recent. A match must end before the
-    last token and may overlap with what it matches. Where what followed runs into the
-    end of the known tokens, it begins again: a text that repeats itself goes on so.
-    """
-    tokens = history.whole(token_pages, active.page_table)
-    length = _match_lengths(tokens, active, longest)
-    position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    is_match = (length >= shortest) & (position < active.num_tokens[:, None] - 1)
-    # in lengths [0,2,3,1,3] -> the last 3
-    # A maximum and a remainder: XLA:CPU's argmax is many times slower.
-    rank = jnp.where(is_match, length * tokens.shape[1] + position, 0)
-    best = rank.max(axis=1) % tokens.shape[1]
-    has_match = is_match.any(axis=1) & active.is_active
-    num_known = jnp.maximum(active.num_tokens - 1 - best, 1)
-    offset = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None]
-    following = best[:, None] + 1 + offset % num_known[:, None]
-    drafts = jnp.take_along_axis(tokens, following, axis=1, mode="clip")
-    return Proposal(drafts, jnp.where(has_match, num_draft_tokens, 0))
-
-
-def _match_lengths(
-    tokens: Int[Array, "seq position"], active: Active, longest: int
-) -> Int[Array, "seq position"]:
-    """How many tokens up to each position equal those at the sequence's end."""
-    length = jnp.zeros_like(tokens)
-    is_equal = jnp.ones_like(tokens, bool)
-    for back in range(min(longest, tokens.shape[1])):
-        index = jnp.maximum(active.num_tokens - 1 - back, 0)
-        newest = jnp.take_along_axis(tokens, index[:, None], axis=1)
-        # Position p against the token `back` places before it; there is none before 0.
-        here = (tokens == newest)[:, : tokens.shape[1] - back]
-        is_equal &= jnp.pad(here, ((0, 0), (back, 0)))
-        length += is_equal.astype(jnp.int32)
-    return length
+    """Copy what followed the longest match, of equally long ones the most recent."""
+    matches = find_matches(
+        active,
+        token_pages,
+        longest=longest,
+        shortest=shortest,
+        num_matches=1,
+        num_draft_tokens=num_draft_tokens,
+    )
+    num_drafts = jnp.where(matches.length[:, 0] > 0, num_draft_tokens, 0)
+    return Proposal(matches.following[:, 0], num_drafts)

@@ -84,8 +84,10 @@ class Proposer(Protocol):
 
     # Whether it has a draft model's parameters; None stands for them otherwise.
     has_params: ClassVar[bool]
-    # Whether a round may turn out to have no drafts, for any sequence.
+    # Whether a round may turn out to have no drafts, for any sequence; or few of those
+    # that are wanted. The program has a narrower form of the round for each.
     may_find_none: ClassVar[bool]
+    may_find_few: ClassVar[bool]
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
         """Shapes and placement of its state, which begins as zeros.

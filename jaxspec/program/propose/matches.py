@@ -1,0 +1,113 @@
+"""Where the newest tokens of a sequence came before, and what followed them there.
+
+Comparisons of integers over the known tokens. What a match is worth, whoever asks says.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxspec.program import history
+from jaxspec.program.rows import Active
+
+
+class Matches(NamedTuple):
+    """Earlier places of a sequence's newest tokens: the longest first, then the latest.
+
+    Attributes:
+        length: How many tokens are the same as the newest; 0 is no match.
+        following: What came after them; junk where there is no match.
+        num_following: How many of those are known: the first ones.
+    """
+
+    length: Int[Array, "seq match"]
+    following: Int[Array, "seq match draft"]
+    num_following: Int[Array, "seq match"]
+
+
+def find_matches(
+    active: Active,
+    token_pages: Int[Array, "page page_size"],
+    *,
+    longest: int,
+    shortest: int,
+    num_matches: int,
+    num_draft_tokens: int,
+) -> Matches:
+    """Find where the newest tokens came before.
+
+    A match must end before the last token and may overlap with what it matches. Where
+    what followed runs into the end of the known tokens, it begins again: a text that
+    repeats itself goes on so.
+
+    Args:
+        longest: Most tokens that are compared.
+        shortest: Fewest that must be the same, at least 1.
+    """
+    tokens = history.whole(token_pages, active.page_table)
+    size = tokens.shape[1]
+    length = _match_lengths(tokens, active, longest)
+    position = jnp.arange(size, dtype=jnp.int32)[None]
+    is_match = (length >= shortest) & (position < active.num_tokens[:, None] - 1)
+    is_match &= active.is_active[:, None]
+    # in lengths [0,2,3,1,3] -> the last 3, then the other, then the 2
+    rank = jnp.where(is_match, length * size + position, 0)
+    best = _largest(rank, num_matches)
+    place = best % size
+    num_known = jnp.maximum(active.num_tokens[:, None] - 1 - place, 1)
+    offset = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None, None]
+    following = place[:, :, None] + 1 + offset % num_known[:, :, None]
+    drafts = jnp.take_along_axis(
+        tokens, following.reshape(tokens.shape[0], -1), axis=1, mode="clip"
+    )
+    return Matches(
+        length=best // size,
+        following=drafts.reshape(following.shape),
+        num_following=jnp.full_like(best, num_draft_tokens),
+    )
+
+
+def best_of(kinds: Sequence[Matches], count: int) -> Matches:
+    """The longest of several kinds of matches, of equals those of the first kind."""
+    parts = zip(*kinds, strict=True)
+    every = Matches(*(jnp.concatenate(one, axis=1) for one in parts))
+    size = every.length.shape[1]
+    rank = every.length * size + jnp.arange(size - 1, -1, -1, dtype=jnp.int32)[None]
+    ranks = _largest(rank, count)
+    index = size - 1 - ranks % size
+    return Matches(
+        length=ranks // size,
+        following=jnp.take_along_axis(every.following, index[:, :, None], axis=1),
+        num_following=jnp.take_along_axis(every.num_following, index, axis=1),
+    )
+
+
+def _largest(rank: Int[Array, "seq place"], count: int) -> Int[Array, "seq match"]:
+    """The largest numbers, in order; 0 for what is missing.
+
+    By maxima: XLA:CPU's argmax and top_k are many times slower.
+    """
+    found = [rank.max(axis=1)]
+    for _ in range(count - 1):
+        rank = jnp.where(rank == found[-1][:, None], 0, rank)
+        found.append(rank.max(axis=1))
+    return jnp.stack(found, axis=1)
+
+
+def _match_lengths(
+    tokens: Int[Array, "seq position"], active: Active, longest: int
+) -> Int[Array, "seq position"]:
+    """How many tokens up to each position equal those at the sequence's end."""
+    length = jnp.zeros_like(tokens)
+    is_equal = jnp.ones_like(tokens, bool)
+    count = min(longest, tokens.shape[1])
+    index = active.num_tokens[:, None] - 1 - jnp.arange(count, dtype=jnp.int32)[None]
+    newest = jnp.take_along_axis(tokens, jnp.maximum(index, 0), axis=1)
+    for back in range(count):
+        # Position p against the token `back` places before it; there is none before 0.
+        here = (tokens == newest[:, back, None])[:, : tokens.shape[1] - back]
+        is_equal &= jnp.pad(here, ((0, 0), (back, 0)))
+        length += is_equal.astype(jnp.int32)
+    return length

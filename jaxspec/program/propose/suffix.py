@@ -1,0 +1,201 @@
+"""Drafts copied from the sequence, or past answers: what most often came next there.
+
+The longer a match, the more drafts it is trusted with; where equally long ones go on
+differently, the drafts are those of which most are expected to stay.
+
+References: Oliaro et al. 2024, SuffixDecoding, arXiv:2411.04975. There a suffix tree on
+the host counts all that followed, for matches of every length. Here the counts are of a
+few of the longest matches, which are found on the device at every round.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
+
+from jaxspec.config import EngineConfig
+from jaxspec.models.params import Params
+from jaxspec.program.plan import PoolShape
+from jaxspec.program.propose.corpus import corpus_forms, find_in_corpus, note
+from jaxspec.program.propose.matches import Matches, best_of, find_matches
+from jaxspec.program.propose.proposal import Context, Proposal, Seen
+from jaxspec.program.rows import Active
+from jaxspec.sharding import replicated
+from jaxspec.speculation import MAX_DRAFT_TOKENS
+
+# Matches that are counted, at most: the latest. Older ones would outvote them: with 8,
+# the texts of `benchmarks/ngram.py` get a thirtieth fewer tokens a round than with 1.
+NUM_MATCHES = 4
+# What 1 is in shares of them: every number of matches divides it, so that shares are
+# integers, and sums of them equal wherever they are computed.
+WHOLE = math.lcm(*range(1, NUM_MATCHES + 1))
+# A match of so many tokens is better than a draft model: it takes the model's place.
+LONG_MATCH = 4
+
+
+@dataclass(frozen=True)
+class Suffix:
+    """How far matches are trusted.
+
+    Attributes:
+        limits: Most drafts after a match of 0, 1, ... tokens; no more are compared.
+        shortest: Fewest tokens of a match.
+        min_share: Of the matches that are counted, at least so many must agree with a
+            draft and those before it, in parts of `WHOLE`.
+    """
+
+    limits: tuple[int, ...]
+    shortest: int
+    min_share: int
+
+    has_params: ClassVar[bool] = False
+    may_find_none: ClassVar[bool] = True
+    may_find_few: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "Suffix":
+        """What an engine's configuration asks for."""
+        speculative = config.speculative
+        assert speculative is not None
+        depth = speculative.suffix_decoding_max_tree_depth
+        factor = speculative.suffix_decoding_max_spec_factor
+        min_prob = speculative.suffix_decoding_min_token_prob
+        assert depth is not None
+        assert factor is not None
+        assert min_prob is not None
+        limits = draft_limits(depth, factor, speculative.num_speculative_tokens)
+        shortest = LONG_MATCH if speculative.has_draft_model else 1
+        # 0.3 of 840 is 252, whatever binary fractions make of it.
+        made = cls(limits, shortest, math.ceil(round(min_prob * WHOLE, 6)))
+        num_requests = speculative.suffix_decoding_max_cached_requests
+        if not num_requests:
+            return made
+        return CorpusSuffix(**vars(made), num_requests=num_requests)
+
+    def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
+        """Nothing is kept: the known tokens are the rows'."""
+        return ()
+
+    def catch_up(
+        self,
+        params: Params | None,
+        state: Any,
+        context: Context,
+        active: Active,
+        following: Int[Array, " token"],
+    ) -> tuple[Any, None]:
+        """Nothing is kept."""
+        return state, None
+
+    def propose(
+        self,
+        params: Params | None,
+        state: Any,
+        context: Context,
+        before: Proposal | None,
+    ) -> tuple[Proposal, Any]:
+        """Copy what followed the newest tokens before, as far as that is trusted."""
+        assert before is None, "a lookup comes first"
+        assert context.tree.is_chain, "a lookup finds a chain"
+        matches = self._matches(state, context)
+        return choose(matches, limits=self.limits, min_share=self.min_share), state
+
+    def _matches(self, state: Any, context: Context) -> Matches:
+        """What is looked up."""
+        return find_matches(
+            context.active,
+            context.token_pages,
+            longest=len(self.limits) - 1,
+            shortest=self.shortest,
+            num_matches=NUM_MATCHES,
+            num_draft_tokens=context.tree.num_nodes,
+        )
+
+
+@dataclass(frozen=True)
+class CorpusSuffix(Suffix):
+    """The same beside answers of past requests, which every round adds to.
+
+    Attributes:
+        num_requests: How many of usual length there is room for.
+    """
+
+    num_requests: int
+
+    @property
+    def target_layers(self) -> tuple[int, ...]:
+        """None: it is shown rounds for their tokens."""
+        return ()
+
+    def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
+        """The corpus, whole on every device."""
+        return corpus_forms(self.num_requests, replicated(mesh))
+
+    def observe(
+        self, params: Params | None, state: Any, context: Context, seen: Seen
+    ) -> Any:
+        """Enter the answers as they were before the round."""
+        return note(
+            state, context.active, context.token_pages, num_new=MAX_DRAFT_TOKENS + 1
+        )
+
+    def _matches(self, state: Any, context: Context) -> Matches:
+        """The longest, of equally long ones those of the sequence itself."""
+        own = super()._matches(state, context)
+        others = find_in_corpus(
+            state,
+            context.active,
+            context.token_pages,
+            longest=len(self.limits) - 1,
+            shortest=self.shortest,
+            num_draft_tokens=context.tree.num_nodes,
+        )
+        return best_of((own, others), NUM_MATCHES)
+
+
+def draft_limits(depth: int, factor: float, most: int) -> tuple[int, ...]:
+    """Most drafts after a match of 0, 1, ... tokens.
+
+    As in vLLM: `factor` drafts for a token that matches, and no more than `depth`
+    tokens of match and drafts together. Whoever matches more tokens matches fewer as
+    well, and is not trusted less.
+    """
+    limits = [0]
+    for length in range(1, depth):
+        own = min(int(factor * length), depth - length, most)
+        limits.append(max(own, limits[-1]))
+    return tuple(limits)
+
+
+def choose(matches: Matches, *, limits: tuple[int, ...], min_share: int) -> Proposal:
+    """The drafts of which most are expected to stay.
+
+    Of the longest matches, which are counted, the share that agrees with what followed
+    one of them, up to the i-th token, is taken for the chance that so many stay. The
+    sum of the chances, as far as so long a match is trusted and a chance is not too
+    small, is what is expected; of equals, the latest wins.
+
+    Args:
+        matches: The longest first, of equally long ones the latest.
+        limits, min_share: Of `Suffix`.
+    """
+    length, following, num_following = matches
+    draft = following.shape[2]
+    offset = jnp.arange(draft, dtype=jnp.int32)[None, None]
+    is_counted = (length == length[:, :1]) & (length > 0)
+    num_counted = jnp.maximum(is_counted.sum(axis=1), 1)
+    # How many drafts are the same after two matches.
+    differs = following[:, :, None] != following[:, None]
+    common = jnp.where(differs, offset[None], draft).min(axis=3)  # [seq, match, match]
+    agrees = (common[..., None] > offset[None]) & is_counted[:, None, :, None]
+    share = agrees.sum(axis=2) * (WHOLE // num_counted)[:, None, None]
+    limit = jnp.array(limits, jnp.int32)[length[:, 0]][:, None, None]
+    is_kept = (offset < limit) & (share >= min_share) & is_counted[:, :, None]
+    expected = jnp.where(is_kept, share, 0).sum(axis=2)  # [seq, match]
+    best = jnp.argmax(expected, axis=1)[:, None]
+    num_drafts = jnp.take_along_axis(is_kept.sum(axis=2), best, axis=1)[:, 0]
+    drafts = jnp.take_along_axis(following, best[:, :, None], axis=1)[:, 0]
+    return Proposal(drafts, num_drafts.astype(jnp.int32))

@@ -1,0 +1,91 @@
+"""Answers of past requests make drafts, and no text depends on them."""
+
+import functools
+from typing import Any
+
+import pytest
+
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.sampling_params import SamplingParams
+from tests.e2e import pair
+from tests.e2e.test_seeded import CONTROLS
+from tests.engines import generate, make_engine, tokens_of, with_settings
+
+LENGTH = 48
+GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+
+
+@functools.cache
+def first_engine() -> LLMEngine:
+    return make_engine(
+        pair.target(),
+        num_draft_tokens=16,
+        rule="coupled",
+        suffix={"max_cached_requests": 256},
+        has_one_shape=True,
+        **pair.SETTINGS,
+    )
+
+
+def fresh_engine(**changes: Any) -> LLMEngine:
+    """Over shared executables, of an empty corpus."""
+    engine = with_settings(first_engine(), **changes)
+    engine.runner.drop_pages()
+    engine.runner.restore_pages()
+    engine.scheduler.reset_prefix_cache()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return pair.prompts(32, seed=6)
+
+
+def rounds_of(engine: LLMEngine, prompts: list[Any], params: Any) -> tuple[Any, int]:
+    before = engine.stats.num_rounds
+    texts = tokens_of(generate(engine, prompts, params))
+    return texts, engine.stats.num_rounds - before
+
+
+def test_the_same_question_again_takes_a_third_of_the_rounds(prompts):
+    expected = tokens_of(generate(pair.plain_engine(), prompts, GREEDY))
+    engine = fresh_engine()
+    texts, first = rounds_of(engine, prompts, GREEDY)
+    assert texts == expected
+    texts, second = rounds_of(engine, prompts, GREEDY)
+    assert texts == expected
+    assert second < first / 3
+
+
+def test_a_drawn_text_does_not_depend_on_the_answers_of_others(prompts):
+    """With and without a seed: the corpus is cold, then warm."""
+    params = [
+        SamplingParams(
+            seed=number if number % 2 else None,
+            max_tokens=32,
+            ignore_eos=True,
+            **CONTROLS[number % len(CONTROLS)],
+        )
+        for number in range(len(prompts))
+    ]
+    cold, first = rounds_of(fresh_engine(), prompts, params)
+    warm, second = rounds_of(with_settings(first_engine()), prompts, params)
+    assert warm == cold
+    assert second < first
+
+
+def test_other_salts_begin_with_nothing(prompts):
+    engine = fresh_engine()
+
+    def salted(salt: str) -> list[Any]:
+        return [{"prompt_token_ids": one, "cache_salt": salt} for one in prompts]
+
+    expected, first = rounds_of(engine, salted("a"), GREEDY)
+    for others in (salted("b"), salted("c"), prompts):
+        texts, again = rounds_of(engine, others, GREEDY)
+        assert texts == expected
+        # The table is shared: what one salt enters takes the place of another's.
+        assert again > 0.95 * first
+    texts, again = rounds_of(engine, salted("b"), GREEDY)
+    assert texts == expected
+    assert again < first / 3

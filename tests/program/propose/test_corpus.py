@@ -1,0 +1,156 @@
+"""The corpus against the texts that were entered, searched in Python."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.program.propose import corpus
+from jaxspec.program.propose.corpus import AFTER, BEFORE, KEYS, Corpus
+from jaxspec.program.propose.matches import Matches
+from jaxspec.program.rows import Active
+from tests.kernels.oracle import UNOPTIMISED
+from tests.program.propose.test_ngram import in_pages
+
+NUM_NEW = 5
+PROMPT = 4
+SALT, OTHER = (1, 2), (1, 3)
+
+
+def empty(num_requests: int = 64) -> Corpus:
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    forms = corpus.corpus_forms(num_requests, device)
+    return jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), forms)
+
+
+def sequences(
+    texts: list[list[int]], salt: tuple[int, int] = SALT, num_prompt: int = PROMPT
+) -> tuple[Active, np.ndarray]:
+    active, pages = in_pages(texts, np.random.default_rng(1))
+    salts = np.broadcast_to(np.array(salt, np.uint32), (len(texts), 2))
+    prompts = jnp.full(len(texts), num_prompt, jnp.int32)
+    active = dataclasses.replace(active, salt=jnp.asarray(salts), num_prompt=prompts)
+    return active, pages
+
+
+# `mutation` clears what is compiled: a mutant is traced anew.
+@functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+def note(table: Corpus, active: Active, pages: jax.Array) -> Corpus:
+    return corpus.note(table, active, pages, num_new=NUM_NEW)
+
+
+@functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+def find(table: Corpus, active: Active, pages: jax.Array) -> Matches:
+    return corpus.find_in_corpus(
+        table, active, pages, longest=BEFORE, shortest=1, num_draft_tokens=AFTER
+    )
+
+
+def enter(table: Corpus, text: list[int], salt: tuple[int, int] = SALT) -> Corpus:
+    """As an engine does: at every round, whatever number of tokens it adds."""
+    random, length = np.random.default_rng(len(text)), PROMPT + 1
+    while length <= len(text):
+        active, pages = sequences([text[:length]], salt)
+        table = note(table, active, jnp.asarray(pages))
+        length += int(random.integers(1, NUM_NEW + 1))
+    active, pages = sequences([text], salt)
+    return note(table, active, jnp.asarray(pages))
+
+
+def found_by(
+    table: Corpus, tokens: list[int], salt: tuple[int, int] = SALT
+) -> list[tuple[int, list[int]]]:
+    """Matches and what followed them, the longest first."""
+    active, pages = sequences([tokens], salt)
+    matches = find(table, active, jnp.asarray(pages))
+    (length,), (following,), (count,) = map(np.asarray, matches)
+    listed = zip(length.tolist(), following.tolist(), count.tolist(), strict=True)
+    return sorted(((n, text[:c]) for n, text, c in listed if n), reverse=True)
+
+
+def texts_of(count: int, vocab: int, seed: int = 0) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, vocab, 60).tolist() for _ in range(count)]
+
+
+def check_every_place() -> None:
+    (text,) = texts_of(1, 1000)
+    # With room enough that nothing takes the place of anything.
+    table = enter(empty(512), text)
+    for place in range(PROMPT - 1, len(text) - 1):
+        # What came before is another text, but for some tokens.
+        same = min(place + 1, 9)
+        asked = [1001, 1002, *text[place + 1 - same : place + 1]]
+        if same < KEYS[0]:
+            continue
+        expected = text[place + 1 :][:AFTER]
+        assert found_by(table, asked) == [(same, expected)], place
+
+
+def check_what_is_not_entered() -> None:
+    (text,) = texts_of(1, 1000)
+    assert found_by(empty(), text) == []
+    assert found_by(empty(), [0] * 20) == []
+    table = enter(empty(), text)
+    # Of the prompt, which is no answer; and by too few tokens.
+    assert found_by(table, text[: PROMPT - 1]) == []
+    assert found_by(table, [1001, text[20]]) == []
+    assert found_by(table, [1001, *text[20:22]]) == [(2, text[22:][:AFTER])]
+
+
+def check_other_salts() -> None:
+    (text,) = texts_of(1, 1000)
+    asked = text[:30]
+    table = enter(empty(), text, SALT)
+    assert found_by(table, asked, SALT)
+    for salt in (OTHER, (2, 1), (0, 0)):
+        assert found_by(table, asked, salt) == []
+    # Of no salt, all find what others of none have left.
+    table = enter(empty(), text, (0, 0))
+    assert found_by(table, asked, (0, 0))
+    assert found_by(table, asked, SALT) == []
+
+
+def test_every_place_of_an_answer_is_found():
+    check_every_place()
+
+
+def test_nothing_is_found_where_nothing_was_entered():
+    check_what_is_not_entered()
+
+
+def test_requests_of_another_salt_find_nothing():
+    check_other_salts()
+
+
+@pytest.mark.parametrize("num_requests", [1, 64])
+def test_what_is_found_has_been_said(num_requests):
+    """Few words, many texts and a full table: entries are lost, never mixed up."""
+    texts = texts_of(20, 5)
+    table = empty(num_requests)
+    for text in texts:
+        table = enter(table, text)
+    num_found = 0
+    for asked in (text[:stop] for text in texts for stop in (9, 25, 59)):
+        for length, following in found_by(table, asked):
+            num_found += 1
+            assert length >= KEYS[0]
+            said = asked[-length:] + following
+            assert any(
+                text[start : start + len(said)] == said
+                for text in texts
+                for start in range(len(text))
+            )
+    assert num_found > 60
+
+
+def test_a_table_has_room_for_its_requests():
+    for count in (1, 7, 1000):
+        buckets = corpus.num_buckets(count)
+        assert buckets & (buckets - 1) == 0
+        room = buckets * corpus.SLOTS
+        assert count * corpus.ENTRIES_PER_REQUEST <= room
+        assert room < 2 * count * corpus.ENTRIES_PER_REQUEST + corpus.SLOTS

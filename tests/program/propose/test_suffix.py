@@ -1,0 +1,187 @@
+"""Suffix drafts against counts written out in Python, over random and chosen texts."""
+
+import dataclasses
+import math
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.program.propose import matches, suffix
+from tests.kernels.oracle import UNOPTIMISED
+from tests.program.propose.test_ngram import PAGE_SIZE, TABLE_LEN, in_pages
+
+DRAFTS = 4
+Limits = tuple[int, float]  # depth, and drafts for a token that matches
+TRUSTING: Limits = (24, 1.0)
+
+
+def search(
+    tokens: list[int],
+    limits: Limits = TRUSTING,
+    min_prob: Fraction = Fraction(0),
+    *,
+    shortest: int = 1,
+    num_draft: int = DRAFTS,
+) -> list[int]:
+    """The specification: all matches by brute force, the longest of them counted."""
+    depth, factor = limits
+    found = []
+    for end in range(len(tokens) - 1):
+        length = 0
+        while length < min(depth - 1, end + 1) and (
+            tokens[end - length] == tokens[len(tokens) - 1 - length]
+        ):
+            length += 1
+        if length >= shortest:
+            found.append((length, end))
+    found = sorted(found, reverse=True)[: suffix.NUM_MATCHES]
+    texts = [
+        (tokens[end + 1 :] * num_draft)[:num_draft]
+        for length, end in found
+        if length == found[0][0]
+    ]
+    best, drafts = Fraction(0), []
+    for text in texts:
+        longest = found[0][0]
+        limit = max(min(int(factor * m), depth - m) for m in range(1, longest + 1))
+        chances = []
+        for stop in range(1, min(limit, num_draft) + 1):
+            agree = sum(other[:stop] == text[:stop] for other in texts)
+            chances.append(Fraction(agree, len(texts)))
+        kept = [chance for chance in chances if chance >= min_prob]
+        if sum(kept) > best:
+            best, drafts = sum(kept, Fraction(0)), text[: len(kept)]
+    return drafts
+
+
+def found_in(
+    texts: list[list[int]],
+    limits: Limits = TRUSTING,
+    min_prob: Fraction = Fraction(0),
+    *,
+    shortest: int = 1,
+    num_draft: int = DRAFTS,
+    is_active: list[bool] | None = None,
+) -> list[list[int]]:
+    """The drafts that count, by sequence."""
+    active, pages = in_pages(texts, np.random.default_rng(0))
+    if is_active is not None:
+        active = dataclasses.replace(active, is_active=jnp.asarray(is_active))
+    most = suffix.draft_limits(*limits, num_draft)
+    min_share = math.ceil(min_prob * suffix.WHOLE)
+
+    # Of its own, and by their modules: a jit of the same would not see a mutant.
+    def propose(active, pages):
+        found = matches.find_matches(
+            active,
+            pages,
+            longest=len(most) - 1,
+            shortest=shortest,
+            num_matches=suffix.NUM_MATCHES,
+            num_draft_tokens=num_draft,
+        )
+        return suffix.choose(found, limits=most, min_share=min_share)
+
+    run = jax.jit(propose, compiler_options=UNOPTIMISED)
+    found = run(active, jnp.asarray(pages))
+    assert found.tokens.shape == (len(texts), num_draft)
+    assert found.probs is None
+    return [
+        row[:count].tolist()
+        for row, count in zip(
+            np.asarray(found.tokens), np.asarray(found.num_drafts), strict=True
+        )
+    ]
+
+
+# Three times 1, 2, 3, and each time something else.
+FORKED = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 6, 1, 2]
+
+
+def check_chosen_suffixes() -> None:
+    """Texts on which every rule decides by itself."""
+    cases = [
+        # Nothing matches; nothing at all but the token itself.
+        ([1, 2, 3, 4], []),
+        ([5], []),
+        # A draft for every token that matches.
+        ([1, 2, 3, 1], [2]),
+        ([1, 2, 3, 4, 1, 2], [3, 4]),
+        # The most frequent, not the latest.
+        ([1, 2, 8, 1, 2, 9, 1, 3, 7, 1], [2]),
+        # Of equally frequent ones, the latest.
+        ([1, 2, 8, 1, 3, 7, 1], [3]),
+        # A long match outweighs more that are short, and is counted alone.
+        ([4, 5, 1, 6, 1, 2, 1, 2, 4, 5, 1], [6, 1, 2]),
+        # What followed begins again where the known tokens end.
+        ([4, 4, 4, 4], [4, 4, 4]),
+        (FORKED, [3, 6]),
+    ]
+    texts = [text for text, _ in cases]
+    assert found_in(texts) == [drafts for _, drafts in cases]
+    # Of three matches one alone goes on with 6.
+    assert found_in([FORKED], min_prob=Fraction(1, 3)) == [[3, 6]]
+    assert found_in([FORKED], min_prob=Fraction(1, 2)) == [[3]]
+
+
+def test_chosen_suffixes():
+    check_chosen_suffixes()
+    texts = [[4, 5, 1, 6, 1, 2, 1, 2, 4, 5, 1], FORKED]
+    assert [search(text) for text in texts] == [[6, 1, 2], [3, 6]]
+
+
+@pytest.mark.parametrize(
+    ("limits", "min_prob", "shortest", "num_draft"),
+    [
+        ((24, 1.0), Fraction(1, 10), 1, 16),
+        ((24, 1.0), Fraction(0), 4, 8),
+        ((12, 2.5), Fraction(1, 3), 1, 4),
+        ((6, 0.5), Fraction(1, 2), 1, 3),
+        ((33, 4.0), Fraction(1), 2, 16),
+        ((2, 1.0), Fraction(0), 1, 1),
+    ],
+)
+def test_random_texts(limits: Limits, min_prob: Fraction, shortest: int, num_draft):
+    random = np.random.default_rng(num_draft + shortest)
+    lengths = random.integers(1, TABLE_LEN * PAGE_SIZE + 1, 80)
+    vocab = random.integers(2, 6, 80)
+    texts = [
+        random.integers(0, size, length).tolist()
+        for size, length in zip(vocab, lengths, strict=True)
+    ]
+    # Some that repeat themselves, with a slip here and there.
+    for text in texts[::3]:
+        text[:] = (text[:9] * 9)[: len(text)]
+        text[int(random.integers(len(text)))] = 1
+    one = dict(shortest=shortest, num_draft=num_draft)
+    expected = [search(text, limits, min_prob, **one) for text in texts]
+    assert found_in(texts, limits, min_prob, **one) == expected
+    counts = {len(drafts) for drafts in expected}
+    assert 0 in counts
+    assert max(counts) == max(suffix.draft_limits(*limits, num_draft))
+
+
+@pytest.mark.parametrize(
+    ("depth", "factor", "most", "limits"),
+    [
+        (2, 1.0, 8, (0, 1)),
+        (6, 1.0, 8, (0, 1, 2, 3, 3, 3)),
+        (6, 1.0, 2, (0, 1, 2, 2, 2, 2)),
+        (8, 0.5, 8, (0, 0, 1, 1, 2, 2, 2, 2)),
+        (6, 3.0, 8, (0, 3, 4, 4, 4, 4)),
+    ],
+)
+def test_limits(depth: int, factor: float, most: int, limits: tuple[int, ...]):
+    assert suffix.draft_limits(depth, factor, most) == limits
+
+
+def test_sequences_that_do_not_run_have_no_drafts():
+    texts = [[1, 2, 1], [1, 2, 1]]
+    assert found_in(texts, is_active=[True, False]) == [[2], []]
+
+
+def test_every_number_of_matches_divides_the_whole():
+    assert not any(suffix.WHOLE % n for n in range(1, suffix.NUM_MATCHES + 1))
