@@ -30,6 +30,7 @@ from jaxspec.errors import (
 )
 from jaxspec.models.families import config_from_folder
 from jaxspec.speculation import DEFAULT_DRAFT_TOKENS, SpeculativeConfig
+from jaxspec.structured_outputs import StructuredOutputsConfig
 from jaxspec_checkpoints.gemma2.published import PAD_ROWS
 
 DEFAULT_MAX_NUM_SEQS = 8
@@ -103,6 +104,8 @@ class EngineArgs:
         batch_invariant: Decode in one width, so that a request's logits do not depend
             on its drafts or its neighbours on a TPU or GPU either (on a CPU they never
             do). Slower: see the README.
+        structured_outputs_config: What holds for forms of texts where requests say
+            nothing: keys of `StructuredOutputsConfig`, as disable_any_whitespace.
     """
 
     model: str
@@ -131,6 +134,7 @@ class EngineArgs:
     disable_log_stats: bool = False
     compilation_cache_dir: str | None = "auto"
     batch_invariant: bool = False
+    structured_outputs_config: dict[str, Any] | None = None
 
     # Speculation, three generations of it; see `jaxspec.engine.speculative_args`.
     speculative_config: dict[str, Any] | None = None
@@ -267,6 +271,9 @@ class EngineArgs:
             max_logprobs=_max_logprobs(self.max_logprobs, model.vocab_size),
             compilation_cache_dir=_cache_dir(self.compilation_cache_dir),
             batch_invariant=self.batch_invariant,
+            structured_outputs=StructuredOutputsConfig.read(
+                self.structured_outputs_config
+            ),
         )
 
 

@@ -11,6 +11,7 @@ from jaxspec.engine.arg_utils import (
     EngineArgs,
 )
 from jaxspec.errors import ConfigError
+from jaxspec.structured_outputs import StructuredOutputsConfig
 
 TINY: dict[str, Any] = {
     "model_type": "gemma2",
@@ -355,6 +356,14 @@ def test_what_the_engine_does_not_do(
     assert given in str(caught.value)
     assert next(iter(arguments)) in str(caught.value)
     assert "must be" in str(caught.value)
+
+
+def test_what_holds_for_forms_of_texts(target: str):
+    config = configure(target, structured_outputs_config={"backend": "guidance"})
+    assert config.structured_outputs.backend == "guidance"
+    assert configure(target).structured_outputs == StructuredOutputsConfig()
+    with pytest.raises(ConfigError, match="structured_outputs_config must be a dict"):
+        configure(target, structured_outputs_config="guidance")
 
 
 def test_an_unknown_argument_names_the_nearest(target: str):
