@@ -26,6 +26,11 @@ DEFAULT_PROMPT_LOOKUP = 5
 
 NGRAM, NGRAM_AND_MODEL, DRAFT_MODEL = "ngram", "ngram+draft_model", "draft_model"
 METHODS = (NGRAM, NGRAM_AND_MODEL, DRAFT_MODEL)
+# What drafts come from, for errors.
+SOURCES_OF_DRAFTS = (
+    "Drafts come from a whole model of the target's family, or from the text itself "
+    "('[ngram]'); heads such as Medusa's and EAGLE's are not supported."
+)
 # The rule that judges nothing: acceptance is given, and texts mean nothing.
 SYNTHETIC = "synthetic"
 ADAPTIVE, FIXED = "adaptive", "fixed"

@@ -29,7 +29,11 @@ from jaxspec.errors import (
     wrong_argument,
 )
 from jaxspec.models.families import config_from_folder
-from jaxspec.speculation import DEFAULT_DRAFT_TOKENS, SpeculativeConfig
+from jaxspec.speculation import (
+    DEFAULT_DRAFT_TOKENS,
+    SOURCES_OF_DRAFTS,
+    SpeculativeConfig,
+)
 from jaxspec.structured_outputs import StructuredOutputsConfig
 from jaxspec_checkpoints.gemma2.published import PAD_ROWS
 
@@ -315,9 +319,17 @@ def _speculative(
         return None, None
     draft = None
     if "model" in merged:
+        name = merged["model"]
         revision = (args.speculative_config or {}).get("revision")
-        folder = _fetched(args, merged["model"], "speculative_model", revision=revision)
-        draft = config_from_folder(folder)
+        folder = _fetched(args, name, "speculative_model", revision=revision)
+        try:
+            draft = config_from_folder(folder)
+        except ConfigError as error:
+            # A head's folder has a config.json, too, of another kind.
+            message = f"speculative_model {name!r}: {error} {SOURCES_OF_DRAFTS}"
+            raise ConfigError(
+                message, parameter="speculative_model", value=name
+            ) from error
         merged["model"] = str(folder)
     if "num_speculative_tokens" not in merged:
         merged["num_speculative_tokens"] = DEFAULT_DRAFT_TOKENS

@@ -6,6 +6,7 @@ and models: `jaxspec.engine.arg_utils` looks at those.
 """
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -17,6 +18,7 @@ from jaxspec.speculation import (
     METHODS,
     NGRAM,
     NGRAM_AND_MODEL,
+    SOURCES_OF_DRAFTS,
     SpeculativeConfig,
 )
 
@@ -37,6 +39,8 @@ _SPECULATIVE_NAMES = {
 # vLLM's spellings of n-gram drafts, as a model and as a method.
 _NGRAM_MODELS = ("ngram", "[ngram]")
 _NGRAM_METHODS = ("ngram", "[ngram]", "ngram_gpu")
+# vLLM's older way to name a kind of draft in place of a model.
+_KIND = re.compile(r"\[.*\]")
 _LOOKUP_KEYS = ("prompt_lookup_max", "prompt_lookup_min")
 _SPECULATIVE_KEYS = tuple(item.name for item in fields(SpeculativeConfig))
 # Keys that change nothing here: what they tune does not exist, but for the draft's
@@ -174,6 +178,12 @@ def _settle_method(merged: dict[str, Any]) -> None:
             )
         method = NGRAM
         del merged["model"]
+    elif isinstance(model, str) and _KIND.fullmatch(model):
+        raise UnsupportedError(
+            f"speculative_model={model!r} is not supported. {SOURCES_OF_DRAFTS}",
+            parameter="speculative_model",
+            value=model,
+        )
     elif method == NGRAM and model is not None:
         raise ConfigError(
             f"method='ngram' takes no draft model, got {model!r}; leave one of them "
@@ -183,8 +193,9 @@ def _settle_method(merged: dict[str, Any]) -> None:
         )
     if method not in (None, *METHODS):
         allowed = "'ngram', 'ngram+draft_model' or 'draft_model'"
-        hint = "Other kinds of draft are to come."
-        raise wrong_argument(UnsupportedError, "method", allowed, method, hint)
+        raise wrong_argument(
+            UnsupportedError, "method", allowed, method, SOURCES_OF_DRAFTS
+        )
     for key in _LOOKUP_KEYS:
         if key in merged and method in (None, DRAFT_MODEL):
             raise ConfigError(

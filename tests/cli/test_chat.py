@@ -57,6 +57,9 @@ class Echo:
         yield Part(pieces=[Piece(said_back, False)])
         yield Part(pieces=[Piece("!", True)], finish_reason="stop")
 
+    def check(self) -> None:
+        """There is no server to be away."""
+
     def close(self) -> None:
         self.is_closed = True
 
@@ -206,6 +209,12 @@ def test_a_server_and_its_key(monkeypatch):
     assert given == ["of the environment", "own"]
     with pytest.raises(ArgumentError, match="not for --url"):
         chat.run(options(speculative_model="x"))
+
+
+def test_a_server_that_is_not_there_is_told_before_anything_is_typed(monkeypatch):
+    type_lines(monkeypatch, [RuntimeError])
+    with pytest.raises(ArgumentError, match="No server answers at http://127.0.0.1:1"):
+        chat.run(options(url="http://127.0.0.1:1"))
 
 
 class Screen:

@@ -387,6 +387,14 @@ def test_two_vocabularies(tmp_path: Path, target: str):
         configure(target, speculative_model=other, num_speculative_tokens=2)
 
 
+def test_a_head_in_place_of_a_draft_model(tmp_path: Path, target: str):
+    head = write_model(tmp_path / "head", model_type="medusa")
+    told = r"speculative_model .*head': .*got 'medusa'.* heads such as Medusa's and"
+    with pytest.raises(ConfigError, match=told) as refused:
+        configure(target, speculative_model=head, num_speculative_tokens=2)
+    assert refused.value.parameter == "speculative_model"
+
+
 def test_a_folder_of_another_kind(tmp_path: Path):
     other = write_model(tmp_path / "other", model_type="llama")
     with pytest.raises(ConfigError, match="'gemma2'.*got 'llama'"):
