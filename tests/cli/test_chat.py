@@ -19,9 +19,9 @@ import pytest
 
 from jaxspec.cli import chat
 from jaxspec.cli.chat import ChatSession, Fields, Message, Part, Parts, closing_line
-from jaxspec.cli.terminal import Piece
+from jaxspec.cli.terminal import Piece, Printer
 from jaxspec.errors import ArgumentError, RequestError
-from tests.cli.test_terminal import GREEN
+from tests.cli.test_terminal import GREEN, Terminal
 from tests.engine.test_llm_engine import letters, make_fake_engine, said
 from tests.serve.test_launcher import served
 from tests.serving import PROMPT, TurnsTokenizer
@@ -146,6 +146,17 @@ def test_answers_alone_are_for_a_pipe(monkeypatch, capsys):
     shown = capsys.readouterr()
     assert shown.out == "a!\nb!\n"
     assert shown.err == "[end]\n[end]\n"
+
+
+def test_every_answer_begins_a_line(monkeypatch):
+    type_lines(monkeypatch, ["one two"] * 2)
+    monkeypatch.setenv("COLUMNS", "8")
+    monkeypatch.setenv("TERM", "xterm")
+    session, screen = ChatSession(Echo(), FIELDS, is_terminal=True), Terminal()
+    session._printer = Printer(screen)
+    session._printer.has_colours = False
+    session.run()
+    assert screen.getvalue() == "one two\x1b[3D\x1b[K\ntwo!" * 2
 
 
 def test_an_answer_that_breaks_off(monkeypatch, capsys):

@@ -77,6 +77,7 @@ def seen(written: str) -> list[str]:
         ("abcdefghijklm nop", ["abcdefghijk", "lm nop"]),
         ("a\nbcd efg hij\nk", ["a", "bcd efg hij", "k"]),
         ("\u732b" * 7, ["\u732b" * 5, "\u732b" * 2]),
+        ("a " + "\u732b" * 5, ["a " + "\u732b" * 4, "\u732b"]),
         ("e\u0301" * 11 + " a", ["e\u0301" * 11, "a"]),
         ("a\tb cde", ["a\tb ", "cde"]),
     ],

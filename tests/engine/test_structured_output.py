@@ -361,6 +361,7 @@ def written_by_a_lover_of_white_space(
 
 UNBOUNDED = r"[ \n\r\t]+"
 GUIDED = SCHEMA | {"x-guidance": {"whitespace_flexible": True}}
+PATTERNED = SCHEMA | {"x-guidance": {"whitespace_pattern": UNBOUNDED}}
 
 
 @pytest.mark.parametrize(
@@ -377,6 +378,8 @@ GUIDED = SCHEMA | {"x-guidance": {"whitespace_flexible": True}}
         (dict(json=GUIDED), {}, None),
         (dict(json=GUIDED), dict(disable_any_whitespace=True), None),
         (dict(json=GUIDED, disable_any_whitespace=True), {}, 0),
+        (dict(json=PATTERNED), {}, None),
+        (dict(json=PATTERNED, disable_any_whitespace=True), {}, 0),
         (dict(json=GUIDED, whitespace_pattern=" "), {}, 1),
     ],
 )
