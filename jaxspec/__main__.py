@@ -1,4 +1,4 @@
-"""Owns `python -m jaxspec`: the subcommands, their arguments, how errors are shown.
+"""Owns `jaxspec` and `python -m jaxspec`: the subcommands and their arguments.
 
 Imports what a subcommand needs only when it runs: jax takes seconds, `--help` must not.
 """
@@ -7,22 +7,30 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from jaxspec.command import run_command
+from jaxspec.command import CommandParser, run_command
 from jaxspec.ending import end, interrupts_end
+from jaxspec.engine.model_folders import model_folder
 from jaxspec.errors import ArgumentError
+from jaxspec_checkpoints.sources import is_remote
 
 BUNDLED_TARGET = "jaxspec/tiny-gemma2"
 BUNDLED_DRAFT = "jaxspec/tiny-gemma2-draft"
 _MODULES = {"generate": "jaxspec.cli.generate", "chat": "jaxspec.cli.chat"}
 # Command lines of their own, with the engine's flags.
-_OWN = {"compile": "jaxspec.ahead", "bench": "jaxspec.bench.__main__"}
+_OWN = {
+    "serve": "jaxspec.serve.__main__",
+    "compile": "jaxspec.ahead",
+    "bench": "jaxspec.bench.__main__",
+}
+PROG = "python -m jaxspec"
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(prog: str = PROG) -> CommandParser:
     """The parser of the whole command line; `command` names the module that runs."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxspec",
+    parser = CommandParser(
+        prog=prog,
         description="Speculative decoding for Gemma 2.",
     )
     commands = parser.add_subparsers(
@@ -41,12 +49,13 @@ def make_parser() -> argparse.ArgumentParser:
         description="Answer line by line; /help lists the commands there are.",
     )
     _add_chat_arguments(chat)
+    commands.add_parser("serve", help="serve a model with OpenAI's API")
     commands.add_parser(
         "compile", help="compile programs ahead, also for devices that are not here"
     )
     commands.add_parser("bench", help="measure plain decoding and speculation")
     for name, subparser in commands.choices.items():
-        subparser.set_defaults(parser=subparser, module=_MODULES.get(name))
+        subparser.set_defaults(module=_MODULES.get(name))
     return parser
 
 
@@ -150,18 +159,14 @@ def _add_sampling_arguments(
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Run one command line; returns the exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    parser = make_parser()
+    parser = make_parser(prog)
     if given and given[0] in _OWN:
         own = importlib.import_module(_OWN[given[0]])
         return own.main(given[1:], prog=f"{parser.prog} {given[0]}")
-    options, unknown = parser.parse_known_args(given)
-    if unknown:
-        getattr(options, "parser", parser).error(
-            f"unrecognized arguments: {' '.join(unknown)}"
-        )
+    options = parser.parse_args(given)
     if options.command is None:
         parser.print_help()
         return 0
@@ -180,16 +185,23 @@ def _choose_models(options: argparse.Namespace) -> None:
     """Settle the models: the bundled pair where none is named.
 
     Raises:
-        ArgumentError: There is a target without a draft.
+        ArgumentError: There is a target without a draft, or no such folder.
     """
     if options.model is None:
         options.model = BUNDLED_TARGET
         options.speculative_model = options.speculative_model or BUNDLED_DRAFT
     if options.speculative_model is None:
+        if not is_remote(options.model):
+            model_folder(options.model, "--model")  # what is missing is told first
         raise ArgumentError(
             f"--model {options.model} needs a draft of its family: name one with "
             "--speculative-model."
         )
+
+
+def script() -> NoReturn:
+    """Run as the program `jaxspec`, which is installed with the package."""
+    end(main(prog="jaxspec"))
 
 
 if __name__ == "__main__":

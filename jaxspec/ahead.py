@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from jaxspec.command import run_command
+from jaxspec.command import CommandParser, run_command
 from jaxspec.config import EngineConfig
 from jaxspec.engine.controller import Controller
 from jaxspec.engine.shapes import GREEDY, SAMPLED, Shapes
@@ -26,7 +26,7 @@ PROG = "python -m jaxspec compile"
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
     """The parser of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=prog,
         description="Compile what an engine with these arguments needs, without its "
         "weights, into a folder that the engine is given as --compilation-cache-dir. "

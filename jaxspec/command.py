@@ -1,7 +1,13 @@
-"""Owns what every command line of the package does alike: it runs, and has a status."""
+"""Owns what every command line of the package does alike.
 
+How one is read, how a wrong one is shown, and what status a run has.
+"""
+
+import argparse
+import difflib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from jaxspec.ending import INTERRUPTED
 from jaxspec.errors import ArgumentError
@@ -9,6 +15,40 @@ from jaxspec_checkpoints import CheckpointError
 
 # argparse's exit code for a wrong argument.
 WRONG_ARGUMENT = 2
+# Of a flag that is meant, as difflib counts: "prot" is 0.75 near "port".
+NEAR = 0.7
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Says in two lines what is wrong: argparse's own usage can have a hundred."""
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Parse a command line; what is not known ends the program.
+
+        A subcommand's parser is asked this way, too, and knows its own flags.
+        """
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(f"unrecognized arguments: {' '.join(unknown)}", unknown)
+        return options, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """End the program, as argparse does where a value is wrong or missing."""
+        self._refuse(message)
+
+    def _refuse(self, message: str, unknown: Sequence[str] = ()) -> NoReturn:
+        hint = f"See {self.prog} --help."
+        # Dashes are alike in all flags: with them "--typo" would be near "--dtype".
+        flags = {flag.lstrip("-"): flag for flag in self._option_string_actions}
+        for argument in unknown:
+            name = argument.partition("=")[0].lstrip("-")
+            near = difflib.get_close_matches(name, flags, n=1, cutoff=NEAR)
+            if argument.startswith("--") and near:
+                hint = f"Did you mean {flags[near[0]]}?"
+                break
+        self.exit(WRONG_ARGUMENT, f"{self.prog}: error: {message}\n{hint}\n")
 
 
 def run_command(prog: str, run: Callable[[], int | None]) -> int:

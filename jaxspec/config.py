@@ -20,6 +20,7 @@ from jaxspec.errors import (
 )
 from jaxspec.model_config import ModelConfig as ModelConfig
 from jaxspec.speculation import SYNTHETIC, SpeculativeConfig
+from jaxspec.structured_outputs import StructuredOutputsConfig
 from jaxspec_checkpoints import CheckpointError, files, model_files
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -56,6 +57,7 @@ class EngineConfig:
         generation_defaults: Sampling parameters that the model folder recommends.
         compilation_cache_dir: Where compiled programs are kept; None for nowhere.
         batch_invariant: Requests of a form run in one program, whatever is beside them.
+        structured_outputs: What holds for forms of texts where requests say nothing.
     """
 
     model: str
@@ -82,6 +84,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     max_logprobs: int = 20
     batch_invariant: bool = False
+    structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
 
     def __post_init__(self):
         check_choice(ConfigError, "dtype", self.dtype, DTYPES)

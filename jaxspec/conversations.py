@@ -25,6 +25,9 @@ class ChatOptions(TypedDict, total=False):
         chat_template_content_format: "auto" or "string": contents are texts.
         parse_special_tokens: Let special pieces spelled in messages count. Without it
             "<end_of_turn>" in a message is text and cannot end its turn.
+        strict_roles: Refuse what the template refuses. Without it the user's turn says
+            what a system or a developer does where there is no turn for them, and user
+            messages in a row are one turn.
         tools: Not supported; `tokenization_kwargs` and `mm_processor_kwargs` neither.
     """
 
@@ -34,6 +37,7 @@ class ChatOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     chat_template_content_format: str
     parse_special_tokens: bool
+    strict_roles: bool
     tools: Any
     tokenization_kwargs: Any
     mm_processor_kwargs: Any

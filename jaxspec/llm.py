@@ -183,7 +183,8 @@ class LLM:
         """Answer one conversation, or each of a list of them.
 
         Args:
-            messages: Dicts with `role` and `content`; user and assistant take turns.
+            messages: Dicts with `role` and `content`; user and assistant take turns,
+                and a system's text is said in the user's where the model has none.
             sampling_params: As for `generate`.
             use_tqdm: As for `generate`.
             lora_request: Not supported.

@@ -41,6 +41,12 @@ SUFFIX_DEFAULTS: dict[str, Any] = {
     "suffix_decoding_min_token_prob": 0.1,
     "suffix_decoding_max_cached_requests": 0,
 }
+# What drafts come from, for errors.
+SOURCES_OF_DRAFTS = (
+    "Drafts come from a whole model of the target's family, or from the text itself "
+    "('[ngram]', method 'suffix'); heads such as Medusa's and EAGLE's are not "
+    "supported."
+)
 # The rule that judges nothing: acceptance is given, and texts mean nothing.
 SYNTHETIC = "synthetic"
 ADAPTIVE, FIXED = "adaptive", "fixed"

@@ -1,16 +1,32 @@
-"""Owns `StructuredOutputsParams`: what form a text must have. vLLM's names and rules.
+"""Owns what form a text must have: vLLM's names and rules.
+
+`StructuredOutputsParams` is of a request, `StructuredOutputsConfig` of an engine.
 
 Knows the fields and how they may be combined; what they mean to a vocabulary is
 `jaxspec.engine.structured_output`'s.
 """
 
+import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, no_type_check
 
-from jaxspec.errors import RequestError, UnsupportedError, check_flag, wrong_argument
+from jaxspec.errors import (
+    ArgumentError,
+    ConfigError,
+    RequestError,
+    UnsupportedError,
+    check_flag,
+    wrong_argument,
+)
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_JSON_FLAGS = ("disable_any_whitespace", "disable_additional_properties")
+_BACKENDS = ("auto", "guidance")
+# Between two parts of JSON: nothing, a space, or a line break with the indentation of
+# its level: 16 columns are eight levels of `json.dumps(..., indent=2)`. JSON itself
+# sets no bound, and a model that is unsure writes white space until `max_tokens`.
+DEFAULT_WHITESPACE_PATTERN = r" |\r?\n( {0,16}|\t{0,8})"
 
 
 # No checks by jaxtyping in the tests: the class has its own, with better errors.
@@ -31,7 +47,9 @@ class StructuredOutputsParams:
         disable_any_whitespace: No white space between the parts of JSON.
         disable_additional_properties: Objects of the schema that do not speak of
             `additionalProperties` allow none.
-        whitespace_pattern: Regular expression of the white space that JSON may have.
+        whitespace_pattern: Regular expression of the white space that JSON may have at
+            one place, between two of its parts. By default a space, or a line break
+            and up to 16 columns.
     """
 
     json: str | dict[str, Any] | None = None
@@ -61,19 +79,9 @@ class StructuredOutputsParams:
                 value=self.structural_tag,
             )
         self._check_kind()
-        for name in ("disable_any_whitespace", "disable_additional_properties"):
+        for name in _JSON_FLAGS:
             check_flag(RequestError, name, getattr(self, name))
-        pattern = self.whitespace_pattern
-        if pattern is not None and not (isinstance(pattern, str) and pattern):
-            allowed = "a regular expression or None"
-            raise wrong_argument(RequestError, "whitespace_pattern", allowed, pattern)
-        if pattern is not None and self.disable_any_whitespace:
-            raise RequestError(
-                f"whitespace_pattern={pattern!r} and disable_any_whitespace=True "
-                "contradict each other: leave one out.",
-                parameter="whitespace_pattern",
-                value=pattern,
-            )
+        _check_white_space(RequestError, self)
 
     @property
     def kind(self) -> str:
@@ -93,6 +101,95 @@ class StructuredOutputsParams:
         }[kind]
         if not is_right:
             raise wrong_argument(RequestError, kind, allowed, value)
+
+
+# No checks by jaxtyping in the tests: the class has its own, with better errors.
+@no_type_check
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsConfig:
+    """What an engine does about forms where a request says nothing; vLLM's names.
+
+    Attributes:
+        backend: "auto" or "guidance": grammars are llguidance's.
+        disable_fallback: Without effect: there is nothing to fall back to.
+        disable_any_whitespace: No white space between the parts of JSON.
+        disable_additional_properties: Objects of a schema that do not speak of
+            `additionalProperties` allow none.
+        whitespace_pattern: Regular expression of the white space that JSON may have at
+            one place. Ours; None is `DEFAULT_WHITESPACE_PATTERN`.
+        reasoning_parser: "" only, and so its plugin: Gemma 2 marks no thinking.
+        enable_in_reasoning: Without effect.
+    """
+
+    backend: str = "auto"
+    disable_fallback: bool = False
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    reasoning_parser: str = ""
+    reasoning_parser_plugin: str = ""
+    enable_in_reasoning: bool = False
+
+    def __post_init__(self):
+        if self.backend not in _BACKENDS:
+            allowed = " or ".join(map(repr, _BACKENDS))
+            hint = "Grammars are llguidance's; leave it out."
+            name = "structured_outputs_config['backend']"
+            raise wrong_argument(UnsupportedError, name, allowed, self.backend, hint)
+        for name in ("reasoning_parser", "reasoning_parser_plugin"):
+            if getattr(self, name):
+                raise UnsupportedError(
+                    f"structured_outputs_config[{name!r}]={getattr(self, name)!r} is "
+                    "not supported: Gemma 2 marks no thinking. Leave it out.",
+                    parameter=name,
+                    value=getattr(self, name),
+                )
+        flags = ("disable_fallback", "enable_in_reasoning")
+        for name in (*flags, *_JSON_FLAGS):
+            check_flag(ConfigError, name, getattr(self, name))
+        _check_white_space(ConfigError, self)
+
+    @classmethod
+    def read(cls, given: object) -> "StructuredOutputsConfig":
+        """Make one of what `structured_outputs_config` may be: a dict, or None.
+
+        Raises:
+            ConfigError: It is none of that, has an unknown key or a wrong value.
+            UnsupportedError: A value asks for what there is not.
+        """
+        if given is None or isinstance(given, cls):
+            return given or cls()
+        name, known = "structured_outputs_config", [item.name for item in fields(cls)]
+        if not isinstance(given, Mapping):
+            allowed = "a dict with keys among " + ", ".join(known)
+            raise wrong_argument(ConfigError, name, allowed, given)
+        values = {str(key).replace("-", "_"): value for key, value in given.items()}
+        for key in values.keys() - set(known):
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {known}."
+            raise ConfigError(
+                f"{name} has no key {key!r} (given {values[key]!r}): {hint}",
+                parameter=name,
+                value=given,
+            )
+        return cls(**values)
+
+
+def _check_white_space(
+    error: type[ArgumentError],
+    given: "StructuredOutputsParams | StructuredOutputsConfig",
+) -> None:
+    pattern = given.whitespace_pattern
+    if pattern is not None and not (isinstance(pattern, str) and pattern):
+        allowed = "a regular expression or None"
+        raise wrong_argument(error, "whitespace_pattern", allowed, pattern)
+    if pattern is not None and given.disable_any_whitespace:
+        raise error(
+            f"whitespace_pattern={pattern!r} and disable_any_whitespace=True "
+            "contradict each other: leave one out.",
+            parameter="whitespace_pattern",
+            value=pattern,
+        )
 
 
 def check_structured_outputs(given: object) -> None:

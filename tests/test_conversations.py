@@ -113,11 +113,22 @@ def test_which_conversation_is_wrong_is_said():
 
 
 @pytest.mark.parametrize(
-    "name", ["add_generation_prompt", "continue_final_message", "parse_special_tokens"]
+    "name",
+    [
+        *("add_generation_prompt", "continue_final_message"),
+        *("parse_special_tokens", "strict_roles"),
+    ],
 )
 def test_flags_are_true_or_false(name):
     with pytest.raises(RequestError, match=f"{name} must be True or False.*'no'"):
         write([TURN], **{name: "no"})
+
+
+def test_a_system_is_heard_unless_roles_are_strict():
+    told = [{"role": "system", "content": "Be brief."}, TURN]
+    assert write(told) == write([TURN | {"content": "Be brief.\n\nhi"}])
+    with pytest.raises(RequestError, match="not system\\. Leave out strict_roles"):
+        write(told, strict_roles=True)
 
 
 def test_what_is_nested_without_end_is_refused():

@@ -4,6 +4,7 @@ import argparse
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def test_help_lists_what_there_is_without_importing_jax(arguments):
     )
     commands = done.stdout.partition("subcommands:")[2]
     named = re.findall(r"^    (\w+)", commands, re.MULTILINE)
-    assert named == ["generate", "chat", "compile", "bench"]
+    assert named == ["generate", "chat", "serve", "compile", "bench"]
 
 
 def test_defaults_are_the_bundled_pair(monkeypatch):
@@ -128,6 +129,11 @@ def test_the_bundled_pair_talks():
         (["--speculative-model", "none"], "speculative_model must be .* got 'none'"),
         (["--speculative-model", "[ngram]"], "requires ngram_prompt_lookup_max"),
         (["--model", "some/folder"], "needs a draft .* --speculative-model"),
+        (["--model", "./nosuch"], "--model must be .* got './nosuch'.*No such folder"),
+        (
+            ["--speculative-model", "[medusa]"],
+            "\\[medusa\\].*not supported.*\\[ngram\\]",
+        ),
         (["--model", "none", "--speculative-model", "none"], "model must be .* 'none'"),
     ],
 )
@@ -142,22 +148,29 @@ def test_a_wrong_value_is_one_line_and_code_2(arguments, said, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["serve"], "invalid choice: 'serve'"),
+        (["serv"], "invalid choice: 'serv'"),
         (["generate"], "PROMPT"),
         (["generate", "hi", "--max-tokens", "ten"], "invalid int value: 'ten'"),
         (["generate", "hi", "--chat", "--raw"], "not allowed with"),
         (["generate", "hi", "--typo"], "unrecognized arguments: --typo"),
+        (["generate", "hi", "--modle", "x"], "unrecognized arguments: --modle x"),
+        (["serve", "--modle=x"], "unrecognized arguments: --modle=x"),
+        (["compile", "--modle", "x"], "unrecognized arguments: --modle x"),
+        (["bench", "spec", "--modle", "x"], "unrecognized arguments: --modle x"),
         (["chat", "hi"], "unrecognized arguments: hi"),
     ],
 )
-def test_a_wrong_form_is_code_2_with_its_own_usage(arguments, said, capsys):
+def test_a_wrong_form_is_code_2_and_two_lines(arguments, said, capsys):
     with pytest.raises(SystemExit) as end:
         command_line.main(arguments)
     assert end.value.code == 2
-    shown = capsys.readouterr().err
-    assert said in shown
-    command = "" if arguments == ["serve"] else f" {arguments[0]}"
-    assert shown.startswith(f"usage: python -m jaxspec{command} [-h]")
+    wrong, hint = capsys.readouterr().err.splitlines()
+    command = "" if arguments == ["serv"] else f" {arguments[0]}"
+    command += " spec" * ("spec" in arguments)
+    assert wrong.startswith(f"python -m jaxspec{command}: error: ")
+    assert said in wrong
+    expected = f"See python -m jaxspec{command} --help."
+    assert hint == ("Did you mean --model?" if "modle" in said else expected)
 
 
 def test_an_interrupt_ends_cleanly(monkeypatch, capsys):
@@ -185,3 +198,19 @@ def test_bench_has_a_command_line_of_its_own(capsys):
     assert command_line.main(["bench", "latency", "--batch-size", "0"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("python -m jaxspec bench latency: error: --batch-size must")
+
+
+def test_serving_has_a_command_line_of_its_own(capsys):
+    assert command_line.main(["serve", "m", "--quantization", "awq"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("python -m jaxspec serve: error: quantization")
+
+
+def test_the_program_that_is_installed(monkeypatch, capsys):
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"jaxspec": "jaxspec.__main__:script"}
+    monkeypatch.setattr(sys, "argv", ["jaxspec", "generate", "hi", "--dtype", "int8"])
+    with pytest.raises(SystemExit) as end:
+        command_line.script()
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("jaxspec generate: error: dtype must be")

@@ -2,8 +2,9 @@
 
 import pytest
 
-from jaxspec.errors import RequestError, UnsupportedError
+from jaxspec.errors import ArgumentError, RequestError, UnsupportedError
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
+from jaxspec.structured_outputs import StructuredOutputsConfig
 
 KINDS = [
     ("json", {"type": "object"}),
@@ -74,3 +75,41 @@ def test_a_copy_is_independent():
     copy = params.clone()
     params.structured_outputs.json["type"] = "string"
     assert copy.structured_outputs.json == {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, {}),
+        ({}, {}),
+        ({"backend": "guidance"}, {"backend": "guidance"}),
+        ({"disable-any-whitespace": True}, {"disable_any_whitespace": True}),
+        ({"whitespace_pattern": " ?"}, {"whitespace_pattern": " ?"}),
+        (StructuredOutputsConfig(backend="guidance"), {"backend": "guidance"}),
+    ],
+)
+def test_what_an_engine_may_be_told(given, expected):
+    assert StructuredOutputsConfig.read(given) == StructuredOutputsConfig(**expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("auto", "must be a dict with keys among backend, disable_fallback,"),
+        ({"disable_whitespace": True}, "did you mean disable_any_whitespace"),
+        ({"xyz": 1}, "no key 'xyz'.*known: "),
+        ({"backend": "xgrammar"}, r"\['backend'\] must be 'auto' or 'guidance'"),
+        ({"reasoning_parser": "x"}, "marks no thinking"),
+        ({"reasoning_parser_plugin": "x"}, "marks no thinking"),
+        ({"disable_any_whitespace": 1}, "disable_any_whitespace must be True or"),
+        ({"enable_in_reasoning": "no"}, "enable_in_reasoning must be True or"),
+        ({"whitespace_pattern": ""}, "whitespace_pattern must be"),
+        (
+            {"whitespace_pattern": " ", "disable_any_whitespace": True},
+            "contradict each other",
+        ),
+    ],
+)
+def test_what_an_engine_is_refused(given, message):
+    with pytest.raises(ArgumentError, match=message):
+        StructuredOutputsConfig.read(given)

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxspec.bench.data import DATASETS, Dataset
 from jaxspec.bench.plot import SUFFIXES
+from jaxspec.command import CommandParser
 from jaxspec.serve.flags import add_engine_flags
 
 MODULES = {
@@ -20,7 +21,7 @@ BATCH_SIZES, TEMPERATURES = (1, 4, 8), (0.0, 0.8)
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
     """The parser of the whole command line; `module` is what runs."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=prog,
         description="Measure plain decoding and speculation, in turn and in one "
         "process. Every run ends with one line of JSON.",

@@ -40,6 +40,9 @@ _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
 _SAMPLING += ("ignore_eos",)
 
 Message = dict[str, str]
+# For a server to say that it is there.
+CHECK_S = 10
+
 # How an answer is asked for, in the names of the server's API.
 Fields = dict[str, Any]
 
@@ -143,7 +146,8 @@ class ServerBackend:
     """Answers by a server that speaks OpenAI's API, ours or another."""
 
     def __init__(self, url: str, *, model: str | None, api_key: str | None):
-        self._url = url.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
+        self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._url = f"{self._base}/chat/completions"
         self._own: Fields = {"stream": True, "include_metrics": True}
         self._own["return_token_origins"] = True
         if model is not None:
@@ -151,6 +155,28 @@ class ServerBackend:
         self._headers = {}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def check(self) -> None:
+        """Find out whether a server is there, before anything is typed.
+
+        Raises:
+            ArgumentError: None answers, or it does not let us in.
+        """
+        models = f"{self._base}/models"
+        try:
+            response = httpx.get(models, headers=self._headers, timeout=CHECK_S)
+        except _BROKEN as error:
+            raise ArgumentError(
+                f"No server answers at {self._base}: {error or repr(error)}. Start one "
+                "(python -m jaxspec serve), or correct --url, for example to "
+                "http://127.0.0.1:8000."
+            ) from error
+        if response.status_code in (401, 403):
+            reason = _reason(response)
+            raise ArgumentError(
+                f"The server at {self._base} refuses the key: {reason}. Give the right "
+                "one with --api-key, or in OPENAI_API_KEY."
+            )
 
     def answer(self, messages: list[Message], fields: Fields) -> Parts:
         body = self._own | fields | {"messages": messages}
@@ -218,7 +244,9 @@ def _make_backend(options: argparse.Namespace, *, is_terminal: bool) -> ChatBack
             message = "--speculative-model is for models loaded here, not for --url."
             raise ArgumentError(message)
         key = options.api_key or os.environ.get("OPENAI_API_KEY")
-        return ServerBackend(options.url, model=options.model, api_key=key)
+        server = ServerBackend(options.url, model=options.model, api_key=key)
+        server.check()
+        return server
     engine = load_engine(options)
     if is_terminal:
         engine.announce_compiles(lambda what: _note(f"[{what}]") if what else None)
@@ -248,6 +276,7 @@ class ChatSession:
         self._messages: list[Message] = []
         self._printer = Printer(sys.stdout)
         self._printer.has_colours &= is_terminal
+        self._printer.has_lines &= is_terminal
 
     def run(self) -> None:
         """Go on until the input ends or somebody quits."""
@@ -296,6 +325,7 @@ class ChatSession:
         """Show the answer to a message, and remember both, or what there is of it."""
         messages = [*self._messages, {"role": "user", "content": question}]
         answer, end = "", "broken off"
+        self._printer.begin_line()
         try:
             parts = self._backend.answer(messages, self._fields)
             with contextlib.closing(parts):

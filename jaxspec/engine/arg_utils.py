@@ -32,9 +32,11 @@ from jaxspec.models.families import config_from_folder
 from jaxspec.speculation import (
     DEFAULT_DRAFT_TOKENS,
     MAX_DRAFT_TOKENS,
+    SOURCES_OF_DRAFTS,
     SUFFIX,
     SpeculativeConfig,
 )
+from jaxspec.structured_outputs import StructuredOutputsConfig
 from jaxspec_checkpoints.gemma2.published import PAD_ROWS
 
 DEFAULT_MAX_NUM_SEQS = 8
@@ -108,6 +110,8 @@ class EngineArgs:
         batch_invariant: Decode in one width, so that a request's logits do not depend
             on its drafts or its neighbours on a TPU or GPU either (on a CPU they never
             do). Slower: see the README.
+        structured_outputs_config: What holds for forms of texts where requests say
+            nothing: keys of `StructuredOutputsConfig`, as disable_any_whitespace.
     """
 
     model: str
@@ -136,6 +140,7 @@ class EngineArgs:
     disable_log_stats: bool = False
     compilation_cache_dir: str | None = "auto"
     batch_invariant: bool = False
+    structured_outputs_config: dict[str, Any] | None = None
 
     # Speculation, three generations of it; see `jaxspec.engine.speculative_args`.
     speculative_config: dict[str, Any] | None = None
@@ -272,6 +277,9 @@ class EngineArgs:
             max_logprobs=_max_logprobs(self.max_logprobs, model.vocab_size),
             compilation_cache_dir=_cache_dir(self.compilation_cache_dir),
             batch_invariant=self.batch_invariant,
+            structured_outputs=StructuredOutputsConfig.read(
+                self.structured_outputs_config
+            ),
         )
 
 
@@ -313,9 +321,17 @@ def _speculative(
         return None, None
     draft = None
     if "model" in merged:
+        name = merged["model"]
         revision = (args.speculative_config or {}).get("revision")
-        folder = _fetched(args, merged["model"], "speculative_model", revision=revision)
-        draft = config_from_folder(folder)
+        folder = _fetched(args, name, "speculative_model", revision=revision)
+        try:
+            draft = config_from_folder(folder)
+        except ConfigError as error:
+            # A head's folder has a config.json, too, of another kind.
+            message = f"speculative_model {name!r}: {error} {SOURCES_OF_DRAFTS}"
+            raise ConfigError(
+                message, parameter="speculative_model", value=name
+            ) from error
         merged["model"] = str(folder)
     if "num_speculative_tokens" not in merged:
         is_suffix = merged.get("method") == SUFFIX

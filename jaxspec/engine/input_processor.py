@@ -70,7 +70,10 @@ class InputProcessor:
         ends = (*config.model_config.eos_token_ids, *tokenizer.turn_end_ids)
         _check_ends(ends)
         self._grammars = GrammarCompiler(
-            tokenizer, config.model_config.vocab_size, ends
+            tokenizer,
+            config.model_config.vocab_size,
+            ends,
+            config.structured_outputs,
         )
         # Seeds of requests that name none; a seeded engine repeats itself.
         self._random = np.random.default_rng(config.seed)

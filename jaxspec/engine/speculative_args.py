@@ -6,6 +6,7 @@ and models: `jaxspec.engine.arg_utils` looks at those.
 """
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -19,6 +20,7 @@ from jaxspec.speculation import (
     METHODS,
     NGRAM,
     NGRAM_AND_MODEL,
+    SOURCES_OF_DRAFTS,
     SUFFIX,
     SUFFIX_AND_MODEL,
     SUFFIX_DEFAULTS,
@@ -44,6 +46,8 @@ _NGRAM_MODELS = ("ngram", "[ngram]")
 _NGRAM_METHODS = ("ngram", "[ngram]", "ngram_gpu")
 # Methods without a model, and the same drafts beside those of one.
 _WITH_MODEL = {NGRAM: NGRAM_AND_MODEL, SUFFIX: SUFFIX_AND_MODEL}
+# vLLM's older way to name a kind of draft in place of a model.
+_KIND = re.compile(r"\[.*\]")
 _SPECULATIVE_KEYS = tuple(item.name for item in fields(SpeculativeConfig))
 # Keys that change nothing here: what they tune does not exist, but for the draft's
 # revision, which `EngineArgs` takes from what the caller gave.
@@ -184,6 +188,12 @@ def _settle_method(merged: dict[str, Any]) -> None:
             )
         method = NGRAM
         del merged["model"]
+    elif isinstance(model, str) and _KIND.fullmatch(model):
+        raise UnsupportedError(
+            f"speculative_model={model!r} is not supported. {SOURCES_OF_DRAFTS}",
+            parameter="speculative_model",
+            value=model,
+        )
     elif method in (NGRAM, SUFFIX) and model is not None:
         raise ConfigError(
             f"method={method!r} takes no draft model, got {model!r}; leave one of them "
@@ -192,8 +202,9 @@ def _settle_method(merged: dict[str, Any]) -> None:
             value=model,
         )
     if method not in (None, *METHODS):
-        hint = "Other kinds of draft are to come."
-        raise wrong_argument(UnsupportedError, "method", ALLOWED_METHODS, method, hint)
+        raise wrong_argument(
+            UnsupportedError, "method", ALLOWED_METHODS, method, SOURCES_OF_DRAFTS
+        )
     _refuse_keys_of_others(merged, method or DRAFT_MODEL)
     if method is not None:
         merged["method"] = method

@@ -20,8 +20,12 @@ from typing import Any
 import llguidance
 import numpy as np
 
-from jaxspec.errors import RequestError
-from jaxspec.structured_outputs import StructuredOutputsParams
+from jaxspec.errors import ConfigError, RequestError
+from jaxspec.structured_outputs import (
+    DEFAULT_WHITESPACE_PATTERN,
+    StructuredOutputsConfig,
+    StructuredOutputsParams,
+)
 from jaxspec.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -34,6 +38,9 @@ MAX_KEPT = 64
 # a chain, and a full stack ends the process: 4,000 rules of 13 characters took 8 MiB.
 STACK_BYTES = 4096
 LEAST_STACK_BYTES = 2**24
+# Keys of "x-guidance", by which a schema itself speaks to llguidance.
+_WHITE_SPACE_OPTIONS = {"whitespace_flexible", "whitespace_pattern"}
+_DEFAULTS = StructuredOutputsConfig()
 # `threading.stack_size` is of the process: all compilers take turns, or one would take
 # the other's size for the usual one and leave it behind. A thread that somebody else
 # starts in between reserves more address space than it needs, which is harmless.
@@ -184,9 +191,21 @@ class GrammarCompiler:
     Args:
         vocab_size: Rows of the network, at least the tokenizer's pieces.
         end_ids: The model's end tokens, which may follow a complete text.
+        config: What holds where a request says nothing.
+
+    Raises:
+        ConfigError: Its white space is no regular expression.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: tuple[int, ...]):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        end_ids: tuple[int, ...],
+        config: StructuredOutputsConfig = _DEFAULTS,
+    ):
+        _check_pattern(config.whitespace_pattern)
+        self._config = config
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._end_ids = end_ids
         self._kept: dict[str, llguidance.LLMatcher] = {}
@@ -208,7 +227,7 @@ class GrammarCompiler:
             RequestError: The schema, expression or grammar is not a valid one.
         """
         try:
-            grammar = _grammar_of(params)
+            grammar = _grammar_of(params, self._config)
         except (ValueError, TypeError, RecursionError) as error:
             raise _unusable(params, str(error)) from error
         with self._lock:
@@ -272,7 +291,9 @@ class _Vocabulary:
         )
 
 
-def _grammar_of(params: StructuredOutputsParams) -> str:
+def _grammar_of(
+    params: StructuredOutputsParams, config: StructuredOutputsConfig
+) -> str:
     """The constraint in llguidance's own form."""
     if params.regex is not None:
         return llguidance.LLMatcher.grammar_from_regex(params.regex)
@@ -280,14 +301,17 @@ def _grammar_of(params: StructuredOutputsParams) -> str:
         return llguidance.grammar_from("choice", json.dumps(list(params.choice)))
     if params.grammar is not None:
         return llguidance.grammar_from("grammar", params.grammar)
-    options: Any = _white_space_of(params)
+    schema = _schema_of(params, config)
+    options: Any = _json_options(params, config, schema)
     # As text: the library follows a dict that holds itself until the stack is full.
     return llguidance.LLMatcher.grammar_from_json_schema(
-        json.dumps(_schema_of(params), allow_nan=False), overrides=options
+        json.dumps(schema, allow_nan=False), overrides=options
     )
 
 
-def _schema_of(params: StructuredOutputsParams) -> dict[str, Any]:
+def _schema_of(
+    params: StructuredOutputsParams, config: StructuredOutputsConfig
+) -> dict[str, Any]:
     if params.json_object:
         return {"type": "object"}
     schema = params.json
@@ -295,7 +319,7 @@ def _schema_of(params: StructuredOutputsParams) -> dict[str, Any]:
         schema = json.loads(schema)
     if not isinstance(schema, Mapping):
         raise ValueError(f"a JSON schema is an object, this is {schema!r}")
-    if params.disable_additional_properties:
+    if params.disable_additional_properties or config.disable_additional_properties:
         schema = _closed(schema)
     return dict(schema)
 
@@ -312,10 +336,40 @@ def _closed(schema: Any) -> Any:
     return closed
 
 
-def _white_space_of(params: StructuredOutputsParams) -> dict[str, Any]:
+def _json_options(
+    params: StructuredOutputsParams,
+    config: StructuredOutputsConfig,
+    schema: Mapping[str, Any],
+) -> dict[str, Any]:
+    """White space as the request says, or the schema itself, or else the engine."""
     if params.whitespace_pattern is not None:
         return {"whitespace_pattern": params.whitespace_pattern}
-    return {"whitespace_flexible": not params.disable_any_whitespace}
+    if params.disable_any_whitespace:
+        # A schema's own pattern would go before the flag.
+        return {"whitespace_pattern": None, "whitespace_flexible": False}
+    own = schema.get("x-guidance")
+    if isinstance(own, Mapping) and own.keys() & _WHITE_SPACE_OPTIONS:
+        return {}
+    if config.disable_any_whitespace:
+        return {"whitespace_flexible": False}
+    # The library matches a pattern at most once at every place.
+    return {
+        "whitespace_pattern": config.whitespace_pattern or DEFAULT_WHITESPACE_PATTERN
+    }
+
+
+def _check_pattern(pattern: str | None) -> None:
+    if pattern is None:
+        return
+    regex = llguidance.LLMatcher.grammar_from_regex(pattern)
+    is_error, reasons = llguidance.LLMatcher.validate_grammar_with_warnings(regex)
+    if is_error:
+        raise ConfigError(
+            f"structured_outputs_config has whitespace_pattern={pattern!r}, which is "
+            f"no regular expression: {reasons[0].strip()}",
+            parameter="structured_outputs_config",
+            value=pattern,
+        )
 
 
 def _unusable(params: StructuredOutputsParams, reason: str) -> RequestError:

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from jaxspec.command import CommandParser
 from jaxspec.engine.arg_utils import AsyncEngineArgs
 from jaxspec.errors import ConfigError, wrong_argument
 from jaxspec.serve.settings import SPEC_METRICS, ServerSettings
@@ -178,9 +179,9 @@ def _holds_objects(values: list[Any]) -> bool:
     return any(isinstance(value, (dict, list)) for value in values)
 
 
-def make_parser(prog: str) -> argparse.ArgumentParser:
+def make_parser(prog: str) -> CommandParser:
     """Make the parser of the whole command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=prog,
         description="Serve a Gemma 2 model with OpenAI's API. Without a model: the "
         "bundled pair.",

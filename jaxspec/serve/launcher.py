@@ -5,6 +5,7 @@ one of them.
 """
 
 import asyncio
+import errno
 import gc
 import logging
 import os
@@ -219,28 +220,42 @@ def warm_up(engine: LLMEngine, extent: str) -> None:
 
 def _bind(given: Namespace) -> socket.socket:
     """Take the address, and let nobody in yet."""
-    if given.uds is not None:
-        bound, address = socket.socket(socket.AF_UNIX), given.uds
-    else:
-        is_v6 = ":" in given.host
-        bound = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        address = (given.host, given.port)
+    bound = None
     try:
+        if given.uds is not None:
+            bound, address = socket.socket(socket.AF_UNIX), given.uds
+        else:
+            is_v6 = ":" in given.host
+            bound = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            address = (given.host, given.port)
         bound.bind(address)
-    except (OSError, OverflowError) as error:
-        bound.close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        if bound is not None:
+            bound.close()
         name, where = "port", f"{given.host}:{given.port}"
         advice = "Choose another --port."
         if given.uds is not None:
             name, where = "uds", given.uds
             advice = "Remove the file if no server uses it, or choose another --uds."
+        elif _is_of_host(error):
+            name, where = "host", given.host
+            advice = "--host must be an address of this machine: 127.0.0.1 for itself, "
+            advice += "0.0.0.0 for all of its networks."
         raise ConfigError(
             f"The server cannot listen on {where}: {error}. {advice}",
             parameter=name,
             value=getattr(given, name),
         ) from error
     return bound
+
+
+def _is_of_host(error: Exception) -> bool:
+    """Whether an address fails by its host: no name, not ours, or of another kind."""
+    if isinstance(error, (socket.gaierror, UnicodeError)):
+        return True
+    numbers = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)
+    return isinstance(error, OSError) and error.errno in numbers
 
 
 def _release(bound: socket.socket, given: Namespace) -> None:

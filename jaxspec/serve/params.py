@@ -35,7 +35,8 @@ _SAME = (
     *("logprob_token_ids", "stream_interval", "thinking_token_budget"),
     "repetition_detection",
 )
-_GUIDED = ("json", "regex", "choice", "grammar")
+# vLLM's older fields, "guided_" before names of `StructuredOutputsParams`.
+_GUIDED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 
 
 def make_params(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -141,6 +142,7 @@ def _extra_args(body: GenerationBody) -> dict[str, Any] | None:
 
 
 def _structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
+    _check_guided(body)
     given: dict[str, Any] = {}
     if body.structured_outputs is not None:
         given = body.structured_outputs.model_dump(by_alias=True, exclude_unset=True)
@@ -159,6 +161,20 @@ def _structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
         allowed = f"at most {MAX_GRAMMAR_CHARACTERS} characters of JSON"
         raise wrong_argument(RequestError, name, allowed, length)
     return StructuredOutputsParams(**given)
+
+
+def _check_guided(body: GenerationBody) -> None:
+    """Refuse what was meant to shape the text and would not."""
+    if body.guided_decoding_backend is not None:
+        _log.warning("guided_decoding_backend has no effect: grammars are llguidance's")
+    for name, value in sorted((body.model_extra or {}).items()):
+        if name.startswith("guided_") and value is not None:
+            known = ", ".join(f"guided_{kind}" for kind in _GUIDED)
+            raise RequestError(
+                f"There is no field {name}: use structured_outputs, or one of {known}.",
+                parameter=name,
+                value=value,
+            )
 
 
 def _formatted(wanted: ResponseFormat) -> dict[str, Any]:

@@ -107,6 +107,7 @@ class Prompts:
             continue_final_message=body.continue_final_message,
             chat_template=self._template(body.chat_template),
             chat_template_kwargs=body.chat_template_kwargs,
+            strict_roles=self._settings.strict_roles,
         )
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:

@@ -175,6 +175,8 @@ class GenerationBody(Body):
     guided_regex: str | None = None
     guided_choice: Entries[str] | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
     logprob_token_ids: Entries[int] | None = None
     stream_interval: int | None = None
     thinking_token_budget: int | None = None

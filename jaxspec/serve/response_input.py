@@ -51,6 +51,9 @@ def as_chat(body: ResponseBody) -> ChatBody:
     is_cut = _is_cut(body)
     has_logprobs = LOGPROBS in (body.include or ())
     given = {name: getattr(body, name) for name in body.model_fields_set & _SHARED}
+    extra = (body.model_extra or {}).items()
+    # Those that do not exist are refused where chats are read.
+    given |= {name: value for name, value in extra if name.startswith("guided_")}
     if body.truncation == "auto":
         given["truncate_prompt_tokens"] = -1
     return ChatBody(

@@ -18,6 +18,7 @@ SPEC_METRICS = ("none", "summary")
 DEFAULT_MAX_BODY_BYTES = 4 * 2**20
 _FLAGS = (
     "trust_request_chat_template",
+    "strict_roles",
     "enable_request_id_headers",
     "enable_prompt_tokens_details",
     "enable_force_include_usage",
@@ -40,6 +41,9 @@ class ServerSettings:
         response_role: Who speaks in answers to chats.
         trust_request_chat_template: Let requests bring templates of their own. They
             run in a sandbox, which does not limit the time they take.
+        strict_roles: Refuse roles that the model's template refuses: for Gemma 2 a
+            system's and two user messages in a row. By default the user's turn says
+            both.
         enable_request_id_headers: Answers carry X-Request-Id: the request's, or new.
         enable_prompt_tokens_details: Tell how much of a prompt was cached.
         enable_force_include_usage: Streams end with token counts, unasked.
@@ -61,6 +65,7 @@ class ServerSettings:
     allow_credentials: bool = False
     response_role: str = "assistant"
     trust_request_chat_template: bool = False
+    strict_roles: bool = False
     enable_request_id_headers: bool = False
     enable_prompt_tokens_details: bool = False
     enable_force_include_usage: bool = False

@@ -4,6 +4,7 @@ Knows nothing of token ids. What is written is marked, so that the tokenizer can
 a turn marker that the format wrote from one that a message spells.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,6 +15,9 @@ from jaxspec.models.gemma2.turns import one_of_roles
 # Lone surrogates: UTF-8 has none, so no message can hold a mark of its own.
 _FIRST_MARK = 0xD800
 _NAME = re.compile(r"[\w.-]+")
+
+# Roles that clients of other models send.
+_FOLDED = ("system", "developer")
 
 # Of lists and dicts in messages and variables.
 MAX_DEPTH = 64
@@ -68,6 +72,48 @@ def read_messages(messages: object) -> list[Message]:
         _read_message(f"messages[{position}]", message)
         for position, message in enumerate(messages)
     ]
+
+
+def fold_turns(
+    messages: list[Message], is_refused: Callable[[list[Message]], bool]
+) -> list[Message]:
+    """Let the user say what a format has no turn for: a system's or developer's text.
+
+    User texts in a row, of that or of the caller, become one turn, an empty line
+    between them. What the format takes stays as it is.
+
+    Args:
+        messages: A checked conversation.
+        is_refused: Whether the format refuses one.
+    """
+    given = {message["role"] for message in messages}
+    folded = [
+        role
+        for role in _FOLDED
+        if role in given and is_refused([_said_by(role), _said_by("user")])
+    ]
+    turns: list[Message] = []
+    for message in messages:
+        if message["role"] in folded:
+            message = message | {"role": "user"}
+        turns.append(message)
+    roles = [message["role"] for message in turns]
+    if ("user", "user") not in itertools.pairwise(roles):
+        return turns
+    if not folded and not is_refused([_said_by("user"), _said_by("user")]):
+        return turns
+    joined = turns[:1]
+    for message in turns[1:]:
+        if message["role"] != "user" or joined[-1]["role"] != "user":
+            joined.append(message)
+            continue
+        texts = joined[-1]["content"].rstrip(), message["content"].lstrip()
+        joined[-1] = joined[-1] | {"content": "\n\n".join(filter(None, texts))}
+    return joined
+
+
+def _said_by(role: str) -> Message:
+    return {"role": role, "content": "x"}
 
 
 def read_variables(variables: object) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Knows nothing about requests; text that arrives piece by piece is put together i
 `jaxspec.engine.detokenizer`.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, no_type_check
@@ -12,7 +13,7 @@ from jaxspec.config import PAIR_HINT
 from jaxspec.errors import ConfigError, RequestError, check_flag
 from jaxspec.models.gemma2.turns import END_OF_TURN, START_OF_TURN, Gemma2Turns
 from jaxspec.text.chat_template import ChatTemplate, folder_template, given_template
-from jaxspec.text.chat_turns import Marks, read_messages, read_variables
+from jaxspec.text.chat_turns import Marks, fold_turns, read_messages, read_variables
 from jaxspec.text.pieces import Pieces, read_pieces
 
 _TURNS = Gemma2Turns()
@@ -174,6 +175,7 @@ class Tokenizer:
         chat_template: str | ChatTemplate | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         parse_special_tokens: bool = False,
+        strict_roles: bool = False,
     ) -> list[int] | str:
         """Write a conversation; the arguments are those of `write_chat`.
 
@@ -188,6 +190,7 @@ class Tokenizer:
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
             parse_special_tokens=parse_special_tokens,
+            strict_roles=strict_roles,
         )
         return token_ids if tokenize else text
 
@@ -201,12 +204,13 @@ class Tokenizer:
         chat_template: str | ChatTemplate | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         parse_special_tokens: bool = False,
+        strict_roles: bool = False,
     ) -> tuple[str, list[int]]:
         """Write a conversation as text and as ids.
 
         Args:
-            messages: Each with `role` (user, then assistant or model, in turn) and
-                `content`, a string or a list of text parts.
+            messages: Each with `role` (user, then assistant or model, in turn; system
+                or developer) and `content`, a string or a list of text parts.
             add_generation_prompt: End with the opening of the model's turn.
             continue_final_message: Leave the last turn open, to be continued.
             chat_template: Used in place of the model's: a template, or a file's path.
@@ -214,6 +218,9 @@ class Tokenizer:
                 read changes nothing.
             parse_special_tokens: Special pieces spelled in messages become their ids.
                 Without it a message cannot end its turn.
+            strict_roles: Refuse what the template refuses. Without it the user's turn
+                says the text of a system or a developer where there is no turn for
+                them, and user messages in a row are one turn.
 
         Raises:
             RequestError: The roles are not allowed or do not take turns, or the
@@ -224,6 +231,7 @@ class Tokenizer:
             ("add_generation_prompt", add_generation_prompt),
             ("continue_final_message", continue_final_message),
             ("parse_special_tokens", parse_special_tokens),
+            ("strict_roles", strict_roles),
         ):
             check_flag(RequestError, name, flag)
         if continue_final_message and add_generation_prompt:
@@ -241,15 +249,43 @@ class Tokenizer:
                 f"A chat needs a tokenizer with {START_OF_TURN} and {END_OF_TURN}, or "
                 "a chat_template; there is neither."
             )
+        given = read_messages(messages)
         ids = self.pieces.named.items()
-        marked = (template or self._turns).write(
-            read_messages(messages),
-            marks=None if parse_special_tokens else self._marks,
+        write = functools.partial(
+            (template or self._turns).write,
             pieces={f"{name}_token": self.id_to_piece(token) for name, token in ids},
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
             variables=read_variables(chat_template_kwargs),
         )
+
+        def is_refused(turns: list[dict[str, Any]]) -> bool:
+            try:
+                write(
+                    turns,
+                    marks=None,
+                    add_generation_prompt=False,
+                    continue_final_message=False,
+                )
+            except RequestError:
+                return True
+            return False
+
+        try:
+            marked = write(
+                given if strict_roles else fold_turns(given, is_refused),
+                marks=None if parse_special_tokens else self._marks,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+        except RequestError as error:
+            if not strict_roles or fold_turns(given, is_refused) == given:
+                raise
+            raise RequestError(
+                f"{error} Leave out strict_roles (a server's --strict-roles), and the "
+                "user's turn says what a system or a developer does, and user messages "
+                "in a row are one turn.",
+                parameter=error.parameter,
+                value=error.value,
+            ) from error
         return self._marks.off(marked), self._parse(marked, self._marks.off)
 
 

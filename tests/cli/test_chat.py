@@ -19,9 +19,9 @@ import pytest
 
 from jaxspec.cli import chat
 from jaxspec.cli.chat import ChatSession, Fields, Message, Part, Parts, closing_line
-from jaxspec.cli.terminal import Piece
+from jaxspec.cli.terminal import Piece, Printer
 from jaxspec.errors import ArgumentError, RequestError
-from tests.cli.test_terminal import GREEN
+from tests.cli.test_terminal import GREEN, Terminal
 from tests.engine.test_llm_engine import letters, make_fake_engine, said
 from tests.serve.test_launcher import served
 from tests.serving import PROMPT, TurnsTokenizer
@@ -56,6 +56,9 @@ class Echo:
             raise KeyboardInterrupt
         yield Part(pieces=[Piece(said_back, False)])
         yield Part(pieces=[Piece("!", True)], finish_reason="stop")
+
+    def check(self) -> None:
+        """There is no server to be away."""
 
     def close(self) -> None:
         self.is_closed = True
@@ -145,6 +148,17 @@ def test_answers_alone_are_for_a_pipe(monkeypatch, capsys):
     assert shown.err == "[end]\n[end]\n"
 
 
+def test_every_answer_begins_a_line(monkeypatch):
+    type_lines(monkeypatch, ["one two"] * 2)
+    monkeypatch.setenv("COLUMNS", "8")
+    monkeypatch.setenv("TERM", "xterm")
+    session, screen = ChatSession(Echo(), FIELDS, is_terminal=True), Terminal()
+    session._printer = Printer(screen)
+    session._printer.has_colours = False
+    session.run()
+    assert screen.getvalue() == "one two\x1b[3D\x1b[K\ntwo!" * 2
+
+
 def test_an_answer_that_breaks_off(monkeypatch, capsys):
     monkeypatch.setattr(
         Echo, "answer", lambda *_: (Part(pieces=[Piece("x", False)]) for _ in "x")
@@ -206,6 +220,12 @@ def test_a_server_and_its_key(monkeypatch):
     assert given == ["of the environment", "own"]
     with pytest.raises(ArgumentError, match="not for --url"):
         chat.run(options(speculative_model="x"))
+
+
+def test_a_server_that_is_not_there_is_told_before_anything_is_typed(monkeypatch):
+    type_lines(monkeypatch, [RuntimeError])
+    with pytest.raises(ArgumentError, match="No server answers at http://127.0.0.1:1"):
+        chat.run(options(url="http://127.0.0.1:1"))
 
 
 class Screen:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from jaxspec.cli.chat import BackendError, EngineBackend, Part, ServerBackend, _parts_in
-from jaxspec.errors import RequestError
+from jaxspec.errors import ArgumentError, RequestError
 from tests.engine.test_llm_engine import (
     assert_idle,
     letters,
@@ -16,7 +16,7 @@ from tests.engine.test_llm_engine import (
     said,
 )
 from tests.serve.test_launcher import served
-from tests.serving import PROMPT, TurnsTokenizer
+from tests.serving import PROMPT, TurnsTokenizer, site_of
 
 MESSAGES = [{"role": "user", "content": PROMPT}]
 FIELDS = {"max_tokens": 20, "temperature": 0.0}
@@ -88,6 +88,7 @@ def test_a_server_answers():
         for name in (url, f"{url}/v1", f"{url}/v1/"):
             backend = ServerBackend(name, model="m", api_key="any")
             check(list(backend.answer(MESSAGES, FIELDS)))
+            backend.check()
         other = ServerBackend(url, model="other", api_key=None)
         with pytest.raises(BackendError, match="The model `other` does not exist"):
             list(other.answer(MESSAGES, FIELDS))
@@ -126,3 +127,15 @@ def test_no_server(url: str):
     backend = ServerBackend(url, model=None, api_key=None)
     with pytest.raises(BackendError, match="v1/chat/completions"):
         next(backend.answer(MESSAGES, {}))
+    with pytest.raises(ArgumentError, match="No server answers at .*/v1: .*--url"):
+        backend.check()
+
+
+def test_a_servers_door():
+    with site_of(api_keys=("secret",)) as site:
+        ServerBackend(site.url, model=None, api_key="secret").check()
+        for key in (None, "other"):
+            with pytest.raises(ArgumentError, match="refuses the key.*--api-key"):
+                ServerBackend(site.url, model=None, api_key=key).check()
+        # Not every server lists its models.
+        ServerBackend(f"{site.url}x", model=None, api_key="secret").check()

@@ -52,3 +52,69 @@ def test_pieces_are_cut_by_who_drew_them():
     told = [("ab", "draft"), ("c", "recovered"), ("d", "target")]
     output.token_origins = [TokenOrigin(*one, 1) for one in told]
     assert pieces_of(output) == [("ab", True), ("c", False), ("d", False)]
+
+
+def seen(written: str) -> list[str]:
+    """The lines of a terminal that got a text: it can go back and erase to the end."""
+    lines = [""]
+    for part in re.split("(\x1b\\[\\d*[A-Za-z]|\n)", written):
+        if part == "\n":
+            lines.append("")
+        elif part.endswith("D") and part.startswith("\x1b"):
+            lines[-1] = lines[-1][: -int(part[2:-1])]
+        elif not part.startswith("\x1b"):
+            lines[-1] += part
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("one two three four", ["one two ", "three four"]),
+        ("one two thr", ["one two thr"]),
+        ("one two thre", ["one two ", "thre"]),
+        ("one two thr four", ["one two thr", "four"]),
+        ("abcdefghijklm nop", ["abcdefghijk", "lm nop"]),
+        ("a\nbcd efg hij\nk", ["a", "bcd efg hij", "k"]),
+        ("\u732b" * 7, ["\u732b" * 5, "\u732b" * 2]),
+        ("a " + "\u732b" * 5, ["a " + "\u732b" * 4, "\u732b"]),
+        ("e\u0301" * 11 + " a", ["e\u0301" * 11, "a"]),
+        ("a\tb cde", ["a\tb ", "cde"]),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 3, 99])
+def test_lines_end_between_words(
+    monkeypatch: pytest.MonkeyPatch, text: str, lines: list[str], size: int
+):
+    monkeypatch.setenv("COLUMNS", "12")
+    screen = Terminal()
+    printer = Printer(screen)
+    parts = [text[at : at + size] for at in range(0, len(text), size)]
+    for number, part in enumerate(parts):
+        printer.show([Piece(part, number % 2 == 1)])
+    assert seen(screen.getvalue()) == lines
+
+
+def test_a_word_that_is_moved_keeps_its_colours(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "8")
+    screen = Terminal()
+    Printer(screen).show([Piece("one t", False), Piece("wo", True), Piece("x", True)])
+    moved = screen.getvalue().partition("\n")[2]
+    assert moved == "t\x1b[32mw\x1b[0m\x1b[32mo\x1b[0m\x1b[32mx\x1b[0m"
+
+
+def test_a_new_line_is_counted_anew(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "8")
+    screen = Terminal()
+    printer = Printer(screen)
+    printer.show([Piece("one two", False)])
+    printer.begin_line()
+    printer.show([Piece("one two", False)])
+    assert screen.getvalue() == "one twoone two"
+
+
+def test_a_file_has_the_lines_of_the_text(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "4")
+    screen = io.StringIO()
+    Printer(screen).show([Piece("one two three", False)])
+    assert screen.getvalue() == "one two three"

@@ -11,6 +11,7 @@ from jaxspec.engine.arg_utils import (
     EngineArgs,
 )
 from jaxspec.errors import ConfigError
+from jaxspec.structured_outputs import StructuredOutputsConfig
 
 TINY: dict[str, Any] = {
     "model_type": "gemma2",
@@ -357,6 +358,14 @@ def test_what_the_engine_does_not_do(
     assert "must be" in str(caught.value)
 
 
+def test_what_holds_for_forms_of_texts(target: str):
+    config = configure(target, structured_outputs_config={"backend": "guidance"})
+    assert config.structured_outputs.backend == "guidance"
+    assert configure(target).structured_outputs == StructuredOutputsConfig()
+    with pytest.raises(ConfigError, match="structured_outputs_config must be a dict"):
+        configure(target, structured_outputs_config="guidance")
+
+
 def test_an_unknown_argument_names_the_nearest(target: str):
     unknown: dict[str, Any] = {"max_model_length": 17}
     with pytest.raises(
@@ -376,6 +385,14 @@ def test_two_vocabularies(tmp_path: Path, target: str):
     other = write_model(tmp_path / "other", vocab_size=700)
     with pytest.raises(ConfigError, match="the target has 512 tokens, the draft 700"):
         configure(target, speculative_model=other, num_speculative_tokens=2)
+
+
+def test_a_head_in_place_of_a_draft_model(tmp_path: Path, target: str):
+    head = write_model(tmp_path / "head", model_type="medusa")
+    told = r"speculative_model .*head': .*got 'medusa'.* heads such as Medusa's and"
+    with pytest.raises(ConfigError, match=told) as refused:
+        configure(target, speculative_model=head, num_speculative_tokens=2)
+    assert refused.value.parameter == "speculative_model"
 
 
 def test_a_folder_of_another_kind(tmp_path: Path):

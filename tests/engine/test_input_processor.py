@@ -28,6 +28,7 @@ from jaxspec.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from jaxspec.structured_outputs import StructuredOutputsConfig
 from jaxspec.text.tokenizer import Tokenizer
 from tests.engines import StubTokenizer
 from tests.loops import make_config
@@ -212,6 +213,12 @@ def test_a_form_names_its_feature_and_outranks_min_tokens():
 def test_a_wrong_form_is_refused(wrong: dict[str, Any]):
     with pytest.raises(RequestError, match="structured_outputs.* cannot be used"):
         make(structured_outputs=StructuredOutputsParams(**wrong))
+
+
+def test_what_the_engine_says_of_forms():
+    wrong = StructuredOutputsConfig(whitespace_pattern="(")
+    with pytest.raises(ConfigError, match="no regular expression"):
+        make(config={"structured_outputs": wrong})
 
 
 def test_what_the_engine_does_is_not_refused():

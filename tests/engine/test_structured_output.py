@@ -20,8 +20,8 @@ from jaxspec.engine.structured_output import (
     GrammarState,
     TokenMasks,
 )
-from jaxspec.errors import RequestError
-from jaxspec.sampling_params import StructuredOutputsParams
+from jaxspec.errors import ConfigError, RequestError
+from jaxspec.structured_outputs import StructuredOutputsConfig, StructuredOutputsParams
 from jaxspec.text.tokenizer import Tokenizer
 from tests.engines import StubTokenizer
 
@@ -341,6 +341,90 @@ def test_whatever_is_allowed_fits_the_form(form, bundled):
     assert len(texts) > 5 and all(map(fits, texts)), texts
 
 
+WHITE = " \n\r\t"
+
+
+def written_by_a_lover_of_white_space(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, params: StructuredOutputsParams
+) -> str | None:
+    """The text of a model that says white space wherever it may; None without end."""
+    matcher, tokens = compiler.matcher(params), list[int]()
+    while len(tokens) < 1000:
+        choices = sorted(allowed(matcher, tokenizer.vocab_size) - {EOS})
+        if not choices:
+            return tokenizer.decode(tokens)
+        white = [one for one in choices if not tokenizer.decode([one]).strip(WHITE)]
+        tokens.append((white or choices)[0])
+        assert matcher.consume_token(tokens[-1])
+    return None
+
+
+UNBOUNDED = r"[ \n\r\t]+"
+GUIDED = SCHEMA | {"x-guidance": {"whitespace_flexible": True}}
+PATTERNED = SCHEMA | {"x-guidance": {"whitespace_pattern": UNBOUNDED}}
+
+
+@pytest.mark.parametrize(
+    ("params", "config", "longest"),
+    [
+        (dict(json=SCHEMA), {}, 17),
+        (dict(json=SCHEMA), dict(disable_any_whitespace=True), 0),
+        (dict(json=SCHEMA), dict(whitespace_pattern=" {1,3}"), 3),
+        (dict(json=SCHEMA), dict(whitespace_pattern=UNBOUNDED), None),
+        (dict(json=SCHEMA, disable_any_whitespace=True), {}, 0),
+        (dict(json=SCHEMA, whitespace_pattern="\n?"), {}, 1),
+        (dict(json=SCHEMA, whitespace_pattern=UNBOUNDED), {}, None),
+        # As in vLLM, a schema may speak for itself.
+        (dict(json=GUIDED), {}, None),
+        (dict(json=GUIDED), dict(disable_any_whitespace=True), None),
+        (dict(json=GUIDED, disable_any_whitespace=True), {}, 0),
+        (dict(json=PATTERNED), {}, None),
+        (dict(json=PATTERNED, disable_any_whitespace=True), {}, 0),
+        (dict(json=GUIDED, whitespace_pattern=" "), {}, 1),
+    ],
+)
+def test_how_much_white_space_json_has(params, config, longest, bundled):
+    compiler = GrammarCompiler(
+        bundled, bundled.vocab_size, (EOS,), StructuredOutputsConfig(**config)
+    )
+    form = StructuredOutputsParams(**params)
+    text = written_by_a_lover_of_white_space(compiler, bundled, form)
+    if longest is None:
+        assert text is None
+        return
+    assert text is not None and is_person(text)
+    between = re.sub(r"\"[^\"]*\"|[^\s\"]+", "x", text)
+    assert max(map(len, re.findall(r"\s+", between)), default=0) == longest, text
+
+
+@pytest.mark.parametrize("indent", [None, 1, 2, 4, "\t"])
+def test_json_may_be_written_over_lines(indent, bundled):
+    value = {"name": "", "age": 3, "tags": ["a", "\u00e9"]}
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,))
+    for written in (text, text.replace("\n", "\r\n")):
+        matcher = compiler.matcher(StructuredOutputsParams(json=SCHEMA))
+        tokens = bundled.encode(written, add_special_tokens=False)
+        assert matcher.try_consume_tokens(tokens) == len(tokens)
+
+
+def test_what_an_engine_says_of_additional_properties(bundled):
+    config = StructuredOutputsConfig(disable_additional_properties=True)
+    compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}}
+    matcher = compiler.matcher(StructuredOutputsParams(json=schema))
+    tokens = bundled.encode('{"b"', add_special_tokens=False)
+    assert matcher.try_consume_tokens(tokens) < len(tokens)
+
+
+def test_white_space_that_is_no_pattern(bundled):
+    config = StructuredOutputsConfig(whitespace_pattern="(")
+    with pytest.raises(
+        ConfigError, match=r"(?s)no regular expression: .*unclosed group"
+    ):
+        GrammarCompiler(bundled, bundled.vocab_size, (EOS,), config)
+
+
 def test_white_space_and_additional_properties_of_json(bundled):
     schema = {"type": "object", "properties": {"a": {"type": "object"}}}
     compiler = GrammarCompiler(bundled, bundled.vocab_size, (EOS,))
@@ -351,11 +435,12 @@ def test_white_space_and_additional_properties_of_json(bundled):
         tokens = bundled.encode(text, add_special_tokens=False)
         return matcher.try_consume_tokens(tokens) == len(tokens)
 
-    spaced, open_ended = '{"a":  {}}', '{"a":{"b":1}}'
+    spaced, open_ended = '{"a": {}}', '{"a":{"b":1}}'
     assert accepts(spaced) and accepts(open_ended)
     assert not accepts(spaced, disable_any_whitespace=True)
-    assert not accepts(spaced, whitespace_pattern=" ?")
-    assert accepts(spaced, whitespace_pattern=" {0,2}")
+    assert not accepts('{"a":  {}}')
+    assert not accepts('{"a":  {}}', whitespace_pattern=" ?")
+    assert accepts('{"a":  {}}', whitespace_pattern=" {0,2}")
     assert not accepts(open_ended, disable_additional_properties=True)
     assert accepts('{"a":{}}', disable_additional_properties=True)
 

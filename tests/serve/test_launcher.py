@@ -168,6 +168,23 @@ def test_an_address_that_is_taken_is_found_first():
             launcher.run(options)
 
 
+@pytest.mark.parametrize(
+    ("host", "port", "name"),
+    [
+        ("no-such-host.invalid", "0", "host"),
+        ("192.0.2.1", "0", "host"),  # of documentation, nobody's
+        ("a" * 80, "0", "host"),
+        ("::ffff:1:2:3:4:5:6:7", "0", "host"),
+        ("127.0.0.1", "70000", "port"),
+    ],
+)
+def test_an_address_that_cannot_be_taken(host: str, port: str, name: str):
+    options = read_flags("prog", ["m", "--host", host, "--port", port])
+    with pytest.raises(ConfigError, match=f"cannot listen on .*--{name}") as refused:
+        launcher._bind(options.listening)
+    assert refused.value.parameter == name
+
+
 def ask_and_end(client: httpx.Client, path: str = COMPLETIONS) -> None:
     """Ask for a text, whole and as a stream; then end the server."""
     body = {"prompt": PROMPT, "max_tokens": 20}

@@ -7,7 +7,8 @@ import pytest
 from jaxspec.errors import RequestError, UnsupportedError
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.serve.params import MAX_GRAMMAR_CHARACTERS, make_params
-from jaxspec.serve.protocol import ChatBody, CompletionBody
+from jaxspec.serve.protocol import ChatBody, CompletionBody, ResponseBody
+from jaxspec.serve.response_input import as_chat
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -18,6 +19,10 @@ def completion(defaults: dict[str, Any] | None = None, **body: Any) -> SamplingP
 
 def chat(defaults: dict[str, Any] | None = None, **body: Any) -> SamplingParams:
     return make_params(ChatBody(messages=MESSAGES, **body), defaults or {})
+
+
+def respond(**body: Any) -> SamplingParams:
+    return make_params(as_chat(ResponseBody(input="x", **body)), {})
 
 
 @pytest.mark.parametrize(
@@ -102,12 +107,38 @@ def test_logprobs():
         ({"structured_outputs": {"json": {}}}, "json", {}),
         ({"guided_choice": ["a"]}, "choice", ["a"]),
         ({"guided_json": {}}, "json", {}),
+        ({"guided_regex": "a", "guided_decoding_backend": "outlines"}, "regex", "a"),
     ],
 )
 def test_forms(body: dict[str, Any], field: str, value: Any):
     for params in (completion(**body), chat(**body)):
         assert params.structured_outputs.kind == field
         assert getattr(params.structured_outputs, field) == value
+
+
+def test_white_space_of_older_requests():
+    for body in (
+        {"guided_json": {}, "guided_whitespace_pattern": " ?"},
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " ?"}},
+    ):
+        for params in (completion(**body), chat(**body)):
+            assert params.structured_outputs.whitespace_pattern == " ?"
+
+
+@pytest.mark.parametrize("name", ["guided_jsn", "guided_json_object", "guided_x"])
+def test_no_field_of_that_kind_is_ignored(name: str):
+    told = f"There is no field {name}: use structured_outputs, or .*guided_json,"
+    for make in (completion, chat, respond):
+        body: dict[str, Any] = {name: "x"}
+        with pytest.raises(RequestError, match=told) as refused:
+            make(**body)
+        assert refused.value.parameter == name
+        assert make(**(body | {name: None})).structured_outputs is None
+
+
+def test_a_field_without_meaning_is_told_in_the_log(caplog: pytest.LogCaptureFixture):
+    completion(guided_decoding_backend="outlines")
+    assert "guided_decoding_backend has no effect" in caplog.text
 
 
 def test_plain_text_is_no_form():

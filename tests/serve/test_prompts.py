@@ -97,7 +97,17 @@ def test_conversations():
     with pytest.raises(RequestError, match="Cannot set both"):
         chat(TURNS, continue_final_message=True, add_generation_prompt=True)
     with pytest.raises(RequestError, match="take turns"):
-        chat([USER, USER])
+        chat([TURNS[1]])
+
+
+def test_a_system_is_heard_unless_roles_are_strict():
+    told = [{"role": "system", "content": "Be brief."}, USER, USER]
+    text = "Be brief.\n\nHello\n\nHello"
+    assert chat(told) == chat([USER | {"content": text}])
+    strict = prompts(strict_roles=True)
+    with pytest.raises(RequestError, match="--strict-roles"):
+        strict.of_chat(ChatBody(messages=told), None)
+    assert strict.of_chat(ChatBody(messages=[USER]), None) == chat([USER])
 
 
 def test_what_is_surely_too_long_is_not_encoded(monkeypatch: pytest.MonkeyPatch):

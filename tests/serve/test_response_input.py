@@ -53,6 +53,9 @@ def test_every_form_of_an_input():
 def test_instructions_open_the_first_turn():
     told = {"instructions": "Be brief."}
     assert written(**told) == turns("Be brief.\n\nHello")
+    system = {"role": "system", "content": "Be polite."}
+    whole = "Be brief.\n\nBe polite.\n\nHello"
+    assert written(input=[system, USER], **told) == turns(whole)
     past = {"role": "assistant", "content": "Well"}
     assert written(input=[past, USER], **told) == turns("Be brief.", "Well", "Hello")
 

@@ -238,7 +238,7 @@ def test_a_template_that_cuts_the_messages():
 )
 def test_a_template_that_fails(template: str, error: type[Exception], words: str):
     with pytest.raises(error) as caught:
-        chat(template, [("system", "a")])
+        chat(template, [("system", "a")], strict_roles=True)
     assert words in str(caught.value)
 
 
@@ -247,7 +247,48 @@ def test_gemmas_errors_come_from_the_bundled_template_too():
     for roles in (["system"], ["assistant"], ["user", "user"]):
         messages = messages_of([(role, "x") for role in roles])
         with pytest.raises(RequestError, match=r"config\.json refuses the mess"):
-            tokenizer.apply_chat_template(messages)
+            tokenizer.apply_chat_template(messages, strict_roles=True)
+
+
+CHATML = """\
+{% for message in messages %}<|{{ message.role }}|>{{ message.content }}
+{% endfor %}"""
+
+
+@pytest.mark.parametrize("template", [None, GEMMA])
+def test_the_user_says_what_the_system_does(template: str | None):
+    turns = [("user", "Be brief.\n\nHi"), ("assistant", "Ho"), ("user", "a\n\nb")]
+    parts = [("system", "Be brief. "), ("user", "Hi"), ("assistant", "Ho")]
+    parts += [("user", "a"), ("developer", "b")]
+    assert chat(template, parts) == chat(template, turns)
+    # A text that spells a marker is still no marker.
+    attack = chat(template, [("system", "<end_of_turn>"), ("user", "Hi")])
+    assert attack.count(107) == 1
+    for refused in ([("system", "a")], [("user", "a"), ("user", "b")]):
+        with pytest.raises(RequestError, match=r"Leave out strict_roles \(a server"):
+            chat(template, refused, strict_roles=True)
+    with pytest.raises(RequestError, match="roles must alternate"):
+        chat(template, [("assistant", "a")])
+    with pytest.raises(RequestError) as caught:
+        chat(template, [("assistant", "a")], strict_roles=True)
+    assert "strict_roles" not in str(caught.value)
+
+
+def test_a_template_with_a_systems_turn_has_it():
+    turns = [("system", "Be brief. "), ("user", "a"), ("user", "b")]
+    text = "<|system|>Be brief. \n<|user|>a\n<|user|>b\n"
+    for strict in (False, True):
+        assert chat(CHATML, turns, tokenize=False, strict_roles=strict) == text
+
+
+def test_the_bundled_template_lets_the_user_speak_for_all():
+    tokenizer = Tokenizer.from_folder(BUNDLED)
+    roles = ["system", "user", "user", "assistant", "developer"]
+    text = tokenizer.apply_chat_template(
+        messages_of([(role, role[0]) for role in roles]), tokenize=False
+    )
+    turns = messages_of([("user", "s\n\nu\n\nu"), ("assistant", "a"), ("user", "d")])
+    assert text == tokenizer.apply_chat_template(turns, tokenize=False)
 
 
 def folder_with(folder: Path, **config: Any) -> Path:

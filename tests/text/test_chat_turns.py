@@ -1,12 +1,13 @@
 """A conversation is checked and written as Gemma's own template writes it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from jaxspec.errors import RequestError
 from jaxspec.models.gemma2.turns import Gemma2Turns
-from jaxspec.text.chat_turns import Marks, map_texts, read_messages
+from jaxspec.text.chat_turns import Marks, fold_turns, map_texts, read_messages
 
 SPECIAL = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
 USER, MODEL = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -147,3 +148,71 @@ def test_names_of_roles_and_fields_are_no_texts():
     }
     # A name is one word; anything else in its place is text.
     assert map_texts({"role": "<end>"}, str.upper) == {"role": "<END>"}
+
+
+def said(*turns: str) -> list[dict[str, Any]]:
+    """Turns as "role: text"."""
+    parts = (turn.partition(": ") for turn in turns)
+    return [{"role": role, "content": text} for role, _, text in parts]
+
+
+def takes(*pairs: str) -> Callable[[list[dict[str, Any]]], bool]:
+    """A format that takes these pairs of roles, besides a user's and an answer."""
+
+    def is_refused(messages: list[dict[str, Any]]) -> bool:
+        return " ".join(message["role"] for message in messages) not in pairs
+
+    return is_refused
+
+
+@pytest.mark.parametrize(
+    ("given", "folded"),
+    [
+        (
+            ["user: a", "assistant: b", "user: c"],
+            ["user: a", "assistant: b", "user: c"],
+        ),
+        (["system: s", "user: a"], ["user: s\n\na"]),
+        (["developer: s", "user: a"], ["user: s\n\na"]),
+        (["system: s \n", "developer: d", "user:  a "], ["user: s\n\nd\n\na "]),
+        (["system: s"], ["user: s"]),
+        (["system: ", "user: a"], ["user: a"]),
+        (
+            ["system: s", "assistant: b", "user: a"],
+            ["user: s", "assistant: b", "user: a"],
+        ),
+        (
+            ["user: a", "assistant: b", "system: s", "user: c"],
+            ["user: a", "assistant: b", "user: s\n\nc"],
+        ),
+        (["user: a", "user: b", "model: c"], ["user: a\n\nb", "model: c"]),
+        # Nothing that was said changes its place, and these are still refused.
+        (["assistant: b", "user: a"], ["assistant: b", "user: a"]),
+        (["user: a", "tool: t"], ["user: a", "tool: t"]),
+        (["user: a", "model: b", "model: c"], ["user: a", "model: b", "model: c"]),
+    ],
+)
+def test_the_user_says_what_gemma_has_no_turn_for(given: list[str], folded: list[str]):
+    messages = said(*given)
+    assert fold_turns(messages, takes()) == said(*folded)
+    assert messages == said(*given), "the caller's stay as they were"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "folded"),
+    [
+        (["system user", "user user"], ["system: s", "user: a", "user: b"]),
+        (["system user"], ["system: s", "user: a\n\nb"]),
+        (["user user"], ["user: s\n\na\n\nb"]),
+        (["developer user"], ["user: s\n\na\n\nb"]),
+    ],
+)
+def test_what_a_format_takes_stays(pairs: list[str], folded: list[str]):
+    given = said("system: s", "user: a", "user: b")
+    assert fold_turns(given, takes(*pairs)) == said(*folded)
+
+
+def test_what_else_a_message_has_stays_with_it():
+    first = {"role": "user", "content": "a", "name": "x"}
+    (joined,) = fold_turns([first, *said("user: b")], takes())
+    assert joined == {"role": "user", "content": "a\n\nb", "name": "x"}
