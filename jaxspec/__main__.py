@@ -16,7 +16,11 @@ BUNDLED_TARGET = "jaxspec/tiny-gemma2"
 BUNDLED_DRAFT = "jaxspec/tiny-gemma2-draft"
 _MODULES = {"generate": "jaxspec.cli.generate", "chat": "jaxspec.cli.chat"}
 # Command lines of their own, with the engine's flags.
-_OWN = {"compile": "jaxspec.ahead", "bench": "jaxspec.bench.__main__"}
+_OWN = {
+    "plan": "jaxspec.cli.plan",
+    "compile": "jaxspec.ahead",
+    "bench": "jaxspec.bench.__main__",
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -41,6 +45,10 @@ def make_parser() -> argparse.ArgumentParser:
         description="Answer line by line; /help lists the commands there are.",
     )
     _add_chat_arguments(chat)
+    commands.add_parser(
+        "plan",
+        help="tell what an engine would take of a device, which need not be here",
+    )
     commands.add_parser(
         "compile", help="compile programs ahead, also for devices that are not here"
     )

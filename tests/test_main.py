@@ -72,7 +72,7 @@ def test_help_lists_what_there_is_without_importing_jax(arguments):
     )
     commands = done.stdout.partition("subcommands:")[2]
     named = re.findall(r"^    (\w+)", commands, re.MULTILINE)
-    assert named == ["generate", "chat", "compile", "bench"]
+    assert named == ["generate", "chat", "plan", "compile", "bench"]
 
 
 def test_defaults_are_the_bundled_pair(monkeypatch):
