@@ -9,7 +9,7 @@ Reading order, from a user's call down to the device:
    what goes in and out. `jaxspec.errors`: what is refused.
 3. `jaxspec.text`: the way between text and tokens, and the turns of a chat.
 4. `jaxspec.engine.arg_utils` and `jaxspec.config`: arguments become one configuration;
-   `jaxspec.engine.loader` makes an engine of it.
+   `jaxspec.engine.memory_plan` says what fits, `jaxspec.engine.loader` makes an engine.
 5. `jaxspec.engine.llm_engine`: add a request, step, collect outputs;
    `jaxspec.engine.async_llm_engine` does so for event loops, in a thread.
 6. `jaxspec.engine.scheduler` and `jaxspec.engine.kv_cache`: what the next step does.

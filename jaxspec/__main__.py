@@ -21,6 +21,7 @@ _MODULES = {"generate": "jaxspec.cli.generate", "chat": "jaxspec.cli.chat"}
 # Command lines of their own, with the engine's flags.
 _OWN = {
     "serve": "jaxspec.serve.__main__",
+    "plan": "jaxspec.cli.plan",
     "compile": "jaxspec.ahead",
     "bench": "jaxspec.bench.__main__",
 }
@@ -50,6 +51,10 @@ def make_parser(prog: str = PROG) -> CommandParser:
     )
     _add_chat_arguments(chat)
     commands.add_parser("serve", help="serve a model with OpenAI's API")
+    commands.add_parser(
+        "plan",
+        help="tell what an engine would take of a device, which need not be here",
+    )
     commands.add_parser(
         "compile", help="compile programs ahead, also for devices that are not here"
     )

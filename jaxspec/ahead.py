@@ -83,6 +83,9 @@ def run(options: argparse.Namespace) -> None:
     config = dataclasses.replace(args, load_format="dummy").create_engine_config()
     folder = _writable(config.compilation_cache_dir)
     mesh = described.describe_mesh(options.device, config)
+    memory = importlib.import_module("jaxspec.engine.device_memory")
+    # Programs are for a number of pages and rows: those that the engine will have.
+    config, _ = memory.fit(config, mesh, device=options.device)
     program, forms = described.describe(config, mesh)
     xla = importlib.import_module("jaxspec.engine.runner").options_of(config, mesh)
     cache = importlib.import_module("jaxspec.engine.program_cache")

@@ -16,6 +16,7 @@ from jaxspec.errors import (
     check_choice,
     check_flag,
     check_integer,
+    check_number,
     wrong_argument,
 )
 from jaxspec.model_config import ModelConfig as ModelConfig
@@ -37,6 +38,35 @@ PAIR_HINT = (
 
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
+class GivenSizes:
+    """What the user has said of an engine's sizes; None leaves it to the devices.
+
+    Attributes:
+        num_pages: `num_gpu_blocks_override`.
+        gpu_memory_utilization: Share of a device's memory, in (0, 1], that weights,
+            programs and pages may take together.
+        kv_cache_memory_bytes: What the pages of both models may take of one device.
+    """
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    num_pages: int | None = None
+    gpu_memory_utilization: float | None = None
+    kv_cache_memory_bytes: int | None = None
+
+    def __post_init__(self):
+        name, share = "gpu_memory_utilization", self.gpu_memory_utilization
+        if share is not None:
+            hint = "It is a share of the device's memory: 0.9 is nine tenths."
+            limits: Any = dict(low=0, high=1, open_low=True)
+            check_number(ConfigError, name, share, **limits, hint=hint)
+        name, size = "kv_cache_memory_bytes", self.kv_cache_memory_bytes
+        if size is not None:
+            check_integer(ConfigError, name, size, low=1)
+
+
+@no_type_check
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything the engine is built from; see `EngineArgs` for the defaults.
 
@@ -45,6 +75,8 @@ class EngineConfig:
         max_model_len: Longest sequence, prompt and generated tokens together.
         max_num_batched_tokens: Most prompt tokens prefilled in one step.
         num_pages: Pages of the pool that target and draft share.
+        given: Which of the sizes are the user's: the others are those of a CPU until
+            `jaxspec.engine.device_memory` has seen the devices. None: all of them.
         enable_prefix_caching: Keep full pages after their request and reuse them for
             prompts that begin alike.
         scheduling_policy: Who goes first: "fcfs" by arrival, "priority" by the
@@ -72,6 +104,7 @@ class EngineConfig:
     seed: int
     tensor_parallel_size: int
     model_config: ModelConfig
+    given: GivenSizes | None = None
     speculative: SpeculativeConfig | None = None
     draft_model_config: ModelConfig | None = None
     chat_template: str | None = None
@@ -125,6 +158,16 @@ class EngineConfig:
             hint=f"One sequence of max_model_len={self.max_model_len} tokens takes "
             f"{self.pages_per_seq} pages of {self.page_size} tokens; give more pages "
             "or a smaller max_model_len.",
+        )
+        check_integer(
+            ConfigError,
+            "max_num_seqs",
+            self.max_num_seqs,
+            low=1,
+            high=self.num_pages,
+            hint=f"There are {self.num_pages} pages of {self.page_size} tokens, and a "
+            "sequence takes one at least: lower max_num_seqs, or raise "
+            "num_gpu_blocks_override.",
         )
         self._check_draft()
 

@@ -5,6 +5,7 @@ that a draft can have fewer shards than the target on the same devices.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,9 +26,12 @@ DRAFT_MESH_AXES = ("model",)
 def make_mesh(
     tensor_parallel_size: int,
     draft_tensor_parallel_size: int | None = None,
-    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """A mesh of `tensor_parallel_size` devices, factored for the draft's shards.
+
+    Args:
+        devices: Those to take of, or what stands for them.
 
     Raises:
         ConfigError: there are fewer devices than that.

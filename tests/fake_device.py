@@ -359,6 +359,7 @@ class FakeRunner(Runner):
         self.num_launches = 0
         self.compiles_beside = False
         self.compiler = Compiler(lambda shape: None)
+        self.temporary_bytes = self.code_bytes = 0
 
     def drop_pages(self) -> None:
         self.events.append(("drop_pages", self.num_launches))

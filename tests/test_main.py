@@ -50,6 +50,7 @@ def test_drafts_may_come_from_the_text():
         *("generate", "one two three one two three one two", "--raw", "--ignore-eos"),
         *("--speculative-model", "[ngram]", "--ngram-prompt-lookup-max", "2"),
         *("--max-tokens", "8", "--num-speculative-tokens", "1", "--dtype", "float32"),
+        *("--speculative-config", '{"controller": "fixed"}'),
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"^acceptance rate ", done.stdout, re.MULTILINE)
@@ -73,7 +74,7 @@ def test_help_lists_what_there_is_without_importing_jax(arguments):
     )
     commands = done.stdout.partition("subcommands:")[2]
     named = re.findall(r"^    (\w+)", commands, re.MULTILINE)
-    assert named == ["generate", "chat", "serve", "compile", "bench"]
+    assert named == ["generate", "chat", "serve", "plan", "compile", "bench"]
 
 
 def test_defaults_are_the_bundled_pair(monkeypatch):

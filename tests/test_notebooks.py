@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import nbformat
@@ -24,7 +23,6 @@ from packaging.requirements import Requirement
 from jaxspec import LLM, SamplingParams
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec_checkpoints import bundled_draft, bundled_target, open_checkpoint
-from jaxspec_checkpoints.gemma2.published import published_config
 from jaxspec_checkpoints.writing import write_checkpoint
 from tests.notebooks import (
     FOLDER,
@@ -43,7 +41,6 @@ from tests.notebooks import (
 NAMES = ("quickstart", "how_it_works", "colab_tpu", "kaggle_tpu")
 LOADING = ("quickstart", "colab_tpu", "kaggle_tpu")
 
-GIB = 2**30
 # Published sizes: bytes of the weights in bfloat16, as the index files on the Hugging
 # Face Hub add them up (27B: from its shapes), and those of one token's keys and values.
 WEIGHT_BYTES = {"2b": 5_228_683_776, "9b": 18_483_411_968, "27b": 54_454_256_640}
@@ -194,59 +191,53 @@ def test_the_set_up_cell_says_what_is_missing(tmp_path):
 @pytest.mark.parametrize("name", LOADING)
 def test_memory_is_told_before_anything_is_loaded(name: str):
     sources = [cell.source for cell in code_cells(read(name))]
-    (told,) = (i for i, text in enumerate(sources) if "kv_bytes_per_token" in text)
-    loads = [i for i, text in enumerate(sources) if re.search(r"\bLLM\($", text, re.M)]
-    assert loads and told < min(loads)
+    told = [i for i, text in enumerate(sources) if "plan_for(" in text]
+    loads = [i for i, text in enumerate(sources) if re.search(r"\bLLM\(", text)]
+    assert told and loads
+    assert max(told) < min(loads)
 
 
-@pytest.mark.parametrize("size", WEIGHT_BYTES)
-def test_memory_of_the_published_sizes(size: str, capsys):
-    space = run_cells("colab_tpu", "fits", limit=16 * GIB)
-    config = space["config_of"](f"google/gemma-2-{size}-it")
-    assert config == published_config(size)
-    assert space["weight_bytes"](config) == WEIGHT_BYTES[size]
-    assert space["kv_bytes"](config) == KV_BYTES[size]
+def test_memory_of_the_published_sizes(capsys):
+    space = run_cells("colab_tpu", "fits")
     # 18,483,411,968 + 5,228,683,776 bytes; 16,384 tokens of both.
     assert "9B <- 2B        22.08     6.88    28.96" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="some/model is no folder"):
-        space["config_of"]("some/model")
+    for size, num_bytes in WEIGHT_BYTES.items():
+        facts = space["published"](size)
+        assert facts.target.weight_bytes == num_bytes
+        assert facts.page_bytes == 16 * KV_BYTES[size]
 
 
 @pytest.mark.parametrize(
-    ("gib", "pages", "big_pages"),
-    [(15.75, 1024, 0), (24.25, 1024, 0), (31.25, 1024, 1024)],
+    ("device", "does_big_fit"), [("v5e-1", False), ("v6e-1", True)]
 )
-def test_pages_on_the_devices_of_colab(gib: float, pages: int, big_pages: int):
-    # A page of the 9B and the 2B is 16 * 450,560 bytes: v6e-1 has room for 1,074, and
-    # 24.25 GiB for 96, which are too few for one request.
-    space = run_cells("colab_tpu", "fits", "pages", limit=gib * GIB)
-    assert (space["pages"], space["big_pages"]) == (pages, big_pages)
-    more = run_cells("colab_tpu", "fits", "pages", limit=gib * GIB, MAX_NUM_SEQS=8)
-    assert more["big_pages"] == (1074 if big_pages else 0)
+def test_plans_for_the_devices_of_colab(device: str, does_big_fit: bool, capsys):
+    space = run_cells("colab_tpu", "fits", "pages", DEVICE=device)
+    assert space["big_fits"] is does_big_fit
+    text = capsys.readouterr().out
+    assert f"google/gemma-2-2b-it: Memory of {device}\n" in text
+    refused = "google/gemma-2-9b-it does not fit: "
+    assert (refused in text) is not does_big_fit
     with pytest.raises(RuntimeError, match="Lower MAX_MODEL_LEN"):
-        run_cells("colab_tpu", "fits", "pages", limit=5 * GIB)
-
-
-def published(size: str) -> Any:
-    """As much of a checkpoint as the sums of the Kaggle notebook need."""
-    num_parameters = WEIGHT_BYTES[size] // 2
-    return SimpleNamespace(config=published_config(size), num_parameters=num_parameters)
+        big = dict(MODEL="google/gemma-2-27b-it", DEVICE="v5e-1")
+        run_cells("colab_tpu", "fits", "pages", **big)
 
 
 def test_memory_on_the_chips_of_kaggle(capsys):
-    pair = dict(target=published("27b"), draft=published("2b"), limit=15.75 * GIB)
+    folders = "google/gemma-2-27b-it", "google/gemma-2-2b-it"
+    pair = dict(folders=folders, DEVICE="v5e-8")
     space = run_cells("kaggle_tpu", "memory", "pages", **pair)
+    whole = space["plans"][8]
     # Two of 16 KV heads of the 27B on each chip, and a copy of one of the 2B's four.
-    assert space["kv_bytes"](pair["target"], 8) == KV_BYTES["27b"] / 8
-    assert space["kv_bytes"](pair["draft"], 8) == KV_BYTES["2b"] / 4
-    assert space["weight_bytes"](pair["target"], 8) == WEIGHT_BYTES["27b"] / 8
+    assert whole.facts.target.page_bytes == 16 * KV_BYTES["27b"] // 8
+    assert whole.facts.draft.page_bytes == 16 * KV_BYTES["2b"] // 4
     # Eight requests of 8,192 tokens.
-    assert "\n4096 pages: 65,536 tokens, 8 requests\n" in capsys.readouterr().out
-    # A whole draft on every chip: 3.56 GiB are left, a page takes 16 * 153,600 bytes.
-    alone = pair | dict(DRAFT_TENSOR_PARALLEL=1)
-    assert run_cells("kaggle_tpu", "memory", "pages", **alone)["pages"] == 1553
+    assert whole.concurrency(8192) >= 8
+    text = capsys.readouterr().out
+    assert text.endswith(whole.table() + "\n")
+    assert re.search(r"^ +8 +6\.\d\d +0\.\d\d ", text, re.M)
     with pytest.raises(RuntimeError, match="spread the draft over more chips"):
-        run_cells("kaggle_tpu", "memory", "pages", **(pair | dict(limit=7 * GIB)))
+        whole_draft = dict(DRAFT_TENSOR_PARALLEL=1, MAX_MODEL_LEN=8192)
+        run_cells("kaggle_tpu", "memory", "pages", **(pair | whole_draft))
 
 
 @pytest.mark.parametrize("place", ["models/google/gemma-2/flax", "gemma-2/flax"])
@@ -276,7 +267,7 @@ def test_quickstart(tmp_path):
     prompts = parameters_of(read("quickstart"))["PROMPTS"][:2]
     book = execute("quickstart", tmp_path, PROMPTS=prompts, MAX_TOKENS=48, REPEATS=1)
     text = printed(book)
-    assert "target   16.1 M parameters   32.3 MB in bfloat16" in text
+    assert "Maximum concurrency at 1,024 tokens: 1.00x" in text
     assert "the same text for 2 of 2 prompts" in text
     check_speeds(text, 5)
     assert num_pictures(book) == 1
@@ -306,11 +297,11 @@ def test_colab_tpu(tmp_path):
         "colab_tpu",
         tmp_path,
         **dict(MODEL=target, BIG_MODEL=target, BIG_DRAFT=draft),
-        **dict(MAX_MODEL_LEN=512, MAX_NUM_SEQS=1, MAX_TOKENS=32, DEVICE_GIB=0.25),
+        **dict(MAX_MODEL_LEN=512, MAX_NUM_SEQS=1, MAX_TOKENS=32),
     )
     text = printed(book)
     assert "No TPU: Runtime > Change runtime type." in text
-    assert text.count(": 32 pages, 512 tokens\n") == 2
+    assert text.count("32 pages of 16 tokens") == 2
     assert text.count("the same text for 1 of 1 prompts") == 2
     check_speeds(text, 8, 3)
     assert num_pictures(book) == 3
@@ -329,14 +320,14 @@ def test_kaggle_tpu(tmp_path):
     book = execute(
         "kaggle_tpu",
         tmp_path,
-        **dict(INPUT=str(tmp_path / "input"), DEVICE_GIB=0.25),
+        **dict(INPUT=str(tmp_path / "input")),
         **dict(TENSOR_PARALLEL=2, DRAFT_TENSOR_PARALLEL=1),
         **dict(MAX_MODEL_LEN=512, MAX_NUM_SEQS=1, MAX_TOKENS=32),
     )
     text = printed(book)
     assert text.count("kaggle (Kaggle/Flax Orbax)") == 2
     assert "No TPU: Settings > Accelerator > TPU v5e-8." in text
-    assert "\n32 pages: 512 tokens, 1 requests\n" in text
+    assert "32 pages of 16 tokens" in text
     assert "times as fast, the same text\n" in text
     check_speeds(text, 5)
     assert num_pictures(book) == 2

@@ -1,13 +1,13 @@
 """Owns `EngineArgs`: what users pass, in vLLM's names, turned into one `EngineConfig`.
 
-Knows nothing about devices: no default depends on one.
+Knows nothing about devices: sizes that depend on them are those of a CPU here, and
+`jaxspec.engine.device_memory` replaces what the user has not given.
 """
 
 import difflib
 import math
 import os
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, no_type_check
@@ -16,8 +16,10 @@ from jaxspec.config import (
     MAX_DTYPE_BYTES,
     MAX_LOGPROBS,
     EngineConfig,
+    GivenSizes,
     ModelConfig,
 )
+from jaxspec.engine.memory_plan import CPU_SIZES, default_cpu_pages
 from jaxspec.engine.model_folders import model_folder, recommended_sampling
 from jaxspec.engine.speculative_args import merge_speculative_arguments
 from jaxspec.errors import (
@@ -39,12 +41,8 @@ from jaxspec.speculation import (
 from jaxspec.structured_outputs import StructuredOutputsConfig
 from jaxspec_checkpoints.gemma2.published import PAD_ROWS
 
-DEFAULT_MAX_NUM_SEQS = 8
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_MAX_MODEL_LEN = 8192
-# Without num_gpu_blocks_override the pages of both models take at most this much.
-MAX_DEFAULT_KV_BYTES = 512 * 2**20
 
 _DTYPES = {
     "auto": "auto",
@@ -93,10 +91,18 @@ class EngineArgs:
             a file with one.
         dtype: "auto" is bfloat16 where the device has it. "half" becomes bfloat16.
         max_model_len: Default: what the model was trained for, at most 8192.
-        max_num_batched_tokens: Most prompt tokens prefilled in one step.
+        max_num_seqs: Most requests that run at once. Default: 256 on a TPU or GPU, less
+            where programs for so many would leave little for pages; 8 on a CPU.
+        max_num_batched_tokens: Most prompt tokens prefilled in one step. Default: 2048
+            on a TPU or GPU, less where memory is short; 512 on a CPU.
         block_size: Tokens per page of the KV memory.
-        num_gpu_blocks_override: Pages of the KV memory. Default: enough for
+        gpu_memory_utilization: Share of a device's memory that weights, programs and
+            pages take together: pages get what the others leave. Default: 0.92; on a
+            CPU, pages take no share unless it is given, but are enough for
             `max_num_seqs` full sequences, at most 512 MiB, never less than one.
+        kv_cache_memory_bytes: What the pages of both models take of each device, in
+            place of what `gpu_memory_utilization` leaves.
+        num_gpu_blocks_override: Pages of the KV memory, in place of either.
         enable_prefix_caching: Reuse the pages of prompts that begin alike (default).
         scheduling_policy: "fcfs": who came first; "priority": lower `priority` first.
         max_logprobs: Most logprobs that a request may ask for per token; -1 allows the
@@ -128,6 +134,8 @@ class EngineArgs:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     block_size: int | None = None
+    gpu_memory_utilization: float | None = None
+    kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
     tensor_parallel_size: int = 1
     enable_prefix_caching: bool | None = None
@@ -176,8 +184,6 @@ class EngineArgs:
     trust_remote_code: bool = False
     tokenizer_mode: str = "auto"
     enforce_eager: bool = False
-    gpu_memory_utilization: float = 0.92
-    kv_cache_memory_bytes: int | None = None
     swap_space: float = 4
     async_scheduling: bool | None = None
     disable_custom_all_reduce: bool = False
@@ -235,7 +241,7 @@ class EngineArgs:
             max_model_len = min(model.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
         sizes = {
             "max_model_len": max_model_len,
-            "max_num_seqs": _or(self.max_num_seqs, DEFAULT_MAX_NUM_SEQS),
+            "max_num_seqs": _or(self.max_num_seqs, CPU_SIZES.num_seqs),
             "block_size": _or(self.block_size, DEFAULT_PAGE_SIZE),
             "tensor_parallel_size": self.tensor_parallel_size,
         }
@@ -249,7 +255,13 @@ class EngineArgs:
             num_bytes = model.kv_bytes_per_token(dtype_bytes)
             if draft is not None:
                 num_bytes += draft.kv_bytes_per_token(dtype_bytes)
-            num_pages = _default_num_pages(sizes, num_bytes)
+            num_pages = default_cpu_pages(
+                math.ceil(max_model_len / sizes["block_size"]),
+                sizes["max_num_seqs"],
+                num_bytes * sizes["block_size"],
+            )
+        elif self.max_num_seqs is None and isinstance(num_pages, int):
+            sizes["max_num_seqs"] = max(min(CPU_SIZES.num_seqs, num_pages), 1)
         return EngineConfig(
             model=str(folder),
             tokenizer=str(_tokenizer_folder(self, folder)),
@@ -259,10 +271,17 @@ class EngineArgs:
             max_model_len=max_model_len,
             max_num_seqs=sizes["max_num_seqs"],
             max_num_batched_tokens=_or(
-                self.max_num_batched_tokens, DEFAULT_MAX_NUM_BATCHED_TOKENS
+                self.max_num_batched_tokens, CPU_SIZES.num_batched_tokens
             ),
             page_size=sizes["block_size"],
             num_pages=num_pages,
+            given=GivenSizes(
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                num_pages=self.num_gpu_blocks_override,
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            ),
             seed=_or(self.seed, 0),
             tensor_parallel_size=self.tensor_parallel_size,
             model_config=model,
@@ -371,13 +390,6 @@ def _without_pads(
         return model, draft
     vocab_size = min(model.vocab_size, draft.vocab_size)
     return replace(model, vocab_size=vocab_size), replace(draft, vocab_size=vocab_size)
-
-
-def _default_num_pages(sizes: Mapping[str, int], bytes_per_token: int) -> int:
-    """Fill the batch with full sequences, within the memory cap, one at the least."""
-    one_sequence = math.ceil(sizes["max_model_len"] / sizes["block_size"])
-    cap = MAX_DEFAULT_KV_BYTES // (bytes_per_token * sizes["block_size"])
-    return max(one_sequence, min(sizes["max_num_seqs"] * one_sequence, cap))
 
 
 def _checked_dtype(dtype: str) -> str:

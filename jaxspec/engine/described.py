@@ -1,8 +1,8 @@
 """What an engine would run, before there are weights, and where there are no devices.
 
-Owns the devices that can be described to a compiler, and the forms of parameters and
-state: shapes, types and placement. What is compiled for these is what an engine finds
-that starts on such devices with the same arguments.
+Owns the devices that can be described to a compiler, or only named, and the forms of
+parameters and state: shapes, types and placement. What is compiled for these is what an
+engine finds that starts on such devices with the same arguments.
 """
 
 import os
@@ -23,7 +23,9 @@ from jaxspec.engine.runner import (
     build_mesh,
     choose_dtype,
     device_forms,
+    has_cuda_plugin,
     pool_of,
+    pool_share,
     program_of,
     proposer_params,
 )
@@ -55,6 +57,16 @@ TPUS = {
 _GPU = re.compile(r"(h200)(?:-([1-8]))?")
 DEVICES = (*TPUS, "h200", "h200-2 to h200-8")
 
+GIB = 2**30
+# The memory of one of them that jax finds, in bytes; of a GPU it does not take all.
+MEMORY_BYTES = {
+    "v5e": int(15.75 * GIB),
+    "v6e": int(31.25 * GIB),
+    "h100": 78 * GIB,
+    "h200": 139 * GIB,
+}
+NAMED_DEVICES = (*TPUS, "h100", "h200", "h100-2 to h100-8", "h200-2 to h200-8")
+
 
 def check_device(name: str) -> None:
     """Refuse devices that nothing here can compile for.
@@ -66,10 +78,7 @@ def check_device(name: str) -> None:
         lacks, extra = find_spec("libtpu") is None, "tpu"
         compiler = "libtpu, the compiler for TPUs,"
     elif _GPU.fullmatch(name):
-        plugins = find_spec("jax_plugins")
-        lacks = plugins is None or not any(
-            find_spec(f"jax_plugins.xla_cuda{major}") for major in (12, 13)
-        )
+        lacks = not has_cuda_plugin()
         compiler, extra = "jax's CUDA plugin, the compiler for these GPUs,", "cuda"
     else:
         hint = "Where the devices are, leave it out."
@@ -83,6 +92,55 @@ def check_device(name: str) -> None:
             parameter="device",
             value=name,
         )
+
+
+@dataclass(frozen=True)
+class NamedDevice:
+    """A device of which no more is known than what it is called.
+
+    Arrays can be placed on it, to see what it would hold; nothing can be compiled.
+    """
+
+    id: int
+    platform: str
+    device_kind: str
+
+
+def named_devices(name: str) -> list[NamedDevice]:
+    """The devices that a name means; their kind is its first part.
+
+    Raises:
+        ConfigError: It means none.
+    """
+    if name not in TPUS and not re.fullmatch("h[12]00(-[1-8])?", name):
+        hint = "Where the devices are, leave it out."
+        allowed = "one of " + ", ".join(NAMED_DEVICES)
+        raise wrong_argument(ConfigError, "--device", allowed, name, hint)
+    kind, _, count = name.partition("-")
+    platform = "tpu" if name in TPUS else "gpu"
+    return [NamedDevice(id_, platform, kind) for id_ in range(int(count or 1))]
+
+
+def named_limit(name: str, utilization: float | None) -> int:
+    """Bytes that jax may take of each of the devices that a name means.
+
+    Args:
+        utilization: As for `pool_share`, where they are GPUs.
+    """
+    first = named_devices(name)[0]
+    share = pool_share(utilization) if first.platform == "gpu" else 1.0
+    return int(MEMORY_BYTES[first.device_kind] * share)
+
+
+def named_mesh(name: str, config: EngineConfig) -> Mesh:
+    """The mesh of a configuration on devices that need neither be here nor described.
+
+    Raises:
+        ConfigError: They are unknown or too few.
+    """
+    draft = config.speculative and config.speculative.draft_tensor_parallel_size
+    devices: Any = named_devices(name)
+    return make_mesh(config.tensor_parallel_size, draft or None, devices)
 
 
 def describe_mesh(name: str | None, config: EngineConfig) -> Mesh:

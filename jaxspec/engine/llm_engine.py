@@ -15,6 +15,7 @@ from jaxspec.engine.controller import Choice, Controller
 from jaxspec.engine.costs import Costs, Round
 from jaxspec.engine.input_processor import InputProcessor, Prepared
 from jaxspec.engine.loader import Sleep, check_level, make_runner, read_tokenizer
+from jaxspec.engine.memory_plan import MemoryPlan
 from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.output_processor import OutputProcessor
 from jaxspec.engine.request import Request
@@ -40,6 +41,8 @@ class LLMEngine:
     """vLLM's engine interface: `add_request`, `step`, `abort_request`.
 
     Attributes:
+        config: With the devices' sizes, where they were asked.
+        memory: How the devices' memory is divided; None where a runner was given.
         runner: The device side, with counts of launches and compiles.
         stats: Totals over all requests.
         costs: Measured times of rounds, and acceptance.
@@ -53,14 +56,17 @@ class LLMEngine:
         runner: Runner | None = None,
         tokenizer: Tokenizer | None = None,
     ):
-        self.config = config
         self.tokenizer = tokenizer or read_tokenizer(config)
-        self.runner = runner or make_runner(config)
+        self.memory: MemoryPlan | None = None
+        if runner is None:
+            runner = make_runner(config)
+            config, self.memory = runner.config, runner.memory
+        self.config, self.runner = config, runner
         self.controller = Controller(config.speculative)
         self.stats = EngineStats()
         self.costs = Costs(config.max_num_seqs, config.num_draft_tokens)
         self.scheduler = self._make_scheduler()
-        self.metrics = EngineMetrics(config, self.stats)
+        self.metrics = EngineMetrics(config, self.stats, self.memory)
         self.output_processor = OutputProcessor(
             config, self.tokenizer, self.metrics, self.stats
         )
@@ -368,6 +374,7 @@ class LLMEngine:
             num_stops=controller.num_stops,
             num_compared=costs.num_compared,
             num_agreed=costs.num_agreed,
+            program_bytes=self.runner.temporary_bytes + self.runner.code_bytes,
         )
 
     def reset_prefix_cache(self) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, no_type_check
 
 from jaxspec.config import EngineConfig
+from jaxspec.engine.device_memory import fit
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import Runner, build_mesh, choose_dtype
 from jaxspec.errors import (
@@ -77,12 +78,19 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
 def make_runner(config: EngineConfig) -> Runner:
     """Load both models onto the mesh that the configuration asks for.
 
+    Returns:
+        A runner whose `config` has the devices' sizes where the user has given none.
+
     Raises:
-        ConfigError: A checkpoint is incomplete or damaged.
+        ConfigError: They do not fit on the devices, which is found before anything is
+            read; or a checkpoint is incomplete or damaged.
     """
     _warn_of_what_is_made_up(config)
     mesh = build_mesh(config)
+    config, plan = fit(config, mesh)
+    _log.info("%s", plan.table())
     runner = Runner(config, mesh, *load_weights(config, mesh))
+    runner.memory = plan
     folder = config.compilation_cache_dir
     runner.cache = ProgramCache(None if folder is None else Path(folder))
     return runner

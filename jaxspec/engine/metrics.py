@@ -16,6 +16,7 @@ from jaxspec.config import EngineConfig
 from jaxspec.engine.batch import Launch
 from jaxspec.engine.controller import Choice
 from jaxspec.engine.costs import Costs
+from jaxspec.engine.memory_plan import MemoryPlan
 from jaxspec.engine.request import Request
 from jaxspec.engine.stats import EngineStats
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
@@ -64,6 +65,7 @@ class Load:
         saved_s, lost_s: Seconds won and lost against plain decoding since the start,
             with `num_probes` and `num_stops` of `Controller`.
         num_compared, num_agreed: Since the start, as in `Costs`.
+        program_bytes: What programs take of a device, as far as they are made.
     """
 
     num_running: int = 0
@@ -80,6 +82,7 @@ class Load:
     num_stops: int = 0
     num_compared: int = 0
     num_agreed: float = 0.0
+    program_bytes: int = 0
 
 
 class Distribution:
@@ -113,8 +116,18 @@ class Distribution:
 class EngineMetrics:
     """One engine's counts, and the log line that tells what is new since the last."""
 
-    def __init__(self, config: EngineConfig, stats: EngineStats):
-        self._config, self._stats = config, stats
+    def __init__(
+        self,
+        config: EngineConfig,
+        stats: EngineStats,
+        memory: MemoryPlan | None = None,
+    ):
+        """Count for one engine.
+
+        Args:
+            memory: How its devices' memory is divided, if somebody has planned it.
+        """
+        self._config, self._stats, self._memory = config, stats, memory
         self._labels = {"model_name": config.served_model_name, "engine": "0"}
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -269,6 +282,24 @@ class EngineMetrics:
             self._counter("num_compiles", load.num_compiles),
             self._counter("compile_seconds", load.compile_s),
             self._gauge("warming", load.num_warming),
+            *self._planned(load),
+        ]
+
+    def _planned(self, load: Load) -> list[Metric]:
+        """Of the memory plan, if there is one: bytes of one device."""
+        plan = self._memory
+        if plan is None:
+            return []
+        length = plan.facts.max_model_len
+        return [
+            *(
+                self._gauge("memory_bytes", num_bytes, part=name.replace(" ", "_"))
+                for name, num_bytes, _ in plan.rows()
+            ),
+            self._gauge("memory_limit_bytes", plan.facts.limit_bytes or 0),
+            self._gauge("memory_draft_bytes", plan.draft_bytes),
+            self._gauge("memory_programs_found_bytes", load.program_bytes),
+            self._gauge("max_concurrency", plan.concurrency(length)),
         ]
 
     def _choice(self, load: Load) -> list[Metric]:

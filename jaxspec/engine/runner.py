@@ -5,9 +5,11 @@ The only module of `engine` that touches jax.
 
 import dataclasses
 import logging
+import os
 import platform
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from jax.sharding import Mesh
 from jaxspec.config import EngineConfig
 from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.costs import Round
+from jaxspec.engine.memory_plan import DEFAULT_UTILIZATION, MemoryPlan, shown_bytes
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.shapes import EveryProgram, Programs
 from jaxspec.engine.structured_output import TokenMasks
@@ -42,6 +45,9 @@ from jaxspec.sharding import TARGET_MESH_AXES, make_mesh, replicated
 
 _log = logging.getLogger(__name__)
 
+# Where jax is told how much of a GPU it takes: as it is called, and as it will be.
+POOL_VARIABLES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+
 
 class Runner:
     """One engine's device side.
@@ -54,6 +60,9 @@ class Runner:
         num_launches: Programs launched so far: one per round.
         token_masks: Host callback that computes grammar masks for the programs.
         cache: Where programs are read from, and kept.
+        memory: How the devices' memory was planned, if it was.
+        temporary_bytes, code_bytes: Of the largest program, and of all, on one device:
+            as compilers tell; 0 where memory is not planned by a limit.
     """
 
     def __init__(
@@ -79,6 +88,9 @@ class Runner:
         self.num_launches = 0
         self.compiler_options = options_of(config, mesh)
         self.cache = ProgramCache(None)
+        self.memory: MemoryPlan | None = None
+        self.temporary_bytes = self.code_bytes = 0
+        self._has_warned = False
         self._host_params: tuple[Params, tuple[Params | None, ...]] | None = None
 
     def _init_state(self) -> EngineState:
@@ -122,7 +134,30 @@ class Runner:
         layout = PlanLayout(shape, self.pool)
         arguments = (*self.params, self.state)
         built = self.cache.build(self.program, shape, arguments, self.compiler_options)
+        self._compare_with_plan(built.executable)
         return built.executable, layout
+
+    def _compare_with_plan(self, executable: Any) -> None:
+        """Add up what programs take, and say once if it is more than was planned."""
+        plan = self.memory
+        if plan is None or plan.left_bytes is None:
+            return
+        told = executable.memory_analysis()
+        if told is None:
+            return
+        self.temporary_bytes = max(self.temporary_bytes, told.temp_size_in_bytes)
+        self.code_bytes += told.generated_code_size_in_bytes
+        found = self.temporary_bytes + self.code_bytes
+        if found > plan.workspace_bytes and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "Programs take %s of a device, and %s were planned; %s are left. If "
+                "memory runs out, lower max_num_seqs=%d, or gpu_memory_utilization.",
+                shown_bytes(found),
+                shown_bytes(plan.workspace_bytes),
+                shown_bytes(plan.left_bytes),
+                plan.sizes.num_seqs,
+            )
 
     def check_features(self, features: Features) -> None:
         """Refuse what programs cannot have on these devices.
@@ -298,9 +333,37 @@ def device_forms(program: ProgramConfig, dtype: jnp.dtype) -> dict[str, Any]:
 
 
 def build_mesh(config: EngineConfig) -> Mesh:
-    """The mesh that an engine configuration asks for."""
+    """The mesh that an engine configuration asks for.
+
+    If jax has not looked for devices yet, it takes as much of a GPU as the
+    configuration says, and not the share that it has by default.
+    """
+    is_said = any(os.environ.get(name) for name in POOL_VARIABLES)
+    if has_cuda_plugin() and not is_said:
+        share = pool_share(config.given and config.given.gpu_memory_utilization)
+        os.environ[POOL_VARIABLES[0]] = f"{share:g}"
     draft = config.speculative and config.speculative.draft_tensor_parallel_size
     return make_mesh(config.tensor_parallel_size, draft or None)
+
+
+def has_cuda_plugin() -> bool:
+    """Whether jax could find NVIDIA's GPUs."""
+    if find_spec("jax_plugins") is None:
+        return False
+    return any(find_spec(f"jax_plugins.xla_cuda{major}") for major in (12, 13))
+
+
+def pool_share(utilization: float | None) -> float:
+    """The share of a GPU's memory that jax takes for all arrays, when it starts.
+
+    What the user has told jax goes first. Else somewhat more than the engine plans
+    with: compilers try out kernels in it, and arrays do not lie end to end. The rest is
+    for libraries, which have memory of their own.
+    """
+    for name in POOL_VARIABLES:
+        if os.environ.get(name):
+            return float(os.environ[name])
+    return min((utilization or DEFAULT_UTILIZATION) + 0.05, 0.95)
 
 
 def choose_dtype(name: str, mesh: Mesh) -> jnp.dtype:

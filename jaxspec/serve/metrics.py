@@ -64,6 +64,15 @@ _HELP = {
     "jaxspec:num_compiles": "Programs that were compiled",
     "jaxspec:compile_seconds": "How long that took",
     "jaxspec:warming": "Programs that are still to be compiled; 0 when all are there",
+    "jaxspec:memory_bytes": "Of one device, as planned at the start, by what it is for",
+    "jaxspec:memory_limit_bytes": "What a device has for that; 0 where nobody planned "
+    "by it, as on a CPU",
+    "jaxspec:memory_draft_bytes": "Of one device, for the draft model: weights and its "
+    "part of the pages",
+    "jaxspec:memory_programs_found_bytes": "What the programs made so far take of a "
+    "device, as compilers tell",
+    "jaxspec:max_concurrency": "Sequences of max_model_len tokens that there are pages "
+    "for",
 }
 
 

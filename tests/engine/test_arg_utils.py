@@ -4,12 +4,9 @@ from typing import Any
 
 import pytest
 
-from jaxspec.config import EngineConfig
-from jaxspec.engine.arg_utils import (
-    MAX_DEFAULT_KV_BYTES,
-    AsyncEngineArgs,
-    EngineArgs,
-)
+from jaxspec.config import EngineConfig, GivenSizes
+from jaxspec.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from jaxspec.engine.memory_plan import MAX_CPU_KV_BYTES
 from jaxspec.errors import ConfigError
 from jaxspec.structured_outputs import StructuredOutputsConfig
 
@@ -57,6 +54,7 @@ def test_defaults(target: str):
     assert config.max_num_batched_tokens == 512
     assert config.page_size == 16
     assert config.num_pages == 8 * 1024 // 16
+    assert config.given == GivenSizes()
     assert config.seed == 0
     assert config.tensor_parallel_size == 1
     assert config.enable_prefix_caching
@@ -95,6 +93,29 @@ def test_given_sizes_are_kept(target: str):
     assert config.compilation_cache_dir == "cache"
 
 
+def test_what_was_given_is_told_from_defaults(target: str):
+    config = configure(
+        target,
+        max_num_seqs=3,
+        max_num_batched_tokens=64,
+        gpu_memory_utilization=0.5,
+        kv_cache_memory_bytes=10**9,
+        num_gpu_blocks_override=70,
+    )
+    assert config.given == GivenSizes(
+        max_num_seqs=3,
+        max_num_batched_tokens=64,
+        num_pages=70,
+        gpu_memory_utilization=0.5,
+        kv_cache_memory_bytes=10**9,
+    )
+
+
+def test_few_pages_are_for_few_sequences_by_default(target: str):
+    config = configure(target, num_gpu_blocks_override=5, max_model_len=64)
+    assert (config.max_num_seqs, config.num_pages) == (5, 5)
+
+
 def test_default_pages_hold_part_of_a_page(target: str):
     # 100 tokens fill six pages and begin a seventh.
     assert configure(target, max_model_len=100, max_num_seqs=3).num_pages == 21
@@ -117,7 +138,7 @@ def test_default_pages_of_both_models_stay_below_the_cap(
         max_num_seqs=64,
     )
     page_bytes = 16 * 2 * (26 + 13) * 4 * 256 * num_bytes
-    assert config.num_pages == MAX_DEFAULT_KV_BYTES // page_bytes
+    assert config.num_pages == MAX_CPU_KV_BYTES // page_bytes
     assert config.num_pages < 64 * config.pages_per_seq
 
 
@@ -289,6 +310,15 @@ def test_names_that_are_no_folders_name_their_argument(target: str):
         ({"block_size": 0}, "got 0", "at least 1"),
         ({"block_size": 12}, "12", "a power of two"),
         ({"num_gpu_blocks_override": 63}, "got 63", "at least 64"),
+        (
+            {"num_gpu_blocks_override": 64, "max_num_seqs": 65},
+            "got 65",
+            "There are 64 pages of 16 tokens, and a sequence takes one at least: lower",
+        ),
+        ({"gpu_memory_utilization": 0}, "got 0", "in (0, 1]"),
+        ({"gpu_memory_utilization": 1.01}, "got 1.01", "in (0, 1]"),
+        ({"gpu_memory_utilization": "0.9"}, "'0.9'", "in (0, 1]"),
+        ({"kv_cache_memory_bytes": 0}, "got 0", "at least 1"),
         ({"seed": -3}, "-3", "from 0"),
         ({"seed": "x"}, "'x'", "an integer"),
         ({"tensor_parallel_size": 0}, "got 0", "at least 1"),

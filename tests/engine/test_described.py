@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxspec.engine import described, program_cache
+from jaxspec.engine import described, program_cache, runner
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.loader import make_runner
 from jaxspec.engine.program_cache import ProgramCache
@@ -63,10 +63,24 @@ def test_devices_that_are_not_known_are_refused():
     ("name", "told"), [("v6e-4", "libtpu"), ("h200-2", "CUDA plugin")]
 )
 def test_a_compiler_that_is_missing_is_named(name, told, monkeypatch):
-    monkeypatch.setattr(described, "find_spec", lambda _: None)
+    for module in (described, runner):
+        monkeypatch.setattr(module, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=f"{told}.*pip install"):
         described.check_device(name)
-    monkeypatch.setattr(described, "find_spec", util.find_spec)
+    for module in (described, runner):
+        monkeypatch.setattr(module, "find_spec", util.find_spec)
+
+
+def test_named_devices_are_all_that_can_be_described_and_more():
+    for name in described.DEVICES:
+        if " to " not in name:
+            assert described.named_devices(name)
+    assert len(described.named_devices("v6e-4")) == 4
+    assert [one.id for one in described.named_devices("h100-2")] == [0, 1]
+    assert described.named_devices("h100")[0].platform == "gpu"
+    for name in ("v5e", "v5e-2", "h200-9", "h300", "H100", ""):
+        with pytest.raises(ConfigError, match="--device must be one of .* h100-2"):
+            described.named_devices(name)
 
 
 def test_described_devices_are_called_like_real_ones():

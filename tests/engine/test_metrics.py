@@ -16,6 +16,7 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec.speculation import SpeculativeConfig
 from tests.engine.test_input_processor import make
 from tests.engine.test_llm_engine import PROMPT, make_fake_engine
+from tests.engine.test_memory_plan import make_plan
 from tests.loops import make_config
 
 # vLLM's names, written down from the reference.
@@ -121,6 +122,26 @@ def test_without_drafts_there_is_nothing_to_tell_about_them():
     names = [one.name for one in told]
     assert "jaxspec:generation_tokens" in names
     assert not [name for name in names if "spec" in name.partition(":")[2]]
+
+
+def test_the_memory_plan_is_told_where_there_is_one():
+    planned = make_plan(dict(max_num_seqs=64, max_num_batched_tokens=2048))
+    metrics = EngineMetrics(make_config(), EngineStats(), planned)
+    told = metrics.read(Load(program_bytes=123))
+    found = [one for one in told if isinstance(one, Gauge)]
+    values = {(one.name, one.labels.get("part")): one.value for one in found}
+    parts = {part: x for (name, part), x in values.items() if "memory_bytes" in name}
+    assert parts == {
+        "target_weights": 18_483_411_968,
+        "draft_weights": 5_228_683_776,
+        "programs": 2_824_339_456,
+        "KV": planned.kv_bytes,
+        "left": planned.left_bytes,
+    }
+    assert sum(parts.values()) == values["jaxspec:memory_limit_bytes", None]
+    assert values["jaxspec:memory_draft_bytes", None] == planned.draft_bytes
+    assert values["jaxspec:memory_programs_found_bytes", None] == 123
+    assert values["jaxspec:max_concurrency", None] == planned.num_pages / 512
 
 
 def test_drafts():

@@ -39,7 +39,8 @@ class SomePrograms(EveryProgram):
 
 
 def make_shapes(programs: EveryProgram | None = None, **changes: Any) -> Shapes:
-    config = make_config(**changes)
+    num_pages = max(48, changes.get("max_num_seqs", 1))
+    config = make_config(**(dict(num_pages=num_pages) | changes))
     return Shapes(config, Controller(config.speculative), programs)
 
 

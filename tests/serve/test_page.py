@@ -14,6 +14,7 @@ import pytest
 from playwright.sync_api import Browser, Page, Request, Route, expect, sync_playwright
 
 from tests.engine.test_llm_engine import letters, said
+from tests.engine.test_memory_plan import make_plan
 from tests.serving import PROMPT, Gate, Site, events_of, site_of
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
@@ -269,6 +270,25 @@ def test_k_is_told_and_why(watched: Watched):
         expect(line).to_have_text("K now 0: drafts are switched off")
     finally:
         controller.is_stopped, controller.num_drafts, controller.gain = False, 3, None
+    assert watched.complaints == []
+
+
+def test_the_memory_plan_is_shown(watched: Watched):
+    page, engine = watched.page, watched.site.engine.engine
+    memory = page.locator("#memory")
+    expect(memory).to_be_hidden()  # nobody has planned for the devices of the tests
+    engine.memory = make_plan(dict(max_num_seqs=64, max_num_batched_tokens=2048))
+    try:
+        page.reload()
+        expect(memory.locator("summary")).to_have_text("Memory: 12.8 × 8,192 tokens")
+        memory.locator("summary").click()
+        expect(memory.locator("div").first).to_contain_text("17.21 GiB")
+        expect(memory.locator("dt")).to_have_text(
+            ["target weights", "draft weights", "programs", "KV", "left"]
+        )
+        assert fits(page)
+    finally:
+        engine.memory = None
     assert watched.complaints == []
 
 

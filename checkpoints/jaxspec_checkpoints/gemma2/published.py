@@ -3,6 +3,7 @@
 Folders from Kaggle have no `config.json`; their shapes tell which size it is.
 """
 
+import re
 from typing import Any
 
 from jaxspec_checkpoints.layout import EMBEDDING, Layout, Sizes
@@ -114,6 +115,15 @@ def published_config(size: str) -> dict[str, Any]:
         "use_cache": True,
         "vocab_size": sizes.vocab_size,
     }
+
+
+def published_size(name: str) -> str | None:
+    """The size that a name on the Hugging Face Hub or on Kaggle tells, if it is one.
+
+    `google/gemma-2-9b-it` and `google/gemma-2/flax/gemma2-9b` are "9b".
+    """
+    found = re.search(rf"gemma-?2-({'|'.join(_SIZES)})(-it)?$", name)
+    return None if found is None else found[1]
 
 
 def is_gating_model_first(sizes: Sizes) -> bool:

@@ -49,7 +49,7 @@ def page_routes(serving: Serving) -> APIRouter:
     async def server() -> dict[str, Any]:
         """Tell what the page has to know before its first question, and meanwhile."""
         engine = serving.engine
-        choice = engine.choice
+        choice, memory = engine.choice, engine.engine.memory
         return {
             "model": serving.settings.model_name,
             "max_draft_tokens": serving.config.num_draft_tokens,
@@ -61,6 +61,7 @@ def page_routes(serving: Serving) -> APIRouter:
             "is_ready": engine.is_ready,
             "num_warming": engine.num_warming,
             "compiling": engine.compiling,
+            "memory": None if memory is None else memory.told(),
         }
 
     return router

@@ -29,6 +29,7 @@ async function meet() {
   k.disabled = at("race").disabled = !most;
   at("max-tokens").max = server.max_model_len - 1;
   showSettings();
+  showMemory(server);
   watch();
 }
 
@@ -71,6 +72,24 @@ function showWarming() {
   const what = isReady ? "answers may be slower until it is done" : "answers wait for it";
   at("warming").hidden = !left;
   at("warming").textContent = left ? `Compiling ${compiling ?? ""} (${left} left): ${what}.` : "";
+}
+
+/** Shows how the memory of a device was planned, where the server has planned it. */
+function showMemory({ memory }) {
+  const shown = at("memory");
+  shown.hidden = !memory;
+  if (!memory) return;
+  const length = memory.max_model_len.toLocaleString("en");
+  const many = memory.max_concurrency.toFixed(1);
+  shown.querySelector("summary").textContent = `Memory: ${many} × ${length} tokens`;
+  shown.title = memory.table;
+  const rows = Object.entries(memory.shown).map(([name, size]) => {
+    const row = document.createElement("div");
+    row.appendChild(document.createElement("dt")).textContent = name;
+    row.appendChild(document.createElement("dd")).textContent = size;
+    return row;
+  });
+  shown.querySelector("dl").replaceChildren(...rows);
 }
 
 /** Says that nobody answers, and asks until somebody does. */

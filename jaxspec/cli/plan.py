@@ -1,0 +1,88 @@
+"""Owns `python -m jaxspec plan`: what an engine would take of devices, here or not.
+
+Reads no weights. Imports jax only once the command line is right.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from jaxspec.command import CommandParser, run_command
+from jaxspec.serve.flags import add_engine_flags, dashed, engine_args
+
+PROG = "python -m jaxspec plan"
+
+
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    parser = CommandParser(
+        prog=prog,
+        description="Tell how an engine with these arguments divides the memory of its "
+        "devices: weights, programs, pages, and how many sequences that is. Nothing is "
+        "loaded or run. Without a model: the bundled pair.",
+        epilog="What programs take is estimated by a formula that is held against "
+        "compilers' records; --compile asks the compiler itself.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "model_tag",
+        nargs="?",
+        metavar="MODEL",
+        help="a folder, or a published name as google/gemma-2-9b-it, of which nothing "
+        "is fetched",
+    )
+    group = parser.add_argument_group("what is planned for, and how it is told")
+    group.add_argument(
+        "--device",
+        metavar="NAME",
+        help="devices that need not be here: v5e-1, v5e-8, v6e-1, h100, h200 and "
+        "others (an unknown name lists them; default: those that are here). The target "
+        "is spread over all of them unless --tensor-parallel-size says otherwise",
+    )
+    group.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile the largest program for the device, which takes minutes, and "
+        "plan with what it needs",
+    )
+    group.add_argument("--json", action="store_true", help="all numbers, in bytes")
+    add_engine_flags(parser)
+    # None is told from 1: whoever names eight devices means to use them.
+    parser.set_defaults(tensor_parallel_size=None)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
+    """Run one command line; returns the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    options = make_parser(prog).parse_args([dashed(argument) for argument in given])
+    return run_command(prog, lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the plan.
+
+    Raises:
+        ArgumentError: An option cannot work, or what is wanted does not fit.
+    """
+    # Of a GPU that somebody uses, a plan must not take what is left.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    count = 1
+    if options.device is not None:
+        described = importlib.import_module("jaxspec.engine.described")
+        count = len(described.named_devices(options.device))
+        # Whatever is installed, nothing runs on it: this process is the command's.
+        importlib.import_module("jax").config.update("jax_platforms", "cpu")
+    if options.tensor_parallel_size is None:
+        options.tensor_parallel_size = count
+    args = engine_args(vars(options))
+    memory = importlib.import_module("jaxspec.engine.device_memory")
+    plan = memory.plan_for(args, options.device, has_compiler=options.compile)
+    print(json.dumps(plan.told(), indent=2) if options.json else plan.table())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,286 @@
+"""Finds what a memory plan is made of, and gives an engine the sizes that come of it.
+
+Owns the way from models and devices to `MemoryFacts`: nothing is loaded, run or
+profiled. Weights and pages are counted in the forms in which the devices would hold
+them; what a device may hold, it tells itself, or its name does.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxspec.config import EngineConfig, GivenSizes
+from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.controller import Controller
+from jaxspec.engine.described import (
+    describe,
+    describe_mesh,
+    named_limit,
+    named_mesh,
+)
+from jaxspec.engine.memory_plan import (
+    DEFAULT_UTILIZATION,
+    MIB,
+    MemoryFacts,
+    MemoryPlan,
+    ModelBytes,
+    ProgramFacts,
+    plan_memory,
+)
+from jaxspec.engine.runner import (
+    build_mesh,
+    options_of,
+    pool_of,
+    pool_share,
+    resolve_dtype,
+)
+from jaxspec.engine.shapes import Shapes
+from jaxspec.errors import ConfigError
+from jaxspec.models.weights import abstract_params
+from jaxspec.program.propose import proposers_of
+from jaxspec.program.state import page_forms
+from jaxspec.program.step import lower_step
+from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, num_parts
+from jaxspec_checkpoints.gemma2.published import published_config, published_size
+
+# What compilers fetch ahead, and small arrays: beside logits and laws, at most 202 MB
+# in `benchmarks/results/aot*.json`. XLA:CPU fetches nothing.
+FIXED_BYTES = {"cpu": 0}
+ACCELERATOR_FIXED_BYTES = 256 * MIB
+# Of one program in a TPU's memory: rounds alone, and with prompts; on one chip and on
+# several. From the same records; a GPU's are in the fixed part.
+CODE_BYTES = {1: (28 * 10**6, 37 * 10**6), 2: (107 * 10**6, 238 * 10**6)}
+# Values of a token that the layers of a model keep at once, in widths of its
+# feed-forward part and of the model itself: float32.
+FEED_FORWARD_WIDTHS, MODEL_WIDTHS = 5, 4
+
+
+def plan_for(
+    args: EngineArgs, device: str | None = None, *, has_compiler: bool = False
+) -> MemoryPlan:
+    """What an engine with these arguments would take of each device.
+
+    No weights are read, and nothing is fetched for the published sizes of Gemma 2.
+
+    Args:
+        device: The name of devices, as "v5e-8"; None: those that are here.
+        has_compiler: Compile the largest program for the devices, and take its
+            temporaries from the compiler in place of an estimate.
+
+    Raises:
+        ConfigError: An argument cannot work, or it does not fit.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        args = _with_published(args, Path(folder))
+        config = args.create_engine_config()
+    mesh = build_mesh(config) if device is None else named_mesh(device, config)
+    config, plan = fit(config, mesh, device=device)
+    if not has_compiler:
+        return plan
+    found = compiled_temporaries(config, describe_mesh(device, config))
+    return fit(config, mesh, device=device, compiled_bytes=found)[1]
+
+
+def _with_published(args: EngineArgs, folder: Path) -> EngineArgs:
+    """The same for configs that are written into a folder, where names tell them."""
+
+    def local(name: Any) -> Any:
+        size = published_size(name) if isinstance(name, str) else None
+        if size is None or os.path.isdir(name):
+            return name
+        path = folder / size / "config.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(published_config(size)), encoding="utf-8")
+        return str(path.parent)
+
+    names = ("model", "speculative_model", "spec_model")
+    changes = {name: local(getattr(args, name)) for name in names}
+    merged = args.speculative_config
+    if merged is not None and "model" in merged:
+        changes["speculative_config"] = merged | {"model": local(merged["model"])}
+    # Neither has a part in a plan, and both would be fetched.
+    changes |= dict(tokenizer=None, generation_config="vllm", load_format="dummy")
+    return dataclasses.replace(args, **changes)
+
+
+def fit(
+    config: EngineConfig,
+    mesh: Mesh,
+    *,
+    device: str | None = None,
+    compiled_bytes: int | None = None,
+) -> tuple[EngineConfig, MemoryPlan]:
+    """Plan the memory of a mesh's devices, and give an engine the sizes of the plan.
+
+    Args:
+        device: The name of devices that are not here.
+        compiled_bytes: Temporaries of the largest program, if it has been compiled.
+
+    Raises:
+        ConfigError: It does not fit.
+    """
+    given = config.given or GivenSizes()
+    facts = find_facts(config, mesh, given, device)
+    facts = dataclasses.replace(facts, compiled_bytes=compiled_bytes)
+    has_no_say = facts.limit_bytes is None and given.kv_cache_memory_bytes is None
+    if config.given is None or has_no_say:
+        given = GivenSizes(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            num_pages=config.num_pages,
+        )
+    plan = plan_memory(facts, given)
+    fitted = dataclasses.replace(
+        config,
+        max_num_seqs=plan.sizes.num_seqs,
+        max_num_batched_tokens=plan.sizes.num_batched_tokens,
+        num_pages=plan.num_pages,
+    )
+    return fitted, plan
+
+
+def find_facts(
+    config: EngineConfig, mesh: Mesh, given: GivenSizes, device: str | None = None
+) -> MemoryFacts:
+    """Everything that a plan for these devices follows from.
+
+    Raises:
+        ConfigError: Nobody knows how much the devices hold, or the name is unknown.
+    """
+    first = mesh.devices.flat[0]
+    limit, used = _limit_and_use(mesh, given, device)
+    is_gpu = first.platform not in ("cpu", "tpu")
+    dtype = resolve_dtype(config.dtype, mesh)
+
+    def target_pages(count: int) -> Any:
+        pool = dataclasses.replace(pool_of(config), num_pages=count)
+        return page_forms(config.model_config, dtype, pool, mesh, TARGET_MESH_AXES)
+
+    def proposer_state(count: int) -> Any:
+        pool = dataclasses.replace(pool_of(config), num_pages=count)
+        return [one.state_forms(dtype, pool, mesh) for one in proposers_of(config)]
+
+    target_params = abstract_params(config.model_config, dtype=dtype, mesh=mesh)
+    draft_params = None
+    if config.draft_model_config is not None:
+        draft_params = abstract_params(
+            config.draft_model_config,
+            dtype=dtype,
+            mesh=mesh,
+            mesh_axes=DRAFT_MESH_AXES,
+        )
+    # What proposers keep grows with the pages, or it is there once.
+    draft_page = bytes_of(proposer_state(2)) - bytes_of(proposer_state(1))
+    kept = bytes_of(proposer_state(1)) - draft_page
+    return MemoryFacts(
+        device=device or first.device_kind,
+        platform=first.platform,
+        num_devices=mesh.size,
+        limit_bytes=limit,
+        limit_share=pool_share(given.gpu_memory_utilization) if is_gpu else 1.0,
+        used_bytes=used,
+        target=ModelBytes(
+            weight_bytes=bytes_of(target_params), page_bytes=bytes_of(target_pages(1))
+        ),
+        draft=ModelBytes(
+            weight_bytes=bytes_of(draft_params) + kept, page_bytes=draft_page
+        ),
+        programs=_program_facts(config, mesh),
+        page_size=config.page_size,
+        max_model_len=config.max_model_len,
+        layer_page_values=math.prod(_device_shape(target_pages(1)[0])),
+    )
+
+
+def compiled_temporaries(config: EngineConfig, mesh: Mesh) -> int:
+    """Compile the largest plain program, and ask how many bytes of temporaries it has.
+
+    Takes as long as the program does: a minute or two at full size.
+    """
+    program, forms = describe(config, mesh)
+    shape = Shapes(config, Controller(config.speculative)).all()[0]
+    lowered = lower_step(program, shape, forms)
+    compiled: Any = lowered.compile(options_of(config, mesh))
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def bytes_of(forms: Any) -> int:
+    """Bytes of one device that arrays of these shapes and placements take."""
+    return sum(
+        math.prod(_device_shape(leaf)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(forms)
+    )
+
+
+def _device_shape(leaf: Any) -> tuple[int, ...]:
+    return leaf.sharding.shard_shape(leaf.shape)
+
+
+def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
+    model, platform = config.model_config, mesh.devices.flat[0].platform
+    speculative, draft_vocab = config.speculative, 0
+    if speculative is not None and speculative.has_draft_model:
+        # A draft that is the argmax has no law.
+        if speculative.draft_sample_method != "greedy":
+            draft_vocab = _part(model.vocab_size, mesh, DRAFT_MESH_AXES)
+    hidden = _part(model.intermediate_size, mesh, TARGET_MESH_AXES)
+    widths = FEED_FORWARD_WIDTHS * hidden + MODEL_WIDTHS * model.hidden_size
+    code = 0
+    if platform == "tpu":
+        plain, with_prompts = CODE_BYTES[min(mesh.size, 2)]
+        shapes = Shapes(config, Controller(speculative)).all(with_late=True)
+        code = sum(with_prompts if shape.chunk else plain for shape in shapes)
+    return ProgramFacts(
+        num_draft_tokens=config.num_draft_tokens,
+        vocab_size=_part(model.vocab_size, mesh, TARGET_MESH_AXES),
+        draft_vocab_size=draft_vocab,
+        token_bytes=4 * widths,
+        fixed_bytes=FIXED_BYTES.get(platform, ACCELERATOR_FIXED_BYTES),
+        code_bytes=code,
+    )
+
+
+def _part(size: int, mesh: Mesh, mesh_axes: tuple[str, ...]) -> int:
+    """Of an axis, what one device has; all of it where it does not divide."""
+    parts = num_parts(mesh, mesh_axes)
+    return size if size % parts else size // parts
+
+
+def _limit_and_use(
+    mesh: Any, given: GivenSizes, device: str | None
+) -> tuple[int | None, int]:
+    """What programs may take of a device, and what is taken; the fullest one counts."""
+    if device is not None:
+        return named_limit(device, given.gpu_memory_utilization), 0
+    if mesh.devices.flat[0].platform == "cpu":
+        has_share = given.gpu_memory_utilization is not None
+        return (ram_bytes() if has_share else None), 0
+    told = [one.memory_stats() or {} for one in mesh.local_devices]
+    limits = [one["bytes_limit"] for one in told if one.get("bytes_limit")]
+    if not limits:
+        if given.num_pages is None and given.kv_cache_memory_bytes is None:
+            kind = mesh.devices.flat[0].device_kind
+            raise ConfigError(
+                f"{kind} does not tell how much memory it has, so that "
+                f"gpu_memory_utilization={DEFAULT_UTILIZATION:g} of it is unknown: set "
+                "kv_cache_memory_bytes.",
+                parameter="kv_cache_memory_bytes",
+                value=None,
+            )
+        return None, 0
+    return min(limits), max(one.get("bytes_in_use", 0) for one in told)
+
+
+def ram_bytes() -> int:
+    """What this machine has, or what this process may take of it."""
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    path = Path("/sys/fs/cgroup/memory.max")
+    text = path.read_text().strip() if path.exists() else ""
+    return min(found, int(text)) if text.isdecimal() else found

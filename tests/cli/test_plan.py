@@ -1,0 +1,139 @@
+"""`python -m jaxspec plan`: what it tells, and what it refuses."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+
+from jaxspec import __main__ as command_line
+from jaxspec.cli import plan
+from jaxspec.engine.described import NAMED_DEVICES
+
+PAIR = ("google/gemma-2-9b-it", "--speculative-model", "google/gemma-2-2b-it")
+DRAFTS = ("--num-speculative-tokens", "5")
+
+
+@pytest.fixture(autouse=True)
+def own_process(monkeypatch) -> Iterator[None]:
+    """Take back what the command sets in its process; it fetches nothing."""
+
+    def fetch(*_: object, **__: object) -> None:
+        raise AssertionError("a model is fetched")
+
+    monkeypatch.setattr("jaxspec.engine.model_folders.fetch", fetch)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    before = jax.config.values["jax_platforms"]
+    yield
+    jax.config.update("jax_platforms", before)
+
+
+def told(capsys: Any, *arguments: str) -> Any:
+    assert command_line.main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_9b_with_a_2b_draft_on_a_gpu_that_is_not_here(capsys):
+    arguments = (*PAIR, *DRAFTS, "--device", "h100", "--max-num-seqs", "64")
+    assert command_line.main(["plan", *arguments]) == 0
+    text = capsys.readouterr().out
+    for line in ("Memory of h100", "target weights", "17.21 GiB", "4.87 GiB"):
+        assert line in text
+    assert "6,976 pages of 16 tokens" in text
+    assert "Maximum concurrency at 8,192 tokens: 13.62x" in text
+    found = told(capsys, *arguments)
+    assert found["parts"]["target weights"] == 18_483_411_968
+    assert found["parts"]["draft weights"] == 5_228_683_776
+    assert found["num_pages"] == 6976
+    assert found["table"] + "\n" == text
+
+
+def test_a_target_is_spread_over_the_devices_that_are_named(capsys):
+    found = told(capsys, "google/gemma-2-27b-it", "--device", "v5e-8")
+    assert (found["num_devices"], found["limit_bytes"]) == (8, 16_911_433_728)
+    assert found["parts"]["target weights"] < 54_454_256_640 / 7.9
+    one = ("google/gemma-2-2b", "--device", "v5e-8", "--tensor-parallel-size", "1")
+    assert told(capsys, *one)["num_devices"] == 1
+
+
+def test_more_memory_is_more_sequences(capsys):
+    def most(*arguments: str) -> float:
+        return told(capsys, *PAIR, *DRAFTS, *arguments)["max_concurrency"]
+
+    assert most("--device", "h200") > 2 * most("--device", "h100")
+    half = ("--device", "h100", "--gpu-memory-utilization", "0.5")
+    assert most(*half) < most("--device", "h100") / 2
+    short = ("--device", "h100", "--max-model-len", "1024")
+    assert most(*short) > 7 * most("--device", "h100")
+
+
+def test_the_bundled_pair_here(capsys):
+    found = told(capsys)
+    assert found["device"] == "cpu"
+    assert found["limit_bytes"] is None
+    assert (found["max_num_seqs"], found["max_num_batched_tokens"]) == (8, 512)
+    assert found["draft_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--device", "v9"), "--device must be one of v5e-1, .* got 'v9'"),
+        (
+            (*PAIR, *DRAFTS, "--device", "v5e-1"),
+            "are needed of v5e-1's 15.75 GiB.* Set tensor_parallel_size=2.",
+        ),
+        (
+            ("--gpu-memory-utilization", "1.5"),
+            r"gpu_memory_utilization must be a number in \(0, 1\], got 1.5",
+        ),
+        (
+            ("--gpu-memory-utilization", "0"),
+            r"gpu_memory_utilization must be a number in \(0, 1\], got 0",
+        ),
+        (("--kv-cache-memory-bytes", "5"), "kv_cache_memory_bytes must be an integer"),
+        (
+            ("--num-gpu-blocks-override", "512", "--max-num-seqs", "513"),
+            "max_num_seqs must be an integer from 1 to 512, got 513",
+        ),
+        (
+            (*PAIR, *DRAFTS, "--device", "h100", "--compile"),
+            "--device must be one of .* got 'h100'",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_one_paragraph(
+    capsys, arguments: tuple[str, ...], message: str
+):
+    assert command_line.main(["plan", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("python -m jaxspec plan: error: ")
+    assert error.count("\n") == 1
+    assert re.search(message, error), error
+
+
+def test_every_device_is_listed_where_one_is_unknown(capsys):
+    assert plan.main(["--device", "tpu"]) == 2
+    error = capsys.readouterr().err
+    assert all(name in error for name in NAMED_DEVICES)
+
+
+def test_the_compiler_may_be_asked(capsys, monkeypatch):
+    asked: list[Any] = []
+
+    def found(config: Any, mesh: Any) -> int:
+        asked.append((config, mesh))
+        return 3 * 2**30
+
+    monkeypatch.setattr("jaxspec.engine.device_memory.compiled_temporaries", found)
+    monkeypatch.setattr(
+        "jaxspec.engine.device_memory.describe_mesh", lambda name, _: name
+    )
+    arguments = (*PAIR, *DRAFTS, "--device", "h200")
+    assert command_line.main(["plan", *arguments, "--compile"]) == 0
+    assert "compiled, for 256 sequences" in capsys.readouterr().out
+    [(config, mesh)] = asked
+    assert (config.max_num_seqs, mesh) == (256, "h200")
+    assert told(capsys, *arguments, "--compile")["parts"]["programs"] == 3 * 2**30

@@ -1,0 +1,338 @@
+"""Facts of a plan: counted in the forms that devices hold, and held against records."""
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from jaxspec.config import GivenSizes
+from jaxspec.engine import device_memory, runner
+from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.described import NAMED_DEVICES, named_mesh
+from jaxspec.engine.device_memory import bytes_of, find_facts, fit, plan_for, ram_bytes
+from jaxspec.engine.loader import make_runner
+from jaxspec.engine.memory_plan import (
+    GIB,
+    MIB,
+    MemoryPlan,
+    ModelBytes,
+    ProgramFacts,
+    Sizes,
+)
+from jaxspec.errors import ConfigError
+from jaxspec.program.plan import StepShape
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+# As the index files on the Hugging Face Hub add them up (27B: from shapes), and of one
+# token, in bfloat16.
+WEIGHT_BYTES = {"2b": 5_228_683_776, "9b": 18_483_411_968, "27b": 54_454_256_640}
+KV_BYTES = {"2b": 106_496, "9b": 344_064, "27b": 376_832}
+TINY: dict[str, Any] = dict(
+    model="jaxspec/tiny-gemma2", load_format="dummy", dtype="float32"
+)
+
+
+def pair(target: str = "9b", draft: str | None = "2b", **changes: Any) -> EngineArgs:
+    drafts: dict[str, Any] = {}
+    if draft is not None:
+        model = f"google/gemma-2-{draft}-it"
+        drafts = dict(speculative_model=model, num_speculative_tokens=5)
+    return EngineArgs(model=f"google/gemma-2-{target}", **(drafts | changes))
+
+
+@pytest.mark.parametrize("size", WEIGHT_BYTES)
+def test_a_published_size_needs_no_file(size: str):
+    facts = plan_for(pair(size, None), "h200").facts
+    assert facts.target == ModelBytes(
+        weight_bytes=WEIGHT_BYTES[size], page_bytes=16 * KV_BYTES[size]
+    )
+    assert facts.draft == ModelBytes()
+
+
+def test_9b_with_a_2b_draft_on_one_gpu():
+    plan = plan_for(pair(max_num_seqs=64), "h100")
+    assert plan.facts.weight_bytes == 18_483_411_968 + 5_228_683_776
+    assert plan.facts.page_bytes == 16 * 450_560
+    # 78 GiB, of which jax has 0.95 and the engine takes 0.92.
+    assert plan.facts.limit_bytes == int(78 * GIB * 0.95)
+    assert plan.facts.budget_bytes(0.92) == pytest.approx(0.92 * 78 * GIB)
+    # 77,051,264,532 - 23,712,095,744 - 2,824,339,456 bytes: 7,007 pages.
+    assert (plan.sizes.num_seqs, plan.workspace_bytes) == (64, 2_824_339_456)
+    assert plan.num_pages == 6976
+    assert plan.concurrency(8192) == 6976 / 512
+
+
+def test_jaxs_own_share_of_a_gpu_is_kept(monkeypatch):
+    for name in runner.POOL_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "0.75")
+        plan = plan_for(pair(max_num_seqs=64), "h100")
+        assert plan.facts.limit_bytes == 78 * GIB * 3 // 4
+        assert plan.facts.budget_bytes(0.92) == 78 * GIB * 3 // 4
+        monkeypatch.delenv(name)
+    assert runner.pool_share(None) == 0.95
+    assert runner.pool_share(0.4) == pytest.approx(0.45)
+
+
+def test_eight_chips_share_both_models():
+    plan = plan_for(pair("27b", tensor_parallel_size=8), "v5e-8")
+    facts = plan.facts
+    assert (facts.num_devices, facts.limit_bytes) == (8, int(15.75 * GIB))
+    # Two of 16 KV heads of the 27B on each chip, and a copy of one of the 2B's four.
+    assert facts.target.page_bytes == 16 * KV_BYTES["27b"] // 8
+    assert facts.draft.page_bytes == 16 * KV_BYTES["2b"] // 4
+    # All but the norms are divided, four in each layer and one at the end, are.
+    norms = 2 * (4 * 46 + 1) * 4608
+    assert facts.target.weight_bytes == (WEIGHT_BYTES["27b"] - norms) // 8 + norms
+    whole: dict[str, Any] = dict(
+        speculative_draft_tensor_parallel_size=1, max_model_len=4096
+    )
+    args = pair("27b", tensor_parallel_size=8, **whole)
+    assert plan_for(args, "v5e-8").facts.draft == ModelBytes(
+        weight_bytes=WEIGHT_BYTES["2b"], page_bytes=16 * KV_BYTES["2b"]
+    )
+    # A TPU's programs lie in its memory; a GPU's are small.
+    assert facts.programs.code_bytes > GIB
+    assert plan_for(pair(), "h100").facts.programs.code_bytes == 0
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(ConfigError, match="--device must be one of .* got 'v9'") as got:
+        plan_for(pair(), "v9")
+    assert all(name in str(got.value) for name in NAMED_DEVICES)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2, but 1 gpu"):
+        plan_for(pair(tensor_parallel_size=2), "h100")
+
+
+def test_drafts_from_the_text_take_no_memory():
+    args = pair(draft=None, speculative_model="[ngram]", ngram_prompt_lookup_max=4)
+    plan = plan_for(dataclasses.replace(args, num_speculative_tokens=5), "h100")
+    assert plan.facts.draft == ModelBytes()
+    assert plan.facts.programs.draft_vocab_size == 0
+    assert plan.facts.programs.num_draft_tokens == 5
+
+
+def recorded() -> list[tuple[str, ProgramFacts, Sizes, int]]:
+    """What compilers said of programs at full size: which, and their temporaries."""
+    found = []
+    for name in ("aot_step", "aot-costs-after"):
+        for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]:
+            place, _, part = row["place"].partition("/draft-")
+            count = 8 if place.endswith("8") else 1
+            changes: dict[str, Any] = dict(tensor_parallel_size=count)
+            if part:
+                changes["speculative_draft_tensor_parallel_size"] = int(part)
+            changes |= dict(num_speculative_tokens=4, max_num_seqs=8)
+            args = pair(**changes)
+            programs = plan_for(args, place).facts.programs
+            if "greedy" in row.get("program", ""):
+                programs = dataclasses.replace(programs, draft_vocab_size=0)
+            label = f"{name} {row['place']} {row.get('program')}"
+            found.append((label, programs, Sizes(8, 128), row["temp_bytes"]))
+    alone = {
+        size: plan_for(pair(size, None), "h200").facts.programs for size in WEIGHT_BYTES
+    }
+    for row in json.loads((RESULTS / "aot_h200.json").read_text())["rows"]:
+        kind, models, *rest = row["name"].split("/")
+        target, _, draft = models.partition("-")
+        numbers = dict(one.split() for one in rest if one.count(" ") == 1)
+        if "batch" not in numbers or target not in WEIGHT_BYTES:
+            continue
+        programs = alone[target]
+        k = int(numbers.get("K", 0))
+        programs = dataclasses.replace(programs, num_draft_tokens=k)
+        sizes = Sizes(int(numbers["batch"]), 32)
+        found.append((f"h200 {row['name']}", programs, sizes, row["temp_bytes"]))
+    return found
+
+
+def test_the_estimate_is_what_compilers_found_and_a_little_more():
+    rows = recorded()
+    assert len(rows) > 20
+    for label, programs, sizes, temp_bytes in rows:
+        estimate = programs.temporary_bytes(sizes, has_controls=False)
+        assert temp_bytes <= estimate <= temp_bytes + 320 * MIB, label
+
+
+def test_large_batches_and_controls_are_estimated_as_compilers_found_them():
+    rows = json.loads((RESULTS / "aot_memory.json").read_text())["rows"]
+    assert {row["form"] for row in rows} == {"plain", "controls", "prompts"}
+    for row in rows:
+        programs = plan_for(pair(max_num_seqs=8), row["device"]).facts.programs
+        sizes = Sizes(row["num_seqs"], row["num_batched_tokens"])
+        is_plain = row["form"] == "plain"
+        estimate = programs.temporary_bytes(sizes, has_controls=not is_plain)
+        assert row["temp_bytes"] <= estimate < 1.5 * row["temp_bytes"] + 320 * MIB, row
+        # An engine has programs for either, and plans for the larger ones.
+        assert programs.temporary_bytes(sizes) >= estimate
+
+
+def test_code_is_counted_as_compilers_found_it():
+    for row in json.loads((RESULTS / "aot-costs-after.json").read_text())["rows"]:
+        if row["place"] == "h200":
+            assert row["code_bytes"] == 0
+            continue
+        plain, with_prompts = device_memory.CODE_BYTES[1 + row["place"].endswith("8")]
+        most = with_prompts if "prompts" in row["program"] else plain
+        assert 0.7 * most < row["code_bytes"] <= most, row["place"]
+
+
+def config_of(**changes: Any) -> Any:
+    drafts: dict[str, Any] = dict(speculative_model="jaxspec/tiny-gemma2-draft")
+    sizes: dict[str, Any] = dict(
+        num_speculative_tokens=2, max_num_seqs=2, max_model_len=64
+    )
+    return EngineArgs(**(TINY | drafts | sizes | changes)).create_engine_config()
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_counted_is_what_arrays_take(dtype: str, num_devices: int):
+    config = config_of(dtype=dtype, tensor_parallel_size=num_devices)
+    made = make_runner(config)
+    facts = find_facts(config, made.mesh, GivenSizes())
+
+    def on_first(tree: Any) -> int:
+        first = made.mesh.devices.flat[0]
+        return sum(
+            shard.data.nbytes
+            for leaf in jax.tree.leaves(tree)
+            for shard in leaf.addressable_shards
+            if shard.device == first
+        )
+
+    target, (draft,) = made.params
+    assert facts.target.weight_bytes == on_first(target)
+    assert facts.draft.weight_bytes == on_first(draft)
+    pages = config.num_pages
+    assert facts.target.page_bytes * pages == on_first(made.state.target_pages)
+    assert facts.draft.page_bytes * pages == on_first(made.state.proposers)
+    assert bytes_of(made.params) == on_first(made.params)
+
+
+def test_a_cpus_sizes_stay_if_the_user_says_nothing(caplog):
+    config = config_of()
+    with caplog.at_level(logging.INFO, logger="jaxspec"):
+        made = make_runner(config)
+    assert made.config == config
+    assert made.memory is not None
+    assert made.memory.facts.limit_bytes is None
+    [table] = [one for one in caplog.messages if one.startswith("Memory of")]
+    assert table == made.memory.table()
+    assert "Maximum concurrency at 64 tokens: 2.00x" in table
+    # Nothing more is compiled, or asked of compilers, than was before.
+    assert (made.num_compiles, made.temporary_bytes) == (0, 0)
+
+
+def test_a_cpus_memory_is_planned_where_the_user_says_so(monkeypatch):
+    mesh = runner.build_mesh(config_of())
+    page = find_facts(config_of(), mesh, GivenSizes()).page_bytes
+    config, plan = fit(config_of(kv_cache_memory_bytes=100 * page + 1), mesh)
+    assert (config.num_pages, plan.utilization) == (100, None)
+    monkeypatch.setattr(device_memory, "ram_bytes", lambda: 2 * GIB)
+    config, plan = fit(config_of(gpu_memory_utilization=0.5), mesh)
+    assert plan.facts.limit_bytes == 2 * GIB
+    taken = plan.facts.weight_bytes + plan.workspace_bytes + plan.kv_bytes
+    assert 0.95 * GIB < taken <= GIB
+    assert config.num_pages == plan.num_pages
+    with pytest.raises(ConfigError, match=r"max_num_seqs .* from 1 to 4, got 5"):
+        fit(config_of(kv_cache_memory_bytes=4 * page, max_num_seqs=5), mesh)
+    given = config_of(num_gpu_blocks_override=7, kv_cache_memory_bytes=100 * page)
+    assert fit(given, mesh)[0].num_pages == 7
+
+
+def test_a_config_made_by_hand_is_the_users():
+    config = dataclasses.replace(config_of(), given=None, num_pages=9)
+    assert fit(config, named_mesh("h100", config), device="h100")[0] == config
+
+
+def limit_of(*stats: dict[str, int] | None, given: GivenSizes | None = None) -> Any:
+    devices = [SimpleNamespace(memory_stats=lambda one=one: one) for one in stats]
+    first = SimpleNamespace(platform="gpu", device_kind="GPU")
+    mesh: Any = SimpleNamespace(
+        devices=SimpleNamespace(flat=[first]), local_devices=devices
+    )
+    return device_memory._limit_and_use(mesh, given or GivenSizes(), None)
+
+
+def test_the_fullest_device_counts():
+    one = dict(bytes_limit=80, bytes_in_use=1)
+    assert limit_of(one, dict(bytes_limit=70, bytes_in_use=5)) == (70, 5)
+    assert limit_of(one | dict(bytes_in_use=0)) == (80, 0)
+
+
+def test_a_device_that_tells_nothing_wants_bytes():
+    for silent in (None, {}):
+        with pytest.raises(ConfigError, match="GPU does not tell .* set kv_cache_mem"):
+            limit_of(silent)
+        assert limit_of(silent, given=GivenSizes(num_pages=5)) == (None, 0)
+
+
+def test_a_machine_has_memory():
+    assert 2**28 < ram_bytes() < 2**50
+
+
+class Executable:
+    """As much of a compiled program as is asked of it."""
+
+    def __init__(self, temp: int, code: int):
+        self._told = SimpleNamespace(
+            temp_size_in_bytes=temp, generated_code_size_in_bytes=code
+        )
+
+    def memory_analysis(self) -> Any:
+        return self._told
+
+    def __call__(self) -> None:
+        raise AssertionError("it is run")
+
+
+def test_programs_that_take_more_than_planned_are_told_of(caplog):
+    made = make_runner(config_of())
+    plan = plan_for(pair(max_num_seqs=64), "h100")
+    made.memory = plan
+    caplog.clear()
+    made._compare_with_plan(Executable(10**9, 10**6))
+    made._compare_with_plan(Executable(10**8, 10**6))
+    assert (made.temporary_bytes, made.code_bytes) == (10**9, 2 * 10**6)
+    assert not caplog.messages
+    made._compare_with_plan(Executable(3 * 10**9, 0))
+    made._compare_with_plan(Executable(4 * 10**9, 0))
+    [message] = caplog.messages
+    assert "Programs take 2.80 GiB of a device, and 2.63 GiB were planned" in message
+    assert "max_num_seqs=64" in message
+
+
+def test_a_compiled_program_tells_its_temporaries(monkeypatch):
+    shapes: list[StepShape] = []
+
+    def lower(program: Any, shape: StepShape, forms: Any) -> Any:
+        shapes.append(shape)
+        return SimpleNamespace(compile=lambda options: Executable(12_345, 0))
+
+    monkeypatch.setattr(device_memory, "lower_step", lower)
+    config = config_of()
+    mesh = runner.build_mesh(config)
+    found = device_memory.compiled_temporaries(config, mesh)
+    assert found == 12_345
+    # The largest of those that any plain request can need.
+    assert [one.name for one in shapes] == ["2x2+512_sampled"]
+    plan = fit(config, mesh, compiled_bytes=found)[1]
+    assert isinstance(plan, MemoryPlan)
+    assert plan.workspace_bytes == found
+    assert "compiled" in plan.table()
+
+
+def test_a_runner_compares_what_it_makes(monkeypatch):
+    made = make_runner(config_of())
+    built = SimpleNamespace(executable=Executable(5, 7))
+    monkeypatch.setattr(made.cache, "build", lambda *_: built)
+    made.memory = plan_for(pair(), "h100")
+    for num_seqs in (1, 2):
+        made.executable(StepShape(num_seqs=num_seqs, num_draft_tokens=0, chunk=0))
+    assert (made.temporary_bytes, made.code_bytes) == (5, 14)
