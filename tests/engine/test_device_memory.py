@@ -90,7 +90,7 @@ def test_eight_chips_share_both_models():
     norms = 2 * (4 * 46 + 1) * 4608
     assert facts.target.weight_bytes == (WEIGHT_BYTES["27b"] - norms) // 8 + norms
     whole: dict[str, Any] = dict(
-        speculative_draft_tensor_parallel_size=1, max_model_len=4096
+        speculative_draft_tensor_parallel_size=1, max_model_len=2048
     )
     args = pair("27b", tensor_parallel_size=8, **whole)
     assert plan_for(args, "v5e-8").facts.draft == ModelBytes(
