@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jaxspec.config import GivenSizes
 from jaxspec.engine.shapes import MAX_CHUNK
 from jaxspec.errors import ConfigError, check_integer, wrong_argument
-from jaxspec.program.plan import TILE
+from jaxspec.program.plan import MAX_GROUP_BYTES, TILE
 
 GIB, MIB = 2**30, 2**20
 # vLLM's. The rest is for what no plan sees: libraries' own memory, what lies badly.
@@ -74,9 +74,11 @@ class ProgramFacts:
         """Temporaries of the largest program, as compilers' records have them.
 
         The rows of a round are kept as logits, cut off from those of prompts, and as
-        the verdict filters them: 4 bytes each, three times. Penalties and
-        log-probabilities have them twice more, and those of prompts' tiles. What the
-        layers compute before is gone by then. Drafts' laws are there from the start.
+        the verdict filters them: 4 bytes each, three times. Of hundreds of sequences
+        they are there once, and filtered in groups of `MAX_GROUP_BYTES`. Penalties and
+        log-probabilities have them two or three times more, and those of prompts'
+        tiles. What the layers compute before is gone by then. Drafts' laws are there
+        from the start.
 
         Args:
             has_controls: Count the programs of requests with such wishes.
@@ -84,8 +86,10 @@ class ProgramFacts:
         seqs = 1 << (sizes.num_seqs - 1).bit_length()
         rows = seqs * (self.num_draft_tokens + 1)
         tiles = max(min(sizes.num_batched_tokens, MAX_CHUNK) // TILE, 1)
-        times, tile_times = (5, 4) if has_controls else (3, 1)
-        logits = 4 * self.vocab_size * (times * rows + tile_times * tiles)
+        once, groups = 4 * self.vocab_size * rows, 2 * MAX_GROUP_BYTES
+        few, many, tile_times = (5, 4, 4) if has_controls else (3, 1, 1)
+        logits = min(few * once, many * once + groups)
+        logits += 4 * self.vocab_size * tile_times * tiles
         layers = self.token_bytes * (rows + tiles * TILE)
         laws = 4 * self.draft_vocab_size * self.num_draft_tokens * seqs
         return max(logits, layers) + laws + self.fixed_bytes

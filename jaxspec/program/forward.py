@@ -15,7 +15,7 @@ from jaxspec.models.batch import TokenBatch
 from jaxspec.models.network import Network
 from jaxspec.program import logprobs
 from jaxspec.program.controls import Adjust
-from jaxspec.program.plan import TILE, PoolShape, StepShape
+from jaxspec.program.plan import MAX_GROUP_BYTES, TILE, PoolShape, StepShape
 from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.region import join, make_region
 from jaxspec.program.rows import Active
@@ -183,8 +183,14 @@ def _first(proposal: Proposal, count: int) -> Proposal | None:
 def logits_of(
     model: Network, hidden: Float[Array, "token model"], num_decode: int
 ) -> tuple[Float[Array, "decode vocab"], Float[Array, "tile vocab"]]:
-    """Logits of all decode rows and of the last row of every tile."""
+    """Logits of all decode rows and of the last row of every tile.
+
+    In one product, so that the matrix is read once. Where the logits are the larger
+    array, as of hundreds of sequences, in two: to part them is to copy them.
+    """
     last = hidden[num_decode:].reshape(-1, TILE, hidden.shape[1])[:, -1]
+    if last.shape[0] and 4 * num_decode * model.config.vocab_size > MAX_GROUP_BYTES:
+        return model.logits(hidden[:num_decode]), model.logits(last)
     logits = model.logits(jnp.concatenate([hidden[:num_decode], last]))
     return logits[:num_decode], logits[num_decode:]
 

@@ -16,6 +16,10 @@ from jaxspec.program.tree import Tree
 NO_TOKEN = -1  # pads lists of ids; never a legal token
 # Prompt tokens are fed in tiles of one sequence each, right-aligned.
 TILE = 32
+# Filters and laws take several times the memory of the logits that they are made of. Of
+# hundreds of sequences that is gigabytes: groups whose logits take so many bytes are
+# decided one by one; that is enough to keep a device busy.
+MAX_GROUP_BYTES = 2**28
 # End-of-text ids plus a request's own stop_token_ids.
 MAX_STOP_IDS = 40
 

@@ -11,16 +11,12 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.controls import Adjust
+from jaxspec.program.plan import MAX_GROUP_BYTES
 from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import controls_of, draw_numbers, forbid_early_stop
 from jaxspec.program.tree import Tree
 from jaxspec_kernels.rejection_sampling import Verdict, rejection_sampling
-
-# Filters and laws take several times the memory of the logits that they are made of. Of
-# hundreds of sequences that is gigabytes: groups of them are decided one by one, while
-# one is large enough to keep a device busy.
-MAX_GROUP_BYTES = 2**28
 
 
 def verify(

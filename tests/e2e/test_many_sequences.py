@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.program import verify
+from jaxspec.program import forward, verify
 from jaxspec.sampling_params import SamplingParams
 from tests.engines import generate, make_engine, make_micro, tokens_of
 
@@ -43,7 +43,8 @@ def expected() -> list[list[int]]:
 def test_hundreds_of_sequences_with_every_k(expected, is_grouped, monkeypatch):
     """Greedy and seeded ones, each with 0 to 5 drafts a round."""
     if is_grouped:
-        monkeypatch.setattr(verify, "MAX_GROUP_BYTES", 2**14)
+        for module in (forward, verify):
+            monkeypatch.setattr(module, "MAX_GROUP_BYTES", 2**14)
     target = make_micro()
     engine = make_engine(
         target,

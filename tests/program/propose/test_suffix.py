@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +157,7 @@ def test_random_texts(limits: Limits, min_prob: Fraction, shortest: int, num_dra
     for text in texts[::3]:
         text[:] = (text[:9] * 9)[: len(text)]
         text[int(random.integers(len(text)))] = 1
-    one = dict(shortest=shortest, num_draft=num_draft)
+    one: dict[str, Any] = dict(shortest=shortest, num_draft=num_draft)
     expected = [search(text, limits, min_prob, **one) for text in texts]
     assert found_in(texts, limits, min_prob, **one) == expected
     counts = {len(drafts) for drafts in expected}
