@@ -8,6 +8,7 @@ import pytest
 import jaxspec.engine.llm_engine
 import jaxspec.llm
 import jaxspec_checkpoints
+from jaxspec.config import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.runner import Runner
 from jaxspec.errors import ConfigError, RequestError
@@ -221,9 +222,12 @@ def test_a_conversation_or_several(llm: LLM):
 
 
 def test_a_chat_template_of_the_engine(monkeypatch: pytest.MonkeyPatch):
-    runner = object.__new__(Runner)
-    runner.compiles_beside = False
-    monkeypatch.setattr(jaxspec.engine.llm_engine, "make_runner", lambda _: runner)
+    def make_runner(config: EngineConfig) -> Runner:
+        runner = object.__new__(Runner)
+        runner.compiles_beside, runner.config, runner.memory = False, config, None
+        return runner
+
+    monkeypatch.setattr(jaxspec.engine.llm_engine, "make_runner", make_runner)
     llm = LLM("jaxspec/tiny-gemma2", chat_template="<bos>{{ messages[0].content }}")
     given = llm.get_tokenizer().apply_chat_template([TURN])
     assert given == TOKENIZER.encode("hi")

@@ -178,10 +178,12 @@ class Scheduler:
         """Which rows decode only once the draft model has read what they have.
 
         With a constant K: else it would depend on the launches of others which rounds
-        have drafts.
+        have drafts. While the program for it is compiled nobody waits: that takes
+        seconds, and requests go on without drafts.
         """
         is_constant = self._limit and self.controller.is_constant
-        if not (is_constant and self._has_draft_model):
+        can_wait = is_constant and self._has_draft_model and self.shapes.can_catch_up
+        if not can_wait:
             return np.zeros(len(rows), bool)
         return self.rows.awaits_draft(rows)
 

@@ -194,6 +194,11 @@ class Shapes:
         failed = [self._programs.has_failed(shape) for shape in self.catch_ups]
         return bool(failed) and all(failed)
 
+    @property
+    def can_catch_up(self) -> bool:
+        """Whether a program that feeds the draft model is compiled."""
+        return any(shape in self._programs for shape in self.catch_ups)
+
     def catch_up(self, num_tiles: int) -> StepShape | None:
         """The best compiled program that feeds the draft model; None if there is none.
 
