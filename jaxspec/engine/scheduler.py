@@ -167,8 +167,9 @@ class Scheduler:
             shape = self.shapes.find(len(rows), int(wanted.max()), 0, features)
             if self._has_draft_model:
                 wanted[self.rows.lags(rows)] = 0
-                if not wanted.any():
-                    # All wait for the draft model, for a round or two.
+                if shape is not None and not wanted.any():
+                    # All wait for the draft model, for a round or two. Without the
+                    # program that drafts they wait: a short text would be over before.
                     shape = self.shapes.find(len(rows), 0, 0, features, is_brief=True)
         if shape is None:
             rows, wanted = rows[:0], wanted[:0]
