@@ -262,6 +262,10 @@ class Controller:
             self._probe_ts, self._account.closed_until
         )
 
+    def begin_probe(self) -> None:
+        """Ask no more until the answer is there, or should be."""
+        self._probe_ts = self._clock() + MIN_WAIT_S
+
     def record_catch_up(self, seconds: float, *, is_probe: bool) -> None:
         """Count what bringing the draft model up to date took.
 

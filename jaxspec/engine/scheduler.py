@@ -281,6 +281,8 @@ class Scheduler:
         if shape is None:
             return None
         self._num_caught_up += 1
+        if is_probe:
+            self.controller.begin_probe()
         return plan_catch_up(self.rows, self.tables, lagging, shape, is_probe=is_probe)
 
     def _is_in_a_row(self) -> bool:

@@ -16,13 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.config import EngineConfig
-from jaxspec.engine.controller import Controller
+from jaxspec.engine.controller import MIN_WAIT_S, Controller
 from jaxspec.engine.request import Request, Status
 from jaxspec.engine.scheduler import MAX_IN_A_ROW, Scheduler, WaitingQueue
 from jaxspec.engine.shapes import EveryProgram
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import MAX_CONTROLLED, TILE, Features, TokenControls
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.speculation import ADAPTIVE
 from tests.engine.test_request import make_request as make_waiting
 from tests.fake_device import FakeDevice
 from tests.loops import (
@@ -559,3 +560,25 @@ def test_the_order_is_that_of_a_sorted_list(priorities, data):
         for request in reversed(gone):
             line.add(request)
         assert list(line) == expected
+
+
+def test_the_draft_model_is_asked_once_at_a_time(monkeypatch):
+    """While nothing is drafted; the answer is read one launch late."""
+    config = make_config(num_pages=200, max_model_len=400, controller=ADAPTIVE)
+    loop, now_s, asked_s = Loop(config, seed=0), 0.0, list[float]()
+    loop.fastest_s, loop.fed_s = 1e-4, 1e-7
+    controller = loop.scheduler.controller
+    monkeypatch.setattr(controller, "_clock", lambda: now_s)
+    monkeypatch.setattr(controller, "choose", lambda *_, **__: 0)
+    controller.num_drafts = 0
+    requests = make_requests(config, 2, num_draft_tokens=3, max_total=370)
+    for request in requests:
+        loop.scheduler.add(request)
+    while loop.step():
+        now_s += 0.01
+        num_asked = sum(launch.is_probe for launch in loop.launches)
+        asked_s += [now_s] * (num_asked - len(asked_s))
+    assert len(asked_s) > 5
+    assert min(np.diff(asked_s)) > 0.9 * MIN_WAIT_S
+    for request in requests:
+        loop.assert_said_the_truth(request)
