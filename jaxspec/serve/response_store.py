@@ -150,7 +150,7 @@ def connect(path: str | None) -> sqlite3.Connection:
         connection.execute("pragma synchronous = normal")
         connection.execute(_TABLE)
         connection.execute("select id, response, messages from responses limit 1")
-    except (sqlite3.Error, TypeError) as error:
+    except sqlite3.Error as error:
         if connection is not None:
             connection.close()
         allowed = "a file that can be written, in a folder that exists"

@@ -99,6 +99,10 @@ class ServerSettings:
         name = "max_response_store_bytes"
         check_integer(ConfigError, name, getattr(self, name), low=0)
         if self.response_store is not None:
+            if not isinstance(self.response_store, str):
+                allowed = "the path of a file"
+                name = "response_store"
+                raise wrong_argument(ConfigError, name, allowed, self.response_store)
             connect(self.response_store).close()
         for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
             if getattr(self, name) is not None:

@@ -258,7 +258,7 @@ def test_a_conversation_goes_on():
     async def ask(http: httpx.AsyncClient) -> None:
         responses: Any = client_of(http).responses
         given: Any = {"model": "model", "max_output_tokens": 5}
-        first = await responses.create(input="!", instructions="&", **given)
+        first = await responses.create(input="%", **given)
         extra = {"enable_response_messages": True}
         then = await responses.create(
             input=PROMPT, previous_response_id=first.id, extra_body=extra, **given
@@ -267,7 +267,7 @@ def test_a_conversation_goes_on():
         transport: Any = http._transport
         kept = transport.app.state.serving.responses.get(then.id)
         assert kept.messages == [
-            {"role": "user", "content": "!"},
+            {"role": "user", "content": "%"},
             {"role": "assistant", "content": first.output_text},
             {"role": "user", "content": PROMPT},
             {"role": "assistant", "content": then.output_text},
@@ -296,7 +296,7 @@ def test_a_response_in_the_background():
         assert found.output_text == letters(said(5))
         assert (found.id, found.status) == (told.id, "incomplete")
         # There is nothing to cancel any more.
-        after = await responses.cancel(told.id)
+        after = checked(await responses.cancel(told.id))
         assert after.model_dump() == found.model_dump()
 
     serve_http(ask, delay_s=0.005)
@@ -338,7 +338,8 @@ def test_a_response_in_the_background_that_fails():
         told = checked(told)
         assert told.status == "failed"
         assert told.error is not None
-        assert (told.error.code, told.error.message) == ("server_error", "boom")
+        assert told.error.code == "server_error"
+        assert "boom" in told.error.message
 
     serve_http(ask, break_at=8, delay_s=0.005)
 
