@@ -12,7 +12,6 @@ from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
 from jaxspec.errors import ConfigError, wrong_argument
-from jaxspec.serve.errors import ResponseNotFoundError
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +27,13 @@ create table if not exists responses (
 _SIZE = "length(cast(response as blob)) + length(cast(messages as blob))"
 
 Message = dict[str, Any]
+
+
+class ResponseNotFoundError(Exception):
+    """A request is about an earlier answer that is not kept."""
+
+    def __init__(self, response_id: str):
+        super().__init__(f"Response with id '{response_id}' not found.")
 
 
 class Stored(NamedTuple):

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 
 from jaxspec.errors import ConfigError
-from jaxspec.serve.errors import ResponseNotFoundError
-from jaxspec.serve.response_store import Background, ResponseStore, Stored
+from jaxspec.serve.response_store import (
+    Background,
+    ResponseNotFoundError,
+    ResponseStore,
+    Stored,
+)
 from jaxspec.serve.settings import ServerSettings
 
 MB = 2**20
