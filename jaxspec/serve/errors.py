@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from jaxspec.errors import ArgumentError, EngineDeadError, EngineGenerateError
+from jaxspec.serve.response_store import ResponseNotFoundError
 
 _log = logging.getLogger(__name__)
 
@@ -28,13 +29,6 @@ _TYPES = {
 
 class ModelNotFoundError(Exception):
     """A request is for a model that is not served."""
-
-
-class ResponseNotFoundError(Exception):
-    """A request is about an earlier answer, none of which is kept."""
-
-    def __init__(self, response_id: str):
-        super().__init__(f"Response with id '{response_id}' not found.")
 
 
 class OverloadedError(Exception):

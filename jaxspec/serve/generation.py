@@ -9,11 +9,12 @@ from typing import Any, no_type_check
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from jaxspec.errors import RequestError, UnsupportedError, wrong_argument
 from jaxspec.inputs import TokensPrompt
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.chat_completions import ChatWriter
 from jaxspec.serve.completions import CompletionWriter
-from jaxspec.serve.errors import ResponseNotFoundError, refusal_of
+from jaxspec.serve.errors import refusal_of
 from jaxspec.serve.middleware import MAX_ID
 from jaxspec.serve.params import make_params
 from jaxspec.serve.protocol import (
@@ -22,9 +23,10 @@ from jaxspec.serve.protocol import (
     GenerationBody,
     ResponseBody,
 )
-from jaxspec.serve.response_input import as_chat
+from jaxspec.serve.response_input import as_chat, messages_of
+from jaxspec.serve.response_store import UNFINISHED
 from jaxspec.serve.response_writers import Numbered, Writer
-from jaxspec.serve.responses import ResponseWriter
+from jaxspec.serve.responses import ResponseWriter, is_kept
 from jaxspec.serve.serving import Serving, new_id
 from jaxspec.serve.streaming import (
     ClientGoneError,
@@ -59,10 +61,37 @@ def generation_routes(serving: Serving) -> APIRouter:
         return await _respond(request, _answer(serving, body, request))
 
     @router.get("/v1/responses/{response_id}")
+    async def retrieve_response(response_id: str, stream: str = "") -> Response:
+        """Return a response that is kept, as it is now."""
+        if stream.lower() not in ("", "0", "false"):
+            raise UnsupportedError(
+                "A response that is kept is told as a whole: leave stream out.",
+                parameter="stream",
+                value=stream,
+            )
+        return JSONResponse(serving.responses.get(response_id).response)
+
     @router.post("/v1/responses/{response_id}/cancel")
-    async def find_response(response_id: str) -> Response:
-        """Say that there is none: responses are not stored."""
-        raise ResponseNotFoundError(response_id)
+    async def cancel_response(response_id: str) -> Response:
+        """End the making of a response for which nobody waits; then return it."""
+        if not serving.responses.get(response_id).response["background"]:
+            raise RequestError(
+                "Only a response of background=True can be cancelled: of others the "
+                "connection is closed.",
+                parameter="response_id",
+                value=response_id,
+            )
+        await serving.background.cancel(response_id)
+        return JSONResponse(serving.responses.get(response_id).response)
+
+    @router.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str) -> Response:
+        """Forget a response; one that is being made ends."""
+        serving.responses.get(response_id)
+        await serving.background.cancel(response_id)
+        serving.responses.delete(response_id)
+        told = {"id": response_id, "object": "response", "deleted": True}
+        return JSONResponse(told)
 
     return router
 
@@ -97,11 +126,77 @@ async def _chat(serving: Serving, body: ChatBody, request: Request) -> Response:
 
 async def _answer(serving: Serving, body: ResponseBody, request: Request) -> Response:
     serving.check_model(body.model)
-    chat = as_chat(body)
+    _check_background(serving, body)
+    messages = messages_of(body, _earlier(serving, body.previous_response_id))
+    chat = as_chat(body, messages)
     params = make_params(chat, serving.config.generation_defaults)
     prompt = await asyncio.to_thread(serving.prompts.of_chat, chat, params.max_tokens)
-    writer = ResponseWriter(serving, body, params, _id(body, request))
-    return await _generate(serving, body, [prompt], params, writer)
+    writer = ResponseWriter(serving, body, params, _id(body, request), messages)
+    if not body.background:
+        return await _generate(serving, body, [prompt], params, writer)
+    if writer.id in serving.background:
+        allowed = "that of no response that is being made"
+        raise wrong_argument(RequestError, "request_id", allowed, body.request_id)
+    outputs = serving.outputs(writer.id, [prompt], params, body.priority or 0)
+    response = writer.tell("queued")
+    await serving.background.start(writer.id, _make(writer, outputs))
+    return JSONResponse(response)
+
+
+def _check_background(serving: Serving, body: ResponseBody) -> None:
+    """Check that a response for which nobody waits can be asked for later.
+
+    Raises:
+        UnsupportedError: It is not kept, or to be streamed.
+    """
+    if not body.background:
+        return
+    other = ""
+    if body.stream:
+        other = "stream=True: leave it out, and ask for the response by its id"
+    elif not serving.responses.is_on:
+        other = "a server that keeps no responses (--max-response-store-bytes 0)"
+    elif not is_kept(serving, body):
+        other = "store=False: nobody could ask for the response later"
+    if other:
+        raise UnsupportedError(
+            f"background=True does not go with {other}.",
+            parameter="background",
+            value=True,
+        )
+
+
+def _earlier(serving: Serving, response_id: str | None) -> list[dict[str, Any]]:
+    """The conversation up to an earlier response.
+
+    Raises:
+        RequestError: It is still being made.
+        ResponseNotFoundError: It is not kept.
+    """
+    if response_id is None:
+        return []
+    response, messages = serving.responses.get(response_id)
+    if response["status"] in UNFINISHED:
+        allowed = "the id of a response that has been made"
+        name = "previous_response_id"
+        raise wrong_argument(RequestError, name, allowed, response_id)
+    return messages
+
+
+async def _make(writer: ResponseWriter, outputs: Numbered) -> None:
+    """Make a response for which nobody waits, and keep it."""
+    try:
+        writer.tell("in_progress")
+        async with contextlib.aclosing(outputs):
+            await writer.answer(outputs)
+    except asyncio.CancelledError:
+        writer.tell("cancelled")
+        raise
+    except Exception as error:  # noqa: BLE001 - it is told to whoever asks for it
+        status, body = refusal_of(error)
+        log = _log.exception if status == 500 else _log.info
+        log("A response in the background failed: %s", error)
+        writer.tell("failed", body["error"]["message"])
 
 
 def _id(body: GenerationBody, request: Request) -> str:

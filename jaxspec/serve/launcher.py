@@ -42,6 +42,8 @@ _log = logging.getLogger(__name__)
 ENGINE_DEAD = 1
 # After the time for requests to end, for what they say last.
 LAST_WORDS_S = 5
+# Between two looks for a second signal.
+POLL_S = 0.1
 LOG_FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 
 
@@ -90,6 +92,8 @@ class Server(uvicorn.Server):
         end = loop.call_later(self._timeout_s, lambda: loop.create_task(self._abort()))
         try:
             await super().shutdown(sockets)
+            while not (self.force_exit or await self._serving.background.wait(POLL_S)):
+                pass
         finally:
             end.cancel()
 

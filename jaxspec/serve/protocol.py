@@ -266,6 +266,7 @@ class ResponseBody(GenerationBody):
     store: bool | None = None
     background: bool | None = None
     previous_response_id: str | None = None
+    enable_response_messages: bool | None = None
     conversation: Any = None
     prompt: Any = None
 

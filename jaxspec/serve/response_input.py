@@ -1,14 +1,9 @@
-"""Owns the way from a request for a response to the chat that it is.
+"""Owns the way from a request for a response to the chat that it is."""
 
-Nothing is kept between requests: the whole conversation comes with each. `store` is
-ignored, as in vLLM, whose clients send it by default; what needs it is refused.
-"""
-
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxspec.errors import RequestError, UnsupportedError, refuse, wrong_argument
-from jaxspec.serve.errors import ResponseNotFoundError
+from jaxspec.errors import RequestError, refuse, wrong_argument
 from jaxspec.serve.protocol import (
     ChatBody,
     GenerationBody,
@@ -26,26 +21,16 @@ _SHARED = GenerationBody.model_fields.keys() - _CHATS_ONLY
 _TEXTS = ("input_text", "output_text", "text")
 
 
-def as_chat(body: ResponseBody) -> ChatBody:
+def as_chat(body: ResponseBody, messages: Sequence[dict[str, Any]]) -> ChatBody:
     """Return the chat whose answer is the response.
+
+    Args:
+        messages: What `messages_of` gives.
 
     Raises:
         RequestError: The input cannot be read.
-        ResponseNotFoundError: It goes on from an earlier response.
         UnsupportedError: It asks for what there is not.
     """
-    if body.previous_response_id is not None:
-        raise ResponseNotFoundError(body.previous_response_id)
-    if body.background:
-        raise UnsupportedError(
-            "background=True is not supported: responses are not stored, so none could "
-            "be fetched later. Leave it out; stream=True tells the text as it comes.",
-            parameter="background",
-            value=True,
-        )
-    if not body.input:
-        allowed = "a text, or a list of at least one message"
-        raise wrong_argument(RequestError, "input", allowed, body.input)
     refuse("conversation", body.conversation)
     refuse("prompt", body.prompt)
     is_cut = _is_cut(body)
@@ -58,7 +43,7 @@ def as_chat(body: ResponseBody) -> ChatBody:
         given["truncate_prompt_tokens"] = -1
     return ChatBody(
         **given,
-        messages=_messages(body),
+        messages=_instructed(body.instructions, messages),
         max_completion_tokens=body.max_output_tokens,
         response_format=_format(body),
         logprobs=has_logprobs,
@@ -70,26 +55,57 @@ def as_chat(body: ResponseBody) -> ChatBody:
     )
 
 
-def _messages(body: ResponseBody) -> list[dict[str, Any]]:
+def messages_of(
+    body: ResponseBody, earlier: Sequence[dict[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """The conversation as whoever goes on from the response would continue it.
+
+    Instructions are not part of it: they are of one request.
+
+    Args:
+        earlier: That of the response from which this one goes on.
+
+    Raises:
+        RequestError: The input cannot be read.
+    """
+    if not body.input:
+        allowed = "a text, or a list of at least one message"
+        raise wrong_argument(RequestError, "input", allowed, body.input)
     if isinstance(body.input, str):
-        messages = [{"role": "user", "content": body.input}]
-    else:
-        messages = [
-            _message(f"input[{at}]", item) for at, item in enumerate(body.input)
-        ]
-    if body.instructions:
-        # Gemma 2 has no system's turn: what it is told opens the user's first.
-        opening = body.instructions
-        if messages[0]["role"] == "user":
-            opening += "\n\n" + messages.pop(0)["content"]
-        messages.insert(0, {"role": "user", "content": opening})
-    return messages
+        return [*earlier, {"role": "user", "content": body.input}]
+    return [
+        *earlier,
+        *(_message(f"input[{at}]", item) for at, item in enumerate(body.input)),
+    ]
+
+
+def answered(
+    body: ResponseBody, messages: Sequence[dict[str, Any]], text: str
+) -> list[dict[str, Any]]:
+    """The conversation with the response's own text, which may end a message begun."""
+    if not _is_cut(body):
+        return [*messages, {"role": "assistant", "content": text}]
+    *before, last = messages
+    return [*before, last | {"content": last["content"] + text}]
+
+
+def _instructed(
+    instructions: str | None, messages: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Gemma 2 has no system's turn: what it is told opens the user's first."""
+    first, *rest = messages
+    if not instructions:
+        return [first, *rest]
+    if first["role"] != "user":
+        return [{"role": "user", "content": instructions}, first, *rest]
+    whole = f"{instructions}\n\n{first['content']}"
+    return [first | {"content": whole}, *rest]
 
 
 def _message(name: str, item: dict[str, Any]) -> dict[str, Any]:
     if item.get("type", "message") != "message":
         allowed = "a message, {'role': ..., 'content': ...}"
-        hint = "Gemma 2 has no form for calls, and no response is stored."
+        hint = "Gemma 2 has no form for calls."
         raise wrong_argument(RequestError, name, allowed, item, hint)
     content = item.get("content")
     if isinstance(content, list):

@@ -7,6 +7,8 @@ from typing import Any, no_type_check
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.protocol import ResponseBody
+from jaxspec.serve.response_input import answered
+from jaxspec.serve.response_store import Stored
 from jaxspec.serve.response_writers import Numbered, Writer
 from jaxspec.serve.serving import Serving
 
@@ -15,6 +17,16 @@ _STATUS = {"stop": "completed", "length": "incomplete"}
 _FAILED = "failed"
 
 Event = dict[str, Any]
+
+
+def is_kept(serving: Serving, body: ResponseBody) -> bool:
+    """Whether a response can be asked for later: as a rule, as with OpenAI."""
+    return serving.responses.is_on and body.store is not False
+
+
+def _raw_message(text: str, tokens: list[int]) -> dict[str, Any]:
+    """What the model read, or wrote, in vLLM's form."""
+    return {"type": "raw_message_tokens", "message": text, "tokens": tokens}
 
 
 class ResponseWriter(Writer):
@@ -29,16 +41,39 @@ class ResponseWriter(Writer):
         body: ResponseBody,
         params: SamplingParams,
         request_id: str,
+        messages: list[dict[str, Any]],
     ):
+        """Take what to write about.
+
+        Args:
+            messages: The conversation, for whoever goes on from the response.
+        """
         super().__init__(serving, body, params, f"resp_{request_id}")
-        self._body = body
+        self._body, self._messages = body, messages
+        self._store = serving.responses if is_kept(serving, body) else None
         self._item_id = f"msg_{request_id}"
         self._numbers = itertools.count()
         # What was told of the text so far.
         self._text = ""
         self._logprobs: list[Any] = []
         self._origins: list[Any] = []
-        self._num_tokens = 0
+        self._tokens: list[int] = []
+
+    def tell(self, status: str, message: str | None = None) -> dict[str, Any]:
+        """Write a response that has no text, or none yet, and keep it.
+
+        Args:
+            message: Why it failed.
+        """
+        response = self._response(status, [])
+        if message is not None:
+            response["error"] = {"code": "server_error", "message": message}
+        self._keep(response, self._messages)
+        return response
+
+    def _keep(self, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+        if self._store is not None:
+            self._store.put(Stored(response, messages))
 
     async def answer(self, outputs: Numbered) -> dict[str, Any]:
         """Wait for the text, and write the response."""
@@ -96,7 +131,7 @@ class ResponseWriter(Writer):
         self._text += completion.text
         self._logprobs += told
         self._origins += self.origins(completion).get("token_origins", [])
-        self._num_tokens += len(completion.token_ids)
+        self._tokens += completion.token_ids
         return told
 
     def _ended(self, output: RequestOutput) -> dict[str, Any]:
@@ -111,6 +146,11 @@ class ResponseWriter(Writer):
             response["error"] = {"code": "server_error", "message": message}
         response["usage"] = self._usage_of(output)
         self._add_metrics(response, output, is_one=True)
+        if self._body.enable_response_messages:
+            prompt = output.prompt or "", list(output.prompt_token_ids or ())
+            response["input_messages"] = [_raw_message(*prompt)]
+            response["output_messages"] = [_raw_message(self._text, self._tokens)]
+        self._keep(response, answered(self._body, self._messages, self._text))
         return response
 
     def _usage_of(self, output: RequestOutput) -> dict[str, Any]:
@@ -118,9 +158,9 @@ class ResponseWriter(Writer):
         return {
             "input_tokens": num_input,
             "input_tokens_details": {"cached_tokens": output.num_cached_tokens or 0},
-            "output_tokens": self._num_tokens,
+            "output_tokens": len(self._tokens),
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": num_input + self._num_tokens,
+            "total_tokens": num_input + len(self._tokens),
         }
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
@@ -149,9 +189,9 @@ class ResponseWriter(Writer):
             "tools": body.tools or [],
             "tool_choice": body.tool_choice or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "background": False,
-            "store": False,
+            "previous_response_id": body.previous_response_id,
+            "background": bool(body.background),
+            "store": self._store is not None,
             "user": body.user,
         }
 

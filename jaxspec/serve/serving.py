@@ -15,6 +15,7 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.admission import Admission
 from jaxspec.serve.errors import ModelNotFoundError, TimeLimitError
 from jaxspec.serve.prompts import Prompts
+from jaxspec.serve.response_store import Background, ResponseStore
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.serve.streaming import merge
 
@@ -28,6 +29,10 @@ class Serving:
         self.config, self.tokenizer = engine.engine.config, engine.engine.tokenizer
         self.prompts = Prompts(self.config, self.tokenizer, settings)
         self.admission = Admission(settings, self.config.max_num_seqs)
+        self.responses = ResponseStore(
+            settings.response_store, settings.max_response_store_bytes
+        )
+        self.background = Background()
         # Clients choose ids of requests, and may choose one twice.
         self._number = itertools.count()
 

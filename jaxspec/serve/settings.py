@@ -12,10 +12,13 @@ from jaxspec.errors import (
     check_strings,
     wrong_argument,
 )
+from jaxspec.serve.response_store import connect
 
 SPEC_METRICS = ("none", "summary")
 # A context of 8192 tokens is 40 kB of English; this is for lists of prompts.
 DEFAULT_MAX_BODY_BYTES = 4 * 2**20
+# Ten thousand short conversations, or as many tokens as a few hundred long ones.
+DEFAULT_RESPONSE_STORE_BYTES = 64 * 2**20
 _FLAGS = (
     "trust_request_chat_template",
     "strict_roles",
@@ -55,6 +58,9 @@ class ServerSettings:
         max_num_queued_tokens: The same, of the tokens of their prompts.
         max_request_s: Seconds that one request may take; None for no limit.
         disable_fastapi_docs: Serve neither /docs nor /openapi.json.
+        response_store: A file of sqlite's, in which responses (POST /v1/responses) are
+            kept for a later server as well; by default they are in memory.
+        max_response_store_bytes: How much of them is kept, the newest; 0: none.
     """
 
     served_model_names: tuple[str, ...] = ("model",)
@@ -76,6 +82,8 @@ class ServerSettings:
     max_num_queued_tokens: int | None = None
     max_request_s: float | None = None
     disable_fastapi_docs: bool = False
+    response_store: str | None = None
+    max_response_store_bytes: int = DEFAULT_RESPONSE_STORE_BYTES
 
     def __post_init__(self):
         lists = ("served_model_names", "api_keys", "allowed_origins")
@@ -88,6 +96,14 @@ class ServerSettings:
         name = "per_request_spec_decode_metrics"
         check_choice(ConfigError, name, getattr(self, name), SPEC_METRICS)
         check_integer(ConfigError, "max_body_bytes", self.max_body_bytes, low=1)
+        name = "max_response_store_bytes"
+        check_integer(ConfigError, name, getattr(self, name), low=0)
+        if self.response_store is not None:
+            if not isinstance(self.response_store, str):
+                allowed = "the path of a file"
+                name = "response_store"
+                raise wrong_argument(ConfigError, name, allowed, self.response_store)
+            connect(self.response_store).close()
         for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
             if getattr(self, name) is not None:
                 check_integer(ConfigError, name, getattr(self, name), low=0)

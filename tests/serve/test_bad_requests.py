@@ -104,7 +104,7 @@ WRONG_RESPONSES: tuple[dict[str, Any], ...] = (
     {"input": PROMPT, "max_output_tokens": 94},
     {"input": PROMPT, "max_output_tokens": 0},
     {"input": PROMPT, "previous_response_id": "resp_unknown"},
-    {"input": PROMPT, "background": True},
+    {"input": PROMPT, "background": True, "store": False},
     {"input": PROMPT, "conversation": "x"},
     {"input": PROMPT, "text": {"format": {"type": "xml"}}},
     {"input": PROMPT, "truncation": "some"},

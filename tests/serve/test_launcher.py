@@ -23,6 +23,7 @@ from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.errors import ConfigError
 from jaxspec.serve import launcher
 from jaxspec.serve.flags import read_flags
+from jaxspec.serve.response_store import ResponseStore
 from jaxspec.text.tokenizer import NoTokenizer
 from tests.engine.test_llm_engine import letters, make_fake_engine, said
 from tests.programs import quick_environment
@@ -126,6 +127,27 @@ def test_requests_that_take_too_long_are_cut_short():
         assert 0 < len(text) < 90
 
     assert served(ask, timeout_s=0, delay_s=0.2) == 0
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "status", "length"), [(30, "incomplete", 90), (0, "failed", None)]
+)
+def test_responses_in_the_background_end_before_the_server(
+    timeout_s: int, status: str, length: int | None, tmp_path: Path
+):
+    path, told = tmp_path / "responses", dict[str, Any]()
+
+    def ask(client: httpx.Client) -> None:
+        body = {"input": PROMPT, "max_output_tokens": 90, "background": True}
+        told.update(client.post("/v1/responses", json=body).json())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    flags = ["--response-store", str(path)]
+    assert served(ask, timeout_s=timeout_s, delay_s=0.02, flags=flags) == 0
+    response = ResponseStore(str(path), 2**20).get(told["id"]).response
+    assert response["status"] == status
+    text = response["output"][0]["content"][0]["text"]
+    assert len(text) == length or 0 <= len(text) < 90
 
 
 def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch):

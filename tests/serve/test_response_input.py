@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 
 from jaxspec.errors import RequestError, UnsupportedError
-from jaxspec.serve.errors import ResponseNotFoundError
 from jaxspec.serve.params import make_params
 from jaxspec.serve.prompts import Prompts
 from jaxspec.serve.protocol import ChatBody, ResponseBody
-from jaxspec.serve.response_input import as_chat
+from jaxspec.serve.response_input import answered, as_chat, messages_of
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
@@ -23,7 +22,8 @@ USER = {"role": "user", "content": "Hello"}
 
 def chat(**body: Any) -> ChatBody:
     body.setdefault("input", "Hello")
-    return as_chat(ResponseBody(**body))
+    read = ResponseBody(**body)
+    return as_chat(read, messages_of(read))
 
 
 def written(**body: Any) -> str | None:
@@ -134,7 +134,6 @@ def test_what_cannot_be_read(body: dict[str, Any], said: str):
 @pytest.mark.parametrize(
     "body",
     [
-        {"background": True},
         {"conversation": "conv_1"},
         {"prompt": {"id": "pmpt_1"}},
         {"tools": [{"type": "function", "name": "f"}]},
@@ -151,6 +150,22 @@ def test_tools_may_be_ignored():
     make_params(chat(tools=[], store=True), {})
 
 
-def test_no_response_is_kept():
-    with pytest.raises(ResponseNotFoundError, match="'resp_1' not found"):
-        chat(previous_response_id="resp_1")
+def test_a_conversation_that_goes_on():
+    first = ResponseBody(input="Hello", instructions="Be brief.")
+    messages = messages_of(first)
+    assert messages == [USER], "instructions are of one request"
+    earlier = answered(first, messages, "Well")
+    assert earlier == [USER, {"role": "assistant", "content": "Well"}]
+    then = ResponseBody(input="And?", instructions="Be kind.")
+    messages = messages_of(then, earlier)
+    read = as_chat(then, messages)
+    told = PROMPTS.of_chat(read, 4).get("prompt")
+    assert told == turns("Be kind.\n\nHello", "Well", "And?")
+    assert messages[0] == USER
+
+
+def test_a_message_that_was_cut_off_is_one_with_its_end():
+    begun = {"role": "assistant", "content": "We", "status": "incomplete"}
+    body = ResponseBody(input=[USER, begun])
+    earlier = answered(body, messages_of(body), "ll")
+    assert earlier == [USER, {"role": "assistant", "content": "Well"}]

@@ -1,5 +1,6 @@
 """Responses, asked for with OpenAI's client and read as its types."""
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ from pydantic import TypeAdapter
 
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.protocol import ResponseBody
+from jaxspec.serve.response_store import UNFINISHED
 from jaxspec.serve.responses import ResponseWriter
 from tests.engine.test_llm_engine import letters, said
 from tests.serve.test_completions import output
@@ -99,7 +101,7 @@ def test_a_response_tells_what_was_asked():
         for name in asked.keys() - {"text", "store"}:
             assert told[name] == asked[name], name
         assert told["text"]["format"]["type"] == "text"
-        assert told["store"] is False, "it is ignored, and that is told"
+        assert told["store"] is True
 
     serve_http(ask)
 
@@ -142,7 +144,7 @@ def test_a_stream(is_cut: bool):
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_logprobs(is_stream: bool):
     body = ResponseBody(input=PROMPT)
-    writer = ResponseWriter(StubServing(), body, SamplingParams(logprobs=1), "x")
+    writer = ResponseWriter(StubServing(), body, SamplingParams(logprobs=1), "x", [])
     parts = [
         output([5, 6], is_first=True, is_last=False),
         output([7], is_first=False, is_last=True),
@@ -189,7 +191,7 @@ def test_who_drew_each_token():
 
 def test_a_text_that_the_servers_end_cuts_off():
     writer = ResponseWriter(
-        StubServing(), ResponseBody(input=PROMPT), SamplingParams(), "x"
+        StubServing(), ResponseBody(input=PROMPT), SamplingParams(), "x", []
     )
     part = output([5], is_first=True, is_last=True)
     part.outputs[0].finish_reason = "abort"
@@ -200,23 +202,146 @@ def test_a_text_that_the_servers_end_cuts_off():
     assert end["response"]["output"][0]["status"] == "incomplete"
 
 
-def test_nothing_is_stored():
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [({}, {"store": False}), ({"max_response_store_bytes": 0}, {"store": True})],
+)
+def test_what_is_not_kept(settings: dict[str, Any], asked: dict[str, Any]):
     async def ask(http: httpx.AsyncClient) -> None:
         responses = client_of(http).responses
-        whole = await responses.create(model="model", input=PROMPT)
-        for asked in (
+        whole = await responses.create(model="model", input=PROMPT, **asked)
+        assert checked(whole).model_dump()["store"] is False
+        for later in (
             responses.retrieve(whole.id),
             responses.cancel(whole.id),
+            responses.delete(whole.id),
             responses.create(
                 model="model", input=PROMPT, previous_response_id=whole.id
             ),
         ):
             with pytest.raises(openai.NotFoundError, match=f"'{whole.id}' not found"):
-                await asked
+                await later
         response = await http.get(f"{RESPONSES}/resp_1")
         assert error_of(response, 404, "NotFoundError")["param"] == "response_id"
+        body = {"input": PROMPT, "background": True} | asked
+        response = await http.post(RESPONSES, json=body)
+        assert error_of(response, 400, "BadRequestError")["param"] == "background"
+
+    serve_http(ask, settings=settings)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_response_is_kept(is_stream: bool):
+    async def ask(http: httpx.AsyncClient) -> None:
+        responses: Any = client_of(http).responses
+        told = await responses.create(model="model", input=PROMPT, stream=is_stream)
+        if is_stream:
+            told = [event async for event in told][-1].response
+        found = checked(await responses.retrieve(told.id))
+        assert found.model_dump() == checked(told).model_dump()
+        assert found.model_dump()["background"] is False
+        with pytest.raises(openai.BadRequestError, match="background=True"):
+            await responses.cancel(told.id)
+        response = await http.get(f"{RESPONSES}/{told.id}", params={"stream": "true"})
+        assert error_of(response, 400, "BadRequestError")["param"] == "stream"
+        gone = (await http.delete(f"{RESPONSES}/{told.id}")).json()
+        assert gone == {"id": told.id, "object": "response", "deleted": True}
+        with pytest.raises(openai.NotFoundError):
+            await responses.retrieve(told.id)
 
     serve_http(ask)
+
+
+def test_a_conversation_goes_on():
+    """The stub writes the last message: what came before is told by what was asked."""
+
+    async def ask(http: httpx.AsyncClient) -> None:
+        responses: Any = client_of(http).responses
+        given: Any = {"model": "model", "max_output_tokens": 5}
+        first = await responses.create(input="%", **given)
+        extra = {"enable_response_messages": True}
+        then = await responses.create(
+            input=PROMPT, previous_response_id=first.id, extra_body=extra, **given
+        )
+        assert then.previous_response_id == first.id
+        transport: Any = http._transport
+        kept = transport.app.state.serving.responses.get(then.id)
+        assert kept.messages == [
+            {"role": "user", "content": "%"},
+            {"role": "assistant", "content": first.output_text},
+            {"role": "user", "content": PROMPT},
+            {"role": "assistant", "content": then.output_text},
+        ]
+        (read,), (wrote,) = then.input_messages, then.output_messages
+        assert read["type"] == wrote["type"] == "raw_message_tokens"
+        assert len(read["tokens"]) == then.usage.input_tokens
+        assert wrote["message"] == then.output_text
+        assert len(wrote["tokens"]) == then.usage.output_tokens
+
+    serve_http(ask)
+
+
+def test_a_response_in_the_background():
+    async def ask(http: httpx.AsyncClient) -> None:
+        responses: Any = client_of(http).responses
+        given: Any = {"model": "model", "input": PROMPT, "max_output_tokens": 5}
+        told = checked(await responses.create(background=True, **given))
+        assert (told.status, told.background, told.output) == ("queued", True, [])
+        while (found := await responses.retrieve(told.id)).status in UNFINISHED:
+            if found.status == "in_progress":
+                with pytest.raises(openai.BadRequestError, match="has been made"):
+                    await responses.create(previous_response_id=told.id, **given)
+            await asyncio.sleep(0.005)
+        found = checked(found)
+        assert found.output_text == letters(said(5))
+        assert (found.id, found.status) == (told.id, "incomplete")
+        # There is nothing to cancel any more.
+        after = checked(await responses.cancel(told.id))
+        assert after.model_dump() == found.model_dump()
+
+    serve_http(ask, delay_s=0.005)
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_a_response_in_the_background_is_cancelled(is_deleted: bool):
+    async def ask(http: httpx.AsyncClient) -> None:
+        responses: Any = client_of(http).responses
+        given: Any = {"model": "model", "input": PROMPT, "max_output_tokens": 90}
+        body = given | {"background": True, "request_id": "x"}
+        told = (await http.post(RESPONSES, json=body)).json()
+        again = await http.post(RESPONSES, json=body)
+        assert error_of(again, 400, "BadRequestError")["param"] == "request_id"
+        if is_deleted:
+            await responses.delete(told["id"])
+            with pytest.raises(openai.NotFoundError):
+                await responses.retrieve(told["id"])
+        else:
+            cancelled = checked(await responses.cancel(told["id"]))
+            assert (cancelled.status, cancelled.output) == ("cancelled", [])
+            found = await responses.retrieve(told["id"])
+            assert found.model_dump() == cancelled.model_dump()
+        # Its place is free.
+        load = (await http.get("/load")).json()
+        assert load["server_load"] == 0
+
+    serve_http(ask, delay_s=0.02)
+
+
+def test_a_response_in_the_background_that_fails():
+    async def ask(http: httpx.AsyncClient) -> None:
+        responses: Any = client_of(http).responses
+        given: Any = {"model": "model", "input": PROMPT, "background": True}
+        told = await responses.create(**given)
+        while told.status in UNFINISHED:
+            await asyncio.sleep(0.005)
+            told = await responses.retrieve(told.id)
+        told = checked(told)
+        assert told.status == "failed"
+        assert told.error is not None
+        assert told.error.code == "server_error"
+        assert "boom" in told.error.message
+
+    serve_http(ask, break_at=8, delay_s=0.005)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -225,7 +350,8 @@ def test_refusals(is_stream: bool):
         for wrong, param in (
             ({"temperature": 3}, "temperature"),
             ({"input": []}, "input"),
-            ({"background": True}, "background"),
+            ({"background": True, "store": False}, "background"),
+            ({"background": True, "stream": True}, "background"),
             ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
             ({"tools": [{"type": "function"}]}, "tools"),
         ):

@@ -11,6 +11,7 @@ from jaxspec.outputs import (
     RequestSpecDecodeMetrics,
     RequestStateStats,
 )
+from jaxspec.serve.response_store import ResponseStore
 from jaxspec.serve.serving import Serving
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.serve.usage import request_metrics
@@ -31,6 +32,7 @@ class StubServing(Serving):
 
     def __init__(self, **settings: Any):
         self.settings, self.tokenizer = ServerSettings(**settings), StubTokenizer(16)
+        self.responses = ResponseStore(None, 0)
 
 
 def finished(num_texts: int = 1) -> RequestOutput:
