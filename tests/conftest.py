@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +64,11 @@ LONGEST = ("test_aot.py",)
 MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 30_000
 MOST_MAPPINGS_OF_A_FILE = 45_000
+
+# Tests of the host's code, which hardly trace programs, and how long it is checked in
+# each that every call fits its annotations: that took four fifths of the longest ones.
+HOST_FOLDERS = ("engine", "serve", "bench")
+CHECKED_S = 0.5
 
 # A reused key passes every chi-square test, a silent broadcast or promotion most
 # comparisons: here each is an error.
@@ -125,7 +131,22 @@ def unchecked_types() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _slow_tests_do_not_check_types(request: pytest.FixtureRequest) -> None:
-    """What takes long makes the calls of the fast tests, very many times."""
+def _slow_tests_do_not_check_types(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What takes long makes the same calls very many times.
+
+    On the host, calls are checked for a while in every test: all kinds of them are made
+    by then. Programs are traced once, and always checked.
+    """
     if any(map(request.node.get_closest_marker, ("slow", "battery"))):
         request.getfixturevalue("unchecked_types")
+    elif request.path.parent.name in HOST_FOLDERS:
+        end = threading.Timer(
+            CHECKED_S, jaxtyping.config.update, ("jaxtyping_disable", True)
+        )
+        end.start()
+        yield
+        end.cancel()
+        end.join()
+        jaxtyping.config.update("jaxtyping_disable", False)
+        return
+    yield
