@@ -22,6 +22,7 @@ class ChatWriter(ChoiceWriter):
     """Writes messages."""
 
     kind = ("chat.completion", "chat.completion.chunk")
+    unasked = ("token_ids",)
 
     def __init__(
         self, serving: Serving, body: ChatBody, params: SamplingParams, request_id: str
@@ -29,7 +30,6 @@ class ChatWriter(ChoiceWriter):
         super().__init__(serving, body, params, f"chatcmpl-{request_id}")
         self._body = body
         self._role = self._role_of(body)
-        self._begun: set[int] = set()
         self._choice = read_choice(body)
         # By text, where the model may call.
         self._streams: dict[int, ToolStream] = {}
@@ -52,18 +52,19 @@ class ChatWriter(ChoiceWriter):
         }
         return self._about(index, completion, {"message": message}, bool(calls))
 
+    def openings(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """Write who speaks, and what is repeated."""
+        first = self._opening(index, {"role": self._role, "content": ""})
+        if self._body.return_token_ids:
+            first["prompt_token_ids"] = output.prompt_token_ids
+        yield first
+        if self._echoed():
+            yield self._opening(index, {"content": self._echoed()})
+
     def deltas(
         self, index: int, completion: CompletionOutput, output: RequestOutput
     ) -> Iterator[dict[str, Any]]:
-        """Write what is new of a message: first of all, who speaks."""
-        if index not in self._begun:
-            self._begun.add(index)
-            first = self._opening(index, {"role": self._role, "content": ""})
-            if self._body.return_token_ids:
-                first["prompt_token_ids"] = output.prompt_token_ids
-            yield first
-            if self._echoed():
-                yield self._opening(index, {"content": self._echoed()})
+        """Write what is new of a message."""
         deltas, has_calls = self._split(index, completion)
         delta = deltas[0] if deltas else {"content": ""}
         choice = self._about(index, completion, {"delta": delta}, has_calls)
@@ -111,6 +112,7 @@ class ChatWriter(ChoiceWriter):
     def finish(self, answer: dict[str, Any], output: RequestOutput) -> None:
         """Add what is known of the prompt."""
         body = self._body
+        answer |= {"prompt_logprobs": None, "prompt_token_ids": None}
         if body.prompt_logprobs is not None:
             told = self.logprobs.for_prompt(self.prompt_logprobs(0))
             answer["prompt_logprobs"] = told

@@ -29,6 +29,7 @@ _FLAGS = (
     "enable_prompt_tokens_details",
     "enable_force_include_usage",
     "enable_per_request_metrics",
+    "enable_tokenizer_info_endpoint",
     "allow_credentials",
     "disable_fastapi_docs",
 )
@@ -62,6 +63,8 @@ class ServerSettings:
         enable_force_include_usage: Streams end with token counts, unasked.
         per_request_spec_decode_metrics: "summary" tells each request's acceptance.
         enable_per_request_metrics: Tell each request's times.
+        enable_tokenizer_info_endpoint: GET /tokenizer_info tells what the tokenizer's
+            folder says of it, and the chat template.
         max_body_bytes: Larger requests are refused.
         max_num_queued_reqs: Texts that may wait for a place in the batch; more are
             refused. None for no limit.
@@ -91,6 +94,7 @@ class ServerSettings:
     enable_force_include_usage: bool = False
     per_request_spec_decode_metrics: str = "none"
     enable_per_request_metrics: bool = False
+    enable_tokenizer_info_endpoint: bool = False
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     max_num_queued_reqs: int | None = 1024
     max_num_queued_tokens: int | None = None

@@ -38,6 +38,7 @@ class ChatTemplate:
     """A Jinja template that writes conversations.
 
     Attributes:
+        text: As it came.
         source: Names it in messages.
         reads_tools: Whether it has a place for tools, their calls and results.
     """
@@ -48,7 +49,7 @@ class ChatTemplate:
         Raises:
             ConfigError: It is no template.
         """
-        self.source = source
+        self.text, self.source = text, source
         environment = _environment()
         try:
             self._template = environment.from_string(text)
