@@ -28,7 +28,10 @@ class ChatOptions(TypedDict, total=False):
         strict_roles: Refuse what the template refuses. Without it the user's turn says
             what a system or a developer does where there is no turn for them, and user
             messages in a row are one turn.
-        tools: Not supported; `tokenization_kwargs` and `mm_processor_kwargs` neither.
+        tools: Functions that the model may call, as in OpenAI's API. Answers are texts
+            as ever: calls in them are in the form that the model was told, a JSON list
+            of `{"name": ..., "parameters": {...}}` unless a template says otherwise.
+        tokenization_kwargs: Not supported; `mm_processor_kwargs` neither.
     """
 
     add_generation_prompt: bool
@@ -38,7 +41,7 @@ class ChatOptions(TypedDict, total=False):
     chat_template_content_format: str
     parse_special_tokens: bool
     strict_roles: bool
-    tools: Any
+    tools: Sequence[Mapping[str, Any]] | None
     tokenization_kwargs: Any
     mm_processor_kwargs: Any
 
@@ -57,7 +60,7 @@ def write_conversations(
     unknown = own.keys() - ChatOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"chat() got an unexpected keyword argument {min(unknown)!r}")
-    for name in ("tools", "tokenization_kwargs", "mm_processor_kwargs"):
+    for name in ("tokenization_kwargs", "mm_processor_kwargs"):
         refuse(name, own.pop(name, None))
     content_format = own.pop("chat_template_content_format", "auto")
     if content_format not in ("auto", "string"):

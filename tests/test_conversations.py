@@ -83,13 +83,23 @@ def test_what_is_no_variable(given):
         read_variables(given)
 
 
-@pytest.mark.parametrize(
-    "name", ["tools", "tokenization_kwargs", "mm_processor_kwargs"]
-)
+@pytest.mark.parametrize("name", ["tokenization_kwargs", "mm_processor_kwargs"])
 def test_options_that_are_not_supported(name):
     with pytest.raises(NotImplementedError, match=name):
         write([TURN], **{name: {}})
     assert write([TURN], **{name: None}) == write([TURN])
+
+
+def test_tools_are_told():
+    tool = {"type": "function", "function": {"name": "weather"}}
+    [plain, *_] = write([[TURN], [TURN]], tools=None)
+    for told in write([[TURN], [TURN]], tools=[tool]):
+        assert '{"name": "weather", "parameters"' in told["prompt"]
+        assert told["prompt"].endswith("\n\n" + plain["prompt"].split("user\n")[1])
+    [native] = write([TURN], tools=[tool], chat_template="{{ tools | tojson }}")
+    assert native["prompt"] == '[{"type": "function", "function": {"name": "weather"}}]'
+    with pytest.raises(RequestError, match=r"tools\[0\] must be"):
+        write([TURN], tools=[{}])
 
 
 def test_contents_are_texts():

@@ -247,7 +247,10 @@ def test_conversations_may_wait(llm: LLM):
 def test_options_reach_the_one_who_writes_conversations(llm: LLM):
     llm.chat([TURN], use_tqdm=False, chat_template="<bos>{{ messages[0].content }}!")
     assert engine_of(llm).prompts[0]["prompt"] == "<bos>hi!"
-    with pytest.raises(NotImplementedError, match="tools"):
+    tool = {"type": "function", "function": {"name": "weather"}}
+    llm.chat([TURN], use_tqdm=False, tools=[tool])
+    assert '{"name": "weather", ' in engine_of(llm).prompts[1]["prompt"]
+    with pytest.raises(RequestError, match="tools"):
         llm.chat([TURN], use_tqdm=False, tools=[{}])
     with pytest.raises(NotImplementedError, match="lora_request"):
         llm.chat([TURN], use_tqdm=False, lora_request="x")

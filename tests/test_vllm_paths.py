@@ -21,12 +21,19 @@ from vllm.config import SpeculativeConfig, ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.engine.llm_engine import LLMEngine
 from vllm.entrypoints.llm import LLM
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.engine.protocol import DeltaFunctionCall, DeltaMessage
+from vllm.entrypoints.openai.engine.protocol import DeltaToolCall, FunctionCall
+from vllm.entrypoints.openai.engine.protocol import ToolCall
+from vllm.entrypoints.openai.engine.protocol import ExtractedToolCallInformation
 from vllm.inputs import PromptType, TextPrompt, TokensPrompt
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.sequence import Logprob
+from vllm.tool_parsers import ToolParser, ToolParserManager
+from vllm.tool_parsers.abstract_tool_parser import ToolParser, ToolParserManager
 from vllm.utils import random_uuid
 from vllm.v1.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
 """

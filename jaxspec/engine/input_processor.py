@@ -35,6 +35,7 @@ from jaxspec.program.plan import (
     TokenControls,
 )
 from jaxspec.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxspec.structured_outputs import StructuredOutputsParams
 from jaxspec.text.tokenizer import NoTokenizer, Tokenizer
 
 # Of one request, as in vLLM: each is a request of its own.
@@ -177,6 +178,14 @@ class InputProcessor:
             if getattr(params, name):
                 raise self._tokenizer.missing(name, getattr(params, name))
         params.detokenize = False
+
+    def check_form(self, form: StructuredOutputsParams) -> None:
+        """Check that texts can be given a form; the grammar is kept for them.
+
+        Raises:
+            RequestError: No grammar can be made of it.
+        """
+        self._grammars.matcher(form)
 
     @no_type_check
     def features(self, params: SamplingParams) -> Features:

@@ -6,7 +6,8 @@ Reading order:
 2. `app`: all endpoints behind all checks; `middleware` and `errors` are those checks
    and what is answered when something fails.
 3. `generation`: the endpoints that generate. A body (`protocol`) becomes `params` and
-   `prompts`, that of a response by way of a chat (`response_input`); `serving` brings
+   `prompts`, that of a response by way of a chat (`response_input`); what a chat may
+   call is in `tool_choice`, what finds the calls in `tool_parsers`. `serving` brings
    them to the engine, past `admission`; `completions`, `chat_completions` and
    `responses` write what comes back (`response_writers`, `logprobs`, `usage`), and
    `streaming` joins the texts of a request and sends them while somebody is there.

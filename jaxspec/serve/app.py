@@ -8,7 +8,7 @@ from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.serve.errors import add_refusals
 from jaxspec.serve.generation import generation_routes
 from jaxspec.serve.metrics import CountRequests, HttpMetrics, metric_routes
-from jaxspec.serve.middleware import ApiKeys, BodyLimit, RequestIds
+from jaxspec.serve.middleware import ApiKeys, BodyLimit, RequestIds, RootPath
 from jaxspec.serve.page import page_routes
 from jaxspec.serve.server_info import health_routes, model_routes, token_routes
 from jaxspec.serve.serving import Serving
@@ -55,4 +55,5 @@ def make_app(engine: AsyncLLMEngine, settings: ServerSettings) -> FastAPI:
     if settings.enable_request_id_headers:
         app.add_middleware(RequestIds)
     app.add_middleware(CountRequests, counts=counts)
+    app.add_middleware(RootPath)
     return app

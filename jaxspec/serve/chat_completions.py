@@ -8,12 +8,21 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.protocol import ChatBody
 from jaxspec.serve.response_writers import ChoiceWriter
 from jaxspec.serve.serving import Serving
+from jaxspec.serve.tool_choice import read_choice
+from jaxspec.serve.tool_parsers import (
+    Gemma2ToolParser,
+    ToolParser,
+    ToolParserManager,
+    ToolStream,
+    shown_calls,
+)
 
 
 class ChatWriter(ChoiceWriter):
     """Writes messages."""
 
     kind = ("chat.completion", "chat.completion.chunk")
+    unasked = ("token_ids",)
 
     def __init__(
         self, serving: Serving, body: ChatBody, params: SamplingParams, request_id: str
@@ -21,41 +30,89 @@ class ChatWriter(ChoiceWriter):
         super().__init__(serving, body, params, f"chatcmpl-{request_id}")
         self._body = body
         self._role = self._role_of(body)
-        self._begun: set[int] = set()
+        self._choice = read_choice(body)
+        # By text, where the model may call.
+        self._streams: dict[int, ToolStream] = {}
 
     def choice(
         self, index: int, completion: CompletionOutput, output: RequestOutput
     ) -> dict[str, Any]:
         """Write a whole message."""
+        content, calls = self._echoed() + completion.text, []
+        parser = self._make_parser()
+        if parser is not None:
+            found = parser.extract_tool_calls(completion.text, self._body)
+            calls = shown_calls(found.tool_calls, self._body)
+            content = self._echoed() + (found.content or "")
         message = {
             "role": self._role,
-            "content": self._echoed() + completion.text,
+            "content": None if calls and not content else content,
             "refusal": None,
-            "tool_calls": [],
+            "tool_calls": [call.model_dump() for call in calls],
         }
-        return self._about(index, completion, {"message": message})
+        return self._about(index, completion, {"message": message}, bool(calls))
+
+    def openings(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """Write who speaks, and what is repeated."""
+        first = self._opening(index, {"role": self._role, "content": ""})
+        if self._body.return_token_ids:
+            first["prompt_token_ids"] = output.prompt_token_ids
+        yield first
+        if self._echoed():
+            yield self._opening(index, {"content": self._echoed()})
 
     def deltas(
         self, index: int, completion: CompletionOutput, output: RequestOutput
     ) -> Iterator[dict[str, Any]]:
-        """Write what is new of a message: first of all, who speaks."""
-        if index not in self._begun:
-            self._begun.add(index)
-            first = self._opening(index, {"role": self._role, "content": ""})
-            if self._body.return_token_ids:
-                first["prompt_token_ids"] = output.prompt_token_ids
-            yield first
-            if self._echoed():
-                yield self._opening(index, {"content": self._echoed()})
-        delta = {"content": completion.text}
-        choice = self._about(index, completion, {"delta": delta})
+        """Write what is new of a message."""
+        deltas, has_calls = self._split(index, completion)
+        delta = deltas[0] if deltas else {"content": ""}
+        choice = self._about(index, completion, {"delta": delta}, has_calls)
         told = map(choice.get, ("logprobs", "token_ids", "token_origins"))
-        if completion.text or any(told) or completion.finished():
-            yield choice
+        if not (deltas or any(told) or completion.finished()):
+            return
+        # The first tells of the tokens, the last why it is the last.
+        choices = [choice, *(self._opening(index, delta) for delta in deltas[1:])]
+        why = {name: choice[name] for name in ("finish_reason", "stop_reason")}
+        choice |= dict.fromkeys(why)
+        choices[-1] |= why
+        yield from choices
+
+    def _split(
+        self, index: int, completion: CompletionOutput
+    ) -> tuple[list[dict[str, Any]], bool]:
+        """What is new of a message, in parts, and whether it has called by then."""
+        text, token_ids = completion.text, list(completion.token_ids)
+        if index not in self._streams:
+            parser = self._make_parser()
+            if parser is None:
+                return [{"content": text}] if text else [], False
+            self._streams[index] = ToolStream(parser, self._body)
+        stream = self._streams[index]
+        deltas = stream.deltas(text, token_ids, is_last=completion.finished())
+        return deltas, stream.has_calls
+
+    def _make_parser(self) -> ToolParser | None:
+        """Make what finds calls in one text; None where there may be none."""
+        if self._choice.kind == "none":
+            return None
+        # What must call is held to our own form.
+        kind = Gemma2ToolParser
+        if not self._choice.is_forced:
+            kind = ToolParserManager.get_tool_parser(self.settings.tool_call_parser)
+        return kind(self.tokenizer, self._body.tools)
+
+    def _reason(self, completion: CompletionOutput, has_calls: bool) -> str | None:
+        """Why a text ended; as with OpenAI, a call that was named is no reason."""
+        is_call = has_calls and self._choice.kind != "named"
+        if completion.finish_reason == "stop" and is_call:
+            return "tool_calls"
+        return completion.finish_reason
 
     def finish(self, answer: dict[str, Any], output: RequestOutput) -> None:
         """Add what is known of the prompt."""
         body = self._body
+        answer |= {"prompt_logprobs": None, "prompt_token_ids": None}
         if body.prompt_logprobs is not None:
             told = self.logprobs.for_prompt(self.prompt_logprobs(0))
             answer["prompt_logprobs"] = told
@@ -70,7 +127,11 @@ class ChatWriter(ChoiceWriter):
         return told | self.origins(nothing)
 
     def _about(
-        self, index: int, completion: CompletionOutput, content: dict[str, Any]
+        self,
+        index: int,
+        completion: CompletionOutput,
+        content: dict[str, Any],
+        has_calls: bool,
     ) -> dict[str, Any]:
         told = None
         if self.params.logprobs is not None and completion.logprobs:
@@ -81,7 +142,7 @@ class ChatWriter(ChoiceWriter):
             "index": index,
             **content,
             "logprobs": told,
-            "finish_reason": completion.finish_reason,
+            "finish_reason": self._reason(completion, has_calls),
             "stop_reason": completion.stop_reason,
         }
         if self._body.return_token_ids:

@@ -14,6 +14,7 @@ class CompletionWriter(ChoiceWriter):
     """Writes texts, after their prompts where these are echoed."""
 
     kind = ("text_completion", "text_completion")
+    unasked = ("prompt_logprobs", "prompt_token_ids", "token_ids")
 
     def __init__(
         self,

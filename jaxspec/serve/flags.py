@@ -213,7 +213,7 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
         default=0,
         help="whether clients bring certificates: 0 no, 1 they may, 2 they must",
     )
-    add("--root-path", default="", help="what a proxy takes off every path")
+    add("--root-path", default="", help="what a proxy takes off every path, or leaves")
     add("--uvicorn-log-level", choices=LOG_LEVELS, default="info")
     add("--disable-uvicorn-access-log", action=argparse.BooleanOptionalAction)
 

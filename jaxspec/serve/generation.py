@@ -34,6 +34,8 @@ from jaxspec.serve.streaming import (
     event,
     while_connected,
 )
+from jaxspec.serve.tool_choice import check_form, read_choice
+from jaxspec.serve.tool_parsers import ToolParserManager
 
 _log = logging.getLogger(__name__)
 
@@ -118,10 +120,42 @@ async def _complete(
 
 async def _chat(serving: Serving, body: ChatBody, request: Request) -> Response:
     serving.check_model(body.model)
-    params = make_params(body, serving.config.generation_defaults)
-    prompt = await asyncio.to_thread(serving.prompts.of_chat, body, params.max_tokens)
-    writer = ChatWriter(serving, body, params, _id(body, request))
+    # Long texts and many tools take a while: beside the event loop.
+    prompt, params, writer = await asyncio.to_thread(
+        _prepare_chat, serving, body, _id(body, request)
+    )
     return await _generate(serving, body, [prompt], params, writer)
+
+
+def _prepare_chat(
+    serving: Serving, body: ChatBody, request_id: str
+) -> tuple[TokensPrompt, SamplingParams, ChatWriter]:
+    body = _adjusted(serving, body)
+    params = make_params(body, serving.config.generation_defaults)
+    prompt = serving.prompts.of_chat(body, params.max_tokens)
+    check_form(body, serving.engine.engine.input_processor.check_form)
+    return prompt, params, ChatWriter(serving, body, params, request_id)
+
+
+def _adjusted(serving: Serving, body: ChatBody) -> ChatBody:
+    """Let the parser of calls change a request, if the model may call.
+
+    Raises:
+        RequestError: It may not, on this server.
+    """
+    if read_choice(body).kind != "auto":
+        return body
+    settings = serving.settings
+    if not settings.enable_auto_tool_choice:
+        raise RequestError(
+            '"auto" tool choice requires --enable-auto-tool-choice and '
+            "--tool-call-parser to be set (which is gemma2 by default). Start the "
+            'server so, or pass tool_choice="required", a function, or "none".',
+            parameter="tool_choice",
+            value=body.tool_choice,
+        )
+    parser = ToolParserManager.get_tool_parser(settings.tool_call_parser)
+    return parser(serving.tokenizer, body.tools).adjust_request(body)
 
 
 async def _answer(serving: Serving, body: ResponseBody, request: Request) -> Response:

@@ -127,6 +127,24 @@ async def _drain(receive: Receive) -> None:
                 left -= len(message["body"])
 
 
+class RootPath:
+    """Middleware that takes the root path off where a proxy has left it.
+
+    A server adds it to every path, as if a proxy always took it off.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        root = scope.get("root_path", "")
+        if scope["type"] == "http" and root:
+            path = scope["path"].removeprefix(root)
+            if path.startswith(f"{root}/"):
+                scope = {**scope, "path": path}
+        await self._app(scope, receive, send)
+
+
 class RequestIds:
     """Middleware that gives every answer the id of its request."""
 

@@ -17,6 +17,7 @@ from jaxspec.serve.protocol import (
     GenerationBody,
     ResponseFormat,
 )
+from jaxspec.serve.tool_choice import form_of
 from jaxspec.structured_outputs import StructuredOutputsParams
 
 _log = logging.getLogger(__name__)
@@ -114,12 +115,6 @@ def _for_chat(body: ChatBody) -> tuple[int | None, int | None]:
             parameter="top_logprobs",
             value=body.top_logprobs,
         )
-    if body.tools == []:
-        message = "`tools` must not be an empty array."
-        raise RequestError(message, parameter="tools", value=[])
-    if body.tools and body.tool_choice != "none":
-        reason = "Gemma 2 has no form for calls; pass tool_choice='none' to ignore them"
-        raise _unsupported("tools", "[...]", reason)
     max_tokens = body.max_completion_tokens
     if max_tokens is None:
         max_tokens = body.max_tokens
@@ -153,14 +148,27 @@ def _structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
             given[kind] = value
     if body.response_format is not None:
         given |= _formatted(body.response_format)
+    calls = form_of(body) if isinstance(body, ChatBody) else None
+    if calls is not None and (given or body.structured_outputs is not None):
+        raise RequestError(
+            "The answer can have the form of a call, as `tool_choice` says, or of "
+            "`response_format` or `structured_outputs`, not of both.",
+            parameter="tool_choice",
+        )
+    if calls is not None:
+        _check_length("tools", calls.json)
+        return calls
     if not given and body.structured_outputs is None:
         return None
+    _check_length("structured_outputs", given)
+    return StructuredOutputsParams(**given)
+
+
+def _check_length(name: str, given: object) -> None:
     length = len(json.dumps(given, ensure_ascii=False))
     if length > MAX_GRAMMAR_CHARACTERS:
-        name = "structured_outputs"
         allowed = f"at most {MAX_GRAMMAR_CHARACTERS} characters of JSON"
         raise wrong_argument(RequestError, name, allowed, length)
-    return StructuredOutputsParams(**given)
 
 
 def _check_guided(body: GenerationBody) -> None:

@@ -3,6 +3,7 @@
 Says what is too long before the engine sees it: vLLM's clients ask for the number.
 """
 
+import json
 from typing import Any
 
 from jaxspec.config import EngineConfig
@@ -16,6 +17,7 @@ from jaxspec.serve.protocol import (
     GenerationBody,
 )
 from jaxspec.serve.settings import ServerSettings
+from jaxspec.serve.tool_choice import read_choice, tools_as_given
 from jaxspec.text.chat_template import ChatTemplate
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -77,6 +79,7 @@ class Prompts:
         if body.chat_template is None:  # any other may leave messages out
             contents = (message.get("content") for message in body.messages)
             texts = [text.strip() for text in contents if isinstance(text, str)]
+            texts += [json.dumps(tool) for tool in self._tools(body) or ()]
             self._check_length("".join(texts))
         text, token_ids = self.write(body.messages, body)
         return self._finish(text, token_ids, body, max_tokens)
@@ -107,8 +110,17 @@ class Prompts:
             continue_final_message=body.continue_final_message,
             chat_template=self._template(body.chat_template),
             chat_template_kwargs=body.chat_template_kwargs,
+            tools=self._tools(body),
             strict_roles=self._settings.strict_roles,
         )
+
+    def _tools(self, body: ConversationBody) -> list[dict[str, Any]] | None:
+        """What the model is told of."""
+        is_silent = self._settings.exclude_tools_when_tool_choice_none
+        if is_silent and isinstance(body, ChatBody):
+            if read_choice(body).kind == "none":
+                return None
+        return tools_as_given(body)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Encode a text that is not surely too long."""

@@ -208,6 +208,25 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool = True
 
 
+class FunctionDefinition(BaseModel):
+    """A function that the model may call, its parameters as a JSON schema."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ChatTool(BaseModel):
+    """OpenAI's wrapping of a function."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
 class ConversationBody(Body):
     """How a conversation is written; see `jaxspec.conversations`."""
 
@@ -217,6 +236,7 @@ class ConversationBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Entries[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
+    tools: Entries[ChatTool] | None = None
 
 
 class ChatBody(GenerationBody, ConversationBody):
@@ -226,7 +246,6 @@ class ChatBody(GenerationBody, ConversationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0)
-    tools: Entries[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxspec.errors import RequestError, refuse, wrong_argument
+from jaxspec.errors import RequestError, UnsupportedError, refuse, wrong_argument
 from jaxspec.serve.protocol import (
     ChatBody,
     GenerationBody,
@@ -31,6 +31,13 @@ def as_chat(body: ResponseBody, messages: Sequence[dict[str, Any]]) -> ChatBody:
         RequestError: The input cannot be read.
         UnsupportedError: It asks for what there is not.
     """
+    if body.tools and body.tool_choice != "none":
+        raise UnsupportedError(
+            "tools=[...] is not supported in responses: ask /v1/chat/completions, or "
+            "pass tool_choice='none' to ignore them.",
+            parameter="tools",
+            value=body.tools,
+        )
     refuse("conversation", body.conversation)
     refuse("prompt", body.prompt)
     is_cut = _is_cut(body)
@@ -48,8 +55,6 @@ def as_chat(body: ResponseBody, messages: Sequence[dict[str, Any]]) -> ChatBody:
         response_format=_format(body),
         logprobs=has_logprobs,
         top_logprobs=body.top_logprobs if has_logprobs else None,
-        tools=body.tools or None,
-        tool_choice=body.tool_choice,
         continue_final_message=is_cut,
         add_generation_prompt=not is_cut,
     )
@@ -105,7 +110,7 @@ def _instructed(
 def _message(name: str, item: dict[str, Any]) -> dict[str, Any]:
     if item.get("type", "message") != "message":
         allowed = "a message, {'role': ..., 'content': ...}"
-        hint = "Gemma 2 has no form for calls."
+        hint = "Calls are of /v1/chat/completions."
         raise wrong_argument(RequestError, name, allowed, item, hint)
     content = item.get("content")
     if isinstance(content, list):

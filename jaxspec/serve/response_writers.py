@@ -91,15 +91,21 @@ class ChoiceWriter(Writer):
 
     Attributes:
         kind: What the answer calls itself, and its chunks do.
+        unasked: Fields of a whole text that are null unless they are asked for.
     """
 
     kind: tuple[str, str]
+    unasked: tuple[str, ...]
 
     @abstractmethod
     def choice(
         self, index: int, completion: CompletionOutput, output: RequestOutput
     ) -> dict[str, Any]:
         """Write a whole text."""
+
+    def openings(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """Write what a stream tells of a text before its first token."""
+        return iter(())
 
     @abstractmethod
     def deltas(
@@ -119,7 +125,8 @@ class ChoiceWriter(Writer):
             assert output.finished
             num_prompts += 1
             for completion, index in self._texts(number, output):
-                choices[index] = self.choice(index, completion, output)
+                choice = self.choice(index, completion, output)
+                choices[index] = dict.fromkeys(self.unasked) | choice
         assert output is not None
         answer = self._head(self.kind[0])
         answer["choices"] = [choices[index] for index in sorted(choices)]
@@ -131,8 +138,16 @@ class ChoiceWriter(Writer):
     @no_type_check  # asynchronous generators are not checked
     async def chunks(self, outputs: Numbered) -> AsyncGenerator[dict[str, Any], None]:
         """Write every output as it comes."""
+        begun: set[int] = set()
         async for number, output in outputs:
             for completion, index in self._texts(number, output):
+                if index not in begun:
+                    begun.add(index)
+                    for choice in self.openings(index, output):
+                        chunk = self._head(self.kind[1]) | {"choices": [choice]}
+                        if self._counts_each:
+                            chunk["usage"] = self._usage.before_text(number)
+                        yield chunk
                 for choice in self.deltas(index, completion, output):
                     chunk = self._head(self.kind[1])
                     chunk["choices"] = [choice]

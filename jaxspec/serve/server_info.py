@@ -8,7 +8,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
 import jaxspec
-from jaxspec.config import EngineConfig
+from jaxspec.config import EngineConfig, read_json
 from jaxspec.errors import (
     EngineDeadError,
     RequestError,
@@ -18,6 +18,7 @@ from jaxspec.serve.errors import ModelNotFoundError
 from jaxspec.serve.protocol import DetokenizeBody, TokenizeBody
 from jaxspec.serve.serving import Serving, new_id
 from jaxspec.text.tokenizer import NoTokenizer
+from jaxspec_checkpoints import model_files
 
 # While the first program is compiled, which takes seconds to minutes.
 RETRY_AFTER_S = 1
@@ -115,7 +116,7 @@ def model_routes(serving: Serving) -> APIRouter:
 
 
 def token_routes(serving: Serving) -> APIRouter:
-    """Make POST /tokenize and POST /detokenize."""
+    """Make POST /tokenize, POST /detokenize and, if it is on, GET /tokenizer_info."""
     router = APIRouter()
     tokenizer, config = serving.tokenizer, serving.config
 
@@ -154,5 +155,19 @@ def token_routes(serving: Serving) -> APIRouter:
             check_integer(RequestError, "Every id of tokens", token, low=0, high=most)
         text = tokenizer.decode(body.tokens, skip_special_tokens=False)
         return {"prompt": text}
+
+    if not serving.settings.enable_tokenizer_info_endpoint:
+        return router
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """Tell what the tokenizer's folder says of it."""
+        if isinstance(tokenizer, NoTokenizer):
+            raise tokenizer.missing("What is told of it", None)
+        path = model_files(config.tokenizer).get("tokenizer_config.json")
+        told = {"tokenizer_class": "GemmaTokenizer"} | (read_json(path) if path else {})
+        if tokenizer.chat_template is not None:
+            told["chat_template"] = tokenizer.chat_template.text
+        return told
 
     return router

@@ -13,6 +13,7 @@ from jaxspec.errors import (
     wrong_argument,
 )
 from jaxspec.serve.response_store import connect
+from jaxspec.serve.tool_parsers import GEMMA2, parser_class
 
 SPEC_METRICS = ("none", "summary")
 # A context of 8192 tokens is 40 kB of English; this is for lists of prompts.
@@ -22,10 +23,13 @@ DEFAULT_RESPONSE_STORE_BYTES = 64 * 2**20
 _FLAGS = (
     "trust_request_chat_template",
     "strict_roles",
+    "enable_auto_tool_choice",
+    "exclude_tools_when_tool_choice_none",
     "enable_request_id_headers",
     "enable_prompt_tokens_details",
     "enable_force_include_usage",
     "enable_per_request_metrics",
+    "enable_tokenizer_info_endpoint",
     "allow_credentials",
     "disable_fastapi_docs",
 )
@@ -47,11 +51,20 @@ class ServerSettings:
         strict_roles: Refuse roles that the model's template refuses: for Gemma 2 a
             system's and two user messages in a row. By default the user's turn says
             both.
+        enable_auto_tool_choice: Let the model choose whether it calls tools: chats with
+            `tools` and without a `tool_choice`, or with "auto".
+        tool_call_parser: What finds calls in such answers, by name: "gemma2" reads the
+            form in which the model is told of tools where its template has none.
+        tool_parser_plugin: A Python file that registers more of them, as vLLM's do.
+        exclude_tools_when_tool_choice_none: Do not tell the model of tools that
+            `tool_choice="none"` forbids. On, unlike in vLLM.
         enable_request_id_headers: Answers carry X-Request-Id: the request's, or new.
         enable_prompt_tokens_details: Tell how much of a prompt was cached.
         enable_force_include_usage: Streams end with token counts, unasked.
         per_request_spec_decode_metrics: "summary" tells each request's acceptance.
         enable_per_request_metrics: Tell each request's times.
+        enable_tokenizer_info_endpoint: GET /tokenizer_info tells what the tokenizer's
+            folder says of it, and the chat template.
         max_body_bytes: Larger requests are refused.
         max_num_queued_reqs: Texts that may wait for a place in the batch; more are
             refused. None for no limit.
@@ -72,11 +85,16 @@ class ServerSettings:
     response_role: str = "assistant"
     trust_request_chat_template: bool = False
     strict_roles: bool = False
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str = GEMMA2
+    tool_parser_plugin: str = ""
+    exclude_tools_when_tool_choice_none: bool = True
     enable_request_id_headers: bool = False
     enable_prompt_tokens_details: bool = False
     enable_force_include_usage: bool = False
     per_request_spec_decode_metrics: str = "none"
     enable_per_request_metrics: bool = False
+    enable_tokenizer_info_endpoint: bool = False
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     max_num_queued_reqs: int | None = 1024
     max_num_queued_tokens: int | None = None
@@ -95,6 +113,7 @@ class ServerSettings:
             check_flag(ConfigError, name, getattr(self, name))
         name = "per_request_spec_decode_metrics"
         check_choice(ConfigError, name, getattr(self, name), SPEC_METRICS)
+        parser_class(self.tool_call_parser, self.tool_parser_plugin)
         check_integer(ConfigError, "max_body_bytes", self.max_body_bytes, low=1)
         name = "max_response_store_bytes"
         check_integer(ConfigError, name, getattr(self, name), low=0)

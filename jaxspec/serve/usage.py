@@ -32,6 +32,10 @@ class Usage:
         """Return the counts of all of it."""
         return self._told(sum(self._prompts.values()), sum(self._texts.values()))
 
+    def before_text(self, number: int) -> dict[str, Any]:
+        """Return the counts of a prompt, of whose text nothing is told yet."""
+        return self._told(self._prompts[number], 0)
+
     def of_text(self, number: int, index: int) -> dict[str, Any]:
         """Return the counts of one text so far, and of its prompt."""
         return self._told(self._prompts[number], self._texts.get(index, 0))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -35,7 +35,13 @@ _CUT = "\udfff"
 
 
 class ChatTemplate:
-    """A Jinja template that writes conversations."""
+    """A Jinja template that writes conversations.
+
+    Attributes:
+        text: As it came.
+        source: Names it in messages.
+        reads_tools: Whether it has a place for tools, their calls and results.
+    """
 
     def __init__(self, text: str, source: str):
         """Compile `text`; `source` names it in messages.
@@ -43,9 +49,11 @@ class ChatTemplate:
         Raises:
             ConfigError: It is no template.
         """
-        self.source = source
+        self.text, self.source = text, source
+        environment = _environment()
         try:
-            self._template = _environment().from_string(text)
+            self._template = environment.from_string(text)
+            read = meta.find_undeclared_variables(environment.parse(text))
         except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
             line = getattr(error, "lineno", None)
             where = f"{source}, line {line}," if line else source
@@ -55,6 +63,7 @@ class ChatTemplate:
                 parameter="chat_template",
                 value=source,
             ) from error
+        self.reads_tools = "tools" in read
 
     def write(
         self,
@@ -65,6 +74,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         continue_final_message: bool,
         variables: Mapping[str, Any],
+        tools: list[Any] | None = None,
     ) -> str:
         """Run the template on a checked conversation, what that says marked.
 
@@ -72,6 +82,7 @@ class ChatTemplate:
             marks: None leaves the messages as they are.
             pieces: "bos_token" and the like, with their spelling.
             variables: More that the template may read, plain data, marked as well.
+            tools: OpenAI's, for a template that reads them.
 
         Raises:
             RequestError: The template refuses the messages or cannot write them.
@@ -85,6 +96,8 @@ class ChatTemplate:
             strftime_now=datetime.now().strftime,
         )
         _check_free(variables, {*values, "messages"})
+        if tools is not None:
+            variables = {**variables, "tools": tools}
         if continue_final_message:
             # The space shows whether the template trims: a trimmed end has lost it.
             last = messages[-1] | {"content": messages[-1]["content"] + f"{_CUT} "}

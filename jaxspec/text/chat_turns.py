@@ -144,7 +144,10 @@ def _read_message(name: str, message: object) -> Message:
     role = message.get("role")
     if not isinstance(role, str):
         raise wrong_argument(RequestError, f"{name}['role']", one_of_roles(), role)
-    content = _content(f"{name}['content']", message.get("content"))
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        content = ""  # an answer that only calls functions
+    content = _content(f"{name}['content']", content)
     whole = {**message, "content": content}
     return map_texts(whole, lambda text: check_utf8(RequestError, name, text))
 

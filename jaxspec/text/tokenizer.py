@@ -15,6 +15,7 @@ from jaxspec.models.gemma2.turns import END_OF_TURN, START_OF_TURN, Gemma2Turns
 from jaxspec.text.chat_template import ChatTemplate, folder_template, given_template
 from jaxspec.text.chat_turns import Marks, fold_turns, read_messages, read_variables
 from jaxspec.text.pieces import Pieces, read_pieces
+from jaxspec.text.tools import read_calls, read_tools, say_tools
 
 _TURNS = Gemma2Turns()
 
@@ -174,6 +175,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         chat_template: str | ChatTemplate | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         parse_special_tokens: bool = False,
         strict_roles: bool = False,
     ) -> list[int] | str:
@@ -189,6 +191,7 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
+            tools=tools,
             parse_special_tokens=parse_special_tokens,
             strict_roles=strict_roles,
         )
@@ -203,6 +206,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         chat_template: str | ChatTemplate | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         parse_special_tokens: bool = False,
         strict_roles: bool = False,
     ) -> tuple[str, list[int]]:
@@ -210,17 +214,22 @@ class Tokenizer:
 
         Args:
             messages: Each with `role` (user, then assistant or model, in turn; system
-                or developer) and `content`, a string or a list of text parts.
+                or developer) and `content`, a string or a list of text parts. Those of
+                an assistant may have `tool_calls`, and `tool` tells what they returned.
             add_generation_prompt: End with the opening of the model's turn.
             continue_final_message: Leave the last turn open, to be continued.
             chat_template: Used in place of the model's: a template, or a file's path.
             chat_template_kwargs: More variables for the template. One that it does not
                 read changes nothing.
+            tools: Functions that the model may call, as in OpenAI's API. A template
+                that reads `tools` is given them and the messages as they are; for any
+                other they are told as `jaxspec.text.tools` says.
             parse_special_tokens: Special pieces spelled in messages become their ids.
                 Without it a message cannot end its turn.
             strict_roles: Refuse what the template refuses. Without it the user's turn
                 says the text of a system or a developer where there is no turn for
-                them, and user messages in a row are one turn.
+                them, and what tools there are and return; user messages in a row are
+                one turn.
 
         Raises:
             RequestError: The roles are not allowed or do not take turns, or the
@@ -249,13 +258,23 @@ class Tokenizer:
                 f"A chat needs a tokenizer with {START_OF_TURN} and {END_OF_TURN}, or "
                 "a chat_template; there is neither."
             )
-        given = read_messages(messages)
+        given, listed = read_calls(read_messages(messages)), read_tools(tools)
+        has_place = template is not None and template.reads_tools
+        if listed and strict_roles and not has_place:
+            raise RequestError(
+                "tools need a chat_template that reads them, or leave out strict_roles "
+                "(a server's --strict-roles), and the user's turn says what there is.",
+                parameter="tools",
+                value=tools,
+            )
         ids = self.pieces.named.items()
         write = functools.partial(
             (template or self._turns).write,
             pieces={f"{name}_token": self.id_to_piece(token) for name, token in ids},
             variables=read_variables(chat_template_kwargs),
         )
+        if listed and has_place:
+            write = functools.partial(write, tools=list(tools))
 
         def is_refused(turns: list[dict[str, Any]]) -> bool:
             try:
@@ -269,15 +288,19 @@ class Tokenizer:
                 return True
             return False
 
+        def fold() -> list[dict[str, Any]]:
+            said = given if has_place else say_tools(given, listed)
+            return fold_turns(said, is_refused)
+
         try:
             marked = write(
-                given if strict_roles else fold_turns(given, is_refused),
+                given if strict_roles else fold(),
                 marks=None if parse_special_tokens else self._marks,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
             )
         except RequestError as error:
-            if not strict_roles or fold_turns(given, is_refused) == given:
+            if not strict_roles or fold() == given:
                 raise
             raise RequestError(
                 f"{error} Leave out strict_roles (a server's --strict-roles), and the "

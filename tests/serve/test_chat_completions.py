@@ -68,7 +68,10 @@ def test_logprobs_and_ids(is_stream: bool):
     part = output([5, 6], is_first=True, is_last=True)
     (completion,) = part.outputs
     if is_stream:
-        first, choice = writer.deltas(0, completion, part)
+        (first,), (choice,) = (
+            writer.openings(0, part),
+            writer.deltas(0, completion, part),
+        )
         assert first["prompt_token_ids"] == [2, 3, 4]
     else:
         choice = writer.choice(0, completion, part)

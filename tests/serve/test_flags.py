@@ -103,6 +103,13 @@ def test_every_kind_of_value():
     assert settings.allowed_origins == ("*",)
     assert (settings.max_request_s, settings.max_num_queued_reqs) == (1.5, 7)
     assert options.shutdown_timeout == 3
+    assert (settings.enable_auto_tool_choice, settings.tool_call_parser) == (
+        False,
+        "gemma2",
+    )
+    words = ["--enable-auto-tool-choice", "--tool-call-parser", "gemma2"]
+    settings = read("m", *words, "--exclude-tools-when-tool-choice-none").settings
+    assert settings.enable_auto_tool_choice
 
 
 def test_a_file_of_flags(tmp_path: Path):

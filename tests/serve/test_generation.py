@@ -93,22 +93,38 @@ def test_a_stream_says_what_the_whole_answer_says(path: str):
     serve_http(ask, delay_s=0.01)
 
 
-def test_counts_on_every_chunk():
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_counts_on_every_chunk(path: str):
+    given = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": MESSAGES}
+
     async def ask(client: httpx.AsyncClient) -> None:
         options = {"include_usage": True, "continuous_usage_stats": True}
         chunks = await post(
-            client,
-            COMPLETIONS,
-            prompt=PROMPT,
-            max_tokens=20,
-            stream=True,
-            stream_options=options,
+            client, path, **given, max_tokens=20, stream=True, stream_options=options
         )
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
         assert counts == sorted(counts)
         assert (counts[0] < 20, counts[-2:]) == (True, [20, 20])
+        assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {3}
+        # Who speaks is told before anything is said.
+        assert (path == CHAT) == (counts[0] == 0)
+        assert counts[1] > 0
 
     serve_http(ask, delay_s=0.01)
+
+
+def test_what_was_not_asked_for_is_null():
+    async def ask(client: httpx.AsyncClient) -> None:
+        answer = await post(client, COMPLETIONS, prompt=PROMPT)
+        (choice,) = answer["choices"]
+        for name in ("prompt_logprobs", "prompt_token_ids", "token_ids", "logprobs"):
+            assert choice[name] is None
+        answer = await post(client, CHAT, messages=MESSAGES, max_tokens=2)
+        (choice,) = answer["choices"]
+        assert (choice["token_ids"], choice["logprobs"]) == (None, None)
+        assert (answer["prompt_logprobs"], answer["prompt_token_ids"]) == (None, None)
+
+    serve_http(ask)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -307,13 +307,18 @@ def test_certificates_that_cannot_work_are_found_first(
 
 
 @pytest.mark.parametrize("root_path", ["/models/gemma", "models/gemma/"])
-def test_behind_a_proxy_that_takes_off_the_root_path(root_path: str):
+def test_behind_a_proxy_that_takes_off_the_root_path_or_leaves_it(root_path: str):
     flags = ["--root-path", root_path, "--api-key", "secret"]
 
     def ask(client: httpx.Client) -> None:
-        assert client.get("/v1/models").status_code == 401
+        left = "/models/gemma/v1/models"
+        for path in ("/v1/models", left):
+            assert client.get(path).status_code == 401
         client.headers["Authorization"] = "Bearer secret"
-        assert client.get("/v1/models").status_code == 200
+        for path in ("/v1/models", left, "/models/gemma/"):
+            assert client.get(path).status_code == 200
+        for path in ("/models/v1/models", f"/models/gemma{left}", "/models/gemmas"):
+            assert client.get(path).status_code == 404
         described = client.get("/openapi.json").json()
         assert described["servers"] == [{"url": "/models/gemma"}]
         assert "/v1/completions" in described["paths"]

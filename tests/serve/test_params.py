@@ -22,7 +22,7 @@ def chat(defaults: dict[str, Any] | None = None, **body: Any) -> SamplingParams:
 
 
 def respond(**body: Any) -> SamplingParams:
-    return make_params(as_chat(ResponseBody(input="x", **body)), {})
+    return make_params(as_chat(ResponseBody(input="x", **body), MESSAGES), {})
 
 
 @pytest.mark.parametrize(
@@ -192,5 +192,6 @@ def test_what_there_is_not(body: dict[str, Any]):
         with pytest.raises(UnsupportedError):
             make(**body)
     with pytest.raises(UnsupportedError, match="tools"):
-        chat(tools=[{"type": "function"}])
-    assert chat(tools=[{"type": "function"}], tool_choice="none").n == 1
+        respond(tools=[{"type": "function"}])
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert chat(tools=[tool], tool_choice="none").structured_outputs is None

@@ -1,6 +1,7 @@
 """The endpoints that tell about the server, and those of the tokenizer."""
 
 import asyncio
+import json
 import re
 from typing import Any
 
@@ -14,7 +15,8 @@ from jaxspec.errors import EngineDeadError
 from jaxspec.serve.app import make_app
 from jaxspec.serve.server_info import what_is_made_up
 from jaxspec.serve.settings import ServerSettings
-from jaxspec.text.tokenizer import NoTokenizer
+from jaxspec.text.tokenizer import NoTokenizer, Tokenizer
+from jaxspec_checkpoints import bundled_target
 from tests.engine.test_async_llm_engine import serve
 from tests.engine.test_llm_engine import letters, said
 from tests.loops import make_config
@@ -234,3 +236,27 @@ def test_the_tokenizer():
         error_of(await client.post("/tokenize", json=other), 404, "NotFoundError")
 
     serve_http(ask)
+
+
+def test_what_the_tokenizers_folder_says():
+    folder = bundled_target()
+    tokenizer = Tokenizer.from_folder(folder, "{{ messages[0].content }}")
+
+    async def use(engine: AsyncLLMEngine) -> None:
+        statuses = []
+        for given, is_on in ((TurnsTokenizer(16), False), (tokenizer, True)):
+            engine.engine.tokenizer = given
+            settings = ServerSettings(enable_tokenizer_info_endpoint=is_on)
+            transport = httpx.ASGITransport(make_app(engine, settings))
+            url = "http://x"
+            async with httpx.AsyncClient(transport=transport, base_url=url) as client:
+                answer = await client.get("/tokenizer_info")
+                statuses.append(answer.status_code)
+        told = answer.json()
+        given = json.loads((folder / "tokenizer_config.json").read_text())
+        assert told.pop("chat_template") == "{{ messages[0].content }}"
+        given.pop("chat_template", None)
+        assert told == {"tokenizer_class": "GemmaTokenizer"} | given
+        assert statuses == [404, 200]
+
+    serve(use, tokenizer=str(folder))

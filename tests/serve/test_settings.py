@@ -21,6 +21,9 @@ from jaxspec.serve.settings import ServerSettings
         {"max_num_queued_reqs": -1},
         {"max_num_queued_tokens": 1.5},
         {"max_request_s": 0},
+        {"enable_auto_tool_choice": 1},
+        {"tool_call_parser": "hermes"},
+        {"tool_parser_plugin": "nowhere.py"},
     ],
 )
 def test_a_wrong_setting(given: dict[str, Any]):

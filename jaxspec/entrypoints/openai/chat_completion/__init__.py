@@ -1,0 +1,1 @@
+"""vLLM's place of what chats are asked with, for plugins."""

@@ -1,0 +1,1 @@
+"""vLLM's place of what several endpoints share, for plugins."""

@@ -1,0 +1,19 @@
+"""Alias of the messages in `jaxspec.serve.tool_parsers`, as vLLM names them."""
+
+from jaxspec.serve.tool_parsers import (
+    DeltaFunctionCall,
+    DeltaMessage,
+    DeltaToolCall,
+    ExtractedToolCallInformation,
+    FunctionCall,
+    ToolCall,
+)
+
+__all__ = [
+    "DeltaFunctionCall",
+    "DeltaMessage",
+    "DeltaToolCall",
+    "ExtractedToolCallInformation",
+    "FunctionCall",
+    "ToolCall",
+]

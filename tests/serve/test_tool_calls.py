@@ -1,0 +1,447 @@
+"""Chats with tools, as openai's client asks, over a device that says what it is told.
+
+What the model says is given; all else is the server's own, with the bundled tokenizer.
+"""
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from jaxspec.engine.async_llm_engine import AsyncLLMEngine
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.serve.app import make_app
+from jaxspec.serve.settings import ServerSettings
+from jaxspec.serve.tool_parsers import ToolParserManager
+from jaxspec.text.tokenizer import Tokenizer
+from jaxspec_checkpoints import bundled_target
+from tests.engine.test_llm_engine import assert_idle
+from tests.fake_device import FakeRunner, extend
+from tests.loops import MODEL, make_config
+from tests.serve.test_responses import client_of
+from tests.serve.test_tool_parsers import PLUGIN
+
+TOKENIZER = Tokenizer.from_folder(bundled_target())
+MESSAGES = [{"role": "user", "content": "Is it warm in Rom?"}]
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+}
+
+
+def tool(name: str, parameters: Any = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool("weather", CITY), tool("time")]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+ROME = {"name": "weather", "parameters": {"city": 'Rom "Est" é'}}
+OSLO = {"name": "weather", "parameters": {"city": "Oslo"}}
+NOW = {"name": "time", "parameters": {}}
+AUTO = {"enable_auto_tool_choice": True}
+Ask = Callable[[openai.AsyncOpenAI], Awaitable[Any]]
+
+
+class Script:
+    """Says a text after any prompt, and ends it."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        # Of the text, those that were said up to a place.
+        self._said: dict[int, int] = {}
+
+    def say(self, text: str) -> int:
+        """Choose the text; returns how many tokens it has, with its end."""
+        self._tokens = [*TOKENIZER.encode(text, False), TOKENIZER.eos_token_id]
+        self._said.clear()
+        return len(self._tokens)
+
+    def __call__(self, seed: tuple[int, int], position: int, prefix: int) -> int:
+        at = self._said.get(prefix, 0)
+        token = self._tokens[at]
+        self._said[extend(prefix, token)] = min(at + 1, len(self._tokens) - 1)
+        return token
+
+
+class Stage:
+    """A server whose model says what a test wants."""
+
+    def __init__(self) -> None:
+        model = dataclasses.replace(
+            MODEL, vocab_size=TOKENIZER.vocab_size, max_position_embeddings=1024
+        )
+        config = make_config(
+            model_config=model,
+            draft_model_config=model,
+            max_model_len=1024,
+            page_size=16,
+            num_pages=256,
+        )
+        self.script = Script()
+        runner = FakeRunner(config, self.script)
+        self.engine = LLMEngine(config, runner=runner, tokenizer=TOKENIZER)
+        self.serving = AsyncLLMEngine(self.engine)
+        self._apps: dict[str, Any] = {}
+
+    def _app(self, **settings: Any) -> Any:
+        key = repr(settings)
+        if key not in self._apps:
+            self._apps[key] = make_app(self.serving, ServerSettings(**settings))
+        return self._apps[key]
+
+    def play(self, text: str, ask: Ask, **settings: Any) -> Any:
+        """Have a client ask a server that will say this."""
+        self.script.say(text)
+
+        async def run() -> Any:
+            app = self._app(**settings)
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            url = "http://server"
+            async with httpx.AsyncClient(transport=transport, base_url=url) as http:
+                return await ask(client_of(http))
+
+        return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.fixture(autouse=True)
+def _calls_are_not_checked(unchecked_types: None):
+    """Tests of the parts make the same calls, with their types checked."""
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    made = Stage()
+    try:
+        yield made
+    finally:
+        made.serving.shutdown(10)
+    assert_idle(made.engine)
+
+
+@dataclasses.dataclass
+class Answer:
+    """What came of one text, whole or streamed.
+
+    Attributes:
+        calls: Names and arguments.
+    """
+
+    content: str
+    calls: list[tuple[str, str]]
+    finish_reason: str | None
+    tokens: list[bytes]
+
+
+def asking(**given: Any) -> Callable[[openai.AsyncOpenAI], Awaitable[Any]]:
+    """Ask, and read the answers and the number of their tokens."""
+    asked = {"model": "model", "messages": MESSAGES, "logprobs": True} | given
+
+    async def ask(client: openai.AsyncOpenAI) -> tuple[list[Answer], int]:
+        create: Any = client.chat.completions.create
+        if not asked.get("stream"):
+            told = await create(**asked)
+            answers = [whole(choice) for choice in told.choices]
+            return answers, told.usage.completion_tokens
+        options = {"include_usage": True}
+        return await streamed(await create(**asked, stream_options=options))
+
+    return ask
+
+
+def whole(choice: Any) -> Answer:
+    calls = choice.message.tool_calls or []
+    assert len({call.id for call in calls}) == len(calls)
+    assert all(call.type == "function" for call in calls)
+    assert (choice.message.content is None) <= bool(calls)
+    return Answer(
+        choice.message.content or "",
+        [(call.function.name, call.function.arguments) for call in calls],
+        choice.finish_reason,
+        [bytes(one.bytes) for one in choice.logprobs.content],
+    )
+
+
+async def streamed(chunks: Any) -> tuple[list[Answer], int]:
+    """Put an answer together, and check each part of it."""
+    answers: dict[int, Answer] = {}
+    ids: set[str] = set()
+    usage = None
+    async for chunk in chunks:
+        usage = chunk.usage
+        for choice in chunk.choices:
+            answer = answers.setdefault(choice.index, Answer("", [], None, []))
+            assert answer.finish_reason is None, "something comes after the end"
+            answer.finish_reason = choice.finish_reason
+            if choice.logprobs is not None:
+                answer.tokens += [bytes(one.bytes) for one in choice.logprobs.content]
+            answer.content += choice.delta.content or ""
+            assert len(choice.delta.tool_calls or ()) <= 1
+            for call in choice.delta.tool_calls or ():
+                function = call.function
+                if call.id is not None:
+                    assert call.index == len(answer.calls)
+                    assert (call.type, function.arguments) == ("function", "")
+                    assert call.id not in ids
+                    ids.add(call.id)
+                    answer.calls.append((function.name, ""))
+                    continue
+                assert (call.type, function.name) == (None, None)
+                assert call.index == len(answer.calls) - 1
+                name, arguments = answer.calls.pop()
+                answer.calls.append((name, arguments + function.arguments))
+    assert usage is not None
+    return [answers[index] for index in sorted(answers)], usage.completion_tokens
+
+
+def said(*calls: dict[str, Any]) -> str:
+    return json.dumps(list(calls), ensure_ascii=False)
+
+
+def made(*calls: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(one["name"], one["parameters"]) for one in calls]
+
+
+WORDS = "Yes, it is [warm].\n"
+CASES: list[tuple[str, dict[str, Any], tuple[str, list[Any], str]]] = [
+    (WORDS, {}, (WORDS, [], "stop")),
+    (said(ROME), {}, ("", made(ROME), "tool_calls")),
+    (said(ROME, OSLO, NOW), {}, ("", made(ROME, OSLO, NOW), "tool_calls")),
+    (
+        said(ROME, NOW),
+        {"parallel_tool_calls": False},
+        ("", made(ROME), "tool_calls"),
+    ),
+    (f"Let me see.\n{said(NOW)}", {}, ("Let me see.\n", made(NOW), "tool_calls")),
+    (f"```json\n{said(ROME)}\n```", {}, ("", made(ROME), "tool_calls")),
+    (said(ROME), {"n": 2}, ("", made(ROME), "tool_calls")),
+    (said(ROME), {"tool_choice": "required"}, ("", made(ROME), "tool_calls")),
+    (
+        said(ROME, NOW),
+        {"tool_choice": "required", "n": 3},
+        ("", made(ROME, NOW), "tool_calls"),
+    ),
+    (said(ROME), {"tool_choice": NAMED}, ("", made(ROME), "stop")),
+    (said(ROME), {"tool_choice": "none"}, (said(ROME), [], "stop")),
+    (said({"name": "f"}), {}, (said({"name": "f"}), [], "stop")),
+]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(("text", "given", "expected"), CASES)
+def test_answers(
+    stage: Stage, text: str, given: dict[str, Any], expected: Any, is_stream: bool
+):
+    ask = asking(tools=TOOLS, stream=is_stream, **given)
+    answers, num_tokens = stage.play(text, ask, **AUTO)
+    content, calls, reason = expected
+    assert len(answers) == given.get("n", 1)
+    for answer in answers:
+        assert answer.content == content
+        read = [(name, json.loads(arguments)) for name, arguments in answer.calls]
+        assert read == calls
+        assert answer.finish_reason == reason
+        # What the model said is told whole, however it is written.
+        assert b"".join(answer.tokens).removesuffix(b"<eos>") == text.encode()
+        assert len(answer.tokens) == num_tokens / len(answers)
+    assert num_tokens == stage.script.say(text) * len(answers)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED])
+def test_a_call_that_is_cut_off_says_so(stage: Stage, choice: Any, is_stream: bool):
+    text = said(ROME)
+    begun = said(ROME | {"parameters": {}})[:-3]
+    most = len(TOKENIZER.encode(begun, False)) + 2
+    ask = asking(tools=TOOLS, tool_choice=choice, stream=is_stream, max_tokens=most)
+    (answer,), num_tokens = stage.play(text, ask, **AUTO)
+    assert (answer.finish_reason, num_tokens) == ("length", most)
+    ((name, arguments),) = answer.calls
+    assert name == "weather"
+    assert json.dumps(ROME["parameters"], ensure_ascii=False).startswith(arguments)
+    assert answer.content == ""
+
+
+def test_openais_own_stream(stage: Stage):
+    async def ask(client: openai.AsyncOpenAI) -> Any:
+        stream: Any = client.chat.completions.stream
+        asked = {"model": "model", "messages": MESSAGES, "tools": TOOLS}
+        async with stream(**asked) as events:
+            kinds = [event.type async for event in events]
+            return kinds, await events.get_final_completion()
+
+    kinds, final = stage.play(said(ROME, NOW), ask, **AUTO)
+    assert kinds.count("tool_calls.function.arguments.done") == 2
+    (choice,) = final.choices
+    calls = choice.message.tool_calls
+    read = [(one.function.name, json.loads(one.function.arguments)) for one in calls]
+    assert read == made(ROME, NOW)
+    assert choice.finish_reason == "tool_calls"
+
+
+def test_there_and_back(stage: Stage):
+    """A call is made, its result told, and the model reads both."""
+
+    async def ask(client: openai.AsyncOpenAI) -> Any:
+        create: Any = client.chat.completions.create
+        asked = {"model": "model", "tools": TOOLS}
+        first = await create(messages=MESSAGES, **asked)
+        message = first.choices[0].message
+        (call,) = message.tool_calls
+        result = {"role": "tool", "tool_call_id": call.id, "content": "21 °C"}
+        stage.script.say("It is.")
+        return await create(
+            messages=[*MESSAGES, message.model_dump(), result],
+            extra_body={"return_prompt_text": True},
+            **asked,
+        )
+
+    answer = stage.play(said(ROME), ask, **AUTO)
+    assert answer.choices[0].message.content == "It is."
+    assert answer.choices[0].finish_reason == "stop"
+    text = answer.prompt_text
+    assert '{"name": "weather", "parameters": {"type": "object"' in text
+    _, asked, called, told = text.split("<start_of_turn>")[:4]
+    assert asked.endswith("\n\nIs it warm in Rom?<end_of_turn>\n")
+    assert called == f"model\n{said(ROME)}<end_of_turn>\n"
+    assert told == 'user\n{"name": "weather", "result": "21 °C"}<end_of_turn>\n'
+
+
+@pytest.mark.parametrize(
+    ("choice", "settings", "is_told"),
+    [
+        ("auto", {}, True),
+        ("required", {}, True),
+        ("none", {}, False),
+        ("none", {"exclude_tools_when_tool_choice_none": False}, True),
+    ],
+)
+def test_the_model_is_told_of_tools(
+    stage: Stage, choice: str, settings: dict[str, Any], is_told: bool
+):
+    async def ask(client: openai.AsyncOpenAI) -> Any:
+        create: Any = client.chat.completions.create
+        asked = {"model": "model", "messages": MESSAGES, "tools": TOOLS}
+        asked["extra_body"] = {"return_prompt_text": True}
+        return await create(tool_choice=choice, **asked)
+
+    answer = stage.play(said(NOW), ask, **AUTO, **settings)
+    assert ('"name": "weather"' in answer.prompt_text) == is_told
+
+
+def test_tools_are_counted_by_tokenize(stage: Stage):
+    async def ask(client: openai.AsyncOpenAI) -> Any:
+        body = {"messages": MESSAGES, "tools": TOOLS}
+        http = client._client
+        told = await http.post("/tokenize", json=body)
+        return told.json()["count"]
+
+    written = TOKENIZER.apply_chat_template(MESSAGES, tools=TOOLS)
+    assert stage.play("", ask) == len(written)
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "told"),
+    [
+        ({"tools": TOOLS}, "tool_choice", "--enable-auto-tool-choice"),
+        (
+            {"tools": TOOLS, "tool_choice": "auto"},
+            "tool_choice",
+            "--enable-auto-tool-choice",
+        ),
+        ({"tools": [], "tool_choice": "required"}, "tools", "empty array"),
+        ({"tool_choice": "required"}, "tools", "must be set"),
+        ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice", "'some'"),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {"type": "function", "function": {"name": "x"}},
+            },
+            "tool_choice",
+            "'x'",
+        ),
+        ({"tools": [{}], "tool_choice": "required"}, "tools.0.function", "required"),
+        (
+            {"tools": [tool("f", {"type": "string"})], "tool_choice": "required"},
+            "tools[0]['function']['parameters']",
+            "of an object",
+        ),
+        *(
+            (
+                {"tools": [*TOOLS, tool("f", schema)], "tool_choice": choice},
+                "tools[2]['function']['parameters']",
+                reason,
+            )
+            for choice in ("required", {"type": "function", "function": {"name": "f"}})
+            for schema, reason in (
+                ({"properties": {"a": {"type": "nothing"}}}, "nothing"),
+                (
+                    {"properties": {"a": {"type": "array", "uniqueItems": True}}},
+                    "uniqueItems",
+                ),
+                ({"$ref": "#/$defs/gone"}, "gone"),
+            )
+        ),
+        (
+            {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [7]}]},
+            "messages[1]['tool_calls'][0]",
+            "function",
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_refusals(
+    stage: Stage, given: dict[str, Any], param: str, told: str, is_stream: bool
+):
+    before = stage.engine.runner.num_launches  # pyright: ignore
+
+    async def ask(client: openai.AsyncOpenAI) -> None:
+        create: Any = client.chat.completions.create
+        asked = {"model": "model", "messages": MESSAGES, "stream": is_stream} | given
+        with pytest.raises(openai.BadRequestError) as refused:
+            await create(**asked)
+        assert refused.value.param == param, refused.value.message
+        assert told in refused.value.message
+
+    stage.play("", ask)
+    assert stage.engine.runner.num_launches == before  # pyright: ignore
+
+
+def test_a_schema_that_nothing_is_held_to_is_no_matter(stage: Stage):
+    broken = tool("f", {"properties": {"a": {"type": "nothing"}}})
+    for choice in ("auto", NAMED):
+        ask = asking(tools=[*TOOLS, broken], tool_choice=choice)
+        (answer,), _ = stage.play(said(ROME), ask, **AUTO)
+        assert len(answer.calls) == 1
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_plugin(
+    stage: Stage, tmp_path: Path, is_stream: bool, monkeypatch: pytest.MonkeyPatch
+):
+    known = dict(ToolParserManager.tool_parsers)
+    monkeypatch.setattr(ToolParserManager, "tool_parsers", known)
+    path = tmp_path / "shout_parser.py"
+    path.write_text(PLUGIN)
+    plugin = {"tool_call_parser": "shout", "tool_parser_plugin": str(path)}
+
+    async def ask(client: openai.AsyncOpenAI) -> Any:
+        create: Any = client.chat.completions.create
+        asked = {"model": "model", "messages": MESSAGES, "tools": TOOLS}
+        told = await create(**asked, stream=is_stream)
+        if not is_stream:
+            return told.choices[0].message.tool_calls
+        return [
+            call
+            async for chunk in told
+            for call in chunk.choices[0].delta.tool_calls or ()
+        ]
+
+    calls = stage.play("TIME ", ask, **AUTO, **plugin)
+    assert [call.function.name for call in calls] == ["time"]

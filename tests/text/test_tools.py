@@ -1,0 +1,401 @@
+"""The form in which Gemma 2 is told of tools and calls them: written, bound, read."""
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import llguidance
+import pytest
+
+from jaxspec.errors import RequestError
+from jaxspec.text.chat_turns import read_messages
+from jaxspec.text.tokenizer import Tokenizer
+from jaxspec.text.tools import (
+    CallReader,
+    calls_schema,
+    read_calls,
+    read_tools,
+    say_tools,
+)
+from jaxspec_checkpoints import bundled_target
+
+TOKENIZER = Tokenizer.from_folder(bundled_target())
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather.",
+            "parameters": CITY,
+        },
+    },
+    {"type": "function", "function": {"name": "time"}},
+]
+READS_TOOLS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}"
+    "|{% endfor %}{{ tools | length if tools else 'none' }}"
+)
+
+
+def asked(text: str = "Hi") -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def called(arguments: Any, content: Any = None, call_id: Any = "c1") -> dict[str, Any]:
+    function = {"name": "weather", "arguments": arguments}
+    call = {"id": call_id, "type": "function", "function": function}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def told(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": "c1", "content": text} | more
+
+
+def said(messages: Any, tools: Any = None) -> list[tuple[str, str]]:
+    given = read_calls(read_messages(messages))
+    return [
+        (one["role"], one["content"]) for one in say_tools(given, read_tools(tools))
+    ]
+
+
+def write(messages: Any, **options: Any) -> str:
+    return TOKENIZER.write_chat(messages, **options)[0]
+
+
+# --- What the model reads. ---
+
+
+def test_the_first_turn_tells_of_tools():
+    text = write([asked()], tools=TOOLS)
+    assert text.startswith("<bos><start_of_turn>user\nYou can call functions.")
+    assert text.endswith("\n]\n\nHi<end_of_turn>\n<start_of_turn>model\n")
+    listed = text[text.index("functions:\n[") + 11 : text.index("\n\nHi")]
+    assert json.loads(listed) == [
+        {"name": "weather", "description": "The weather.", "parameters": CITY},
+        {"name": "time", "parameters": {"type": "object", "properties": {}}},
+    ]
+
+
+def test_a_system_speaks_before_the_tools():
+    system = {"role": "system", "content": "Be brief.\n"}
+    text = write([system, asked()], tools=TOOLS)
+    assert text.count("<start_of_turn>user\n") == 1
+    assert "user\nBe brief.\n\nYou can call functions." in text
+    assert text.index("functions:") < text.index("\n\nHi<end_of_turn>")
+
+
+def test_calls_and_results_are_turns():
+    messages = [
+        asked(),
+        called('{"city": "Rom"}', "Let me see."),
+        told("21 °C"),
+        told("x", tool_call_id="other", name="time"),
+        told("y", tool_call_id=None),
+        {"role": "assistant", "content": "Warm."},
+    ]
+    assert said(messages) == [
+        ("user", "Hi"),
+        (
+            "assistant",
+            'Let me see.\n[{"name": "weather", "parameters": {"city": "Rom"}}]',
+        ),
+        ("user", '{"name": "weather", "result": "21 °C"}'),
+        ("user", '{"name": "time", "result": "x"}'),
+        ("user", '{"result": "y"}'),
+        ("assistant", "Warm."),
+    ]
+    # Results of calls at once are one turn.
+    text = write([*messages[:4], asked("So?")])
+    assert text.count("<start_of_turn>user\n") == 2
+    assert '"21 °C"}\n\n{"name": "time", "result": "x"}\n\nSo?<end_of_turn>' in text
+
+
+@pytest.mark.parametrize("arguments", ["", None, {}, "{}"])
+def test_a_call_without_arguments(arguments: Any):
+    (_, turn) = said([asked(), called(arguments)])
+    assert turn == ("assistant", '[{"name": "weather", "parameters": {}}]')
+
+
+def test_what_the_model_said_is_read_again():
+    """The form of the history is the form of the answers."""
+    (_, (_, text)) = said([asked(), called('{"city": "}\\"{"}')])
+    assert read(text) == ("", [("weather", '{"city": "}\\"{"}')])
+
+
+def test_tools_and_results_cannot_end_a_turn():
+    end = TOKENIZER.encode("<end_of_turn>")[-1]
+    spelled = "<end_of_turn>\n<start_of_turn>model\n"
+    tool = {"function": {"name": "f", "description": spelled}}
+    messages = [asked(), called(json.dumps({"city": spelled})), told(spelled)]
+    for options in ({}, {"chat_template": "{{ tools[0].function.description }}<eos>"}):
+        text, token_ids = TOKENIZER.write_chat(messages, tools=[tool], **options)
+        assert spelled.strip() in text or json.dumps(spelled)[1:-1] in text
+        assert token_ids.count(end) == (0 if options else 3)
+
+
+def test_a_template_with_a_place_for_tools_is_given_them():
+    messages = [asked(), called('{"city": "Rom"}'), told("21")]
+    given = {"chat_template": READS_TOOLS, "tools": TOOLS}
+    assert write(messages, **given) == "user: Hi|assistant: Rom|tool: 21|2"
+    for none in (None, []):
+        assert write([asked()], **given | {"tools": none}) == "user: Hi|none"
+        assert write([asked()], tools=none) == write([asked()])
+    assert write([asked()], **given, strict_roles=True) == "user: Hi|2"
+
+
+def test_strict_roles_refuse_what_the_template_has_no_place_for():
+    for messages, tools in (([asked()], TOOLS), ([asked(), called("{}"), told("")], 0)):
+        options = {"tools": tools} if tools else {}
+        write(messages, **options)
+        with pytest.raises(RequestError, match="[Ll]eave out strict_roles"):
+            write(messages, strict_roles=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("tools", "name"),
+    [
+        ({}, "tools"),
+        ("f", "tools"),
+        ([{1, 2}], "tools"),
+        ([{"function": {"name": "\udfff"}}], "tools"),
+        ([7], "tools[0]"),
+        ([{}], "tools[0]"),
+        ([TOOLS[0], {"function": None}], "tools[1]"),
+        ([{"type": "retrieval", "function": {"name": "f"}}], "tools[0]['type']"),
+        ([{"function": {}}], "tools[0]['function']['name']"),
+        ([{"function": {"name": ""}}], "tools[0]['function']['name']"),
+        (
+            [{"function": {"name": "f", "description": 7}}],
+            "tools[0]['function']['description']",
+        ),
+        *(
+            (
+                [{"function": {"name": "f", "parameters": wrong}}],
+                "tools[0]['function']['parameters']",
+            )
+            for wrong in (7, [], {"type": "string"}, {"type": ["object", "null"]})
+        ),
+    ],
+)
+def test_what_is_no_tool(tools: Any, name: str):
+    with pytest.raises(RequestError) as refused:
+        write([asked()], tools=tools)
+    assert refused.value.parameter == name
+    assert name in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("calls", "name"),
+    [
+        ({}, "messages[1]['tool_calls']"),
+        ([7], "messages[1]['tool_calls'][0]"),
+        ([{}], "messages[1]['tool_calls'][0]"),
+        ([{"function": {"name": 7}}], "messages[1]['tool_calls'][0]"),
+        *(
+            (
+                [{"function": {"name": "f", "arguments": wrong}}],
+                "messages[1]['tool_calls'][0]['function']['arguments']",
+            )
+            for wrong in ("{", "[]", "7", 7, ["a"])
+        ),
+    ],
+)
+def test_what_is_no_call(calls: Any, name: str):
+    message = {"role": "assistant", "content": "x", "tool_calls": calls}
+    with pytest.raises(RequestError) as refused:
+        write([asked(), message])
+    assert refused.value.parameter == name
+    assert name in str(refused.value)
+
+
+def test_only_a_call_needs_no_content():
+    for message in (asked(), {"role": "assistant"}):
+        with pytest.raises(RequestError, match="content"):
+            write([asked(), message | {"content": None}])
+
+
+# --- The grammar of answers that must call. ---
+
+PLACES = {
+    "type": "object",
+    "$id": "http://example.org/places",
+    "$defs": {"place": {"type": "string", "enum": ["Rom", "Oslo"]}},
+    "properties": {
+        "place": {"$ref": "#/$defs/place"},
+        "more": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1},
+    },
+    "required": ["place"],
+    "additionalProperties": False,
+}
+
+
+def allows(schema: dict[str, Any], text: str) -> bool:
+    """Whether llguidance takes a text, whole."""
+    tokenizer = llguidance.LLTokenizer("byte")
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    matcher = llguidance.LLMatcher(tokenizer, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = tokenizer.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+ROM = {"name": "where", "parameters": {"place": "Rom"}}
+DEEP = {
+    "name": "where",
+    "parameters": {"place": "Rom", "more": [{"place": "Oslo"}]},
+}
+NOW = {"name": "time", "parameters": {}}
+
+
+@pytest.mark.parametrize(
+    ("answer", "one", "several"),
+    [
+        ([ROM], True, True),
+        ([DEEP], True, True),
+        ([NOW], True, True),
+        ([ROM, NOW], False, True),
+        ([], False, False),
+        (ROM, False, False),
+        ([{"name": "other", "parameters": {}}], False, False),
+        ([{"name": "where", "parameters": {}}], False, False),
+        ([{"name": "where", "parameters": {"place": "Bonn"}}], False, False),
+        ([{"name": "where", "parameters": {"place": "Rom", "x": 1}}], False, False),
+        ([{"name": "where"}], False, False),
+        ([ROM | {"id": 1}], False, False),
+        ([{"name": "time", "parameters": 7}], False, False),
+    ],
+)
+def test_what_must_call_calls(answer: Any, one: bool, several: bool):
+    tools = read_tools(
+        [
+            {"function": {"name": "where", "parameters": PLACES}},
+            {"function": {"name": "time", "parameters": {}}},
+        ]
+    )
+    for is_parallel, expected in ((False, one), (True, several)):
+        schema = calls_schema(tools, is_parallel=is_parallel)
+        assert allows(schema, json.dumps(answer)) == expected
+        # A second opinion on what the schema means.
+        validator = jsonschema.Draft202012Validator(schema)
+        assert validator.is_valid(answer) == expected
+
+
+# --- What is read. ---
+
+
+def read(text: str, step: int = 10**6) -> tuple[str, list[tuple[str, str]]]:
+    """The words and the calls of a text that comes in pieces."""
+    reader, words = CallReader({"weather", "time"}), ""
+    calls: list[tuple[str, str]] = []
+    pieces = [text[at : at + step] for at in range(0, len(text), step)]
+    for piece in (*pieces, None):
+        for part in reader.end() if piece is None else reader.feed(piece):
+            assert part.text or part.name is not None, "nothing is told"
+            if part.call is None:
+                words += part.text
+            elif part.name is not None:
+                assert (part.call, part.text) == (len(calls), "")
+                calls.append((part.name, ""))
+            else:
+                assert part.call == len(calls) - 1
+                name, arguments = calls.pop()
+                calls.append((name, arguments + part.text))
+    return words, calls
+
+
+NONE = '{"name": "time", "parameters": {}}'
+ROME = '{"name": "weather", "parameters": {"city": "Rom"}}'
+BOTH = [("weather", '{"city": "Rom"}'), ("time", "{}")]
+PRETTY = json.dumps([json.loads(ROME)], indent=2)
+FORMS: list[tuple[str, str, list[tuple[str, str]]]] = [
+    # Words.
+    ("", "", []),
+    (" \n", " \n", []),
+    ("Hello.\nYou!\n", "Hello.\nYou!\n", []),
+    ("[1, 2]", "[1, 2]", []),
+    ("{}\n[]", "{}\n[]", []),
+    ("```py\nprint(1)\n```", "```py\nprint(1)\n```", []),
+    (f"Say {ROME}", f"Say {ROME}", []),
+    # Almost calls.
+    ('{"name": "Ann", "parameters": {}}', '{"name": "Ann", "parameters": {}}', []),
+    ('{"name": "time", "age": 3}', '{"name": "time", "age": 3}', []),
+    ('{"parameters": {"a": 1}}', '{"parameters": {"a": 1}}', []),
+    ('{"name": "time", "parameters": 7}', '{"name": "time", "parameters": 7}', []),
+    ('{"name": 7}', '{"name": 7}', []),
+    ('{"name": "ti\\qme"}', '{"name": "ti\\qme"}', []),
+    ('{"name": "ti\nme"}', '{"name": "ti\nme"}', []),
+    ("{name: 'time'}", "{name: 'time'}", []),
+    ('{"name" "time"}', '{"name" "time"}', []),
+    ('[{"na', '[{"na', []),
+    ('```json\n[{"name": "ti', '```json\n[{"name": "ti', []),
+    # Calls.
+    (f"[{ROME}]", "", BOTH[:1]),
+    (f"[{ROME}, {NONE}]", "", BOTH),
+    (f" \n[ {ROME}\n,{NONE} ]\n", "", BOTH),
+    (ROME, "", BOTH[:1]),
+    (f"{ROME}\n{NONE}", "", BOTH),
+    (f"{ROME} {NONE}", "", BOTH),
+    (f"[{ROME}]\n[{NONE}]", "", BOTH),
+    (ROME.replace("parameters", "arguments"), "", BOTH[:1]),
+    ('{"parameters": {"city": "Rom"}, "name": "weather"}', "", BOTH[:1]),
+    ('{"name": "time"}', "", BOTH[1:]),
+    ('{"name": "t\\u0069me"}', "", BOTH[1:]),
+    (PRETTY, "", [("weather", '{\n      "city": "Rom"\n    }')]),
+    (f"```json\n[{ROME}]\n```", "", BOTH[:1]),
+    (f"```tool_code\n{ROME}\n```\n```\n{NONE}```", "", BOTH),
+    # Both.
+    (f"Let me see.\n\n{ROME}", "Let me see.\n", BOTH[:1]),
+    (f"[{ROME}]\nDone.", "\nDone.", BOTH[:1]),
+    (f"```json\n{ROME}\n```\nDone.", "\nDone.", BOTH[:1]),
+    (f"[1]\n[{ROME}]", "[1]\n", BOTH[:1]),
+    # Cut off.
+    (f"[{ROME}, {{", "", BOTH[:1]),
+    (f"```json\n[{ROME}]\n``", "", BOTH[:1]),
+    (f"[{ROME[:-1]}", "", BOTH[:1]),
+    (f"[{ROME[:-3]}", "", [("weather", '{"city": "Rom')]),
+    # What follows a call that goes on wrongly is words.
+    (f"{ROME[:-1]}, }}", ", }", BOTH[:1]),
+    ('{"parameters": {}, "name": "time"]', "]", BOTH[1:]),
+    # Nested, and with letters that look like an end.
+    (
+        '{"name": "time", "parameters": {"a": [{"b": "}]\\\\"}, {}], "c": "\\"}"}}',
+        "",
+        [("time", '{"a": [{"b": "}]\\\\"}, {}], "c": "\\"}"}')],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "words", "calls"), FORMS)
+def test_an_answer_is_words_and_calls(text: str, words: str, calls: Any):
+    for step in (1, 2, 3, 7, 10**6):
+        assert read(text, step) == (words, calls), step
+
+
+def test_any_text_is_read_alike_in_any_pieces(unchecked_types: None):
+    whole = [*(text for text, _, _ in FORMS), '"}]{[,:`\\ \n']
+    rng, num_calls = random.Random(0), 0
+    for _ in range(1500):
+        letters = [*rng.choice(whole), *rng.choice(whole)]
+        for _ in range(rng.randint(0, 5)):
+            at = rng.randint(0, len(letters))
+            letters[at : at + rng.randint(0, 1)] = rng.choice('{}[]",:`\\ \ntime')
+        text = "".join(letters)
+        words, calls = read(text)
+        assert read(text, rng.randint(1, 5)) == (words, calls), text
+        assert calls or words == text
+        num_calls += len(calls)
+    assert num_calls > 500
+
+
+def test_nothing_is_held_back_longer_than_it_must_be():
+    reader = CallReader({"weather"})
+    assert [part.text for part in reader.feed("Hel")] == ["Hel"]
+    assert [part.text for part in reader.feed("lo\n[")] == ["lo\n"]
+    assert reader.feed('{"name": "weather"') == []
+    (begun, some) = reader.feed(', "parameters": {"ci')
+    assert (begun.name, some.text) == ("weather", '{"ci')
+    assert [part.text for part in reader.feed('ty": 1}}')] == ['ty": 1}']
+    assert reader.feed("]\n") == reader.end() == []
