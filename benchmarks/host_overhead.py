@@ -6,11 +6,13 @@ With 64 and with 256 sequences, whose callers want final outputs or every token.
 The whole engine runs (scheduler, pages, packing, unpacking, texts) with the bundled
 pair's tokenizer; in place of the compiled program stands one that takes a fixed time
 and accepts a random number of drafts. Host time is what `step` takes beyond waiting for
-it; jax's own time for a launch and two copies is not in it.
+it; jax's own time for a launch and two copies is not in it. Of shorter rounds a launch
+may have several (`num_scheduler_steps`): what is told is the time of each.
 Writes benchmarks/results/host-overhead.json.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -32,6 +34,8 @@ RESULT = Path(__file__).with_name("results") / "host-overhead.json"
 NUM_SEQS = 64, 256
 NUM_DRAFT_TOKENS = 4
 ROUND_S = 0.010
+# Of a small model, of which several rounds run in a launch.
+SHORT_ROUND_S, STEPS = 0.003, 8
 PROMPT_TOKENS = 64
 # Of a round of so many sequences, by what their callers want.
 GOALS_MS = {
@@ -64,7 +68,8 @@ class WaitingRunner(Runner):
         if shape not in self._layouts:
             self._layouts[shape] = PlanLayout(shape, self.pool)
         vector = self._layouts[shape].pack(plan)
-        self._free_at = max(self._free_at, time.monotonic()) + self._round_s
+        round_s = self._round_s * plan.num_rounds
+        self._free_at = max(self._free_at, time.monotonic()) + round_s
         self.num_launches += 1
         return self._free_at, vector
 
@@ -85,6 +90,16 @@ class WaitingRunner(Runner):
         """What the program would say, computed while it would run."""
         if shape.is_catch_up:
             return np.full(result_layout(shape).size, -1, np.float32).view(np.int32)
+        if shape.max_rounds == 1:
+            return self._round(shape, vector, layout)
+        count = int(layout.view(vector, "num_rounds"))
+        rounds = [self._round(shape, vector, layout) for _ in range(count)]
+        rounds += [np.zeros_like(rounds[0])] * (shape.max_rounds - count)
+        return np.concatenate([np.array([count], np.int32), *rounds])
+
+    def _round(
+        self, shape: StepShape, vector: np.ndarray, layout: PlanLayout
+    ) -> np.ndarray:
         seqs, width = shape.num_seqs, shape.num_draft_tokens + 1
         drafts = layout.view(vector, "decode_draft")
         accepted = self._random.integers(0, drafts + 1)
@@ -108,7 +123,7 @@ class WaitingRunner(Runner):
 
 
 def make_engine(
-    num_seqs: int, max_model_len: int, round_s: float = ROUND_S
+    num_seqs: int, max_model_len: int, round_s: float = ROUND_S, steps: int = 1
 ) -> tuple[LLMEngine, WaitingRunner]:
     args = EngineArgs(
         model="jaxspec/tiny-gemma2",
@@ -118,6 +133,7 @@ def make_engine(
         max_model_len=max_model_len,
         max_num_seqs=num_seqs,
         max_num_batched_tokens=2048,
+        num_scheduler_steps=steps,
         num_gpu_blocks_override=num_seqs * max_model_len // 16,
     )
     config = args.create_engine_config()
@@ -135,7 +151,10 @@ def make_engine(
 def measure(
     engine: LLMEngine, runner: WaitingRunner, kind: RequestOutputKind, rounds: int
 ) -> list[float]:
-    """Host seconds of every round in which all sequences decode."""
+    """Host seconds of every round in which all sequences decode.
+
+    Of a launch of several rounds, the same share for each.
+    """
     random, num_seqs = np.random.default_rng(1), engine.config.max_num_seqs
     params = SamplingParams(max_tokens=None, ignore_eos=True, output_kind=kind)
     for number in range(num_seqs):
@@ -152,11 +171,14 @@ def measure(
         engine.step()
     for _ in range(10):
         engine.step()
-    for _ in range(rounds):
+    while len(samples) < rounds:
         start, waited = time.perf_counter(), runner.waited_s
+        before = engine.stats.num_rounds
         engine.step()
         step_s = time.perf_counter() - start
-        samples.append(step_s - (runner.waited_s - waited))
+        host_s = step_s - (runner.waited_s - waited)
+        count = engine.stats.num_rounds - before
+        samples += [host_s / count] * count
     assert len(engine.scheduler.running) == num_seqs
     engine.abort_request([str(number) for number in range(num_seqs)])
     while engine.has_unfinished_requests():
@@ -181,22 +203,28 @@ def main() -> None:
     tokens = options.rounds * (NUM_DRAFT_TOKENS + 1)
     kinds = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
     found = []
-    for num_seqs in NUM_SEQS:
+    for num_seqs, (round_s, steps) in itertools.product(
+        NUM_SEQS, [(ROUND_S, 1), (SHORT_ROUND_S, 1), (SHORT_ROUND_S, STEPS)]
+    ):
         # Room for prompts and for what is said before all decode.
-        engine, runner = make_engine(num_seqs, 512 + PROMPT_TOKENS + tokens)
-        for kind in kinds:
+        length = 512 + PROMPT_TOKENS + tokens
+        engine, runner = make_engine(num_seqs, length, round_s, steps)
+        for kind in kinds if round_s == ROUND_S else kinds[:1]:
             values = summary(measure(engine, runner, kind, options.rounds))
-            goal_ms = GOALS_MS.get((num_seqs, kind.name))
+            is_goal = round_s == ROUND_S
+            goal_ms = GOALS_MS.get((num_seqs, kind.name)) if is_goal else None
             found.append(
-                {"num_seqs": num_seqs, "outputs": kind.name, "goal_ms": goal_ms}
+                {
+                    "num_seqs": num_seqs,
+                    "outputs": kind.name,
+                    "round_ms": 1e3 * round_s,
+                    "num_scheduler_steps": steps,
+                    "goal_ms": goal_ms,
+                }
                 | values
             )
             print(json.dumps(found[-1]))
-    result = {
-        "num_draft_tokens": NUM_DRAFT_TOKENS,
-        "round_ms": 1e3 * ROUND_S,
-        "host": found,
-    }
+    result = {"num_draft_tokens": NUM_DRAFT_TOKENS, "host": found}
     record(result, options.out, command="python -m benchmarks.host_overhead")
 
 

@@ -30,6 +30,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_DTYPE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}
 MAX_PAGE_SIZE = 256
 MAX_LOGPROBS = 1024  # told per token: every launch brings them to the host
+MAX_SCHEDULER_STEPS = 64  # a result has room for all of them
 PAIR_HINT = (
     "Choose a draft of the target's family; of Gemma 2, these pairs work (target <- "
     "draft): 27b <- 9b, 27b <- 2b, 9b <- 2b."
@@ -89,6 +90,7 @@ class EngineConfig:
         generation_defaults: Sampling parameters that the model folder recommends.
         compilation_cache_dir: Where compiled programs are kept; None for nowhere.
         batch_invariant: Requests of a form run in one program, whatever is beside them.
+        num_scheduler_steps: Rounds that a launch may run where nobody waits for one.
         structured_outputs: What holds for forms of texts where requests say nothing.
     """
 
@@ -117,6 +119,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     max_logprobs: int = 20
     batch_invariant: bool = False
+    num_scheduler_steps: int = 1
     structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
 
     def __post_init__(self):
@@ -132,6 +135,13 @@ class EngineConfig:
             check_flag(ConfigError, name, getattr(self, name))
         check_integer(
             ConfigError, "max_logprobs", self.max_logprobs, low=0, high=MAX_LOGPROBS
+        )
+        check_integer(
+            ConfigError,
+            "num_scheduler_steps",
+            self.num_scheduler_steps,
+            low=1,
+            high=MAX_SCHEDULER_STEPS,
         )
         check_integer(
             ConfigError,

@@ -113,6 +113,7 @@ class OneShapeRunner(Runner):
             ),
             chunk=config.max_num_batched_tokens if shape.chunk else 0,
             features=shape.features,
+            max_rounds=shape.max_rounds,
         )
         return super().launch(plan, padded), padded
 

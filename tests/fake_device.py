@@ -7,6 +7,7 @@ draft model without keys for what it is asked to continue, all fail at the launc
 would have gone wrong. What each request says is fixed in advance, by `truth`.
 """
 
+import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -128,6 +129,22 @@ class FakeDevice:
         assert len(plan.tiles) <= shape.num_tiles
         if shape.is_catch_up:
             return self._catch_up(plan, shape)
+        rows = [row for row, _ in plan.decode]
+        later, rest = [], dataclasses.replace(plan, pages=[])
+        alive = self._alive(rows)
+        first = last = self._run_round(plan, shape)
+        while len(later) + 1 < plan.num_rounds:
+            is_broken = last.is_broken.any() or last.is_draft_broken.any()
+            if is_broken or not alive or self._alive(rows) != alive:
+                break
+            later.append(last := self._run_round(rest, shape))
+        return dataclasses.replace(first, later=tuple(later))
+
+    def _alive(self, rows: list[int]) -> list[int]:
+        """Those that have not ended."""
+        return [row for row in rows if not self.rows[row].is_done]
+
+    def _run_round(self, plan: StepPlan, shape: StepShape) -> StepResult:
         for admission in plan.admissions:
             self.rows[admission.row] = Row(admission, self.pool)
         for row, index, page in plan.pages:

@@ -131,17 +131,20 @@ class Loop:
         self.scheduler.rows.check()
         if self.launched and (launch is None or len(self.launched) > self.depth):
             launch, result = self.launched.popleft()
-            self.scheduler.record_time(launch, self.cost(launch))
-            for part in self.scheduler.commit(launch, result).parts:
-                if part.is_done:
-                    self.scheduler.finish(part.request, "length", None)
-                    self.finished.append(part.request)
+            self.scheduler.settle(launch, len(result.rounds))
+            for one in result.rounds:
+                self.scheduler.record_time(launch, self.cost(launch))
+                for part in self.scheduler.commit(launch, one).parts:
+                    if part.is_done:
+                        self.scheduler.finish(part.request, "length", None)
+                        self.finished.append(part.request)
+            self.scheduler.rows.check()
         self.scheduler.pages.check()
         self.scheduler.costs.check()
         return self.scheduler.has_unfinished() or bool(self.launched)
 
     def cost(self, launch: Launch) -> float:
-        """Seconds that the device takes: for a round, and for each token fed."""
+        """Seconds that a round takes, and each token fed."""
         return self.fastest_s + launch.shape.chunk * self.fed_s
 
     def assert_idle(self) -> None:

@@ -116,6 +116,9 @@ class EngineArgs:
         batch_invariant: Decode in one width, so that a request's logits do not depend
             on its drafts or its neighbours on a TPU or GPU either (on a CPU they never
             do). Slower: see the README.
+        num_scheduler_steps: Most rounds that one launch may run, in a loop on the
+            device: where nobody waits, and nobody looks at tokens before the last. As
+            many as take 30 ms at most, and up to the first that ends a sequence.
         structured_outputs_config: What holds for forms of texts where requests say
             nothing: keys of `StructuredOutputsConfig`, as disable_any_whitespace.
     """
@@ -148,6 +151,7 @@ class EngineArgs:
     disable_log_stats: bool = False
     compilation_cache_dir: str | None = "auto"
     batch_invariant: bool = False
+    num_scheduler_steps: int = 1
     structured_outputs_config: dict[str, Any] | None = None
 
     # Speculation, three generations of it; see `jaxspec.engine.speculative_args`.
@@ -193,7 +197,6 @@ class EngineArgs:
     compilation_config: Any = None
     use_v2_block_manager: bool = True
     num_lookahead_slots: int = 0
-    num_scheduler_steps: int = 1
     disable_logprobs_during_spec_decoding: bool | None = None
     speculative_disable_mqa_scorer: bool = False
     typical_acceptance_sampler_posterior_threshold: float | None = None
@@ -296,6 +299,7 @@ class EngineArgs:
             max_logprobs=_max_logprobs(self.max_logprobs, model.vocab_size),
             compilation_cache_dir=_cache_dir(self.compilation_cache_dir),
             batch_invariant=self.batch_invariant,
+            num_scheduler_steps=self.num_scheduler_steps,
             structured_outputs=StructuredOutputsConfig.read(
                 self.structured_outputs_config
             ),

@@ -65,8 +65,8 @@ class Launch:
         registered: Pages registered in the prefix cache that this launch fills.
         is_probe: It asks the draft model what drafts would bring, where none are made.
         charged_s: Seconds that `Pacer` has charged for it.
-        expected_s: That it was expected to take; None where nothing was known.
-        seconds: That it kept the device busy, once it has been read.
+        expected_s: That a round was expected to take; None where nothing was known.
+        seconds: That each round kept the device busy, once it has been read.
     """
 
     plan: StepPlan
@@ -84,8 +84,13 @@ class Launch:
 
     @property
     def round(self) -> Round:
-        """What decides how long it takes."""
+        """What decides how long a round of it takes."""
         return Round(self.shape, int(self.drafts.max(initial=0)))
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that it may run."""
+        return self.plan.num_rounds
 
     @property
     def num_prefilled(self) -> int:
@@ -325,6 +330,26 @@ def salt_words(cache_salt: str | None) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
+def settle(
+    launch: Launch, num_run: int, rows: RowTable, *, has_draft_model: bool
+) -> None:
+    """Take back the rounds that a launch did not run, before those it ran are read."""
+    if launch.num_rounds == 1:
+        return
+    missing = launch.num_rounds - num_run
+    is_there = rows.owner[launch.rows] == launch.owners
+    rows.settle(
+        launch.rows[is_there],
+        launch.drafts[is_there],
+        launch.num_rounds,
+        missing,
+        is_lag=has_draft_model and not launch.shape.num_draft_tokens,
+    )
+    for request, has_row in zip(launch.decoding, is_there.tolist(), strict=True):
+        if not has_row and request.status is not Status.FINISHED:
+            request.num_unread -= missing
+
+
 def commit(
     launch: Launch,
     result: StepResult,
@@ -332,7 +357,7 @@ def commit(
     stats: EngineStats,
     costs: Costs,
 ) -> Advance:
-    """Add new tokens to requests and bring rows and totals up to date."""
+    """Add a round's tokens to requests and bring rows and totals up to date."""
     advance = _commit_rounds(launch, result, rows, stats, costs)
     for index, (tile, request) in enumerate(
         zip(launch.plan.tiles, launch.tiled, strict=True)

@@ -216,6 +216,10 @@ class Controller:
             self._account.begin()
         return 0 if self._refresh_left else self.num_drafts
 
+    def repeat(self, num_rounds: int) -> None:
+        """Count rounds that run with the newest choice, beyond the one it was for."""
+        self._rounds_left -= num_rounds
+
     def _try(self, now: float, *, is_trial: bool, can_ask: bool) -> None:
         """Make a draft for a few rounds where that alone tells what drafts bring."""
         if self.num_drafts:

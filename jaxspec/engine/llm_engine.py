@@ -26,6 +26,7 @@ from jaxspec.errors import ConfigError, RequestError, check_integer, refuse
 from jaxspec.metrics import Metric
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import TILE, Features, StepShape
+from jaxspec.program.wire import CaughtUp, StepResult
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 
@@ -165,7 +166,7 @@ class LLMEngine:
             )
 
     def step(self) -> list[RequestOutput]:
-        """Launch the next round, read the one before it, return what is new.
+        """Launch what comes next, read the launch before it, return what is new.
 
         Returns an empty list when the launch could not be read yet or no request has
         anything to show (`output_kind`).
@@ -294,16 +295,25 @@ class LLMEngine:
         # The device runs one launch at a time.
         took_s = now - max(launched_ts, self._last_read_ts)
         self._last_read_ts = now
+        rounds, outputs = fetched.rounds, list[RequestOutput]()
+        self.scheduler.settle(launch, len(rounds))
+        for result in rounds:
+            outputs += self._take_in(launch, result, took_s / len(rounds))
+        return outputs, now - before
+
+    def _take_in(
+        self, launch: Launch, result: StepResult | CaughtUp, took_s: float
+    ) -> list[RequestOutput]:
+        """Take in one round of a launch; its outputs."""
         self.scheduler.record_time(launch, took_s)
         num_before = self.stats.num_generated_tokens
-        advance = self.scheduler.commit(launch, fetched)
+        advance = self.scheduler.commit(launch, result)
         self.metrics.warn_of_low_acceptance(self.costs, self.choice)
         if not self.config.disable_log_stats:
             generated = self.stats.num_generated_tokens - num_before
             self.metrics.add_round(launch, generated, took_s)
         self.stats.num_rounds += 1
-        outputs = self.output_processor.advance(advance, self.scheduler.finish)
-        return outputs, now - before
+        return self.output_processor.advance(advance, self.scheduler.finish)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do."""

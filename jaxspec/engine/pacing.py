@@ -4,7 +4,8 @@ Prefill makes rounds longer for all decoding requests. Measured times of rounds
 decide how many tokens go in: over the rounds of a prefill, the mean time is held at
 `MAX_SLOWDOWN` of a round without prompts. What the draft model reads of a prompt comes
 afterwards, between rounds, in launches that take no longer than that allows where one
-is so small. Knows nothing of requests.
+is so small. And where nobody waits, how many rounds a launch may run: what the host
+does for a launch is then done once for all of them. Knows nothing of requests.
 """
 
 import math
@@ -16,6 +17,8 @@ MAX_SLOWDOWN = 1.5
 ROUNDING = 1 + 1e-9
 # Prompts wait no longer than this, whatever the account says.
 MAX_WAIT_ROUNDS = 64
+# Several rounds in one launch take no longer: whoever comes meanwhile waits for them.
+MAX_LAUNCH_S = 0.03
 
 
 class Pacer:
@@ -52,6 +55,13 @@ class Pacer:
     def rest(self) -> None:
         """There is nothing to prefill: the next prefill starts with an even account."""
         self.saved_s, self._num_waited = 0.0, 0
+
+    def num_rounds(self, round_: Round, most: int) -> int:
+        """How many such rounds may run in one launch, `most` at most."""
+        seconds = self.costs.expected_seconds(round_)
+        if seconds is None:
+            return 1  # first see what a round takes
+        return max(min(int(MAX_LAUNCH_S / seconds), most), 1)
 
     def chunk(self, plain: Round, mixed: list[Round]) -> tuple[int, float | None]:
         """The prompt tokens that the next round may take along, and what it pays out.

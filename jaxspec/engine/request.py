@@ -43,7 +43,7 @@ class Request:
         num_drafted: How many of the first of them the draft model has, too.
         page_keys: Keys of its first full pages.
         num_registered: Leading pages that are in the prefix cache.
-        num_unread: Unread launches with tokens for it, once it has lost its row.
+        num_unread: Unread rounds with tokens for it, once it has lost its row.
         num_prompt_logprobs: Prompt tokens whose log-probabilities were passed on.
     """
 

@@ -40,8 +40,10 @@ class RowTable:
         owner: The number of its admission; -1 for a free row.
         is_decoding: The whole prompt is prefilled, or is in a launch.
         is_streamed: The caller gets tokens as they are made.
+        is_quiet: Nobody looks at the tokens before the last one.
         num_tokens: Tokens whose values the host knows.
-        num_unread: Launches that add tokens and have not been read.
+        num_unread: Rounds that add tokens and have not been read.
+        num_unsure: How many of those may turn out not to have run.
         ahead: Upper bound on the tokens that those add.
         max_total: Tokens at which the sequence ends.
         longest: Positions that may be written, lookahead included.
@@ -65,8 +67,9 @@ class RowTable:
         self.free = list(range(num_rows - 1, -1, -1))
         self.owner = integers(-1)
         self.is_decoding, self.is_streamed = flags(), flags()
+        self.is_quiet = flags()
         self.num_tokens, self.num_unread = integers(), integers()
-        self.ahead = integers()
+        self.num_unsure, self.ahead = integers(), integers()
         self.max_total, self.longest = integers(), integers()
         self.num_draft, self.num_draft_uncached = integers(), integers(1)
         self.kind = integers()
@@ -82,8 +85,9 @@ class RowTable:
         self.is_decoding[row] = False
         kind = request.params.output_kind
         self.is_streamed[row] = kind is not RequestOutputKind.FINAL_ONLY
+        self.is_quiet[row] = request.is_quiet
         self.num_tokens[row] = request.num_tokens
-        self.num_unread[row] = self.ahead[row] = 0
+        self.num_unread[row] = self.num_unsure[row] = self.ahead[row] = 0
         self.max_total[row], self.longest[row] = request.max_total, longest
         self.num_draft[row], self.num_draft_uncached[row] = request.num_draft_tokens, 1
         # Its prompt is in when it decodes.
@@ -93,7 +97,7 @@ class RowTable:
         self.kind[row] = self.kinds.index(features)
 
     def release(self, request: Request) -> None:
-        """Free a request's row; it keeps the count of its unread launches."""
+        """Free a request's row; it keeps the count of its unread rounds."""
         row = request.row
         request.num_unread = int(self.num_unread[row])
         self.requests[row] = None
@@ -121,7 +125,7 @@ class RowTable:
 
     def fewest_tokens(self, rows: np.ndarray) -> np.ndarray:
         """Lower bound on the same, for sequences that have not ended."""
-        known = self.num_tokens[rows] + self.num_unread[rows]
+        known = self.num_tokens[rows] + self.num_unread[rows] - self.num_unsure[rows]
         return np.minimum(known, self.max_total[rows])
 
     def decodable(self, limit: int) -> tuple[np.ndarray, np.ndarray]:
@@ -163,20 +167,58 @@ class RowTable:
         room[self.max_total[rows] <= self._longest_drafted] = 2**31
         return np.minimum(wanted, np.maximum(np.minimum(left, room), 0))
 
-    def launch(self, rows: np.ndarray, drafts: np.ndarray) -> None:
-        """Count a round of which row i gets at most `drafts[i] + 1` tokens."""
-        self.num_unread[rows] += 1
-        self.ahead[rows] += drafts + 1
+    def rounds_left(self, rows: np.ndarray, drafts: np.ndarray) -> int:
+        """Rounds of at most so many drafts until the first of the rows may have ended.
 
-    def draft(self, rows: np.ndarray, num_draft_tokens: int) -> None:
-        """Update the draft model's lag for a round."""
+        Or has drafts beyond the draft model's longest sequence.
+        """
+        most, longest, each = self.most_tokens(rows), self._longest_drafted, drafts + 1
+        left = -(-(self.max_total[rows] - most) // each)
+        is_short = (drafts > 0) & (self.max_total[rows] > longest)
+        left[is_short] = np.minimum(left, (longest - most + 1) // each)[is_short]
+        return max(int(left.min(initial=2**31)), 1)
+
+    def launch(self, rows: np.ndarray, drafts: np.ndarray, num_rounds: int = 1) -> None:
+        """Count rounds in each of which row i gets at most `drafts[i] + 1` tokens.
+
+        The first of them runs in any case.
+        """
+        self.num_unread[rows] += num_rounds
+        self.num_unsure[rows] += num_rounds - 1
+        self.ahead[rows] += num_rounds * (drafts + 1)
+
+    def draft(
+        self, rows: np.ndarray, num_draft_tokens: int, num_rounds: int = 1
+    ) -> None:
+        """Update the draft model's lag for a launch."""
         gap = self.num_draft_uncached[rows]
         if num_draft_tokens:
             # A drafting round leaves at most its last draft and the target's token,
             # but does not fill what it finds open before.
-            self.num_draft_uncached[rows] = np.where(gap <= 2, 2, gap + 1)
+            self.num_draft_uncached[rows] = np.where(gap <= 2, 2, gap + num_rounds)
         else:
-            self.num_draft_uncached[rows] = gap + 1
+            self.num_draft_uncached[rows] = gap + num_rounds
+
+    def settle(
+        self,
+        rows: np.ndarray,
+        drafts: np.ndarray,
+        num_rounds: int,
+        num_missing: int,
+        *,
+        is_lag: bool,
+    ) -> None:
+        """Take back the last rounds of a launch, which did not run.
+
+        Args:
+            num_rounds: What `launch` has counted.
+            is_lag: `draft` has counted them, too: they leave the draft model behind.
+        """
+        self.num_unread[rows] -= num_missing
+        self.num_unsure[rows] -= num_rounds - 1
+        self.ahead[rows] -= num_missing * (drafts + 1)
+        if is_lag:
+            self.num_draft_uncached[rows] -= num_missing
 
     def read(self, rows: np.ndarray, drafts: np.ndarray, emitted: np.ndarray) -> None:
         """Count a round that has been read."""
@@ -191,7 +233,8 @@ class RowTable:
         assert (self.num_tokens[taken] <= self.max_total[taken]).all()
         # The draft model never has keys and values for the last token.
         assert (self.num_draft_uncached[taken] >= 1).all()
-        assert (self.num_unread[taken] >= 0).all()
+        assert (self.num_unsure[taken] >= 0).all()
+        assert (self.num_unread[taken] >= self.num_unsure[taken]).all()
         assert (self.ahead[taken] >= self.num_unread[taken]).all()
         for row in taken.tolist():
             (request,) = self.owners_of([row])

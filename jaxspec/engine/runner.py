@@ -57,7 +57,7 @@ class Runner:
         compiles_beside: Whether launches go on in other programs while one is made.
             Otherwise every launch has its own, and waits for it.
         dtype: The type of both models' weights.
-        num_launches: Programs launched so far: one per round.
+        num_launches: Programs launched so far.
         token_masks: Host callback that computes grammar masks for the programs.
         cache: Where programs are read from, and kept.
         memory: How the devices' memory was planned, if it was.
@@ -180,7 +180,7 @@ class Runner:
             ) from error
 
     def launch(self, plan: StepPlan, shape: StepShape) -> jax.Array:
-        """Start one round; returns its result vector, not yet computed."""
+        """Start a program; returns its result vector, not yet computed."""
         result = self._start(plan, shape)
         self.num_launches += 1
         return result
@@ -229,7 +229,7 @@ class Runner:
         return float(np.median(seconds[1:]))
 
     def fetch(self, result: jax.Array, shape: StepShape) -> StepResult | CaughtUp:
-        """Wait for a round and read what it did: the one copy to the host."""
+        """Wait for a launch and read what it did: the one copy to the host."""
         vector = np.asarray(jax.device_get(result))
         form = CaughtUp if shape.is_catch_up else StepResult
         return form.unpack(vector, shape)

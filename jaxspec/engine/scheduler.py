@@ -26,6 +26,7 @@ from jaxspec.engine.batch import (
     commit,
     commit_catch_up,
     plan_catch_up,
+    settle,
 )
 from jaxspec.engine.controller import Choice, Controller
 from jaxspec.engine.costs import Costs, Kind, Round
@@ -61,11 +62,13 @@ class Decode(NamedTuple):
         rows: None while the program for them is being compiled.
         wanted: Draft tokens of each row.
         shape: The program for them, without prompts.
+        is_exception: There are no drafts, although as a rule there would be.
     """
 
     rows: np.ndarray
     wanted: np.ndarray
     shape: StepShape | None
+    is_exception: bool = False
 
     @property
     def num_draft_tokens(self) -> int:
@@ -161,6 +164,7 @@ class Scheduler:
             most = int(wanted.max())
             self.shapes.find(len(rows), most, 0, self.rows.features(rows))
         rows, wanted = rows[is_ready], wanted[is_ready]
+        can_draft = bool(wanted.any() and self.controller.num_drafts)
         features, shape = self.rows.features(rows), None
         if len(rows):
             wanted = np.minimum(wanted, self._choose(rows, wanted, features))
@@ -173,7 +177,8 @@ class Scheduler:
                     shape = self.shapes.find(len(rows), 0, 0, features, is_brief=True)
         if shape is None:
             rows, wanted = rows[:0], wanted[:0]
-        return Decode(rows, wanted, shape)
+        is_exception = can_draft and not wanted.any()
+        return Decode(rows, wanted, shape, is_exception)
 
     def _awaits_draft(self, rows: np.ndarray) -> np.ndarray:
         """Which rows decode only once the draft model has read what they have.
@@ -368,7 +373,9 @@ class Scheduler:
         most = shapes[-1].num_tiles if shapes else 0
         room = min(room, most)
         going_on = claims_of(self._prefilling, room)
-        updates, sitting_out = self._secure(self._growing(decode) + going_on)
+        num_rounds = self._num_rounds(decode)
+        claims = self._growing(decode, num_rounds) + going_on
+        updates, sitting_out = self._secure(claims)
         if sitting_out is not None:
             # Drop the rows that were preempted or found no page.
             is_served = (self.rows.owner[rows] >= 0) & ~np.isin(rows, sitting_out)
@@ -408,15 +415,44 @@ class Scheduler:
                 is_brief=self._is_brief(decode),
             )
         assert shape is not None, "rows decode, and prompts come in, where they can"
-        return self._launch(rows, wanted, shape, work, charged_s)
+        return self._launch(rows, wanted, shape, work, charged_s, num_rounds)
 
-    def _growing(self, decode: Decode) -> list[Claim]:
+    def _num_rounds(self, decode: Decode) -> int:
+        """How many rounds of the same sequences the launch may run.
+
+        Several only where the launches after it would be like it, and where nobody
+        waits for what the first round brings: a place, a prompt's turn, a token to
+        show, a draft model that is up to date. And never at the price of a page that
+        somebody else has.
+        """
+        table, rows, shape = self.rows, decode.rows, decode.shape
+        if shape is None or shape.max_rounds == 1 or self.waiting:
+            return 1
+        # Others prefill, await the draft model, or may have ended.
+        is_alone = len(rows) == len(self.running) and not decode.is_exception
+        if not is_alone or not table.is_quiet[rows].all():
+            return 1
+        if self._has_draft_model and shape.num_draft_tokens and table.lags(rows).any():
+            return 1
+        round_ = Round(shape, decode.num_draft_tokens)
+        count = self.pacer.num_rounds(round_, shape.max_rounds)
+        count = min(count, table.rounds_left(rows, decode.wanted))
+        while count > 1 and not self._has_pages(self._growing(decode, count)):
+            count -= 1
+        return count
+
+    def _has_pages(self, claims: list[Claim]) -> bool:
+        needed = sum(self.tables.missing(*claim) for claim in claims)
+        return needed <= self.pages.num_free
+
+    def _growing(self, decode: Decode, num_rounds: int = 1) -> list[Claim]:
         """Decoding requests that need more pages, and for how many tokens."""
         table, rows = self.rows, decode.rows
         # The draft model writes this many positions whatever the request wants. One
         # more for the target's token, which has a slot but no keys and values yet.
         tree = Tree.chain(decode.num_draft_tokens)
         lengths = table.most_tokens(rows) + tree.num_rows
+        lengths += (num_rounds - 1) * (decode.wanted + 1)
         lengths = np.minimum(lengths, table.longest[rows])
         requests, size = table.owners_of(rows.tolist()), self.config.page_size
         return [
@@ -435,8 +471,7 @@ class Scheduler:
         Returns:
             The new pages, and the rows that sit out; None if there was enough for all.
         """
-        needed = sum(self.tables.missing(*claim) for claim in claims)
-        is_tight = needed > self.pages.num_free
+        is_tight = not self._has_pages(claims)
         if is_tight:
             claims = sorted(claims, key=lambda claim: self.waiting.rank(claim[0]))
         updates: list[PageUpdate] = []
@@ -571,12 +606,14 @@ class Scheduler:
         shape: StepShape,
         work: PrefillBatch,
         charged_s: float | None,
+        num_rounds: int,
     ) -> Launch:
         table = self.rows
         drafts = table.possible_drafts(rows, wanted)
-        table.launch(rows, drafts)
+        table.launch(rows, drafts, num_rounds)
         if self._has_draft_model:
-            table.draft(rows, shape.num_draft_tokens)
+            table.draft(rows, shape.num_draft_tokens, num_rounds)
+        self.controller.repeat(num_rounds - 1)
         listed = rows.tolist()
         decoding = table.owners_of(listed)
         plan = StepPlan(
@@ -584,6 +621,7 @@ class Scheduler:
             tiles=work.tiles,
             admissions=work.admissions,
             pages=work.updates,
+            num_rounds=num_rounds,
             grammars=_grammars(decoding, work) if shape.features.has_grammar else {},
         )
         return Launch(
@@ -598,8 +636,13 @@ class Scheduler:
             charged_s=charged_s,
         )
 
+    def settle(self, launch: Launch, num_run: int) -> None:
+        """Note how many rounds a launch has run, before the first is committed."""
+        has_model = self._has_draft_model
+        settle(launch, num_run, self.rows, has_draft_model=has_model)
+
     def commit(self, launch: Launch, result: StepResult | CaughtUp) -> Advance:
-        """Take a launch's result into the requests that have not ended."""
+        """Take a round's result into the requests that have not ended."""
         if isinstance(result, CaughtUp):
             commit_catch_up(launch, result, self.costs)
             self.controller.record_catch_up(launch.seconds, is_probe=launch.is_probe)
@@ -615,7 +658,7 @@ class Scheduler:
         return advance
 
     def record_time(self, launch: Launch, seconds: float) -> None:
-        """Record how long a launch kept the device busy."""
+        """Record how long a round of a launch kept the device busy."""
         launch.seconds = seconds
         launch.expected_s = self.costs.expected_seconds(launch.round)
         self.pacer.record(launch.round, seconds, launch.charged_s)

@@ -126,9 +126,16 @@ class Shapes:
         if self._config.batch_invariant:
             del sizes[GREEDY]
             sizes = dict.fromkeys(sizes, [largest])
+        rounds = self._config.num_scheduler_steps
         return {
             form: [
-                StepShape(num_seqs=n, num_draft_tokens=k, chunk=c, features=form)
+                StepShape(
+                    num_seqs=n,
+                    num_draft_tokens=k,
+                    chunk=c,
+                    features=form,
+                    max_rounds=rounds if form in (GREEDY, SAMPLED) and not c else 1,
+                )
                 for n, k, c in dict.fromkeys(listed)
             ]
             for form, listed in sizes.items()

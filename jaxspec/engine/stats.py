@@ -10,7 +10,7 @@ class EngineStats:
     """Totals since the engine started.
 
     Attributes:
-        num_rounds: Launches read back.
+        num_rounds: Rounds read back; a launch has one, or several.
         num_preemptions: Times that a request lost its pages to another.
         num_prefix_queries: Prompt tokens that were looked for in earlier pages.
         num_prefix_hits: Those found there.

@@ -101,6 +101,8 @@ class StepShape:
         is_catch_up: Nobody decodes. The draft model alone is fed what the target has
             read and made without it: prompts, and tokens, which it compares with its
             own choice.
+        max_rounds: Rounds that a launch may run one after the other; how many it does
+            is data. One has no loop around the round.
     """
 
     num_seqs: int
@@ -108,6 +110,7 @@ class StepShape:
     chunk: int
     features: Features = Features()
     is_catch_up: bool = False
+    max_rounds: int = 1
 
     @classmethod
     def catch_up(cls, chunk: int) -> "StepShape":
@@ -116,11 +119,16 @@ class StepShape:
 
     @property
     def name(self) -> str:
-        """What logs call it: `8x5+512_sampled`, sequences x drafts + prompt tokens."""
+        """What logs call it: `8x5+512_sampled`, sequences x drafts + prompt tokens.
+
+        Or `8x5x4_sampled`, where a launch may run four such rounds.
+        """
         if self.is_catch_up:
             return f"catch-up+{self.chunk}"
         chunk = f"+{self.chunk}" if self.chunk else ""
-        return f"{self.num_seqs}x{self.num_draft_tokens}{chunk}_{self.features.name}"
+        rounds = f"x{self.max_rounds}" if self.max_rounds > 1 else ""
+        size = f"{self.num_seqs}x{self.num_draft_tokens}{rounds}{chunk}"
+        return f"{size}_{self.features.name}"
 
     @property
     def tree(self) -> Tree:
@@ -326,6 +334,7 @@ class StepPlan:
     Attributes:
         decode: (row, draft tokens) of every decoding sequence.
         pages: (row, index in the row's page table, page id).
+        num_rounds: Of the same sequences, at most; fewer run where one of them ends.
         grammars: Who answers for the text of a row, by its number `grammar_id`.
     """
 
@@ -333,6 +342,7 @@ class StepPlan:
     tiles: list[Tile] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     pages: list[tuple[int, int, int]] = field(default_factory=list)
+    num_rounds: int = 1
     grammars: dict[int, Any] = field(default_factory=dict)
 
 

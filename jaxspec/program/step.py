@@ -5,6 +5,8 @@ the engine's state. The host passes one plan vector and reads one result vector.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,6 +49,9 @@ from jaxspec.program.wire import PlanLayout, result_layout
 from jaxspec.sharding import TARGET_MESH_AXES, replicated
 from jaxspec_kernels.dispatch import implementation_for
 
+# State, results by round, rounds run, whether no more may follow.
+_Turn = tuple[EngineState, Array, Array, Array]
+
 # Drafts of a narrow round. With the newest token they are as many rows as a plain round
 # has on a CPU (`jaxspec.models.cpu.MIN_ROWS`), and so cost next to nothing there.
 FEW = 3
@@ -88,7 +93,7 @@ def speculative_step(
     config: ProgramConfig,
     shape: StepShape,
 ) -> tuple[EngineState, Int[Array, " result"]]:
-    """Run one round.
+    """Run one round, or several of the same sequences.
 
     Decoding sequences get K drafts, one target pass over K + 1 positions, a verdict
     and up to K + 1 tokens; prompt tiles ride in the target's pass and, where a prompt
@@ -106,6 +111,45 @@ def speculative_step(
     launch = _read_plan(state, plan, config.pool, shape)
     if shape.is_catch_up:
         return _catch_up(proposer_params, state, launch, config=config, shape=shape)
+    state = dataclasses.replace(state, rows=launch.rows, token_pages=launch.token_pages)
+    run = functools.partial(
+        _run_round, target_params, proposer_params, config=config, shape=shape
+    )
+    if shape.max_rounds > 1:
+        return _run_rounds(run, state, launch, shape)
+    state, result = run(state, launch)
+    return state, jnp.concatenate(result_layout(shape).flatten(result))
+
+
+class _Launch(NamedTuple):
+    """The state once the plan has been applied, and who takes part."""
+
+    fields: dict[str, Array]
+    tiles: Tiles
+    rows: Rows
+    token_pages: Int[Array, "page page_size"]
+    active: Active
+
+    def batch(self, pool: PoolShape) -> TokenBatch:
+        """The prompt tiles, for a model."""
+        tiles = self.tiles
+        page_table = self.rows.page_table.at[tiles.row].get(mode="clip")
+        is_row = tiles.row < pool.num_rows
+        is_written = tiles.is_token & is_row[:, None]
+        kv_len = jnp.where(is_row, tiles.start + tiles.length, 0)
+        return make_region(tiles.tokens, kv_len, page_table, is_written, pool)
+
+
+def _run_round(
+    target_params: Params,
+    proposer_params: tuple[Params | None, ...],
+    state: EngineState,
+    launch: _Launch,
+    *,
+    config: ProgramConfig,
+    shape: StepShape,
+) -> tuple[EngineState, dict[str, Array]]:
+    """One round; the state after it, and the parts of its result."""
     active = launch.active
     proposal, num_draft, proposers = _propose(
         proposer_params, state.proposers, launch, config=config, shape=shape
@@ -144,26 +188,52 @@ def speculative_step(
         proposers=proposers,
         forced_acceptance=state.forced_acceptance,
     )
-    return state, jnp.concatenate(result_layout(shape).flatten(result))
+    return state, result
 
 
-class _Launch(NamedTuple):
-    """The state once the plan has been applied, and who takes part."""
+def _run_rounds(
+    run: Callable[[EngineState, _Launch], tuple[EngineState, dict[str, Array]]],
+    state: EngineState,
+    launch: _Launch,
+    shape: StepShape,
+) -> tuple[EngineState, Int[Array, " result"]]:
+    """As many rounds as the plan says, or up to the first in which a sequence ends.
 
-    fields: dict[str, Array]
-    tiles: Tiles
-    rows: Rows
-    token_pages: Int[Array, "page page_size"]
-    active: Active
+    Each is what a launch of its own would be. The host has to hear of an end, and of
+    broken numbers, before it can say who takes part in the next.
+    """
+    assert not shape.chunk, "prompts come in once"
+    layout, fields = result_layout(shape), launch.fields
 
-    def batch(self, pool: PoolShape) -> TokenBatch:
-        """The prompt tiles, for a model."""
-        tiles = self.tiles
-        page_table = self.rows.page_table.at[tiles.row].get(mode="clip")
-        is_row = tiles.row < pool.num_rows
-        is_written = tiles.is_token & is_row[:, None]
-        kv_len = jnp.where(is_row, tiles.start + tiles.length, 0)
-        return make_region(tiles.tokens, kv_len, page_table, is_written, pool)
+    def turn(carry: _Turn) -> _Turn:
+        state, results, index, _ = carry
+        active = gather(
+            state.rows,
+            state.token_pages,
+            fields["decode_row"],
+            is_greedy=shape.features.is_greedy,
+        )
+        now = launch._replace(
+            rows=state.rows, token_pages=state.token_pages, active=active
+        )
+        state, result = run(state, now)
+        part = jnp.concatenate(layout.flatten(result))
+        results = jax.lax.dynamic_update_index_in_dim(results, part, index, 0)
+        has_news = result["is_done"] | result["is_broken"] | result["is_draft_broken"]
+        is_over = (has_news & active.is_active).any() | ~active.is_active.any()
+        return state, results, index + 1, is_over
+
+    state, results, num_rounds, _ = jax.lax.while_loop(
+        lambda carry: (carry[2] < fields["num_rounds"]) & ~carry[3],
+        turn,
+        (
+            state,
+            jnp.zeros((shape.max_rounds, layout.size), jnp.int32),
+            jnp.zeros((), jnp.int32),
+            jnp.zeros((), bool),
+        ),
+    )
+    return state, jnp.concatenate([num_rounds[None], results.reshape(-1)])
 
 
 def _read_plan(

@@ -5,6 +5,7 @@ way round. Arrays of numpy and of jax have the few methods that this takes, so t
 engine imports it without importing jax.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -96,6 +97,8 @@ class PlanLayout(Layout):
             fields |= records("control", ControlValues, shape.max_controlled)
         if shape.features.has_grammar:
             fields["grammar_id"] = Column(shape=(pool.num_rows,))
+        if shape.max_rounds > 1:
+            fields["num_rounds"] = Column(pad=1)
         super().__init__(fields)
         self._empty = np.concatenate(
             self.flatten({name: field.empty() for name, field in fields.items()})
@@ -111,7 +114,7 @@ class PlanLayout(Layout):
         several such prompts has room for them all, or some come with the next.
         """
         size = self.pool.page_size
-        lookahead = 2 * self.shape.tree.num_rows
+        lookahead = 2 * self.shape.max_rounds * self.shape.tree.num_rows
         per_seq = -(-lookahead // size) + 1
         tiles = self.shape.num_tiles
         fed = tiles * (-(-TILE // size) + 1 + per_seq)
@@ -145,6 +148,9 @@ class PlanLayout(Layout):
         self._write(vector, "control", [one.row for one in controlled], values)
         for row, reading in plan.grammars.items():
             self.view(vector, "grammar_id")[row] = reading.grammar_id
+        assert 1 <= plan.num_rounds <= self.shape.max_rounds, plan.num_rounds
+        if self.shape.max_rounds > 1:
+            self.view(vector, "num_rounds")[...] = plan.num_rounds
         return vector
 
     def _write(
@@ -198,7 +204,11 @@ def num_columns(num_top: int) -> int:
 
 
 class ResultLayout(Layout):
-    """Where each part of a result lies in its vector; the names are `StepResult`'s."""
+    """Where each part of a result lies in its vector; the names are `StepResult`'s.
+
+    The vector of a launch that may run several rounds begins with how many it has run;
+    as many such parts follow as it may run.
+    """
 
     def __init__(self, shape: StepShape):
         seqs, tiles = (shape.num_seqs,), (shape.num_tiles,)
@@ -236,7 +246,7 @@ result_layout = functools.lru_cache(maxsize=256)(ResultLayout)
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one launch did.
+    """What one round did.
 
     Attributes:
         tokens: `[seq, K + 1]`, the first `num_emitted[s]` of row s count.
@@ -252,6 +262,7 @@ class StepResult:
         prompt_logprobs: `[tile, TILE]`, where the shape tells any: entry t is about the
             token after the tile's t-th. Right-aligned, as the tokens are: the last
             entries count. Junk where no next token is known.
+        later: What the same launch did in the rounds after this one.
     """
 
     tokens: np.ndarray
@@ -267,10 +278,24 @@ class StepResult:
     logprobs: TokenLogprobs | None = None
     tile_logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
+    later: tuple["StepResult", ...] = ()
+
+    @property
+    def rounds(self) -> tuple["StepResult", ...]:
+        """Of all rounds of the launch, in order."""
+        return (self, *self.later)
 
     @classmethod
     def unpack(cls, vector: np.ndarray, shape: StepShape) -> "StepResult":
         """Read the vector that `step.speculative_step` returns."""
+        if shape.max_rounds == 1:
+            return cls._of_round(vector, shape)
+        parts = vector[1:].reshape(shape.max_rounds, -1)[: vector[0]]
+        first, *later = (cls._of_round(part, shape) for part in parts)
+        return dataclasses.replace(first, later=tuple(later))
+
+    @classmethod
+    def _of_round(cls, vector: np.ndarray, shape: StepShape) -> "StepResult":
         values = _read(vector, shape)
         for name in ("logprobs", "tile_logprobs", "prompt_logprobs"):
             if name in values:
@@ -289,6 +314,11 @@ class CaughtUp:
     """
 
     likeness: np.ndarray
+
+    @property
+    def rounds(self) -> tuple["CaughtUp"]:
+        """Itself: there is one of it in a launch."""
+        return (self,)
 
     @classmethod
     def unpack(cls, vector: np.ndarray, shape: StepShape) -> "CaughtUp":

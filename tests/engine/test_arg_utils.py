@@ -271,11 +271,14 @@ def test_serving_arguments_arrive(target: str):
         enable_chunked_prefill=True,
         scheduling_policy="priority",
         max_logprobs=7,
+        num_scheduler_steps=4,
         logprobs_mode="raw_logprobs",
     )
     assert not config.enable_prefix_caching
     assert config.scheduling_policy == "priority"
     assert config.max_logprobs == 7
+    assert config.num_scheduler_steps == 4
+    assert configure(target).num_scheduler_steps == 1
 
 
 def test_logprobs_of_the_whole_vocabulary_where_it_is_small(
@@ -327,6 +330,9 @@ def test_names_that_are_no_folders_name_their_argument(target: str):
         ({"enable_prefix_caching": 1}, "got 1", "True or False"),
         ({"max_logprobs": -2}, "got -2", "from 0 to 1024"),
         ({"max_logprobs": 1025}, "got 1025", "from 0 to 1024"),
+        ({"num_scheduler_steps": 0}, "got 0", "from 1 to 64"),
+        ({"num_scheduler_steps": 65}, "got 65", "from 1 to 64"),
+        ({"num_scheduler_steps": 2.0}, "2.0", "an integer"),
         ({"num_speculative_tokens": 5}, "num_speculative_tokens=5", "draft model"),
         ({"speculative_config": {}}, "{}", "'model'"),
     ],

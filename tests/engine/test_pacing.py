@@ -7,7 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.engine.costs import Costs, Round
-from jaxspec.engine.pacing import MAX_SLOWDOWN, MAX_WAIT_ROUNDS, Pacer
+from jaxspec.engine.pacing import (
+    MAX_LAUNCH_S,
+    MAX_SLOWDOWN,
+    MAX_WAIT_ROUNDS,
+    Pacer,
+)
 from jaxspec.engine.request import Status
 from jaxspec.program.plan import StepShape
 from jaxspec.sampling_params import RequestOutputKind
@@ -196,3 +201,14 @@ def test_nobody_streams_and_prompts_come_in_at_full_speed():
         loop.scheduler.add(request)
     loop.step()
     assert len(loop.launches[-1].plan.tiles) == 16
+
+
+def test_several_rounds_take_no_longer_than_a_launch_may():
+    pacer = make_pacer()
+    assert pacer.num_rounds(PLAIN, 8) == 1  # nothing is known
+    for seconds in (MAX_LAUNCH_S / 100, MAX_LAUNCH_S / 3.5, 2 * MAX_LAUNCH_S):
+        pacer.costs.seed_time(PLAIN, seconds)
+        count = pacer.num_rounds(PLAIN, 8)
+        assert 1 <= count <= 8
+        assert count == 1 or count * seconds <= MAX_LAUNCH_S
+        assert count == 8 or (count + 1) * seconds > MAX_LAUNCH_S

@@ -57,6 +57,75 @@ def test_bounds_hold_whatever_the_device_does(rounds, unread):
     assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
 
 
+# A launch: drafts of the request, rounds that may run and that do, tokens of each.
+LAUNCHES = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(1, 4)).flatmap(
+        lambda both: st.tuples(
+            st.just(both[0]),
+            st.just(both[1]),
+            st.lists(st.integers(1, both[0] + 1), min_size=1, max_size=both[1]),
+        )
+    ),
+    max_size=6,
+)
+
+
+@settings(deadline=None)
+@given(LAUNCHES, st.integers(0, 2))
+def test_bounds_hold_where_not_all_rounds_run(launches, unread):
+    """Another sequence may have ended first; what did not run is taken back."""
+    request = make_request(max_total=200)
+    table, row = one_row(request)
+    known = lacking = 3
+    table.num_draft_uncached[row] = lacking
+    for drafts, most, emitted in launches:
+        table.launch(row, np.array([drafts]), most)
+        table.draft(row, 0, most)
+        known += sum(emitted)
+        lacking += len(emitted)
+        assert table.num_draft_uncached[row][0] >= lacking
+        assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
+    read = launches[: len(launches) - unread]
+    for drafts, most, emitted in read:
+        missing = most - len(emitted)
+        table.settle(row, np.array([drafts]), most, missing, is_lag=True)
+        for count in emitted:
+            assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
+            table.read(row, np.array([drafts]), np.array([count]))
+    assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
+    if read == launches:
+        assert table.num_tokens[row][0] == known
+        assert table.num_draft_uncached[row][0] == lacking
+        for counts in (table.num_unread, table.num_unsure, table.ahead):
+            assert counts[row][0] == 0
+
+
+@pytest.mark.parametrize(
+    ("total", "longest", "drafts", "rounds"),
+    [
+        (23, 100, 3, 5),  # 20 tokens, at most 4 a round
+        (22, 100, 3, 5),
+        (24, 100, 3, 6),
+        (4, 100, 3, 1),
+        (3, 100, 3, 1),
+        (50, 20, 3, 4),  # the fifth round could draft tokens 20 and 21
+        (50, 19, 3, 4),
+        (50, 18, 3, 4),
+        (50, 17, 3, 3),
+        (50, 2, 0, 47),  # without drafts the draft model has no say
+    ],
+)
+def test_rounds_end_with_the_first_that_may_end_a_row(total, longest, drafts, rounds):
+    table = RowTable(2, longest)
+    far = make_request(max_total=1000 if longest > 50 else total)
+    near = make_request(max_total=total)
+    for request in (far, near):
+        table.admit(request, longest=1000)
+    rows = np.array([far.row, near.row])
+    assert table.most_tokens(rows).tolist() == [3, 3]
+    assert table.rounds_left(rows, np.full(2, drafts)) == rounds
+
+
 def test_bounds_count_what_is_launched_and_unread():
     request = make_request(output_token_ids=[8])
     table, row = one_row(request)
@@ -134,7 +203,8 @@ def test_a_row_given_up_forgets_all_but_unread_launches():
 
 
 @pytest.mark.parametrize(
-    "name", ["num_tokens", "num_draft_uncached", "num_unread", "ahead", "owner"]
+    "name",
+    ["num_tokens", "num_draft_uncached", "num_unread", "num_unsure", "ahead", "owner"],
 )
 def test_impossible_values_are_found(name):
     table, row = one_row(make_request())

@@ -1,5 +1,6 @@
 """There are few programs, and one of those that are there serves every launch."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -262,3 +263,19 @@ def test_batch_invariant_launches_have_one_program(features):
     assert general is not None and general.features.covers(features)
     waiting = make_shapes(SomePrograms(general), batch_invariant=True, **DEFAULT)
     assert waiting.find(1, 5, 0, features) is None
+
+
+@pytest.mark.parametrize("is_invariant", [False, True])
+def test_only_plain_requests_without_prompts_run_several_rounds(is_invariant):
+    """In the programs that there are: how many rounds is no size of its own."""
+    options = DEFAULT | dict(batch_invariant=is_invariant)
+    single = make_shapes(**options).all(features=SOME, with_late=True)
+    several = make_shapes(num_scheduler_steps=4, **options)
+    shapes = several.all(features=SOME, with_late=True)
+    assert [dataclasses.replace(one, max_rounds=1) for one in shapes] == single
+    assert any(one.max_rounds > 1 for one in shapes) != is_invariant
+    for one in shapes:
+        is_plain = one.features in (GREEDY, SAMPLED)
+        is_looped = is_plain and not (one.chunk or one.is_catch_up or is_invariant)
+        assert one.max_rounds == (4 if is_looped else 1)
+    assert len({one.name for one in shapes}) == len(shapes)

@@ -31,14 +31,19 @@ PAGE_SHAPES = {
     (pair.SETTINGS["num_pages"], pair.SETTINGS["page_size"], 2, 8),
     (pair.SETTINGS["num_pages"] * pair.SETTINGS["page_size"], 2, 8),
 }
-# Those whose executables the other tests compile anyway, and one beside.
-SHAPES = [
+LOOPED = StepShape(num_seqs=2, num_draft_tokens=3, chunk=0, max_rounds=4)
+# Those whose executables the other tests compile anyway, and two beside.
+SHAPES = [LOOPED] + [
     StepShape(num_seqs=seqs, num_draft_tokens=drafts, chunk=chunk)
     for seqs, drafts, chunk in [(1, 0, 0), (2, 0, 0), (1, 0, 32), (1, 3, 0), (2, 3, 0)]
     + [(1, 3, 32)]
 ]
 MORE_SHAPES = [
     StepShape(num_seqs=2, num_draft_tokens=drafts, chunk=32) for drafts in (0, 3)
+]
+MORE_SHAPES += [
+    StepShape(num_seqs=1, num_draft_tokens=drafts, chunk=0, max_rounds=4)
+    for drafts in (0, 3)
 ]
 # Those of tests/e2e/test_features.py.
 FEATURES = Features(has_controls=True, num_logprobs=5, num_prompt_logprobs=3)
@@ -163,7 +168,9 @@ def test_users_get_the_instructions_that_are_looked_into():
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(shape, marks=() if shape == SHAPES[-1] else pytest.mark.slow)
+        pytest.param(
+            shape, marks=() if shape in (LOOPED, SHAPES[-1]) else pytest.mark.slow
+        )
         for shape in SHAPES
     ],
     ids=str,

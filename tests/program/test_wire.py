@@ -204,3 +204,38 @@ def test_the_page_table_holds_the_longest_sequence(length, pages):
         num_rows=1, num_pages=99, page_size=4, max_model_len=length, vocab_size=16
     )
     assert pool.table_len == pages
+
+
+def test_a_plan_says_how_many_rounds_may_run():
+    shape = StepShape(num_seqs=4, num_draft_tokens=3, chunk=0, max_rounds=4)
+    layout = PlanLayout(shape, POOL)
+    for plan in (StepPlan(), StepPlan(decode=[(1, 2)], num_rounds=3)):
+        fields = layout.read(jnp.asarray(layout.pack(plan)))
+        assert fields["num_rounds"].shape == ()
+        assert int(fields["num_rounds"]) == plan.num_rounds
+    for number in (0, 5):
+        with pytest.raises(AssertionError):
+            layout.pack(StepPlan(num_rounds=number))
+    # Pages for every token that the rounds may add.
+    single = PlanLayout(dataclasses.replace(shape, max_rounds=1), POOL)
+    assert "num_rounds" not in single.fields
+    with pytest.raises(AssertionError):
+        single.pack(StepPlan(num_rounds=2))
+    assert layout.max_page_updates == 4 * (2 * 4 * 4 // 4 + 1)
+
+
+@pytest.mark.parametrize("num_rounds", [1, 3, 4])
+def test_rounds_are_read_in_their_order(num_rounds):
+    shape = StepShape(num_seqs=4, num_draft_tokens=3, chunk=0, max_rounds=4)
+    layout = ResultLayout(shape)
+    random = np.random.default_rng(0)
+    rounds = random.integers(0, 2, (4, layout.size), np.int32)
+    vector = np.concatenate([np.array([num_rounds], np.int32), rounds.reshape(-1)])
+    result = StepResult.unpack(vector, shape)
+    assert len(result.rounds) == num_rounds
+    assert result.rounds[0] is result
+    single = dataclasses.replace(shape, max_rounds=1)
+    for one, part in zip(result.rounds, rounds, strict=False):
+        alone = StepResult.unpack(part, single)
+        for name in layout.fields:
+            np.testing.assert_array_equal(getattr(one, name), getattr(alone, name))

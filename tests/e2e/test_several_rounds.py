@@ -1,0 +1,236 @@
+"""Several rounds in one launch say, and count, what as many launches do."""
+
+import contextlib
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from jaxspec.engine import pacing
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.rows import RowTable
+from jaxspec.outputs import RequestOutput
+from jaxspec.program.plan import StepPlan, StepShape
+from jaxspec.program.wire import CaughtUp, StepResult
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from tests.e2e import lossless, pair
+from tests.e2e.test_lossless import SHORT
+from tests.engines import generate, make_engine, tokens_of, with_settings
+
+STEPS = 8
+FINAL = RequestOutputKind.FINAL_ONLY
+# Frequent in the target's texts.
+FREQUENT = [45, 41]
+
+
+@functools.cache
+def looped() -> LLMEngine:
+    return make_engine(
+        pair.target(),
+        pair.draft("noisy"),
+        num_draft_tokens=pair.NUM_DRAFT,
+        num_scheduler_steps=STEPS,
+        has_one_shape=True,
+        **pair.SETTINGS,
+    )
+
+
+@functools.cache
+def single() -> LLMEngine:
+    """The same without a loop in its programs."""
+    return make_engine(
+        pair.target(),
+        pair.draft("noisy"),
+        num_draft_tokens=pair.NUM_DRAFT,
+        has_one_shape=True,
+        **pair.SETTINGS,
+    )
+
+
+@contextlib.contextmanager
+def at_most(engine: LLMEngine, num_rounds: int) -> Iterator[list[tuple[int, int]]]:
+    """However long they take, and however near the end is: the device finds it.
+
+    Yields rounds planned and run, of every launch that is read.
+    """
+    runner, planned, ran = engine.runner, deque[int](), list[tuple[int, int]]()
+    launch, fetch = runner.launch, runner.fetch
+
+    def note_launch(plan: StepPlan, shape: StepShape) -> Any:
+        planned.append(plan.num_rounds)
+        return launch(plan, shape)
+
+    def note_fetch(result: Any, shape: StepShape) -> StepResult | CaughtUp:
+        fetched = fetch(result, shape)
+        ran.append((planned.popleft(), len(fetched.rounds)))
+        return fetched
+
+    def count(self: object, round_: object, most: int) -> int:
+        return min(num_rounds, most)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "launch", note_launch)
+        patch.setattr(runner, "fetch", note_fetch)
+        patch.setattr(pacing.Pacer, "num_rounds", count)
+        patch.setattr(RowTable, "rounds_left", lambda *_: STEPS)
+        yield ran
+
+
+def counts_of(engine: LLMEngine) -> dict[str, Any]:
+    """What does not depend on the clock."""
+    stats = vars(engine.stats).copy()
+    for name in ("host_s", "wait_s", "num_rounds"):
+        del stats[name]
+    return stats
+
+
+def said(output: RequestOutput) -> tuple[Any, ...]:
+    (completion,) = output.outputs
+    metrics = completion.spec_decode_metrics
+    return (
+        list(completion.token_ids),
+        completion.text,
+        completion.finish_reason,
+        completion.stop_reason,
+        metrics and (metrics.num_draft_tokens, metrics.histogram),
+    )
+
+
+def play(
+    engine: LLMEngine, num_rounds: int, params: list[SamplingParams], **speculative: Any
+) -> tuple[list[Any], dict[str, Any], list[tuple[int, int]]]:
+    """Two prompts at a time, so that nobody waits."""
+    made = with_settings(engine, seed=3, **speculative)
+    prompts, texts = pair.prompts(len(params), longest=20), []
+    with at_most(made, num_rounds) as ran:
+        for start in range(0, len(prompts), 2):
+            both = slice(start, start + 2)
+            outputs = generate(made, prompts[both], params[both])
+            texts += [said(output) for output in outputs]
+    made.scheduler.check_idle()
+    return texts, counts_of(made), ran
+
+
+def params_of(kind: str) -> list[SamplingParams]:
+    changes: list[dict[str, Any]] = {
+        "greedy": [dict(temperature=0, ignore_eos=True)] * 4,
+        "ends": [dict(temperature=0, stop_token_ids=FREQUENT)] * 6,
+        "lengths": [
+            dict(temperature=0, ignore_eos=True, max_tokens=count)
+            for count in (1, 2, 5, 9, 23, 60)
+        ],
+        "plain": [
+            dict(
+                temperature=0,
+                ignore_eos=True,
+                extra_args={"num_speculative_tokens": 0},
+            )
+        ]
+        * 2,
+        "seeded": [dict(seed=number, temperature=0.9) for number in range(4)],
+        "sampled": [dict(temperature=1.0, top_p=0.9) for _ in range(6)],
+    }[kind]
+    values: dict[str, Any] = dict(max_tokens=60, output_kind=FINAL)
+    return [SamplingParams(**(values | one)) for one in changes]
+
+
+KINDS = ("greedy", "ends", "lengths", "plain", "seeded", "sampled")
+
+
+@functools.cache
+def expected(kind: str) -> tuple[list[Any], dict[str, Any]]:
+    texts, counts, ran = play(single(), 1, params_of(kind))
+    assert set(ran) == {(1, 1)}
+    return texts, counts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_and_counts_are_those_of_single_rounds(kind):
+    """Of those that are drawn, too: noise is keyed by where a round begins."""
+    launches, num_stopped = [], 0
+    for num_rounds in (1, 2, 4, STEPS):
+        texts, counts, ran = play(looped(), num_rounds, params_of(kind))
+        assert (texts, counts) == expected(kind)
+        assert max(planned for planned, _ in ran) == num_rounds
+        num_stopped += sum(run < planned for planned, run in ran)
+        launches.append(len(ran))
+    assert launches == sorted(launches, reverse=True)
+    assert launches[0] > launches[-1]
+    assert num_stopped > 0, "no sequence ended in the middle"
+
+
+@pytest.mark.parametrize("rule", ["standard", "block"])
+def test_every_rule_draws_as_in_single_rounds(rule):
+    params = params_of("sampled")
+    changes = dict(rejection_sample_method=rule)
+    one = play(single(), 1, params, **changes)[:2]
+    assert play(looped(), STEPS, params, **changes)[:2] == one
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(output_kind=RequestOutputKind.DELTA),
+        dict(output_kind=RequestOutputKind.CUMULATIVE),
+        dict(stop=["~~"]),
+    ],
+    ids=["delta", "cumulative", "stop"],
+)
+def test_who_looks_at_tokens_sees_every_round(changes):
+    params = [one.clone() for one in params_of("greedy")[:2]]
+    for name, value in changes.items():
+        setattr(params[0], name, value)
+    params[1].max_tokens = 10
+    made = with_settings(looped())
+    with at_most(made, STEPS) as ran:
+        generate(made, pair.prompts(2, longest=20), params)
+    assert {planned for planned, _ in ran} == {1}
+
+
+def test_a_request_can_be_dropped_in_the_middle():
+    params = params_of("greedy")[:2]
+    prompts = pair.prompts(2)
+    made = with_settings(looped())
+    with at_most(made, STEPS):
+        for name, prompt, own in zip("ab", prompts, params, strict=True):
+            made.add_request(name, prompt, own)
+        while not made._launched or made._launched[-1][0].num_rounds < STEPS:
+            made.step()
+        made.abort_request("a")
+        outputs = []
+        while made.has_unfinished_requests():
+            outputs += made.step()
+    assert [one.request_id for one in outputs] == ["b"]
+    alone = tokens_of(generate(with_settings(single()), [prompts[1]], [params[1]]))
+    assert tokens_of(outputs) == alone
+    made.scheduler.check_idle()
+
+
+def test_every_path_says_what_plain_decoding_says(monkeypatch):
+    """Prompts in chunks, preempted requests, prefixes found: as `test_lossless`."""
+    cut = dataclasses.replace(SHORT, num_prompts=16, num_tokens=64, batches=(16,))
+    engine_for, planned = lossless.engine_for, list[int]()
+
+    def with_loops(*arguments: Any) -> LLMEngine:
+        engine = engine_for(*arguments)
+        config = dataclasses.replace(engine.config, num_scheduler_steps=STEPS)
+        launch = engine.runner.launch
+
+        def note(plan: StepPlan, shape: StepShape) -> Any:
+            planned.append(plan.num_rounds)
+            return launch(plan, shape)
+
+        monkeypatch.setattr(engine.runner, "launch", note)
+        return LLMEngine(config, runner=engine.runner, tokenizer=engine.tokenizer)
+
+    monkeypatch.setattr(lossless, "engine_for", with_loops)
+    monkeypatch.setattr(pacing, "MAX_LAUNCH_S", 60.0)
+    for one in lossless.play(cut):
+        assert max(planned) > 1, one
+        assert one.num_equal == one.num_prompts, one
+        assert (one.num_preemptions > 0) == (one.path == "preempted"), one
+        assert (one.num_cached_tokens > 0) == (one.path == "prefix"), one
+        planned.clear()

@@ -1,0 +1,279 @@
+"""A launch runs several rounds where nobody waits for one, and counts as so many."""
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxspec.engine.batch import Launch
+from jaxspec.engine.controller import LOOK_ROUNDS
+from jaxspec.engine.pacing import MAX_LAUNCH_S
+from jaxspec.engine.request import Request
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.speculation import ADAPTIVE
+from tests.engine.test_controller import make_controller
+from tests.engine.test_llm_engine import make_fake_engine, run_one
+from tests.loops import Loop, make_config, make_request, make_requests
+
+STEPS = 4
+CONFIGS: dict[str, dict[str, Any]] = {
+    "base": {},
+    "one_row": dict(max_num_seqs=1),
+    "plain": dict(num_draft_tokens=0),
+    "many_rows_few_pages": dict(max_num_seqs=8, num_pages=30),
+    "pages_of_one": dict(page_size=1, num_pages=200),
+    "long_drafts": dict(num_draft_tokens=8),
+    "switching": dict(max_num_seqs=4, disable_by_batch_size=2),
+    "tight_length": dict(max_model_len=75),
+    "short_drafts": dict(longest_drafted=20, max_num_seqs=4, num_pages=40),
+    "priorities": dict(scheduling_policy="priority", max_num_seqs=8, num_pages=30),
+    "adaptive": dict(controller=ADAPTIVE),
+}
+
+
+def make_loop(changes: dict[str, Any], seed: int = 0, depth: int = 1) -> Loop:
+    """Rounds so short that a launch may run as many as there are."""
+    loop = Loop(make_config(num_scheduler_steps=STEPS, **changes), seed, depth)
+    loop.fastest_s, loop.fed_s = MAX_LAUNCH_S / 50, MAX_LAUNCH_S / 5000
+    return loop
+
+
+def quiet(number: int, random: np.random.Generator, config: Any) -> Request:
+    """Most want their last token alone."""
+    request = make_request(number, random, config)
+    if random.random() < 0.8:
+        request.params.output_kind = RequestOutputKind.FINAL_ONLY
+        request.is_quiet = True
+    return request
+
+
+def check_newest(loop: Loop, count: int) -> None:
+    """What a launch of several rounds may not be."""
+    for launch in loop.launches[count:]:
+        if launch.num_rounds > 1:
+            assert not launch.plan.tiles
+            assert all(request.is_quiet for request in launch.decoding)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_random_traffic_runs_to_its_ends(name, depth):
+    most = 0
+    for seed in range(4):
+        random = np.random.default_rng(seed)
+        loop = make_loop(CONFIGS[name], seed, depth)
+        requests = [quiet(number, random, loop.config) for number in range(10)]
+        coming = deque(requests)
+        for _ in range(3000):
+            while coming and random.random() < 0.1:
+                loop.scheduler.add(coming.popleft())
+            count = len(loop.launches)
+            is_going_on = loop.step()
+            check_newest(loop, count)
+            if not is_going_on and not coming:
+                break
+        assert len(loop.finished) == len(requests)
+        for request in requests:
+            loop.assert_said_the_truth(request)
+        loop.assert_idle()
+        shapes = set(loop.scheduler.shapes.all(with_late=True))
+        assert {launch.shape for launch in loop.launches} <= shapes
+        most = max(most, *(launch.num_rounds for launch in loop.launches))
+    assert most == STEPS
+
+
+@pytest.mark.parametrize("name", ["base", "many_rows_few_pages", "adaptive"])
+def test_requests_can_be_dropped_at_any_time(name):
+    most = 0
+    for seed in range(6):
+        random = np.random.default_rng(seed)
+        loop = make_loop(CONFIGS[name], seed)
+        requests = [quiet(number, random, loop.config) for number in range(10)]
+        coming, dropped = deque(requests), []
+        for _ in range(3000):
+            while coming and random.random() < 0.1:
+                loop.scheduler.add(coming.popleft())
+            alive = [*loop.scheduler.running, *loop.scheduler.waiting]
+            if alive and random.random() < 0.05:
+                dropped.append(alive[random.integers(len(alive))])
+                loop.scheduler.finish(dropped[-1], "abort", None)
+            if not loop.step() and not coming:
+                break
+        assert dropped
+        assert len(loop.finished) + len(dropped) == len(requests)
+        for request in loop.finished:
+            loop.assert_said_the_truth(request)
+        loop.assert_idle()
+        most = max(most, *(launch.num_rounds for launch in loop.launches))
+    assert most == STEPS
+
+
+def run_all(loop: Loop, requests: list[Request]) -> list[int]:
+    """Rounds of each launch that only decodes, all of which begin together."""
+    for request in requests:
+        loop.scheduler.add(request)
+    while loop.step():
+        pass
+    for request in requests:
+        loop.assert_said_the_truth(request)
+    loop.assert_idle()
+    return [
+        launch.num_rounds
+        for launch in loop.launches
+        if launch.decoding and not launch.plan.tiles
+    ]
+
+
+@pytest.mark.parametrize("num_draft", [0, 3])
+def test_a_launch_has_as_many_rounds_as_it_may(num_draft):
+    changes: dict[str, Any] = dict(num_draft_tokens=num_draft)
+    single = Loop(make_config(**changes), 0)
+    ones = run_all(single, make_requests(single.config, 1, is_quiet=True))
+    assert set(ones) == {1}
+    loop = make_loop(changes)
+    counts = run_all(loop, make_requests(loop.config, 1, is_quiet=True))
+    assert counts[0] == 1, "first what a round takes is seen"
+    # Twenty tokens, and no launch may reach beyond the last.
+    assert max(counts) == min(STEPS, 3 if num_draft else 19)
+    assert len(counts) < len(ones)
+    if not num_draft:
+        assert sum(counts) == sum(ones) == 19  # and the prompt's own token
+
+
+def test_who_shows_tokens_gets_every_round():
+    """Also beside others: of one launch all have as many rounds."""
+    loop = make_loop({})
+    shown, other = make_requests(loop.config, 2, is_quiet=True)
+    shown.is_quiet, shown.max_total = False, 76
+    run_all(loop, [shown, other])
+    beside = [launch for launch in loop.launches if shown in launch.decoding]
+    assert len(beside) > 2
+    assert {launch.num_rounds for launch in beside} == {1}
+    assert max(launch.num_rounds for launch in loop.launches) > 1
+
+
+def test_long_rounds_come_one_by_one():
+    loop = make_loop({})
+    loop.fastest_s = MAX_LAUNCH_S / 1.5
+    requests = make_requests(loop.config, 1, is_quiet=True)
+    assert set(run_all(loop, requests)) == {1}
+
+
+def test_whoever_waits_is_not_kept_waiting():
+    """One row, two requests: the second waits all the time that the first runs."""
+    loop = make_loop(dict(max_num_seqs=1))
+    first, second = make_requests(loop.config, 2, is_quiet=True)
+    for request in (first, second):
+        loop.scheduler.add(request)
+    while first not in loop.finished:
+        loop.step()
+    assert {launch.num_rounds for launch in loop.launches} == {1}
+    while loop.step():
+        pass
+    assert max(launch.num_rounds for launch in loop.launches) == STEPS
+    loop.assert_idle()
+
+
+@pytest.mark.parametrize("num_free", [0, 1, 2, 3, 4, 5])
+def test_a_launch_has_no_more_rounds_than_there_are_pages(num_free):
+    changes = dict(num_draft_tokens=0, page_size=1, num_pages=200)
+    loop = make_loop(changes)
+    (request,) = make_requests(loop.config, 1, is_quiet=True)
+    loop.scheduler.add(request)
+    while not loop.launches or loop.launches[-1].num_rounds < STEPS:
+        loop.step()
+    pages = loop.scheduler.pages
+    taken = pages.take(pages.num_free - num_free)
+    count = len(loop.launches)
+    loop.step()
+    assert loop.scheduler.stats.num_preemptions == 0
+    # Without any page it sits the launch out, and one launch is read.
+    found = [launch.num_rounds for launch in loop.launches[count:]]
+    assert found == ([min(num_free, STEPS)] if num_free else [])
+    pages.release(taken)
+    while loop.step():
+        pass
+    loop.assert_said_the_truth(request)
+    loop.assert_idle()
+
+
+def test_the_end_of_one_ends_the_launch_of_all():
+    """What did not run is taken back: tokens, rounds, the draft model's lag."""
+    probe = make_loop(dict(num_draft_tokens=0))
+    (said,) = make_requests(probe.config, 1)
+    run_all(probe, [said])
+    num_missing = 0
+    for index in range(9, 15):
+        loop = make_loop(dict(num_draft_tokens=0))
+        requests = make_requests(loop.config, 2, is_quiet=True)
+        requests[0].stop_ids = (said.output_token_ids[index],)
+        requests[0].params.min_tokens = index
+        settle, ran = loop.scheduler.settle, list[tuple[int, int]]()
+
+        def note(launch: Launch, num_run: int, settle=settle, ran=ran) -> None:
+            ran.append((launch.num_rounds, num_run))
+            settle(launch, num_run)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop.scheduler, "settle", note)
+            run_all(loop, requests)
+        assert len(requests[0].output_token_ids) == index + 1
+        assert len(requests[1].output_token_ids) == 20
+        num_missing += sum(planned - num_run for planned, num_run in ran)
+    assert num_missing > 0
+
+
+def test_k_is_looked_at_after_as_many_rounds():
+    """However many of them a launch has."""
+    looks = {}
+    for rounds in (1, 2, 4):
+        controller, count = make_controller(3, controller=ADAPTIVE), 0
+
+        def seconds() -> list[float]:
+            nonlocal count
+            count += 1
+            return [0.010, 0.011, 0.012, 0.013]
+
+        for _ in range(10 * LOOK_ROUNDS // rounds):
+            controller.choose(
+                np.full(1, 3),
+                acceptance=lambda: np.full((1, 3), 0.7),
+                seconds=seconds,
+                catch_up_s=lambda: 0.0,
+            )
+            controller.repeat(rounds - 1)
+        looks[rounds] = count
+    assert set(looks.values()) == {10}
+
+
+def test_rounds_are_counted_and_timed_one_by_one():
+    loop = make_loop(dict(num_draft_tokens=0))
+    run_all(loop, make_requests(loop.config, 1, is_quiet=True))
+    seconds = loop.scheduler.costs.seconds
+    decoding = [one for one in seconds if not one.shape.chunk]
+    assert decoding
+    for one in decoding:
+        assert seconds[one] == pytest.approx(loop.fastest_s)
+
+
+def test_metrics_count_rounds_and_not_launches():
+    found, launches = [], []
+    for steps in (1, STEPS):
+        engine, runner = make_fake_engine(num_draft_tokens=3, num_scheduler_steps=steps)
+        params = SamplingParams(
+            max_tokens=60, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        completion = run_one(engine, params)
+        told = {
+            one.name: one
+            for one in engine.get_metrics()
+            if "seconds" not in one.name and "compile" not in one.name
+        }
+        stats = engine.stats
+        counts = stats.num_rounds, stats.num_draft_tokens, stats.num_accepted_tokens
+        found.append((completion.token_ids, told, counts))
+        launches.append(runner.num_launches)
+        assert stats.num_rounds == launches[0]
+    assert found[0] == found[1]
+    assert launches[1] < launches[0]
