@@ -211,7 +211,7 @@ class FakeDevice:
         is_broken = [self.poison in self.rows[row].tokens for row in rows]
         return np.array([*is_broken, *[False] * (len(entries) - len(rows))], bool)
 
-    def _logprobs(self, shape: StepShape) -> dict[str, TokenLogprobs]:
+    def _logprobs(self, shape: StepShape) -> dict[str, Any]:
         """What is told of probabilities, where it is: one token is as likely as any."""
         asked, told = shape.features, dict[str, TokenLogprobs]()
         leading = {
