@@ -84,6 +84,7 @@ def run(options: argparse.Namespace) -> None:
     folder = _writable(config.compilation_cache_dir)
     mesh = described.describe_mesh(options.device, config)
     memory = importlib.import_module("jaxspec.engine.device_memory")
+    config, mesh, _ = memory.spread_draft(config, mesh, device=options.device)
     # Programs are for a number of pages and rows: those that the engine will have.
     config, _ = memory.fit(config, mesh, device=options.device)
     program, forms = described.describe(config, mesh)

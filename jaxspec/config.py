@@ -47,6 +47,7 @@ class GivenSizes:
         gpu_memory_utilization: Share of a device's memory, in (0, 1], that weights,
             programs and pages may take together.
         kv_cache_memory_bytes: What the pages of both models may take of one device.
+        draft_tensor_parallel_size: Devices that share a copy of the draft model.
     """
 
     max_num_seqs: int | None = None
@@ -54,6 +55,7 @@ class GivenSizes:
     num_pages: int | None = None
     gpu_memory_utilization: float | None = None
     kv_cache_memory_bytes: int | None = None
+    draft_tensor_parallel_size: int | None = None
 
     def __post_init__(self):
         name, share = "gpu_memory_utilization", self.gpu_memory_utilization

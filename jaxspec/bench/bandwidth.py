@@ -7,25 +7,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspec.engine.device_speeds import speeds_of
+
 # Beyond every cache of a CPU; a fraction of an accelerator's memory.
 COPIED_BYTES = 256 * 2**20
 REPEATS = 8
-# By jax's name of a device: operations/s in bfloat16 without sparsity, and bytes/s of
-# its memory, as their makers state them.
-PEAKS = {
-    "NVIDIA H100 80GB HBM3": (989e12, 3.35e12),
-    "NVIDIA H200": (989e12, 4.8e12),
-    "TPU v5 lite": (197e12, 819e9),
-    "TPU v6 lite": (918e12, 1640e9),
-}
 
 
 def ridge(kind: str, dtype: str) -> float | None:
     """Operations per byte from which arithmetic sets the pace; None where not known."""
-    if kind not in PEAKS or dtype != "bfloat16":
+    speeds = speeds_of(kind)
+    if speeds is None or dtype != "bfloat16":
         return None
-    operations, num_bytes = PEAKS[kind]
-    return operations / num_bytes
+    return speeds.operations / speeds.memory
 
 
 def copy_bandwidth(

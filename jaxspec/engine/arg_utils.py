@@ -104,6 +104,9 @@ class EngineArgs:
             place of what `gpu_memory_utilization` leaves.
         num_gpu_blocks_override: Pages of the KV memory, in place of either.
         enable_prefix_caching: Reuse the pages of prompts that begin alike (default).
+        speculative_draft_tensor_parallel_size: Devices that share a copy of the draft
+            model. Default: as many as the target's, or fewer where that is clearly
+            faster by an estimate and leaves most of the pages.
         scheduling_policy: "fcfs": who came first; "priority": lower `priority` first.
         max_logprobs: Most logprobs that a request may ask for per token; -1 allows the
             whole vocabulary, where that is small.
@@ -250,7 +253,7 @@ class EngineArgs:
         }
         for name, value in sizes.items():
             check_integer(ConfigError, name, value, low=1)
-        speculative, draft = _speculative(self, max_model_len)
+        speculative, draft, draft_devices = _speculative(self, max_model_len)
         model, draft = _without_pads(model, draft)
         num_pages = self.num_gpu_blocks_override
         if num_pages is None:
@@ -284,6 +287,7 @@ class EngineArgs:
                 num_pages=self.num_gpu_blocks_override,
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+                draft_tensor_parallel_size=draft_devices,
             ),
             seed=_or(self.seed, 0),
             tensor_parallel_size=self.tensor_parallel_size,
@@ -338,10 +342,11 @@ def _or(value: Any, default: Any) -> Any:
 
 def _speculative(
     args: EngineArgs, max_model_len: int
-) -> tuple[SpeculativeConfig | None, ModelConfig | None]:
+) -> tuple[SpeculativeConfig | None, ModelConfig | None, int | None]:
+    """The speculation, the draft model, and its devices if the user has said them."""
     merged = merge_speculative_arguments(vars(args))
     if merged is None:
-        return None, None
+        return None, None, None
     draft = None
     if "model" in merged:
         name = merged["model"]
@@ -378,8 +383,10 @@ def _speculative(
         else "The upper end is the draft's max_position_embeddings.",
     )
     merged["max_model_len"] = min(longest, max_model_len)
-    merged.setdefault("draft_tensor_parallel_size", args.tensor_parallel_size)
-    return SpeculativeConfig(**merged), draft
+    devices = merged.setdefault("draft_tensor_parallel_size", None)
+    if devices is None:
+        merged["draft_tensor_parallel_size"] = args.tensor_parallel_size
+    return SpeculativeConfig(**merged), draft, devices
 
 
 def _without_pads(

@@ -25,7 +25,10 @@ from jaxspec.engine.described import (
     named_limit,
     named_mesh,
 )
+from jaxspec.engine.device_speeds import speeds_of
+from jaxspec.engine.draft_sharding import DraftSharding, choose, estimate
 from jaxspec.engine.memory_plan import (
+    ACCELERATOR_SIZES,
     DEFAULT_UTILIZATION,
     MIB,
     MemoryFacts,
@@ -47,7 +50,12 @@ from jaxspec.models.weights import abstract_params
 from jaxspec.program.propose import proposers_of
 from jaxspec.program.state import page_forms
 from jaxspec.program.step import lower_step
-from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES, num_parts
+from jaxspec.sharding import (
+    DRAFT_MESH_AXES,
+    TARGET_MESH_AXES,
+    make_mesh,
+    num_parts,
+)
 from jaxspec_checkpoints.gemma2.published import published_config, published_size
 
 # What compilers fetch ahead, and small arrays: beside logits and laws, at most 202 MB
@@ -81,11 +89,12 @@ def plan_for(
         args = _with_published(args, Path(folder))
         config = args.create_engine_config()
     mesh = build_mesh(config) if device is None else named_mesh(device, config)
+    config, mesh, sharding = spread_draft(config, mesh, device=device)
     config, plan = fit(config, mesh, device=device)
-    if not has_compiler:
-        return plan
-    found = compiled_temporaries(config, describe_mesh(device, config))
-    return fit(config, mesh, device=device, compiled_bytes=found)[1]
+    if has_compiler:
+        found = compiled_temporaries(config, describe_mesh(device, config))
+        plan = fit(config, mesh, device=device, compiled_bytes=found)[1]
+    return dataclasses.replace(plan, draft_sharding=sharding)
 
 
 def _with_published(args: EngineArgs, folder: Path) -> EngineArgs:
@@ -110,6 +119,60 @@ def _with_published(args: EngineArgs, folder: Path) -> EngineArgs:
     return dataclasses.replace(args, **changes)
 
 
+def spread_draft(
+    config: EngineConfig, mesh: Mesh, *, device: str | None = None
+) -> tuple[EngineConfig, Mesh, DraftSharding | None]:
+    """Choose how many devices share a copy of the draft model, if nobody has said it.
+
+    Args:
+        device: The name of devices that are not here.
+
+    Returns:
+        The configuration with that number, the same devices as a mesh for it, and what
+        was compared; None where there is no choice, or the devices' speeds are unknown.
+    """
+    speculative, draft = config.speculative, config.draft_model_config
+    speeds = speeds_of(mesh.devices.flat[0].device_kind)
+    if speculative is None or draft is None or speeds is None or mesh.size == 1:
+        return config, mesh, None
+
+    def with_size(devices: int) -> tuple[EngineConfig, Mesh]:
+        changed = dataclasses.replace(speculative, draft_tensor_parallel_size=devices)
+        all_devices = list(mesh.devices.flat)
+        return (
+            dataclasses.replace(config, speculative=changed),
+            make_mesh(config.tensor_parallel_size, devices, all_devices),
+        )
+
+    given = config.given or GivenSizes()
+    sizes = []
+    for devices in range(mesh.size, 0, -1):
+        if mesh.size % devices:
+            continue
+        one, one_mesh = with_size(devices)
+        facts = find_facts(one, one_mesh, given, device)
+        try:
+            num_pages = _planned(one, facts).num_pages
+        except ConfigError:
+            num_pages = None  # what does not fit in any way is refused by `fit`
+        sizes.append(
+            estimate(
+                speeds,
+                devices=devices,
+                weight_bytes=facts.draft.weight_bytes,
+                num_layers=draft.num_layers,
+                hidden_size=draft.hidden_size,
+                num_seqs=given.max_num_seqs or ACCELERATOR_SIZES.num_seqs,
+                num_pages=num_pages,
+            )
+        )
+    sharding = choose(sizes)
+    if config.given is None or given.draft_tensor_parallel_size is not None:
+        devices = speculative.draft_tensor_parallel_size
+        sharding = dataclasses.replace(sharding, devices=devices, is_given=True)
+    return *with_size(sharding.devices), sharding
+
+
 def fit(
     config: EngineConfig,
     mesh: Mesh,
@@ -126,17 +189,9 @@ def fit(
     Raises:
         ConfigError: It does not fit.
     """
-    given = config.given or GivenSizes()
-    facts = find_facts(config, mesh, given, device)
+    facts = find_facts(config, mesh, config.given or GivenSizes(), device)
     facts = dataclasses.replace(facts, compiled_bytes=compiled_bytes)
-    has_no_say = facts.limit_bytes is None and given.kv_cache_memory_bytes is None
-    if config.given is None or has_no_say:
-        given = GivenSizes(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            num_pages=config.num_pages,
-        )
-    plan = plan_memory(facts, given)
+    plan = _planned(config, facts)
     fitted = dataclasses.replace(
         config,
         max_num_seqs=plan.sizes.num_seqs,
@@ -144,6 +199,18 @@ def fit(
         num_pages=plan.num_pages,
     )
     return fitted, plan
+
+
+def _planned(config: EngineConfig, facts: MemoryFacts) -> MemoryPlan:
+    given = config.given or GivenSizes()
+    has_no_say = facts.limit_bytes is None and given.kv_cache_memory_bytes is None
+    if config.given is None or has_no_say:
+        given = GivenSizes(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            num_pages=config.num_pages,
+        )
+    return plan_memory(facts, given)
 
 
 def find_facts(
@@ -229,7 +296,11 @@ def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
     if speculative is not None and speculative.has_draft_model:
         # A draft that is the argmax has no law.
         if speculative.draft_sample_method != "greedy":
-            draft_vocab = _part(model.vocab_size, mesh, DRAFT_MESH_AXES)
+            # A pass makes laws of the draft's columns, twice; of those that are kept, a
+            # device has what it verifies.
+            made = _part(model.vocab_size, mesh, DRAFT_MESH_AXES)
+            kept = _part(model.vocab_size, mesh, TARGET_MESH_AXES)
+            draft_vocab = min(made, kept + 2 * made // config.num_draft_tokens)
     hidden = _part(model.intermediate_size, mesh, TARGET_MESH_AXES)
     widths = FEED_FORWARD_WIDTHS * hidden + MODEL_WIDTHS * model.hidden_size
     code = 0

@@ -3,13 +3,14 @@
 Owns what happens once, at the start, and what an idle engine does to sleep and wake up.
 """
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, no_type_check
 
 from jaxspec.config import EngineConfig
-from jaxspec.engine.device_memory import fit
+from jaxspec.engine.device_memory import fit, spread_draft
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import Runner, build_mesh, choose_dtype
 from jaxspec.errors import (
@@ -86,8 +87,9 @@ def make_runner(config: EngineConfig) -> Runner:
             read; or a checkpoint is incomplete or damaged.
     """
     _warn_of_what_is_made_up(config)
-    mesh = build_mesh(config)
+    config, mesh, sharding = spread_draft(config, build_mesh(config))
     config, plan = fit(config, mesh)
+    plan = dataclasses.replace(plan, draft_sharding=sharding)
     _log.info("%s", plan.table())
     runner = Runner(config, mesh, *load_weights(config, mesh))
     runner.memory = plan

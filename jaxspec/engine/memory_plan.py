@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxspec.config import GivenSizes
+from jaxspec.engine.draft_sharding import DraftSharding
 from jaxspec.engine.shapes import MAX_CHUNK
 from jaxspec.errors import ConfigError, check_integer, wrong_argument
 from jaxspec.program.plan import MAX_GROUP_BYTES, TILE
@@ -169,12 +170,14 @@ class MemoryPlan:
     Attributes:
         utilization: Share of the limit that was planned with; None: pages were said, or
             are a CPU's default.
+        draft_sharding: How the draft model's devices were chosen, where they were.
     """
 
     facts: MemoryFacts
     sizes: Sizes
     num_pages: int
     utilization: float | None = None
+    draft_sharding: DraftSharding | None = None
 
     @property
     def workspace_bytes(self) -> int:
@@ -258,6 +261,8 @@ class MemoryPlan:
                 f"The draft model takes {shown_bytes(self.draft_bytes)}: without it, "
                 f"{self.sequences_lost:.2f} more of such sequences"
             )
+        if self.draft_sharding is not None:
+            lines.append(self.draft_sharding.line())
         return "\n".join(lines)
 
     def told(self) -> dict[str, Any]:
@@ -276,6 +281,7 @@ class MemoryPlan:
             "max_concurrency": self.concurrency(self.facts.max_model_len),
             "draft_bytes": self.draft_bytes,
             "sequences_lost": self.sequences_lost,
+            "draft_sharding": self.draft_sharding and self.draft_sharding.told(),
             "table": self.table(),
         }
 

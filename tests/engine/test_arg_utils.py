@@ -194,12 +194,17 @@ def test_keys_of_the_dict_arrive(target: str, draft: str):
     assert speculative.draft_sample_method == "greedy"
     assert speculative.disable_by_batch_size == 6
     assert speculative.draft_tensor_parallel_size == 2
+    assert config.given is not None
+    assert config.given.draft_tensor_parallel_size == 2
 
 
 def test_the_draft_is_spread_like_the_target_by_default(target: str, draft: str):
     config = configure(target, tensor_parallel_size=2, spec_model=draft, spec_tokens=2)
     assert config.speculative is not None
     assert config.speculative.draft_tensor_parallel_size == 2
+    # Nobody has said it: it may change once the devices are known.
+    assert config.given is not None
+    assert config.given.draft_tensor_parallel_size is None
 
 
 def test_missing_num_speculative_tokens_is_five_with_a_warning(target: str, draft: str):

@@ -1,94 +1,408 @@
-"""Asks compilers for the temporaries of large batches, to hold a memory plan against.
+"""Asks compilers for the memory of large batches, to hold a memory plan against.
 
-`PYTHONPATH=.venv/aot python -m tests.program.aot_memory` compiles programs of 9B with a
-2B draft for a GPU that is not there, and writes their temporaries and code to
-`benchmarks/results/aot_memory.json`. Both models have two layers here: temporaries are
-those of one layer and of the logits. Nothing runs.
+`PYTHONPATH=.venv/aot python -m tests.program.aot_memory` compiles the largest program
+of each cell below for devices that are not there, and writes what the compilers say to
+`benchmarks/results/aot_memory.json`, a row after every program; those that are in the
+file already are left out. With names of cells behind it, or beginnings of names, these
+are compiled again. `--table` prints the tables of `benchmarks/README.md`.
+
+Where a cell does not say otherwise, both models have two layers: temporaries are those
+of one layer and of the logits. Weights and pages of whole models are counted. Nothing
+runs.
 """
 
+import argparse
+import dataclasses
 import json
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 from tqdm.auto import tqdm
 
-from jaxspec.config import EngineConfig
+from jaxspec.bench.report import write_whole
+from jaxspec.config import EngineConfig, GivenSizes
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.controller import Controller
-from jaxspec.engine.described import describe, describe_mesh
-from jaxspec.engine.shapes import Shapes
+from jaxspec.engine.described import (
+    describe,
+    describe_mesh,
+    named_devices,
+    named_mesh,
+)
+from jaxspec.engine.device_memory import find_facts, plan_for
+from jaxspec.engine.draft_sharding import DraftSharding
+from jaxspec.engine.memory_plan import (
+    DEFAULT_UTILIZATION,
+    GIB,
+    MIB,
+    MemoryFacts,
+    Sizes,
+)
+from jaxspec.engine.runner import options_of
+from jaxspec.engine.shapes import GREEDY, Shapes
 from jaxspec.program.plan import Features
 from jaxspec.program.step import lower_step
 from jaxspec_checkpoints.gemma2.published import published_config
 from tests.kernels import aot_gpu, aot_tpu
+from tests.program import hlo
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_memory.json"
 NUM_DRAFT_TOKENS = 5
+NUM_PAGES = 4096
+# Tokens of the longest sequence that a published size takes.
+MAX_MODEL_LEN = 8192
 FEATURES = {
+    "greedy": GREEDY,
     "plain": Features(),
     "controls": Features(has_controls=True, num_logprobs=20),
     "prompts": Features(has_controls=True, num_logprobs=20, num_prompt_logprobs=20),
 }
-# Device, sequences, prompt tokens, what requests need.
-PROGRAMS = (
-    ("h200", 256, 2048, "plain"),
-    ("h200", 256, 2048, "controls"),
-    ("h200", 64, 2048, "prompts"),
-)
+# An H100 runs the machine code for an H200, and differs in its memory.
+PLACES = {"h200": ("h100", "h200")}
 
 
-def config_of(num_seqs: int, num_tokens: int) -> EngineConfig:
-    """The pair with two layers each."""
-    with tempfile.TemporaryDirectory() as root:
-        folders = []
-        for size in ("9b", "2b"):
-            folder = Path(root) / size
-            folder.mkdir()
-            config = published_config(size) | {"num_hidden_layers": 2}
-            (folder / "config.json").write_text(json.dumps(config))
-            folders.append(str(folder))
-        return EngineArgs(
-            model=folders[0],
-            speculative_model=folders[1],
-            num_speculative_tokens=NUM_DRAFT_TOKENS,
-            max_num_seqs=num_seqs,
-            max_num_batched_tokens=num_tokens,
-            num_gpu_blocks_override=4096,
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A program that is compiled.
+
+    Attributes:
+        draft: None: the target alone, without drafts.
+        num_tokens: Of prompts, in one launch.
+        form: What requests need, of `FEATURES`.
+        draft_devices: That share a copy of the draft; None: as many as the target's.
+        layers: Of target and draft; None: all.
+    """
+
+    device: str
+    target: str
+    draft: str | None = "2b"
+    num_seqs: int
+    num_tokens: int = 2048
+    form: str = "plain"
+    draft_devices: int | None = None
+    layers: tuple[int | None, int | None] = (2, 2)
+
+    @property
+    def pair(self) -> str:
+        """Its models, for people."""
+        return self.target if self.draft is None else f"{self.target}<-{self.draft}"
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others."""
+        parts = [self.device, self.pair, f"{self.num_seqs}+{self.num_tokens}"]
+        parts.append(self.form)
+        if self.draft_devices is not None:
+            parts.append(f"draft over {self.draft_devices}")
+        if self.layers != (2, 2):
+            target, draft = (str(one or "all") for one in self.layers)
+            parts.append(f"layers {target}, {draft}")
+        return "/".join(parts)
+
+    def args(self, **changes: Any) -> EngineArgs:
+        """Those of an engine with whole models."""
+        drafts: dict[str, Any] = {}
+        if self.draft is not None:
+            drafts = dict(
+                speculative_model=f"google/gemma-2-{self.draft}",
+                num_speculative_tokens=NUM_DRAFT_TOKENS,
+                speculative_draft_tensor_parallel_size=self.draft_devices,
+            )
+        sizes: dict[str, Any] = dict(
+            model=f"google/gemma-2-{self.target}",
+            tensor_parallel_size=len(named_devices(self.device)),
+            max_num_seqs=self.num_seqs,
+            max_num_batched_tokens=self.num_tokens or None,
             load_format="dummy",
-        ).create_engine_config()
+        )
+        return EngineArgs(**(drafts | sizes | changes))
+
+    def config(self) -> EngineConfig:
+        """That of the engine whose program is compiled."""
+        with tempfile.TemporaryDirectory() as root:
+            changes: dict[str, Any] = dict(num_gpu_blocks_override=NUM_PAGES)
+            names = ("model", "speculative_model")
+            sizes = (self.target, self.draft)
+            for name, size, layers in zip(names, sizes, self.layers, strict=True):
+                if size is None:
+                    continue
+                config = published_config(size)
+                if layers is not None:
+                    config |= {"num_hidden_layers": layers}
+                folder = Path(root) / name
+                folder.mkdir()
+                (folder / "config.json").write_text(json.dumps(config))
+                changes[name] = str(folder)
+            return self.args(**changes).create_engine_config()
+
+    def facts(self, place: str) -> MemoryFacts:
+        """What is known of such devices with whole models, without a compiler."""
+        config = dataclasses.replace(self, layers=(None, None)).config()
+        return find_facts(config, named_mesh(place, config), GivenSizes(), place)
 
 
-def measure() -> Iterator[dict[str, Any]]:
-    """Compile one after the other."""
-    for device, seqs, tokens, form in tqdm(PROGRAMS, unit="program"):
-        config = config_of(seqs, tokens)
-        program, forms = describe(config, describe_mesh(device, config))
-        shapes = Shapes(config, Controller(config.speculative))
-        shape = shapes.all(features=[FEATURES[form]])[0]
-        with aot_tpu.no_compilation_cache():
-            compiled: Any = lower_step(program, shape, forms).compile()
-        told = compiled.memory_analysis()
-        yield {
-            "device": device,
-            "program": shape.name,
-            "form": form,
-            "num_seqs": seqs,
-            "num_batched_tokens": tokens,
-            "num_draft_tokens": NUM_DRAFT_TOKENS,
-            "temp_bytes": told.temp_size_in_bytes,
-            "code_bytes": told.generated_code_size_in_bytes,
-        }
+def _cells() -> dict[str, Cell]:
+    """In the order in which they are compiled: what tells most comes first."""
+    kaggle: dict[str, Any] = dict(device="v5e-8", target="27b")
+    v6e: dict[str, Any] = dict(device="v6e-1", target="9b", num_tokens=512)
+    alone: dict[str, Any] = dict(device="v6e-1", target="2b", draft=None)
+    gpu: dict[str, Any] = dict(device="h200")
+    # Prompt tokens as an engine chooses them for so many sequences.
+    many: dict[str, Any] = dict(num_seqs=256, num_tokens=512)
+    # Small programs show how a draft is divided as well.
+    rounds: dict[str, Any] = dict(num_seqs=64, num_tokens=0, form="greedy")
+    cells = [
+        Cell(**kaggle, num_seqs=64, draft_devices=8, layers=(2, None)),
+        Cell(**kaggle, num_seqs=64, draft_devices=1),
+        *(Cell(**kaggle, **rounds, draft_devices=parts) for parts in (8, 4, 2, 1)),
+        Cell(**gpu, target="27b", num_seqs=256),
+        Cell(**(v6e | many)),
+        Cell(**kaggle, **many, form="controls"),
+        Cell(**gpu, target="27b", num_seqs=256, form="controls"),
+        Cell(**alone, num_seqs=256),
+        Cell(**v6e, num_seqs=64),
+        Cell(**v6e, num_seqs=128),
+        Cell(**gpu, target="9b", num_seqs=256),
+        Cell(**gpu, target="9b", num_seqs=256, form="controls"),
+        Cell(**gpu, target="9b", num_seqs=64, form="prompts"),
+        Cell(**gpu, target="9b", num_seqs=64),
+        Cell(**kaggle, **many),
+        Cell(**(v6e | many), form="controls"),
+        Cell(**alone, num_seqs=64),
+        Cell(**kaggle, num_seqs=128),
+    ]
+    return {cell.name: cell for cell in cells}
+
+
+CELLS = _cells()
+
+
+def measure(cell: Cell) -> dict[str, Any]:
+    """Compile one, and count what whole models take."""
+    config, facts = cell.config(), cell.facts(cell.device)
+    mesh = describe_mesh(cell.device, config)
+    program, forms = describe(config, mesh)
+    shapes = Shapes(config, Controller(config.speculative))
+    sizes = cell.num_seqs, config.num_draft_tokens, cell.num_tokens
+    shape = shapes.find(*sizes, FEATURES[cell.form])
+    assert shape is not None
+    start = time.process_time()
+    with aot_tpu.no_compilation_cache():
+        lowered = lower_step(program, shape, forms)
+        compiled: Any = lowered.compile(options_of(config, mesh))
+    elapsed = time.process_time() - start
+    told, text = compiled.memory_analysis(), compiled.as_text()
+    *params, state = forms
+    draft = config.draft_model_config
+    return {
+        "name": cell.name,
+        "program": shape.name,
+        "layers": [
+            config.model_config.num_layers,
+            0 if draft is None else draft.num_layers,
+        ],
+        "weight_bytes": facts.weight_bytes,
+        "page_bytes": facts.page_bytes,
+        "temp_bytes": told.temp_size_in_bytes,
+        "peak_bytes": told.peak_memory_in_bytes - told.argument_size_in_bytes,
+        "code_bytes": told.generated_code_size_in_bytes,
+        "donated_bytes": told.alias_size_in_bytes,
+        "state_bytes": hlo.local_bytes(state),
+        "moves": hlo.largest(hlo.moves(text), 4),
+        "copied": hlo.copied(text, (params, state.target_pages, state.proposers)),
+        "collectives": hlo.collectives(text),
+        "compile_cpu_s": round(elapsed, 1),
+    }
+
+
+def read() -> dict[str, dict[str, Any]]:
+    """The rows that are recorded, by name."""
+    if not RESULTS.exists():
+        return {}
+    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
+    return {row["name"]: row for row in rows}
+
+
+def _write(rows: dict[str, dict[str, Any]]) -> None:
+    """A line for every program: a change of one shows as such."""
+    head = {
+        "command": "PYTHONPATH=.venv/aot python -m tests.program.aot_memory",
+        "versions": aot_gpu.versions() | aot_tpu.versions(),
+    }
+    lines = [json.dumps(rows[name]) for name in CELLS if name in rows]
+    text = json.dumps(head)[:-1] + ', "rows": [\n' + ",\n".join(lines) + "\n]}"
+    write_whole(text + "\n", RESULTS)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f}"
+
+
+def _table(columns: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    columns = list(columns)
+    rows = [columns, ["---"] * len(columns), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def memory_table(rows: dict[str, dict[str, Any]]) -> str:
+    """Bytes of a device at every size, and tokens of keys and values that are left."""
+    columns = (
+        "device", "models", "sequences + prompt tokens", "weights",
+        "plain", "with controls", "estimated for both", "code, estimated",
+        "left, in tokens", "by the plan",
+    )  # fmt: skip
+    forms = ("plain", "controls")
+    groups: dict[Any, dict[str, tuple[Cell, int]]] = {}
+    for name, row in rows.items():
+        cell = CELLS[name]
+        is_default = cell.draft_devices in (None, len(named_devices(cell.device)))
+        if is_default and cell.layers != (None, None) and cell.form in forms:
+            key = cell.device, cell.pair, cell.num_seqs, cell.num_tokens
+            groups.setdefault(key, {})[cell.form] = cell, row["temp_bytes"]
+    lines = []
+    for (device, pair, seqs, tokens), there in sorted(groups.items()):
+        cell, _ = next(iter(there.values()))
+        for place in PLACES.get(device, (device,)):
+            facts = cell.facts(place)
+            temporary = facts.programs.temporary_bytes(Sizes(seqs, tokens))
+            room = facts.budget_bytes(DEFAULT_UTILIZATION) - facts.weight_bytes
+            room -= facts.programs.code_bytes
+            found = max(num_bytes for _, num_bytes in there.values())
+            left, planned = (
+                f"{max(room - one, 0) // facts.page_bytes * facts.page_size:,}"
+                for one in (found, temporary)
+            )
+            cells = [_gib(there[form][1]) if form in there else "-" for form in forms]
+            lines.append(
+                [place, pair, f"{seqs} + {tokens:,}", _gib(facts.weight_bytes)]
+                + [*cells, _gib(temporary), _gib(facts.programs.code_bytes)]
+                + [left, planned]
+            )
+    return _table(columns, lines)
+
+
+def draft_sums(cell: Cell, num_layers: int | None = None) -> tuple[int, int]:
+    """Sums of the draft's hidden rows that a round must have, and their bytes.
+
+    In a first pass of two tokens for each sequence and in the others, of one: two in
+    every layer, in float32, and that of the embedding, in bfloat16.
+
+    Args:
+        num_layers: Of the draft; None: all.
+    """
+    assert cell.draft is not None
+    if cell.draft_devices == 1:
+        return 0, 0
+    config = published_config(cell.draft)
+    layers = config["num_hidden_layers"] if num_layers is None else num_layers
+    rows = cell.num_seqs * (2 + NUM_DRAFT_TOKENS - 1)
+    row_bytes = config["hidden_size"] * (4 * 2 * layers + 2)
+    return NUM_DRAFT_TOKENS * (2 * layers + 1), rows * row_bytes
+
+
+def counted_draft_sums(row: dict[str, Any]) -> tuple[int, int]:
+    """Those that a program's text has.
+
+    It has two passes of the draft: the first one, and one that is a loop's body.
+    """
+    cell = CELLS[row["name"]]
+    assert cell.draft is not None
+    width = published_config(cell.draft)["hidden_size"]
+    times: dict[tuple[int, ...], int] = {
+        (2 * cell.num_seqs, width): 1,
+        (cell.num_seqs, width): NUM_DRAFT_TOKENS - 1,
+    }
+    found = {
+        key: count * times[hlo.shape_of(key)]
+        for key, count in row["collectives"].items()
+        if key.startswith("all-reduce ") and hlo.shape_of(key) in times
+    }
+    return _sum(found)
+
+
+def other_collectives(row: dict[str, Any], name: str) -> tuple[int, int]:
+    """All of one kind that are in the program's text: how many, and their bytes."""
+    found = {
+        key: count
+        for key, count in row["collectives"].items()
+        if key.startswith(f"{name} ")
+    }
+    return _sum(found)
+
+
+def _sum(found: dict[str, int]) -> tuple[int, int]:
+    num_bytes = (count * hlo.bytes_of(key) for key, count in found.items())
+    return sum(found.values()), sum(num_bytes)
+
+
+def sharding_of(cell: Cell) -> DraftSharding:
+    """What is chosen for its models where nobody says anything."""
+    args = cell.args(speculative_draft_tensor_parallel_size=None)
+    found = plan_for(args, cell.device).draft_sharding
+    assert found is not None
+    return found
+
+
+def sharding_table(rows: dict[str, dict[str, Any]]) -> str:
+    """A draft over few and many devices: bytes, sums, and an estimate of a pass."""
+    columns = (
+        "draft over", "program, layers", "draft's weights",
+        "KV of a token, both models", "pages",
+        "draft's sums in a round", "all-reduces in the text", "all-gathers",
+        "temporaries", "a pass, estimated",
+    )  # fmt: skip
+    lines = []
+    sizes = [row for name, row in rows.items() if CELLS[name].draft_devices]
+    if not sizes:
+        return ""
+    sharding = sharding_of(CELLS[sizes[0]["name"]])
+    for row in sorted(sizes, key=lambda one: one["weight_bytes"]):
+        cell = CELLS[row["name"]]
+        facts = cell.facts(cell.device)
+        [estimate] = [
+            one for one in sharding.sizes if one.devices == cell.draft_devices
+        ]
+        num, num_bytes = draft_sums(cell)
+        sums, gathers = (
+            other_collectives(row, name) for name in ("all-reduce", "all-gather")
+        )
+        lines.append(
+            [
+                str(cell.draft_devices),
+                f"{row['program']}, {row['layers'][0]} + {row['layers'][1]}",
+                f"{_gib(facts.draft.weight_bytes)} GiB",
+                f"{facts.page_bytes // facts.page_size:,} bytes",
+                "none" if estimate.num_pages is None else f"{estimate.num_pages:,}",
+                f"{num}, {num_bytes / 1e6:.1f} MB",
+                f"{sums[0]}, {sums[1] / 1e6:.1f} MB",
+                f"{gathers[0]}, {gathers[1] / 1e6:.2f} MB",
+                f"{row['temp_bytes'] / MIB:.0f} MiB",
+                f"{1e3 * estimate.read_s:.2f} + {1e3 * estimate.sum_s:.2f} ms",
+            ]
+        )
+    return _table(columns, lines)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Memory of large batches.")
+    parser.add_argument("names", nargs="*", help="cells that are compiled again")
+    parser.add_argument("--table", action="store_true", help="print, compile nothing")
+    options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    rows = list(measure())
-    versions = aot_gpu.versions()
-    text = json.dumps({"versions": versions, "rows": rows}, indent=2)
-    RESULTS.write_text(text + "\n", encoding="utf-8")
+    rows = read()
+    wanted = [name for name in CELLS if name not in rows]
+    if options.names:
+        wanted = [name for name in CELLS if name.startswith(tuple(options.names))]
+    if not options.table:
+        for name in tqdm(wanted, unit="program"):
+            rows[name] = measure(CELLS[name])
+            _write(rows)
+    print(memory_table(rows), sharding_table(rows), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -51,13 +51,27 @@ def _operations(text: str) -> Iterator[tuple[str, str, int, str]]:
         yield name, shape, size, layout
 
 
-def all_reduces(text: str) -> dict[str, int]:
-    """How often the text has a sum over chips, by shape."""
-    names = ("all-reduce", "all-reduce-start")
+def collectives(text: str) -> dict[str, int]:
+    """How often the text has each operation between chips, by its name and shape."""
+    named = [
+        (name.removesuffix("-start"), shape) for name, shape, _, _ in _operations(text)
+    ]
     counted = collections.Counter(
-        shape for name, shape, _, _ in _operations(text) if name in names
+        f"{name} {shape}" for name, shape in named if name in _COLLECTIVES
     )
     return dict(sorted(counted.items()))
+
+
+def all_reduces(text: str) -> dict[str, int]:
+    """How often the text has a sum over chips, by shape."""
+    found = [(*key.split(" "), count) for key, count in collectives(text).items()]
+    return {shape: count for name, shape, count in found if name == "all-reduce"}
+
+
+def bytes_of(move: str) -> int:
+    """Bytes of the array that an operation is listed with."""
+    [(kind, *_)] = _ARRAY.findall(move)
+    return math.prod(shape_of(move)) * _BYTES.get(kind, 4)
 
 
 def largest_collective(text: str, *, but: tuple[int, ...]) -> int:
@@ -76,10 +90,15 @@ def _as_slots(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (shape[0] * shape[1], *shape[2:]) if len(shape) == 4 else shape
 
 
+def shape_of(move: str) -> tuple[int, ...]:
+    """The dimensions of the array that an operation is listed with."""
+    sizes = re.sub(r".*\[(.*)\]", r"\1", move).split(",")
+    return tuple(int(size) for size in sizes if size)
+
+
 def sizes_of(move: str) -> tuple[int, ...]:
     """Its dimensions in order of size: a transposed weight is a copy too."""
-    sizes = re.sub(r".*\[(.*)\]", r"\1", move).split(",")
-    return tuple(sorted(int(size) for size in sizes if size))
+    return tuple(sorted(shape_of(move)))
 
 
 def moves(text: str) -> dict[str, int]:

@@ -26,7 +26,15 @@ def test_moves_are_read_whatever_form_they_have():
     }
     assert hlo.largest_collective(HLO, but=(3584,)) == 8 * 256000
     assert hlo.all_reduces(HLO) == {"f32[40,3584]": 1}
-    assert hlo.sizes_of("transpose bf16[16,2304]") == (16, 2304)
+    assert hlo.collectives(HLO) == {
+        "all-gather f32[8,256000]": 1,
+        "all-gather f32[8,4,1024]": 1,
+        "all-reduce f32[40,3584]": 1,
+    }
+    assert hlo.bytes_of("all-gather f32[8,4,1024]") == 8 * 4 * 1024 * 4
+    assert hlo.bytes_of("copy bf16[]") == 2
+    assert hlo.shape_of("transpose bf16[2304,16]") == (2304, 16)
+    assert hlo.sizes_of("transpose bf16[2304,16]") == (16, 2304)
 
 
 def test_copies_of_what_is_kept_are_told():
