@@ -7,7 +7,6 @@ those of one layer and of the logits. Nothing runs.
 """
 
 import json
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ from typing import Any
 import jax
 from tqdm.auto import tqdm
 
+from benchmarks.compile_costs import engine_config
 from jaxspec.config import EngineConfig
-from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.controller import Controller
 from jaxspec.engine.described import describe, describe_mesh
 from jaxspec.engine.shapes import Shapes
 from jaxspec.program.plan import Features
 from jaxspec.program.step import lower_step
-from jaxspec_checkpoints.gemma2.published import published_config
 from tests.kernels import aot_gpu, aot_tpu
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_memory.json"
@@ -42,23 +40,15 @@ PROGRAMS = (
 
 def config_of(num_seqs: int, num_tokens: int) -> EngineConfig:
     """The pair with two layers each."""
-    with tempfile.TemporaryDirectory() as root:
-        folders = []
-        for size in ("9b", "2b"):
-            folder = Path(root) / size
-            folder.mkdir()
-            config = published_config(size) | {"num_hidden_layers": 2}
-            (folder / "config.json").write_text(json.dumps(config))
-            folders.append(str(folder))
-        return EngineArgs(
-            model=folders[0],
-            speculative_model=folders[1],
-            num_speculative_tokens=NUM_DRAFT_TOKENS,
-            max_num_seqs=num_seqs,
-            max_num_batched_tokens=num_tokens,
-            num_gpu_blocks_override=4096,
-            load_format="dummy",
-        ).create_engine_config()
+    return engine_config(
+        "9b",
+        "2b",
+        num_layers=2,
+        num_speculative_tokens=NUM_DRAFT_TOKENS,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=num_tokens,
+        num_gpu_blocks_override=4096,
+    )
 
 
 def measure() -> Iterator[dict[str, Any]]:
