@@ -49,19 +49,19 @@ def draft() -> Any:
 
 
 def make(scan_layers: bool, **changes: Any) -> LLMEngine:
-    settings = pair.settings(runner=pair.GeneralRunner, max_num_seqs=3, num_pages=36)
+    settings = pair.settings(runner=pair.GeneralRunner, max_num_seqs=3, num_pages=30)
     return make_engine(target(), scan_layers=scan_layers, **(settings | changes))
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Greedy ones, seeded ones and ones with the engine's seed; of every K."""
+    """Greedy and seeded ones, of every K; texts of others depend on their rounds."""
     prompts, params = [], []
     for number, prompt in enumerate([*SHARED, *CHUNKED, *SHARED]):
         values: dict[str, Any] = dict(max_tokens=30, ignore_eos=True, logprobs=2)
         kinds: list[dict[str, Any]] = [
             dict(temperature=0.0),
             dict(temperature=1.0, seed=number),
-            dict(temperature=0.9, top_p=0.9),
+            dict(temperature=0.9, top_p=0.9, seed=number),
         ]
         values |= kinds[number % 3]
         values["extra_args"] = {"num_speculative_tokens": (3, 1, 0, 2)[number % 4]}
@@ -109,8 +109,7 @@ def test_texts_and_log_probabilities_are_equal(drafts):
             assert among == pytest.approx(rivals, abs=1e-4)
     assert all(one.num_preemptions > 0 for one in stats)
     assert all(one.num_prefix_hits > 0 for one in stats)
-    assert stats[0].acceptance_rate == pytest.approx(stats[1].acceptance_rate, rel=0.1)
-    assert stats[0].acceptance_rate > 0.05
+    assert all(one.acceptance_rate > 0.03 for one in stats)
 
 
 @pytest.mark.parametrize("draft_shards", [2, pytest.param(8, marks=pytest.mark.slow)])
@@ -183,8 +182,8 @@ def test_pools_are_updated_in_place_and_no_stack_is_copied():
     memory = executable.memory_analysis()
     assert memory.alias_size_in_bytes == num_bytes(runner.state)
     pools = (*runner.state.target_pages, *jax.tree.leaves(runner.state.proposers))
-    assert {leaf.shape for leaf in pools} == {(2 * 36, 4, 2, 8)}
-    kept = {(2 * 36, 4, 2, 8), (2 * 36 * 4, 2, 8)}
+    assert {leaf.shape for leaf in pools} == {(2 * 30, 4, 2, 8)}
+    kept = {(2 * 30, 4, 2, 8), (2 * 30 * 4, 2, 8)}
     for model in runner.params[0], *runner.params[1]:
         leaves = jax.tree.leaves(model["layers"])
         kept |= {leaf.shape for leaf in leaves if leaf.ndim > 2}

@@ -30,8 +30,9 @@ class Gemma2(nnx.Module):
         dtype: jnp.dtype,
         backend: Backend = Backend(),  # noqa: B008 frozen
     ):
-        # A module for every layer: there is nothing to scan.
-        self.config, self._backend = replace(config, scan_layers=False), backend
+        if config.scan_layers:  # a module for every layer: there is nothing to scan
+            config = replace(config, scan_layers=False)
+        self.config, self._backend = config, backend
         flat = {
             path: nnx.Param(
                 jnp.zeros(spec.shape, dtype), axes=spec.axes, unit=spec.unit
