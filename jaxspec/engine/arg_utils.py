@@ -123,7 +123,7 @@ class EngineArgs:
             of them one by one: a fraction of the time and of the program, for rounds
             that may be slower. Texts are the same.
         scan_layers: Have one loop over each model's layers in programs, in place of
-            every layer by itself. They compile in a fraction of the time; rounds may
+            every layer by itself. They compile in about half the time; rounds may
             be slower, and are on a GPU or CPU. Texts are the same.
         structured_outputs_config: What holds for forms of texts where requests say
             nothing: keys of `StructuredOutputsConfig`, as disable_any_whitespace.

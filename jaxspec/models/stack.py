@@ -2,8 +2,8 @@
 
 By itself, a layer has its own parameters, its own pages and its own operations in a
 program. Scanned (`ModelConfig.scan_layers`), the layers that are alike share one array
-for each parameter and one pool of pages, and a program has one loop over them: it is
-compiled in a fraction of the time, whatever the depth. Both forms compute the same.
+for each parameter and one pool of pages, and a program has one loop over them, as long
+whatever the depth, which is compiled sooner. Both forms compute the same.
 """
 
 import dataclasses
