@@ -271,7 +271,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     if options.out.exists():
         rows = json.loads(options.out.read_text(encoding="utf-8"))["rows"]
-    wanted = [
+    wanted: list[Any] = [
         (*server, FORMS[form], number - 1)
         for number in options.programs
         for server in SERVERS

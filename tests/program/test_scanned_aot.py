@@ -43,7 +43,8 @@ def test_nothing_is_copied_out_of_a_stack(devices, draft):
         num_gpu_blocks_override=768,
     )
     program, forms = describe(config, describe_mesh(devices, config))
-    target, drafts, state = forms
+    given: Any = forms
+    target, drafts, state = given
     shape = StepShape(
         num_seqs=8,
         num_draft_tokens=4 if draft else 0,
