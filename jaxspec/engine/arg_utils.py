@@ -119,9 +119,6 @@ class EngineArgs:
         num_scheduler_steps: Most rounds that one launch may run, in a loop on the
             device: where nobody waits, and nobody looks at tokens before the last. As
             many as take 30 ms at most, and up to the first that ends a sequence.
-        scan_layers: Compile one loop over the layers of each model, in place of all
-            of them one by one: a fraction of the time and of the program, for rounds
-            that may be slower. Texts are the same.
         scan_layers: Have one loop over each model's layers in programs, in place of
             every layer by itself. They compile in about half the time; rounds may
             be slower, and are on a GPU or CPU. Texts are the same.
