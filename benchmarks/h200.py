@@ -11,6 +11,7 @@ Needs jax, flax and what they bring; torch and transformers for the comparison.
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -84,6 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--acceptances", type=float, nargs="+", default=ACCEPTANCES)
     add("--batches", type=int, nargs="+", default=BATCHES)
     add("--context", type=int, help="tokens before the first step (default: 1024)")
+    add("--scan-layers", action="store_true", help="programs with one loop over layers")
     add("--dry-run", action="store_true", help="tiny shapes: to see that it works")
     add("--output", type=Path, help="default: benchmarks/results/gpu-<device>.json")
     add("--part", choices=PARTS, help=argparse.SUPPRESS)  # what a child does
@@ -96,6 +98,8 @@ def config_of(size: str, options: argparse.Namespace) -> dict[str, Any]:
     if not options.dry_run:
         return config
     layers = {"2b": 1, "9b": 1, "27b": 2}[size]
+    if options.scan_layers:
+        layers = 2  # the fewest that there can be a loop over
     return config | SMALL | {"num_hidden_layers": layers}
 
 
@@ -114,9 +118,13 @@ def configs_of(
     name: str, options: argparse.Namespace
 ) -> tuple[ModelConfig, ModelConfig]:
     """The target and the draft of a pair."""
+
+    def read(size: str) -> ModelConfig:
+        config = config_from_hf(config_of(size, options))
+        return dataclasses.replace(config, scan_layers=options.scan_layers)
+
     target, draft = PAIRS[name]
-    read = config_from_hf
-    return read(config_of(target, options)), read(config_of(draft, options))
+    return read(target), read(draft)
 
 
 def plain_steps(name: str, models: Models, options: argparse.Namespace) -> Makers:
@@ -368,8 +376,9 @@ def write(result: dict[str, Any], options: argparse.Namespace) -> None:
     if path is None:
         kinds = [row["device"] for row in result["rows"] if "device" in row]
         name = (kinds or ["unknown"])[0].lower().replace(" ", "-")
-        dry = "-dry-run" if options.dry_run else ""
-        path = HERE / "results" / f"gpu-{name}{dry}.json"
+        form = "-scanned" if options.scan_layers else ""
+        form += "-dry-run" if options.dry_run else ""
+        path = HERE / "results" / f"gpu-{name}{form}.json"
     write_whole(json.dumps(result, indent=2) + "\n", path)
 
 

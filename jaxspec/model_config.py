@@ -7,9 +7,9 @@ reads them. Knows nothing of the engine that runs the network.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, no_type_check
+from typing import Any, ClassVar, no_type_check
 
-from jaxspec.errors import ConfigError, check_integer, wrong_argument
+from jaxspec.errors import ConfigError, check_flag, check_integer, wrong_argument
 
 # Their names in a config.json, and here; they have no sensible default.
 SIZES = {
@@ -31,7 +31,13 @@ class ModelConfig(ABC):
 
     Attributes:
         eos_token_ids: Any of these ends a text.
+        scan_layers: Have one loop over layers that are alike in programs, in place of
+            every layer by itself; parameters and pages are laid out for it. No number
+            of the model's, but of what is made of it.
     """
+
+    # After so many layers their kinds begin anew: those are a turn of a loop.
+    period: ClassVar[int] = 1
 
     vocab_size: int
     hidden_size: int
@@ -44,6 +50,7 @@ class ModelConfig(ABC):
     pad_token_id: int
     bos_token_id: int
     eos_token_ids: tuple[int, ...]
+    scan_layers: bool = False
 
     def __post_init__(self):
         for name in (*SIZES.values(), "max_position_embeddings"):
@@ -60,6 +67,14 @@ class ModelConfig(ABC):
         if self.head_dim % 2:
             allowed = "even, because rotary embeddings turn pairs"
             raise wrong_argument(ConfigError, "head_dim", allowed, self.head_dim)
+        check_flag(ConfigError, "scan_layers", self.scan_layers)
+        if self.scan_layers and self.num_layers % self.period:
+            hint = (
+                f"Layers are scanned {self.period} at a time, which does not come out "
+                "even for this model."
+            )
+            allowed = f"False for a model of {self.num_layers} layers"
+            raise wrong_argument(ConfigError, "scan_layers", allowed, True, hint)
 
     def _check_token_id(self, name: str, token: object) -> None:
         check_integer(ConfigError, name, token, low=0, high=self.vocab_size - 1)
@@ -77,6 +92,11 @@ class ModelConfig(ABC):
             ConfigError: A size is missing, or a value is no such number.
             NotImplementedError: A variant that the family's network does not compute.
         """
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of a loop over all layers."""
+        return self.num_layers // self.period
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes of keys and values of one token in all layers."""

@@ -153,6 +153,11 @@ BATTERIES = (
     _aot("rejection", "tests/kernels/test_rejection_sampling_aot.py", KERNELS),
     _aot("kernel_benchmark", "tests/kernels/test_bench_aot.py", KERNELS),
     _aot("step", "tests/program/test_step_aot.py", PROGRAM),
+    _aot(
+        "scanned",
+        "tests/program/test_scanned_aot.py",
+        (*ENGINE, "benchmarks/compile_costs.py"),
+    ),
     _aot("h200", "tests/program/test_h200_aot.py", (*PROGRAM, "benchmarks/h200.py")),
 )
 

@@ -145,6 +145,7 @@ def make_engine(
     lookup: tuple[int, int] | None = None,
     suffix: dict[str, Any] | None = None,
     acceptance_rates: tuple[float, ...] | None = None,
+    scan_layers: bool = False,
     **settings: Any,
 ) -> LLMEngine:
     """An engine over HuggingFace models; without any drafts it decodes plainly.
@@ -154,6 +155,7 @@ def make_engine(
         suffix: What suffix drafts have instead of the defaults, by keys without their
             prefix; beside the model's drafts or alone.
         acceptance_rates: For the rule "synthetic".
+        scan_layers: Of both models.
         has_one_shape: Run every launch in the largest shape: far fewer compilations.
         is_optimized: Compile as for users, not as soon as possible.
         settings: Of `EngineConfig`, in place of `SETTINGS`.
@@ -181,9 +183,11 @@ def make_engine(
         model="target",
         tokenizer="stub",
         served_model_name="target",
-        model_config=model_config(target),
+        model_config=model_config(target, scan_layers=scan_layers),
         speculative=speculative,
-        draft_model_config=None if draft is None else model_config(draft),
+        draft_model_config=(
+            None if draft is None else model_config(draft, scan_layers=scan_layers)
+        ),
         **(SETTINGS | settings),
     )
     kind = runner or (OneShapeRunner if has_one_shape else Runner)
@@ -208,18 +212,27 @@ def _make_runner(
     mesh = build_mesh(config)
 
     def load(model: Any, axes: tuple[str, ...]) -> Any:
-        return load_weights(model, jnp.dtype(config.dtype), mesh, axes)
+        scan_layers = config.model_config.scan_layers
+        return load_weights(
+            model, jnp.dtype(config.dtype), mesh, axes, scan_layers=scan_layers
+        )
 
     draft_params = None if draft is None else load(draft, DRAFT_MESH_AXES)
     return kind(config, mesh, load(target, TARGET_MESH_AXES), draft_params)
 
 
 def load_weights(
-    model: Any, dtype: jnp.dtype, mesh: Mesh, axes: tuple[str, ...]
+    model: Any,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    *,
+    scan_layers: bool = False,
 ) -> Any:
     """A HuggingFace model's weights in the form in which an engine has them."""
+    config = model_config(model, scan_layers=scan_layers)
     return load_params(
-        model_config(model), hf_tensors(model), dtype=dtype, mesh=mesh, mesh_axes=axes
+        config, hf_tensors(model), dtype=dtype, mesh=mesh, mesh_axes=axes
     )
 
 

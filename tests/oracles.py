@@ -1,5 +1,6 @@
 """What the tests compare with: HuggingFace models, and our model driven by hand."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,20 +81,27 @@ def hf_tensors(model: Any) -> dict[str, Tensor]:
     return in_memory({name: value.detach().numpy() for name, value in named})
 
 
-def model_config(model: Any) -> ModelConfig:
+def model_config(model: Any, *, scan_layers: bool = False) -> ModelConfig:
     """Our config of a HuggingFace model."""
-    return config_from_hf(
+    config = config_from_hf(
         model.config.to_dict() | {"architectures": ["Gemma2ForCausalLM"]}
     )
+    return dataclasses.replace(config, scan_layers=scan_layers)
 
 
 def init_kv_pages(
     config: ModelConfig, num_pages: int, page_size: int, dtype: Any, copies: int = 1
 ) -> tuple[jax.Array, ...]:
-    """Zeroed pages, one array per layer; KV heads are there `copies` times."""
+    """Zeroed pages, one array per layer; KV heads are there `copies` times.
+
+    Where layers are scanned, those of a kind are in one array.
+    """
+    count = config.num_layers
+    if config.scan_layers:
+        num_pages, count = num_pages * config.num_turns, config.period
     heads = copies * config.num_kv_heads
     shape = (num_pages, page_size, 2 * heads, config.head_dim)
-    return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+    return tuple(jnp.zeros(shape, dtype) for _ in range(count))
 
 
 @dataclass
@@ -104,6 +112,7 @@ class PagedModel:
     params: Params
     page_size: int = 4
     num_pages: int = 64
+    compiler_options: dict[str, Any] | None = None
 
     def __post_init__(self):
         table = self.params["embedding"].values
@@ -125,7 +134,9 @@ class PagedModel:
         self.page_table = order[None].astype(np.int32)
         self.length = 0
         self.num_traces = 0
-        self.forward = jax.jit(self._forward, out_shardings=whole)
+        self.forward = jax.jit(
+            self._forward, out_shardings=whole, compiler_options=self.compiler_options
+        )
 
     def _forward(self, params, batch, kv_pages):
         self.num_traces += 1
@@ -157,10 +168,16 @@ class PagedModel:
         return np.asarray(logits)[pads:]
 
 
-def load_ours(model: Any, *, shards: int = 1, dtype: Any = jnp.float32) -> Params:
+def load_ours(
+    model: Any,
+    *,
+    shards: int = 1,
+    dtype: Any = jnp.float32,
+    scan_layers: bool = False,
+) -> Params:
     """The HuggingFace model's weights as our parameters on a mesh of `shards`."""
     return load_params(
-        model_config(model),
+        model_config(model, scan_layers=scan_layers),
         hf_tensors(model),
         dtype=jnp.dtype(dtype),
         mesh=make_mesh(shards),

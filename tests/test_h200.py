@@ -22,8 +22,9 @@ def options_of(*more: str) -> argparse.Namespace:
 
 
 @pytest.mark.slow
-def test_a_pair_is_measured_in_all_ways():
-    rows = list(h200.run_part("9b-2b", options_of("--context", "16")))
+@pytest.mark.parametrize("form", [[], ["--scan-layers"]], ids=["each", "scanned"])
+def test_a_pair_is_measured_in_all_ways(form):
+    rows = list(h200.run_part("9b-2b", options_of("--context", "16", *form)))
     by_kind = {}
     for row in rows:
         json.dumps(row)
@@ -54,6 +55,9 @@ def test_full_shapes_are_the_published_ones():
     assert h200.config_of("27b", options)["hidden_size"] == 4608
     assert h200.setting_of(options).context == 1024
     assert h200.config_of("27b", options_of())["hidden_size"] == 64
+    for form in ([], ["--scan-layers"]):
+        pair = h200.configs_of("27b-2b", h200.make_parser().parse_args(form))
+        assert [one.scan_layers for one in pair] == [bool(form)] * 2
     pool = Setting(context=100, steps=10).pool(8, 512, 4)
     # Pages for the context and five tokens of every step, and of one more.
     assert pool.max_model_len >= 100 + 11 * 5

@@ -122,6 +122,9 @@ class EngineArgs:
         num_scheduler_steps: Most rounds that one launch may run, in a loop on the
             device: where nobody waits, and nobody looks at tokens before the last. As
             many as take 30 ms at most, and up to the first that ends a sequence.
+        scan_layers: Have one loop over each model's layers in programs, in place of
+            every layer by itself. They compile in about half the time; rounds may
+            be slower, and are on a GPU or CPU. Texts are the same.
         structured_outputs_config: What holds for forms of texts where requests say
             nothing: keys of `StructuredOutputsConfig`, as disable_any_whitespace.
     """
@@ -155,6 +158,7 @@ class EngineArgs:
     compilation_cache_dir: str | None = "auto"
     batch_invariant: bool = False
     num_scheduler_steps: int = 1
+    scan_layers: bool = False
     structured_outputs_config: dict[str, Any] | None = None
 
     # Speculation, three generations of it; see `jaxspec.engine.speculative_args`.
@@ -227,6 +231,7 @@ class EngineArgs:
                 raise wrong_argument(UnsupportedError, name, choices, value, hint)
         check_flag(ConfigError, "disable_log_stats", self.disable_log_stats)
         check_flag(ConfigError, "batch_invariant", self.batch_invariant)
+        check_flag(ConfigError, "scan_layers", self.scan_layers)
         if self.enable_prefix_caching is not None:
             name = "enable_prefix_caching"
             check_flag(ConfigError, name, self.enable_prefix_caching)
@@ -255,6 +260,9 @@ class EngineArgs:
             check_integer(ConfigError, name, value, low=1)
         speculative, draft, draft_devices = _speculative(self, max_model_len)
         model, draft = _without_pads(model, draft)
+        model = replace(model, scan_layers=self.scan_layers)
+        if draft is not None:
+            draft = replace(draft, scan_layers=self.scan_layers)
         num_pages = self.num_gpu_blocks_override
         if num_pages is None:
             dtype_bytes = MAX_DTYPE_BYTES[_DTYPES[self.dtype]]

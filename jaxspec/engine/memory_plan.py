@@ -22,7 +22,7 @@ DEFAULT_UTILIZATION = 0.92
 MAX_CPU_KV_BYTES = 512 * MIB
 # Temporaries may take this share of what weights leave before defaults become smaller.
 MAX_TEMPORARY_SHARE = 0.25
-# Kernels number the values in the pages of a layer with int32.
+# Kernels number the values in an array of pages with int32.
 MAX_LAYER_VALUES = 2**31 - 1
 
 
@@ -111,7 +111,7 @@ class MemoryFacts:
         draft: Nothing without a draft model.
         page_size: Tokens per page.
         max_model_len: Tokens per sequence.
-        layer_page_values: Numbers in one page of one layer, at most.
+        layer_page_values: Numbers that one page has in one array, at most.
         compiled_bytes: Temporaries of the largest program, from the compiler itself;
             None: they are estimated.
     """

@@ -21,9 +21,10 @@ from tqdm.auto import tqdm
 from jaxspec.model_config import ModelConfig
 from jaxspec.models import cpu
 from jaxspec.models.families import family_of
-from jaxspec.models.matrices import DenseMatrix
+from jaxspec.models.matrices import DenseMatrix, ScannedMatrix
 from jaxspec.models.network import functions_of
-from jaxspec.models.params import Params, ParamSpec, Specs
+from jaxspec.models.params import ParamPath, Params, ParamSpec, Specs
+from jaxspec.models.stack import LAYERS, put, stacked_place
 from jaxspec.sharding import TARGET_MESH_AXES, kv_copies, num_parts
 from jaxspec_checkpoints import Sizes, Tensor, check_tensors
 from jaxspec_checkpoints.placement import place
@@ -38,10 +39,13 @@ def declare(
     parts = num_parts(mesh, mesh_axes)
     copies = kv_copies(config.num_q_heads, config.num_kv_heads, parts)
     num_bytes = sum(spec.num_values for spec in specs.values()) * dtype.itemsize
-    form = DenseMatrix
-    if mesh.devices.flat[0].platform == "cpu":
-        form = cpu.choose_form(dtype, num_devices=mesh.size, num_bytes=num_bytes)
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
     for path, spec in specs.items():
+        form = DenseMatrix
+        if is_cpu:
+            form = cpu.choose_form(dtype, num_devices=mesh.size, num_bytes=num_bytes)
+        elif config.scan_layers and path[0] == LAYERS:
+            form = ScannedMatrix
         if len(spec.shape) == 2 and form.fits(spec.shape):
             specs[path] = spec = replace(spec, form=form)
         if spec.axes[0] == "kv_head":
@@ -101,9 +105,15 @@ def _make_all(
 ) -> Params:
     """The tree of what `make` gives for each parameter, in its form."""
     specs = declare(config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
-    flat = {}
+    flat: dict[ParamPath, Any] = {}
     for path, spec in specs.items():
-        flat[path] = spec.wrap(make(spec, spec.sharding(mesh, mesh_axes)))
+        made = spec.wrap(make(spec, spec.sharding(mesh, mesh_axes)))
+        stacked = stacked_place(config, path)
+        if stacked is None:
+            flat[path] = made
+        else:
+            stack, entry = stacked
+            flat[stack] = put(flat.get(stack), made, entry, config.num_turns)
     return unflatten_dict(flat)
 
 

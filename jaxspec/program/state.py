@@ -40,7 +40,10 @@ def page_forms(
     mesh: Mesh,
     mesh_axes: tuple[str, ...],
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes and placement of a model's pages, one array per layer.
+    """Shapes and placement of a model's pages: one array per layer.
+
+    Where layers are scanned, those of a kind have theirs in one array, one after the
+    other.
 
     Args:
         dtype: The type of the model's weights.
@@ -48,13 +51,16 @@ def page_forms(
     parts = num_parts(mesh, mesh_axes)
     heads = config.num_kv_heads
     heads *= kv_copies(config.num_q_heads, heads, parts)
-    shape = (pool.num_pages, pool.page_size, 2 * heads, config.head_dim)
+    num_pages, count = pool.num_pages, config.num_layers
+    if config.scan_layers:
+        num_pages, count = config.num_turns * num_pages, config.period
+    shape = (num_pages, pool.page_size, 2 * heads, config.head_dim)
     names = ("page", None, "kv_head", None)
     placement = named_sharding(mesh, names, shape, unit=2, mesh_axes=mesh_axes)
     platform = mesh.devices.flat[0].platform
     stored = storage_dtype(dtype, platform)
     form = jax.ShapeDtypeStruct(shape, stored, sharding=placement)
-    return (form,) * config.num_layers
+    return (form,) * count
 
 
 def run_if(

@@ -56,14 +56,14 @@ def settings(**changes: Any) -> dict[str, Any]:
     return SETTINGS | changes
 
 
-def make_model(seed: int) -> Any:
+def make_model(seed: int, **changes: Any) -> Any:
     """A model that does not repeat itself.
 
     With tied embeddings a random model says its last token again and again, and a text
     of equal tokens hides keys and values at wrong positions. Random signs in the final
     norm and louder layers end that.
     """
-    model = make_hf_model(seed=seed, **SIZES)
+    model = make_hf_model(seed=seed, **(SIZES | changes))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -89,7 +89,11 @@ def draft(kind: str) -> Any:
     if kind == "unrelated":
         return make_model(1)
     assert kind == "noisy"
-    model = make_model(2)
+    return add_noise(make_model(2))
+
+
+def add_noise(model: Any) -> Any:
+    """Let a model differ from what it is as a draft does that agrees often."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for value in model.parameters():

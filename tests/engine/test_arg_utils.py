@@ -175,6 +175,28 @@ def test_speculation_by_every_generation_is_one_config(target: str, draft: str):
     assert configs[0].draft_model_config.num_layers == 2
 
 
+def test_layers_of_both_models_are_scanned_where_that_is_asked_for(
+    target: str, draft: str
+):
+    options: dict[str, Any] = dict(speculative_model=draft, num_speculative_tokens=2)
+    for scan_layers in (False, True):
+        config = configure(target, scan_layers=scan_layers, **options)
+        assert config.draft_model_config is not None
+        assert config.model_config.scan_layers == scan_layers
+        assert config.draft_model_config.scan_layers == scan_layers
+    assert not configure(target).model_config.scan_layers
+    with pytest.raises(ConfigError, match="scan_layers must be True or False"):
+        EngineArgs(model=target, scan_layers="yes")  # pyright: ignore
+
+
+def test_a_draft_whose_layers_cannot_be_scanned_is_refused(target: str, tmp_path: Path):
+    single = write_model(tmp_path / "single", num_hidden_layers=1)
+    options: dict[str, Any] = dict(speculative_model=single, num_speculative_tokens=2)
+    configure(target, **options)
+    with pytest.raises(ConfigError, match="False for a model of 1 layers, got True"):
+        configure(target, scan_layers=True, **options)
+
+
 def test_keys_of_the_dict_arrive(target: str, draft: str):
     config = configure(
         target,

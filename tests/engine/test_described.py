@@ -1,6 +1,7 @@
 """What is described is what an engine has; which devices can be described."""
 
 from importlib import util
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,17 @@ from jaxspec.speculation import SYNTHETIC
     ],
 )
 def test_a_described_program_is_the_engines(tmp_path, dtype, num_devices, drafts):
+    check_described(tmp_path, dtype, num_devices, drafts)
+
+
+def test_a_described_program_of_scanned_layers_is_the_engines(tmp_path):
+    drafts = {"method": "draft_model", "model": "jaxspec/tiny-gemma2-draft"}
+    check_described(tmp_path, "float32", 2, drafts, scan_layers=True)
+
+
+def check_described(
+    tmp_path: Path, dtype: str, num_devices: int, drafts: Any, **options: Any
+) -> None:
     config = EngineArgs(
         model="jaxspec/tiny-gemma2",
         speculative_config=drafts | {"num_speculative_tokens": 2} if drafts else None,
@@ -43,6 +55,7 @@ def test_a_described_program_is_the_engines(tmp_path, dtype, num_devices, drafts
         max_model_len=64,
         tensor_parallel_size=num_devices,
         load_format="dummy",
+        **options,
     ).create_engine_config()
     mesh = described.describe_mesh(None, config)
     program, forms = described.describe(config, mesh)

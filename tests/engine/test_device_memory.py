@@ -121,6 +121,19 @@ def test_an_unknown_device_is_refused():
         plan_for(pair(tensor_parallel_size=2), "h100")
 
 
+def test_scanned_layers_take_as_much_memory_and_have_longer_arrays():
+    """All layers of a kind have their pages in one: more of them cannot be numbered."""
+    each, scanned = (
+        plan_for(pair(max_num_seqs=64, scan_layers=scan), "h100")
+        for scan in (False, True)
+    )
+    assert scanned.facts.target == each.facts.target
+    assert scanned.facts.draft == each.facts.draft
+    # 21 pairs of 16 tokens with the keys and values of eight heads.
+    assert scanned.facts.max_pages == (2**31 - 1) // (21 * 16 * 2 * 8 * 256) == 1560
+    assert scanned.num_pages <= 1560 < each.num_pages
+
+
 def test_drafts_from_the_text_take_no_memory():
     args = pair(draft=None, speculative_model="[ngram]", ngram_prompt_lookup_max=4)
     plan = plan_for(dataclasses.replace(args, num_speculative_tokens=5), "h100")

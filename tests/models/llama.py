@@ -17,6 +17,7 @@ from jaxspec.models.families import Family
 from jaxspec.models.layers import attend, mean_square, rope_tables
 from jaxspec.models.network import Hidden, Pages
 from jaxspec.models.params import Params, ParamSpec, Specs
+from jaxspec.models.stack import run_layers
 from jaxspec_checkpoints import Layout, Sizes
 from jaxspec_kernels.sums import row_sums
 
@@ -86,10 +87,11 @@ def forward(
     """Run all layers; returns the rows and the updated pages per layer."""
     stream = params["embedding"].rows(batch.tokens)
     tables = rope_tables(batch.positions, config.head_dim, config.rope_theta)
-    updated, streams = [], []
-    for layer, pages in enumerate(kv_pages):
-        streams.append(stream)
-        own = params["layers"][str(layer)]
+
+    def run(
+        layer: int, own: Params, stream: Array, batch: TokenBatch, pages: Array
+    ) -> tuple[Array, Array]:
+        del layer  # they are all alike
         mixed, pages = attend(
             own,
             _norm(config, stream, own["norm"]),
@@ -100,14 +102,16 @@ def forward(
             scale=config.head_dim**-0.5,
             backend=backend,
         )
-        updated.append(pages)
         stream += mixed
         rows = _norm(config, stream, own["mlp_norm"])
         inner = jax.nn.silu(own["gate"].multiply(rows)) * own["up"].multiply(rows)
-        stream += own["down"].multiply(inner)
+        return stream + own["down"].multiply(inner), pages
+
+    streams, kv_pages = run_layers(config, params, stream, batch, kv_pages, run)
+    stream = streams[-1]
     is_finite = jax.numpy.isfinite(row_sums(stream)[:, 0])
     rows = _norm(config, stream, params["final_norm"])
-    return Hidden(rows, is_finite, (*streams, stream)), (*updated,)
+    return Hidden(rows, is_finite, streams), kv_pages
 
 
 def logits(

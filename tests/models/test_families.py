@@ -66,7 +66,10 @@ def has_llama(monkeypatch):
 
 
 @pytest.mark.usefixtures("has_llama")
-def test_a_second_family_writes_what_huggingface_does(tmp_path, monkeypatch):
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_a_second_family_writes_what_huggingface_does(
+    tmp_path, monkeypatch, scan_layers
+):
     """From the folder, with drafts of its own kind, target and draft of one family."""
     monkeypatch.setattr(loader, "Runner", QuickRunner)
     reference = write_llama(tmp_path / "target", num_layers=2)
@@ -82,6 +85,7 @@ def test_a_second_family_writes_what_huggingface_does(tmp_path, monkeypatch):
         max_model_len=64,
         max_num_seqs=2,
         max_num_batched_tokens=32,
+        scan_layers=scan_layers,
     ) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):

@@ -10,8 +10,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import resource
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any
 import jax
 from tqdm.auto import tqdm
 
-from benchmarks.program_costs import num_operations
+from benchmarks.compile_costs import costs_of
 from jaxspec.bench.report import commit, write_whole
 from jaxspec.program.plan import Features, StepShape
 from tests.kernels import aot_gpu, aot_tpu
@@ -51,6 +49,7 @@ class Costs:
     compile_s: float
     lowered_ops: int
     compiled_ops: int
+    num_arguments: int
     argument_bytes: int
     donated_bytes: int
     temp_bytes: int
@@ -74,12 +73,6 @@ def shapes() -> dict[str, StepShape]:
     return found
 
 
-def _cpu_s() -> float:
-    """Of this process and of the assemblers that it started."""
-    of = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + of.ru_utime + of.ru_stime
-
-
 def measure(
     place: str,
     program: str,
@@ -88,32 +81,13 @@ def measure(
 ) -> Costs:
     """Lower and compile one."""
     shape = shapes()[program]
-    start, start_cpu = time.monotonic(), _cpu_s()
-    lowered, _, _ = lower_pair(place, shape, layers=layers)
-    lower_s, lower_cpu_s = time.monotonic() - start, _cpu_s() - start_cpu
-    start, start_cpu = time.monotonic(), _cpu_s()
     with aot_tpu.no_compilation_cache():
-        compiled: Any = lowered.compile()
-    compile_s, compile_cpu_s = time.monotonic() - start, _cpu_s() - start_cpu
-    memory = compiled.memory_analysis()
-    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    used += memory.output_size_in_bytes - memory.alias_size_in_bytes
+        found = costs_of(lambda: lower_pair(place, shape, layers=layers)[0])
     return Costs(
         place=place,
         program=program,
         num_draft_tokens=shape.num_draft_tokens,
-        lower_cpu_s=round(lower_cpu_s, 1),
-        lower_s=round(lower_s, 1),
-        compile_cpu_s=round(compile_cpu_s, 1),
-        compile_s=round(compile_s, 1),
-        lowered_ops=num_operations(lowered.as_text()),
-        compiled_ops=num_operations(compiled.as_text()),
-        argument_bytes=memory.argument_size_in_bytes,
-        donated_bytes=memory.alias_size_in_bytes,
-        temp_bytes=memory.temp_size_in_bytes,
-        code_bytes=memory.generated_code_size_in_bytes,
-        hbm_bytes=used + memory.generated_code_size_in_bytes,
-        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        **found,
     )
 
 

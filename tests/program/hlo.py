@@ -13,6 +13,8 @@ _MOVES = (
     "all-gather", "all-to-all", "collective-permute", "copy", "reduce-scatter",
     "transpose",
 )  # fmt: skip
+# What names values and writes none.
+_NAMES = ("bitcast", "conditional", "get-tuple-element", "parameter", "tuple", "while")
 _COLLECTIVES = (
     "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter",
 )  # fmt: skip
@@ -124,6 +126,37 @@ def copied(text: str, tree: Any) -> list[str]:
         local = leaf.sharding.shard_shape(leaf.shape)
         kept |= {tuple(sorted(local)), tuple(sorted(_as_slots(local)))}
     return [move for move in moves(text) if sizes_of(move) in kept]
+
+
+def taken_out(text: str, stacks: Any) -> list[str]:
+    """Operations that write one entry of a stack to memory.
+
+    What a fusion does inside is read where it lies, and S(1) is on-chip memory.
+
+    Args:
+        stacks: A tree of arrays whose first axis is that of the entries.
+    """
+    entries = set()
+    for leaf in jax.tree.leaves(stacks):
+        local = leaf.sharding.shard_shape(leaf.shape)[1:]
+        if len(local) > 1:
+            entries.add(tuple(sorted(size for size in local if size > 1)))
+    fused = set(re.findall(r" fusion\(.*?calls=%([\w.-]+)", text))
+    found, computation = [], ""
+    for line in text.splitlines():
+        header = re.match(r"(?:ENTRY )?%?([\w.-]+) .*\{$", line)
+        if header is not None:
+            computation = header[1]
+        operation = _OPERATION.search(line)
+        if operation is None or computation in fused:
+            continue
+        results, name = operation.groups()
+        for kind, sizes, layout in _ARRAY.findall(results):
+            shape = f"{kind}[{sizes}]"
+            written = tuple(size for size in sizes_of(shape) if size > 1)
+            if written in entries and name not in _NAMES and "S(1)" not in layout:
+                found.append(f"{name} {shape}")
+    return found
 
 
 def num_kernels(text: str) -> int:

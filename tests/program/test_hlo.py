@@ -37,6 +37,31 @@ def test_moves_are_read_whatever_form_they_have():
     assert hlo.sizes_of("transpose bf16[2304,16]") == (16, 2304)
 
 
+STACKED = """
+%inside (p: bf16[2,4096,512], i: s32[]) -> bf16[4096,512] {
+  %a = bf16[1,4096,512]{2,1,0} dynamic-slice(%p, %i, %zero, %zero)
+  ROOT %b = bf16[4096,512]{1,0} bitcast(%a)
+}
+
+%body (state: (s32[], bf16[2,4096,512])) -> (s32[], bf16[2,4096,512]) {
+  %c = bf16[2,4096,512]{2,1,0} get-tuple-element(%state), index=1
+  %d = bf16[4096,512]{1,0:T(8,128)S(1)} fusion(%c, %i), kind=kLoop, calls=%inside
+  %e = (bf16[1,4096,512]{2,1,0}, f32[8]{0}) fusion(%c, %i), kind=kLoop, calls=%inside
+  %f = bf16[1,4096,512]{2,1,0} get-tuple-element(%e), index=0
+  %g = bf16[512,4096]{1,0} transpose(%f), dimensions={1,0}
+}
+"""
+
+
+def test_what_is_taken_out_of_a_stack_is_told():
+    """Not what a fusion reads in place, nor what goes to memory on the chip (S(1))."""
+    place = SingleDeviceSharding(jax.devices()[0])
+    stack = jax.ShapeDtypeStruct((2, 4096, 512), jnp.bfloat16, sharding=place)
+    vectors = jax.ShapeDtypeStruct((2, 8), jnp.float32, sharding=place)
+    expected = ["fusion bf16[1,4096,512]", "transpose bf16[512,4096]"]
+    assert hlo.taken_out(STACKED, [stack, vectors]) == expected
+
+
 def test_copies_of_what_is_kept_are_told():
     """In any order of its dimensions, and as the rows that a scatter sees."""
     place = SingleDeviceSharding(jax.devices()[0])

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, no_type_check
+from typing import Any, ClassVar, no_type_check
 
 from jaxspec.errors import (
     ConfigError,
@@ -45,6 +45,9 @@ class Gemma2Config(ModelConfig):
         attn_logit_softcapping: Cap c of `c * tanh(x / c)` on scores; None for no cap.
         sliding_window: Tokens a local layer sees, the query's own included.
     """
+
+    # A local layer and a global one.
+    period: ClassVar[int] = 2
 
     query_pre_attn_scalar: float
     attn_logit_softcapping: float | None

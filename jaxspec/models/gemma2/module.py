@@ -3,6 +3,7 @@
 The engine does not go through it: it runs the same functions over a plain tree.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,6 +30,8 @@ class Gemma2(nnx.Module):
         dtype: jnp.dtype,
         backend: Backend = Backend(),  # noqa: B008 frozen
     ):
+        if config.scan_layers:  # a module for every layer: there is nothing to scan
+            config = replace(config, scan_layers=False)
         self.config, self._backend = config, backend
         flat = {
             path: nnx.Param(

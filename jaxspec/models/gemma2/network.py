@@ -21,6 +21,7 @@ from jaxspec.models.gemma2.config import Gemma2Config
 from jaxspec.models.layers import attend, mean_square, rope_tables
 from jaxspec.models.network import Hidden, Pages
 from jaxspec.models.params import Params, ParamSpec, Specs
+from jaxspec.models.stack import run_layers
 
 # A layer's parameters, and the canonical tensors that each is made of.
 _LAYER_TENSORS = {
@@ -88,9 +89,10 @@ def forward(
     scale = jnp.sqrt(jnp.float32(config.hidden_size)).astype(embedding.dtype)
     stream = embedding.rows(batch.tokens) * scale.astype(jnp.float32)
     tables = rope_tables(batch.positions, config.head_dim, config.rope_theta)
-    updated, streams = [], [stream]
-    for layer, pages in zip(range(config.num_layers), kv_pages, strict=True):
-        own = params["layers"][str(layer)]
+
+    def run(
+        layer: int, own: Params, stream: Array, batch: TokenBatch, pages: Array
+    ) -> tuple[Array, Array]:
         normed = rms_norm(stream, own["input_norm"], config.rms_norm_eps)
         mixed, pages = attend(
             own["attention"],
@@ -104,16 +106,18 @@ def forward(
             window=config.window(layer),
             backend=backend,
         )
-        updated.append(pages)
         stream += rms_norm(mixed, own["post_attention_norm"], config.rms_norm_eps)
         normed = rms_norm(stream, own["pre_feed_forward_norm"], config.rms_norm_eps)
         outer = feed_forward(config, own["feed_forward"], normed)
         stream += rms_norm(outer, own["post_feed_forward_norm"], config.rms_norm_eps)
-        streams.append(stream)
+        return stream, pages
+
+    streams, kv_pages = run_layers(config, params, stream, batch, kv_pages, run)
+    stream = streams[-1]
     normed = rms_norm(stream, params["final_norm"], config.rms_norm_eps)
     # The norm's own statistic: any NaN or infinity of a row makes it one.
     is_finite = jnp.isfinite(mean_square(stream)[:, 0])
-    return Hidden(normed, is_finite, tuple(streams)), tuple(updated)
+    return Hidden(normed, is_finite, streams), kv_pages
 
 
 def logits(

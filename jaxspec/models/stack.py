@@ -1,0 +1,152 @@
+"""The two forms of a network's layers: each by itself, or scanned.
+
+By itself, a layer has its own parameters, its own pages and its own operations in a
+program. Scanned (`ModelConfig.scan_layers`), the layers that are alike share one array
+for each parameter and one pool of pages, and a program has one loop over them, as long
+whatever the depth, which is compiled sooner. Both forms compute the same.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxspec.model_config import ModelConfig
+from jaxspec.models.batch import TokenBatch
+from jaxspec.models.params import ParamPath, Params
+
+LAYERS = "layers"  # their parameters' place in the tree
+# Of a layer's number, parameters, input, batch and pages: its output, and the pages.
+Layer = Callable[[int, Params, Array, TokenBatch, Array], tuple[Array, Array]]
+
+
+def run_layers(
+    config: ModelConfig,
+    params: Params,
+    stream: Array,
+    batch: TokenBatch,
+    kv_pages: tuple[Array, ...],
+    layer: Layer,
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Run all layers, one after the other.
+
+    Args:
+        params: The whole network's.
+        layer: What a layer does. Scanned, it is asked for the first `config.period`
+            layers, and those stand for all.
+
+    Returns:
+        The input with the outputs of all layers, and the updated pages.
+    """
+    own = params[LAYERS]
+    if config.scan_layers:
+        return _scan(config, own, stream, batch, kv_pages, layer)
+    streams, updated = [stream], []
+    for number, pages in zip(range(config.num_layers), kv_pages, strict=True):
+        stream, pages = layer(number, own[str(number)], stream, batch, pages)
+        streams.append(stream)
+        updated.append(pages)
+    return tuple(streams), tuple(updated)
+
+
+def _scan(
+    config: ModelConfig,
+    params: Params,
+    stream: Array,
+    batch: TokenBatch,
+    kv_pages: tuple[Array, ...],
+    layer: Layer,
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """The same by a loop; the pools are its state, so that it writes them in place."""
+    turns, period = config.num_turns, config.period
+
+    def turn(
+        carry: tuple[Array, tuple[Array, ...]], given: tuple[Array, Params]
+    ) -> tuple[tuple[Array, tuple[Array, ...]], tuple[Array, ...]]:
+        (stream, pools), (number, own) = carry, given
+        here = _batch_of(batch, number, turns, pools[0].shape)
+        streams, updated = [], []
+        for kind, pool in zip(range(period), pools, strict=True):
+            stream, pool = layer(kind, own[str(kind)], stream, here, pool)
+            streams.append(stream)
+            updated.append(pool)
+        return (stream, tuple(updated)), tuple(streams)
+
+    numbers = jnp.arange(turns, dtype=jnp.int32)
+    start = stream, kv_pages
+    (last, kv_pages), found = jax.lax.scan(turn, start, (numbers, params))
+    # Not `last` out of these: whoever wants no layer's output keeps none of them.
+    between = (
+        jax.lax.index_in_dim(found[number % period], number // period, keepdims=False)
+        for number in range(config.num_layers - 1)
+    )
+    return (stream, *between, last), kv_pages
+
+
+def _batch_of(
+    batch: TokenBatch, turn: Int[Array, ""], turns: int, pool: tuple[int, ...]
+) -> TokenBatch:
+    """The batch with the page ids and slots of one turn's layers.
+
+    Layer by layer the pages of a pool lie behind one another: what would be page i of
+    a layer's own is page `turn * num_pages + i`. Slots that are pads stay beyond all.
+    """
+    num_pages = pool[0] // turns
+    num_slots = num_pages * pool[1]
+    slots = batch.slot_mapping
+    slots = jnp.where(slots < num_slots, slots + turn * num_slots, turns * num_slots)
+    # Entries behind a sequence's last page may be any, and nobody looks there.
+    regions = tuple(
+        dataclasses.replace(one, page_table=one.page_table + turn * num_pages)
+        for one in batch.regions
+    )
+    return dataclasses.replace(batch, slot_mapping=slots, regions=regions)
+
+
+def stacked_place(config: ModelConfig, path: ParamPath) -> tuple[ParamPath, int] | None:
+    """Where a parameter goes in the scanned form: which stack, and which entry of it.
+
+    None where it stays by itself.
+    """
+    if not config.scan_layers or path[0] != LAYERS:
+        return None
+    turn, kind = divmod(int(path[1]), config.period)
+    return (LAYERS, str(kind), *path[2:]), turn
+
+
+def put(whole: Any, part: Any, entry: int, count: int) -> Any:
+    """`part` as one entry of a stack of `count` of them, which is made at the first.
+
+    In place: of no parameter there are ever two whole stacks.
+
+    Args:
+        whole, part: Trees of arrays, or of their shapes.
+    """
+    if whole is None:
+        whole = jax.tree.map(lambda leaf: _room_for(leaf, count), part)
+    return jax.tree.map(lambda leaf, own: _put(leaf, own, entry), whole, part)
+
+
+def _room_for(leaf: Any, count: int) -> Any:
+    placement = leaf.sharding
+    spec = jax.sharding.PartitionSpec(None, *placement.spec)
+    placement = jax.sharding.NamedSharding(placement.mesh, spec)
+    shape = (count, *leaf.shape)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=placement)
+    return jnp.zeros(shape, leaf.dtype, device=placement)
+
+
+def _put(whole: Any, part: Any, entry: int) -> Any:
+    if isinstance(part, jax.ShapeDtypeStruct):
+        return whole
+    # Only a compiled function writes into what it is given.
+    write = jax.jit(_write, donate_argnums=0, out_shardings=whole.sharding)  # noqa: TID251
+    return write(whole, part, jnp.int32(entry))
+
+
+def _write(whole: Array, part: Array, entry: Array) -> Array:
+    return jax.lax.dynamic_update_index_in_dim(whole, part, entry, 0)

@@ -1,0 +1,218 @@
+"""An engine whose layers are scanned says what it says without.
+
+XLA:CPU joins other operations in a loop's body than outside, so logits may differ in
+their last bits. Texts are the same, token for token: no two logits lie so close here.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec import LLM
+from jaxspec.engine import loader
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.program.plan import StepShape
+from jaxspec.program.step import lower_step
+from jaxspec.sampling_params import SamplingParams
+from jaxspec_checkpoints import open_checkpoint
+from jaxspec_checkpoints.writing import write_checkpoint
+from tests.checkpoints.models import write_tiny
+from tests.e2e import pair
+from tests.engines import (
+    READERS_COMPILER,
+    QuickRunner,
+    generate,
+    make_engine,
+    tokens_of,
+)
+from tests.oracles import make_hf_model
+from tests.program.test_step import SHARDED, materialized, num_bytes, num_parameters
+
+NUM_DRAFT = 3
+STEM = [5, 9, 33, 41, 8, 60, 17, 22, 7, 54, 12, 40, 31, 9, 28, 3]
+SHARED = [[*STEM, 6, 50], [*STEM, 11], [*STEM[:13], 44], [*STEM, 6, 50]]
+CHUNKED = pair.prompts(4, longest=40)  # more than a launch feeds
+
+
+@functools.cache
+def target() -> Any:
+    return pair.make_model(2, num_hidden_layers=4)
+
+
+@functools.cache
+def draft() -> Any:
+    """Two turns of its own, and often right."""
+    return pair.add_noise(pair.make_model(2, num_hidden_layers=4))
+
+
+def make(scan_layers: bool, **changes: Any) -> LLMEngine:
+    settings = pair.settings(runner=pair.GeneralRunner, max_num_seqs=3, num_pages=30)
+    return make_engine(target(), scan_layers=scan_layers, **(settings | changes))
+
+
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Greedy and seeded ones, of every K; texts of others depend on their rounds."""
+    prompts, params = [], []
+    for number, prompt in enumerate([*SHARED, *CHUNKED, *SHARED]):
+        values: dict[str, Any] = dict(max_tokens=30, ignore_eos=True, logprobs=2)
+        kinds: list[dict[str, Any]] = [
+            dict(temperature=0.0),
+            dict(temperature=1.0, seed=number),
+            dict(temperature=0.9, top_p=0.9, seed=number),
+        ]
+        values |= kinds[number % 3]
+        values["extra_args"] = {"num_speculative_tokens": (3, 1, 0, 2)[number % 4]}
+        prompts.append(prompt)
+        params.append(SamplingParams(**values))
+    return prompts, params
+
+
+def told(outputs: list[Any]) -> list[Any]:
+    """Tokens, and the log-probabilities of each and of its rivals."""
+    return [
+        [
+            (token, {rival: one.logprob for rival, one in among.items()})
+            for token, among in zip(
+                output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True
+            )
+        ]
+        for output in outputs
+    ]
+
+
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        dict(num_draft_tokens=NUM_DRAFT, draft="model"),
+        dict(num_draft_tokens=NUM_DRAFT, lookup=(3, 1)),
+    ],
+    ids=["draft model", "n-gram"],
+)
+def test_texts_and_log_probabilities_are_equal(drafts):
+    """In a crowd: rows wait, some are preempted, and prompts begin alike."""
+    if "draft" in drafts:
+        drafts = drafts | {"draft": draft()}
+    prompts, params = requests()
+    found, stats = [], []
+    for scan_layers in (False, True):
+        engine = make(scan_layers, **drafts)
+        found.append(told(generate(engine, prompts, params)))
+        engine.scheduler.check_idle()
+        stats.append(engine.stats)
+    for one, other in zip(*found, strict=True):
+        assert [token for token, _ in one] == [token for token, _ in other]
+        for (_, among), (_, rivals) in zip(one, other, strict=True):
+            # A wrong page or layer changes them by tenths.
+            assert among == pytest.approx(rivals, abs=1e-4)
+    assert all(one.num_preemptions > 0 for one in stats)
+    assert all(one.num_prefix_hits > 0 for one in stats)
+    assert all(one.acceptance_rate > 0.03 for one in stats)
+
+
+@pytest.mark.parametrize("draft_shards", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_eight_devices_say_what_huggingface_does(draft_shards):
+    sizes = SHARDED | dict(num_hidden_layers=4)
+    model = make_hf_model(seed=3, **sizes)
+    engine = make_engine(
+        model,
+        model,
+        num_draft_tokens=NUM_DRAFT,
+        tensor_parallel_size=8,
+        draft_tensor_parallel_size=draft_shards,
+        has_one_shape=True,
+        scan_layers=True,
+        **pair.settings(max_num_seqs=3),
+    )
+    (stack, *_) = engine.runner.state.target_pages
+    assert stack.addressable_shards[0].data.shape[2] * 8 == stack.shape[2]
+    prompts = pair.prompts(4)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    said = tokens_of(generate(engine, prompts, params))
+    for both in zip(prompts, said, strict=True):
+        assert pair.greedy_margin(*both, model=model) > pair.MIN_MARGIN
+    assert engine.stats.acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("kind", ["hf", "orbax"])
+def test_it_reads_checkpoints_and_sleeps_and_wakes(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(loader, "Runner", QuickRunner)
+    write_tiny(tmp_path / "hf", family="2b", num_hidden_layers=4, vocab_size=8192)
+    folder = tmp_path / kind
+    if kind != "hf":
+        source = open_checkpoint(tmp_path / "hf")
+        write_checkpoint(source, folder, to=kind, progress=False)
+    options: dict[str, Any] = dict(max_model_len=64, max_num_seqs=2, dtype="float32")
+    options |= dict(max_num_batched_tokens=32)
+    prompts = [[2, 5, 6, 7], [2, 9]]
+    # Greedy texts of these weights say one token over and over.
+    params = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)
+
+    def texts(llm: LLM) -> list[list[int]]:
+        return tokens_of(llm.generate(prompts, params, use_tqdm=False))
+
+    with LLM(str(tmp_path / "hf"), **options) as llm:
+        expected = texts(llm)
+    assert all(len(set(tokens)) > 2 for tokens in expected)
+    with LLM(str(folder), scan_layers=True, **options) as llm:
+        assert len(llm.llm_engine.runner.state.target_pages) == 2
+        assert texts(llm) == expected
+        for level in (1, 2):
+            llm.sleep(level=level)
+            llm.wake_up()
+            assert texts(llm) == expected
+
+
+@functools.cache
+def readers_engine(scan_layers: bool) -> LLMEngine:
+    """Of the instructions that users get."""
+    engine = make(scan_layers, runner=None, draft=draft(), num_draft_tokens=NUM_DRAFT)
+    engine.runner.compiler_options = READERS_COMPILER
+    return engine
+
+
+ROUND = StepShape(num_seqs=2, num_draft_tokens=NUM_DRAFT, chunk=0)
+
+
+def test_pools_are_updated_in_place_and_no_stack_is_copied():
+    runner: Any = readers_engine(True).runner
+    executable = runner.executable(ROUND)
+    memory = executable.memory_analysis()
+    assert memory.alias_size_in_bytes == num_bytes(runner.state)
+    pools = (*runner.state.target_pages, *jax.tree.leaves(runner.state.proposers))
+    assert {leaf.shape for leaf in pools} == {(2 * 30, 4, 2, 8)}
+    kept = {(2 * 30, 4, 2, 8), (2 * 30 * 4, 2, 8)}
+    for model in runner.params[0], *runner.params[1]:
+        leaves = jax.tree.leaves(model["layers"])
+        kept |= {leaf.shape for leaf in leaves if leaf.ndim > 2}
+    program = executable.as_text()
+    assert materialized(program, kept) == []
+
+
+def num_operations(scan_layers: bool, num_layers: int) -> int:
+    """What XLA is given for a round of a target with so many layers, and no draft."""
+    model = pair.make_model(2, num_hidden_layers=num_layers)
+    runner = make_engine(model, scan_layers=scan_layers, **pair.SETTINGS).runner
+    shape = StepShape(num_seqs=2, num_draft_tokens=0, chunk=32)
+    arguments = (*runner.params, runner.state)
+    text = lower_step(runner.program, shape, arguments).as_text()
+    return text.count("stablehlo.")
+
+
+def test_a_program_has_one_pair_of_layers_however_many_there_are():
+    assert num_operations(True, 4) == num_operations(True, 8)
+    assert num_operations(False, 8) > num_operations(False, 4) + 4 * 400
+    assert num_operations(True, 8) < num_operations(False, 4)
+
+
+def test_a_program_is_given_few_arrays():
+    """A stack for every parameter of a pair, and two pools, of each model."""
+    counts = []
+    for scan_layers in (False, True):
+        runner: Any = readers_engine(scan_layers).runner
+        counts.append(num_parameters(runner.executable(ROUND).as_text()))
+    stacks = readers_engine(True).runner.params[0]["layers"]["0"]
+    # Two layers of each model, and the pages of as many.
+    assert np.diff(counts) == -2 * 2 * (len(jax.tree.leaves(stacks)) + 1)

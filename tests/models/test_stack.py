@@ -1,0 +1,204 @@
+"""Scanned layers are the same network: its logits, its weights, in another place."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.engine.described import named_devices
+from jaxspec.errors import ConfigError
+from jaxspec.models.backend import Backend
+from jaxspec.models.batch import Region, TokenBatch
+from jaxspec.models.cpu import PanelMatrix
+from jaxspec.models.matrices import ScannedMatrix
+from jaxspec.models.network import build_network
+from jaxspec.models.stack import put
+from jaxspec.models.weights import (
+    abstract_params,
+    declare,
+    load_params,
+    random_params,
+)
+from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
+from tests.engines import QUICK_COMPILER
+from tests.oracles import (
+    PagedModel,
+    hf_logits,
+    hf_tensors,
+    init_kv_pages,
+    load_ours,
+    make_hf_model,
+    model_config,
+)
+
+PROMPT = np.random.default_rng(1).integers(0, 96, 50)
+# Two pairs of layers, the last of which is no copy of the first. Sizes that divide into
+# panels (`jaxspec.models.cpu`), but for the embedding.
+SIZES: dict[str, Any] = dict(
+    num_hidden_layers=4, num_attention_heads=8, head_dim=16, hidden_size=64
+)
+
+
+@functools.cache
+def reference() -> Any:
+    return make_hf_model(**SIZES)
+
+
+def feed(
+    *, scan_layers: bool, options: dict[str, Any] | None = None, **form: Any
+) -> np.ndarray:
+    """Logits of a prompt in uneven chunks; slots that nobody has written are NaN."""
+    config = model_config(reference(), scan_layers=scan_layers)
+    params = load_ours(reference(), scan_layers=scan_layers, **form)
+    model = PagedModel(config, params, compiler_options=options)
+    pieces = np.split(PROMPT, [1, 8, 21, 37])
+    return np.concatenate([model.feed(one, pads=16 - len(one)) for one in pieces])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_logits_have_the_bits_of_layers_by_themselves(dtype):
+    """In a small program without optimisation: what is computed is the same.
+
+    Else XLA:CPU joins other operations in a loop's body than outside, and rounds once
+    less where it joins a product and a sum.
+    """
+    options = {"dtype": dtype, "options": QUICK_COMPILER}
+    each = feed(scan_layers=False, **options)
+    assert np.isfinite(each).all()
+    np.testing.assert_array_equal(feed(scan_layers=True, **options), each)
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_logits_equal_huggingface(shards):
+    """As users have them compiled; on eight devices the two KV heads are repeated."""
+    found = feed(scan_layers=True, shards=shards)
+    assert np.abs(found - hf_logits(reference(), PROMPT)).max() <= 1e-4
+
+
+def test_every_layers_output_is_told():
+    """For proposers that look into the target, in the order of the layers."""
+    streams = []
+    for scan_layers in (False, True):
+        config = model_config(reference(), scan_layers=scan_layers)
+        network = build_network(
+            config, load_ours(reference(), scan_layers=scan_layers), Backend()
+        )
+        slots = jnp.arange(8, dtype=jnp.int32)
+        batch = TokenBatch(
+            tokens=jnp.asarray(PROMPT[:8], jnp.int32),
+            positions=slots,
+            slot_mapping=slots,
+            regions=(
+                Region(
+                    page_table=jnp.array([[0, 1]], jnp.int32),
+                    kv_len=jnp.array([8], jnp.int32),
+                    num_queries=8,
+                ),
+            ),
+        )
+        pages = init_kv_pages(config, 4, 4, jnp.float32)
+        run = jax.jit(
+            lambda batch, pages, network=network: network.hidden(batch, pages)[0],
+            compiler_options=QUICK_COMPILER,
+        )
+        streams.append(run(batch, pages).streams)
+    assert len(streams[0]) == SIZES["num_hidden_layers"] + 1
+    for one, other in zip(*streams, strict=True):
+        np.testing.assert_array_equal(one, other)
+    each = [np.asarray(one) for one in streams[0]]
+    assert all((one != other).any() for one, other in zip(each, each[1:], strict=False))
+
+
+def made(how: str, *, scan_layers: bool, shards: int, dtype: Any) -> Any:
+    config = model_config(reference(), scan_layers=scan_layers)
+    options: dict[str, Any] = dict(dtype=jnp.dtype(dtype), mesh=make_mesh(shards))
+    if how == "random":
+        return random_params(config, seed=3, **options)
+    if how == "abstract":
+        return abstract_params(config, **options)
+    return load_params(config, hf_tensors(reference()), **options)
+
+
+@pytest.mark.parametrize(
+    ("shards", "dtype"), [(1, jnp.float32), (8, jnp.float32), (1, jnp.bfloat16)]
+)
+@pytest.mark.parametrize("how", ["loaded", "random"])
+def test_a_stack_holds_what_each_layer_has(how, shards, dtype):
+    """Entry t of stack k is layer 2 t + k, in whatever form, on the same devices."""
+    form: dict[str, Any] = dict(shards=shards, dtype=dtype)
+    each = made(how, scan_layers=False, **form)
+    scanned = made(how, scan_layers=True, **form)
+    assert sorted(scanned["layers"]) == ["0", "1"]
+    # Random values are numbered as they are without scanning.
+    for name in ("embedding", "final_norm"):
+        jax.tree.map(np.testing.assert_array_equal, scanned[name], each[name])
+    for layer in range(4):
+        turn, kind = divmod(layer, 2)
+        entry = jax.tree.map(
+            lambda leaf, at=turn: leaf[at], scanned["layers"][str(kind)]
+        )
+        jax.tree.map(np.testing.assert_array_equal, entry, each["layers"][str(layer)])
+
+    def check(stack: jax.Array, one: jax.Array) -> None:
+        assert stack.shape == (2, *one.shape)
+        whole, part = (leaf.addressable_shards[0].data for leaf in (stack, one))
+        assert whole.shape == (2, *part.shape)
+
+    jax.tree.map(check, scanned["layers"]["0"], each["layers"]["0"])
+    jax.tree.map(check, scanned["layers"]["1"], each["layers"]["1"])
+    is_panelled = isinstance(scanned["layers"]["0"]["attention"]["q_proj"], PanelMatrix)
+    assert is_panelled == (shards == 1 and dtype == jnp.float32)
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_forms_are_those_of_what_is_loaded(shards):
+    def form(leaf: Any) -> Any:
+        return leaf.shape, leaf.dtype, leaf.sharding
+
+    options: dict[str, Any] = dict(scan_layers=True, shards=shards, dtype=jnp.float32)
+    found, expected = (made(how, **options) for how in ("abstract", "loaded"))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
+        assert form(one) == form(other)
+
+
+def test_a_stack_is_filled_in_place():
+    """The largest one of a 27B takes gigabytes: there is no room for two."""
+    placement = jax.sharding.NamedSharding(make_mesh(1), jax.sharding.PartitionSpec())
+    values = [np.full((3, 2), number, np.float32) for number in (1, 2)]
+    parts = [jax.device_put(one, placement) for one in values]
+    first = put(None, parts[0], 0, 2)
+    second = put(first, parts[1], 1, 2)
+    assert first.is_deleted()
+    np.testing.assert_array_equal(second, np.stack(values))
+
+
+def test_on_accelerators_products_are_kept_apart_from_what_is_made_of_them():
+    """Of layers alone: nobody takes a slice of the embedding."""
+    config = model_config(reference(), scan_layers=True)
+    devices: Any = named_devices("v5e-1")
+    mesh = make_mesh(1, devices=devices)
+    specs = declare(
+        config, dtype=jnp.dtype(jnp.bfloat16), mesh=mesh, mesh_axes=TARGET_MESH_AXES
+    )
+    scanned = {path[0] for path, spec in specs.items() if spec.form is ScannedMatrix}
+    assert scanned == {"layers"}
+    config = dataclasses.replace(config, scan_layers=False)
+    specs = declare(
+        config, dtype=jnp.dtype(jnp.bfloat16), mesh=mesh, mesh_axes=TARGET_MESH_AXES
+    )
+    assert not any(spec.form is ScannedMatrix for spec in specs.values())
+
+
+def test_layers_that_do_not_come_out_even_are_refused():
+    config = model_config(make_hf_model(num_hidden_layers=5))
+    expected = "scan_layers must be False for a model of 5 layers.*2 at a time"
+    with pytest.raises(ConfigError, match=expected) as error:
+        dataclasses.replace(config, scan_layers=True)
+    assert error.value.parameter == "scan_layers"
