@@ -172,8 +172,9 @@ class Scheduler:
             if self._has_draft_model:
                 wanted[self.rows.lags(rows)] = 0
                 if shape is not None and not wanted.any():
-                    # All wait for the draft model, for a round or two. Without the
-                    # program that drafts they wait: a short text would be over before.
+                    # All rows wait for the draft model, for a round or two. Where the
+                    # program with drafts is still compiled the rows wait for it: a
+                    # short text would be over before anything was drafted.
                     shape = self.shapes.find(len(rows), 0, 0, features, is_brief=True)
         if shape is None:
             rows, wanted = rows[:0], wanted[:0]

@@ -44,7 +44,7 @@ CLIENT_GONE = 499
 
 
 def generation_routes(serving: Serving) -> APIRouter:
-    """Make POST /v1/completions, /v1/chat/completions and /v1/responses."""
+    """Make the endpoints of completions, chats and responses, kept ones included."""
     router = APIRouter()
 
     @router.post("/v1/completions")

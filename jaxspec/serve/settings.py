@@ -18,7 +18,7 @@ from jaxspec.serve.tool_parsers import GEMMA2, parser_class
 SPEC_METRICS = ("none", "summary")
 # A context of 8192 tokens is 40 kB of English; this is for lists of prompts.
 DEFAULT_MAX_BODY_BYTES = 4 * 2**20
-# Ten thousand short conversations, or as many tokens as a few hundred long ones.
+# Some 20,000 responses, each of a prompt and an answer of 1,000 characters.
 DEFAULT_RESPONSE_STORE_BYTES = 64 * 2**20
 _FLAGS = (
     "trust_request_chat_template",
