@@ -27,7 +27,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import jax
@@ -345,9 +344,9 @@ def step(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]:
             # as long as ever: rounds over longer ones take longer.
             lengths=range(256, 768, 64),
         )
-        way = Way(engines.plain, 0)
-        marks, _ = drive(way, prompts, phase_s, **given)
-        plain = median(rates(marks, phase_s, BIN_S))
+        # As long as the other: rounds of plain decoding change with the lengths too.
+        marks, _ = drive(Way(engines.plain, 0), prompts, seconds, **given)
+        plain = rates(marks, seconds, BIN_S)
         way, begin = Way(adaptive, MOST_DRAFTS), len(seen)
         marks, start = drive(way, prompts, seconds, before_step=turn, **given)
         found = rates(marks, seconds, BIN_S)
@@ -355,9 +354,9 @@ def step(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]:
         for number, chance in enumerate(STEP_CHANCES):
             first, last = (round(i * phase_s / BIN_S) for i in (number, number + 1))
             level, settle_s = settle(found[first:last], BIN_S)
-            told.append(
-                {"acceptance": chance, "tokens_per_s": level, "settle_s": settle_s}
-            )
+            phase_row = {"acceptance": chance, "tokens_per_s": level}
+            phase_row["plain_tokens_per_s"], _ = settle(plain[first:last], BIN_S)
+            told.append(phase_row | {"settle_s": settle_s})
         drafts = mean_drafts(seen[begin:], start, seconds, BIN_S)
         row = {"batch": size, "plain_tokens_per_s": plain, "phases": told}
         rows.append(row | {"tokens_per_s": found, "num_drafts": drafts})
@@ -422,13 +421,22 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def kept_parts(path: Path, measured: Sequence[str]) -> dict[str, Any]:
+    """What an earlier run found in the parts that are not measured now."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    told = found.get("measured", {})
+    kept = {name: told[name] for name in told if name not in measured}
+    return {name: found[name] for name in kept} | {"measured": kept}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = make_parser().parse_args(arguments)
     if options.quick:
         vars(options).update(QUICK)
     warn_unless_quiet()
     engines = Engines(options)
-    result: dict[str, Any] = header("control", options)
+    head = header("control", options)
+    result = kept_parts(options.json, options.parts) | head
     result |= {"target": TARGET, "draft": DRAFT, "num_drafts": MOST_DRAFTS}
     parts: dict[str, Callable[..., Any]] = {
         "cells": cells,
@@ -441,6 +449,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name == "foreign":
             engines.drop("forced")
         result[name] = parts[name](engines, options)
+        about = ("date", "commit", "has_changes", "arguments")
+        result["measured"][name] = {key: head[key] for key in about}
         result["misses"] = misses(result)
         write_whole(json.dumps(result) + "\n", options.json)
         if name == "step":

@@ -129,7 +129,7 @@ def misses(result: Mapping[str, Any]) -> list[str]:
                 found.append(f"{place}: settles after {settle_s} s, goal {SETTLE_S:g}")
             if not phase["acceptance"]:
                 # Who does not notice that nothing is accepted settles too, lower.
-                settled = phase["tokens_per_s"] / row["plain_tokens_per_s"]
+                settled = phase["tokens_per_s"] / phase["plain_tokens_per_s"]
                 at_least(settled, NOT_SLOWER, f"{place}, settled by plain")
     if "ramp" in result:
         at_least(result["ramp"]["adaptive_by_plain"], NOT_SLOWER, "ramp, by plain")
@@ -164,11 +164,11 @@ def speed_table(part: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def step_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = [["step", "settled tok/s, and after s", ""]]
+    lines = [["step", "settled tok/s", "after s", "plain tok/s"]]
     for row in rows:
         for phase in row["phases"]:
             place = f"batch {row['batch']}, acceptance {phase['acceptance']:g}"
-            settled = f"{phase['tokens_per_s']:.0f}"
-            lines.append([place, settled, str(phase["settle_s"])])
-        lines.append([f"batch {row['batch']}, plain", f"{row['plain_tokens_per_s']}"])
+            speeds = [phase["tokens_per_s"], phase["plain_tokens_per_s"]]
+            settled, plain = (f"{speed:.0f}" for speed in speeds)
+            lines.append([place, settled, str(phase["settle_s"]), plain])
     return table(lines)

@@ -178,7 +178,7 @@ def over_steps(result: Result) -> Figure:
     """Tokens/s over time while the forced acceptance jumps."""
     rows, phase_s = result["step"], result["arguments"]["phase_s"]
     title = "Adaptive drafts where the acceptance jumps"
-    note = "Shaded: acceptance 0, elsewhere 0.9. Dashed: plain decoding, its median."
+    note = "Shaded: acceptance 0, elsewhere 0.9. Dashed: plain decoding."
     with _controlled(result, title, note, len(rows)) as grid:
         for axes, row in zip(grid, rows, strict=True):
             for number, phase in enumerate(row["phases"]):
@@ -186,8 +186,7 @@ def over_steps(result: Result) -> Figure:
                     axes.axvspan(number * phase_s, (number + 1) * phase_s, color="0.9")
             width = len(row["phases"]) * phase_s / len(row["tokens_per_s"])
             _series(axes, row["tokens_per_s"], width, form.SPECULATIVE)
-            plain = row["plain_tokens_per_s"]
-            axes.axhline(plain, color=form.PLAIN.color, linestyle=form.PLAIN.line)
+            _series(axes, row["plain_tokens_per_s"], width, form.PLAIN)
             axes.set_title(f"batch {row['batch']}")
             axes.set_xlabel("seconds")
             form.start_at_zero(axes)

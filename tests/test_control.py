@@ -1,10 +1,11 @@
 """The rows of `benchmarks.control`: ratios, tokens over time, goals, tables."""
 
+import json
 from typing import Any
 
 import pytest
 
-from benchmarks.control import QUICK, make_parser, ramp_size
+from benchmarks.control import QUICK, kept_parts, make_parser, ramp_size
 from benchmarks.control_rows import (
     Mark,
     Round,
@@ -100,18 +101,20 @@ def one(value: float) -> dict[str, float]:
 
 
 def test_goals_that_are_missed_are_told():
-    phases = [
-        {"acceptance": 0.9, "tokens_per_s": 100.0, "settle_s": 3.0},
-        {"acceptance": 0.0, "tokens_per_s": 50.0, "settle_s": 1.0},
-        {"acceptance": 0.9, "tokens_per_s": 100.0, "settle_s": 1.1},
-        {"acceptance": 0.0, "tokens_per_s": 50.0, "settle_s": None},
-    ]
+    def phases(plain: float) -> list[dict[str, float | None]]:
+        found = [(0.9, 100.0, 3.0), (0.0, 50.0, 1.0), (0.9, 100.0, 1.1)]
+        names = "acceptance", "tokens_per_s", "settle_s"
+        return [
+            dict(zip(names, one, strict=True)) | {"plain_tokens_per_s": plain}
+            for one in [*found, (0.0, 50.0, None)]
+        ]
+
     reached: dict[str, Any] = {
         "cells": [row_of(acceptance=0.7)],
         "free": [row_of()],
         "foreign": [row_of(domain="math", temperature=0.0)],
         # The first phase is the start, of which nothing is asked.
-        "step": [{"batch": 1, "phases": phases[:2], "plain_tokens_per_s": 50.0}],
+        "step": [{"batch": 1, "phases": phases(50.0)[:2]}],
         "ramp": {"adaptive_by_plain": 0.98},
     }
     assert not misses(reached)
@@ -121,7 +124,7 @@ def test_goals_that_are_missed_are_told():
         "cells": [row_of(acceptance=0.7, **slow)],
         "free": [row_of(adaptive_by_plain=one(0.98), fixed_by_plain=one(0.98))],
         "foreign": [row_of(domain="math", temperature=1.0, **slow)],
-        "step": [{"batch": 8, "phases": phases, "plain_tokens_per_s": 80.0}],
+        "step": [{"batch": 8, "phases": phases(80.0)}],
         "ramp": {"adaptive_by_plain": 0.96},
     }
     assert misses(missed) == [
@@ -143,10 +146,10 @@ def test_tables():
     assert line.split("  ")[0] == "cells, batch 1, acceptance 0.7"
     assert line.endswith("0.980     1.500       3      0  0:1 1:1 5:2")
     phase = {"acceptance": 0.9, "tokens_per_s": 100.4, "settle_s": 0.3}
-    rows = [{"batch": 8, "phases": [phase], "plain_tokens_per_s": 50.0}]
-    lines = [line.split("  ") for line in step_table(rows).splitlines()[1:]]
-    assert [line[0] for line in lines] == ["batch 8, acceptance 0.9", "batch 8, plain"]
-    assert lines[0][-1] == "0.3"
+    rows = [{"batch": 8, "phases": [phase | {"plain_tokens_per_s": 49.8}]}]
+    (_, line) = step_table(rows).splitlines()
+    told = [part.strip() for part in line.split("  ") if part]
+    assert told == ["batch 8, acceptance 0.9", "100", "0.3", "50"]
 
 
 def test_requests_come_and_go():
@@ -158,3 +161,13 @@ def test_requests_come_and_go():
 
 def test_a_quick_run_changes_options_that_there_are():
     assert vars(make_parser().parse_args([])).keys() >= QUICK.keys()
+
+
+def test_parts_that_are_not_measured_again_are_kept(tmp_path):
+    path = tmp_path / "found.json"
+    assert kept_parts(path, ["free"]) == {"measured": {}}
+    about = {"cells": {"date": "earlier"}, "free": {"date": "earlier"}}
+    path.write_text(json.dumps({"cells": [1], "free": [2], "measured": about}))
+    kept = {"cells": [1], "measured": {"cells": {"date": "earlier"}}}
+    assert kept_parts(path, ["free"]) == kept
+    assert kept_parts(path, ["free", "cells"]) == {"measured": {}}

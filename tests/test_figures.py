@@ -123,7 +123,7 @@ def control_result(**changes: Any) -> dict[str, Any]:
     ]
     step = {
         "phases": phases,
-        "plain_tokens_per_s": 50.0,
+        "plain_tokens_per_s": [50.0] * 100,
         "tokens_per_s": [100.0] * 50 + [50.0] * 50,
         "num_drafts": [5.0] * 50 + [None] * 50,
     }
