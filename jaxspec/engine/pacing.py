@@ -1,11 +1,13 @@
 """How many prompt tokens a launch may have while other requests stream their texts.
 
-Prefill makes rounds longer for all decoding requests. Measured times of rounds
-decide how many tokens go in: over the rounds of a prefill, the mean time is held at
+Prefill makes rounds longer for all decoding requests. Measured times of rounds decide
+how many tokens go in: over the rounds of a prefill, the mean time is held at
 `MAX_SLOWDOWN` of a round without prompts. What the draft model reads of a prompt comes
 afterwards, between rounds, in launches that take no longer than that allows where one
-is so small. And where nobody waits, how many rounds a launch may run: what the host
-does for a launch is then done once for all of them. Knows nothing of requests.
+is so small. No program is used for prompts that is larger than the largest of those
+that read all there is in the least time. And where nobody waits, how many rounds a
+launch may run: what the host does for a launch is then done once for all of them. Knows
+nothing of requests.
 """
 
 import math
@@ -63,6 +65,31 @@ class Pacer:
             return 1  # first see what a round takes
         return max(min(int(MAX_LAUNCH_S / seconds), most), 1)
 
+    def fastest(self, num_tokens: int, rounds: list[Round]) -> int:
+        """Index of the largest round among those that read prompt tokens soonest.
+
+        A launch computes all that its program has room for: two with room for 64 tokens
+        may take a third of one with room for 512. A round that was never timed is tried
+        where it might be the best: it is taken to cost what the next smaller one does,
+        else its share of the next larger.
+
+        Args:
+            rounds: From the smallest chunk.
+        """
+        known = [self.costs.seconds.get(one) for one in rounds]
+        chunks = [one.shape.chunk for one in rounds]
+        measured = [index for index, one in enumerate(known) if one is not None]
+        if not measured:
+            return len(rounds) - 1
+        programs = []
+        for index, chunk in enumerate(chunks):
+            nearest = max((i for i in measured if i <= index), default=measured[0])
+            seconds = known[nearest]
+            assert seconds is not None
+            share = chunk / chunks[nearest] if nearest > index else 1.0
+            programs.append((chunk, share * seconds))
+        return _soonest(num_tokens, programs)[-1]
+
     def chunk(self, plain: Round, mixed: list[Round]) -> tuple[int, float | None]:
         """The prompt tokens that the next round may take along, and what it pays out.
 
@@ -102,3 +129,26 @@ class Pacer:
                 known = base + more * chunks[index] / chunks[index - 1]
             costs.append(known)
         return costs
+
+
+def _soonest(
+    num_tokens: int, programs: list[tuple[int, float]]
+) -> tuple[float, int, int]:
+    """Least seconds to read so many tokens, the launches, and the largest's index.
+
+    Args:
+        programs: The tokens that a launch has room for and its seconds, from the
+            smallest.
+    """
+    if num_tokens <= 0:
+        return 0.0, 0, 0
+    if not programs:
+        return math.inf, 0, 0
+    *smaller, (chunk, seconds) = programs
+    found = [_soonest(num_tokens, smaller)]
+    for count in (num_tokens // chunk, -(-num_tokens // chunk)):
+        if count:
+            rest_s, launches, _ = _soonest(num_tokens - count * chunk, smaller)
+            found.append((count * seconds + rest_s, count + launches, len(smaller)))
+    # Of equals, the fewest launches, and the smallest of programs.
+    return min(found)

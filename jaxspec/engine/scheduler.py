@@ -281,6 +281,9 @@ class Scheduler:
         # In the order of admission: nobody is passed by those who come later.
         lagging = lagging[self.rows.owner[lagging].argsort()]
         tiles = self._missing_tiles(lagging)
+        programs = self.shapes.catch_ups
+        best = self.pacer.fastest(tiles * TILE, [Round(shape) for shape in programs])
+        tiles = min(tiles, programs[best].num_tiles)
         if self._are_streaming() and not self._is_in_a_row():
             tiles = min(tiles, self._tiles_beside_streams())
         shape = self.shapes.catch_up(tiles)
@@ -316,7 +319,10 @@ class Scheduler:
         return max(allowed, default=shapes[0].num_tiles)
 
     def _shapes_with_prompts(self, decode: Decode) -> list[StepShape]:
-        """Compiled programs for a launch with prompts, from the smallest."""
+        """Compiled programs for a launch with prompts, from the smallest.
+
+        None is larger than the one that reads all that there is in the least time.
+        """
         prefilling = self._prefilling
         if not (prefilling or self.waiting):
             return []
@@ -334,7 +340,22 @@ class Scheduler:
                 features,
                 is_brief=self._is_brief(decode),
             )
+        if len(found) > 1:
+            most = self._num_prompt_tokens(found[-1].chunk)
+            rounds = [Round(shape, num_draft) for shape in found]
+            found = found[: self.pacer.fastest(most, rounds) + 1]
         return found
+
+    def _num_prompt_tokens(self, most: int) -> int:
+        """Of prompts that can be read now, in whole tiles; or so many at least."""
+        newcomers = itertools.islice(self.waiting, len(self.rows.free))
+        num_tiles = 0
+        for request in itertools.chain(self._prefilling, newcomers):
+            left = len(request.tokens_to_prefill) - request.num_prefilled
+            num_tiles += -(-left // TILE)
+            if num_tiles * TILE >= most:
+                break
+        return num_tiles * TILE
 
     def _is_brief(self, decode: Decode) -> bool:
         """Whether a launch without drafts would have some as a rule."""

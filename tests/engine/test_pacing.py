@@ -203,6 +203,56 @@ def test_nobody_streams_and_prompts_come_in_at_full_speed():
     assert len(loop.launches[-1].plan.tiles) == 16
 
 
+def test_prompts_are_read_in_the_launches_that_take_the_least_time():
+    """A launch computes all that its program has room for."""
+    pacer = make_pacer()
+    pacer.costs.seconds = dict(zip(FED, (0.02, 0.05, 0.16, 0.7), strict=True))
+    reads = {1: 32, 32: 32, 64: 32, 65: 128, 128: 128, 384: 128, 416: 512, 512: 512}
+    # One launch of 512 and the rest in smaller ones.
+    reads |= {544: 512, 1024: 512, 1600: 512, 9999: 512}
+    for num_tokens, chunk in reads.items():
+        assert CHUNKS[pacer.fastest(num_tokens, FED)] == chunk, num_tokens
+
+
+@pytest.mark.parametrize(
+    ("known", "chunk"),
+    [
+        ({}, 2048),
+        # A smaller one may take its share of the time, so it is worth a try.
+        ({512: 0.16}, 32),
+        ({512: 0.16, 32: 0.02}, 128),
+        ({512: 0.16, 128: 0.05, 32: 0.1}, 128),
+        # A larger one may take no longer.
+        ({32: 0.02}, 128),
+        ({32: 0.02, 2048: 0.64}, 128),
+        ({32: 0.02, 512: 0.16, 2048: 0.64}, 128),
+    ],
+)
+def test_programs_that_were_never_timed_are_tried(known, chunk):
+    pacer = make_pacer()
+    pacer.costs.seconds = {round_of(size): one for size, one in known.items()}
+    assert CHUNKS[pacer.fastest(96, FED)] == chunk
+
+
+def test_what_is_left_of_prompts_is_read_in_small_launches():
+    """A program with room for 512 tokens is not used for the last 160."""
+    config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
+    loop = Loop(config, seed=0)
+    loop.fed_s = 1 / 32
+    for _ in range(4):
+        first = len(loop.launches)
+        # Seven prompts of three tiles each: 672 tokens.
+        for request in make_requests(config, 7, can_read_prefix_cache=False):
+            loop.scheduler.add(request)
+        while loop.step():
+            pass
+    fed = [one.shape for one in loop.launches[first:] if one.shape.chunk]
+    target = [shape.chunk for shape in fed if not shape.is_catch_up]
+    # The program with room for 128 is for a single sequence: none decodes yet.
+    assert target == [512, 128, 64]
+    assert [shape.chunk for shape in fed if shape.is_catch_up] == [512, 64, 64, 64]
+
+
 def test_several_rounds_take_no_longer_than_a_launch_may():
     pacer = make_pacer()
     assert pacer.num_rounds(PLAIN, 8) == 1  # nothing is known
