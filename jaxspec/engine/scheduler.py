@@ -281,9 +281,6 @@ class Scheduler:
         # In the order of admission: nobody is passed by those who come later.
         lagging = lagging[self.rows.owner[lagging].argsort()]
         tiles = self._missing_tiles(lagging)
-        programs = self.shapes.catch_ups
-        best = self.pacer.fastest(tiles * TILE, [Round(shape) for shape in programs])
-        tiles = min(tiles, programs[best].num_tiles)
         if self._are_streaming() and not self._is_in_a_row():
             tiles = min(tiles, self._tiles_beside_streams())
         shape = self.shapes.catch_up(tiles)
@@ -340,22 +337,36 @@ class Scheduler:
                 features,
                 is_brief=self._is_brief(decode),
             )
-        if len(found) > 1:
-            most = self._num_prompt_tokens(found[-1].chunk)
-            rounds = [Round(shape, num_draft) for shape in found]
-            found = found[: self.pacer.fastest(most, rounds) + 1]
-        return found
+        return self._fast(found, num_seqs, num_draft)
 
-    def _num_prompt_tokens(self, most: int) -> int:
-        """Of prompts that can be read now, in whole tiles; or so many at least."""
-        newcomers = itertools.islice(self.waiting, len(self.rows.free))
+    def _fast(
+        self, shapes: list[StepShape], num_seqs: int, num_draft: int
+    ) -> list[StepShape]:
+        """Those up to the largest that reads what there is in the least time.
+
+        Args:
+            num_seqs: Sequences that decode.
+            num_draft: Drafts that they make.
+        """
+        if len(shapes) < 2:
+            return shapes
         num_tiles = 0
+        newcomers = itertools.islice(self.waiting, len(self.rows.free))
         for request in itertools.chain(self._prefilling, newcomers):
             left = len(request.tokens_to_prefill) - request.num_prefilled
-            num_tiles += -(-left // TILE)
-            if num_tiles * TILE >= most:
+            num_tiles, num_seqs = num_tiles + -(-left // TILE), num_seqs + 1
+            if num_tiles >= shapes[-1].num_tiles:
                 break
-        return num_tiles * TILE
+        # A program for few sequences is of no use once those of the launch decode.
+        usable = [
+            shape
+            for shape in shapes
+            if shape.num_seqs >= num_seqs - 1 or shape.num_tiles >= num_tiles
+        ]
+        usable = usable or shapes
+        rounds = [Round(shape, num_draft) for shape in usable]
+        best = usable[self.pacer.fastest(num_tiles * TILE, rounds)]
+        return shapes[: shapes.index(best) + 1]
 
     def _is_brief(self, decode: Decode) -> bool:
         """Whether a launch without drafts would have some as a rule."""

@@ -246,11 +246,28 @@ def test_what_is_left_of_prompts_is_read_in_small_launches():
             loop.scheduler.add(request)
         while loop.step():
             pass
-    fed = [one.shape for one in loop.launches[first:] if one.shape.chunk]
-    target = [shape.chunk for shape in fed if not shape.is_catch_up]
+    shapes = [one.shape for one in loop.launches[first:]]
+    fed = [one.chunk for one in shapes if one.chunk and not one.is_catch_up]
     # The program with room for 128 is for a single sequence: none decodes yet.
-    assert target == [512, 128, 64]
-    assert [shape.chunk for shape in fed if shape.is_catch_up] == [512, 64, 64, 64]
+    assert fed == [512, 128, 64]
+
+
+def test_a_program_for_one_sequence_is_not_begun_with_where_more_come():
+    """After its first launch it has no room for those that decode by then."""
+    config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
+    loop = Loop(config, seed=0)
+    costs = {64: 1.0, 128: 1.2, 512: 4.0}
+    loop.cost = lambda launch: costs.get(launch.shape.chunk, 0.5)
+    for _ in range(4):
+        first = len(loop.launches)
+        for request in make_requests(config, 4, can_read_prefix_cache=False):
+            loop.scheduler.add(request)
+        while loop.step():
+            pass
+    shapes = [one.shape for one in loop.launches[first:]]
+    fed = [one.chunk for one in shapes if one.chunk and not one.is_catch_up]
+    # In turns of 128 the 384 tokens would take 3.6.
+    assert fed == [512]
 
 
 def test_several_rounds_take_no_longer_than_a_launch_may():
