@@ -158,6 +158,11 @@ BATTERIES = (
         "tests/program/test_scanned_aot.py",
         (*ENGINE, "benchmarks/compile_costs.py"),
     ),
+    _aot(
+        "invariant",
+        "tests/program/test_invariant_aot.py",
+        (*ENGINE, "benchmarks/compile_costs.py"),
+    ),
     _aot("h200", "tests/program/test_h200_aot.py", (*PROGRAM, "benchmarks/h200.py")),
 )
 

@@ -284,7 +284,9 @@ def options_of(config: EngineConfig, mesh: Mesh) -> dict[str, str | bool] | None
         return cpu.compiler_options()
     if config.batch_invariant and kind == "gpu":
         return {
-            "xla_gpu_enable_split_k_autotuning": False,
+            # 0, the default, leaves it to XLA how many sums a product is parted into,
+            # which goes by the number of rows.
+            "xla_gpu_experimental_force_split_k": "1",
             "xla_gpu_exclude_nondeterministic_ops": True,
         }
     return None

@@ -159,6 +159,14 @@ def taken_out(text: str, stacks: Any) -> list[str]:
     return found
 
 
+def dots(text: str) -> dict[tuple[int, ...], int]:
+    """How many products of matrices have a result of these dimensions."""
+    found = re.findall(r" = \w+\[([\d,]*)\]\S* dot\(", text)
+    return collections.Counter(
+        tuple(int(size) for size in sizes.split(",") if size) for sizes in found
+    )
+
+
 def num_kernels(text: str) -> int:
     """Launches of kernels of ours that the text has."""
     target = r'custom_call_target="(?:tpu_custom|__gpu\$xla\.gpu)'
