@@ -232,11 +232,19 @@ class Sleep:
         for tag in wanted:
             check_choice(RequestError, "tags", tag, _PARTS)
         if "weights" in self._asleep.intersection(wanted):
-            mesh = self._runner.mesh
-            again = None if self.level == 1 else load_weights(self._config, mesh)
+            again = None if self.level == 1 else self._read_again()
             self._runner.restore_weights(again)
         if "kv_cache" in self._asleep.intersection(wanted):
             self._runner.restore_pages()
         self._asleep.difference_update(wanted)
         if not self._asleep:
             self.level = 0
+
+    def _read_again(self) -> tuple[Params, Params | None]:
+        config = self._config
+        if not self._runner.program.proposers:
+            # No drafts, or they were left out after a launch that failed.
+            config = dataclasses.replace(
+                config, draft_model_config=None, speculative=None
+            )
+        return load_weights(config, self._runner.mesh)

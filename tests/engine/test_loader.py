@@ -1,9 +1,11 @@
 """An engine has the weights of its files, asleep and awake again."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -16,6 +18,8 @@ from jaxspec import LLM
 from jaxspec.engine import loader
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.loader import Sleep
+from jaxspec.engine.runner import Runner
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.sampling_params import SamplingParams
 from jaxspec_checkpoints import bundled_draft, bundled_target, open_checkpoint
@@ -296,6 +300,29 @@ def test_level_2_reads_the_weights_again(
     engine.wake_up()
     assert reads == [engine.config]
     assert texts(engine) == before
+
+
+@pytest.mark.parametrize("has_drafts", [True, False])
+def test_a_draft_model_that_was_left_out_is_not_read_again(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, has_drafts
+):
+    """After a launch that failed no program reads it."""
+    runner, read = Mock(spec=Runner), []
+    runner.mesh = engine.runner.mesh
+    proposers = engine.runner.program.proposers if has_drafts else ()
+    runner.program = dataclasses.replace(engine.runner.program, proposers=proposers)
+
+    def load(config: Any, mesh: Any) -> Any:
+        read.append(config)
+        return engine.runner.params[0], None
+
+    monkeypatch.setattr(jaxspec.engine.loader, "load_weights", load)
+    sleep = Sleep(engine.config, runner)
+    sleep.begin(2)
+    sleep.end(None)
+    [config] = read
+    assert (config.draft_model_config is not None) == has_drafts
+    assert (config.speculative is not None) == has_drafts
 
 
 def test_parts_wake_up_one_by_one(engine: LLMEngine):

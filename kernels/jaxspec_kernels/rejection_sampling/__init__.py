@@ -163,11 +163,13 @@ def sample(
     """
     rows = logits.shape[0]
     nothing = jnp.zeros((rows, 0), jnp.int32)
+    words = None if noise_words is None else noise_words[:, None]
     _check_shapes(
         (rows, 1, logits.shape[1]),
         controls=controls,
         rule=rule,
         sample_uniform=uniform,
+        noise_words=words,
     )
     run = _implementation(logits[:, None], implementation, device_kind)
     decided = run(
@@ -179,7 +181,7 @@ def sample(
         rule=rule,
         accept_uniform=nothing.astype(jnp.float32),
         sample_uniform=uniform,
-        noise_words=None if noise_words is None else noise_words[:, None],
+        noise_words=words,
         has_probs=controls is not None,
         vocab_size=2**30 if vocab_size is None else vocab_size,
         axis_name=axis_name,
