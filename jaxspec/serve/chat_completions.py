@@ -8,14 +8,8 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.protocol import ChatBody
 from jaxspec.serve.response_writers import ChoiceWriter
 from jaxspec.serve.serving import Serving
-from jaxspec.serve.tool_choice import read_choice
-from jaxspec.serve.tool_parsers import (
-    Gemma2ToolParser,
-    ToolParser,
-    ToolParserManager,
-    ToolStream,
-    shown_calls,
-)
+from jaxspec.serve.tool_choice import make_parser, read_choice
+from jaxspec.serve.tool_parsers import ToolParser, ToolStream, shown_calls
 
 
 class ChatWriter(ChoiceWriter):
@@ -93,14 +87,8 @@ class ChatWriter(ChoiceWriter):
         return deltas, stream.has_calls
 
     def _make_parser(self) -> ToolParser | None:
-        """Make what finds calls in one text; None where there may be none."""
-        if self._choice.kind == "none":
-            return None
-        # What must call is held to our own form.
-        kind = Gemma2ToolParser
-        if not self._choice.is_forced:
-            kind = ToolParserManager.get_tool_parser(self.settings.tool_call_parser)
-        return kind(self.tokenizer, self._body.tools)
+        name = self.settings.tool_call_parser
+        return make_parser(self._body, self._choice, name, self.tokenizer)
 
     def _reason(self, completion: CompletionOutput, has_calls: bool) -> str | None:
         """Why a text ended; as with OpenAI, a call that was named is no reason."""

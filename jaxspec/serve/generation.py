@@ -23,7 +23,7 @@ from jaxspec.serve.protocol import (
     GenerationBody,
     ResponseBody,
 )
-from jaxspec.serve.response_input import as_chat, messages_of
+from jaxspec.serve.response_input import as_chat, messages_of, naming_tools_flat
 from jaxspec.serve.response_store import UNFINISHED
 from jaxspec.serve.response_writers import Numbered, Writer
 from jaxspec.serve.responses import ResponseWriter, is_kept
@@ -134,7 +134,14 @@ def _prepare_chat(
     params = make_params(body, serving.config.generation_defaults)
     prompt = serving.prompts.of_chat(body, params.max_tokens)
     check_form(body, serving.engine.engine.input_processor.check_form)
+    return body, prompt, params
+    body, prompt, params = _read_chat(serving, body)
     return prompt, params, ChatWriter(serving, body, params, request_id)
+
+
+def _read_chat(
+    serving: Serving, body: ChatBody
+) -> tuple[ChatBody, TokensPrompt, SamplingParams]:
 
 
 def _adjusted(serving: Serving, body: ChatBody) -> ChatBody:
@@ -163,9 +170,10 @@ async def _answer(serving: Serving, body: ResponseBody, request: Request) -> Res
     _check_background(serving, body)
     messages = messages_of(body, _earlier(serving, body.previous_response_id))
     chat = as_chat(body, messages)
-    params = make_params(chat, serving.config.generation_defaults)
-    prompt = await asyncio.to_thread(serving.prompts.of_chat, chat, params.max_tokens)
-    writer = ResponseWriter(serving, body, params, _id(body, request), messages)
+    with naming_tools_flat():
+        chat, prompt, params = await asyncio.to_thread(_read_chat, serving, chat)
+    request_id = _id(body, request)
+    writer = ResponseWriter(serving, body, chat, params, request_id, messages)
     if not body.background:
         return await _generate(serving, body, [prompt], params, writer)
     if writer.id in serving.background:

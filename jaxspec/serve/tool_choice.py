@@ -5,7 +5,13 @@ from typing import Any, NamedTuple
 
 from jaxspec.errors import RequestError, wrong_argument
 from jaxspec.serve.protocol import ChatBody, ConversationBody
+from jaxspec.serve.tool_parsers import (
+    Gemma2ToolParser,
+    ToolParser,
+    ToolParserManager,
+)
 from jaxspec.structured_outputs import StructuredOutputsParams
+from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.text.tools import Tool, calls_schema, read_tools
 
 _NAMED = "{'type': 'function', 'function': {'name': ...}}"
@@ -86,6 +92,24 @@ def _name_in(choice: str | dict[str, Any]) -> str:
         allowed = f"'none', 'auto', 'required' or {_NAMED}"
         raise wrong_argument(RequestError, "tool_choice", allowed, choice)
     return name
+
+
+def make_parser(
+    body: ChatBody, choice: ToolChoice, name: str, tokenizer: Tokenizer
+) -> ToolParser | None:
+    """Make what finds calls in one answer; None where there may be none.
+
+    Args:
+        choice: Of the request.
+        name: Of the server's parser.
+    """
+    if choice.kind == "none":
+        return None
+    # What must call is held to our own form.
+    kind = Gemma2ToolParser
+    if not choice.is_forced:
+        kind = ToolParserManager.get_tool_parser(name)
+    return kind(tokenizer, body.tools)
 
 
 def form_of(body: ChatBody) -> StructuredOutputsParams | None:

@@ -192,6 +192,6 @@ def test_what_there_is_not(body: dict[str, Any]):
         with pytest.raises(UnsupportedError):
             make(**body)
     with pytest.raises(UnsupportedError, match="tools"):
-        respond(tools=[{"type": "function"}])
+        respond(tools=[{"type": "web_search"}])
     tool = {"type": "function", "function": {"name": "f"}}
     assert chat(tools=[tool], tool_choice="none").structured_outputs is None

@@ -8,8 +8,15 @@ from jaxspec.errors import RequestError, UnsupportedError
 from jaxspec.serve.params import make_params
 from jaxspec.serve.prompts import Prompts
 from jaxspec.serve.protocol import ChatBody, ResponseBody
-from jaxspec.serve.response_input import answered, as_chat, messages_of
+from jaxspec.serve.response_input import (
+    answered,
+    as_chat,
+    call_of,
+    messages_of,
+    naming_tools_flat,
+)
 from jaxspec.serve.settings import ServerSettings
+from jaxspec.serve.tool_choice import form_of, read_choice
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.loops import make_config
@@ -18,12 +25,20 @@ PROMPTS = Prompts(
     make_config(), Tokenizer.from_folder(bundled_target()), ServerSettings()
 )
 USER = {"role": "user", "content": "Hello"}
+CALL = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"}
+RESULT = {"type": "function_call_output", "call_id": "1", "output": "7"}
+F: dict[str, Any] = {"type": "function", "name": "f"}
 
 
 def chat(**body: Any) -> ChatBody:
     body.setdefault("input", "Hello")
     read = ResponseBody(**body)
     return as_chat(read, messages_of(read))
+
+
+def allowing(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "name": name} for name in names]
+    return {"type": "allowed_tools", "mode": mode, "tools": tools}
 
 
 def written(**body: Any) -> str | None:
@@ -117,7 +132,28 @@ def test_what_is_too_long_can_be_cut():
     ("body", "said"),
     [
         ({"input": []}, "input must be .* at least one message"),
-        ({"input": [{"type": "function_call"}]}, r"input\[0\] must be a message"),
+        ({"input": [{"type": "computer_call"}]}, r"input\[0\] must be a message"),
+        ({"input": [CALL | {"name": None}]}, r"input\[0\].name must be a string"),
+        (
+            {"input": [CALL | {"arguments": "{"}]},
+            r"input\[0\].arguments must be a JSON",
+        ),
+        ({"input": [CALL | {"arguments": "[]"}]}, r"input\[0\].arguments must be"),
+        ({"input": [USER, RESULT]}, r"input\[1\].call_id must be that of a"),
+        (
+            {"input": [CALL, RESULT | {"output": [{"type": "input_file"}]}]},
+            r"input\[1\].output\[0\] must be .*input_text",
+        ),
+        ({"tools": [F | {"parameters": 1}]}, r"tools\[0\].parameters must be a JSON"),
+        ({"tools": [F], "tool_choice": "some"}, "tool_choice must be 'none', 'auto'"),
+        (
+            {"tools": [F], "tool_choice": {"type": "function"}},
+            "tool_choice must be .*'name': ",
+        ),
+        (
+            {"tools": [F], "tool_choice": allowing("auto", "g")},
+            "tool_choice must be names .* got 'g'. There are: 'f'",
+        ),
         ({"input": [USER | {"content": 5}]}, r"input\[0\].content must be a string"),
         (
             {"input": [USER | {"content": [{"type": "input_image"}]}]},
@@ -136,7 +172,7 @@ def test_what_cannot_be_read(body: dict[str, Any], said: str):
     [
         {"conversation": "conv_1"},
         {"prompt": {"id": "pmpt_1"}},
-        {"tools": [{"type": "function", "name": "f"}]},
+        {"tools": [{"type": "web_search"}]},
     ],
 )
 def test_what_there_is_not(body: dict[str, Any]):
@@ -148,6 +184,64 @@ def test_what_there_is_not(body: dict[str, Any]):
 def test_tools_may_be_ignored():
     make_params(chat(tools=[{"type": "function"}], tool_choice="none"), {})
     make_params(chat(tools=[], store=True), {})
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "kind"),
+    [
+        (None, ["f", "g"], "auto"),
+        ("required", ["f", "g"], "required"),
+        ({"type": "function", "name": "g"}, ["f", "g"], "named"),
+        (allowing("auto", "g"), ["g"], "auto"),
+        (allowing("required", "g", "f"), ["f", "g"], "required"),
+    ],
+)
+def test_tools(choice: Any, names: list[str], kind: str):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tools = [F, F | {"name": "g", "parameters": schema, "strict": True}]
+    read = chat(tools=tools, tool_choice=choice, parallel_tool_calls=False)
+    found = read_choice(read)
+    assert [tool.name for tool in found.tools] == names
+    assert (found.kind, found.name) == (kind, "g" if kind == "named" else None)
+    assert found.tools[-1].parameters == schema
+    assert read.parallel_tool_calls is False
+    form = make_params(read, {}).structured_outputs
+    assert form == form_of(read)
+    assert (form is None) == (kind == "auto")
+
+
+def test_calls_and_their_results():
+    """Words and calls in a row are one message of the model, whatever their order."""
+    second = CALL | {"name": "g", "arguments": '{"a": 1}', "call_id": "2"}
+    words = {"role": "assistant", "content": "Well"}
+    results = [RESULT | {"call_id": "2", "output": [{"type": "text", "text": "8"}]}]
+    results.append(RESULT)
+    called = '[{"name": "f", "parameters": {}}, {"name": "g", "parameters": {"a": 1}}]'
+    told = '{"name": "g", "result": "8"}\n\n{"name": "f", "result": "7"}'
+    for answer in ([words, CALL, second], [CALL, words, second], [CALL, second, words]):
+        whole = written(input=[USER, *answer, *results])
+        assert whole == turns("Hello", f"Well\n{called}", told)
+
+
+def test_an_answer_that_calls_is_gone_on_from():
+    first = ResponseBody(input="Hello", tools=[F])
+    earlier = answered(first, messages_of(first), "Well", [call_of("1", "f", "{}")])
+    then = ResponseBody(input=[RESULT])
+    messages = messages_of(then, earlier)
+    told = PROMPTS.of_chat(as_chat(then, messages), 4).get("prompt")
+    called = 'Well\n[{"name": "f", "parameters": {}}]'
+    assert told == turns("Hello", called, '{"name": "f", "result": "7"}')
+    assert earlier[-1]["content"] == "Well"
+
+
+def test_errors_name_tools_as_responses_do():
+    with pytest.raises(RequestError) as refused, naming_tools_flat():
+        name = "tools[0]['function']['parameters']"
+        raise RequestError(f"{name} must be x", parameter=name, value=1)
+    assert refused.value.parameter == "tools[0]['parameters']"
+    assert str(refused.value) == "tools[0]['parameters'] must be x"
+    with pytest.raises(RequestError, match="^x$"), naming_tools_flat():
+        raise RequestError("x", parameter="y")
 
 
 def test_a_conversation_that_goes_on():

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.protocol import ResponseBody
+from jaxspec.serve.response_input import as_chat, messages_of
 from jaxspec.serve.response_store import UNFINISHED
 from jaxspec.serve.responses import ResponseWriter
 from tests.engine.test_llm_engine import letters, said
@@ -141,24 +142,30 @@ def test_a_stream(is_cut: bool):
     serve_http(ask, delay_s=0.01)
 
 
+def writer_of(params: SamplingParams) -> ResponseWriter:
+    body = ResponseBody(input=PROMPT)
+    chat = as_chat(body, messages_of(body))
+    return ResponseWriter(StubServing(), body, chat, params, "x", [])
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_logprobs(is_stream: bool):
-    body = ResponseBody(input=PROMPT)
-    writer = ResponseWriter(StubServing(), body, SamplingParams(logprobs=1), "x", [])
+    writer = writer_of(SamplingParams(logprobs=1))
     parts = [
         output([5, 6], is_first=True, is_last=False),
         output([7], is_first=False, is_last=True),
     ]
     if is_stream:
+        list(writer._opening())
         told = [one for part in parts for one in writer._deltas(part.outputs[0])]
         assert [one["delta"] for one in told] == [letters([5, 6]), letters([7])]
         assert [len(one["logprobs"]) for one in told] == [2, 1]
         done = next(writer._closing(parts[-1]))["logprobs"]
         assert done == [entry for one in told for entry in one["logprobs"]]
     else:
-        for part in parts:
-            writer._add(part.outputs[0])
-        response = writer._ended(parts[-1])
+        whole = output([5, 6, 7], is_first=True, is_last=True)
+        writer._add_whole(whole.outputs[0])
+        response = writer._ended(whole)
         checked(response)
         done = response["output"][0]["content"][0]["logprobs"]
     assert [(one["token"], one["logprob"]) for one in done] == [
@@ -190,12 +197,10 @@ def test_who_drew_each_token():
 
 
 def test_a_text_that_the_servers_end_cuts_off():
-    writer = ResponseWriter(
-        StubServing(), ResponseBody(input=PROMPT), SamplingParams(), "x", []
-    )
+    writer = writer_of(SamplingParams())
     part = output([5], is_first=True, is_last=True)
     part.outputs[0].finish_reason = "abort"
-    writer._add(part.outputs[0])
+    writer._add_whole(part.outputs[0])
     *_, end = writer._closing(part)
     assert checked(end).type == "response.failed"
     assert end["response"]["error"]["code"] == "server_error"
@@ -353,7 +358,8 @@ def test_refusals(is_stream: bool):
             ({"background": True, "store": False}, "background"),
             ({"background": True, "stream": True}, "background"),
             ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
-            ({"tools": [{"type": "function"}]}, "tools"),
+            ({"tools": [{"type": "web_search"}]}, "tools"),
+            ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ):
             body = {"input": PROMPT, "stream": is_stream} | wrong
             response = await http.post(RESPONSES, json=body)

@@ -24,7 +24,7 @@ from jaxspec_checkpoints import bundled_target
 from tests.engine.test_llm_engine import assert_idle
 from tests.fake_device import FakeRunner, extend
 from tests.loops import MODEL, make_config
-from tests.serve.test_responses import client_of
+from tests.serve.test_responses import checked, client_of
 from tests.serve.test_tool_parsers import PLUGIN
 
 TOKENIZER = Tokenizer.from_folder(bundled_target())
@@ -419,6 +419,216 @@ def test_a_schema_that_nothing_is_held_to_is_no_matter(stage: Stage):
         ask = asking(tools=[*TOOLS, broken], tool_choice=choice)
         (answer,), _ = stage.play(said(ROME), ask, **AUTO)
         assert len(answer.calls) == 1
+
+
+RESPONSE_TOOLS = [{"type": "function", **one["function"]} for one in TOOLS]
+
+
+def responding(**given: Any) -> Ask:
+    """Ask for a response, whole or streamed; returns it and the events' names."""
+    asked = {"model": "model", "input": MESSAGES, "tools": RESPONSE_TOOLS} | given
+
+    async def ask(client: openai.AsyncOpenAI) -> tuple[Any, list[str]]:
+        create: Any = client.responses.create
+        if not given.get("stream"):
+            return checked(await create(**asked)), []
+        events = [checked(event) async for event in await create(**asked)]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        check_items(events)
+        kept = checked(await client.responses.retrieve(events[-1].response.id))
+        assert kept == events[-1].response
+        return kept, [event.type.removeprefix("response.") for event in events]
+
+    return ask
+
+
+def check_items(events: list[Any]) -> None:
+    """One item after the other begins, grows and ends, and is in the whole."""
+    items: list[Any] = []
+    grown = ""
+    for event in events:
+        kind = event.type.removeprefix("response.")
+        if kind == "output_item.added":
+            assert event.output_index == len(items)
+            items.append(event.item)
+            grown = ""
+        elif kind.endswith(".delta"):
+            assert (event.output_index, event.item_id) == (len(items) - 1, items[-1].id)
+            grown += event.delta
+        elif kind == "function_call_arguments.done":
+            assert event.arguments == grown
+        elif kind == "output_text.done":
+            assert event.text == grown
+        elif kind == "output_item.done":
+            assert event.item.id == items[-1].id
+            items[-1] = event.item
+    assert items == events[-1].response.output
+    assert len({item.id for item in items}) == len(items)
+
+
+def items_of(response: Any) -> list[tuple[str, Any]]:
+    return [
+        ("", item.content[0].text)
+        if item.type == "message"
+        else (item.name, json.loads(item.arguments))
+        for item in response.output
+    ]
+
+
+RESPONSES: list[tuple[str, dict[str, Any], list[tuple[str, Any]]]] = [
+    (WORDS, {}, [("", WORDS)]),
+    (said(ROME, NOW), {}, made(ROME, NOW)),
+    (said(ROME, NOW), {"parallel_tool_calls": False}, made(ROME)),
+    (f"See:\n{said(NOW)}", {}, [("", "See:\n"), *made(NOW)]),
+    (said(OSLO), {"tool_choice": "required"}, made(OSLO)),
+    (
+        said(ROME),
+        {"tool_choice": {"type": "function", "name": "weather"}},
+        made(ROME),
+    ),
+    (said(ROME), {"tool_choice": "none"}, [("", said(ROME))]),
+    (
+        said(ROME),
+        {
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "name": "time"}],
+            }
+        },
+        [("", said(ROME))],
+    ),
+    ("", {}, [("", "")]),
+]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(("text", "given", "expected"), RESPONSES)
+def test_responses(
+    stage: Stage, text: str, given: dict[str, Any], expected: Any, is_stream: bool
+):
+    include = ["message.output_text.logprobs"]
+    ask = responding(stream=is_stream, include=include, **given)
+    response, names = stage.play(text, ask, **AUTO)
+    assert items_of(response) == expected
+    assert response.status == "completed"
+    assert {item.status for item in response.output} == {"completed"}
+    calls = [item for item in response.output if item.type == "function_call"]
+    assert len({call.call_id for call in calls}) == len(calls)
+    for item in response.output:
+        if item.type == "message":
+            logprobs = item.content[0].logprobs
+            spelled = b"".join(bytes(one.bytes) for one in logprobs)
+            assert spelled.removesuffix(b"<eos>") == item.content[0].text.encode()
+    if is_stream:
+        assert names[:2] == ["created", "in_progress"]
+        assert names.count("function_call_arguments.done") == len(calls)
+        assert names[-1] == "completed"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_call_of_a_response_that_is_cut_off(stage: Stage, is_stream: bool):
+    begun = said(ROME | {"parameters": {}})[:-3]
+    most = len(TOKENIZER.encode(begun, False)) + 2
+    ask = responding(stream=is_stream, max_output_tokens=most)
+    response, _ = stage.play(said(ROME), ask, **AUTO)
+    assert response.status == "incomplete"
+    (call,) = response.output
+    assert (call.name, call.status) == ("weather", "incomplete")
+
+    async def go_on(client: openai.AsyncOpenAI) -> Any:
+        create: Any = client.responses.create
+        asked = {"model": "model", "previous_response_id": response.id}
+        with pytest.raises(openai.BadRequestError, match="call_id must be that of"):
+            await create(input=[result_of(call, "21 °C")], **asked)
+        return await create(
+            input="Go on.", extra_body={"enable_response_messages": True}, **asked
+        )
+
+    then = stage.play("Well.", go_on, **AUTO)
+    # What was cut off is words to the model.
+    assert said(ROME)[:20] in then.input_messages[0]["message"]
+
+
+def result_of(call: Any, output: str) -> Any:
+    told = {"type": "function_call_output", "call_id": call.call_id}
+    return told | {"output": output}
+
+
+@pytest.mark.parametrize("is_stateful", [False, True])
+def test_a_response_goes_on_with_results(stage: Stage, is_stateful: bool):
+    async def ask(client: openai.AsyncOpenAI) -> Any:
+        create: Any = client.responses.create
+        asked: Any = {"model": "model", "tools": RESPONSE_TOOLS}
+        first = await create(input=MESSAGES, **asked)
+        (call,) = first.output
+        given = [result_of(call, "21 °C")]
+        if is_stateful:
+            asked["previous_response_id"] = first.id
+        else:
+            past = [item.model_dump(exclude_none=True) for item in first.output]
+            given = [*MESSAGES, *past, *given]
+        stage.script.say("It is.")
+        extra = {"enable_response_messages": True}
+        return await create(input=given, extra_body=extra, **asked)
+
+    then = stage.play(said(ROME), ask, **AUTO)
+    assert then.output_text == "It is."
+    text = then.input_messages[0]["message"]
+    assert '{"name": "weather", "parameters": {"type": "object"' in text
+    _, asked, called, told = text.split("<start_of_turn>")[:4]
+    assert asked.endswith("\n\nIs it warm in Rom?<end_of_turn>\n")
+    assert called == f"model\n{said(ROME)}<end_of_turn>\n"
+    assert told == 'user\n{"name": "weather", "result": "21 °C"}<end_of_turn>\n'
+
+
+def test_openais_own_stream_of_a_response(stage: Stage):
+    async def ask(client: openai.AsyncOpenAI) -> Any:
+        stream: Any = client.responses.stream
+        strict = [one | {"strict": True} for one in RESPONSE_TOOLS]
+        asked = {"model": "model", "input": MESSAGES, "tools": strict}
+        async with stream(**asked) as events:
+            told = [event async for event in events]
+            return told, await events.get_final_response()
+
+    told, final = stage.play(f"See:\n{said(ROME, NOW)}", ask, **AUTO)
+    deltas = [one for one in told if one.type.endswith("arguments.delta")]
+    assert deltas
+    assert items_of(final) == [("", "See:\n"), *made(ROME, NOW)]
+    assert final.output[1].parsed_arguments == ROME["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "param"),
+    [
+        ({}, {}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, AUTO, "tools"),
+        ({"text": {"format": {"type": "json_object"}}}, AUTO, "tool_choice"),
+        (
+            {
+                "tools": [
+                    {"type": "function", "name": "f", "parameters": {"$ref": "#/x"}}
+                ]
+            },
+            AUTO,
+            "tools[0]['parameters']",
+        ),
+    ],
+)
+def test_responses_refuse(
+    stage: Stage, given: dict[str, Any], settings: dict[str, Any], param: str
+):
+    if settings:
+        given = {"tool_choice": "required"} | given
+
+    async def ask(client: openai.AsyncOpenAI) -> None:
+        create: Any = client.responses.create
+        asked = {"model": "model", "input": "x", "tools": RESPONSE_TOOLS} | given
+        with pytest.raises(openai.BadRequestError) as refused:
+            await create(**asked)
+        assert refused.value.param == param, refused.value.message
+
+    stage.play("", ask, **settings)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
