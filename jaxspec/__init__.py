@@ -6,7 +6,8 @@ Reading order, from a user's call down to the device:
    command line, `jaxspec.serve` is the server, `jaxspec.bench` measures,
    `jaxspec.entrypoints` has vLLM's import paths.
 2. `jaxspec.sampling_params`, `jaxspec.inputs`, `jaxspec.outputs`, `jaxspec.logprobs`:
-   what goes in and out. `jaxspec.errors`: what is refused.
+   what goes in and out. `jaxspec.errors`: what is refused. `jaxspec.beam_search`: which
+   texts a search keeps.
 3. `jaxspec.text`: the way between text and tokens, and the turns of a chat.
 4. `jaxspec.engine.arg_utils` and `jaxspec.config`: arguments become one configuration;
    `jaxspec.engine.memory_plan` says what fits, `jaxspec.engine.loader` makes an engine.

@@ -5,18 +5,24 @@ prompts. Knows nothing about scheduling or devices.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Unpack
 
+from jaxspec.beam_search import BeamSearch, BeamSearchOutput, step_params
 from jaxspec.conversations import ChatOptions, Conversations, write_conversations
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.errors import RequestError, refuse, wrong_argument
-from jaxspec.inputs import PromptType, join_token_ids, split_prompts
+from jaxspec.errors import RequestError, check_integer, refuse, wrong_argument
+from jaxspec.inputs import PromptType, join_token_ids, parse_prompt, split_prompts
 from jaxspec.metrics import Metric
 from jaxspec.outputs import RequestOutput
 from jaxspec.progress import Progress, watch_compiles
-from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.sampling_params import (
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+)
 from jaxspec.text.tokenizer import Tokenizer
 
 
@@ -220,11 +226,72 @@ class LLM:
             priority=priority,
         )
 
-    def beam_search(self, *_: object, **__: object) -> None:
-        raise NotImplementedError(
-            "Beam search is not supported: drafts are verified along one sequence. "
-            "SamplingParams(n=...) draws several texts, with logprobs to choose by."
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Look for the most likely texts of every prompt; see `BeamSearchParams`.
+
+        Each token of each text is a request of its own, whose prompt is cached; none
+        is drafted.
+
+        Args:
+            prompts: As for `generate`.
+            lora_request: Not supported.
+            use_tqdm: As for `generate`.
+            concurrency_limit: Prompts to search for at once; None for all.
+
+        Raises:
+            RequestError: A prompt or a parameter cannot work; nothing was run.
+        """
+        refuse("lora_request", lora_request)
+        if not isinstance(params, BeamSearchParams):
+            allowed = "BeamSearchParams"
+            raise wrong_argument(RequestError, "params", allowed, params)
+        searches = [self._search(prompt, params) for prompt in split_prompts(prompts)]
+        count = len(searches) or 1
+        if concurrency_limit is not None:
+            name = "concurrency_limit"
+            count = check_integer(RequestError, name, concurrency_limit, low=1)
+        config = self.llm_engine.config
+        step = step_params(
+            params,
+            vocab_size=config.model_config.vocab_size,
+            max_logprobs=config.max_logprobs,
         )
+        progress = Progress(len(searches), use_tqdm)
+        with progress.watch(self.llm_engine):
+            for start in range(0, len(searches), count):
+                self._run_searches(searches[start : start + count], step, progress)
+        return [search.output(self.get_tokenizer()) for search in searches]
+
+    def _search(self, prompt: Any, params: BeamSearchParams) -> BeamSearch:
+        config = self.llm_engine.config
+        vocab_size, longest = config.model_config.vocab_size, config.max_model_len
+        parsed = parse_prompt(prompt, self.get_tokenizer(), vocab_size, longest)
+        ends = self.llm_engine.input_processor.end_ids
+        return BeamSearch(parsed, params, end_ids=ends, max_model_len=longest)
+
+    def _run_searches(
+        self, searches: list[BeamSearch], step: SamplingParams, progress: Progress
+    ) -> None:
+        """Go on by a token until all have ended."""
+        while searches:
+            prompts = [search.prompts() for search in searches]
+            request_ids = self._add(list(itertools.chain(*prompts)), step, None)
+            with self._aborting(request_ids):
+                self._run(set(request_ids), lambda output: None)
+                told = iter(self._take(request_ids))
+            for search, open_texts in zip(searches, prompts, strict=True):
+                search.advance(list(itertools.islice(told, len(open_texts))))
+                if not search.prompts():
+                    tokenizer = self.get_tokenizer()
+                    progress.add(search.request_output("", tokenizer, step))
+            searches = [search for search in searches if search.prompts()]
 
     def encode(self, *_: object, **__: object) -> None:
         raise NotImplementedError(
@@ -296,20 +363,33 @@ class LLM:
     ) -> list[RequestOutput]:
         """Run until all have ended; what else was enqueued is kept."""
         missing = set(request_ids) - self._finished.keys()
-        try:
+        with self._aborting(request_ids):
             progress = Progress(len(missing), use_tqdm)
             with progress.watch(self.llm_engine):
-                self._run(missing, progress)
+                self._run(missing, progress.add)
+        found = [one for one in request_ids if one in self._finished]
+        if len(found) < len(request_ids):
+            self._enqueued = found + self._enqueued
+        return self._take(request_ids)
+
+    @contextmanager
+    def _aborting(self, request_ids: list[str]) -> Iterator[None]:
+        """End requests where what is done within fails.
+
+        Also when the user interrupts: the next call must find an idle engine.
+        """
+        try:
+            yield
         except BaseException:
-            # Also when the user interrupts: the next call must find an idle engine.
             self.llm_engine.abort_request(request_ids)
             for request_id in request_ids:
                 self._finished.pop(request_id, None)
             raise
+
+    def _take(self, request_ids: list[str]) -> list[RequestOutput]:
+        """Return the outputs of requests that have ended."""
         lost = [one for one in request_ids if one not in self._finished]
         if lost:
-            found = [one for one in request_ids if one not in lost]
-            self._enqueued = found + self._enqueued
             raise RequestError(
                 f"Requests {', '.join(lost)} ended without an output: they were "
                 "aborted, or a call before this one failed and ended all that ran. "
@@ -319,7 +399,7 @@ class LLM:
             )
         return [self._finished.pop(one) for one in request_ids]
 
-    def _run(self, missing: set[str], progress: Progress) -> None:
+    def _run(self, missing: set[str], add: Callable[[RequestOutput], None]) -> None:
         """Step the engine until it is idle."""
         while self.llm_engine.has_unfinished_requests():
             for output in self.llm_engine.step():
@@ -329,7 +409,7 @@ class LLM:
                 if is_ours or output.request_id in self._enqueued:
                     self._finished[output.request_id] = output
                 if is_ours:
-                    progress.add(output)
+                    add(output)
 
 
 def _one_per_prompt(params: Any, num_prompts: int) -> list[SamplingParams]:

@@ -36,9 +36,9 @@ MAX_STOP_TOKEN_IDS = 32
 
 _REPLACED = {
     "best_of": "use n and choose among outputs yourself",
-    "use_beam_search": "beam search has no successor here; sample with n",
-    "length_penalty": "it belonged to beam search, which is not available",
-    "early_stopping": "it belonged to beam search, which is not available",
+    "use_beam_search": "call LLM.beam_search, or sample with n",
+    "length_penalty": "it belongs to beam search: see BeamSearchParams",
+    "early_stopping": "it belonged to beam search, which ends when it is sure",
     "guided_decoding": "use structured_outputs",
     "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
     "truncate_prompt_tokens": "cut the list of prompt token ids before the call",
@@ -364,13 +364,38 @@ class SamplingParams:
 @no_type_check
 @dataclass(kw_only=True)
 class BeamSearchParams:
-    """What scripts pass to `LLM.beam_search`, which says why it is not available."""
+    """How `LLM.beam_search` searches.
+
+    Attributes:
+        beam_width: Texts to keep, and to return.
+        max_tokens: Most tokens of each, beside the prompt's.
+        ignore_eos: Go on behind ends of text.
+        temperature: Of no effect: nothing is drawn, and texts are compared by the
+            model's own log-probabilities, as in vLLM.
+        length_penalty: Log-probabilities are divided by the length, the prompt's
+            included, to this power: above 0 longer texts are preferred.
+        include_stop_str_in_output: The server's texts show the token that ends them.
+    """
 
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
     temperature: float = 0.0
     length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self):
+        for name in ("beam_width", "max_tokens"):
+            setattr(
+                self,
+                name,
+                check_integer(RequestError, name, getattr(self, name), low=1),
+            )
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            check_flag(RequestError, name, getattr(self, name))
+        check_number(RequestError, "temperature", self.temperature, low=0, high=2)
+        name = "length_penalty"
+        check_number(RequestError, name, self.length_penalty, low=-10, high=10)
 
 
 def _logit_bias(given: object) -> dict[int, float]:

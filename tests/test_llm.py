@@ -283,7 +283,7 @@ def test_leaving_the_context_shuts_down(llm: LLM):
     assert engine_of(llm).is_shut_down
 
 
-@pytest.mark.parametrize("name", ["beam_search", "encode", "embed"])
+@pytest.mark.parametrize("name", ["encode", "embed"])
 def test_what_other_models_do(llm: LLM, name: str):
     with pytest.raises(NotImplementedError, match="support|pooling"):
         getattr(llm, name)(["a"])

@@ -23,6 +23,7 @@ from vllm.engine.llm_engine import LLMEngine
 from vllm.entrypoints.llm import LLM
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.engine.protocol import DeltaFunctionCall, DeltaMessage
+from vllm.beam_search import BeamSearchOutput, BeamSearchSequence
 from vllm.entrypoints.openai.engine.protocol import DeltaToolCall, FunctionCall
 from vllm.entrypoints.openai.engine.protocol import ToolCall
 from vllm.entrypoints.openai.engine.protocol import ExtractedToolCallInformation

@@ -68,17 +68,22 @@ class InputProcessor:
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer):
         self._config, self._tokenizer = config, tokenizer
-        ends = (*config.model_config.eos_token_ids, *tokenizer.turn_end_ids)
-        _check_ends(ends)
+        _check_ends(self.end_ids)
         self._grammars = GrammarCompiler(
             tokenizer,
             config.model_config.vocab_size,
-            ends,
+            self.end_ids,
             config.structured_outputs,
         )
         # Seeds of requests that name none; a seeded engine repeats itself.
         self._random = np.random.default_rng(config.seed)
         self._lock = threading.Lock()
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end texts, where a request does not ignore them."""
+        ends = self._config.model_config.eos_token_ids
+        return tuple(dict.fromkeys((*ends, *self._tokenizer.turn_end_ids)))
 
     @no_type_check  # it has its own checks, with better errors
     def prepare(
@@ -285,8 +290,7 @@ class InputProcessor:
         named = tuple(params.stop_token_ids or ())
         if params.ignore_eos:
             return named
-        ends = self._config.model_config.eos_token_ids
-        return tuple(dict.fromkeys((*ends, *self._tokenizer.turn_end_ids, *named)))
+        return tuple(dict.fromkeys((*self.end_ids, *named)))
 
 
 def _check_ends(ends: tuple[int, ...]) -> None:

@@ -36,7 +36,7 @@ class Admission:
 
     @property
     def num_requests(self) -> int:
-        """Prompts that the engine works on."""
+        """Prompts that the engine works on; of a beam search, its texts."""
         return len(self._running)
 
     @property
@@ -51,7 +51,7 @@ class Admission:
         """Hold places for a request while it runs.
 
         Args:
-            request_ids: One per prompt.
+            request_ids: One per prompt; of a beam search, one per text.
             lengths: Tokens of each prompt.
             num_texts: To be made of each.
 

@@ -16,7 +16,7 @@ from jaxspec.serve.chat_completions import ChatWriter
 from jaxspec.serve.completions import CompletionWriter
 from jaxspec.serve.errors import refusal_of
 from jaxspec.serve.middleware import MAX_ID
-from jaxspec.serve.params import make_params
+from jaxspec.serve.params import make_beams, make_params
 from jaxspec.serve.protocol import (
     ChatBody,
     CompletionBody,
@@ -254,7 +254,9 @@ async def _generate(
     params: SamplingParams,
     writer: Writer,
 ) -> Response:
-    outputs = serving.outputs(writer.id, prompts, params, body.priority or 0)
+    beams = make_beams(body, params, serving.config.max_model_len)
+    priority = body.priority or 0
+    outputs = serving.outputs(writer.id, prompts, params, priority, beams)
     if not body.stream:
         async with contextlib.aclosing(outputs):
             return JSONResponse(await writer.answer(outputs))

@@ -10,7 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.errors import RequestError, UnsupportedError, refuse, wrong_argument
-from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.sampling_params import (
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+)
 from jaxspec.serve.protocol import (
     ChatBody,
     CompletionBody,
@@ -36,6 +40,13 @@ _SAME = (
     *("logprob_token_ids", "stream_interval", "thinking_token_budget"),
     "repetition_detection",
 )
+# What shapes texts, and does nothing without drawing tokens; with its neutral value.
+_NOT_OF_BEAMS: dict[str, Any] = {
+    **{"stop": None, "stop_token_ids": None, "min_tokens": 0},
+    **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
+    **{"logit_bias": None, "allowed_token_ids": None, "bad_words": None},
+    "return_token_origins": False,
+}
 # vLLM's older fields, "guided_" before names of `StructuredOutputsParams`.
 _GUIDED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 
@@ -74,7 +85,42 @@ def make_params(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingPa
             RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
         ),
     }
+    if body.use_beam_search:
+        given["temperature"] = 1.0  # nothing is drawn; at 0 all texts would be one
     return SamplingParams(**{**defaults, **given, **own})
+
+
+def make_beams(
+    body: GenerationBody, params: SamplingParams, max_model_len: int
+) -> BeamSearchParams | None:
+    """Make the parameters of the beam search that a request asks for; None for none.
+
+    Args:
+        params: What `make_params` made of it; its `n` is how many texts are kept.
+        max_model_len: For requests that say no `max_tokens`.
+
+    Raises:
+        RequestError: A value is not acceptable.
+        UnsupportedError: A field would change the text, and does not in a search.
+    """
+    if not body.use_beam_search:
+        return None
+    shaped = {name: getattr(body, name) for name in _NOT_OF_BEAMS}
+    shaped["structured_outputs"] = params.structured_outputs
+    shaped["prompt_logprobs"] = params.prompt_logprobs
+    for name, value in shaped.items():
+        if value not in (None, [], {}, _NOT_OF_BEAMS.get(name)):
+            reason = "it does not go with use_beam_search, which compares texts by the "
+            reason += "model's own log-probabilities"
+            raise _unsupported(name, value, reason)
+    return BeamSearchParams(
+        beam_width=params.n,
+        max_tokens=params.max_tokens or max_model_len,
+        ignore_eos=params.ignore_eos,
+        temperature=0.0 if body.temperature is None else body.temperature,
+        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+    )
 
 
 def _check(body: GenerationBody) -> None:
@@ -88,9 +134,6 @@ def _check(body: GenerationBody) -> None:
             "`prompt_logprobs` are not available when `stream=True`.",
             parameter="prompt_logprobs",
         )
-    if body.use_beam_search:
-        reason = "drafts are verified along one sequence: sample with n"
-        raise _unsupported("use_beam_search", True, reason)
     refuse("kv_transfer_params", body.kv_transfer_params)
 
 
@@ -98,7 +141,11 @@ def _for_completion(body: CompletionBody) -> tuple[int | None, int | None]:
     """The most tokens, and how many candidates are told."""
     if body.suffix:
         raise _unsupported("suffix", body.suffix, "Gemma 2 only continues texts")
-    refuse("prompt_embeds", body.prompt_embeds)
+    if body.prompt_embeds is not None:
+        raise UnsupportedError(
+            "prompt_embeds is not supported: prompts are given as text or token ids.",
+            parameter="prompt_embeds",
+        )
     max_tokens = body.max_tokens
     if "max_tokens" not in body.model_fields_set:
         max_tokens = DEFAULT_COMPLETION_TOKENS

@@ -4,20 +4,23 @@ import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import AsyncGenerator
-from typing import Any, no_type_check
+from collections.abc import AsyncGenerator, Coroutine, Iterable
+from typing import Any, TypeVar, no_type_check
 
+from jaxspec.beam_search import BeamSearch, step_params
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.errors import EngineDeadError
-from jaxspec.inputs import TokensPrompt
+from jaxspec.inputs import TokensPrompt, parse_prompt
 from jaxspec.outputs import RequestOutput
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling_params import BeamSearchParams, SamplingParams
 from jaxspec.serve.admission import Admission
 from jaxspec.serve.errors import ModelNotFoundError, TimeLimitError
 from jaxspec.serve.prompts import Prompts
 from jaxspec.serve.response_store import Background, ResponseStore
 from jaxspec.serve.settings import ServerSettings
 from jaxspec.serve.streaming import merge
+
+T = TypeVar("T")
 
 
 class Serving:
@@ -61,21 +64,31 @@ class Serving:
         prompts: list[TokensPrompt],
         params: SamplingParams,
         priority: int,
+        beams: BeamSearchParams | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Continue prompts, and yield what comes of each with its number.
 
         Leaving early aborts all of it.
 
+        Args:
+            beams: How texts are searched for, where they are not drawn.
+
         Raises:
+            RequestError: The engine does not tell what a search needs.
             OverloadedError: Too many requests wait already.
             TimeLimitError: It took too long.
         """
         ids = [f"{request_id}-{next(self._number)}" for _ in prompts]
         lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts]
         limit_s = self.settings.max_request_s
-        with self.admission.admit(ids, lengths, params.n):
+        named = (
+            ids if beams is None else [one for id_ in ids for one in _ids(id_, beams)]
+        )
+        with self.admission.admit(named, lengths, params.n):
             streams = [
                 self.engine.generate(prompt, params, one, priority=priority)
+                if beams is None
+                else self._search(prompt, params, one, priority, beams)
                 for prompt, one in zip(prompts, ids, strict=True)
             ]
             async with contextlib.aclosing(merge(streams)) as merged:
@@ -83,6 +96,65 @@ class Serving:
                     merged = _limited(merged, limit_s)
                 async for numbered in merged:
                     yield numbered
+
+    @no_type_check  # asynchronous generators are not checked
+    async def _search(
+        self,
+        prompt: TokensPrompt,
+        params: SamplingParams,
+        request_id: str,
+        priority: int,
+        beams: BeamSearchParams,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Search for the texts of one prompt; they come all at once."""
+        processor = self.engine.engine.input_processor
+        processor.checked(params)
+        vocab_size = self.config.model_config.vocab_size
+        longest, told = self.config.max_model_len, self.config.max_logprobs
+        step = step_params(
+            beams,
+            vocab_size=vocab_size,
+            max_logprobs=told,
+            num_told=params.logprobs or 0,
+        )
+        search = BeamSearch(
+            parse_prompt(prompt, self.tokenizer, vocab_size, longest),
+            beams,
+            end_ids=processor.end_ids,
+            max_model_len=longest,
+        )
+        while prompts := search.prompts():
+            told = await _together(
+                self._last(self.engine.generate(one, step, name, priority=priority))
+                for one, name in zip(prompts, _ids(request_id, beams), strict=False)
+            )
+            search.advance(told)
+        yield search.request_output(request_id, self.tokenizer, params)
+
+    @staticmethod
+    @no_type_check
+    async def _last(outputs: AsyncGenerator[RequestOutput, None]) -> Any:
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                if output.finished:
+                    return output
+        raise AssertionError("a request ended without an output")
+
+
+def _ids(request_id: str, beams: BeamSearchParams) -> list[str]:
+    """What the engine calls the texts of a search, at every step."""
+    return [f"{request_id}-{at}" for at in range(beams.beam_width)]
+
+
+async def _together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Do several things at once; one that fails ends the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @no_type_check  # asynchronous generators are not checked

@@ -65,7 +65,7 @@ WRONG = {
     "vllm_xargs": ("7", '{"x": 1}'),
     "kv_transfer_params": ("7", '{"x": "%s"}' % ("#" * 100_000)),
     "truncation_side": ('"up"', "7"),
-    "use_beam_search": ("true",),
+    "use_beam_search": ("7", '"maybe"'),
     "stream_interval": ("4",),
     "logprob_token_ids": ("[2]",),
 }

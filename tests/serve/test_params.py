@@ -182,7 +182,6 @@ def test_contradictions(body: dict[str, Any]):
 @pytest.mark.parametrize(
     "body",
     [
-        {"use_beam_search": True},
         {"kv_transfer_params": {}},
         {"structured_outputs": {"structural_tag": "x"}},
     ],

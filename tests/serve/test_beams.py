@@ -1,0 +1,218 @@
+"""Beam search by the server, over a device to which all tokens are equally likely.
+
+What the best texts are is tested in tests/test_beam_search.py; here, that a search of
+the server is one, and what of a request goes with it.
+"""
+
+import asyncio
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from jaxspec.beam_search import BeamSearch, step_params
+from jaxspec.inputs import ParsedPrompt
+from jaxspec.logprobs import Logprob
+from jaxspec.outputs import CompletionOutput, RequestOutput
+from jaxspec.sampling_params import BeamSearchParams
+from jaxspec.serve.serving import _together
+from tests.engine.test_llm_engine import EOS, TEXT, letters
+from tests.serving import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    PROMPT,
+    error_of,
+    post,
+    serve_http,
+)
+
+VOCAB = 16
+EACH = float(np.float32(-np.log(VOCAB)))
+
+
+def told(tokens: list[int], count: int) -> RequestOutput:
+    """What the device says of what follows: its own token, then those in order."""
+    position = {TEXT[len(tokens) % len(TEXT)]: Logprob(EACH, 1)}
+    for rank, token in enumerate(range(count), 1):
+        position.setdefault(token, Logprob(EACH, rank))
+    completion = CompletionOutput(index=0, text="", token_ids=[], logprobs=[position])
+    return RequestOutput(
+        request_id="", prompt=None, prompt_token_ids=[], outputs=[completion]
+    )
+
+
+def expected(width: int, most: int, **given: Any) -> list[list[int]]:
+    """The tokens of the texts that a search by hand finds."""
+    params = BeamSearchParams(beam_width=width, max_tokens=most, **given)
+    count = step_params(params, vocab_size=VOCAB, max_logprobs=20).logprobs
+    assert count is not None
+    prompt = ParsedPrompt(text=None, token_ids=[2, 3, 4])
+    search = BeamSearch(prompt, params, end_ids=(EOS,), max_model_len=96)
+    while prompts := search.prompts():
+        search.advance([told(one["prompt_token_ids"], count) for one in prompts])
+    return [one.tokens[3:] for one in search._ended]
+
+
+def shown(tokens: list[int]) -> str:
+    return letters(tokens[:-1] if tokens[-1] == EOS else tokens)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 4.0])
+def test_a_search(is_stream: bool, penalty: float):
+    texts = expected(3, 5, length_penalty=penalty)
+    asked: dict[str, Any] = {
+        "use_beam_search": True,
+        "n": 3,
+        "length_penalty": penalty,
+        "max_tokens": 5,
+        "temperature": 0,
+        "stream": is_stream,
+    }
+
+    async def ask(http: httpx.AsyncClient) -> None:
+        for path, given in (
+            (COMPLETIONS, {"prompt": [PROMPT, PROMPT], "return_token_ids": True}),
+            (CHAT, {"messages": MESSAGES, "return_token_ids": True}),
+        ):
+            answer = await post(http, path, **given, **asked)
+            events = answer if is_stream else [answer]
+            choices = [choice for event in events for choice in event["choices"]]
+            ended = [one for one in choices if one["finish_reason"] is not None]
+            # Searches for several prompts end in any order.
+            ended.sort(key=lambda one: one["index"])
+            assert [one["index"] for one in ended] == list(range(len(ended)))
+            wanted = texts * 2 if path == COMPLETIONS else texts
+            assert [one["token_ids"] for one in ended] == wanted
+            for one, tokens in zip(ended, wanted, strict=True):
+                has_ended = tokens[-1] == EOS
+                assert one["finish_reason"] == ("stop" if has_ended else "length")
+                message = one.get("delta", one.get("message", {}))
+                assert one.get("text", message.get("content")) == shown(tokens)
+            if not is_stream:
+                counted = answer["usage"]["completion_tokens"]
+                assert counted == sum(map(len, wanted))
+
+    serve_http(ask)
+
+
+def test_what_goes_with_it():
+    async def ask(http: httpx.AsyncClient) -> None:
+        asked: Any = {
+            "use_beam_search": True,
+            "n": 2,
+            "max_tokens": 3,
+            "prompt": PROMPT,
+        }
+        answer = await post(http, COMPLETIONS, logprobs=1, ignore_eos=True, **asked)
+        for choice, tokens in zip(
+            answer["choices"], expected(2, 3, ignore_eos=True), strict=True
+        ):
+            assert choice["text"] == letters(tokens)
+            assert choice["logprobs"]["tokens"] == list(letters(tokens))
+            assert len(choice["logprobs"]["token_logprobs"]) == 3
+            # The token itself, and the one that ranks first.
+            assert all(len(one) <= 3 for one in choice["logprobs"]["top_logprobs"])
+        answer = await post(http, COMPLETIONS, echo=True, **asked)
+        for choice, tokens in zip(answer["choices"], expected(2, 3), strict=True):
+            assert choice["text"] == PROMPT + shown(tokens)
+        one = await post(http, COMPLETIONS, **asked | {"n": None, "top_p": 0.5})
+        assert [choice["text"] for choice in one["choices"]] == [
+            shown(tokens) for tokens in expected(1, 3)
+        ]
+        # To the end of the context.
+        chat = {"messages": MESSAGES, "use_beam_search": True, "ignore_eos": True}
+        answer = await post(http, CHAT, **chat)
+        assert answer["usage"]["completion_tokens"] == 93
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+    serve_http(ask)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"stop": "x"}, "stop"),
+        ({"stop_token_ids": [5]}, "stop_token_ids"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"repetition_penalty": 1.5}, "repetition_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"min_tokens": 1}, "min_tokens"),
+        ({"guided_regex": "a"}, "structured_outputs"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"return_token_origins": True}, "return_token_origins"),
+        ({"length_penalty": "x"}, "length_penalty"),
+        ({"length_penalty": 11}, "length_penalty"),
+        ({"temperature": -1}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"thinking_token_budget": 3}, "thinking_token_budget"),
+    ],
+)
+def test_what_does_not(wrong: dict[str, Any], param: str):
+    async def ask(http: httpx.AsyncClient) -> None:
+        body: Any = {"prompt": PROMPT, "use_beam_search": True} | wrong
+        response = await http.post(COMPLETIONS, json=body)
+        assert error_of(response, 400, "BadRequestError")["param"] == param
+        neutral = {"stop": [], "presence_penalty": 0, "logit_bias": {}, "min_tokens": 0}
+        await post(http, COMPLETIONS, **{"prompt": PROMPT} | neutral)
+
+    serve_http(ask)
+
+
+def test_too_wide_a_search():
+    async def ask(http: httpx.AsyncClient) -> None:
+        body: Any = {"prompt": PROMPT, "use_beam_search": True, "n": 3}
+        response = await http.post(COMPLETIONS, json=body)
+        error = error_of(response, 400, "BadRequestError")
+        assert error["param"] == "beam_width"
+        assert "max_logprobs is 5" in error["message"]
+        body = {"input": "#", "use_beam_search": True}
+        response = await http.post("/v1/responses", json=body)
+        assert error_of(response, 400, "BadRequestError")["param"] == "use_beam_search"
+
+    serve_http(ask, max_logprobs=5)
+
+
+def test_a_search_that_takes_too_long_ends():
+    """Nothing is left of it: `serve_http` looks."""
+
+    async def ask(http: httpx.AsyncClient) -> None:
+        body: Any = {"prompt": PROMPT, "use_beam_search": True, "n": 3}
+        body |= {"max_tokens": 60, "ignore_eos": True}
+        response = await http.post(COMPLETIONS, json=body)
+        assert response.status_code == 504, response.text
+
+    serve_http(ask, settings={"max_request_s": 0.2}, delay_s=0.02)
+
+
+def test_a_search_whose_step_fails():
+    async def ask(http: httpx.AsyncClient) -> None:
+        body: Any = {"prompt": PROMPT, "use_beam_search": True, "n": 3}
+        body |= {"max_tokens": 60, "ignore_eos": True}
+        response = await http.post(COMPLETIONS, json=body)
+        assert error_of(response, 500, "InternalServerError")
+
+    serve_http(ask, break_at=8, delay_s=0.005)
+
+
+def test_one_that_fails_ends_the_others():
+    has_ended = asyncio.Event()
+
+    async def waits() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            has_ended.set()
+
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise ValueError("boom")
+
+    async def run() -> None:
+        with pytest.raises(ValueError, match="boom"):
+            await _together([waits(), fails()])
+        assert has_ended.is_set()
+
+    asyncio.run(asyncio.wait_for(run(), 10))
