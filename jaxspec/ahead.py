@@ -15,11 +15,12 @@ from tqdm.auto import tqdm
 
 from jaxspec.command import CommandParser, run_command
 from jaxspec.config import EngineConfig
+from jaxspec.engine.arg_utils import AsyncEngineArgs
 from jaxspec.engine.controller import Controller
 from jaxspec.engine.shapes import GREEDY, SAMPLED, Shapes
 from jaxspec.errors import ConfigError
 from jaxspec.program.plan import Features, StepShape
-from jaxspec.serve.flags import add_engine_flags, dashed, engine_args
+from jaxspec.serve.flags import dashed, engine_args
 
 PROG = "python -m jaxspec compile"
 
@@ -54,7 +55,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         help="what plain requests need (default), or also what logprobs, penalties and "
         "masks do",
     )
-    add_engine_flags(parser)
+    AsyncEngineArgs.add_cli_args(parser)
     return parser
 
 

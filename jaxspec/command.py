@@ -5,7 +5,10 @@ How one is read, how a wrong one is shown, and what status a run has.
 
 import argparse
 import difflib
+import json
 import sys
+import types
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -66,3 +69,39 @@ def run_command(prog: str, run: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return INTERRUPTED
+
+
+def flag_type(kind: Any) -> Any:
+    """What turns a flag's text into a value of a field's type."""
+    is_union = isinstance(kind, types.UnionType)
+    members = [one for one in typing.get_args(kind) if one is not types.NoneType]
+    kind = members[0] if is_union else kind
+    if kind in (int, float, str):
+        return kind
+    return json_flag
+
+
+def json_flag(text: str) -> Any:
+    """Read a flag's value that is JSON."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        message = f"it must be JSON, got {text!r}: {error}"
+        raise argparse.ArgumentTypeError(message) from error
+
+
+def documented(*classes: type) -> dict[str, str]:
+    """Read what docstrings say of attributes."""
+    found: dict[str, str] = {}
+    for one in classes:
+        name = ""
+        _, _, attributes = (one.__doc__ or "").partition("Attributes:\n")
+        for line in attributes.splitlines():
+            indent, text = len(line) - len(line.lstrip()), line.strip()
+            if indent == 8 and ": " in text:
+                name, _, text = text.partition(": ")
+                found[name] = text
+            elif indent > 8 and name:
+                found[name] += f" {text}"
+    # argparse takes "%" for a value of its own.
+    return {name: text.replace("%", "%%") for name, text in found.items()}

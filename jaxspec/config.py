@@ -243,3 +243,36 @@ def read_generation_config(folder: str | Path) -> Mapping[str, Any]:
     """Return the folder's `generation_config.json`, empty if there is none."""
     path = model_files(folder).get("generation_config.json")
     return read_json(path) if path else {}
+
+
+class ServedModel:
+    """What scripts for vLLM ask `llm.llm_engine.model_config`.
+
+    Attributes:
+        model: Its folder.
+        tokenizer: That of its tokenizer.
+        served_model_name: What answers call it.
+        dtype: "float32" or "bfloat16".
+        max_model_len: Longest sequence, prompt and generated tokens together.
+    """
+
+    def __init__(self, config: EngineConfig):
+        self._network = config.model_config
+        self.model, self.tokenizer = config.model, config.tokenizer
+        self.served_model_name, self.dtype = config.served_model_name, config.dtype
+        self.seed, self.max_logprobs = config.seed, config.max_logprobs
+        self.max_model_len = config.max_model_len
+
+    def get_vocab_size(self) -> int:
+        """Return the rows of the network's output, pads included."""
+        return self._network.vocab_size
+
+    def get_hidden_size(self) -> int:
+        return self._network.hidden_size
+
+    def get_head_size(self) -> int:
+        return self._network.head_dim
+
+    def get_sliding_window(self) -> int | None:
+        """Return the tokens that a local layer sees; None where there is none."""
+        return getattr(self._network, "sliding_window", None)

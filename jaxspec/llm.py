@@ -86,6 +86,15 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         return self.llm_engine.tokenizer
 
+    def set_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Go on with another form of the same tokenizer: another chat template.
+
+        Raises:
+            RequestError: Requests run.
+            ConfigError: It is no tokenizer of this package's, or has other pieces.
+        """
+        self.llm_engine.set_tokenizer(tokenizer)
+
     def get_world_size(self) -> int:
         """Return the number of devices the target is spread over."""
         return self.llm_engine.config.tensor_parallel_size
@@ -102,7 +111,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         prompt_token_ids: list[int] | list[list[int]] | None = None,
         lora_request: Any = None,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue every prompt; outputs come in the order of the prompts.
 
@@ -115,8 +124,8 @@ class LLM:
             use_tqdm: Show a progress bar; or what makes one in place of `tqdm`.
             prompt_token_ids: The older way to give token ids.
             lora_request: Not supported.
-            priority: One per prompt, for `scheduling_policy="priority"`: lower values
-                go first.
+            priority: One for all prompts, or one each, for
+                `scheduling_policy="priority"`: lower values go first.
 
         Raises:
             RequestError: A prompt or its parameters cannot work; nothing was run.
@@ -133,7 +142,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         lora_request: Any = None,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[str]:
         """Check and queue prompts as `generate` does, and return before they run.
 
@@ -155,15 +164,17 @@ class LLM:
         self,
         prompts: list[Any],
         sampling_params: Any,
-        priority: Sequence[int] | None,
+        priority: int | Sequence[int] | None,
     ) -> list[str]:
         """Queue all of the prompts, or (an error) none."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params_list = _one_per_prompt(sampling_params, len(prompts))
-        ranks = [0] * len(prompts) if priority is None else priority
+        ranks: Any = 0 if priority is None else priority
+        if isinstance(ranks, int) and not isinstance(ranks, bool):
+            ranks = [ranks] * len(prompts)
         if not isinstance(ranks, (list, tuple)) or len(ranks) != len(prompts):
-            allowed = f"a list of {len(prompts)}, one per prompt"
+            allowed = f"an integer, or a list of {len(prompts)}, one per prompt"
             raise wrong_argument(RequestError, "priority", allowed, priority)
         request_ids: list[str] = []
         try:
@@ -183,7 +194,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         lora_request: Any = None,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list of them.
@@ -215,7 +226,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         lora_request: Any = None,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[str]:
         """Check and queue conversations as `chat` does; see `enqueue`."""

@@ -299,7 +299,10 @@ def test_priorities_go_with_their_prompts(llm: LLM):
     llm.generate(["a", "b"], use_tqdm=False, priority=[3, -1])
     llm.generate(["a"], use_tqdm=False)
     llm.chat([TURN], use_tqdm=False, priority=[7])
-    assert engine_of(llm).priorities == [3, -1, 0, 7]
+    llm.generate(["a", "b"], use_tqdm=False, priority=5)
+    assert engine_of(llm).priorities == [3, -1, 0, 7, 5, 5]
+    with pytest.raises(RequestError, match="an integer, or a list of 1"):
+        llm.generate(["a"], use_tqdm=False, priority=True)
     with pytest.raises(RequestError, match="a list of 2, one per prompt"):
         llm.generate(["a", "b"], use_tqdm=False, priority=[1])
 

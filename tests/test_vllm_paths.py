@@ -3,13 +3,19 @@
 import ast
 import importlib
 import re
+from typing import Any
 
 import pytest
 
-from jaxspec import LLM
+from jaxspec import LLM, SamplingParams, envs
+from jaxspec.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from jaxspec.exceptions import VLLMValidationError
+from jaxspec.logger import init_logger
 from jaxspec.lora.request import LoRARequest
 from jaxspec.metrics import Counter
+from jaxspec.usage.usage_lib import UsageContext, is_usage_stats_enabled
 from jaxspec.utils import random_uuid
+from jaxspec.utils.argparse_utils import FlexibleArgumentParser
 
 IMPORTS = """\
 import vllm
@@ -17,17 +23,20 @@ from vllm import LLM, SamplingParams
 from vllm import LLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from vllm import AsyncEngineArgs, CompletionOutput, PromptType, TextPrompt, TokensPrompt
 from vllm import __version__
+from vllm.beam_search import BeamSearchOutput, BeamSearchSequence
 from vllm.config import SpeculativeConfig, ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.engine.llm_engine import LLMEngine
 from vllm.entrypoints.llm import LLM
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.engine.protocol import DeltaFunctionCall, DeltaMessage
-from vllm.beam_search import BeamSearchOutput, BeamSearchSequence
 from vllm.entrypoints.openai.engine.protocol import DeltaToolCall, FunctionCall
 from vllm.entrypoints.openai.engine.protocol import ToolCall
 from vllm.entrypoints.openai.engine.protocol import ExtractedToolCallInformation
+import vllm.envs as envs
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import PromptType, TextPrompt, TokensPrompt
+from vllm.logger import init_logger
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -35,8 +44,11 @@ from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingPa
 from vllm.sequence import Logprob
 from vllm.tool_parsers import ToolParser, ToolParserManager
 from vllm.tool_parsers.abstract_tool_parser import ToolParser, ToolParserManager
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils import random_uuid
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
+from vllm.version import __version__
 """
 
 
@@ -58,6 +70,7 @@ def test_an_import_of_vllm_works_with_the_name_replaced(line: str):
         ("jaxspec.sequence", "Logprob", "jaxspec.logprobs"),
         ("jaxspec.entrypoints.llm", "LLM", "jaxspec.llm"),
         ("jaxspec.v1.metrics.reader", "Vector", "jaxspec.metrics"),
+        ("jaxspec.version", "__version__", "jaxspec"),
     ],
 )
 def test_an_alias_is_the_same_object(alias: str, name: str, home: str):
@@ -77,6 +90,62 @@ def test_an_adapter_can_be_named_and_is_refused_when_used():
     llm = object.__new__(LLM)
     with pytest.raises(NotImplementedError, match="lora_request=LoRARequest"):
         llm.generate("a", lora_request=adapter)
+
+
+def test_a_wrong_request_raises_what_vllms_does():
+    with pytest.raises(VLLMValidationError) as refused:
+        SamplingParams(temperature=-1)
+    assert isinstance(refused.value, ValueError)
+    assert (refused.value.parameter, refused.value.value) == ("temperature", -1)
+
+
+def test_no_environment_variable_is_read():
+    with pytest.raises(AttributeError, match="VLLM_USE_V1.*are not read"):
+        _ = envs.VLLM_USE_V1
+    assert not envs.is_set("VLLM_USE_V1")
+    assert not hasattr(envs, "__wrapped__")
+
+
+def test_nothing_is_reported():
+    assert not is_usage_stats_enabled()
+    assert UsageContext("LLM_CLASS") is UsageContext.LLM_CLASS
+
+
+def test_a_logger_says_a_thing_once(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("DEBUG", "script")
+    logger = init_logger("script")
+    for value in (1, 1, 2):
+        logger.info_once("Found %d", value)
+        logger.warning_once("Found %d", value)
+        logger.debug_once("Found %d", value)
+        logger.info("Said %d", value)
+    said = [one for one in caplog.messages if one.startswith("Said")]
+    assert said == ["Said 1", "Said 1", "Said 2"]
+    found = [(one.levelname, one.message) for one in caplog.records[:4]]
+    assert found[:3] == [(level, "Found 1") for level in ("INFO", "WARNING", "DEBUG")]
+    assert caplog.messages.count("Found 1") == caplog.messages.count("Found 2") == 3
+
+
+def test_flags_may_have_underscores():
+    parser = FlexibleArgumentParser()
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--own_flag")
+    given = parser.parse_args(["--max_tokens=3", "--own_flag", "a_b"])
+    assert (given.max_tokens, given.own_flag) == (3, "a_b")
+    given, rest = parser.parse_known_args(["--max-tokens", "4", "--other_one", "x_y"])
+    assert (given.max_tokens, rest) == (4, ["--other-one", "x_y"])
+
+
+@pytest.mark.parametrize("kind", [EngineArgs, AsyncEngineArgs])
+def test_the_engines_arguments_as_flags(kind: type[EngineArgs]):
+    parser = kind.add_cli_args(FlexibleArgumentParser())
+    parser.add_argument("--num-prompts", type=int)
+    line = "--model m --max_num_seqs 3 -tp 2 --no-enable-prefix-caching"
+    args = parser.parse_args([*line.split(), "--num-prompts", "5"])
+    made = kind.from_cli_args(args)
+    assert type(made) is kind
+    expected: Any = {"max_num_seqs": 3, "tensor_parallel_size": 2}
+    assert made == kind(model="m", enable_prefix_caching=False, **expected)
 
 
 def test_metrics_are_told_apart_by_their_class():

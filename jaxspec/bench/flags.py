@@ -8,7 +8,7 @@ from typing import Any
 from jaxspec.bench.data import DATASETS, Dataset
 from jaxspec.bench.plot import SUFFIXES
 from jaxspec.command import CommandParser
-from jaxspec.serve.flags import add_engine_flags
+from jaxspec.engine.arg_utils import AsyncEngineArgs
 
 MODULES = {
     "latency": "jaxspec.bench.whole",
@@ -160,7 +160,7 @@ def _add_offline(
         help="keep every draft with this chance, from 0 to 1, if those before it are "
         "kept: for weights whose text means nothing. Every output says so",
     )
-    add_engine_flags(parser)
+    AsyncEngineArgs.add_cli_args(parser)
 
 
 def _add_data(parser: argparse.ArgumentParser, *, output_len: int) -> None:

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from jaxspec.command import CommandParser, run_command
-from jaxspec.serve.flags import add_engine_flags, dashed, engine_args
+from jaxspec.engine.arg_utils import AsyncEngineArgs
+from jaxspec.serve.flags import dashed, engine_args
 
 PROG = "python -m jaxspec plan"
 
@@ -49,7 +50,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         "plan with what it needs",
     )
     group.add_argument("--json", action="store_true", help="all numbers, in bytes")
-    add_engine_flags(parser)
+    AsyncEngineArgs.add_cli_args(parser)
     # None is told from 1: whoever names eight devices means to use them.
     parser.set_defaults(tensor_parallel_size=None)
     return parser

@@ -4,14 +4,17 @@ Knows nothing about devices: sizes that depend on them are those of a CPU here, 
 `jaxspec.engine.device_memory` replaces what the user has not given.
 """
 
+import argparse
 import difflib
 import math
 import os
+import typing
 import warnings
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, no_type_check
+from typing import Any, Self, no_type_check
 
+from jaxspec.command import documented, flag_type
 from jaxspec.config import (
     MAX_DTYPE_BYTES,
     MAX_LOGPROBS,
@@ -44,6 +47,9 @@ from jaxspec_checkpoints.gemma2.published import PAD_ROWS
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_MAX_MODEL_LEN = 8192
 
+# Where the fields change their subject, on a command line.
+_FIRST_SPECULATIVE, _FIRST_OTHER = "speculative_config", "quantization"
+_SHORT = {"tensor_parallel_size": "-tp"}
 _DTYPES = {
     "auto": "auto",
     "float32": "float32",
@@ -236,6 +242,41 @@ class EngineArgs:
             name = "enable_prefix_caching"
             check_flag(ConfigError, name, self.enable_prefix_caching)
         check_choice(ConfigError, "dtype", self.dtype, tuple(_DTYPES))
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add a flag for every field; returns the parser."""
+        told = documented(*cls.__mro__[:-1])
+        group = parser.add_argument_group("model and engine")
+        for item in fields(cls):
+            if item.name == _FIRST_SPECULATIVE:
+                group = parser.add_argument_group("speculation")
+            elif item.name == _FIRST_OTHER:
+                title = "vLLM's, refused unless they are left as they are, or of no "
+                group = parser.add_argument_group(f"{title}effect")
+            flags = ["--" + item.name.replace("_", "-")]
+            flags += [_SHORT[item.name]] if item.name in _SHORT else []
+            default = None if item.default is MISSING else item.default
+            options: dict[str, Any] = {"dest": item.name, "default": default}
+            options["help"] = told.get(item.name)
+            members = typing.get_args(item.type) or (item.type,)
+            if item.name == "served_model_name":
+                options |= {"nargs": "+", "metavar": "NAME"}
+            elif item.name == "hf_token":
+                options |= {"nargs": "?", "const": True, "metavar": "TOKEN"}
+            elif bool in members:
+                options["action"] = argparse.BooleanOptionalAction
+            else:
+                options["metavar"] = item.name.rpartition("_")[2].upper()
+                options["type"] = flag_type(item.type)
+            group.add_argument(*flags, **options)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """Make the arguments of a command line that `add_cli_args` had a part in."""
+        names = [item.name for item in fields(cls)]
+        return cls(**{name: getattr(args, name) for name in names})
 
     def create_engine_config(self) -> EngineConfig:
         """Read the model folders, fill in the defaults and check the whole.

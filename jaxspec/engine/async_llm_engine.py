@@ -9,6 +9,7 @@ from jaxspec.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from jaxspec.engine.controller import Choice
 from jaxspec.engine.engine_thread import EngineThread, RequestOutputCollector
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.metrics import Load
 from jaxspec.errors import EngineDeadError, EngineGenerateError, refuse
 from jaxspec.metrics import Metric
 from jaxspec.outputs import RequestOutput
@@ -34,8 +35,14 @@ class AsyncLLMEngine:
         self._thread.start()
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLMEngine":
-        """Build an engine from vLLM's arguments."""
+    def from_engine_args(
+        cls, engine_args: EngineArgs, usage_context: object = None
+    ) -> "AsyncLLMEngine":
+        """Build an engine from vLLM's arguments.
+
+        Args:
+            usage_context: What vLLM reports; nothing is reported here.
+        """
         return cls(LLMEngine.from_engine_args(engine_args))
 
     @no_type_check  # `InputProcessor` checks, with better errors
@@ -201,6 +208,10 @@ class AsyncLLMEngine:
     async def get_metrics(self) -> list[Metric]:
         """Return counts and distributions since the start; see `LLMEngine`."""
         return await self._call(LLMEngine.get_metrics)
+
+    async def get_load(self) -> Load:
+        """Return what the engine holds at this moment."""
+        return await self._call(LLMEngine.load)
 
     async def do_log_stats(self) -> None:
         """Log what happened since the last time."""

@@ -67,17 +67,26 @@ class InputProcessor:
     """Makes requests of prompts and parameters, for one engine, in any thread."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer):
-        self._config, self._tokenizer = config, tokenizer
-        _check_ends(self.end_ids)
-        self._grammars = GrammarCompiler(
-            tokenizer,
-            config.model_config.vocab_size,
-            self.end_ids,
-            config.structured_outputs,
-        )
+        self._config = config
+        self.set_tokenizer(tokenizer)
         # Seeds of requests that name none; a seeded engine repeats itself.
         self._random = np.random.default_rng(config.seed)
         self._lock = threading.Lock()
+
+    def set_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Read requests to come with this tokenizer.
+
+        Raises:
+            ConfigError: Too many tokens end texts.
+        """
+        self._tokenizer = tokenizer
+        _check_ends(self.end_ids)
+        self._grammars = GrammarCompiler(
+            tokenizer,
+            self._config.model_config.vocab_size,
+            self.end_ids,
+            self._config.structured_outputs,
+        )
 
     @property
     def end_ids(self) -> tuple[int, ...]:

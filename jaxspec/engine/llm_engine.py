@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, no_type_check
 
-from jaxspec.config import EngineConfig
+from jaxspec.config import EngineConfig, ServedModel
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.batch import Launch, LaunchError, on_device
 from jaxspec.engine.controller import Choice, Controller
@@ -22,13 +22,19 @@ from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.stats import EngineStats
-from jaxspec.errors import ConfigError, RequestError, check_integer, refuse
+from jaxspec.errors import (
+    ConfigError,
+    RequestError,
+    check_integer,
+    refuse,
+    wrong_argument,
+)
 from jaxspec.metrics import Metric
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import TILE, Features, StepShape
 from jaxspec.program.wire import CaughtUp, StepResult
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.text.tokenizer import Tokenizer
+from jaxspec.text.tokenizer import Tokenizer, first_difference
 
 _log = logging.getLogger(__name__)
 LOG_INTERVAL_S = 10.0
@@ -82,6 +88,37 @@ class LLMEngine:
         self._rehearsed: set[Round] = set()
         self._rehearsed_version = -1
 
+    @property
+    def model_config(self) -> ServedModel:
+        """What scripts for vLLM ask about the model."""
+        return ServedModel(self.config)
+
+    @no_type_check  # it has its own check, with a better error
+    def set_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Go on with another form of the same tokenizer: another chat template.
+
+        Raises:
+            RequestError: Requests run.
+            ConfigError: It is no tokenizer of this package's, or has other pieces.
+        """
+        if not isinstance(tokenizer, Tokenizer):
+            hint = "Tokenizer.from_folder(folder, chat_template) makes one."
+            allowed = "a jaxspec.text.tokenizer.Tokenizer"
+            raise wrong_argument(ConfigError, "tokenizer", allowed, tokenizer, hint)
+        if self.has_unfinished_requests():
+            raise RequestError("The tokenizer cannot change while requests run.")
+        token = first_difference(self.tokenizer, tokenizer)
+        if token is not None:
+            raise ConfigError(
+                "The tokenizer must have the model's pieces, and differs from that of "
+                f"now in id {token}.",
+                parameter="tokenizer",
+                value=tokenizer,
+            )
+        self.tokenizer = tokenizer
+        self.output_processor.tokenizer = tokenizer
+        self.input_processor.set_tokenizer(tokenizer)
+
     def _make_scheduler(self) -> Scheduler:
         return Scheduler(
             self.config,
@@ -92,8 +129,14 @@ class LLMEngine:
         )
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
-        """Build an engine from vLLM's arguments."""
+    def from_engine_args(
+        cls, engine_args: EngineArgs, usage_context: object = None
+    ) -> "LLMEngine":
+        """Build an engine from vLLM's arguments.
+
+        Args:
+            usage_context: What vLLM reports; nothing is reported here.
+        """
         return cls(engine_args.create_engine_config())
 
     @no_type_check  # `InputProcessor` checks, with better errors
@@ -353,25 +396,27 @@ class LLMEngine:
                 parameter="disable_log_stats",
                 value=True,
             )
-        return self.metrics.read(self._load())
+        return self.metrics.read(self.load())
 
     def do_log_stats(self) -> None:
         """Log what happened since the last time; `step` does so every ten seconds."""
         if self.config.disable_log_stats:
             return
-        self.metrics.log(self._load())
+        self.metrics.log(self.load())
 
     def log_if_due(self) -> None:
         """Call `do_log_stats` if the last time was ten seconds ago."""
         if self.metrics.seconds_since_log() > LOG_INTERVAL_S:
             self.do_log_stats()
 
-    def _load(self) -> Load:
+    def load(self) -> Load:
+        """Return what the engine holds at this moment."""
         scheduler, pages = self.scheduler, self.scheduler.pages
         controller, costs = self.controller, self.costs
         return Load(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
+            num_deferred=scheduler.num_deferred,
             kv_usage=1 - pages.num_free / pages.num_pages,
             sleep_level=self._sleep.level,
             num_compiles=self.runner.num_compiles,

@@ -57,6 +57,7 @@ class Load:
     """What an engine holds at one moment.
 
     Attributes:
+        num_deferred: Of those that wait, how many do so for a program, not for a place.
         kv_usage: Share of the pages that running requests hold.
         sleep_level: 0 is awake.
         num_compiles: Since the start, as `compile_s`.
@@ -70,6 +71,7 @@ class Load:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_deferred: int = 0
     kv_usage: float = 0.0
     sleep_level: int = 0
     num_compiles: int = 0
@@ -140,6 +142,7 @@ class EngineMetrics:
             "request_time_per_output_token_seconds": _PER_TOKEN_S,
             "iteration_tokens_total": _ITERATION_TOKENS,
             "request_params_n": (1, 2, 5, 10, 20),
+            "request_num_preemptions": (1, 2, 3, 4, 5, 10, 20),
         }
         for name in (*per_request, "request_decode_time"):
             bounds[f"{name}_seconds"] = _PER_REQUEST_S
@@ -196,6 +199,7 @@ class EngineMetrics:
             "request_prompt_tokens": request.num_prompt_tokens,
             "request_prefill_kv_computed_tokens": fed,
             "request_generation_tokens": generated,
+            "request_num_preemptions": stats.num_preemptions,
         }
         if params.max_tokens is not None:
             values["request_params_max_tokens"] = params.max_tokens
@@ -240,6 +244,13 @@ class EngineMetrics:
         }
         found = [
             *(self._gauge(name, value) for name, value in gauges.items()),
+            *(
+                self._gauge("num_requests_waiting_by_reason", count, reason=reason)
+                for reason, count in (
+                    ("capacity", load.num_waiting - load.num_deferred),
+                    ("deferred", load.num_deferred),
+                )
+            ),
             *self._states(load),
             *(self._counter(name, value) for name, value in counters.items()),
             *(
@@ -321,20 +332,29 @@ class EngineMetrics:
         ]
 
     def _states(self, load: Load) -> list[Metric]:
-        config = self._config
-        sizes = {
-            "block_size": str(config.page_size),
-            "num_gpu_blocks": str(config.num_pages),
-            "enable_prefix_caching": str(config.enable_prefix_caching),
-        }
         return [
-            self._gauge("cache_config_info", 1, **sizes),
+            self._gauge("cache_config_info", 1, **self._cache()),
             *(
                 self._gauge("engine_sleep_state", level == load.sleep_level, **label)
                 for level, state in enumerate(_SLEEP_STATES)
                 for label in ({"sleep_state": state},)
             ),
         ]
+
+    def _cache(self) -> dict[str, str]:
+        """What there is to say of the pages, in vLLM's words."""
+        config, given = self._config, self._config.given
+        told = {
+            "block_size": config.page_size,
+            "cache_dtype": config.dtype,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "gpu_memory_utilization": given and given.gpu_memory_utilization,
+            "kv_cache_memory_bytes": given and given.kv_cache_memory_bytes,
+            "num_gpu_blocks": config.num_pages,
+            "num_gpu_blocks_override": given and given.num_pages,
+            "sliding_window": getattr(config.model_config, "sliding_window", None),
+        }
+        return {name: str(value) for name, value in told.items()}
 
     def _drafts(self) -> list[Metric]:
         """Of speculation, where there is any; the gauges are derived, for dashboards.

@@ -218,6 +218,7 @@ class OutputProcessor:
     Attributes:
         streams: Of all requests that have not ended.
         parents: Requests for several texts, by the ids that callers gave them.
+        tokenizer: Of requests to come.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class OutputProcessor:
     ):
         self.streams: dict[str, Stream] = {}
         self.parents: dict[str, ParentRequest] = {}
-        self._config, self._tokenizer = config, tokenizer
+        self._config, self.tokenizer = config, tokenizer
         self._metrics, self._stats = metrics, stats
 
     def __contains__(self, request_id: object) -> bool:
@@ -256,8 +257,8 @@ class OutputProcessor:
         request.is_quiet = is_plain and kind is RequestOutputKind.FINAL_ONLY
         self.streams[request.request_id] = Stream(
             request=request,
-            text=TextStream(self._tokenizer, params, has_ends=has_origins),
-            logprobs=LogprobStream(self._tokenizer, params, request.prompt_token_ids),
+            text=TextStream(self.tokenizer, params, has_ends=has_origins),
+            logprobs=LogprobStream(self.tokenizer, params, request.prompt_token_ids),
             is_fast=is_plain and kind is RequestOutputKind.DELTA,
             origins=OriginStream() if has_origins else None,
             parent=parent,

@@ -115,6 +115,15 @@ class Scheduler:
         request.tokens_to_prefill = request.prompt_token_ids
         self.waiting.add(request)
 
+    @property
+    def num_deferred(self) -> int:
+        """Waiting requests that need a program which is not there yet."""
+        num_seqs = min(len(self.running) + 1, self.config.max_num_seqs)
+        return sum(
+            not self.shapes.with_prompts(num_seqs, 0, self._features_with(one))
+            for one in self.waiting
+        )
+
     def has_unfinished(self) -> bool:
         """Whether anything waits or runs."""
         return bool(self.waiting or self.running)

@@ -9,7 +9,9 @@ Reading order:
    `prompts`, that of a response by way of a chat (`response_input`); what a chat may
    call is in `tool_choice`, what finds the calls in `tool_parsers`. `serving` brings
    them to the engine, past `admission`; `completions`, `chat_completions` and
-   `responses` write what comes back (`response_writers`, `logprobs`, `usage`), and
-   `streaming` joins the texts of a request and sends them while somebody is there.
-4. `server_info` and `metrics`: what the server tells about itself; `page` shows it.
+   `responses` write what comes back (`response_writers`, `response_items`, `logprobs`,
+   `usage`), and `streaming` joins the texts of a request and sends them while somebody
+   is there.
+4. `server_info`, `metrics`, `load_report`: what the server tells about itself; `page`
+   shows it.
 """

@@ -6,15 +6,13 @@ Every field of `AsyncEngineArgs` is a flag, as in vLLM; so is what the server ad
 import argparse
 import dataclasses
 import json
-import types
-import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from jaxspec.command import CommandParser
+from jaxspec.command import CommandParser, documented, flag_type, json_flag
 from jaxspec.engine.arg_utils import AsyncEngineArgs
 from jaxspec.errors import ConfigError, wrong_argument
 from jaxspec.serve.settings import SPEC_METRICS, ServerSettings
@@ -25,11 +23,8 @@ BUNDLED_DRAFT_TOKENS = 5
 WARM_UPS = ("none", "plain", "all")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
-# Where the fields of `EngineArgs` change their subject.
-_FIRST_SPECULATIVE, _FIRST_OTHER = "speculative_config", "quantization"
 _ASKS_FOR_DRAFTS = ("speculative_config", "spec_model", "spec_method")
 _ASKS_FOR_DRAFTS += ("speculative_model",)
-_SHORT = {"tensor_parallel_size": "-tp"}
 _LISTS = ("api_keys", "allowed_origins", "allowed_methods", "allowed_headers")
 # Fields of the settings whose flags have other names, as vLLM's do.
 _RENAMED = {"api_keys": "api_key"}
@@ -70,6 +65,10 @@ def read_flags(prog: str, arguments: Sequence[str]) -> Options:
 
 def _options(given: argparse.Namespace) -> Options:
     values = vars(given)
+    name, count = "--api-server-count", values["api_server_count"]
+    if count != 1:
+        hint = "One process serves; start several servers behind a proxy instead."
+        raise wrong_argument(ConfigError, name, "1", count, hint)
     engine = engine_args(values)
     served = values["served_model_name"] or [values["model"]]
     chosen: dict[str, Any] = {"served_model_names": tuple(served)}
@@ -89,7 +88,7 @@ def _options(given: argparse.Namespace) -> Options:
 
 
 def engine_args(values: dict[str, Any]) -> AsyncEngineArgs:
-    """Make the engine's arguments of flags that `add_engine_flags` has added.
+    """Make the engine's arguments of flags that `add_cli_args` has added.
 
     Args:
         values: As argparse returns them; the model is settled in them as well.
@@ -99,8 +98,7 @@ def engine_args(values: dict[str, Any]) -> AsyncEngineArgs:
         UnsupportedError: One asks for what the engine does not do.
     """
     _choose_model(values)
-    names = [item.name for item in dataclasses.fields(AsyncEngineArgs)]
-    return AsyncEngineArgs(**{name: values[name] for name in names})
+    return AsyncEngineArgs.from_cli_args(argparse.Namespace(**values))
 
 
 def _choose_model(values: dict[str, Any]) -> None:
@@ -130,7 +128,7 @@ def _flattened(values: Sequence[str]) -> Iterator[str]:
     """Read what vLLM takes as JSON: `--allowed-origins '["*"]'`."""
     for value in values:
         if value.startswith("["):
-            yield from _json(value)
+            yield from json_flag(value)
         else:
             yield value
 
@@ -194,7 +192,7 @@ def make_parser(prog: str) -> CommandParser:
     _add_listening(parser.add_argument_group("listening"))
     _add_life(parser.add_argument_group("start and end"))
     _add_settings(parser.add_argument_group("answers and limits"))
-    add_engine_flags(parser)
+    AsyncEngineArgs.add_cli_args(parser)
     return parser
 
 
@@ -214,6 +212,13 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
         help="whether clients bring certificates: 0 no, 1 they may, 2 they must",
     )
     add("--root-path", default="", help="what a proxy takes off every path, or leaves")
+    add(
+        "--api-server-count",
+        type=int,
+        default=1,
+        help="1: one process serves, and there are no others; start several servers "
+        "behind a proxy instead",
+    )
     add("--uvicorn-log-level", choices=LOG_LEVELS, default="info")
     add("--disable-uvicorn-access-log", action=argparse.BooleanOptionalAction)
 
@@ -238,7 +243,7 @@ def _add_life(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_settings(group: argparse._ArgumentGroup) -> None:
-    told = _documented(ServerSettings)
+    told = documented(ServerSettings)
     choices = {"per_request_spec_decode_metrics": SPEC_METRICS}
     for item in dataclasses.fields(ServerSettings):
         if item.name == "served_model_names":
@@ -251,69 +256,6 @@ def _add_settings(group: argparse._ArgumentGroup) -> None:
         elif item.type is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options["type"] = _plain_type(item.type)
+            options["type"] = flag_type(item.type)
             options["choices"] = choices.get(item.name)
         group.add_argument(flag, **options)
-
-
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of `AsyncEngineArgs`."""
-    told = _documented(*AsyncEngineArgs.__mro__[:-1])
-    group = parser.add_argument_group("model and engine")
-    for item in dataclasses.fields(AsyncEngineArgs):
-        if item.name == _FIRST_SPECULATIVE:
-            group = parser.add_argument_group("speculation")
-        elif item.name == _FIRST_OTHER:
-            title = "vLLM's, refused unless they are left as they are, or of no effect"
-            group = parser.add_argument_group(title)
-        flags = ["--" + item.name.replace("_", "-")]
-        flags += [_SHORT[item.name]] if item.name in _SHORT else []
-        default = None if item.default is dataclasses.MISSING else item.default
-        options: dict[str, Any] = {"dest": item.name, "default": default}
-        options["help"] = told.get(item.name)
-        members = typing.get_args(item.type) or (item.type,)
-        if item.name == "served_model_name":
-            options |= {"nargs": "+", "metavar": "NAME"}
-        elif item.name == "hf_token":
-            options |= {"nargs": "?", "const": True, "metavar": "TOKEN"}
-        elif bool in members:
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options["metavar"] = item.name.rpartition("_")[2].upper()
-            options["type"] = _plain_type(item.type)
-        group.add_argument(*flags, **options)
-
-
-def _plain_type(kind: Any) -> Any:
-    """What turns a flag's text into a value of a field's type."""
-    is_union = isinstance(kind, types.UnionType)
-    members = [one for one in typing.get_args(kind) if one is not types.NoneType]
-    kind = members[0] if is_union else kind
-    if kind in (int, float, str):
-        return kind
-    return _json
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        message = f"it must be JSON, got {text!r}: {error}"
-        raise argparse.ArgumentTypeError(message) from error
-
-
-def _documented(*classes: type) -> dict[str, str]:
-    """Read what docstrings say of attributes."""
-    found: dict[str, str] = {}
-    for one in classes:
-        name = ""
-        _, _, attributes = (one.__doc__ or "").partition("Attributes:\n")
-        for line in attributes.splitlines():
-            indent, text = len(line) - len(line.lstrip()), line.strip()
-            if indent == 8 and ": " in text:
-                name, _, text = text.partition(": ")
-                found[name] = text
-            elif indent > 8 and name:
-                found[name] += f" {text}"
-    # argparse takes "%" for a value of its own.
-    return {name: text.replace("%", "%%") for name, text in found.items()}

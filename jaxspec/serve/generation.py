@@ -15,6 +15,7 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.chat_completions import ChatWriter
 from jaxspec.serve.completions import CompletionWriter
 from jaxspec.serve.errors import refusal_of
+from jaxspec.serve.load_report import ASKED, load_header
 from jaxspec.serve.middleware import MAX_ID
 from jaxspec.serve.params import make_beams, make_params
 from jaxspec.serve.protocol import (
@@ -50,17 +51,17 @@ def generation_routes(serving: Serving) -> APIRouter:
     @router.post("/v1/completions")
     async def create_completion(body: CompletionBody, request: Request) -> Response:
         """Continue a prompt, or several."""
-        return await _respond(request, _complete(serving, body, request))
+        return await _respond(serving, request, _complete(serving, body, request))
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
-        return await _respond(request, _chat(serving, body, request))
+        return await _respond(serving, request, _chat(serving, body, request))
 
     @router.post("/v1/responses")
     async def create_response(body: ResponseBody, request: Request) -> Response:
         """Answer a conversation in OpenAI's newer form."""
-        return await _respond(request, _answer(serving, body, request))
+        return await _respond(serving, request, _answer(serving, body, request))
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve_response(response_id: str, stream: str = "") -> Response:
@@ -98,11 +99,15 @@ def generation_routes(serving: Serving) -> APIRouter:
     return router
 
 
-async def _respond(request: Request, work: Any) -> Response:
+async def _respond(serving: Serving, request: Request, work: Any) -> Response:
     try:
-        return await while_connected(request.receive, work)
+        response = await while_connected(request.receive, work)
     except ClientGoneError:
         return Response(status_code=CLIENT_GONE)
+    if ASKED in request.headers:
+        load = await serving.engine.get_load()
+        response.headers.update(load_header(load, request.headers[ASKED]))
+    return response
 
 
 async def _complete(
@@ -130,11 +135,6 @@ async def _chat(serving: Serving, body: ChatBody, request: Request) -> Response:
 def _prepare_chat(
     serving: Serving, body: ChatBody, request_id: str
 ) -> tuple[TokensPrompt, SamplingParams, ChatWriter]:
-    body = _adjusted(serving, body)
-    params = make_params(body, serving.config.generation_defaults)
-    prompt = serving.prompts.of_chat(body, params.max_tokens)
-    check_form(body, serving.engine.engine.input_processor.check_form)
-    return body, prompt, params
     body, prompt, params = _read_chat(serving, body)
     return prompt, params, ChatWriter(serving, body, params, request_id)
 
@@ -142,6 +142,11 @@ def _prepare_chat(
 def _read_chat(
     serving: Serving, body: ChatBody
 ) -> tuple[ChatBody, TokensPrompt, SamplingParams]:
+    body = _adjusted(serving, body)
+    params = make_params(body, serving.config.generation_defaults)
+    prompt = serving.prompts.of_chat(body, params.max_tokens)
+    check_form(body, serving.engine.engine.input_processor.check_form)
+    return body, prompt, params
 
 
 def _adjusted(serving: Serving, body: ChatBody) -> ChatBody:

@@ -192,7 +192,7 @@ class GenerationBody(Body):
     cache_salt: str | None = None
     request_id: str | None = Field(default=None, max_length=256)
     return_token_ids: bool | None = False
-    return_tokens_as_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
     include_metrics: bool | None = False
     return_token_origins: bool | None = False

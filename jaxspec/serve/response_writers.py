@@ -36,9 +36,10 @@ class Writer(ABC):
     ):
         settings = serving.settings
         self.tokenizer, self.settings, self.params = serving.tokenizer, settings, params
-        self.logprobs = LogprobWriter(
-            serving.tokenizer, as_ids=bool(body.return_tokens_as_token_ids)
-        )
+        as_ids = body.return_tokens_as_token_ids
+        if as_ids is None:
+            as_ids = settings.return_tokens_as_token_ids
+        self.logprobs = LogprobWriter(serving.tokenizer, as_ids=as_ids)
         self._usage = Usage(has_details=settings.enable_prompt_tokens_details)
         # Of each prompt; only its first output has them.
         self._prompt_logprobs: dict[int, list[Any]] = {}

@@ -45,15 +45,18 @@ def health_routes(serving: Serving) -> APIRouter:
     for path, method in (("/health", "GET"), ("/ping", "GET"), ("/ping", "POST")):
         router.add_api_route(path, health, methods=[method])
 
-    @router.get("/load")
-    async def load() -> dict[str, int]:
-        """Tell how many prompts are being worked on."""
-        return {"server_load": serving.admission.num_requests}
-
     @router.get("/version")
     async def version() -> dict[str, str]:
         """Tell the version of jaxspec."""
         return {"version": jaxspec.__version__}
+
+    if not serving.settings.enable_server_load_tracking:
+        return router
+
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        """Tell how many prompts are being worked on."""
+        return {"server_load": serving.admission.num_requests}
 
     return router
 

@@ -30,6 +30,8 @@ _FLAGS = (
     "enable_force_include_usage",
     "enable_per_request_metrics",
     "enable_tokenizer_info_endpoint",
+    "enable_server_load_tracking",
+    "return_tokens_as_token_ids",
     "allow_credentials",
     "disable_fastapi_docs",
 )
@@ -65,6 +67,10 @@ class ServerSettings:
         enable_per_request_metrics: Tell each request's times.
         enable_tokenizer_info_endpoint: GET /tokenizer_info tells what the tokenizer's
             folder says of it, and the chat template.
+        enable_server_load_tracking: GET /load tells how many prompts are worked on.
+            On, unlike in vLLM.
+        return_tokens_as_token_ids: Log-probabilities are told of "token_id:7", where
+            requests do not say otherwise.
         max_body_bytes: Larger requests are refused.
         max_num_queued_reqs: Texts that may wait for a place in the batch; more are
             refused. None for no limit.
@@ -95,6 +101,8 @@ class ServerSettings:
     per_request_spec_decode_metrics: str = "none"
     enable_per_request_metrics: bool = False
     enable_tokenizer_info_endpoint: bool = False
+    enable_server_load_tracking: bool = True
+    return_tokens_as_token_ids: bool = False
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     max_num_queued_reqs: int | None = 1024
     max_num_queued_tokens: int | None = None

@@ -96,9 +96,7 @@ class ToolParser:
     @cached_property
     def vocab(self) -> dict[str, int]:
         """Ids by piece."""
-        tokenizer = self.model_tokenizer
-        pieces = map(tokenizer.id_to_piece, range(tokenizer.vocab_size))
-        return {piece: token for token, piece in enumerate(pieces)}
+        return self.model_tokenizer.get_vocab()
 
     def adjust_request(self, request: ChatBody) -> ChatBody:
         """Change a request before it is answered."""

@@ -76,6 +76,11 @@ class Tokenizer:
         return cls(pieces, folder_template(folder), turns)
 
     @property
+    def digest(self) -> bytes | None:
+        """Of the file that was read; None where there was none."""
+        return self.pieces.digest
+
+    @property
     def bos_token(self) -> str:
         return self.id_to_piece(self.bos_token_id)
 
@@ -114,6 +119,38 @@ class Tokenizer:
         if add_special_tokens and token_ids[:1] != [self.bos_token_id]:
             token_ids.insert(0, self.bos_token_id)
         return token_ids
+
+    @no_type_check
+    def __call__(
+        self, text: str | Sequence[str], add_special_tokens: bool = True
+    ) -> "Encoding":
+        """Return the ids of a text, or of several, as HuggingFace's tokenizers do."""
+        if isinstance(text, str):
+            token_ids = self.encode(text, add_special_tokens)
+            return Encoding(input_ids=token_ids, attention_mask=[1] * len(token_ids))
+        rows = [self.encode(one, add_special_tokens) for one in text]
+        masks = [[1] * len(row) for row in rows]
+        return Encoding(input_ids=rows, attention_mask=masks)
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def __bool__(self) -> bool:
+        return True  # also where it knows no piece
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the ids by piece."""
+        return {self.id_to_piece(token): token for token in range(self.vocab_size)}
+
+    def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> int | list[int]:
+        """Return the id of a piece, or those of several; of no piece, unknown's."""
+        if isinstance(tokens, str):
+            return self._ids.get(tokens, self.unk_token_id)
+        return [self._ids.get(piece, self.unk_token_id) for piece in tokens]
+
+    @functools.cached_property
+    def _ids(self) -> dict[str, int]:
+        return self.get_vocab()
 
     def _parse(self, text: str, read: Callable[[str], str] = str) -> list[int]:
         """Encode a text with special pieces; `read` is for the parts between them."""
@@ -312,6 +349,16 @@ class Tokenizer:
         return self._marks.off(marked), self._parse(marked, self._marks.off)
 
 
+class Encoding(dict[str, Any]):
+    """What a call of a tokenizer gives: by name, as keys and as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
 class NoTokenizer(Tokenizer):
     """Stands where no tokenizer was read: token ids go in and come out.
 
@@ -349,6 +396,10 @@ class NoTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         return ""
 
+    @property
+    def digest(self) -> bytes | None:
+        return None
+
     def is_byte(self, token_id: int) -> bool:
         return False
 
@@ -365,18 +416,27 @@ def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
     Raises:
         ConfigError: Names the first piece that differs.
     """
-    if target.pieces.digest == draft.pieces.digest:
+    token = first_difference(target, draft)
+    if token is None:
         return
-    for token in range(max(target.vocab_size, draft.vocab_size)):
-        ours, theirs = target.id_to_piece(token), draft.id_to_piece(token)
-        if ours != theirs:
-            raise ConfigError(
-                "Target and draft must share one tokenizer, because a draft proposes "
-                f"token ids: id {token} is {_shown(ours)} for the target and "
-                f"{_shown(theirs)} for the draft. {PAIR_HINT}",
-                parameter="speculative_model",
-                value=theirs,
-            )
+    ours, theirs = target.id_to_piece(token), draft.id_to_piece(token)
+    raise ConfigError(
+        "Target and draft must share one tokenizer, because a draft proposes "
+        f"token ids: id {token} is {_shown(ours)} for the target and "
+        f"{_shown(theirs)} for the draft. {PAIR_HINT}",
+        parameter="speculative_model",
+        value=theirs,
+    )
+
+
+def first_difference(one: Tokenizer, other: Tokenizer) -> int | None:
+    """Return the first id that stands for another piece; None if none does."""
+    if one is other or (one.digest is not None and one.digest == other.digest):
+        return None
+    for token in range(max(one.vocab_size, other.vocab_size)):
+        if one.id_to_piece(token) != other.id_to_piece(token):
+            return token
+    return None
 
 
 def _shown(piece: str) -> str:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.errors import RequestError
+from jaxspec.errors import ConfigError, RequestError
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import BLOCK, COUPLED
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.text.tokenizer import Tokenizer
+from jaxspec_checkpoints import bundled_target
 from tests.engines import StubTokenizer
 from tests.fake_device import FakeRunner, repeat_truth
 from tests.loops import make_config
@@ -371,3 +373,44 @@ def test_what_was_launched_for_aborted_requests_keeps_no_engine_awake():
     assert not engine.has_unfinished_requests()
     kinds = [kind for kind, _ in runner.events]
     assert kinds.count("launch") == kinds.count("fetch")
+
+
+def test_what_scripts_ask_about_the_model():
+    engine, _ = make_fake_engine()
+    told = engine.model_config
+    assert (told.max_model_len, told.dtype) == (96, "float32")
+    assert (told.model, told.tokenizer, told.seed) == ("target", "stub", 0)
+    assert told.get_vocab_size() == 16
+    assert (told.get_hidden_size(), told.get_head_size()) == (16, 8)
+    assert told.get_sliding_window() == 8
+
+
+class OtherTokenizer(StubTokenizer):
+    """Of other pieces."""
+
+    @property
+    def digest(self) -> bytes | None:
+        return None
+
+    def id_to_piece(self, token_id: int) -> str:
+        return f"piece {token_id}"
+
+
+def test_a_tokenizer_may_take_the_place_of_one_with_the_same_pieces():
+    folder = bundled_target()
+    first, second = Tokenizer.from_folder(folder), Tokenizer.from_folder(folder)
+    engine, _ = make_fake_engine()
+    engine.tokenizer = first
+    engine.set_tokenizer(second)
+    assert engine.tokenizer is engine.output_processor.tokenizer is second
+    params = SamplingParams(max_tokens=3)
+    text = run_one(engine, params).text
+    engine.add_request("waits", PROMPT, params)
+    with pytest.raises(RequestError, match="while requests run"):
+        engine.set_tokenizer(first)
+    run_all(engine)
+    for wrong in (OtherTokenizer(16), "folder"):
+        with pytest.raises(ConfigError, match="tokenizer must"):
+            engine.set_tokenizer(wrong)  # pyright: ignore[reportArgumentType]
+    assert engine.tokenizer is second
+    assert text == second.decode(said(3))

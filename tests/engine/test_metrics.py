@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxspec.config import GivenSizes
 from jaxspec.engine.controller import Choice
 from jaxspec.engine.costs import Costs
 from jaxspec.engine.metrics import Distribution, EngineMetrics, Load, lengths_up_to
@@ -15,7 +16,7 @@ from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.speculation import SpeculativeConfig
 from tests.engine.test_input_processor import make
-from tests.engine.test_llm_engine import PROMPT, make_fake_engine
+from tests.engine.test_llm_engine import PROMPT, make_fake_engine, run_all
 from tests.engine.test_memory_plan import make_plan
 from tests.loops import make_config
 
@@ -28,7 +29,7 @@ spec_decode_num_accepted_tokens spec_decode_num_emitted_tokens
 GAUGES = """
 num_requests_running num_requests_waiting kv_cache_usage_perc engine_sleep_state
 cache_config_info spec_decode_acceptance_rate spec_decode_draft_acceptance_rate
-spec_decode_efficiency
+spec_decode_efficiency num_requests_waiting_by_reason
 """
 HISTOGRAMS = """
 time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds
@@ -36,7 +37,7 @@ request_time_per_output_token_seconds request_queue_time_seconds
 request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds
 iteration_tokens_total request_prompt_tokens request_generation_tokens
 request_max_num_generation_tokens request_params_max_tokens request_params_n
-request_prefill_kv_computed_tokens
+request_prefill_kv_computed_tokens request_num_preemptions
 """
 # What vLLM does not count.
 CHOSEN = "jaxspec:draft_tokens_chosen"
@@ -163,11 +164,16 @@ def test_drafts():
 
 def test_what_the_engine_holds():
     load = dict(num_running=2, num_waiting=5, kv_usage=0.25, sleep_level=1)
-    metrics, stats = make_metrics()
+    load["num_deferred"] = 2
+    sizes = GivenSizes(num_pages=48, gpu_memory_utilization=0.5)
+    metrics, stats = make_metrics(given=sizes)
     stats.num_preemptions, stats.num_prefix_queries, stats.num_prefix_hits = 1, 9, 4
     found = by_name(metrics, **load)
     assert value_of(found, "num_requests_running") == 2
     assert value_of(found, "num_requests_waiting") == 5
+    by_reason = "num_requests_waiting_by_reason"
+    assert value_of(found, by_reason, reason="capacity") == 3
+    assert value_of(found, by_reason, reason="deferred") == 2
     assert value_of(found, "kv_cache_usage_perc") == 0.25
     assert value_of(found, "num_preemptions") == 1
     assert value_of(found, "prefix_cache_queries") == 9
@@ -176,7 +182,36 @@ def test_what_the_engine_holds():
     assert [getattr(state, "value", None) for state in states.values()] == [0, 1, 0]
     assert list(states) == ["awake", "weights_offloaded", "discard_all"]
     labels = found["cache_config_info"][0].labels
-    assert (labels["block_size"], labels["num_gpu_blocks"]) == ("4", "48")
+    expected = {
+        "block_size": "4",
+        "cache_dtype": "float32",
+        "enable_prefix_caching": "True",
+        "gpu_memory_utilization": "0.5",
+        "kv_cache_memory_bytes": "None",
+        "num_gpu_blocks": "48",
+        "num_gpu_blocks_override": "48",
+        "sliding_window": "8",
+    }
+    assert labels.items() - expected.items() == {
+        ("model_name", "target"),
+        ("engine", "0"),
+    }
+    assert expected.items() <= labels.items()
+
+
+def test_who_waits_for_a_program_is_told_apart(monkeypatch: pytest.MonkeyPatch):
+    engine, _ = make_fake_engine(max_num_seqs=1)
+    for name in "ab":
+        engine.add_request(name, [2, 3], SamplingParams(max_tokens=3))
+    assert (engine.load().num_waiting, engine.load().num_deferred) == (2, 0)
+    engine.step()
+    # The batch is full: what is left waits for a place.
+    assert (engine.load().num_waiting, engine.load().num_deferred) == (1, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler.shapes, "with_prompts", lambda *_: [])
+        assert (engine.load().num_waiting, engine.load().num_deferred) == (1, 1)
+    run_all(engine)
+    assert (engine.load().num_waiting, engine.load().num_deferred) == (0, 0)
 
 
 def test_times_and_lengths_of_a_request():
@@ -184,6 +219,7 @@ def test_times_and_lengths_of_a_request():
     request = make([2] * 10, max_tokens=7)
     stats, request.num_cached_tokens = request.stats, 4
     stats.queued_ts, stats.scheduled_ts = 100.0, 101.0
+    stats.num_preemptions = 2
     for now, count in [(103.0, 1), (104.0, 2), (106.0, 2)]:
         metrics.add_tokens([request], now)
         stats.first_token_ts = stats.first_token_ts or now
@@ -207,6 +243,7 @@ def test_times_and_lengths_of_a_request():
         "request_generation_tokens": 5,
         "request_params_max_tokens": 7,
         "request_params_n": 1,
+        "request_num_preemptions": 2,
     }
     for name, value in expected.items():
         seen = histogram(found, name)

@@ -123,3 +123,19 @@ def test_logprobs_of_an_echo_in_chunks():
     assert own == [None, -3, -4, -5, -6, -7]
     assert both[1]["top_logprobs"] == [{letters([7]): -7}]
     assert told[-1]["finish_reason"] == "length"
+
+
+def test_tokens_as_ids():
+    """As the server was started; a request may say otherwise."""
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        given: Any = {"prompt": PROMPT, "max_tokens": 2, "logprobs": 1}
+        for asked, is_id in ((None, True), (True, True), (False, False)):
+            answer = await post(
+                client, COMPLETIONS, **given, return_tokens_as_token_ids=asked
+            )
+            tokens = answer["choices"][0]["logprobs"]["tokens"]
+            ids = [f"token_id:{token}" for token in said(2)]
+            assert tokens == (ids if is_id else list(letters(said(2))))
+
+    serve_http(ask, settings={"return_tokens_as_token_ids": True})

@@ -153,6 +153,12 @@ def test_a_wrong_command_line(arguments: list[str]):
     assert ended.value.code == 2
 
 
+def test_one_process_serves():
+    assert read("m", "--api-server-count", "1").engine.model == "m"
+    with pytest.raises(ConfigError, match="--api-server-count must be 1, got 2"):
+        read("m", "--api-server-count", "2")
+
+
 def test_two_models():
     assert read("m", "--model", "m").engine.model == "m"
     with pytest.raises(ConfigError, match="--model"):

@@ -190,6 +190,10 @@ def test_what_there_is_not(body: dict[str, Any]):
     for make in (completion, chat):
         with pytest.raises(UnsupportedError):
             make(**body)
+    for value in ("", "AAAA", ["AAAA"]):
+        with pytest.raises(UnsupportedError, match="prompt_embeds is not") as refused:
+            completion(prompt_embeds=value)
+        assert refused.value.parameter == "prompt_embeds"
     with pytest.raises(UnsupportedError, match="tools"):
         respond(tools=[{"type": "web_search"}])
     tool = {"type": "function", "function": {"name": "f"}}

@@ -189,6 +189,13 @@ def test_without_a_tokenizer_what_needs_text_is_refused():
     serve(use)
 
 
+def test_the_load_may_be_kept_to_oneself():
+    async def ask(client: httpx.AsyncClient) -> None:
+        error_of(await client.get("/load"), 404, "NotFoundError")
+
+    serve_http(ask, settings={"enable_server_load_tracking": False})
+
+
 def test_version_and_load():
     async def ask(client: httpx.AsyncClient) -> None:
         version = (await client.get("/version")).json()

@@ -247,8 +247,28 @@ def test_it_encodes_prompts(tokenizer: Tokenizer):
     assert parsed.token_ids == tokenizer.encode("Hello")
 
 
+def test_it_can_be_used_as_huggingfaces_are(tokenizer: Tokenizer):
+    ids = tokenizer.encode("Hello, world!")
+    told = tokenizer("Hello, world!")
+    assert told.input_ids == told["input_ids"] == ids
+    assert told.attention_mask == [1] * len(ids)
+    several = tokenizer(["Hello, world!", "x"], add_special_tokens=False)
+    assert several.input_ids == [ids[1:], tokenizer.encode("x", False)]
+    with pytest.raises(AttributeError):
+        _ = told.token_type_ids
+    vocab = tokenizer.get_vocab()
+    assert len(tokenizer) == len(vocab) == tokenizer.vocab_size
+    pieces = tokenizer.convert_ids_to_tokens(ids)
+    assert [vocab[piece] for piece in pieces] == ids
+    assert tokenizer.convert_tokens_to_ids(pieces) == ids
+    assert tokenizer.convert_tokens_to_ids("<eos>") == tokenizer.eos_token_id
+    assert tokenizer.convert_tokens_to_ids("no such piece") == tokenizer.unk_token_id
+
+
 def test_no_tokenizer_knows_ids_alone():
     nothing = NoTokenizer("nobody named one")
+    assert nothing, "it is one, and has no pieces"
+    assert len(nothing) == 0
     assert parse_prompt([2, 5], nothing, 16, 16).token_ids == [2, 5]
     assert nothing.decode([2, 5]) == nothing.id_to_piece(5) == ""
     assert nothing.convert_ids_to_tokens([2, 5]) == ["", ""]

@@ -1,0 +1,1 @@
+"""What vLLM has of its reports on usage; none are made here."""
