@@ -1,0 +1,48 @@
+"""What litellm asks; its errors are in the script of the same name one folder up."""
+
+# In an environment of its own.
+# pyright: reportMissingImports=false
+
+import json
+from typing import Any
+
+import litellm
+from asked import ASKED, INSTRUCTED, KEY, TOOL, Place, main
+
+
+def create(url: str, **given: Any) -> Any:
+    access = {"api_base": url, "api_key": KEY, "max_retries": 0}
+    asked = {"model": "openai/model", "messages": ASKED}
+    return litellm.completion(**access, **asked | given)
+
+
+def text(url: str, messages: list[Any]) -> dict[str, Any]:
+    return {"text": create(url, messages=messages).choices[0].message.content}
+
+
+def stream(url: str) -> dict[str, Any]:
+    chunks = create(url, stream=True)
+    return {"text": "".join(chunk.choices[0].delta.content or "" for chunk in chunks)}
+
+
+def tools(url: str) -> dict[str, Any]:
+    answer = create(url, tools=[TOOL], tool_choice="required")
+    calls = [call.function for call in answer.choices[0].message.tool_calls]
+    return {"calls": [[call.name, json.loads(call.arguments)] for call in calls]}
+
+
+def structured(url: str) -> dict[str, Any]:
+    answer = create(url, response_format=Place)
+    return {"object": json.loads(answer.choices[0].message.content)}
+
+
+if __name__ == "__main__":
+    main(
+        {
+            "chat": lambda url: text(url, ASKED),
+            "stream": stream,
+            "system": lambda url: text(url, INSTRUCTED),
+            "tools": tools,
+            "structured": structured,
+        }
+    )

@@ -1,0 +1,208 @@
+"""Clients of OpenAI's API in environments of their own, over a model told what to say.
+
+Each asks for a chat, a stream, a call and a structured output, and tells a system.
+Environments are kept in `.pytest_cache/clients`; what does not install is skipped.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.serve.test_tool_calls import Stage
+from tests.serving import Site
+
+HERE = Path(__file__).parent
+ENVIRONMENTS = Path(__file__).parents[3] / ".pytest_cache" / "clients"
+INSTALL_S, ASK_S = 600, 120
+
+WORDS = "It is warm."
+PLACE = {"city": "Oslo", "degrees": 21}
+WEATHER = {"name": "weather", "parameters": {"city": "Oslo"}}
+CALL_PLACE = json.dumps([{"name": "Place", "parameters": PLACE}])
+# What the model says, and what a client then tells.
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (WORDS, {"text": WORDS}),
+    "stream": (WORDS, {"text": WORDS}),
+    "system": (WORDS, {"text": WORDS}),
+    "tools": (json.dumps([WEATHER]), {"calls": [["weather", {"city": "Oslo"}]]}),
+    "structured": (json.dumps(PLACE), {"object": PLACE}),
+}
+
+
+class Client(NamedTuple):
+    """What a client is installed from, and what it does in a way of its own.
+
+    Attributes:
+        script: Run with the name of a call.
+        requirements: For pip, or for npm.
+        own: Of calls, what the model must say for them and what is told then.
+    """
+
+    script: str
+    requirements: tuple[str, ...]
+    own: dict[str, tuple[str, dict[str, Any]]] = {}
+
+
+CLIENTS = {
+    "openai": Client("openai_calls.py", ("openai>=2",)),
+    "openai-npm": Client("openai_calls.mjs", ("openai@^6",)),
+    "ai-npm": Client(
+        "ai_calls.mjs", ("ai@^5", "@ai-sdk/openai-compatible@^1", "zod@^3.25")
+    ),
+    "langchain": Client("langchain_calls.py", ("langchain-openai>=1",)),
+    "llama-index": Client(
+        "llama_index_calls.py",
+        ("llama-index-llms-openai-like>=0.5",),
+        {"structured": (CALL_PLACE, {"object": PLACE})},
+    ),
+    "instructor": Client(
+        "instructor_calls.py",
+        ("instructor>=1.10",),
+        {"tools": (CALL_PLACE, {"calls": [["Place", PLACE]]})},
+    ),
+    # Of itself it does not ask for mcp, which it imports where there are tools.
+    "litellm": Client("litellm_calls.py", ("litellm>=1.80", "mcp")),
+}
+
+
+class Stand(Site):
+    """A server on a port, over a stage."""
+
+    def __init__(self, stage: Stage):
+        self.stage, self.engine = stage, stage.serving
+        self.delay_s, self._port = 0.0, 0
+        # As the model reads them.
+        self.prompts: list[str] = []
+        self.start(api_keys=("secret",), enable_auto_tool_choice=True)
+        prompts: Any = self.app.state.serving.prompts
+        write = prompts.write
+
+        def noted(*arguments: Any) -> Any:
+            text, token_ids = write(*arguments)
+            self.prompts.append(text)
+            return text, token_ids
+
+        prompts.write = noted
+
+
+@pytest.fixture(scope="module")
+def stand() -> Iterator[Stand]:
+    made = Stand(Stage())
+    try:
+        yield made
+    finally:
+        made.stop()
+        made.engine.shutdown(10)
+
+
+def install(name: str, requirements: tuple[str, ...], *, is_npm: bool) -> Path:
+    """Make an environment, or find the one of before; returns its folder."""
+    folder = ENVIRONMENTS / name
+    done = folder / "installed.txt"
+    wanted = "\n".join((sys.version, *requirements))
+    if done.exists() and done.read_text() == wanted:
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if is_npm:
+        if shutil.which("npm") is None:
+            pytest.skip("no npm here")
+        (folder / "package.json").write_text("{}")
+        run(["npm", "install", "--no-audit", "--no-fund", *requirements], folder)
+    else:
+        run([sys.executable, "-m", "venv", "."], folder)
+        run(["bin/python", "-m", "pip", "install", "-q", *requirements], folder)
+    done.write_text(wanted)
+    return folder
+
+
+def run(words: list[str], folder: Path) -> None:
+    """Run a step of an installation; one that fails skips the test."""
+    try:
+        done = subprocess.run(
+            words, cwd=folder, capture_output=True, text=True, timeout=INSTALL_S
+        )
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"{' '.join(words)}: more than {INSTALL_S} s")
+    if done.returncode:
+        reason = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        pytest.skip(f"{' '.join(words)}: {' '.join(reason)}")
+
+
+def tell(words: list[Any], folder: Path) -> str:
+    """What a program prints, which must end well."""
+    # litellm would ask for a list of prices over the network.
+    environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    environment |= {"PYTHONPATH": str(HERE), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [str(word) for word in words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=ASK_S,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_client(stand: Stand, name: str, call: str):
+    client = CLIENTS[name]
+    is_npm = client.script.endswith(".mjs")
+    folder = install(name, client.requirements, is_npm=is_npm)
+    said, expected = client.own.get(call, CALLS[call])
+    stand.stage.script.say(said)
+    script = HERE / client.script
+    words: list[Any] = [folder / "bin" / "python", script]
+    if is_npm:
+        # Modules are looked for beside the script.
+        words = ["node", shutil.copy(script, folder)]
+    told = tell([*words, stand.url[:-1], call], folder)
+    assert json.loads(told.splitlines()[-1]) == expected
+    prompt = stand.prompts[-1]
+    assert "Is it warm in Oslo?" in prompt
+    assert ("Be brief." in prompt) == (call == "system")
+
+
+TASK = """
+task: warm
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["\\n\\n"], max_gen_toks: 32}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+@pytest.mark.slow
+def test_lm_eval(stand: Stand, tmp_path: Path):
+    folder = install("lm-eval", ("lm-eval[api]>=0.4.9",), is_npm=False)
+    data = tmp_path / "data.jsonl"
+    rows = [{"question": f"Is it {word}?", "answer": WORDS} for word in ("hot", "warm")]
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "warm.yaml").write_text(TASK.format(data=data))
+    stand.stage.script.say(WORDS)
+    options = f"model=model,base_url={stand.url}v1/chat/completions,num_concurrent=1"
+    words: list[Any] = [folder / "bin" / "lm_eval", "--model", "local-chat-completions"]
+    words += ["--model_args", options, "--apply_chat_template", "--tasks", "warm"]
+    words += ["--include_path", tmp_path, "--output_path", tmp_path / "out"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPENAI_API_KEY", "secret")
+        tell(words, folder)
+    (path,) = (tmp_path / "out").rglob("results*.json")
+    found = json.loads(path.read_text())["results"]["warm"]
+    assert found["exact_match,none"] == 1.0
+    assert ["Is it" in prompt for prompt in stand.prompts[-2:]] == [True, True]
