@@ -238,7 +238,7 @@ def test_what_is_left_of_prompts_is_read_in_small_launches():
     """A program with room for 512 tokens is not used for the last 160."""
     config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
     loop = Loop(config, seed=0)
-    loop.fed_s = 1 / 32
+    loop.fed_s, first = 1 / 32, 0
     for _ in range(4):
         first = len(loop.launches)
         # Seven prompts of three tiles each: 672 tokens.
@@ -255,7 +255,7 @@ def test_what_is_left_of_prompts_is_read_in_small_launches():
 def test_a_program_for_one_sequence_is_not_begun_with_where_more_come():
     """After its first launch it has no room for those that decode by then."""
     config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
-    loop = Loop(config, seed=0)
+    loop, first = Loop(config, seed=0), 0
     costs = {64: 1.0, 128: 1.2, 512: 4.0}
     loop.cost = lambda launch: costs.get(launch.shape.chunk, 0.5)
     for _ in range(4):
