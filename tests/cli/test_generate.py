@@ -52,8 +52,13 @@ def engine(target) -> LLMEngine:
     # Another random model: often wrong, and by chance right.
     draft = make_micro(seed=1, num_hidden_layers=1)
     # One tile a launch, so that there are few programs.
-    sizes = dict(max_num_seqs=1, max_num_batched_tokens=32)
-    engine = make_engine(target, draft, num_draft_tokens=2, **sizes)
+    engine = make_engine(
+        target,
+        draft,
+        num_draft_tokens=2,
+        max_num_seqs=1,
+        max_num_batched_tokens=32,
+    )
     for one in (params(), generate.without_speculation(params())):
         warm_up(engine, PROMPT, one)
     return engine
