@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,12 +63,15 @@ LONGEST = ("test_aot.py",)
 # Every compiled program takes about nine mappings of memory. Linux allows a process
 # 65,530 of them, and LLVM ends it when there are no more.
 MAPPINGS = Path("/proc/self/maps")
+# Tens of thousands of lines, and 6,000 take 5 ms to read.
+LOOK_EVERY_S = 1.0
+LOOKED_TS = pytest.StashKey[float]()
 MOST_MAPPINGS = 30_000
 MOST_MAPPINGS_OF_A_FILE = 45_000
 
 # Tests of the host's code, which hardly trace programs, and how long it is checked in
 # each that every call fits its annotations: that took four fifths of the longest ones.
-HOST_FOLDERS = ("engine", "serve", "bench")
+HOST_FOLDERS = ("bench", "checkpoints", "cli", "engine", "serve", "tests", "text")
 CHECKED_S = 0.5
 
 # A reused key passes every chi-square test, a silent broadcast or promotion most
@@ -114,6 +118,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None):
     yield
     is_within = nextitem is not None and nextitem.path == item.path
     limit = MOST_MAPPINGS_OF_A_FILE if is_within else MOST_MAPPINGS
+    stash, now_ts = item.config.stash, time.monotonic()
+    if now_ts < stash.get(LOOKED_TS, 0.0) + LOOK_EVERY_S:
+        return
+    stash[LOOKED_TS] = now_ts
     if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > limit:
         jax.clear_caches()
         gc.collect()
@@ -135,9 +143,10 @@ def _slow_tests_do_not_check_types(request: pytest.FixtureRequest) -> Iterator[N
     """What takes long makes the same calls very many times.
 
     On the host, calls are checked for a while in every test: all kinds of them are made
-    by then. Programs are traced once, and always checked.
+    by then. Programs are traced once, and checked in the tests of their parts; what is
+    compiled for devices that are not here is traced from the same.
     """
-    if any(map(request.node.get_closest_marker, ("slow", "battery"))):
+    if any(map(request.node.get_closest_marker, ("slow", "battery", "aot"))):
         request.getfixturevalue("unchecked_types")
     elif request.path.parent.name in HOST_FOLDERS:
         end = threading.Timer(

@@ -121,12 +121,42 @@ class OneShapeRunner(Runner):
         return super().fetch(*result)
 
 
-class QuickRunner(OneShapeRunner):
-    """The same for tests that have the engine load its models."""
+class OneProgramRunner(OneShapeRunner):
+    """Runs prompts, drafts and plain rounds in one program, for tests of few rounds."""
+
+    is_greedy = False
+
+    def launch(self, plan: StepPlan, shape: StepShape) -> Any:
+        if not shape.is_catch_up:
+            shape = dataclasses.replace(
+                shape,
+                num_draft_tokens=self.config.num_draft_tokens,
+                chunk=self.config.max_num_batched_tokens,
+                features=dataclasses.replace(shape.features, is_greedy=self.is_greedy),
+            )
+        return super().launch(plan, shape)
+
+
+class OneGreedyProgramRunner(OneProgramRunner):
+    """The same for greedy requests: a third of the program is left."""
+
+    is_greedy = True
+
+    def launch(self, plan: StepPlan, shape: StepShape) -> Any:
+        assert not any(one.temperature for one in plan.admissions)
+        return super().launch(plan, shape)
+
+
+class QuickRunner(OneProgramRunner):
+    """The same for tests that have the engine load its models.
+
+    It compiles what is launched, and nothing beside it.
+    """
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self.compiler_options = QUICK_COMPILER
+        self.compiles_beside = False
 
 
 def make_engine(

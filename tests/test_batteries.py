@@ -125,7 +125,9 @@ def test_code_is_what_is_left_without_what_is_said():
     )
 
 
-@pytest.mark.parametrize(("name", "is_due"), [("h200", True), ("traffic", False)])
+@pytest.mark.parametrize(
+    ("name", "is_due"), [("page_writes", True), ("attention_calls", False)]
+)
 def test_another_compiler_makes_due_what_it_compiles(name, is_due, monkeypatch):
     (one,) = (one for one in BATTERIES if one.name == name)
     before = one.digest()

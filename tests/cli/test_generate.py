@@ -51,7 +51,14 @@ def target():
 def engine(target) -> LLMEngine:
     # Another random model: often wrong, and by chance right.
     draft = make_micro(seed=1, num_hidden_layers=1)
-    engine = make_engine(target, draft, num_draft_tokens=2, max_num_seqs=1)
+    # One tile a launch, so that there are few programs.
+    engine = make_engine(
+        target,
+        draft,
+        num_draft_tokens=2,
+        max_num_seqs=1,
+        max_num_batched_tokens=32,
+    )
     for one in (params(), generate.without_speculation(params())):
         warm_up(engine, PROMPT, one)
     return engine

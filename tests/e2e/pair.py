@@ -37,7 +37,8 @@ SIZES = dict(
 )
 NUM_DRAFT = 3
 # Few shapes: two rows, one tile a launch. Two of the longest requests do not fit into
-# the pages together.
+# the pages together. That a row alone says the same in a program of one row is tested
+# in test_general_programs.py and tests/test_inside.py.
 SETTINGS: dict[str, Any] = dict(
     max_num_seqs=2,
     page_size=4,
@@ -105,12 +106,18 @@ def add_noise(model: Any) -> Any:
 @functools.cache
 def plain_engine() -> LLMEngine:
     """Without a draft model at all."""
-    return make_engine(target(), **SETTINGS)
+    return make_engine(target(), has_one_shape=True, **SETTINGS)
 
 
 @functools.cache
 def _first_engine() -> LLMEngine:
-    return make_engine(target(), draft("noisy"), num_draft_tokens=NUM_DRAFT, **SETTINGS)
+    return make_engine(
+        target(),
+        draft("noisy"),
+        num_draft_tokens=NUM_DRAFT,
+        has_one_shape=True,
+        **SETTINGS,
+    )
 
 
 @functools.cache
@@ -119,7 +126,7 @@ def _runner(kind: str) -> Runner:
     if kind == "noisy":
         return first
     params = load_weights(draft(kind), first.dtype, first.mesh, DRAFT_MESH_AXES)
-    runner = Runner(first.config, first.mesh, first.params[0], params)
+    runner = type(first)(first.config, first.mesh, first.params[0], params)
     runner.compiler_options, runner.cache = first.compiler_options, first.cache
     runner.compiler, runner.compiles_beside = first.compiler, first.compiles_beside
     return runner

@@ -36,9 +36,9 @@ def fresh_engine(**changes: Any) -> LLMEngine:
     return engine
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return pair.prompts(32, seed=6)
+@pytest.fixture(scope="module", params=[8, pytest.param(32, marks=pytest.mark.slow)])
+def prompts(request: pytest.FixtureRequest) -> list[list[int]]:
+    return pair.prompts(request.param, seed=6)
 
 
 def rounds_of(engine: LLMEngine, prompts: list[Any], params: Any) -> tuple[Any, int]:

@@ -47,14 +47,6 @@ CHOICES += [
 ]
 
 
-class WaitingRunner(QuickRunner):
-    """Compiles what is launched, and nothing beside it."""
-
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self.compiles_beside = False
-
-
 async def ask(client: openai.AsyncOpenAI) -> list[tuple[Any, Any]]:
     """Ask for whole answers and for streams, all at once."""
 
@@ -79,7 +71,7 @@ async def ask(client: openai.AsyncOpenAI) -> list[tuple[Any, Any]]:
 
 
 def test_what_must_call_calls_as_the_schema_says(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(jaxspec.engine.loader, "Runner", WaitingRunner)
+    monkeypatch.setattr(jaxspec.engine.loader, "Runner", QuickRunner)
     llm = LLM(
         "jaxspec/tiny-gemma2",
         speculative_model="jaxspec/tiny-gemma2-draft",

@@ -5,6 +5,7 @@ and several rounds each; counts against probabilities from HuggingFace's float32
 """
 
 import copy
+import functools
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ CONTROLS: list[dict[str, Any]] = [
 ]
 FEWER = CONTROLS[:2]
 RULES = ("standard", "block", "seeded")
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -184,20 +187,20 @@ def acceptance_of(engine: LLMEngine, rule: str, temperature: float = 1.0) -> flo
     return engine.stats.acceptance_rate
 
 
-def test_adverse_draft_changes_the_speed_only(engine, target, next_logits):
+@pytest.mark.parametrize("rule", [slow("standard"), "block", slow("seeded")])
+def test_adverse_draft_changes_the_speed_only(engine, target, next_logits, rule):
     """A draft that prefers what the target avoids."""
     adverse = with_draft(engine, make_draft_of(target, num_layers=2, sign=-1.0))
-    for rule in RULES:
-        assert acceptance_of(adverse, rule) < 0.5 * acceptance_of(engine, rule)
-    counted = sample(adverse, "block", 700, every=FEWER)
+    assert acceptance_of(adverse, rule) < 0.5 * acceptance_of(engine, rule)
+    counted = sample(adverse, rule, 700, every=FEWER)
     for controls, tokens in zip(FEWER, counted, strict=True):
-        check_law(tokens, laws_of(next_logits, controls), ("adverse", controls))
+        check_law(tokens, laws_of(next_logits, controls), ("adverse", rule, controls))
 
 
 @pytest.mark.parametrize(
     "rule",
     # Programs for greedy requests alone are those of tests/e2e/test_greedy_equality.py.
-    [*RULES, pytest.param("greedy", marks=pytest.mark.slow)],
+    [*RULES, slow("greedy")],
 )
 def test_target_as_its_own_draft_has_every_draft_accepted(engine, target, rule):
     assert acceptance_of(with_draft(engine, target), rule) == 1.0

@@ -32,7 +32,7 @@ def make(*, has_draft: bool = True, **settings: Any) -> LLMEngine:
     """With parameters of its own: they are ruined."""
     if has_draft:
         settings |= dict(draft=pair.draft("noisy"), num_draft_tokens=pair.NUM_DRAFT)
-    return make_engine(pair.target(), **pair.settings(**settings))
+    return make_engine(pair.target(), has_one_shape=True, **pair.settings(**settings))
 
 
 def greedy(**changes: Any) -> SamplingParams:

@@ -17,7 +17,7 @@ from jaxspec.program.plan import Features, StepPlan, StepShape
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.e2e import pair
 from tests.engines import (
-    OneShapeRunner,
+    OneProgramRunner,
     generate,
     make_engine,
     tokens_of,
@@ -30,7 +30,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 
 PATTERNS = [r"[A-Z]{3,6}(,[0-9]{1,3}){2,4};", r"(ABRA|CADABRA|[0-9A-C]{2}=){1,4}[<>]"]
 CHOICES = ["YES", "NO", "YES,BUT", "42"]
-# A test compiles one program with drafts, one without, each with and without tiles.
+# No program with a grammar can be kept, so that a test compiles one.
 SETTINGS: dict[str, Any] = pair.settings(max_num_seqs=4)
 
 
@@ -59,7 +59,7 @@ def params_of(count: int, **changes: Any) -> list[SamplingParams]:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    return pair.prompts(24, seed=5)
+    return pair.prompts(16, seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +70,12 @@ def texts(prompts) -> list[list[int]]:
     said = [output.outputs[0] for output in outputs]
     assert all(fits(index, one.text) for index, one in enumerate(said)), said
     assert {one.finish_reason for one in said[::4]} == {"stop"}
-    assert len({one.text for one in said}) > 12
+    assert len({one.text for one in said}) > 8
     return tokens_of(outputs)
 
 
-class GrammarRunner(OneShapeRunner):
-    """One shape for requests with and without grammars."""
+class GrammarRunner(OneProgramRunner):
+    """One program for requests with and without grammars."""
 
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         shape = dataclasses.replace(shape, features=Features(has_grammar=True))

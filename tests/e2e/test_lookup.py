@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.outputs import RequestOutput
 from jaxspec.program.propose import suffix
 from jaxspec.sampling_params import SamplingParams
 from tests.e2e import pair
@@ -78,9 +79,22 @@ def lookup_engine(kind: str, **changes: Any) -> LLMEngine:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
+    return make_prompts()
+
+
+def make_prompts() -> list[list[int]]:
     """Random ones, and ones that repeat themselves."""
     random = pair.prompts(8)
     return random + [(prompt * 40)[:40] for prompt in pair.prompts(8, longest=15)]
+
+
+@functools.cache
+def played(kind: str) -> tuple[LLMEngine, list[RequestOutput], list[Any]]:
+    """An engine that has said every greedy text, what it said, and its rounds."""
+    engine = lookup_engine(kind)
+    with pair.recorded(engine) as rounds:
+        outputs = generate(engine, make_prompts(), GREEDY)
+    return engine, outputs, rounds
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +103,8 @@ def texts(prompts) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_texts_are_the_same(kind, prompts, texts):
-    engine = lookup_engine(kind)
-    with pair.recorded(engine) as rounds:
-        outputs = generate(engine, prompts, GREEDY)
+def test_greedy_texts_are_the_same(kind, texts):
+    engine, outputs, rounds = played(kind)
     assert tokens_of(outputs) == texts
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
     decoding = [result for plan, _, result in rounds if plan.decode]
@@ -118,21 +130,17 @@ def test_a_parrot_is_read_from_its_own_lips(kind):
     assert engine.stats.num_rounds < 0.7 * plain.stats.num_rounds
 
 
-def test_every_draft_of_the_same_model_is_right_where_nothing_is_found(prompts, texts):
+def test_every_draft_of_the_same_model_is_right_where_nothing_is_found():
     """Fed what was looked up, the draft model keeps its keys in step."""
-    engine = lookup_engine("ngram+same")
-    assert tokens_of(generate(engine, prompts, GREEDY)) == texts
+    engine, *_ = played("ngram+same")
     # The lookup alone is wrong more often: the model's drafts make up for it.
-    alone = lookup_engine("ngram")
-    generate(alone, prompts, GREEDY)
+    alone, *_ = played("ngram")
     assert engine.stats.num_rounds < alone.stats.num_rounds
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_counts_are_of_what_was_drafted(kind, prompts):
-    engine = lookup_engine(kind)
-    with pair.recorded(engine) as rounds:
-        outputs = generate(engine, prompts, GREEDY)
+def test_counts_are_of_what_was_drafted(kind):
+    engine, outputs, rounds = played(kind)
     drafted = sum(
         int(result.num_draft[index])
         for plan, _, result in rounds
@@ -151,7 +159,7 @@ def test_counts_are_of_what_was_drafted(kind, prompts):
             assert result.num_accepted[index] <= result.num_draft[index] <= wanted
 
 
-@pytest.mark.parametrize("kind", ["ngram", "suffix"])
+@pytest.mark.parametrize("kind", ["ngram", slow("suffix")])
 def test_a_requests_own_number_of_drafts(kind, prompts, texts):
     wishes = [(0, 1, 2, None)[index % 4] for index in range(len(prompts))]
     params = []
@@ -174,7 +182,7 @@ def test_a_requests_own_number_of_drafts(kind, prompts, texts):
             assert not any(metrics.histogram[wish + 1 :])
 
 
-@pytest.mark.parametrize("kind", ["ngram", "ngram+noisy", "suffix"])
+@pytest.mark.parametrize("kind", [slow("ngram"), "ngram+noisy", slow("suffix")])
 def test_drafting_stops_in_a_crowd_and_comes_back(kind, prompts, texts):
     """Without a draft model there is nothing to catch up with."""
     engine = lookup_engine(kind, disable_by_batch_size=2)
@@ -189,7 +197,7 @@ def test_drafting_stops_in_a_crowd_and_comes_back(kind, prompts, texts):
 @pytest.mark.parametrize(
     ("kind", "rule"),
     [
-        ("ngram", "standard"),
+        slow("ngram", "standard"),
         slow("ngram", "block"),
         slow("ngram+noisy", "standard"),
         ("ngram+noisy", "block"),

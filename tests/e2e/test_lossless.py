@@ -32,7 +32,7 @@ ROUNDED = replace(LONG, dtype="bfloat16", is_optimized=True)
     "cut",
     [
         pytest.param(SHORT, id="short"),
-        pytest.param(SUFFIX, id="suffix"),
+        pytest.param(SUFFIX, id="suffix", marks=pytest.mark.slow),
         pytest.param(LONG, id="long", marks=pytest.mark.battery(name="lossless")),
         pytest.param(
             ROUNDED, id="bfloat16", marks=pytest.mark.battery(name="lossless")

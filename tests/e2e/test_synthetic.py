@@ -15,6 +15,7 @@ from jaxspec.outputs import RequestOutput
 from jaxspec.program.wire import StepResult
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.engines import (
+    OneProgramRunner,
     generate,
     make_draft_of,
     make_engine,
@@ -38,7 +39,7 @@ def compiled() -> LLMEngine:
         num_draft_tokens=3,
         rule="synthetic",
         acceptance_rates=RATES,
-        has_one_shape=True,
+        runner=OneProgramRunner,
         max_num_seqs=4,
         max_num_batched_tokens=32,
     )

@@ -114,8 +114,6 @@ def test_a_config_is_enough(llm, caplog):
         assert metrics.num_spec_steps > 5
         return output.outputs[0].token_ids
 
-    llm.generate([[2, 5, 9]], params, use_tqdm=False)
-    llm.llm_engine.runner.compiler.wait_for_all()  # what feeds the draft model
     tokens = write()
     assert len(tokens) == 20
     assert len(set(tokens)) > 5

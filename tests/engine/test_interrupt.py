@@ -18,6 +18,7 @@ def engine():
         pair.target(),
         pair.draft("noisy"),
         num_draft_tokens=pair.NUM_DRAFT,
+        has_one_shape=True,
         **pair.SETTINGS,
     )
 

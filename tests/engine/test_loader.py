@@ -250,6 +250,7 @@ def engine() -> LLMEngine:
         pair.target(),
         pair.draft("noisy"),
         num_draft_tokens=pair.NUM_DRAFT,
+        has_one_shape=True,
         **pair.SETTINGS,
     )
 

@@ -68,7 +68,9 @@ def run(loop: Loop, programs: ComingPrograms, requests: list[Request]) -> None:
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 3])
 @pytest.mark.parametrize("pause", [1, 7, 60])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
+)
 def test_texts_do_not_depend_on_which_programs_are_there(seed, pause, num_draft_tokens):
     """With pages for half of the requests, so that some are preempted meanwhile."""
     config = make_config(

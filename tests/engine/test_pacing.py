@@ -137,7 +137,11 @@ def streaming_rounds(loop: Loop, prompt_tokens: int) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("fed_s", [1 / 4000, 1 / 512, 1 / 64, 1 / 16])
+@pytest.mark.parametrize(
+    "fed_s",
+    [1 / 512, 1 / 16]
+    + [pytest.param(one, marks=pytest.mark.slow) for one in (1 / 4000, 1 / 64)],
+)
 def test_a_long_prompt_does_not_hold_up_those_who_stream(fed_s):
     config = make_config(
         model_config=dataclasses.replace(MODEL, max_position_embeddings=8192),

@@ -17,6 +17,7 @@ from jaxspec.program.wire import StepResult
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.e2e import pair
 from tests.engines import (
+    OneProgramRunner,
     generate,
     make_draft_of,
     make_engine,
@@ -127,12 +128,12 @@ def test_an_empty_plan_leaves_the_state_alone():
     engine = pair.engine()
     run_traffic(engine)
     before = jax.tree.map(np.array, engine.runner.state)
-    shape = StepShape(num_seqs=1, num_draft_tokens=3, chunk=0)
+    shape = StepShape(num_seqs=2, num_draft_tokens=3, chunk=0)
     result = engine.runner.launch(StepPlan(), shape)
     fetched = engine.runner.fetch(result, shape)
     assert isinstance(fetched, StepResult)
-    assert fetched.num_emitted.tolist() == [0]
-    assert fetched.is_done.tolist() == [True]
+    assert fetched.num_emitted.tolist() == [0, 0]
+    assert fetched.is_done.tolist() == [True, True]
     after = jax.tree.map(np.array, engine.runner.state)
     same = jax.tree.map(np.array_equal, before, after)
     assert all(jax.tree.leaves(same))
@@ -213,7 +214,7 @@ def test_a_second_start_compiles_nothing_but_grammars(num_draft, tmp_path, monke
             num_draft_tokens=num_draft,
             max_num_seqs=2,
             max_num_batched_tokens=32,
-            has_one_shape=True,
+            runner=OneProgramRunner,
         )
         engine.runner.cache = ProgramCache(tmp_path)
         compiled.clear()

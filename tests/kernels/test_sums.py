@@ -1,5 +1,6 @@
 """A row's sum has the same bits, however many rows there are beside it."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -16,9 +17,18 @@ def weights(rows: jax.Array) -> jax.Array:
     return jnp.exp(rows - rows.max(axis=1, keepdims=True))
 
 
-@pytest.mark.parametrize("make", [jnp.exp, jnp.square, weights])
-@pytest.mark.parametrize("size", [16, 384, 8192])
-def test_sums_of_rows_do_not_depend_on_their_number(size, make):
+MAKERS, SIZES = (jnp.exp, jnp.square, weights), (16, 384, 8192)
+EXAMPLES = list(zip(MAKERS, SIZES, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [
+        pytest.param(*one, marks=() if one in EXAMPLES else pytest.mark.slow)
+        for one in itertools.product(MAKERS, SIZES)
+    ],
+)
+def test_sums_of_rows_do_not_depend_on_their_number(make, size):
     rows = np.random.default_rng(size).normal(size=(2048, size)).astype(np.float32)
     options = compiler_options()
     sums: Any = jax.jit(lambda rows: row_sums(make(rows)), compiler_options=options)

@@ -66,7 +66,9 @@ def has_llama(monkeypatch):
 
 
 @pytest.mark.usefixtures("has_llama")
-@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize(
+    "scan_layers", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_a_second_family_writes_what_huggingface_does(
     tmp_path, monkeypatch, scan_layers
 ):

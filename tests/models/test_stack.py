@@ -124,9 +124,16 @@ def made(how: str, *, scan_layers: bool, shards: int, dtype: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("shards", "dtype"), [(1, jnp.float32), (8, jnp.float32), (1, jnp.bfloat16)]
+    ("how", "shards", "dtype"),
+    [
+        ("loaded", 1, jnp.float32),
+        ("loaded", 8, jnp.float32),
+        pytest.param("loaded", 1, jnp.bfloat16, marks=pytest.mark.slow),
+        pytest.param("random", 1, jnp.float32, marks=pytest.mark.slow),
+        pytest.param("random", 8, jnp.float32, marks=pytest.mark.slow),
+        ("random", 1, jnp.bfloat16),
+    ],
 )
-@pytest.mark.parametrize("how", ["loaded", "random"])
 def test_a_stack_holds_what_each_layer_has(how, shards, dtype):
     """Entry t of stack k is layer 2 t + k, in whatever form, on the same devices."""
     form: dict[str, Any] = dict(shards=shards, dtype=dtype)

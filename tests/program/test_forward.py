@@ -1,5 +1,6 @@
 """A round in which drafts may be missing: two forms in one program, nothing copied."""
 
+import functools
 import re
 
 import pytest
@@ -8,10 +9,19 @@ from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.step import FEW
 from jaxspec.sampling_params import SamplingParams
 from tests.e2e import pair
-from tests.engines import READERS_COMPILER, generate, make_engine, tokens_of
+from tests.engines import (
+    READERS_COMPILER,
+    OneProgramRunner,
+    generate,
+    make_engine,
+    tokens_of,
+)
 from tests.program.test_step import check_program
 
 LOOKUP = (5, 5)
+GREEDY = Features(is_greedy=True)
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def make_lookup_engine(**changes):
@@ -29,28 +39,41 @@ def engine():
     return make_lookup_engine()
 
 
-@pytest.mark.parametrize("num_seqs", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_both_forms_write_pages_in_place(engine, num_seqs):
-    shape = StepShape(num_seqs=num_seqs, num_draft_tokens=pair.NUM_DRAFT, chunk=0)
+@pytest.mark.parametrize(
+    ("num_seqs", "features"), [(1, GREEDY), slow(1, Features()), slow(2, Features())]
+)
+def test_both_forms_write_pages_in_place(engine, num_seqs, features):
+    shape = StepShape(
+        num_seqs=num_seqs,
+        num_draft_tokens=pair.NUM_DRAFT,
+        chunk=0,
+        features=features,
+    )
     program = check_program(engine, shape)
     assert " conditional(" not in entry_of(program)
     bodies = set(re.findall(r" while\(.*body=%([\w.-]+)", entry_of(program)))
     assert len(bodies) == 2
 
 
-@pytest.mark.parametrize("chunk", [0, 32])
-def test_nothing_is_computed_before_it_is_known_who_needs_it(engine, chunk):
+@pytest.mark.parametrize(
+    ("chunk", "features"), [(0, GREEDY), slow(0, Features()), (32, Features())]
+)
+def test_nothing_is_computed_before_it_is_known_who_needs_it(engine, chunk, features):
     """Matrix products stand in the two forms, none before them."""
-    shape = StepShape(num_seqs=1, num_draft_tokens=pair.NUM_DRAFT, chunk=chunk)
+    shape = StepShape(
+        num_seqs=1, num_draft_tokens=pair.NUM_DRAFT, chunk=chunk, features=features
+    )
     program = engine.runner.executable(shape).as_text()
     assert " dot(" in program
     assert has_products(program, entry_of(program)) == (chunk > 0)
 
 
-def test_many_drafts_have_a_narrow_form_too():
+@pytest.mark.parametrize("features", [GREEDY, slow(Features())])
+def test_many_drafts_have_a_narrow_form_too(features):
     """Suffix drafts may be few, of which the device alone knows."""
-    engine = make_lookup_engine(num_draft_tokens=2 * FEW + 1, lookup=None, suffix={})
-    shape = StepShape(num_seqs=1, num_draft_tokens=2 * FEW + 1, chunk=0)
+    count = 2 * FEW + 1
+    engine = make_lookup_engine(num_draft_tokens=count, lookup=None, suffix={})
+    shape = StepShape(num_seqs=1, num_draft_tokens=count, chunk=0, features=features)
     program = check_program(engine, shape)
     entry = entry_of(program)
     assert " conditional(" not in entry
@@ -76,8 +99,15 @@ def test_both_forms_write_pages_in_place_and_tell_logprobs(engine):
     check_program(engine, shape)
 
 
-def test_a_text_without_repeats_runs_plain_rounds_only(engine):
+def test_a_text_without_repeats_runs_plain_rounds_only():
     """As many tokens as rounds, none of them drafted."""
+    engine = make_engine(
+        pair.target(),
+        num_draft_tokens=pair.NUM_DRAFT,
+        lookup=LOOKUP,
+        runner=OneProgramRunner,
+        **pair.SETTINGS,
+    )
     prompt = pair.prompts(1, longest=9, seed=4)[0]
     # Drawn: the greedy text says one token over and over.
     params = SamplingParams(seed=1, temperature=1.0, max_tokens=12, ignore_eos=True)

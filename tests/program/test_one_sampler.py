@@ -136,8 +136,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
     ("vocab", "seqs"),
     [
         (16, 200),
-        (4096, 200),
-        (256_000, 20),
+        (256_000, 10),
         slow(16, 800),
         slow(1000, 800),
         slow(4096, 800),

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.program.propose import (
     PROPOSERS,
     Context,
@@ -19,7 +21,14 @@ from jaxspec.program.propose import (
 )
 from jaxspec.program.region import make_region
 from jaxspec.sampling_params import SamplingParams
-from tests.engines import MICRO, generate, make_engine, make_micro, tokens_of
+from tests.engines import (
+    MICRO,
+    OneGreedyProgramRunner,
+    generate,
+    make_engine,
+    make_micro,
+    tokens_of,
+)
 
 PROMPTS = [[5, 6, 7], [9, 8, 3, 4] * 3, [11] * 5]
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -54,11 +63,24 @@ class Parrot:
         return proposal, state.at[row].add(1, mode="drop")
 
 
+def make_small(target: Any, **drafts: Any) -> LLMEngine:
+    """An engine of one program, which is not kept: its name does not tell of toys."""
+    engine = make_engine(
+        target,
+        max_num_seqs=4,
+        max_num_batched_tokens=96,  # all prompts in one launch
+        runner=OneGreedyProgramRunner,
+        **drafts,
+    )
+    engine.runner.cache = ProgramCache(None)
+    return engine
+
+
 def test_a_toy_proposer_is_one_registry_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(PROPOSERS, "ngram", lambda config: Parrot())
     target = make_micro()
-    plain = tokens_of(generate(make_engine(target), PROMPTS, PARAMS))
-    engine = make_engine(target, num_draft_tokens=NUM_DRAFT, lookup=(3, 1))
+    plain = tokens_of(generate(make_small(target), PROMPTS, PARAMS))
+    engine = make_small(target, num_draft_tokens=NUM_DRAFT, lookup=(3, 1))
     assert proposers_of(engine.config) == (Parrot(),)
     found = tokens_of(generate(engine, PROMPTS, PARAMS))
     assert found == plain
@@ -107,15 +129,17 @@ class Listener(Parrot):
         return rounds, kept
 
 
-@pytest.mark.parametrize("may_find_none", [False, True])
+@pytest.mark.parametrize(
+    "may_find_none", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_a_proposer_sees_the_targets_hidden_states(monkeypatch, may_find_none):
     monkeypatch.setattr(Listener, "may_find_none", may_find_none)
     monkeypatch.setitem(PROPOSERS, "ngram", lambda config: Listener())
     target = make_micro(num_hidden_layers=3)
-    engine = make_engine(target, num_draft_tokens=NUM_DRAFT, lookup=(3, 1))
+    engine = make_small(target, num_draft_tokens=NUM_DRAFT, lookup=(3, 1))
     assert isinstance(Listener(), Observer)
     texts = tokens_of(generate(engine, PROMPTS, PARAMS))
-    assert texts == tokens_of(generate(make_engine(target), PROMPTS, PARAMS))
+    assert texts == tokens_of(generate(make_small(target), PROMPTS, PARAMS))
     assert 0 < engine.stats.acceptance_rate < 1
     state = engine.runner.state
     _, kept = map(np.asarray, state.proposers[0])

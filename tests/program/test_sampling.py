@@ -1,5 +1,6 @@
 """Drafts are drawn from the law that float64 oracles find by sorting the vocabulary."""
 
+import functools
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jaxspec.program.verify import verify
 from jaxspec_kernels.rejection_sampling import Controls, sample
 from tests.enumeration import LARGEST_UNIFORM
 from tests.kernels import dense
+from tests.kernels.oracle import UNOPTIMISED
 from tests.laws import check_counts, filtered_law
 from tests.rows import make_active
 
@@ -45,16 +47,36 @@ def distribution_of(logits: np.ndarray, rows: list[dict]) -> np.ndarray:
     return probs
 
 
+# Traced once for every shape, and compiled as soon as possible.
+quick_jit: Any = functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+
+
+@quick_jit
+def inverted(logits, controls, rule, uniform):
+    return sample(logits, controls, rule=rule, uniform=uniform)
+
+
+@functools.partial(quick_jit, static_argnames="is_greedy")
+def drafted(logits, index, active, *, is_greedy):
+    return sample_draft(logits, index, active, Backend(), is_greedy=is_greedy)
+
+
+@quick_jit
+def verified(logits, active):
+    none = jnp.zeros(len(logits), jnp.int32)
+    tree = Tree.chain(0)
+    return verify(None, logits, none, active, Backend(), tree=tree, adjust=None)
+
+
 def draw(
     logits: np.ndarray, controls: Controls, uniform: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens by inverting the cumulative sum at given uniforms, and their law."""
-    run = jax.jit(lambda *args, **kwargs: sample(*args, **kwargs))
-    token, probs = run(
+    token, probs = inverted(
         jnp.asarray(logits, jnp.float32),
         controls,
-        rule=jnp.zeros(len(logits), jnp.int32),
-        uniform=jnp.asarray(uniform, jnp.float32),
+        jnp.zeros(len(logits), jnp.int32),
+        jnp.asarray(uniform, jnp.float32),
     )
     return np.asarray(token), np.asarray(probs)
 
@@ -226,24 +248,16 @@ def test_argmax_takes_the_lowest_of_ties_and_never_nan(size):
     assert probs is None
 
 
-def draft_with(active, index, logits=LOGITS, **options) -> tuple[np.ndarray, Any]:
-    run: Any = jax.jit(
-        lambda logits, index, active: sample_draft(
-            logits, index, active, Backend(), **options
-        )
-    )
-    token, probs = run(jnp.asarray(logits), jnp.int32(index), active)
+def draft_with(
+    active, index, logits=LOGITS, *, is_greedy: bool = False
+) -> tuple[np.ndarray, Any]:
+    given = jnp.asarray(logits), jnp.int32(index), active
+    token, probs = drafted(*given, is_greedy=is_greedy)
     return np.asarray(token), None if probs is None else np.asarray(probs)
 
 
 def plain_with(active, logits=LOGITS) -> np.ndarray:
-    none = jnp.zeros(len(logits), jnp.int32)
-    run = jax.jit(
-        lambda logits, none, active: verify(
-            None, logits, none, active, Backend(), tree=Tree.chain(0), adjust=None
-        )
-    )
-    return np.asarray(run(jnp.asarray(logits), none, active).next_token)
+    return np.asarray(verified(jnp.asarray(logits), active).next_token)
 
 
 def test_every_row_follows_its_own_rule():

@@ -3,6 +3,7 @@
 Its results are tested in `tests/e2e`.
 """
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -20,6 +21,7 @@ from jaxspec_kernels import write_kv_pages
 from tests.e2e import pair
 from tests.engines import (
     READERS_COMPILER,
+    OneGreedyProgramRunner,
     generate,
     make_engine,
     tokens_of,
@@ -31,9 +33,15 @@ PAGE_SHAPES = {
     (pair.SETTINGS["num_pages"], pair.SETTINGS["page_size"], 2, 8),
     (pair.SETTINGS["num_pages"] * pair.SETTINGS["page_size"], 2, 8),
 }
-LOOPED = StepShape(num_seqs=2, num_draft_tokens=3, chunk=0, max_rounds=4)
-# Those whose executables the other tests compile anyway, and two beside.
-SHAPES = [LOOPED] + [
+LOOPED = StepShape(
+    num_seqs=2,
+    num_draft_tokens=3,
+    chunk=0,
+    max_rounds=4,
+    features=Features(is_greedy=True),
+)
+# The last one samples, and has prompts: with the first one it has all parts of a round.
+SHAPES = [LOOPED, dataclasses.replace(LOOPED, features=Features())] + [
     StepShape(num_seqs=seqs, num_draft_tokens=drafts, chunk=chunk)
     for seqs, drafts, chunk in [(1, 0, 0), (2, 0, 0), (1, 0, 32), (1, 3, 0), (2, 3, 0)]
     + [(1, 3, 32)]
@@ -256,15 +264,15 @@ SHARDED: dict[str, Any] = dict(
 )
 def test_devices_that_share_a_model_say_what_one_says(shards, draft_shards):
     target, draft = make_hf_model(seed=3, **SHARDED), make_hf_model(seed=4, **SHARDED)
-    prompts = pair.prompts(8)
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompts = pair.prompts(4)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     engine = make_engine(
         target,
         draft,
         num_draft_tokens=3,
         tensor_parallel_size=shards,
         draft_tensor_parallel_size=draft_shards,
-        has_one_shape=True,
+        runner=OneGreedyProgramRunner,
         **pair.settings(max_num_seqs=3),
     )
     for made in (engine, own := with_draft(engine, target)):

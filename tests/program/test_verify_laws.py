@@ -132,7 +132,11 @@ def check_law(rule: str, *, is_plain: bool = False) -> None:
     check_counts(np.bincount(cell, minlength=VOCAB**LENGTH), controlled_law(), rule)
 
 
-@pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+# Controls change laws before any rule sees them; each rule is tested without.
+@pytest.mark.parametrize("rule", [slow("standard"), "block", slow("coupled")])
 def test_drafting_rounds_follow_the_controlled_law(rule):
     check_law(rule)
 

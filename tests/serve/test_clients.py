@@ -160,7 +160,8 @@ def test_many_streams_of_a_load_generator():
     words += ["--headless", "-u", NUM_STREAMS, "-r", NUM_STREAMS, "-t", "8s"]
     words += ["--stop-timeout", "20s", "--json", "--loglevel", "ERROR"]
     with site_of(ENGINE) as site:
-        site.delay_s = 0.05
+        # Slow enough that streams wait for it, and not for this machine.
+        site.delay_s = 0.15
         environment = {"JAXSPEC_MODEL": "model"}
         (found,) = json.loads(run([*words, "-H", site.url[:-1]], environment))
         served = num_ended(site)

@@ -16,9 +16,8 @@ from jaxspec_checkpoints import bundled_target
 from tests.loops import MODEL
 from tests.serving import CHAT, COMPLETIONS, site_of
 
-# Of each endpoint and mode. The same in every run: the time for more is limited.
-EXAMPLES = settings(
-    max_examples=12,
+# The same in every run: the time for more is limited.
+GIVEN: dict[str, Any] = dict(
     deadline=None,
     derandomize=True,
     database=None,
@@ -69,7 +68,9 @@ class Asking:
     "ignore:Do not use the `random` module inside strategies"
     ":hypothesis.errors.HypothesisDeprecationWarning"
 )
-def test_no_request_finds_a_fault_of_the_server():
+# Of each endpoint and mode.
+@pytest.mark.parametrize("count", [3, pytest.param(12, marks=pytest.mark.slow)])
+def test_no_request_finds_a_fault_of_the_server(count: int):
     tokenizer = Tokenizer.from_folder(bundled_target())
     model = dataclasses.replace(MODEL, vocab_size=tokenizer.vocab_size)
     changes = {"model_config": model, "draft_model_config": model}
@@ -85,7 +86,7 @@ def test_no_request_finds_a_fault_of_the_server():
             has_body = "requestBody" in operation.definition.raw
             for mode in (RIGHT, WRONG) if has_body else (RIGHT,):
                 cases = operation.as_strategy(generation_mode=mode)
-                EXAMPLES(given(cases)(asking.ask))()
+                settings(max_examples=count, **GIVEN)(given(cases)(asking.ask))()
     assert not asking.faults, "\n".join(asking.faults)
     for path in ALONE:
         found = asking.statuses[f"POST {path}"]

@@ -126,7 +126,7 @@ def test_requests_of_another_salt_find_nothing():
     check_other_salts()
 
 
-@pytest.mark.parametrize("num_requests", [1, 64])
+@pytest.mark.parametrize("num_requests", [1, pytest.param(64, marks=pytest.mark.slow)])
 def test_what_is_found_has_been_said(num_requests):
     """Few words, many texts and a full table: entries are lost, never mixed up."""
     texts = texts_of(20, 5)

@@ -1,6 +1,7 @@
 """Drafts come from the draft model's own law, given all that is known."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,15 @@ from jaxspec.program.propose import Context, Proposal, draft_model
 from jaxspec.program.region import make_region
 from jaxspec.program.tree import Tree
 from tests.engines import make_micro
+from tests.kernels.oracle import UNOPTIMISED
 from tests.laws import filtered_law
 from tests.oracles import PagedModel, hf_logits, load_ours, model_config
 from tests.rows import make_active
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
 # Longer than the window of 8, and every number of tokens in the last page of 4.
-LENGTHS = (11, 12, 13, 14)
+LENGTHS = (11, 12, slow(13), slow(14))
 DRAFTS = 3
 
 
@@ -26,7 +30,9 @@ def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
     """Drafted after a fully accepted round, when two tokens have no KV yet."""
     reference = make_micro()
     tokens = np.random.default_rng(length).integers(3, 16, length)
-    paged = PagedModel(model_config(reference), load_ours(reference))
+    paged = PagedModel(
+        model_config(reference), load_ours(reference), compiler_options=UNOPTIMISED
+    )
     paged.feed(tokens[:-2])
     pool = PoolShape(
         num_rows=1,
@@ -55,7 +61,8 @@ def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
         proposer = draft_model.DraftModel(config=paged.config)
         return proposer.propose(params, pages, context, None)
 
-    proposal, _ = jax.jit(run)(paged.params, paged.kv_pages, active)
+    run = jax.jit(run, compiler_options=UNOPTIMISED)
+    proposal, _ = run(paged.params, paged.kv_pages, active)
     drafts, laws = np.asarray(proposal.tokens[0]), np.asarray(proposal.probs[0])
     known = np.concatenate([tokens, drafts])
     logits = hf_logits(reference, known)[length - 1 : -1]
@@ -120,7 +127,8 @@ def test_tokens_that_were_made_without_drafts_are_compared(monkeypatch):
         return inner(model, hidden)
 
     monkeypatch.setattr(draft_model, "_finite_logits", spy)
-    _, likeness = jax.jit(run)(paged.params, paged.kv_pages, jnp.asarray(following))
+    run = jax.jit(run, compiler_options=UNOPTIMISED)
+    _, likeness = run(paged.params, paged.kv_pages, jnp.asarray(following))
     expected = np.where(following == NO_TOKEN, -1, following == own)
     np.testing.assert_array_equal(likeness, expected)
     assert widths == {TILE}
