@@ -5,11 +5,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspec.errors import ConfigError
+from jaxspec.train.methods import DraftMethod, Eagle3Method
+from jaxspec.train.target import logits_of
 from jaxspec.train.trainer import Schedule, Trainer
+from tests.oracles import hf_tensors
 from tests.train import tiny
 
 slow = pytest.mark.slow
@@ -30,7 +34,7 @@ def make_trainer(method=None, target=None, work=None, **changes) -> Trainer:
         steps=STEPS, rows=ROWS, warmup_steps=1, eval_every=100, save_every=2
     )
     target, method = target or tiny.make_target(), method or tiny.mlp_method()
-    is_trimmed = method.config.is_trimmed
+    is_trimmed = isinstance(method, Eagle3Method)
     run = target.reader(method.layers)
 
     def read(numbers, tokens):
@@ -109,8 +113,60 @@ def test_acceptance_on_other_text_rises(kind):
     assert len(first) == method.num_passes
     assert np.mean(last) > np.mean(first) + 0.02
     assert trainer.log[-1]["loss"] is not None
-    if method.config.is_trimmed:
+    if kind == "eagle3":
         np.testing.assert_array_equal(trainer.params["token_ids"], IDS)
+
+
+class Oracle:
+    """Knows what the target will say at each place ahead."""
+
+    offset, layers, num_passes = 1, (), 2
+
+    def init(self, target, seed, token_ids):
+        return {"nothing": jnp.zeros(1)}
+
+    def hidden(self, params, embedding, tokens, states):
+        width = states.rows.shape[-1]
+        return [
+            jnp.pad(states.rows, ((0, 0), (0, ahead), (0, 0)))[:, ahead:].reshape(
+                -1, width
+            )
+            for ahead in (1, 2)
+        ]
+
+    def logits(self, params, embedding, number, hidden):
+        return logits_of(tiny.make_target().config, embedding, hidden, None)
+
+    def save(self, folder, params, target): ...
+
+
+def test_what_the_target_will_say_is_always_accepted():
+    """Pass i, at token t, is compared with the target after token t + 1 + i."""
+    trainer = make_trainer(Oracle())
+    for values in trainer.acceptance().values():
+        np.testing.assert_allclose(values, 1, atol=1e-5)
+    batch, states = trainer._given(trainer._held_out, trainer._read[1], np.arange(ROWS))
+    *_, counts = trainer._judge(
+        trainer.state.params, trainer._target.embedding, batch, states
+    )
+    text = trainer._held_out
+    # The first token that is proposed is the third, and the fourth.
+    wanted = [
+        sum(
+            size - max(start, first)
+            for size, start in zip(text.sizes, text.starts, strict=True)
+        )
+        for first in (2, 3)
+    ]
+    assert counts.tolist() == wanted
+
+
+def test_a_draft_that_is_the_target_is_always_accepted():
+    target = tiny.make_target()
+    tensors = hf_tensors(tiny.reference())
+    draft = DraftMethod(config=target.config, hf_config={}, start=tensors)
+    for values in make_trainer(draft).acceptance().values():
+        np.testing.assert_allclose(values, 1, atol=1e-4)
 
 
 def test_every_row_comes_once_before_any_comes_again():
