@@ -12,3 +12,10 @@ def unoptimised_programs() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def relaxed_promotion() -> Iterator[None]:
+    """Optax counts steps in integers, which the stricter settings refuse to mix."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield

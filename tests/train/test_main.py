@@ -66,6 +66,7 @@ def test_what_is_wrong_is_told_before_anything_runs(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("relaxed_promotion")
 def test_a_head_is_trained_and_read_again(data, tmp_path, capsys):
     arguments = command("medusa", data, tmp_path, "--states", "cached")
     assert main(arguments) == 0

@@ -1,7 +1,6 @@
 """A run that goes on, or is spread over devices, ends where one that is not does."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,16 +15,10 @@ from jaxspec.train.trainer import Schedule, Trainer
 from tests.oracles import hf_tensors
 from tests.train import tiny
 
+pytestmark = pytest.mark.usefixtures("relaxed_promotion")
 slow = pytest.mark.slow
 STEPS, ROWS = 4, 4
 IDS = np.arange(0, 2 * tiny.DRAFT_VOCAB, 2)
-
-
-@pytest.fixture(autouse=True)
-def relaxed_promotion() -> Iterator[None]:
-    # Optax counts steps in integers; the engine's stricter settings are not its own.
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def make_trainer(method=None, target=None, work=None, **changes) -> Trainer:
