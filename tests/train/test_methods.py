@@ -107,10 +107,13 @@ def test_a_draft_that_was_saved_is_huggingfaces(tmp_path):
     assert isinstance(params["embedding"], DenseMatrix)
     assert type(params["embedding"]) is DenseMatrix
     states = states_of(target, method, text.tokens)
-    (hidden,) = method.hidden(
-        params, target.embedding, jnp.asarray(text.tokens), states
-    )
-    found = method.logits(params, target.embedding, 0, hidden)
+
+    @jax.jit
+    def run(params, embedding, tokens, states):
+        (hidden,) = method.hidden(params, embedding, tokens, states)
+        return method.logits(params, embedding, 0, hidden)
+
+    found = run(params, target.embedding, jnp.asarray(text.tokens), states)
     np.testing.assert_allclose(found, hf_logits(reference, text.tokens[0]), atol=1e-4)
 
     made = tmp_path.parent / f"{tmp_path.name}-draft"
