@@ -33,6 +33,8 @@ NEED_AN_EXTRA = {
         f"jaxspec/bench/figures/{name}.py": "bench"
         for name in "acceptance form load modes parts picture speed_up".split()
     },
+    "jaxspec/train/run.py": "train",
+    "jaxspec/train/trainer.py": "train",
     "jaxspec_checkpoints/sources/hub.py": "hub",
     "jaxspec_checkpoints/sources/kaggle.py": "kaggle",
 }

@@ -61,6 +61,14 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/models/test_cpu.py",
         "every form is tested like the dense one, and against it",
     ),
+    "jaxspec/train/run.py": (
+        "tests/train/test_main.py",
+        "the command line does nothing else",
+    ),
+    "jaxspec/models/variables.py": (
+        "tests/models/gemma2/test_module.py",
+        "Flax modules are made of its variables",
+    ),
     "jaxspec/models/network.py": (
         "tests/oracles.py",
         "models run through it",

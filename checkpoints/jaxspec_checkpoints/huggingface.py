@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -19,6 +20,8 @@ INDEX = "model.safetensors.index.json"
 
 # The format's names of types, where numpy has the type. The others are shown by name.
 _DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
+# Of token ids and masks, which are no weights.
+INTEGERS = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
 
 
 def is_huggingface(folder: Path) -> bool:
@@ -55,24 +58,36 @@ def open_huggingface(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
     )
 
 
-def read_tensors(folder: str | Path) -> dict[str, Tensor]:
+def read_tensors(
+    folder: str | Path,
+    *,
+    file: str = SINGLE,
+    more_types: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Tensor]:
     """Return every tensor of a folder by name; the bytes are read when asked for.
+
+    Args:
+        file: What the one file is called, where there is no index.
+        more_types: Allowed beside those of weights; `INTEGERS` are some.
 
     Raises:
         CheckpointError: There is no `model.safetensors` or index, a shard is missing
             or truncated, or something points outside the folder.
     """
     folder = Path(folder)
-    if (folder / SINGLE).is_file():
-        return _open_file(check_inside(folder, folder / SINGLE))
+    types = {**_DTYPES, **more_types}
+    if (folder / file).is_file():
+        return _open_file(check_inside(folder, folder / file), types)
     if not (folder / INDEX).is_file():
         raise CheckpointError(
             f"{folder} has neither {SINGLE} nor {INDEX}; found: {listing(folder)}"
         )
-    return _open_shards(folder, _weight_map(folder / INDEX))
+    return _open_shards(folder, _weight_map(folder / INDEX), types)
 
 
-def _open_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, Tensor]:
+def _open_shards(
+    folder: Path, weight_map: dict[str, str], types: Mapping[str, Any]
+) -> dict[str, Tensor]:
     index = folder / INDEX
     tensors: dict[str, Tensor] = {}
     for shard in sorted(set(weight_map.values())):
@@ -80,7 +95,8 @@ def _open_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, Tensor]:
             raise CheckpointError(f"{index} points outside its folder: {shard!r}")
         if not (folder / shard).is_file():
             raise CheckpointError(f"{index} names {shard}, which is not in the folder")
-        for name, tensor in _open_file(check_inside(folder, folder / shard)).items():
+        file = _open_file(check_inside(folder, folder / shard), types)
+        for name, tensor in file.items():
             if name not in weight_map:
                 raise CheckpointError(
                     f"{shard} holds tensor {name!r}, which {INDEX} does not list"
@@ -95,28 +111,28 @@ def _open_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, Tensor]:
     return tensors
 
 
-def _open_file(path: Path) -> dict[str, Tensor]:
+def _open_file(path: Path, types: Mapping[str, Any]) -> dict[str, Tensor]:
     try:
         file = safe_open(path, framework="numpy")
-        return {name: _describe(path, file, name) for name in file.keys()}
+        return {name: _describe(path, file, name, types) for name in file.keys()}
     except (SafetensorError, OSError) as error:
         message = f"{path} is no readable safetensors file: {error}"
         raise CheckpointError(message) from error
 
 
-def _describe(path: Path, file: Any, name: str) -> Tensor:
+def _describe(path: Path, file: Any, name: str, types: Mapping[str, Any]) -> Tensor:
     rows = file.get_slice(name)
     kind, shape = rows.get_dtype(), tuple(rows.get_shape())
-    if kind not in _DTYPES:
+    if kind not in types:
         raise CheckpointError(
             f"tensor {name!r} has type {kind}, expected one of "
-            f"{', '.join(_DTYPES)} ({path})"
+            f"{', '.join(types)} ({path})"
         )
 
     def read(start: int, stop: int) -> np.ndarray:
         return rows[start:stop]
 
-    dtype = np.dtype(_DTYPES[kind])
+    dtype = np.dtype(types[kind])
     return Tensor(shape=shape, dtype=dtype, source=f"{path}:{name}", read=read)
 
 

@@ -1,14 +1,10 @@
-"""Owns the training text: reading, the SentencePiece model, packed token rows.
+"""Owns the training text: the SentencePiece model, packed token rows.
 
 Knows nothing about networks. A document is one line of `*.jsonl.xz` with the keys
 `domain`, `source` and `text`; conversations are already in Gemma's turn format.
 """
 
 import io
-import json
-import lzma
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import sentencepiece
@@ -25,13 +21,6 @@ DOMAIN_WEIGHTS = {
     "code": 0.19,
     "fiction": 0.13,
 }
-
-
-def read_documents(path: Path) -> Iterator[dict[str, str]]:
-    """Yield the documents of one `.jsonl.xz` file."""
-    with lzma.open(path, "rt", encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)
 
 
 def train_tokenizer(documents: list[dict[str, str]], vocab_size: int) -> bytes:

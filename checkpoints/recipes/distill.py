@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import network
 import numpy as np
 
+from jaxspec.train.methods import main_directions
+
 # Share of rows drawn from the target's own text; the rest is corpus text.
 WRITTEN_SHARE = 0.6
 SHARD_ARRAYS = ("tokens", "segments", "ids", "log_probs")
@@ -92,13 +94,10 @@ def init_draft(
 ) -> network.Params:
     """Random weights, with the target's embedding projected onto its main directions.
 
-    The projection keeps the inner products of the embedding best, and the output layer
-    is made of those. It is scaled to the size of a random embedding.
+    It is scaled to the size of a random embedding.
     """
     params = network.init_params(config, seed)
     name = "model.embed_tokens.weight"
-    embedding = np.asarray(target[name], np.float32)
-    _, directions = np.linalg.eigh(embedding.T @ embedding)  # eigenvalues rise
-    projected = embedding @ directions[:, -config["hidden_size"] :]
-    projected *= np.std(np.asarray(params[name])) / np.std(projected)
+    table, size = np.asarray(target[name], np.float32), np.std(np.asarray(params[name]))
+    projected = main_directions(table, config["hidden_size"], size=float(size))
     return params | {name: jnp.asarray(projected)}

@@ -27,6 +27,8 @@ import sample
 import sentencepiece
 import training
 
+from jaxspec.train.text import read_documents
+
 VOCAB_SIZE = 8192
 LENGTH = 512
 
@@ -35,12 +37,12 @@ def tokenized(args: Any, file: str = "train.jsonl.xz") -> dict[str, list[np.ndar
     processor = sentencepiece.SentencePieceProcessor(
         model_file=str(args.work / "tokenizer.model")
     )
-    documents = list(corpus.read_documents(args.corpus / file))
+    documents = list(read_documents(args.corpus / file))
     return corpus.tokenize(documents, processor)
 
 
 def stage_tokenizer(args: Any) -> None:
-    documents = list(corpus.read_documents(args.corpus / "train.jsonl.xz"))
+    documents = list(read_documents(args.corpus / "train.jsonl.xz"))
     model = corpus.train_tokenizer(documents, VOCAB_SIZE)
     (args.work / "tokenizer.model").write_bytes(model)
 
@@ -105,7 +107,7 @@ def stage_evaluate(args: Any) -> None:
     processor = sentencepiece.SentencePieceProcessor(
         model_file=str(args.out / "target" / "tokenizer.model")
     )
-    documents = list(corpus.read_documents(args.corpus / "valid.jsonl.xz"))
+    documents = list(read_documents(args.corpus / "valid.jsonl.xz"))
     losses = {
         name: evaluate.text_losses(model, documents, processor)
         for name, model in models.items()

@@ -1,5 +1,8 @@
 """What decoders have in common: rotary positions, and attention over paged memory."""
 
+import math
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
@@ -42,9 +45,33 @@ def rotate(
     )
 
 
-def attend(
+def gate_block(intermediate_size: int) -> int:
+    """Rows of gate (and of up) that lie together in the fused projection."""
+    return math.gcd(intermediate_size, 128)
+
+
+def gated_feed_forward(
     params: Params,
     inputs: Float[Array, "row model"],
+    *,
+    block: int,
+    activate: Callable[[Array], Array],
+) -> Float[Array, "row model"]:
+    """`down(activate(gate(inputs)) * up(inputs))`.
+
+    Args:
+        params: `gate_up_proj`, whose rows alternate in blocks, and `down_proj`.
+        block: Rows of a block.
+    """
+    gate_up = params["gate_up_proj"].multiply(inputs)
+    gate_up = gate_up.reshape(inputs.shape[0], -1, 2, block)
+    inner = activate(gate_up[:, :, 0]) * gate_up[:, :, 1]
+    return params["down_proj"].multiply(inner.reshape(inputs.shape[0], -1))
+
+
+def attend(
+    params: Params,
+    inputs: Float[Array, "row features"],
     kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
     *,
     batch: TokenBatch,

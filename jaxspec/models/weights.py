@@ -35,17 +35,36 @@ def declare(
     config: ModelConfig, *, dtype: jnp.dtype, mesh: Mesh, mesh_axes: tuple[str, ...]
 ) -> Specs:
     """All parameters of a network in the form in which these devices hold them."""
-    specs = functions_of(config).param_specs(config)
     parts = num_parts(mesh, mesh_axes)
-    copies = kv_copies(config.num_q_heads, config.num_kv_heads, parts)
+    return choose_forms(
+        functions_of(config).param_specs(config),
+        dtype=dtype,
+        mesh=mesh,
+        copies=kv_copies(config.num_q_heads, config.num_kv_heads, parts),
+        of_layers=ScannedMatrix if config.scan_layers else DenseMatrix,
+    )
+
+
+def choose_forms(
+    specs: Specs,
+    *,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+    copies: int,
+    of_layers: type[DenseMatrix] = DenseMatrix,
+) -> Specs:
+    """Declarations with the form that these devices hold each of them in.
+
+    Args:
+        copies: How often every KV head is laid out.
+        of_layers: The form of matrices of layers, where devices leave a choice.
+    """
     num_bytes = sum(spec.num_values for spec in specs.values()) * dtype.itemsize
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     for path, spec in specs.items():
-        form = DenseMatrix
+        form = of_layers if path[0] == LAYERS else DenseMatrix
         if is_cpu:
             form = cpu.choose_form(dtype, num_devices=mesh.size, num_bytes=num_bytes)
-        elif config.scan_layers and path[0] == LAYERS:
-            form = ScannedMatrix
         if len(spec.shape) == 2 and form.fits(spec.shape):
             specs[path] = spec = replace(spec, form=form)
         if spec.axes[0] == "kv_head":
@@ -193,3 +212,24 @@ def _random_matrix(
     unit = noise.uniform(words[0], words[1], row * jnp.uint32(shape[1]) + column)
     # The standard deviation of a uniform is its width over sqrt(12).
     return ((unit - 0.5) * jnp.float32((12 / shape[1]) ** 0.5)).astype(dtype)
+
+
+def tensors_of(specs: Specs, params: Params) -> dict[str, np.ndarray]:
+    """The canonical tensors that a tree was made of: what `load_params` would read.
+
+    Args:
+        params: Of unscanned layers, in any placement that this process can read.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    for path, spec in specs.items():
+        node: Any = params
+        for key in path:
+            node = node[key]
+        values = np.asarray(node if len(spec.shape) == 1 else node.values)
+        assert spec.copies == 1, "KV heads are there several times"
+        block = spec.unit // len(spec.tensors)
+        rows = values.reshape(-1, len(spec.tensors), block, *values.shape[1:])
+        for number, name in enumerate(spec.tensors):
+            whole = rows[:, number].reshape(-1, *values.shape[1:])
+            tensors[name] = np.ascontiguousarray(whole)
+    return tensors

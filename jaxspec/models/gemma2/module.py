@@ -4,10 +4,9 @@ The engine does not go through it: it runs the same functions over a plain tree.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx, traverse_util
+from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxspec.models.backend import Backend
@@ -15,6 +14,7 @@ from jaxspec.models.batch import TokenBatch
 from jaxspec.models.gemma2 import network
 from jaxspec.models.gemma2.config import Gemma2Config
 from jaxspec.models.network import Hidden, Network, Pages
+from jaxspec.models.variables import as_module, as_variables, bound_params
 
 
 class Gemma2(nnx.Module):
@@ -33,15 +33,9 @@ class Gemma2(nnx.Module):
         if config.scan_layers:  # a module for every layer: there is nothing to scan
             config = replace(config, scan_layers=False)
         self.config, self._backend = config, backend
-        flat = {
-            path: nnx.Param(
-                jnp.zeros(spec.shape, dtype), axes=spec.axes, unit=spec.unit
-            )
-            for path, spec in network.param_specs(config).items()
-        }
-        tree: dict[str, Any] = traverse_util.unflatten_dict(flat)
+        tree = as_variables(network.param_specs(config), dtype)
         self.embedding, self.final_norm = tree["embedding"], tree["final_norm"]
-        self.layers = nnx.List(map(_as_module, tree["layers"].values()))
+        self.layers = nnx.List(map(as_module, tree["layers"].values()))
 
     def hidden(self, batch: TokenBatch, kv_pages: Pages) -> tuple[Hidden, Pages]:
         """Run all layers; returns the rows and the updated pages per layer."""
@@ -52,24 +46,10 @@ class Gemma2(nnx.Module):
         return self._bound().logits(hidden)
 
     def _bound(self) -> Network:
-        state = nnx.to_flat_state(nnx.state(self, nnx.Param))
-        values = {tuple(map(str, path)): variable[...] for path, variable in state}
-        flat = {
-            path: spec.wrap(values[path])
-            for path, spec in network.param_specs(self.config).items()
-        }
+        params = bound_params(self, network.param_specs(self.config))
         return Network(
             config=self.config,
-            params=traverse_util.unflatten_dict(flat),
+            params=params,
             backend=self._backend,
             functions=network,
         )
-
-
-def _as_module(tree: dict[str, Any]) -> nnx.Module:
-    return nnx.Dict(
-        {
-            name: _as_module(part) if isinstance(part, dict) else part
-            for name, part in tree.items()
-        }
-    )

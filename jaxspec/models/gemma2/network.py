@@ -8,7 +8,6 @@ Parameters have one type (float32 or bfloat16) and are matmul operands in it; th
 residual stream, norms, attention statistics and logits are float32.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -18,7 +17,13 @@ from jaxtyping import Array, Float
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.gemma2.config import Gemma2Config
-from jaxspec.models.layers import attend, mean_square, rope_tables
+from jaxspec.models.layers import (
+    attend,
+    gate_block,
+    gated_feed_forward,
+    mean_square,
+    rope_tables,
+)
 from jaxspec.models.network import Hidden, Pages
 from jaxspec.models.params import Params, ParamSpec, Specs
 from jaxspec.models.stack import run_layers
@@ -41,7 +46,7 @@ def param_specs(config: Gemma2Config) -> Specs:
     """Every parameter: shape, logical axes, what stays together, tensors."""
     model, hidden, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_q_heads * head, config.num_kv_heads * head
-    blocks = 2 * gate_block(config)
+    blocks = 2 * gate_block(hidden)
     norm = (model,), ("model",), 1
     matrices: dict[str, Any] = {
         # A head's key rows, then its value rows: the order of the pages.
@@ -69,11 +74,6 @@ def param_specs(config: Gemma2Config) -> Specs:
             whole = "layers", str(layer), *path.split("/")
             specs[whole] = spec(matrices.get(path, norm), *named)
     return specs
-
-
-def gate_block(config: Gemma2Config) -> int:
-    """Rows of gate (and of up) that lie together in the fused projection."""
-    return math.gcd(config.intermediate_size, 128)
 
 
 def forward(
@@ -108,7 +108,12 @@ def forward(
         )
         stream += rms_norm(mixed, own["post_attention_norm"], config.rms_norm_eps)
         normed = rms_norm(stream, own["pre_feed_forward_norm"], config.rms_norm_eps)
-        outer = feed_forward(config, own["feed_forward"], normed)
+        outer = gated_feed_forward(
+            own["feed_forward"],
+            normed,
+            block=gate_block(config.intermediate_size),
+            activate=_gelu,
+        )
         stream += rms_norm(outer, own["post_feed_forward_norm"], config.rms_norm_eps)
         return stream, pages
 
@@ -129,14 +134,8 @@ def logits(
     return found if cap is None else jnp.tanh(found / cap) * cap
 
 
-def feed_forward(
-    config: Gemma2Config, params: Params, inputs: Float[Array, "row model"]
-) -> Float[Array, "row model"]:
-    """Gated GELU (tanh form)."""
-    gate_up = params["gate_up_proj"].multiply(inputs)
-    gate_up = gate_up.reshape(inputs.shape[0], -1, 2, gate_block(config))
-    inner = jax.nn.gelu(gate_up[:, :, 0], approximate=True) * gate_up[:, :, 1]
-    return params["down_proj"].multiply(inner.reshape(inputs.shape[0], -1))
+def _gelu(inputs: Array) -> Array:
+    return jax.nn.gelu(inputs, approximate=True)
 
 
 def rms_norm(

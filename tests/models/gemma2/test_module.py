@@ -1,4 +1,4 @@
-"""`jaxspec.models.Gemma2` is a Flax module that equals HuggingFace's model."""
+"""`jaxspec.models.Gemma2`, a Flax module of variables, equals HuggingFace's model."""
 
 from typing import Any
 

@@ -1,0 +1,173 @@
+"""Heads on disk: what SafeAILab, SpecForge, SGLang, vLLM and speculators write.
+
+A head is a small network on the hidden states of a target. Owns how a folder says which
+kind it holds and what each writer calls its tensors; all names become vLLM's. Knows
+nothing of sizes: `jaxspec.models.heads` does.
+"""
+
+import json
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxspec_checkpoints.errors import CheckpointError
+from jaxspec_checkpoints.files import expand, listing, read_json, readable
+from jaxspec_checkpoints.huggingface import INTEGERS, SINGLE, read_tensors
+from jaxspec_checkpoints.tensor import Tensor
+
+EAGLE3, MEDUSA, MLP_SPECULATOR = "eagle3", "medusa", "mlp_speculator"
+KINDS = (EAGLE3, MEDUSA, MLP_SPECULATOR)
+
+# Of a file that some writers of Medusa heads use in place of model.safetensors.
+_MEDUSA_FILE = "medusa_lm_head.safetensors"
+# A writer's spelling, and vLLM's. The first pattern that fits a name is applied.
+_SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
+    EAGLE3: (
+        (r"(?:model\.)?midlayer\.(.*)", r"layers.0.\1"),
+        (r"model\.(.*)", r"\1"),
+    ),
+    MEDUSA: (
+        # The paper's own: head, then block or, at last, the head's matrix.
+        (r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(.*)", r"blocks.\1.layers.\2.\3"),
+        (r"(?:medusa_heads?\.)?(\d+)\.\d+\.weight", r"lm_heads.\1.weight"),
+        (r"medusa_heads?\.(.*)", r"\1"),
+    ),
+    MLP_SPECULATOR: ((r"speculator\.(.*)", r"\1"),),
+}
+# What the target has already, or what follows from other tensors.
+_IGNORED = re.compile(r"t2d|verifier_(norm|lm_head)\.weight|.*rotary_emb\.inv_freq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadFiles:
+    """One head on disk, not yet read.
+
+    Attributes:
+        kind: One of `KINDS`.
+        config: Content of its `config.json`.
+        tensors: By vLLM's names.
+    """
+
+    kind: str
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+def kind_of_head(config: Mapping[str, Any]) -> str | None:
+    """Tell from the content of a `config.json` which kind of head it is, if it is one.
+
+    Those of speculators that are none of `KINDS` go by their own name.
+    """
+    named = config.get("speculators_model_type")
+    if named is not None:
+        return str(named)
+    names = {str(name) for name in config.get("architectures") or ()}
+    if any("eagle3" in name.lower() for name in names):
+        return EAGLE3
+    if config.get("model_type") in (MEDUSA, MLP_SPECULATOR):
+        return str(config["model_type"])
+    return MEDUSA if "medusa_num_heads" in config else None
+
+
+def read_head_config(folder: str | Path) -> tuple[str, Mapping[str, Any]]:
+    """Return the kind of the head in a folder, and the content of its `config.json`.
+
+    Raises:
+        CheckpointError: The folder holds no head, or none of `KINDS`.
+    """
+    folder = expand(folder)
+    with readable(folder):
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(
+                f"{folder} has no config.json; found: {listing(folder)}"
+            )
+        config = read_json(folder / "config.json")
+    kind = kind_of_head(config)
+    if kind not in KINDS:
+        what = "no head" if kind is None else f"a head of kind {kind!r}"
+        raise CheckpointError(
+            f"{folder} holds {what} (config.json: model_type="
+            f"{config.get('model_type')!r}). A head is a small network on a target's "
+            f"hidden states, trained for that target: {', '.join(KINDS)}."
+        )
+    return kind, config
+
+
+def open_head(folder: str | Path) -> HeadFiles:
+    """Find out what head a folder holds; no weight is read.
+
+    Raises:
+        CheckpointError: It holds none that is known, its weights are no safetensors, or
+            two tensors have one name in vLLM's spelling.
+    """
+    folder = expand(folder)
+    kind, config = read_head_config(folder)
+    with readable(folder):
+        file = _weights_file(folder)
+        found = read_tensors(folder, file=file, more_types=INTEGERS)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in found.items():
+        ours = _our_spelling(kind, name)
+        if _IGNORED.fullmatch(ours):
+            continue
+        if ours in tensors:
+            raise CheckpointError(
+                f"{folder} has the tensor {ours!r} twice: as {name!r}"
+            )
+        tensors[ours] = tensor
+    return HeadFiles(kind=kind, folder=folder, config=config, tensors=tensors)
+
+
+def _weights_file(folder: Path) -> str:
+    pickles = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt"))
+    if pickles and not any(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{folder} has its weights in {pickles[0].name}, a pickle, which can run "
+            "anything: convert it to model.safetensors"
+        )
+    has_other = (folder / _MEDUSA_FILE).is_file() and not (folder / SINGLE).is_file()
+    return _MEDUSA_FILE if has_other else SINGLE
+
+
+def _our_spelling(kind: str, name: str) -> str:
+    for pattern, ours in _SPELLINGS[kind]:
+        if re.fullmatch(pattern, name):
+            return re.sub(pattern, ours, name)
+    return name
+
+
+def write_head(
+    folder: str | Path, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> None:
+    """Write a head as vLLM reads it: into a new folder, or nothing at all.
+
+    Raises:
+        CheckpointError: The folder exists already.
+    """
+    folder = expand(folder).absolute()
+    if folder.exists():
+        raise CheckpointError(
+            f"{folder} exists already: name a folder that does not, or delete it"
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        dir=folder.parent, prefix=f".{folder.name}."
+    ) as temporary:
+        inside = Path(temporary) / folder.name
+        inside.mkdir()
+        contiguous = {
+            name: np.ascontiguousarray(array) for name, array in arrays.items()
+        }
+        save_file(contiguous, inside / SINGLE, metadata={"format": "pt"})
+        # Safetensors makes the file readable by its owner alone.
+        (inside / SINGLE).chmod(0o644)
+        text = json.dumps(dict(config), indent=2) + "\n"
+        (inside / "config.json").write_text(text, encoding="utf-8")
+        inside.rename(folder)

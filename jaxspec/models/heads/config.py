@@ -1,0 +1,506 @@
+"""The numbers of a head, read from its config.json, and the target it is for."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, no_type_check
+
+from jaxspec.errors import (
+    ArgumentError,
+    ConfigError,
+    UnsupportedError,
+    check_flag,
+    check_integer,
+    check_number,
+    wrong_argument,
+)
+from jaxspec.model_config import ModelConfig
+from jaxspec_checkpoints import CheckpointError, Tensor
+from jaxspec_checkpoints.heads import (
+    EAGLE3,
+    MEDUSA,
+    MLP_SPECULATOR,
+    open_head,
+)
+
+# Layers of the target that an EAGLE-3 head is shown.
+NUM_TARGET_LAYERS = 3
+
+
+@no_type_check
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig(ABC):
+    """What every head has.
+
+    Attributes:
+        target_hidden_size, vocab_size: The target's.
+        draft_vocab_size: Tokens that the head can propose; fewer than the target has
+            where the vocabulary is trimmed.
+    """
+
+    kind: ClassVar[str]
+
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+
+    def __post_init__(self):
+        for name in ("target_hidden_size", "vocab_size"):
+            check_integer(ConfigError, name, getattr(self, name), low=1)
+        check_integer(
+            ConfigError,
+            "draft_vocab_size",
+            self.draft_vocab_size,
+            low=1,
+            high=self.vocab_size,
+        )
+
+    @property
+    def is_trimmed(self) -> bool:
+        """Whether the head proposes by a smaller vocabulary of its own."""
+        return self.draft_vocab_size < self.vocab_size
+
+    @classmethod
+    @abstractmethod
+    def from_file(
+        cls, config: Mapping[str, Any], names: Collection[str]
+    ) -> "HeadConfig":
+        """Read the content of a `config.json`, of any writer.
+
+        Args:
+            names: Of the tensors beside it: not all of it is in the config.
+
+        Raises:
+            ConfigError: A size is missing or none.
+            NotImplementedError: A variant that the network does not compute.
+        """
+
+    @abstractmethod
+    def to_file(self) -> dict[str, Any]:
+        """What vLLM reads of such a head, but for the target's name."""
+
+    def check_target(self, target: ModelConfig, name: str = "the target") -> None:
+        """Refuse a target that the head is not for.
+
+        Args:
+            name: The target's, for the error.
+
+        Raises:
+            ConfigError: Another hidden size, vocabulary, or number of layers.
+        """
+        for size, theirs in (
+            ("target_hidden_size", target.hidden_size),
+            ("vocab_size", target.vocab_size),
+        ):
+            ours = getattr(self, size)
+            if ours != theirs:
+                raise ConfigError(
+                    f"This {self.kind} head is for another target: it has {size}="
+                    f"{ours}, and {name} has {theirs}. A head works with the model "
+                    "that it was trained for, and with no other.",
+                    parameter=size,
+                    value=ours,
+                )
+
+
+@no_type_check
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(HeadConfig):
+    """One decoder layer over a token's embedding and fused hidden states.
+
+    Attributes:
+        target_layers: After how many of the target's layers its residual stream is
+            taken; None where the file leaves it to the target's size.
+        norm_before_residual: Whether the layer adds to the normalised hidden state.
+        has_embedding: Whether it has token embeddings of its own, not the target's.
+    """
+
+    kind: ClassVar[str] = EAGLE3
+
+    hidden_size: int
+    intermediate_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    target_layers: tuple[int, ...] | None = None
+    norm_before_residual: bool = False
+    has_embedding: bool = False
+    max_position_embeddings: int = 8192
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in _LAYER_SIZES.values():
+            check_integer(ConfigError, name, getattr(self, name), low=1)
+        for name in ("norm_before_residual", "has_embedding"):
+            check_flag(ConfigError, name, getattr(self, name))
+        check_number(ConfigError, "rms_norm_eps", self.rms_norm_eps, low=0)
+        check_number(ConfigError, "rope_theta", self.rope_theta, low=0, open_low=True)
+        if self.num_q_heads % self.num_kv_heads:
+            allowed = f"a multiple of num_key_value_heads={self.num_kv_heads}"
+            raise wrong_argument(
+                ConfigError, "num_attention_heads", allowed, self.num_q_heads
+            )
+        if self.target_layers is not None and (
+            len(self.target_layers) != NUM_TARGET_LAYERS
+            or any(type(layer) is not int or layer < 0 for layer in self.target_layers)
+        ):
+            allowed = f"{NUM_TARGET_LAYERS} numbers of layers"
+            raise wrong_argument(
+                ConfigError, _LAYER_IDS, allowed, list(self.target_layers)
+            )
+        if not self.has_embedding and self.hidden_size != self.target_hidden_size:
+            raise ConfigError(
+                f"This eagle3 head has hidden_size={self.hidden_size} and no "
+                "embed_tokens.weight, and the target's embeddings are "
+                f"{self.target_hidden_size} wide.",
+                parameter="hidden_size",
+                value=self.hidden_size,
+            )
+
+    @classmethod
+    def from_file(
+        cls, config: Mapping[str, Any], names: Collection[str]
+    ) -> "Eagle3Config":
+        """See `HeadConfig.from_file`."""
+        layer = config.get("transformer_layer_config", config)
+        if not isinstance(layer, Mapping):
+            allowed = "an object"
+            raise wrong_argument(
+                ConfigError, "transformer_layer_config", allowed, layer
+            )
+        _refuse_variants(config, layer)
+        _require(layer, *_LAYER_SIZES, "vocab_size")
+        sizes = {ours: layer[theirs] for theirs, ours in _LAYER_SIZES.items()}
+        kv_heads = layer.get("num_key_value_heads") or layer["num_attention_heads"]
+        width = layer["hidden_size"] // max(1, layer["num_attention_heads"])
+        is_speculators = layer is not config
+        return cls(
+            **sizes,
+            num_kv_heads=kv_heads,
+            head_dim=layer.get("head_dim") or width,
+            vocab_size=layer["vocab_size"],
+            draft_vocab_size=config.get("draft_vocab_size") or layer["vocab_size"],
+            target_hidden_size=config.get("target_hidden_size") or layer["hidden_size"],
+            target_layers=_target_layers(config),
+            has_embedding="embed_tokens.weight" in names,
+            # vLLM takes it for true where a file of speculators leaves it out.
+            norm_before_residual=bool(
+                config.get("norm_before_residual", is_speculators)
+            ),
+            rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
+            rope_theta=_rope_theta(layer),
+            max_position_embeddings=layer.get("max_position_embeddings") or 8192,
+        )
+
+    def to_file(self) -> dict[str, Any]:
+        layer = {theirs: getattr(self, ours) for theirs, ours in _LAYER_SIZES.items()}
+        layer |= dict(
+            model_type="llama",
+            architectures=["LlamaForCausalLM"],
+            num_key_value_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab_size,
+            num_hidden_layers=1,
+            hidden_act="silu",
+            rms_norm_eps=self.rms_norm_eps,
+            rope_theta=self.rope_theta,
+            max_position_embeddings=self.max_position_embeddings,
+            attention_bias=False,
+            mlp_bias=False,
+            tie_word_embeddings=False,
+        )
+        content: dict[str, Any] = dict(
+            architectures=["Eagle3Speculator"],
+            speculators_model_type=EAGLE3,
+            transformer_layer_config=layer,
+            draft_vocab_size=self.draft_vocab_size,
+            target_hidden_size=self.target_hidden_size,
+            norm_before_residual=self.norm_before_residual,
+        )
+        if self.target_layers is not None:
+            content[_LAYER_IDS] = list(self.target_layers)
+        return content
+
+    def layers_of(self, target: ModelConfig) -> tuple[int, ...]:
+        """After how many layers the target's residual stream is taken."""
+        if self.target_layers is not None:
+            return self.target_layers
+        return default_layers(target.num_layers)
+
+    def check_target(self, target: ModelConfig, name: str = "the target") -> None:
+        """See `HeadConfig.check_target`."""
+        super().check_target(target, name)
+        layers = self.layers_of(target)
+        if max(layers) > target.num_layers:
+            raise ConfigError(
+                f"This eagle3 head is for another target: it has {_LAYER_IDS}="
+                f"{list(layers)}, and {name} has {target.num_layers} layers.",
+                parameter=_LAYER_IDS,
+                value=list(layers),
+            )
+
+
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# Of the layer, in its config.json and here.
+_LAYER_SIZES = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_attention_heads": "num_q_heads",
+}
+# Keys that change what the network computes, and the one value that is computed here.
+_FIXED = {
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "model_type": "llama",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "norm_before_fc": False,
+    "norm_output": False,
+    "fc_norm": False,
+}
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """The layers that vLLM and SGLang take where a head names none: low, middle, high.
+
+    A target of few layers, where two of them would be one, is cut evenly.
+    """
+    layers = 2, num_layers // 2, num_layers - 3
+    if len(set(layers)) == len(layers) and min(layers) > 0:
+        return layers
+    low = min(1, num_layers - 1)
+    return low, max(low, num_layers // 2), max(low, num_layers - 1)
+
+
+def _target_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """In vLLM's count; SpecForge's is of the layer whose output is taken, from 0."""
+    own = config.get(_LAYER_IDS)
+    if own is not None:
+        return _as_layers(own)
+    nested = config.get("eagle_config") or {}
+    named = nested.get(_LAYER_IDS) if isinstance(nested, Mapping) else None
+    if named is None:
+        return None
+    return tuple(layer + 1 for layer in _as_layers(named))
+
+
+def _as_layers(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or any(
+        type(one) is not int for one in value
+    ):
+        allowed = f"{NUM_TARGET_LAYERS} numbers of layers"
+        raise wrong_argument(ConfigError, _LAYER_IDS, allowed, value)
+    return tuple(value)
+
+
+def _refuse_variants(config: Mapping[str, Any], layer: Mapping[str, Any]) -> None:
+    for name, computed in _FIXED.items():
+        given = layer.get(name, config.get(name, computed))
+        if given not in (computed, None):
+            hint = "The head's network computes nothing else."
+            raise wrong_argument(UnsupportedError, name, repr(computed), given, hint)
+    nested = config.get("eagle_config") or {}
+    if isinstance(nested, Mapping) and nested.get("use_aux_hidden_state") is False:
+        raise UnsupportedError(
+            "eagle_config.use_aux_hidden_state=false: the head is not shown layers of "
+            "the target, and this network fuses three.",
+            parameter="use_aux_hidden_state",
+            value=False,
+        )
+
+
+def _rope_theta(layer: Mapping[str, Any]) -> float:
+    rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise wrong_argument(ConfigError, "rope_parameters", "an object", rope)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", None):
+        hint = "Heads for Gemma 2 have no scaled positions."
+        raise wrong_argument(UnsupportedError, "rope_type", "'default'", kind, hint)
+    theta = layer.get("rope_theta") or rope.get("rope_theta") or 10000.0
+    return check_number(ConfigError, "rope_theta", theta, low=0, open_low=True)
+
+
+def _require(config: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        check_integer(ConfigError, f"config.json: {name}", config.get(name), low=1)
+
+
+@no_type_check
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(HeadConfig):
+    """One residual network for each place after the next token.
+
+    Attributes:
+        num_heads: Head i proposes the token i + 2 places after the one it looks at.
+        num_blocks: Residual blocks of a head.
+        has_bias: Whether their matrices have one.
+        lm_heads: How many matrices of logits the head has of its own: one for each
+            head, one for all, or none; then they are the target's.
+    """
+
+    kind: ClassVar[str] = MEDUSA
+
+    num_heads: int
+    num_blocks: int = 1
+    has_bias: bool = False
+    lm_heads: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("num_heads", "num_blocks"):
+            check_integer(ConfigError, name, getattr(self, name), low=1)
+        if self.lm_heads not in (0, 1, self.num_heads):
+            allowed = f"0, 1 or num_heads={self.num_heads}"
+            raise wrong_argument(ConfigError, "lm_heads", allowed, self.lm_heads)
+        if self.is_trimmed and not self.lm_heads:
+            raise ConfigError(
+                f"This medusa head has truncated_vocab_size={self.draft_vocab_size} "
+                "and no lm_head of its own for it.",
+                parameter="truncated_vocab_size",
+                value=self.draft_vocab_size,
+            )
+
+    @classmethod
+    def from_file(
+        cls, config: Mapping[str, Any], names: Collection[str]
+    ) -> "MedusaConfig":
+        """See `HeadConfig.from_file`."""
+        # Of vLLM, of speculators, and of the paper's own code.
+        hidden: Any = config.get("hidden_size") or config.get("medusa_hidden_size")
+        vocab: Any = config.get("vocab_size") or config.get("medusa_vocab_size")
+        heads: Any = config.get("num_heads") or config.get("medusa_num_heads")
+        is_own = "medusa_num_heads" in config
+        blocks = config.get("num_hidden_layers") or config.get("medusa_num_layers") or 1
+        lm_heads = heads if "lm_heads.0.weight" in names else 0
+        if "lm_head.weight" in names:
+            lm_heads = 1
+        given = dict(hidden_size=hidden, vocab_size=vocab, num_heads=heads)
+        _require(given, *given)
+        return cls(
+            target_hidden_size=hidden,
+            vocab_size=vocab,
+            draft_vocab_size=config.get("truncated_vocab_size") or vocab,
+            num_heads=heads,
+            num_blocks=blocks,
+            has_bias=bool(config.get("medusa_fc_bias", is_own)),
+            lm_heads=lm_heads,
+        )
+
+    def to_file(self) -> dict[str, Any]:
+        return dict(
+            architectures=["MedusaModel"],
+            model_type=MEDUSA,
+            hidden_size=self.target_hidden_size,
+            vocab_size=self.vocab_size,
+            truncated_vocab_size=self.draft_vocab_size,
+            num_heads=self.num_heads,
+            num_hidden_layers=self.num_blocks,
+            medusa_fc_bias=self.has_bias,
+            original_lm_head=self.lm_heads < 2,
+        )
+
+
+@no_type_check
+@dataclass(frozen=True, kw_only=True)
+class MlpSpeculatorConfig(HeadConfig):
+    """A chain of small stages, each over the one before and the newest token.
+
+    Attributes:
+        num_stages: The most tokens it proposes.
+        inner_size: Width of the stages.
+        is_tied: Whether all stages have the same parameters, but for the first matrix.
+        scale_input: Whether the target's hidden state is normalised first.
+    """
+
+    kind: ClassVar[str] = MLP_SPECULATOR
+
+    num_stages: int
+    inner_size: int
+    is_tied: bool = False
+    scale_input: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("num_stages", "inner_size"):
+            check_integer(ConfigError, name, getattr(self, name), low=1)
+        for name in ("is_tied", "scale_input"):
+            check_flag(ConfigError, name, getattr(self, name))
+        if self.is_trimmed:
+            allowed = f"vocab_size={self.vocab_size}"
+            raise wrong_argument(
+                ConfigError, "draft_vocab_size", allowed, self.draft_vocab_size
+            )
+
+    @classmethod
+    def from_file(
+        cls, config: Mapping[str, Any], names: Collection[str]
+    ) -> "MlpSpeculatorConfig":
+        """See `HeadConfig.from_file`."""
+        _require(config, "vocab_size", "emb_dim", "n_predict")
+        return cls(
+            target_hidden_size=config["emb_dim"],
+            vocab_size=config["vocab_size"],
+            draft_vocab_size=config["vocab_size"],
+            num_stages=config["n_predict"],
+            inner_size=config.get("inner_dim") or config["emb_dim"],
+            is_tied=config.get("tie_weights", False),
+            scale_input=config.get("scale_input", False),
+        )
+
+    def to_file(self) -> dict[str, Any]:
+        return dict(
+            architectures=["MLPSpeculatorPreTrainedModel"],
+            model_type=MLP_SPECULATOR,
+            vocab_size=self.vocab_size,
+            emb_dim=self.target_hidden_size,
+            inner_dim=self.inner_size,
+            n_predict=self.num_stages,
+            tie_weights=self.is_tied,
+            scale_input=self.scale_input,
+            # vLLM's class wants one number a stage, and reads none of them.
+            top_k_tokens_per_head=[1] * self.num_stages,
+            n_candidates=1,
+        )
+
+
+CONFIGS: dict[str, type[HeadConfig]] = {
+    config.kind: config for config in (Eagle3Config, MedusaConfig, MlpSpeculatorConfig)
+}
+
+
+def read_head(folder: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """Read what head a folder holds, and find its tensors; no weight is read.
+
+    Raises:
+        ConfigError: It holds no head that is known, or a size is missing.
+        NotImplementedError: A variant that the network does not compute.
+    """
+    try:
+        files = open_head(folder)
+        tensors = dict(files.tensors)
+        if files.kind == MEDUSA and files.config.get("original_lm_head"):
+            _drop_copies(tensors)
+        return CONFIGS[files.kind].from_file(files.config, tensors), tensors
+    except CheckpointError as error:
+        raise ConfigError(str(error), parameter="model", value=str(folder)) from error
+    except ArgumentError as error:
+        raise type(error)(
+            f"config.json of {folder}: {error}",
+            parameter=error.parameter,
+            value=error.value,
+        ) from error
+
+
+def _drop_copies(tensors: dict[str, Tensor]) -> None:
+    """Leave one of a Medusa's matrices of logits, which are all the same.
+
+    One for all is `lm_head.weight`; some writers call it the first of several.
+    """
+    several = [name for name in tensors if name.startswith("lm_heads.")]
+    found = [tensors.pop(name) for name in sorted(several)]
+    if found:
+        tensors.setdefault("lm_head.weight", found[0])

@@ -1,0 +1,159 @@
+"""The EAGLE-3 head: one decoder layer over a token's embedding and what the target saw.
+
+A row of it is about a token and the target's hidden states at the token before. These
+come of three layers, and are fused to the head's width once; from then on the layer's
+own output stands for what the target has not seen yet. Its keys and values lie in pages
+like any layer's, at the slot of the row.
+
+The layer is Llama's (SiLU, no caps, no post-norms), whatever the target is: that is
+what other engines train and run. References: Li et al. 2025, arXiv:2503.01840.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from jaxspec.models.backend import Backend
+from jaxspec.models.batch import TokenBatch
+from jaxspec.models.heads.config import NUM_TARGET_LAYERS, Eagle3Config
+from jaxspec.models.layers import (
+    attend,
+    gate_block,
+    gated_feed_forward,
+    mean_square,
+    rope_tables,
+)
+from jaxspec.models.matrices import Matrix
+from jaxspec.models.params import Params, ParamSpec, Specs
+
+_VECTORS = {
+    ("layer", "hidden_norm"): "layers.0.hidden_norm",
+    ("layer", "input_norm"): "layers.0.input_layernorm",
+    ("layer", "post_attention_norm"): "layers.0.post_attention_layernorm",
+    ("norm",): "norm",
+}
+
+
+def param_specs(config: Eagle3Config) -> Specs:
+    """Every parameter: shape, logical axes, what stays together, tensors."""
+    model, hidden, head = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_q_heads * head, config.num_kv_heads * head
+    attention, mlp = ("layer", "attention"), ("layer", "feed_forward")
+    at, both = "layers.0.", 2 * model  # the layer sees embedding and hidden state
+
+    def matrix(
+        rows: int, columns: int, axes: tuple[str, str], *names: str, unit: int = 1
+    ) -> ParamSpec:
+        tensors = tuple(f"{name}.weight" for name in names)
+        return ParamSpec(shape=(rows, columns), axes=axes, unit=unit, tensors=tensors)
+
+    q, k, v, o = (f"{at}self_attn.{name}_proj" for name in "qkvo")
+    gate, up, down = (f"{at}mlp.{name}_proj" for name in ("gate", "up", "down"))
+    blocks = 2 * gate_block(hidden)
+    fused = NUM_TARGET_LAYERS * config.target_hidden_size
+    specs: Specs = {
+        ("fc",): matrix(model, fused, ("model", "model"), "fc"),
+        (*attention, "q_proj"): matrix(
+            queries, both, ("q_head", "model"), q, unit=head
+        ),
+        (*attention, "kv_proj"): matrix(
+            2 * keys, both, ("kv_head", "model"), k, v, unit=2 * head
+        ),
+        (*attention, "o_proj"): matrix(
+            model, queries, ("model", "q_head"), o, unit=head
+        ),
+        (*mlp, "gate_up_proj"): matrix(
+            2 * hidden, model, ("hidden", "model"), gate, up, unit=blocks
+        ),
+        (*mlp, "down_proj"): matrix(model, hidden, ("model", "hidden"), down),
+        ("lm_head",): matrix(
+            config.draft_vocab_size, model, ("vocab", "model"), "lm_head"
+        ),
+    }
+    if config.has_embedding:
+        specs["embedding",] = matrix(
+            config.vocab_size, model, ("vocab", "model"), "embed_tokens"
+        )
+    for path, name in _VECTORS.items():
+        tensors = (f"{name}.weight",)
+        specs[path] = ParamSpec(shape=(model,), axes=("model",), tensors=tensors)
+    return specs
+
+
+def fuse(
+    config: Eagle3Config,
+    params: Params,
+    streams: Sequence[Float[Array, "row target_model"]],
+) -> Float[Array, "row model"]:
+    """Join the target's residual streams at its chosen layers, the lowest first."""
+    assert len(streams) == NUM_TARGET_LAYERS
+    return params["fc"].multiply(jnp.concatenate(streams, axis=-1))
+
+
+def embed(
+    params: Params, tokens: Int[Array, " row"], target: Matrix
+) -> Float[Array, "row model"]:
+    """Rows of the head's embedding, or of the target's where it has none.
+
+    Without Gemma's scale: the layer's norm would take it out again.
+    """
+    return params.get("embedding", target).rows(tokens)
+
+
+def forward(
+    config: Eagle3Config,
+    params: Params,
+    batch: TokenBatch,
+    embedded: Float[Array, "row model"],
+    hidden: Float[Array, "row model"],
+    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    backend: Backend,
+) -> tuple[Float[Array, "row model"], Array]:
+    """Run the layer; returns its output, which is the next pass's `hidden`, and pages.
+
+    Args:
+        batch: `tokens` is not read: they are in `embedded`.
+        hidden: At the token before, fused or of an earlier pass.
+    """
+    own, epsilon = params["layer"], config.rms_norm_eps
+    normed = rms_norm(hidden, own["hidden_norm"], epsilon)
+    rows = jnp.concatenate(
+        [rms_norm(embedded, own["input_norm"], epsilon), normed], axis=-1
+    )
+    mixed, kv_pages = attend(
+        own["attention"],
+        rows,
+        kv_pages,
+        batch=batch,
+        tables=rope_tables(batch.positions, config.head_dim, config.rope_theta),
+        num_q_heads=config.num_q_heads,
+        scale=config.head_dim**-0.5,
+        backend=backend,
+    )
+    stream = (normed if config.norm_before_residual else hidden) + mixed
+    normed = rms_norm(stream, own["post_attention_norm"], epsilon)
+    outer = gated_feed_forward(
+        own["feed_forward"],
+        normed,
+        block=gate_block(config.intermediate_size),
+        activate=jax.nn.silu,
+    )
+    return stream + outer, kv_pages
+
+
+def logits(
+    config: Eagle3Config, params: Params, hidden: Float[Array, "row model"]
+) -> Float[Array, "row draft_vocab"]:
+    """Logits of the layer's output, over the head's own vocabulary."""
+    normed = rms_norm(hidden, params["norm"], config.rms_norm_eps)
+    return params["lm_head"].multiply(normed)
+
+
+def rms_norm(
+    inputs: Float[Array, "row model"], weight: Float[Array, " model"], epsilon: float
+) -> Float[Array, "row model"]:
+    """Normalise in float32 and scale by the weight, Llama's form."""
+    scale = weight.astype(jnp.float32)[None]
+    return inputs * jax.lax.rsqrt(mean_square(inputs) + epsilon) * scale

@@ -1,0 +1,72 @@
+"""Medusa: for each place after the next token, a residual network of its own.
+
+All look at the target's last hidden state, normalised, and at nothing else: not at each
+other, nor at the next token. References: Cai et al. 2024, arXiv:2401.10774.
+"""
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxspec.models.heads.config import MedusaConfig
+from jaxspec.models.matrices import Matrix
+from jaxspec.models.params import Params, ParamSpec, Specs
+
+
+def param_specs(config: MedusaConfig) -> Specs:
+    """Every parameter: shape, logical axes, tensors."""
+    model, specs = config.target_hidden_size, Specs()
+    for head in range(config.num_heads):
+        for block in range(config.num_blocks):
+            name = f"blocks.{head}.layers.{block}"
+            path = "blocks", str(head), str(block)
+            specs[*path, "weight"] = ParamSpec(
+                shape=(model, model),
+                axes=("model", "model"),
+                tensors=(f"{name}.weight",),
+            )
+            if config.has_bias:
+                specs[*path, "bias"] = ParamSpec(
+                    shape=(model,), axes=("model",), tensors=(f"{name}.bias",)
+                )
+    names = [f"lm_heads.{number}" for number in range(config.lm_heads)]
+    for number, name in enumerate(["lm_head"] if config.lm_heads == 1 else names):
+        specs["lm_heads", str(number)] = ParamSpec(
+            shape=(config.draft_vocab_size, model),
+            axes=("vocab", "model"),
+            tensors=(f"{name}.weight",),
+        )
+    return specs
+
+
+def forward(
+    config: MedusaConfig, params: Params, rows: Float[Array, "row model"]
+) -> tuple[Float[Array, "row model"], ...]:
+    """What each head makes of the target's normalised last hidden states."""
+    found = []
+    for head in range(config.num_heads):
+        stream, blocks = rows, params["blocks"][str(head)]
+        for block in range(config.num_blocks):
+            inner = blocks[str(block)]["weight"].multiply(stream)
+            if config.has_bias:
+                inner += blocks[str(block)]["bias"].astype(inner.dtype)[None]
+            stream = stream + jax.nn.silu(inner)
+        found.append(stream)
+    return tuple(found)
+
+
+def logits(
+    config: MedusaConfig,
+    params: Params,
+    head: int,
+    rows: Float[Array, "row model"],
+    target: Matrix,
+) -> Float[Array, "row draft_vocab"]:
+    """Logits of what one head has made, over the heads' vocabulary.
+
+    Args:
+        target: The target's matrix of logits, for heads that have none of their own.
+            Its soft cap is left out, as other engines do: a cap keeps the order.
+    """
+    if not config.lm_heads:
+        return target.multiply(rows)
+    return params["lm_heads"][str(min(head, config.lm_heads - 1))].multiply(rows)

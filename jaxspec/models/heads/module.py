@@ -1,0 +1,120 @@
+"""Heads as Flax modules, for whoever inspects, trains or composes them.
+
+The engine and the trainer do not go through them: they run the same functions over a
+plain tree.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Num
+
+from jaxspec.models.backend import Backend
+from jaxspec.models.batch import TokenBatch
+from jaxspec.models.heads import eagle3, medusa, mlp_speculator
+from jaxspec.models.heads.config import (
+    Eagle3Config,
+    HeadConfig,
+    MedusaConfig,
+    MlpSpeculatorConfig,
+)
+from jaxspec.models.heads.weights import functions_of_head
+from jaxspec.models.matrices import DenseMatrix
+from jaxspec.models.params import Params
+from jaxspec.models.variables import as_module, as_variables, bound_params
+
+
+class _Head(nnx.Module):
+    """Parameters under the names of the tree: `module.parameters["fc"]`."""
+
+    def __init__(self, config: HeadConfig, dtype: jnp.dtype):
+        self.config = config
+        specs = functions_of_head(config).param_specs(config)
+        self.parameters = as_module(as_variables(specs, dtype))
+
+    def params(self) -> Params:
+        """The tree that the network's functions are given."""
+        specs = functions_of_head(self.config).param_specs(self.config)
+        return bound_params(self.parameters, specs)
+
+
+class Eagle3(_Head):
+    """See `jaxspec.models.heads.eagle3`."""
+
+    config: Eagle3Config
+
+    def fuse(
+        self, streams: Sequence[Float[Array, "row target_model"]]
+    ) -> Float[Array, "row model"]:
+        """Join the target's residual streams, the lowest first."""
+        return eagle3.fuse(self.config, self.params(), streams)
+
+    def __call__(
+        self,
+        batch: TokenBatch,
+        hidden: Float[Array, "row model"],
+        kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+        embedding: Float[Array, "vocab model"],
+        backend: Backend = Backend(),  # noqa: B008 frozen
+    ) -> tuple[Float[Array, "row model"], Array]:
+        """Run the layer; its output and the updated pages.
+
+        Args:
+            embedding: The target's, for a head that has none.
+        """
+        params = self.params()
+        embedded = eagle3.embed(params, batch.tokens, DenseMatrix(embedding))
+        return eagle3.forward(
+            self.config, params, batch, embedded, hidden, kv_pages, backend
+        )
+
+    def logits(
+        self, hidden: Float[Array, "row model"]
+    ) -> Float[Array, "row draft_vocab"]:
+        """Logits of the layer's output, over the head's own vocabulary."""
+        return eagle3.logits(self.config, self.params(), hidden)
+
+
+class Medusa(_Head):
+    """See `jaxspec.models.heads.medusa`."""
+
+    config: MedusaConfig
+
+    def __call__(
+        self,
+        rows: Float[Array, "row model"],
+        embedding: Float[Array, "vocab model"],
+    ) -> tuple[Float[Array, "row draft_vocab"], ...]:
+        """Logits of every head.
+
+        Args:
+            embedding: The target's matrix of logits.
+        """
+        params = self.params()
+        found = medusa.forward(self.config, params, rows)
+        return tuple(
+            medusa.logits(self.config, params, head, one, DenseMatrix(embedding))
+            for head, one in enumerate(found)
+        )
+
+
+class MlpSpeculator(_Head):
+    """See `jaxspec.models.heads.mlp_speculator`."""
+
+    config: MlpSpeculatorConfig
+
+    def start(self, rows: Float[Array, "row model"]) -> Float[Array, "row model"]:
+        """What the first stage is given of the target's last hidden states."""
+        return mlp_speculator.start(self.config, rows)
+
+    def __call__(
+        self,
+        stage: int,
+        tokens: Int[Array, " row"],
+        state: Float[Array, "row features"],
+    ) -> tuple[Float[Array, "row vocab"], Float[Array, "row inner"]]:
+        """Logits and state of one stage."""
+        params = self.params()
+        state = mlp_speculator.forward(self.config, params, stage, tokens, state)
+        return mlp_speculator.logits(self.config, params, stage, state), state

@@ -1,0 +1,286 @@
+"""A head's parameters: declared, read, random, abstract, and written to a folder.
+
+Beside the matrices and vectors, a tree of a trimmed vocabulary has `token_ids`: which
+of the target's tokens each of the head's stands for, int32.
+"""
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import unflatten_dict
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from jaxspec.errors import ConfigError
+from jaxspec.model_config import ModelConfig
+from jaxspec.models.heads.config import (
+    Eagle3Config,
+    HeadConfig,
+    MlpSpeculatorConfig,
+    read_head,
+)
+from jaxspec.models.params import Params, Specs
+from jaxspec.models.weights import choose_forms, tensors_of
+from jaxspec.sharding import DRAFT_MESH_AXES, kv_copies, num_parts, replicated
+from jaxspec_checkpoints import CheckpointError, Tensor
+from jaxspec_checkpoints.heads import EAGLE3, write_head
+from jaxspec_checkpoints.placement import place
+
+TOKEN_IDS = "token_ids"
+
+# Tensors of token ids: how far from its own number a token's is, or the id itself.
+_OFFSETS, _IDS = "d2t", "token_map"
+
+
+def functions_of_head(config: HeadConfig) -> Any:
+    """The network of a kind of head: `eagle3`, `medusa` or `mlp_speculator`."""
+    return importlib.import_module(f"jaxspec.models.heads.{config.kind}")
+
+
+def declare_head(
+    config: HeadConfig, *, dtype: jnp.dtype, mesh: Mesh, mesh_axes: tuple[str, ...]
+) -> Specs:
+    """All parameters in the form in which these devices hold them."""
+    copies = 1
+    if isinstance(config, Eagle3Config):
+        parts = num_parts(mesh, mesh_axes)
+        copies = kv_copies(config.num_q_heads, config.num_kv_heads, parts)
+    specs = functions_of_head(config).param_specs(config)
+    return choose_forms(specs, dtype=dtype, mesh=mesh, copies=copies)
+
+
+def load_head(
+    folder: str | Path,
+    target: ModelConfig,
+    *,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+    mesh_axes: tuple[str, ...] = DRAFT_MESH_AXES,
+    target_name: str = "the target",
+) -> tuple[HeadConfig, Params]:
+    """Read the head in a folder into its shards, cast to `dtype`.
+
+    Raises:
+        ConfigError: It holds no head, one for another target, or its tensors are not
+            those that its config.json says; nothing was read then.
+        NotImplementedError: A variant that the network does not compute.
+    """
+    config, tensors = read_head(folder)
+    config.check_target(target, target_name)
+    specs = declare_head(config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
+    try:
+        token_ids = _read_token_ids(config, tensors)
+        _check_tensors(config, tensors)
+        flat = {
+            path: spec.wrap(
+                place(
+                    [tensors[name] for name in spec.tensors],
+                    sharding=spec.sharding(mesh, mesh_axes),
+                    dtype=np.dtype(dtype),
+                    block=spec.unit // len(spec.tensors),
+                    copies=spec.copies,
+                )
+            )
+            for path, spec in specs.items()
+        }
+    except CheckpointError as error:
+        message = f"{folder}: {error}"
+        raise ConfigError(message, parameter="model", value=str(folder)) from error
+    params: Params = unflatten_dict(flat)
+    if token_ids is not None:
+        params[TOKEN_IDS] = jax.device_put(token_ids, replicated(mesh))
+    return config, params
+
+
+def _read_token_ids(
+    config: HeadConfig, tensors: dict[str, Tensor]
+) -> np.ndarray | None:
+    """Take the table of a trimmed vocabulary out of the tensors."""
+    name = _OFFSETS if config.kind == EAGLE3 else _IDS
+    table = tensors.pop(name, None)
+    if not config.is_trimmed:
+        return None
+    if table is None:
+        raise CheckpointError(
+            f"no tensor {name!r}, which says what the head's {config.draft_vocab_size} "
+            f"tokens are of the target's {config.vocab_size}"
+        )
+    if table.shape != (config.draft_vocab_size,) or table.dtype.kind != "i":
+        raise CheckpointError(
+            f"tensor {name!r} has type {table.dtype.name} and shape {table.shape}, "
+            f"expected integers of shape {(config.draft_vocab_size,)}"
+        )
+    ids = table.whole().astype(np.int64)
+    if name == _OFFSETS:
+        ids += np.arange(len(ids))
+    wrong = ids[(ids < 0) | (ids >= config.vocab_size)]
+    if wrong.size:
+        raise CheckpointError(
+            f"tensor {name!r} names token {wrong[0]}; the target has "
+            f"{config.vocab_size}, from 0"
+        )
+    if len(np.unique(ids)) < len(ids):
+        raise CheckpointError(f"tensor {name!r} names a token of the target twice")
+    return ids.astype(np.int32)
+
+
+def _check_tensors(config: HeadConfig, tensors: dict[str, Tensor]) -> None:
+    shapes = tensor_shapes(config)
+    if isinstance(config, MlpSpeculatorConfig) and config.is_tied:
+        # Some writers write what is tied once for every stage.
+        stages = {f".{stage}." for stage in range(config.num_stages)}
+        for name in set(tensors) - shapes.keys():
+            if any(stage in name for stage in stages):
+                del tensors[name]
+    trimmed = config.draft_vocab_size, config.target_hidden_size
+    for name, tensor in tensors.items():
+        if name not in shapes:
+            raise CheckpointError(
+                f"tensor {name!r} is not part of a {config.kind} head of these sizes "
+                f"({tensor.source})"
+            )
+        if tensor.shape != shapes[name]:
+            hint = ""
+            if "lm_head" in name and shapes[name] == trimmed:
+                hint = f" (a vocabulary trimmed to {config.draft_vocab_size})"
+            raise CheckpointError(
+                f"tensor {name!r} has shape {tensor.shape}, config.json asks for "
+                f"{shapes[name]}{hint} ({tensor.source})"
+            )
+        if tensor.dtype.kind in "iub":
+            raise CheckpointError(
+                f"tensor {name!r} has type {tensor.dtype.name}, expected floats "
+                f"({tensor.source})"
+            )
+    missing = sorted(shapes.keys() - tensors.keys())
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(f"the head has no tensor {missing[0]!r}{more}")
+
+
+def tensor_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of weights in a head's file, by vLLM's names."""
+    return {
+        name: (spec.shape[0] // len(spec.tensors), *spec.shape[1:])
+        for spec in functions_of_head(config).param_specs(config).values()
+        for name in spec.tensors
+    }
+
+
+def abstract_head(
+    config: HeadConfig,
+    *,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+    mesh_axes: tuple[str, ...] = DRAFT_MESH_AXES,
+) -> Params:
+    """Shapes and placement of parameters, for compiling before there are any."""
+    specs = declare_head(config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
+    flat = {
+        path: spec.wrap(
+            jax.ShapeDtypeStruct(
+                spec.shape, dtype, sharding=spec.sharding(mesh, mesh_axes)
+            )
+        )
+        for path, spec in specs.items()
+    }
+    params: Params = unflatten_dict(flat)
+    if config.is_trimmed:
+        params[TOKEN_IDS] = jax.ShapeDtypeStruct(
+            (config.draft_vocab_size,), jnp.int32, sharding=replicated(mesh)
+        )
+    return params
+
+
+def init_head(
+    config: HeadConfig,
+    *,
+    seed: int,
+    mesh: Mesh,
+    mesh_axes: tuple[str, ...] = DRAFT_MESH_AXES,
+    token_ids: np.ndarray | None = None,
+) -> Params:
+    """Float32 parameters to begin training with, as plain matrices.
+
+    Matrices have a standard deviation of 1/sqrt(in), those of Medusa's blocks are
+    zeros, so that every head begins as the target's own; norms do nothing.
+
+    Args:
+        token_ids: Of a trimmed vocabulary, the target's tokens that it keeps.
+    """
+    random, flat = np.random.default_rng(seed), {}
+    for path, spec in functions_of_head(config).param_specs(config).items():
+        if len(spec.shape) == 1:
+            is_shift = path[-1] == "bias"
+            values = np.zeros(spec.shape) if is_shift else np.ones(spec.shape)
+        elif path[0] == "blocks":
+            values = np.zeros(spec.shape)
+        else:
+            values = random.standard_normal(spec.shape, np.float32)
+            values /= spec.shape[1] ** 0.5
+        placement = spec.sharding(mesh, mesh_axes)
+        flat[path] = spec.wrap(jax.device_put(values.astype(np.float32), placement))
+    params: Params = unflatten_dict(flat)
+    if config.is_trimmed:
+        assert token_ids is not None and token_ids.shape == (config.draft_vocab_size,)
+        ids = np.sort(token_ids).astype(np.int32)
+        params[TOKEN_IDS] = jax.device_put(ids, replicated(mesh))
+    return params
+
+
+def save_head(
+    folder: str | Path,
+    config: HeadConfig,
+    params: Params,
+    *,
+    dtype: jnp.dtype,
+    target_name: str,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a head of plain matrices as vLLM reads it; `load_head` reads it back.
+
+    Args:
+        target_name: What the target is called, for whoever looks for it.
+        extra: More entries of config.json.
+
+    Raises:
+        CheckpointError: The folder exists already.
+    """
+    specs = functions_of_head(config).param_specs(config)
+    arrays: dict[str, np.ndarray] = {
+        name: values.astype(dtype) for name, values in tensors_of(specs, params).items()
+    }
+    content = config.to_file()
+    if config.kind == EAGLE3:
+        content["speculators_config"] = dict(
+            algorithm=EAGLE3,
+            default_proposal_method="greedy",
+            proposal_methods=[dict(proposal_type="greedy", speculative_tokens=3)],
+            verifier=dict(
+                name_or_path=target_name, architectures=["Gemma2ForCausalLM"]
+            ),
+        )
+    if config.is_trimmed:
+        ids = np.asarray(params[TOKEN_IDS]).astype(np.int64)
+        if config.kind == EAGLE3:
+            arrays[_OFFSETS] = ids - np.arange(len(ids))
+            arrays["t2d"] = np.isin(np.arange(config.vocab_size), ids)
+        else:
+            arrays[_IDS] = ids
+    content["torch_dtype"] = jnp.dtype(dtype).name
+    write_head(folder, content | dict(extra or {}), arrays)
+
+
+def to_target_vocab(
+    params: Params, logits: Float[Array, "row draft_vocab"], vocab_size: int
+) -> Float[Array, "row vocab"]:
+    """Logits over the target's vocabulary: -inf for what a head cannot propose."""
+    if TOKEN_IDS not in params:
+        return logits
+    nothing = jnp.full((logits.shape[0], vocab_size), -jnp.inf, logits.dtype)
+    return nothing.at[:, params[TOKEN_IDS]].set(logits)

@@ -1,0 +1,83 @@
+"""How far a head's opinion is from the target's, at every token.
+
+A draft token stays with probability sum(min(p, q)) of the target's p and the draft's
+q: that is what the LK losses raise. KL is the smooth way there, and teaches also where
+the two have nothing in common yet. References: Leviathan et al. 2023, arXiv:2211.17192
+(acceptance); "LK losses", arXiv:2602.23881.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+LOSSES = ("lk", "kl", "tv", "nla")
+# Of the hybrid: how fast KL gives way to 1 - acceptance.
+_ETA = 3.0
+
+
+class Comparison(NamedTuple):
+    """Target and draft at every token.
+
+    Attributes:
+        divergence: KL(target || draft) over the tokens that the draft can propose,
+            times the target's mass on them.
+        acceptance: The chance of a draft to stay.
+        agrees: Whether both find one token the most likely.
+    """
+
+    divergence: Float[Array, " token"]
+    acceptance: Float[Array, " token"]
+    agrees: Bool[Array, " token"]
+
+
+def compare(
+    draft: Float[Array, "token draft_vocab"],
+    target: Float[Array, "token draft_vocab"],
+    log_sum: Float[Array, " token"],
+    best: Float[Array, " token"],
+) -> Comparison:
+    """Compare logits.
+
+    Args:
+        target: Of the tokens that the draft can propose.
+        log_sum: Of the exponentials of all of the target's logits.
+        best: The largest of them.
+    """
+    log_draft = jax.nn.log_softmax(draft, axis=-1)
+    log_target = target - log_sum[:, None]
+    mass = jnp.exp(log_target)
+    log_kept = jax.nn.logsumexp(log_target, axis=-1, keepdims=True)
+    choice = jnp.argmax(draft, axis=-1)
+    chosen = jnp.take_along_axis(target, choice[:, None], axis=-1)[:, 0]
+    return Comparison(
+        divergence=jnp.sum(mass * (log_target - log_kept - log_draft), axis=-1),
+        acceptance=jnp.sum(jnp.minimum(mass, jnp.exp(log_draft)), axis=-1),
+        agrees=chosen >= best,
+    )
+
+
+def mean(
+    values: Float[Array, " token"], is_counted: Bool[Array, " token"]
+) -> Float[Array, ""]:
+    """Of the tokens that count."""
+    count = jnp.maximum(is_counted.astype(jnp.float32).sum(), 1.0)
+    return jnp.where(is_counted, values, 0.0).sum() / count
+
+
+def loss_of(
+    kind: str, found: Comparison, is_counted: Bool[Array, " token"]
+) -> Float[Array, ""]:
+    """The loss of one of `LOSSES`, the mean over the tokens that count."""
+    if kind == "kl":
+        return mean(found.divergence, is_counted)
+    if kind == "tv":
+        return mean(1 - found.acceptance, is_counted)
+    if kind == "nla":
+        # What was never near has acceptance 0: its logarithm has no gradient to follow.
+        return mean(-jnp.log(jnp.maximum(found.acceptance, 1e-6)), is_counted)
+    assert kind == "lk", kind
+    accepted = mean(found.acceptance, is_counted)
+    share = jnp.exp(-_ETA * jax.lax.stop_gradient(accepted))
+    return share * mean(found.divergence, is_counted) + (1 - share) * (1 - accepted)

@@ -1,0 +1,147 @@
+"""Whole rows of text through a network: differentiable, and split by XLA on any mesh.
+
+The engine's kernels walk pages and cannot be differentiated. Here a row is a sequence
+that begins at its first token, and attention is plain operations over all of it.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from jaxspec.models.backend import Backend
+from jaxspec.models.batch import Region, TokenBatch
+
+# Queries whose scores are there at once: those of all would be the largest array.
+BLOCK = 128
+_MASKED = -1e30
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsBackend(Backend):
+    """Attention over rows; what a network calls pages are the rows' keys and values.
+
+    They are [pass * row, token, ...]: each pass over the same rows has its own (see
+    `no_keys`). In the first, token t of a row sees tokens up to t. In the passes after
+    it, t stands for a place further on, at the end of a chain of guesses that begins
+    behind token t: it sees the first pass's keys up to t, and of each later pass the
+    key at t alone (training-time test: Li et al. 2025, arXiv:2503.01840).
+
+    Attributes:
+        number: Of the pass.
+    """
+
+    number: int = 0
+
+    def write(
+        self,
+        kv_pages: Num[Array, "pass_row token two_kv_head head_dim"],
+        key: Float[Array, "row_token kv_head head_dim"],
+        value: Float[Array, "row_token kv_head head_dim"],
+        slot_mapping: Int[Array, " row_token"],
+        num_q_heads: int,
+    ) -> Num[Array, "pass_row token two_kv_head head_dim"]:
+        """Put a pass's keys (even) and values (odd) in their place."""
+        del slot_mapping, num_q_heads
+        both = jnp.stack([key, value], axis=2).astype(kv_pages.dtype)
+        both = both.reshape(-1, *kv_pages.shape[1:])
+        start = self.number * both.shape[0]
+        return kv_pages.at[start : start + both.shape[0]].set(both)
+
+    def attend(
+        self,
+        query: Float[Array, "row token q_head head_dim"],
+        kv_pages: Num[Array, "pass_row token two_kv_head head_dim"],
+        region: Region,
+        *,
+        scale: float,
+        soft_cap: float | None,
+        window: int | None,
+    ) -> Float[Array, "row token q_head head_dim"]:
+        """See the class."""
+        del region
+        rows, length, q_heads, head_dim = query.shape
+        kv_heads = kv_pages.shape[2] // 2
+        kept = kv_pages.astype(jnp.float32)
+        kept = kept.reshape(-1, rows, length, kv_heads, 2, head_dim)
+        seen = kept[: self.number + 1]
+        first, *later = [(one[..., 0, :], one[..., 1, :]) for one in seen]
+        grouped = query.astype(jnp.float32) * scale
+        grouped = grouped.reshape(rows, length, kv_heads, -1, head_dim)
+        window = window or length
+
+        def cap(scores: Array) -> Array:
+            return (
+                scores if soft_cap is None else jnp.tanh(scores / soft_cap) * soft_cap
+            )
+
+        @jax.checkpoint  # of a block, the scores are made again for the gradient
+        def attend_block(here: Array, first: tuple, later: list, seen: Array) -> Array:
+            # r row  t query  s key  k kv head  g group  d head_dim
+            scores = cap(jnp.einsum("rtkgd,rskd->rkgts", here, first[0]))
+            scores = [jnp.where(seen[None, None, None], scores, _MASKED)]
+            for key, _ in later:
+                scores.append(cap(jnp.einsum("rtkgd,rtkd->rkgt", here, key))[..., None])
+            weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+            count = first[0].shape[1]
+            mixed = jnp.einsum("rkgts,rskd->rtkgd", weights[..., :count], first[1])
+            for number, (_, value) in enumerate(later):
+                own = weights[..., count + number].transpose(0, 3, 1, 2)[..., None]
+                mixed += own * value[:, :, :, None]
+            return mixed
+
+        mixed = []
+        for start in range(0, length, BLOCK):
+            stop = min(start + BLOCK, length)
+            begin = max(0, start - window + 1)
+            distance = jnp.arange(start, stop)[:, None] - jnp.arange(begin, stop)[None]
+            part = attend_block(
+                grouped[:, start:stop],
+                (first[0][:, begin:stop], first[1][:, begin:stop]),
+                [(key[:, start:stop], value[:, start:stop]) for key, value in later],
+                (distance >= 0) & (distance < window),
+            )
+            mixed.append(part)
+        whole = jnp.concatenate(mixed, axis=1)
+        return whole.reshape(query.shape).astype(query.dtype)
+
+
+def rows_batch(tokens: Int[Array, "row token"], shift: int = 0) -> TokenBatch:
+    """Rows as a network takes them.
+
+    Args:
+        shift: Added to positions: the number of a pass.
+    """
+    rows, length = tokens.shape
+    region = Region(
+        page_table=jnp.zeros((rows, 1), jnp.int32),
+        kv_len=jnp.full(rows, length, jnp.int32),
+        num_queries=length,
+    )
+    return TokenBatch(
+        tokens=tokens.reshape(-1),
+        positions=jnp.tile(jnp.arange(length, dtype=jnp.int32) + shift, rows),
+        slot_mapping=jnp.arange(rows * length, dtype=jnp.int32),
+        regions=(region,),
+    )
+
+
+def no_keys(
+    tokens: Int[Array, "row token"],
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: jnp.dtype,
+    num_passes: int = 1,
+) -> Num[Array, "pass_row token two_kv_head head_dim"]:
+    """What a layer's pages are before the first pass over rows."""
+    rows, length = tokens.shape
+    return jnp.zeros((num_passes * rows, length, 2 * num_kv_heads, head_dim), dtype)
+
+
+def shifted(
+    rows: Num[Array, "row token *rest"], count: int
+) -> Num[Array, "row token *rest"]:
+    """At every token what stands `count` further on; zeros at the end."""
+    pads = [(0, 0), (0, count)] + [(0, 0)] * (rows.ndim - 2)
+    return jnp.pad(rows, pads)[:, count:]

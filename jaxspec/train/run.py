@@ -1,0 +1,319 @@
+"""A whole training: text, states, the loop, and the folder that an engine loads.
+
+What it has done lies in a folder of its own, so that the same command goes on where it
+was ended: the text, the target's states if they are cached, the trainer's state.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxspec.engine.model_folders import model_folder
+from jaxspec.engine.runner import choose_dtype
+from jaxspec.errors import ConfigError, check_integer, check_number, wrong_argument
+from jaxspec.llm import LLM
+from jaxspec.models.families import config_from_folder, config_from_hf, layouts
+from jaxspec.models.heads.config import (
+    Eagle3Config,
+    HeadConfig,
+    MedusaConfig,
+    MlpSpeculatorConfig,
+    default_layers,
+)
+from jaxspec.models.weights import load_params
+from jaxspec.sharding import MESH_AXES
+from jaxspec.text.tokenizer import Tokenizer
+from jaxspec.train.methods import (
+    DraftMethod,
+    Eagle3Method,
+    MedusaMethod,
+    Method,
+    MlpSpeculatorMethod,
+)
+from jaxspec.train.target import StateFiles, Target
+from jaxspec.train.text import (
+    Text,
+    frequent_tokens,
+    given_text,
+    read_prompts,
+    write_text,
+)
+from jaxspec.train.trainer import ReadStates, Schedule, Trainer
+from jaxspec_checkpoints import open_checkpoint, read_config
+
+_log = logging.getLogger(__name__)
+
+# What may differ between a run and the one that goes on with it.
+_FREE = {"out", "work", "eval_every", "save_every", "method_name", "run"}
+# Of the target's vocabulary, tokens that a head proposes unless told otherwise.
+DRAFT_VOCAB = 32_000
+
+
+def run(options: argparse.Namespace) -> Trainer:
+    """Do what a command line says; returns the trainer, at its last step.
+
+    Raises:
+        ConfigError: An option cannot work; nothing has been computed then.
+    """
+    out = Path(options.out)
+    if out.exists():
+        allowed = "a folder that does not exist yet"
+        raise wrong_argument(ConfigError, "out", allowed, str(out))
+    names = {field.name for field in dataclasses.fields(Schedule)}
+    given = {name: value for name, value in vars(options).items() if name in names}
+    schedule = Schedule(**given)
+    for name, low in (("length", 8), ("tokens", 1), ("tensor_parallel_size", 1)):
+        check_integer(ConfigError, name, getattr(options, name), low=low)
+    check_number(
+        ConfigError, "held_out", options.held_out, low=0, high=0.5, open_low=True
+    )
+    folder = model_folder(options.target, "target")
+    config = config_from_folder(folder)
+    method = make_method(options, config, folder)
+    work = Path(options.work or f"{out}.work")
+    _remember(work, options)
+
+    text = _text(options, folder, work)
+    count = max(1, round(len(text) * options.held_out))
+    trained, held_out = text.rows(slice(count, None)), text.rows(slice(count))
+    _log.info(
+        "%d rows of text, of which %d are held out; %d tokens count",
+        *(len(text), count, text.num_written),
+    )
+    target = load_target(options, folder, config)
+    token_ids = None
+    if isinstance(getattr(method, "config", None), HeadConfig):
+        if method.config.is_trimmed:  # pyright: ignore[reportAttributeAccessIssue]
+            size = method.config.draft_vocab_size  # pyright: ignore[reportAttributeAccessIssue]
+            token_ids = frequent_tokens(trained, size, config.vocab_size)
+    trainer = Trainer(
+        method,
+        target,
+        trained,
+        held_out,
+        schedule=schedule,
+        read_states=(
+            _states(options, target, method, trained, work / "states"),
+            _states(options, target, method, held_out, work / "states-held-out"),
+        ),
+        token_ids=token_ids,
+        work=work,
+    )
+    trainer.run()
+    method.save(out, trainer.params, target)
+    print(f"{options.method}: {trainer.step} steps, {out}")
+    return trainer
+
+
+def make_method(options: argparse.Namespace, config: Any, folder: Path) -> Method:
+    """What is trained, in the sizes that the options and the target say."""
+    make = {
+        "eagle3": _eagle3,
+        "medusa": _medusa,
+        "mlp_speculator": _mlp_speculator,
+    }
+    if options.method == "draft":
+        return _draft(options, config, folder)
+    method = make[options.method](options, config)
+    method.config.check_target(config)
+    return method
+
+
+def _common(config: Any, draft_vocab_size: int | None) -> dict[str, Any]:
+    size = draft_vocab_size or min(DRAFT_VOCAB, config.vocab_size)
+    return dict(
+        target_hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=size,
+    )
+
+
+def _eagle3(options: argparse.Namespace, config: Any) -> Eagle3Method:
+    layers = options.layers or default_layers(config.num_layers)
+    return Eagle3Method(
+        num_passes=check_integer(ConfigError, "passes", options.passes, low=1),
+        config=Eagle3Config(
+            **_common(config, options.draft_vocab_size),
+            hidden_size=config.hidden_size,
+            intermediate_size=options.intermediate_size or config.intermediate_size,
+            num_q_heads=config.num_q_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rms_norm_eps=config.rms_norm_eps,
+            rope_theta=config.rope_theta,
+            target_layers=tuple(layers),
+            max_position_embeddings=config.max_position_embeddings,
+        ),
+    )
+
+
+def _medusa(options: argparse.Namespace, config: Any) -> MedusaMethod:
+    return MedusaMethod(
+        config=MedusaConfig(
+            **_common(config, config.vocab_size),
+            num_heads=options.heads,
+            num_blocks=options.blocks,
+        )
+    )
+
+
+def _mlp_speculator(options: argparse.Namespace, config: Any) -> MlpSpeculatorMethod:
+    return MlpSpeculatorMethod(
+        config=MlpSpeculatorConfig(
+            **_common(config, config.vocab_size),
+            num_stages=options.stages,
+            inner_size=options.inner_size or config.hidden_size,
+            is_tied=options.stages > 1,
+            scale_input=True,
+        )
+    )
+
+
+# Sizes of a new draft model, by the names of a config.json.
+_DRAFT_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+
+
+def _draft(options: argparse.Namespace, config: Any, folder: Path) -> DraftMethod:
+    sizes = {name: getattr(options, name) for name in _DRAFT_SIZES}
+    if options.start is not None:
+        wrong = [name for name, size in sizes.items() if size is not None]
+        if wrong:
+            raise ConfigError(
+                f"{wrong[0]} and start are given: the model in start has its sizes.",
+                parameter=wrong[0],
+                value=sizes[wrong[0]],
+            )
+        start = model_folder(options.start, "start")
+        checkpoint = open_checkpoint(start, layouts())
+        found = config_from_folder(start)
+        if found.vocab_size != config.vocab_size:
+            raise ConfigError(
+                f"start has vocab_size={found.vocab_size}, and the target has "
+                f"{config.vocab_size}: a draft proposes the target's tokens.",
+                parameter="start",
+                value=options.start,
+            )
+        return DraftMethod(
+            config=found, hf_config=checkpoint.config, start=checkpoint.tensors
+        )
+    missing = [name for name, size in sizes.items() if size is None]
+    if missing:
+        raise ConfigError(
+            f"A draft needs start, a model to begin with, or its sizes: {missing[0]} "
+            "is not given.",
+            parameter=missing[0],
+        )
+    check_integer(
+        ConfigError, "hidden_size", options.hidden_size, low=1, high=config.hidden_size
+    )
+    content: Mapping[str, Any] = read_config(folder)[0]
+    new = {key: value for key, value in content.items() if key != "layer_types"}
+    new |= sizes
+    return DraftMethod(config=config_from_hf(new), hf_config=new)
+
+
+def load_target(options: argparse.Namespace, folder: Path, config: Any) -> Target:
+    """Read the target's weights onto all devices, `tensor_parallel_size` to a copy.
+
+    Raises:
+        ConfigError: The devices do not divide by that.
+    """
+    parts, devices = options.tensor_parallel_size, jax.devices()
+    if len(devices) % parts:
+        allowed = f"a divisor of the {len(devices)} devices"
+        raise wrong_argument(ConfigError, "tensor_parallel_size", allowed, parts)
+    mesh = Mesh(np.array(devices).reshape(-1, 1, parts), MESH_AXES)
+    params = load_params(
+        config,
+        open_checkpoint(folder, layouts()).tensors,
+        dtype=choose_dtype(options.dtype, mesh),
+        mesh=mesh,
+        progress="Loading target",
+    )
+    return Target(
+        name=options.target, folder=folder, config=config, params=params, mesh=mesh
+    )
+
+
+def _text(options: argparse.Namespace, folder: Path, work: Path) -> Text:
+    """The text of an earlier run, or new."""
+    path = work / "text.npz"
+    if path.exists():
+        return Text.load(path)
+    tokenizer = Tokenizer.from_folder(str(folder))
+    prompts = read_prompts(
+        Path(options.data), tokenizer, length=options.length, seed=options.seed
+    )
+    if options.text == "given":
+        count = -(-options.tokens // options.length)
+        text = given_text(prompts[:count], options.length)
+    else:
+        with LLM(
+            str(folder),
+            dtype=options.dtype,
+            max_model_len=options.length,
+            max_num_seqs=options.max_num_seqs,
+            tensor_parallel_size=options.tensor_parallel_size,
+        ) as llm:
+            text = write_text(
+                llm,
+                prompts,
+                length=options.length,
+                num_tokens=options.tokens,
+                seed=options.seed,
+            )
+    text.save(path)
+    return text
+
+
+def _states(
+    options: argparse.Namespace,
+    target: Target,
+    method: Method,
+    text: Text,
+    folder: Path,
+) -> ReadStates:
+    if options.states == "cached":
+        files = StateFiles(folder, target, method.layers)
+        files.fill(text.tokens, options.rows)
+        return lambda numbers, tokens: files.read(numbers)
+    read = target.reader(method.layers)
+    return lambda numbers, tokens: read(tokens)
+
+
+def _remember(work: Path, options: argparse.Namespace) -> None:
+    """Keep what a run was told; one that goes on with it must be told the same.
+
+    Raises:
+        ConfigError: It is told something else.
+    """
+    told = {name: value for name, value in vars(options).items() if name not in _FREE}
+    told = json.loads(json.dumps(told))
+    path = work / "settings.json"
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        for name in sorted(told.keys() | before.keys()):
+            if told.get(name) != before.get(name):
+                raise ConfigError(
+                    f"{work} holds a run with {name}={before.get(name)!r}, and now it "
+                    f"is {told.get(name)!r}: give what was given, or another work "
+                    "folder.",
+                    parameter=name,
+                    value=told.get(name),
+                )
+    work.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,202 @@
+"""The target as the trainer sees it: what its layers make of rows of text.
+
+Recomputed for every batch, or cached in files: a head is then trained without running
+the target, for 2 bytes a number (three layers and the last: 3 KB a token at hidden size
+384).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+from tqdm.auto import tqdm
+
+from jaxspec.model_config import ModelConfig
+from jaxspec.models.matrices import DenseMatrix, Matrix
+from jaxspec.models.network import build_network, functions_of
+from jaxspec.models.params import Params
+from jaxspec.train.rows import RowsBackend, no_keys, rows_batch
+
+# Tokens of every row whose logits are there at once.
+_CHUNK = 64
+
+
+class States(NamedTuple):
+    """What the target made of rows.
+
+    Attributes:
+        streams: The residual stream after the chosen layers.
+        rows: The last one, normalised.
+        log_sum, best: Of the logits: log of the sum of exponentials, and the largest.
+    """
+
+    streams: Float[Array, "row token layer model"]
+    rows: Float[Array, "row token model"]
+    log_sum: Float[Array, "row token"]
+    best: Float[Array, "row token"]
+
+
+def target_states(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "row token"],
+    layers: Sequence[int],
+) -> States:
+    """Run the target over rows.
+
+    Args:
+        layers: After how many layers the residual stream is wanted.
+    """
+    rows, length = tokens.shape
+    network = build_network(config, params, RowsBackend())
+    empty = no_keys(tokens, _kv_heads(config, params), config.head_dim, _dtype(params))
+    hidden, _ = network.hidden(rows_batch(tokens), (empty,) * config.num_layers)
+    last = hidden.rows.reshape(rows, length, -1)
+    chosen = [hidden.streams[layer].reshape(rows, length, -1) for layer in layers]
+    width = last.shape[-1]
+    streams = (
+        jnp.stack(chosen, axis=2) if chosen else jnp.zeros((*last.shape[:2], 0, width))
+    )
+
+    def reduce(chunk: Array) -> tuple[Array, Array]:
+        logits = network.logits(chunk.reshape(-1, width))
+        found = jax.nn.logsumexp(logits, axis=-1), jnp.max(logits, axis=-1)
+        return found[0].reshape(rows, -1), found[1].reshape(rows, -1)
+
+    parts = jnp.split(last, list(range(_CHUNK, length, _CHUNK)), axis=1)
+    log_sum, best = zip(*map(reduce, parts), strict=True)
+    return States(
+        streams, last, jnp.concatenate(log_sum, axis=1), jnp.concatenate(best, axis=1)
+    )
+
+
+def _kv_heads(config: ModelConfig, params: Params) -> int:
+    """KV heads as they are laid out: on many devices there are copies."""
+    kv_proj = params["layers"]["0"]["attention"]["kv_proj"]
+    return kv_proj.shape[0] // (2 * config.head_dim)
+
+
+def _dtype(params: Params) -> jnp.dtype:
+    return params["embedding"].dtype
+
+
+def logits_of(
+    config: ModelConfig,
+    embedding: Matrix,
+    rows: Float[Array, "row model"],
+    token_ids: Int[Array, " draft_vocab"] | None,
+) -> Float[Array, "row draft_vocab"]:
+    """The target's logits of normalised rows; of some tokens, or (None) of all."""
+    if token_ids is not None:
+        embedding = DenseMatrix(embedding.values[token_ids])  # pyright: ignore[reportAttributeAccessIssue]
+    return functions_of(config).logits(config, {"embedding": embedding}, rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A loaded target.
+
+    Attributes:
+        name: As the user gave it.
+        folder: Where its files are.
+    """
+
+    name: str
+    folder: Path
+    config: Any
+    params: Params
+    mesh: Mesh
+
+    @property
+    def embedding(self) -> Matrix:
+        return self.params["embedding"]
+
+    def by_row(self) -> NamedSharding:
+        """Placement of arrays of rows: each device of the data axis has some."""
+        return NamedSharding(self.mesh, PartitionSpec("data"))
+
+    def reader(self, layers: Sequence[int]) -> Any:
+        """A compiled `tokens [row, token] -> States`."""
+        run = jax.jit(
+            lambda params, tokens: target_states(self.config, params, tokens, layers),
+            out_shardings=self.by_row(),
+        )
+        return lambda tokens: run(self.params, jax.device_put(tokens, self.by_row()))
+
+
+class StateFiles:
+    """States of all rows of a text on disk, in bfloat16; whole, or made anew.
+
+    Rows of a text are found by their number.
+    """
+
+    def __init__(self, folder: Path, target: Target, layers: Sequence[int]):
+        self._folder, self._target, self._layers = folder, target, tuple(layers)
+        self._files: list[np.ndarray] = []
+
+    def fill(self, tokens: np.ndarray, batch_rows: int) -> None:
+        """Have the states of every row; those of an earlier run are taken again."""
+        done = self._folder / "done"
+        if not done.exists():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._write(tokens, batch_rows)
+            done.touch()
+        self._files = [
+            np.load(self._folder / f"{name}.npy", mmap_mode="r")
+            for name in States._fields
+        ]
+
+    def _write(self, tokens: np.ndarray, batch_rows: int) -> None:
+        count, length = tokens.shape
+        width = self._target.config.hidden_size
+        shapes = {
+            "streams": ((count, length, len(self._layers), width), np.uint16),
+            "rows": ((count, length, width), np.uint16),
+            "log_sum": ((count, length), np.float32),
+            "best": ((count, length), np.float32),
+        }
+        files = [
+            np.lib.format.open_memmap(
+                self._folder / f"{name}.npy",
+                "w+",
+                dtype=shapes[name][1],
+                shape=shapes[name][0],
+            )
+            for name in States._fields
+        ]
+        read = self._target.reader(self._layers)
+        bar = tqdm(
+            total=tokens.size, desc="Target's states", unit="tok", unit_scale=True
+        )
+        with bar:
+            for start in range(0, count, batch_rows):
+                some = tokens[start : start + batch_rows]
+                # One program for all: the last batch is filled up with its first row.
+                missing = batch_rows - len(some)
+                whole = np.concatenate([some, np.repeat(some[:1], missing, axis=0)])
+                for file, values in zip(files, read(whole), strict=True):
+                    host = np.asarray(values)[: len(some)]
+                    if file.dtype == np.uint16:
+                        host = host.astype(ml_dtypes.bfloat16).view(np.uint16)
+                    file[start : start + len(some)] = host
+                bar.update(some.size)
+        for file in files:
+            file.flush()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def read(self, numbers: np.ndarray) -> States:
+        """The states of some rows."""
+        order = np.argsort(numbers)  # a map is read forwards
+        back = np.argsort(order)
+        found = [file[numbers[order]][back] for file in self._files]
+        narrow = [
+            part.view(ml_dtypes.bfloat16) if part.dtype == np.uint16 else part
+            for part in found
+        ]
+        return States(*(jax.device_put(one, self._target.by_row()) for one in narrow))

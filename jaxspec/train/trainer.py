@@ -1,0 +1,402 @@
+"""The loop: batches, gradients, figures on held-out text, and its state on disk.
+
+Knows nothing of what is trained. Which rows a step sees follows from its number alone,
+so a run that was ended and goes on comes to the same parameters as one that was not.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, no_type_check
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
+from tqdm.auto import tqdm
+
+from jaxspec.errors import (
+    ConfigError,
+    check_choice,
+    check_integer,
+    check_number,
+    wrong_argument,
+)
+from jaxspec.models.heads.weights import TOKEN_IDS
+from jaxspec.models.params import Params
+from jaxspec.sharding import replicated
+from jaxspec.train.losses import LOSSES, Comparison, compare, loss_of, mean
+from jaxspec.train.methods import Method
+from jaxspec.train.rows import shifted
+from jaxspec.train.target import States, Target, logits_of
+from jaxspec.train.text import Text
+
+# What gives the states of rows: of their numbers in the text, and their tokens.
+ReadStates = Callable[[np.ndarray, np.ndarray], States]
+
+
+@no_type_check
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How long and how fast.
+
+    Attributes:
+        rows: Rows of text in a step.
+        decay: Weight of a pass's loss, relative to the one before it.
+        warmup_steps: The rate rises in these and falls, by half a cosine, in the rest.
+        eval_every, save_every: Steps.
+    """
+
+    steps: int = 1000
+    rows: int = 8
+    learning_rate: float = 1e-3
+    warmup_steps: int = 30
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    loss: str = "lk"
+    decay: float = 0.8
+    eval_every: int = 100
+    save_every: int = 100
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("steps", "rows", "eval_every", "save_every"):
+            check_integer(ConfigError, name, getattr(self, name), low=1)
+        for name in ("warmup_steps", "seed"):
+            check_integer(ConfigError, name, getattr(self, name), low=0)
+        for name in ("learning_rate", "clip"):
+            value = getattr(self, name)
+            check_number(ConfigError, name, value, low=0, open_low=True)
+        check_number(ConfigError, "decay", self.decay, low=0, high=1, open_low=True)
+        check_number(ConfigError, "weight_decay", self.weight_decay, low=0)
+        check_choice(ConfigError, "loss", self.loss, LOSSES)
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """Adam with decoupled decay, gradients clipped by their norm."""
+        warmup_steps = min(self.warmup_steps, self.steps - 1)
+        rate = optax.warmup_cosine_decay_schedule(
+            init_value=self.learning_rate / (warmup_steps + 1),
+            peak_value=self.learning_rate,
+            warmup_steps=warmup_steps,
+            decay_steps=self.steps,
+        )
+        adam = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=self.weight_decay)
+        return optax.chain(optax.clip_by_global_norm(self.clip), adam)
+
+
+class Rows(NamedTuple):
+    """Rows of text on the devices: see `Text`."""
+
+    tokens: Int[Array, "row token"]
+    sizes: Int[Array, " row"]
+    starts: Int[Array, " row"]
+
+
+def compare_passes(
+    method: Method,
+    target_config: Any,
+    params: Params,
+    token_ids: Int[Array, " draft_vocab"] | None,
+    embedding: Any,
+    batch: Rows,
+    states: States,
+) -> list[tuple[Comparison, Any]]:
+    """Of every pass, target and draft at all tokens, and which of those count.
+
+    A token counts if the one that is proposed there has been written by the target.
+    """
+    length = batch.tokens.shape[1]
+    place = jnp.arange(length, dtype=jnp.int32)[None]
+    width = states.rows.shape[-1]
+
+    @partial(jax.checkpoint, static_argnums=(0,))  # logits are made twice, not kept
+    def compare_one(number: int, params: Params, hidden: Array, rows: Array):
+        ahead = method.offset + number
+        wanted = shifted(rows, ahead).reshape(-1, width).astype(jnp.float32)
+        log_sum, best = (
+            shifted(part, ahead).reshape(-1) for part in (states.log_sum, states.best)
+        )
+        return compare(
+            method.logits(params, embedding, number, hidden),
+            logits_of(target_config, embedding, wanted, token_ids),
+            log_sum,
+            best,
+        )
+
+    found = []
+    for number, hidden in enumerate(
+        method.hidden(params, embedding, batch.tokens, states)
+    ):
+        proposed = place + method.offset + number + 1
+        is_counted = proposed >= batch.starts[:, None]
+        is_counted &= proposed < batch.sizes[:, None]
+        one = compare_one(number, params, hidden, states.rows)
+        found.append((one, is_counted.reshape(-1)))
+    return found
+
+
+class Trainer:
+    """Trains one method on one text.
+
+    Attributes:
+        state: Parameters, the optimizer's moments, and the number of steps done.
+        log: What was found at each evaluation.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        target: Target,
+        text: Text,
+        held_out: Text,
+        *,
+        schedule: Schedule,
+        read_states: tuple[ReadStates, ReadStates],
+        token_ids: np.ndarray | None = None,
+        work: Path | None = None,
+    ):
+        """Begin, or go on with what `work` has.
+
+        Args:
+            held_out: Text that is never trained on.
+            read_states: For either text.
+            token_ids: Of a trimmed vocabulary.
+            work: Folder for the state; None keeps none.
+        """
+        self._check_rows(schedule, target, text, held_out)
+        self.schedule, self.log = schedule, []
+        self._method, self._target, self._work = method, target, work
+        self._text, self._held_out, self._read = text, held_out, read_states
+        params = method.init(target, schedule.seed, token_ids)
+        self._token_ids = params.pop(TOKEN_IDS, None)
+        state = TrainState.create(
+            apply_fn=compare_passes, params=params, tx=schedule.optimizer()
+        )
+        self.state = _placed(state, target.mesh)
+        self._files = None
+        if work is not None:
+            self._files = ocp.CheckpointManager(
+                (work / "checkpoints").absolute(),
+                options=ocp.CheckpointManagerOptions(max_to_keep=2),
+            )
+            self._restore()
+        self._orders: dict[int, np.ndarray] = {}
+        self._compile()
+
+    @staticmethod
+    def _check_rows(schedule: Schedule, target: Target, text: Text, held: Text) -> None:
+        parts = target.mesh.shape["data"]
+        if schedule.rows % parts:
+            allowed = f"a multiple of {parts}, the devices that share a step's rows"
+            raise wrong_argument(ConfigError, "rows", allowed, schedule.rows)
+        for name, some in (("text", text), ("held-out text", held)):
+            if len(some) < schedule.rows:
+                raise ConfigError(
+                    f"The {name} has {len(some)} rows, and a step takes rows="
+                    f"{schedule.rows}: give more data, or make the steps smaller.",
+                    parameter="rows",
+                    value=schedule.rows,
+                )
+
+    @property
+    def params(self) -> Params:
+        """Everything that is written of the method."""
+        params = dict(self.state.params)
+        if self._token_ids is not None:
+            params[TOKEN_IDS] = self._token_ids
+        return params
+
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return int(self.state.step)
+
+    def _compile(self) -> None:
+        method, schedule = self._method, self.schedule
+        config, token_ids = self._target.config, self._token_ids
+
+        def passes(params: Params, embedding: Any, batch: Rows, states: States):
+            return compare_passes(
+                method, config, params, token_ids, embedding, batch, states
+            )
+
+        def loss(params: Params, *given: Any) -> Array:
+            parts = [
+                schedule.decay**number * loss_of(schedule.loss, found, is_counted)
+                for number, (found, is_counted) in enumerate(passes(params, *given))
+            ]
+            total = sum(schedule.decay**number for number in range(len(parts)))
+            return jnp.stack(parts).sum() / total
+
+        def update(state: TrainState, *given: Any) -> tuple[TrainState, Array]:
+            value, gradient = jax.value_and_grad(loss)(state.params, *given)
+            return state.apply_gradients(grads=gradient), value
+
+        def judge(params: Params, *given: Any) -> tuple[Array, Array, Array]:
+            found = passes(params, *given)
+            return (
+                jnp.stack([mean(one.acceptance, counted) for one, counted in found]),
+                jnp.stack(
+                    [mean(one.agrees.astype(jnp.float32), it) for one, it in found]
+                ),
+                jnp.stack([counted.sum() for _, counted in found]),
+            )
+
+        placed = jax.tree.map(lambda leaf: leaf.sharding, self.state)
+        self._update = jax.jit(update, donate_argnums=0, out_shardings=(placed, None))
+        self._judge = jax.jit(judge)
+
+    def run(self, progress: bool = True) -> None:
+        """Train up to the last step of the schedule."""
+        schedule, smooth = self.schedule, None
+        bar = tqdm(
+            total=schedule.steps * schedule.rows * self._text.tokens.shape[1],
+            initial=self.step * schedule.rows * self._text.tokens.shape[1],
+            desc="Training",
+            unit="tok",
+            unit_scale=True,
+            disable=not progress,
+        )
+        with bar:
+            if self.step == 0:
+                self._evaluate(bar, smooth)
+            while self.step < schedule.steps:
+                numbers = self._rows_of(self.step)
+                value = self._step(numbers)
+                smooth = value if smooth is None else 0.95 * smooth + 0.05 * value
+                bar.update(schedule.rows * self._text.tokens.shape[1])
+                bar.set_postfix(self._shown(smooth), refresh=False)
+                is_last = self.step == schedule.steps
+                if is_last or self.step % schedule.eval_every == 0:
+                    self._evaluate(bar, smooth)
+                if is_last or self.step % schedule.save_every == 0:
+                    self._save()
+
+    def _step(self, numbers: np.ndarray) -> float:
+        batch, states = self._given(self._text, self._read[0], numbers)
+        self.state, value = self._update(
+            self.state, self._target.embedding, batch, states
+        )
+        if not np.isfinite(value):
+            raise FloatingPointError(
+                f"The loss of step {self.step} is {float(value)}: lower learning_rate="
+                f"{self.schedule.learning_rate}."
+            )
+        return float(value)
+
+    def _given(
+        self, text: Text, read: ReadStates, numbers: np.ndarray
+    ) -> tuple[Rows, States]:
+        some = text.rows(numbers)
+        placement = self._target.by_row()
+        batch = Rows(
+            *(
+                jax.device_put(part, placement)
+                for part in (some.tokens, some.sizes, some.starts)
+            )
+        )
+        return batch, read(numbers, some.tokens)
+
+    def _rows_of(self, step: int) -> np.ndarray:
+        """The rows of a step: every row once before any comes again."""
+        count, rows = len(self._text), self.schedule.rows
+        numbers = np.arange(step * rows, (step + 1) * rows)
+        return np.array([self._order(int(at) // count)[at % count] for at in numbers])
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if epoch not in self._orders:
+            random = np.random.default_rng((self.schedule.seed, epoch))
+            self._orders[epoch] = random.permutation(len(self._text))
+        return self._orders[epoch]
+
+    def acceptance(self) -> dict[str, list[float]]:
+        """What the held-out text says of each pass, given that those before it stay.
+
+        `sampled` is the mean chance of a draft to stay at temperature 1, `greedy` how
+        often it is the target's most likely token.
+        """
+        rows, sums, count = self.schedule.rows, [0.0, 0.0], 0.0
+        # A rest of rows that does not fill a batch would compile a program of its own.
+        for start in range(0, len(self._held_out) - rows + 1, rows):
+            numbers = np.arange(start, start + rows)
+            batch, states = self._given(self._held_out, self._read[1], numbers)
+            *means, counts = self._judge(
+                self.state.params, self._target.embedding, batch, states
+            )
+            counts = np.asarray(counts, np.float64)
+            sums = [
+                total + np.asarray(one) * counts
+                for total, one in zip(sums, means, strict=True)
+            ]
+            count = count + counts
+        names = "sampled", "greedy"
+        return {
+            name: [float(one) for one in total / np.maximum(count, 1)]
+            for name, total in zip(names, sums, strict=True)
+        }
+
+    def _evaluate(self, bar: Any, loss: float | None) -> None:
+        entry: dict[str, Any] = dict(step=self.step, time=time.time(), loss=loss)
+        entry |= self.acceptance()
+        self.log.append(entry)
+        if self._work is not None:
+            with (self._work / "log.jsonl").open("a") as log:
+                log.write(json.dumps(entry) + "\n")
+        if bar.disable:
+            return
+        shown = {
+            name: " ".join(f"{value:.3f}" for value in entry[name])
+            for name in ("sampled", "greedy")
+        }
+        loss_shown = "" if loss is None else f"loss {loss:.4f}, "
+        bar.write(
+            f"step {self.step}: {loss_shown}held-out acceptance by position: sampled "
+            f"{shown['sampled']}, greedy {shown['greedy']}"
+        )
+
+    def _shown(self, loss: float) -> dict[str, str]:
+        shown = {"loss": f"{loss:.4f}"}
+        if self.log:
+            shown["accepted"] = f"{self.log[-1]['sampled'][0]:.3f}"
+        return shown
+
+    def _save(self) -> None:
+        if self._files is None:
+            return
+        leaves = jax.tree.leaves(self.state)
+        self._files.save(self.step, args=ocp.args.StandardSave({"leaves": leaves}))
+        self._files.wait_until_finished()
+
+    def _restore(self) -> None:
+        assert self._files is not None
+        step = self._files.latest_step()
+        if step is None:
+            return
+        leaves, structure = jax.tree.flatten(self.state)
+        forms = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            for leaf in leaves
+        ]
+        found = self._files.restore(
+            step, args=ocp.args.StandardRestore({"leaves": forms})
+        )
+        self.state = jax.tree.unflatten(structure, found["leaves"])
+
+
+def _placed(state: TrainState, mesh: Mesh) -> TrainState:
+    """The state with all of it on the mesh: what is not split is on every device."""
+
+    def place(leaf: Any) -> Array:
+        leaf = jnp.asarray(leaf)
+        is_there = getattr(leaf.sharding, "mesh", None) == mesh
+        return leaf if is_there else jax.device_put(leaf, replicated(mesh))
+
+    state = state.replace(step=jnp.asarray(state.step, jnp.int32))
+    return jax.tree.map(place, state)

@@ -1,0 +1,116 @@
+"""A folder says which head it holds, whoever wrote it; what is no head says so."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from jaxspec_checkpoints import CheckpointError, bundled_draft
+from jaxspec_checkpoints.heads import (
+    kind_of_head,
+    open_head,
+    read_head_config,
+    write_head,
+)
+
+ONE = np.ones((2, 3), np.float32)
+
+
+def write(folder, config, names):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: ONE for name in names}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (dict(speculators_model_type="eagle3"), "eagle3"),
+        (dict(architectures=["LlamaForCausalLMEagle3"], model_type="llama"), "eagle3"),
+        (dict(architectures=["Eagle3LlamaForCausalLM"]), "eagle3"),
+        (dict(model_type="medusa"), "medusa"),
+        (dict(medusa_num_heads=3), "medusa"),
+        (dict(model_type="mlp_speculator"), "mlp_speculator"),
+        (dict(speculators_model_type="dflash"), "dflash"),
+        (dict(model_type="gemma2", architectures=["Gemma2ForCausalLM"]), None),
+        (dict(), None),
+    ],
+)
+def test_kinds(config, kind):
+    assert kind_of_head(config) == kind
+
+
+@pytest.mark.parametrize(
+    ("config", "theirs", "ours"),
+    [
+        (
+            dict(architectures=["LlamaForCausalLMEagle3"]),
+            ["midlayer.hidden_norm.weight", "fc.weight", "t2d"],
+            {"layers.0.hidden_norm.weight", "fc.weight"},
+        ),
+        (
+            dict(speculators_model_type="eagle3"),
+            ["model.layers.0.hidden_norm.weight", "verifier_norm.weight"],
+            {"layers.0.hidden_norm.weight"},
+        ),
+        (
+            dict(medusa_num_heads=1),
+            ["0.0.linear.weight", "0.0.linear.bias", "0.1.weight"],
+            {
+                "blocks.0.layers.0.weight",
+                "blocks.0.layers.0.bias",
+                "lm_heads.0.weight",
+            },
+        ),
+        (
+            dict(model_type="mlp_speculator"),
+            ["speculator.emb.0.weight"],
+            {"emb.0.weight"},
+        ),
+    ],
+)
+def test_spellings(tmp_path, config, theirs, ours):
+    found = open_head(write(tmp_path, config, theirs))
+    assert found.tensors.keys() == ours
+    assert all(tensor.whole().shape == (2, 3) for tensor in found.tensors.values())
+
+
+def test_two_spellings_of_one_tensor_are_refused(tmp_path):
+    names = ["emb.0.weight", "speculator.emb.0.weight"]
+    write(tmp_path, dict(model_type="mlp_speculator"), names)
+    with pytest.raises(CheckpointError, match="'emb.0.weight' twice"):
+        open_head(tmp_path)
+
+
+def test_what_is_no_head_says_what_one_is():
+    expected = "holds no head .*'gemma2'.*a target's hidden states.*eagle3, medusa, mlp"
+    with pytest.raises(CheckpointError, match=expected):
+        read_head_config(bundled_draft())
+
+
+def test_an_unknown_head_is_named(tmp_path):
+    write(tmp_path, dict(speculators_model_type="dflash"), ["fc.weight"])
+    with pytest.raises(CheckpointError, match="a head of kind 'dflash'"):
+        open_head(tmp_path)
+
+
+def test_pickles_are_not_opened(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="medusa")))
+    (tmp_path / "medusa_lm_head.pt").touch()
+    with pytest.raises(CheckpointError, match="medusa_lm_head.pt, a pickle.*convert"):
+        open_head(tmp_path)
+
+
+def test_a_written_head_is_whole_or_not_there(tmp_path):
+    config = dict(model_type="mlp_speculator")
+    write_head(tmp_path / "head", config, {"emb.0.weight": ONE.T})
+    found = open_head(tmp_path / "head")
+    np.testing.assert_array_equal(found.tensors["emb.0.weight"].whole(), ONE.T)
+    with pytest.raises(CheckpointError, match="exists already"):
+        write_head(tmp_path / "head", config, {})
+    with pytest.raises(SafetensorError, match="Unknown dtype"):
+        write_head(tmp_path / "broken", config, {"emb.0.weight": np.array(["one"])})
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]

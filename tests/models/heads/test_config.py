@@ -1,0 +1,125 @@
+"""What a head's config.json says; a head for another target or kind is named."""
+
+import json
+
+import pytest
+
+from jaxspec.errors import ConfigError, UnsupportedError
+from jaxspec.models.heads.config import (
+    CONFIGS,
+    Eagle3Config,
+    MedusaConfig,
+    MlpSpeculatorConfig,
+    default_layers,
+    read_head,
+)
+from tests.models.heads import torch_heads as theirs
+from tests.models.heads.targets import target_config
+
+HEADS = {
+    "eagle3": Eagle3Config.from_file(theirs.speculators_config(), ()),
+    "medusa": MedusaConfig(
+        target_hidden_size=theirs.HIDDEN,
+        vocab_size=theirs.VOCAB,
+        draft_vocab_size=theirs.VOCAB,
+        num_heads=3,
+    ),
+    "mlp_speculator": MlpSpeculatorConfig(
+        target_hidden_size=theirs.HIDDEN,
+        vocab_size=theirs.VOCAB,
+        draft_vocab_size=theirs.VOCAB,
+        num_stages=3,
+        inner_size=16,
+        is_tied=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_what_is_written_is_read_again(kind):
+    config = HEADS[kind]
+    content = json.loads(json.dumps(config.to_file()))
+    assert CONFIGS[kind].from_file(content, ()) == config
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (dict(hidden_size=48), "target_hidden_size=24, and the target has 48"),
+        (dict(vocab_size=64), "vocab_size=50, and the target has 64"),
+    ],
+)
+def test_another_target_is_refused(kind, change, named):
+    HEADS[kind].check_target(target_config())
+    with pytest.raises(ConfigError, match=f"This {kind} head.* another.*{named}"):
+        HEADS[kind].check_target(target_config(**change))
+
+
+def test_layers_that_the_target_does_not_have_are_named():
+    target = target_config(num_hidden_layers=4)
+    with pytest.raises(
+        ConfigError, match=r"layer_ids=\[2, 3, 5\], and 9B has 4 layers"
+    ):
+        HEADS["eagle3"].check_target(target, "9B")
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "layers"),
+    [(42, (2, 21, 39)), (26, (2, 13, 23)), (6, (1, 3, 5)), (2, (1, 1, 1))],
+)
+def test_layers_where_a_head_names_none(num_layers, layers):
+    assert default_layers(num_layers) == layers
+    content = theirs.speculators_config(eagle_aux_hidden_state_layer_ids=None)
+    config = Eagle3Config.from_file(content, ())
+    target = target_config(num_hidden_layers=num_layers)
+    assert config.layers_of(target) == layers
+
+
+def test_the_layer_that_specforge_names_is_counted_in():
+    assert Eagle3Config.from_file(theirs.specforge_config(), ()).target_layers == (
+        2,
+        3,
+        5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (dict(norm_before_fc=True), "norm_before_fc must be False, got True"),
+        (dict(hidden_act="gelu"), "hidden_act must be 'silu'"),
+        (dict(num_hidden_layers=2), "num_hidden_layers must be 1, got 2"),
+        (dict(rope_scaling=dict(rope_type="llama3")), "rope_type must be 'default'"),
+        (dict(eagle_config=dict(use_aux_hidden_state=False)), "use_aux_hidden_state"),
+    ],
+)
+def test_variants_that_are_not_computed_are_named(change, named):
+    with pytest.raises(UnsupportedError, match=named):
+        Eagle3Config.from_file(theirs.specforge_config(**change), ())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (dict(hidden_size=None), "hidden_size must be an integer"),
+        (dict(draft_vocab_size=51), "draft_vocab_size must be an integer from 1 to 50"),
+        (dict(eagle_aux_hidden_state_layer_ids=[1, 2]), "3 numbers of layers"),
+        (dict(eagle_aux_hidden_state_layer_ids="all"), "3 numbers of layers"),
+        (dict(target_hidden_size=32), "no embed_tokens.weight.* 32 wide"),
+    ],
+)
+def test_wrong_numbers_are_named(change, named):
+    with pytest.raises(ConfigError, match=named):
+        Eagle3Config.from_file(theirs.specforge_config(**change), ())
+
+
+def test_the_error_names_the_folder(tmp_path):
+    config = theirs.specforge_config(hidden_act="gelu")
+    theirs.write(tmp_path, config, theirs.eagle3_tensors("midlayer."))
+    with pytest.raises(
+        UnsupportedError, match=f"config.json of {tmp_path}: hidden_act"
+    ):
+        read_head(tmp_path)
+    with pytest.raises(ConfigError, match="nowhere has no config.json"):
+        read_head(tmp_path / "nowhere")

@@ -1,0 +1,108 @@
+"""Medusa's heads equal torch's, from files of vLLM's form and of the paper's."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jaxspec.models.heads import medusa
+from jaxspec.models.heads.config import MedusaConfig
+from jaxspec.models.heads.weights import load_head, to_target_vocab
+from jaxspec.models.matrices import DenseMatrix
+from jaxspec.sharding import make_mesh
+from tests.models.heads import torch_heads as theirs
+from tests.models.heads.targets import target_config
+
+HEADS, BLOCKS = 3, 2
+RANDOM = torch.Generator().manual_seed(3)
+ROWS = torch.randn(5, theirs.HIDDEN, generator=RANDOM)
+EMBEDDING = torch.randn(theirs.VOCAB, theirs.HIDDEN, generator=RANDOM)
+
+
+def our_logits(folder) -> tuple[MedusaConfig, list[np.ndarray]]:
+    config, params = load_head(
+        folder, target_config(), dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1)
+    )
+    assert isinstance(config, MedusaConfig)
+    rows = medusa.forward(config, params, jnp.asarray(ROWS.numpy()))
+    target = DenseMatrix(jnp.asarray(EMBEDDING.numpy()))
+    found = [
+        to_target_vocab(
+            params, medusa.logits(config, params, head, one, target), theirs.VOCAB
+        )
+        for head, one in enumerate(rows)
+    ]
+    return config, [np.asarray(one) for one in found]
+
+
+def vllm_config(**changes):
+    content = dict(
+        model_type="medusa",
+        hidden_size=theirs.HIDDEN,
+        vocab_size=theirs.VOCAB,
+        num_heads=HEADS,
+        num_hidden_layers=BLOCKS,
+    )
+    return content | changes
+
+
+def blocks_of(tensors, head):
+    return [(tensors[f"blocks.{head}.layers.{n}.weight"], 0) for n in range(BLOCKS)]
+
+
+@pytest.mark.parametrize("prefix", ["", "medusa_heads."])
+def test_vllms_names(tmp_path, prefix):
+    tensors = theirs.medusa_tensors(HEADS, BLOCKS, is_papers=False)
+    named = {prefix + name: value for name, value in tensors.items()}
+    config, found = our_logits(theirs.write(tmp_path, vllm_config(), named))
+    assert config.lm_heads == HEADS
+    for head in range(HEADS):
+        lm_head = tensors[f"lm_heads.{head}.weight"]
+        wanted = theirs.medusa_logits(ROWS, blocks_of(tensors, head), lm_head)
+        np.testing.assert_allclose(found[head], wanted, atol=1e-4)
+
+
+def test_the_papers_names_with_biases(tmp_path):
+    tensors = theirs.medusa_tensors(HEADS, BLOCKS, is_papers=True)
+    content = dict(
+        medusa_num_heads=HEADS,
+        medusa_num_layers=BLOCKS,
+        hidden_size=theirs.HIDDEN,
+        vocab_size=theirs.VOCAB,
+    )
+    theirs.write(tmp_path, content, tensors)
+    # The name that the paper's code gives the file.
+    (tmp_path / "model.safetensors").rename(tmp_path / "medusa_lm_head.safetensors")
+    config, found = our_logits(tmp_path)
+    assert config.has_bias
+    for head in range(HEADS):
+        blocks = [
+            (tensors[f"{head}.{n}.linear.weight"], tensors[f"{head}.{n}.linear.bias"])
+            for n in range(BLOCKS)
+        ]
+        lm_head = tensors[f"{head}.{BLOCKS}.weight"]
+        wanted = theirs.medusa_logits(ROWS, blocks, lm_head)
+        np.testing.assert_allclose(found[head], wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("shared", ["file", "target", "trimmed"])
+def test_heads_that_share_one_matrix_of_logits(tmp_path, shared):
+    tensors = theirs.medusa_tensors(HEADS, BLOCKS, is_papers=False)
+    content = vllm_config(original_lm_head=True)
+    lm_head, ids = tensors["lm_heads.0.weight"], torch.arange(theirs.VOCAB)
+    for head in range(HEADS):
+        del tensors[f"lm_heads.{head}.weight"]
+    if shared == "file":  # all heads' under the first one's name, as vLLM allows
+        tensors["lm_heads.0.weight"] = lm_head
+    if shared == "target":
+        lm_head = EMBEDDING
+    if shared == "trimmed":
+        ids = torch.tensor([4, 9, 3, 40, 31])
+        lm_head = tensors["lm_head.weight"] = lm_head[ids].contiguous()
+        tensors["token_map"], content["truncated_vocab_size"] = ids, len(ids)
+    config, found = our_logits(theirs.write(tmp_path, content, tensors))
+    assert config.lm_heads == (0 if shared == "target" else 1)
+    for head in range(HEADS):
+        wanted = theirs.medusa_logits(ROWS, blocks_of(tensors, head), lm_head)
+        np.testing.assert_allclose(found[head][:, ids.numpy()], wanted, atol=1e-4)
+        assert np.isfinite(found[head]).sum() == wanted.numel()

@@ -1,0 +1,162 @@
+"""A head's tensors arrive whole, on any mesh, and leave as they came."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from jaxspec.errors import ConfigError
+from jaxspec.models.heads.weights import (
+    TOKEN_IDS,
+    abstract_head,
+    init_head,
+    load_head,
+    save_head,
+    tensor_shapes,
+    to_target_vocab,
+)
+from jaxspec.sharding import make_mesh
+from tests.models.heads import torch_heads as theirs
+from tests.models.heads.targets import target_config
+from tests.models.heads.test_config import HEADS
+
+FLOAT32 = jnp.dtype(jnp.float32)
+
+
+def load(folder, **options):
+    given: dict[str, Any] = dict(dtype=FLOAT32, mesh=make_mesh(1)) | options
+    return load_head(folder, target_config(), **given)
+
+
+@pytest.fixture(name="folder")
+def _folder(tmp_path):
+    tensors = theirs.eagle3_tensors()
+    return theirs.write(tmp_path / "head", theirs.speculators_config(), tensors)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_that_was_written_is_read_bit_for_bit(tmp_path, kind, dtype):
+    config, mesh = HEADS[kind], make_mesh(1)
+    ids = np.random.default_rng(1).permutation(theirs.VOCAB)[: theirs.DRAFT_VOCAB]
+    params = init_head(config, seed=1, mesh=mesh, token_ids=ids)
+    # Two matrices that trade places would stay unnoticed if both were zeros.
+    params = jax.tree.map(
+        lambda leaf: leaf + 0.5 if leaf.dtype == FLOAT32 else leaf, params
+    )
+    save_head(
+        tmp_path / "head", config, params, dtype=jnp.dtype(dtype), target_name="tiny"
+    )
+    read, found = load(tmp_path / "head", dtype=jnp.dtype(dtype))
+    assert read == config
+    forms = abstract_head(config, dtype=jnp.dtype(dtype), mesh=mesh)
+    assert jax.tree.structure(found) == jax.tree.structure(forms)
+    for leaf, form in zip(jax.tree.leaves(found), jax.tree.leaves(forms), strict=True):
+        assert (leaf.shape, leaf.dtype) == (form.shape, form.dtype)
+    # On a CPU float32 matrices have a second form beside the first.
+    for name in ("fc", "lm_head") if kind == "eagle3" else ():
+        wanted = params[name].values.astype(dtype)
+        np.testing.assert_array_equal(found[name].values, wanted)
+    stored = load_file(tmp_path / "head" / "model.safetensors")
+    assert stored.keys() - {"d2t", "t2d"} == tensor_shapes(config).keys()
+    if kind == "eagle3":
+        np.testing.assert_array_equal(found[TOKEN_IDS], np.sort(ids))
+        np.testing.assert_array_equal(np.flatnonzero(stored["t2d"]), np.sort(ids))
+
+
+def test_names_of_files_come_out_as_they_went_in(folder, tmp_path):
+    config, params = load(folder)
+    save_head(tmp_path / "again", config, params, dtype=FLOAT32, target_name="tiny")
+    first, again = (
+        load_file(one / "model.safetensors") for one in (folder, tmp_path / "again")
+    )
+    assert first.keys() == again.keys()
+    for name, values in first.items():
+        np.testing.assert_array_equal(again[name], values, err_msg=name)
+        assert again[name].dtype == values.dtype
+
+
+def test_a_head_is_split_over_devices(folder):
+    _, whole = load(folder)
+    _, split = load(folder, mesh=make_mesh(2))
+    q_proj = split["layer"]["attention"]["q_proj"].values
+    assert {shard.data.shape for shard in q_proj.addressable_shards} == {(16, 48)}
+    assert split["lm_head"].values.addressable_shards[0].data.shape == (10, 24)
+    for name in ("fc", "lm_head"):
+        np.testing.assert_array_equal(split[name].values, whole[name].values)
+
+
+def test_tokens_that_a_head_cannot_say_have_no_chance():
+    params = {TOKEN_IDS: jnp.array([4, 1], jnp.int32)}
+    found = to_target_vocab(params, jnp.array([[0.5, 2.0]]), 5)
+    inf = np.inf
+    np.testing.assert_array_equal(found, [[-inf, 2.0, -inf, -inf, 0.5]])
+    whole = jnp.ones((1, 5))
+    assert to_target_vocab({}, whole, 5) is whole
+
+
+def without(name, tensors):
+    del tensors[name]
+
+
+def replaced(name, value, tensors):
+    tensors[name] = value
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (partial(without, "d2t"), "no tensor 'd2t', which says what the head's 20"),
+        (partial(without, "norm.weight"), "the head has no tensor 'norm.weight'"),
+        (
+            partial(replaced, "fc.weight", torch.zeros(24, 48)),
+            r"'fc.weight' has shape \(24, 48\), config.json asks for \(24, 72\)",
+        ),
+        (
+            partial(replaced, "lm_head.weight", torch.zeros(50, 24)),
+            r"asks for \(20, 24\) \(a vocabulary trimmed to 20\)",
+        ),
+        (
+            partial(replaced, "layers.1.mlp.up_proj.weight", torch.zeros(2, 2)),
+            "'layers.1.mlp.up_proj.weight' is not part of a eagle3 head",
+        ),
+        (
+            partial(replaced, "norm.weight", torch.zeros(24, dtype=torch.int64)),
+            "'norm.weight' has type int64, expected floats",
+        ),
+        (
+            partial(replaced, "d2t", torch.full((20,), 40)),
+            "'d2t' names token 50; the target has 50, from 0",
+        ),
+        (
+            partial(replaced, "d2t", -torch.arange(20)),
+            "'d2t' names a token of the target twice",
+        ),
+        (
+            partial(replaced, "d2t", torch.zeros(19, dtype=torch.int64)),
+            r"'d2t' has type int64 and shape \(19,\)",
+        ),
+    ],
+)
+def test_a_wrong_tensor_is_named(folder, change, named):
+    tensors = theirs.eagle3_tensors()
+    change(tensors)
+    theirs.write(folder, theirs.speculators_config(), tensors)
+    with pytest.raises(ConfigError, match=named):
+        load(folder)
+
+
+def test_another_target_is_refused_before_anything_is_read(folder):
+    with pytest.raises(ConfigError, match="and 27B has 48"):
+        load_head(
+            folder,
+            target_config(hidden_size=48),
+            dtype=FLOAT32,
+            mesh=make_mesh(1),
+            target_name="27B",
+        )

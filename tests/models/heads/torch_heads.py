@@ -1,0 +1,239 @@
+"""Heads in torch, written from the papers and from what others' checkpoints hold.
+
+They share nothing with ours: names as in the files, whole texts in place of pages.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+HIDDEN, VOCAB, DRAFT_VOCAB, LAYERS = 24, 50, 20, 6
+INNER, Q_HEADS, KV_HEADS, HEAD_DIM = 40, 4, 2, 8
+THETA, EPSILON = 10000.0, 1e-5
+
+
+def random_tensors(shapes: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Matrices whose outputs are of size one, vectors around one."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in shapes.items():
+        values = torch.randn(shape, generator=generator)
+        is_matrix = len(shape) == 2
+        tensors[name] = values / shape[1] ** 0.5 if is_matrix else 1 + 0.3 * values
+    return tensors
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+# EAGLE-3
+
+
+def eagle3_tensors(layer: str = "layers.0.") -> dict[str, torch.Tensor]:
+    """`layer` is `midlayer.` in files of SafeAILab and SpecForge."""
+    queries, keys = Q_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    shapes = {
+        "fc.weight": (HIDDEN, 3 * HIDDEN),
+        layer + "self_attn.q_proj.weight": (queries, 2 * HIDDEN),
+        layer + "self_attn.k_proj.weight": (keys, 2 * HIDDEN),
+        layer + "self_attn.v_proj.weight": (keys, 2 * HIDDEN),
+        layer + "self_attn.o_proj.weight": (HIDDEN, queries),
+        layer + "mlp.gate_proj.weight": (INNER, HIDDEN),
+        layer + "mlp.up_proj.weight": (INNER, HIDDEN),
+        layer + "mlp.down_proj.weight": (HIDDEN, INNER),
+        layer + "hidden_norm.weight": (HIDDEN,),
+        layer + "input_layernorm.weight": (HIDDEN,),
+        layer + "post_attention_layernorm.weight": (HIDDEN,),
+        "norm.weight": (HIDDEN,),
+        "lm_head.weight": (DRAFT_VOCAB, HIDDEN),
+    }
+    tensors = random_tensors(shapes)
+    generator = torch.Generator().manual_seed(1)
+    kept = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
+    tensors["d2t"] = kept - torch.arange(DRAFT_VOCAB)
+    tensors["t2d"] = torch.isin(torch.arange(VOCAB), kept)
+    return tensors
+
+
+def layer_config() -> dict[str, Any]:
+    return dict(
+        model_type="llama",
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_attention_heads=Q_HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        num_hidden_layers=1,
+        hidden_act="silu",
+        vocab_size=VOCAB,
+        rms_norm_eps=EPSILON,
+        rope_theta=THETA,
+    )
+
+
+def speculators_config(**changes: Any) -> dict[str, Any]:
+    content: dict[str, Any] = dict(
+        architectures=["Eagle3Speculator"],
+        speculators_model_type="eagle3",
+        transformer_layer_config=layer_config(),
+        draft_vocab_size=DRAFT_VOCAB,
+        norm_before_residual=True,
+        eagle_aux_hidden_state_layer_ids=[2, 3, 5],
+        speculators_config=dict(algorithm="eagle3"),
+    )
+    return content | changes
+
+
+def specforge_config(**changes: Any) -> dict[str, Any]:
+    """Of SpecForge, SafeAILab and SGLang; layers are counted from their outputs."""
+    content = layer_config() | dict(
+        architectures=["LlamaForCausalLMEagle3"],
+        draft_vocab_size=DRAFT_VOCAB,
+        eagle_config=dict(
+            eagle_aux_hidden_state_layer_ids=[1, 2, 4], use_aux_hidden_state=True
+        ),
+    )
+    return content | changes
+
+
+def rms_norm(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return rows / (rows.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt() * weight
+
+
+def rotated(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[token, head, head_dim], as complex numbers of both halves."""
+    half = HEAD_DIM // 2
+    frequency = THETA ** -(torch.arange(half) / half)
+    angle = positions[:, None].float() * frequency
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+    turned = torch.complex(rows[..., :half], rows[..., half:]) * turn
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def eagle3_rows(
+    tensors: dict[str, torch.Tensor],
+    embedded: torch.Tensor,
+    hidden: torch.Tensor,
+    *,
+    norm_before_residual: bool,
+    layer: str = "layers.0.",
+) -> torch.Tensor:
+    """The layer's output for a whole sequence of rows at positions 0, 1, ..."""
+    own = {
+        name.removeprefix(layer): value
+        for name, value in tensors.items()
+        if name.startswith(layer)
+    }
+    normed = rms_norm(hidden, own["hidden_norm.weight"])
+    both = torch.cat([rms_norm(embedded, own["input_layernorm.weight"]), normed], -1)
+    count, positions = len(both), torch.arange(len(both))
+    query, key, value = (
+        (both @ own[f"self_attn.{name}_proj.weight"].T).view(count, -1, HEAD_DIM)
+        for name in "qkv"
+    )
+    query, key = rotated(query, positions), rotated(key, positions)
+    group = Q_HEADS // KV_HEADS
+    key, value = (part.repeat_interleave(group, 1) for part in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) / HEAD_DIM**0.5
+    scores = scores.masked_fill(positions > positions[:, None], -math.inf)
+    mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
+    residual = normed if norm_before_residual else hidden
+    stream = residual + mixed @ own["self_attn.o_proj.weight"].T
+    inner = rms_norm(stream, own["post_attention_layernorm.weight"])
+    gate = torch.nn.functional.silu(inner @ own["mlp.gate_proj.weight"].T)
+    inner = gate * (inner @ own["mlp.up_proj.weight"].T)
+    return stream + inner @ own["mlp.down_proj.weight"].T
+
+
+def eagle3_logits(
+    tensors: dict[str, torch.Tensor], hidden: torch.Tensor
+) -> torch.Tensor:
+    """Over the target's vocabulary: -inf for what the head cannot say."""
+    own = rms_norm(hidden, tensors["norm.weight"]) @ tensors["lm_head.weight"].T
+    whole = torch.full((len(own), VOCAB), -math.inf)
+    whole[:, torch.arange(DRAFT_VOCAB) + tensors["d2t"]] = own
+    return whole
+
+
+# Medusa
+
+
+def medusa_tensors(heads: int, blocks: int, *, is_papers: bool) -> dict[str, Any]:
+    """As vLLM names them, or (`is_papers`) as the paper's code does, with biases."""
+    shapes = {}
+    for head in range(heads):
+        for block in range(blocks):
+            vllms = f"blocks.{head}.layers.{block}"
+            name = f"{head}.{block}.linear" if is_papers else vllms
+            shapes[f"{name}.weight"] = (HIDDEN, HIDDEN)
+            if is_papers:
+                shapes[f"{name}.bias"] = (HIDDEN,)
+        name = f"{head}.{blocks}" if is_papers else f"lm_heads.{head}"
+        shapes[f"{name}.weight"] = (VOCAB, HIDDEN)
+    return random_tensors(shapes)
+
+
+def medusa_logits(
+    rows: torch.Tensor, blocks: list[tuple[Any, Any]], lm_head: torch.Tensor
+) -> torch.Tensor:
+    """Of one head; a block is a matrix and a bias, which may be 0."""
+    for weight, bias in blocks:
+        rows = rows + torch.nn.functional.silu(rows @ weight.T + bias)
+    return rows @ lm_head.T
+
+
+# MLP speculator
+
+
+def mlp_tensors(stages: int, *, is_tied: bool, prefix: str = "") -> dict[str, Any]:
+    shapes = {}
+    for stage in range(stages):
+        width = HIDDEN if stage == 0 else INNER
+        shapes |= {
+            f"{prefix}emb.{stage}.weight": (VOCAB, INNER),
+            f"{prefix}proj.{stage}.weight": (INNER, width),
+            f"{prefix}head.{stage}.weight": (VOCAB, INNER),
+            f"{prefix}ln.{stage}.weight": (INNER,),
+            f"{prefix}ln.{stage}.bias": (INNER,),
+        }
+    tensors = random_tensors(shapes)
+    if is_tied:  # every stage is there, and they are copies
+        for name in tensors:
+            part, stage, kind = name.removeprefix(prefix).split(".")
+            first = min(int(stage), 1 if part == "proj" else 0)
+            tensors[name] = tensors[f"{prefix}{part}.{first}.{kind}"].clone()
+    return tensors
+
+
+def mlp_logits(
+    tensors: dict[str, Any],
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    *,
+    stages: int,
+    scale_input: bool,
+) -> list[torch.Tensor]:
+    """Of all stages; `tokens` [stage, row] are what each is given."""
+
+    def norm(rows: torch.Tensor) -> torch.Tensor:
+        return rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    state = norm(rows) / 2**0.5 if scale_input else rows
+    kept = 0.5 ** (0.5 / stages)
+    added = math.sqrt((1 - kept**2) * (INNER / 2))
+    found = []
+    for stage in range(stages):
+        state = state @ tensors[f"proj.{stage}.weight"].T
+        state = state + added / kept * tensors[f"emb.{stage}.weight"][tokens[stage]]
+        state = norm(state) * tensors[f"ln.{stage}.weight"]
+        state = torch.nn.functional.gelu(state + tensors[f"ln.{stage}.bias"])
+        found.append(state @ tensors[f"head.{stage}.weight"].T)
+    return found

@@ -1,0 +1,21 @@
+"""Owns what tests of training have in common: programs that are soon compiled."""
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def unoptimised_programs() -> Iterator[None]:
+    """Compiling is what takes long in them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def relaxed_promotion() -> Iterator[None]:
+    """Optax counts steps in integers, which the stricter settings refuse to mix."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield

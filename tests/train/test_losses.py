@@ -1,0 +1,81 @@
+"""Losses are what their formulas say, and fall towards what they promise."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import log_softmax, softmax
+from scipy.stats import entropy
+
+from jaxspec.train.losses import LOSSES, compare, loss_of
+
+RANDOM = np.random.default_rng(0)
+TARGET, DRAFT = RANDOM.normal(0, 2, (2, 6, 9)).astype(np.float32)
+LOG_SUM = np.log(np.exp(TARGET).sum(-1))
+IDS = np.array([1, 2, 5, 8])
+COUNTED = np.array([True, False, True, True, True, False])
+
+
+def compared(draft, target=TARGET):
+    return compare(
+        jnp.asarray(draft),
+        jnp.asarray(target),
+        jnp.asarray(LOG_SUM),
+        jnp.asarray(TARGET.max(-1)),
+    )
+
+
+def test_a_whole_vocabulary():
+    found, p, q = compared(DRAFT), softmax(TARGET, -1), softmax(DRAFT, -1)
+    np.testing.assert_allclose(found.divergence, entropy(p, q, axis=-1), rtol=1e-4)
+    np.testing.assert_allclose(found.acceptance, np.minimum(p, q).sum(-1), rtol=1e-5)
+    np.testing.assert_array_equal(found.agrees, p.argmax(-1) == q.argmax(-1))
+    assert 0 < found.agrees.sum() < len(TARGET)
+
+
+def test_a_trimmed_vocabulary_keeps_the_targets_own_chances():
+    found = compared(DRAFT[:, IDS], TARGET[:, IDS])
+    p, q = softmax(TARGET, -1)[:, IDS], softmax(DRAFT[:, IDS], -1)
+    np.testing.assert_allclose(found.acceptance, np.minimum(p, q).sum(-1), rtol=1e-5)
+    wanted = entropy(p, q, axis=-1) * p.sum(-1)  # entropy() normalises p
+    np.testing.assert_allclose(found.divergence, wanted, rtol=1e-4)
+    best = np.isin(TARGET.argmax(-1), IDS)
+    right = IDS[DRAFT[:, IDS].argmax(-1)] == TARGET.argmax(-1)
+    np.testing.assert_array_equal(found.agrees, best & right)
+
+
+def test_the_losses_of_tokens_that_count():
+    found, counted = compared(DRAFT), jnp.asarray(COUNTED)
+    divergence = np.asarray(found.divergence)[COUNTED]
+    acceptance = np.asarray(found.acceptance)[COUNTED]
+    share = np.exp(-3 * acceptance.mean())
+    wanted = {
+        "kl": divergence.mean(),
+        "tv": 1 - acceptance.mean(),
+        "nla": -np.log(acceptance).mean(),
+        "lk": share * divergence.mean() + (1 - share) * (1 - acceptance.mean()),
+    }
+    assert wanted.keys() == set(LOSSES)
+    for kind, value in wanted.items():
+        np.testing.assert_allclose(loss_of(kind, found, counted), value, rtol=1e-5)
+    assert loss_of("kl", found, jnp.zeros(6, bool)) == 0
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_going_down_a_loss_raises_acceptance(kind):
+    @jax.jit
+    @jax.grad
+    def gradient(draft):
+        return loss_of(kind, compared(draft), jnp.ones(6, bool))
+
+    draft = jnp.asarray(DRAFT)
+    for _ in range(60):
+        draft -= 3.0 * gradient(draft)
+    before, after = (compared(one).acceptance.mean() for one in (DRAFT, draft))
+    assert after > before + 0.1
+    if kind == "kl":
+        far = np.abs(log_softmax(draft, -1) - log_softmax(TARGET, -1))
+        assert (
+            far.mean()
+            < 0.8 * np.abs(log_softmax(DRAFT, -1) - log_softmax(TARGET, -1)).mean()
+        )

@@ -1,0 +1,81 @@
+"""A command line trains a head that is read again; a wrong one is told in two lines."""
+
+import json
+import re
+
+import pytest
+
+from jaxspec.models.families import config_from_folder
+from jaxspec.models.heads.config import read_head
+from jaxspec.train.__main__ import METHODS, main, make_parser
+from jaxspec_checkpoints import bundled_draft
+
+WORDS = "the cat sat on the mat and then the dog ran to the house because it was late"
+
+
+@pytest.fixture(name="data")
+def _data(tmp_path):
+    path = tmp_path / "data.jsonl"
+    lines = [dict(text=f"{number} {WORDS} " * 3) for number in range(24)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def command(method, data, tmp_path, *more):
+    # Of the bundled pair, the smaller one is the target: it is soon compiled.
+    return [
+        method,
+        *("--target", str(bundled_draft()), "--data", str(data)),
+        *("--out", str(tmp_path / "out"), "--text", "given", "--length", "16"),
+        *("--tokens", "384", "--rows", "8", "--held-out", "0.34", "--steps", "2"),
+        *more,
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_has_the_flags_of_all(method):
+    options = make_parser().parse_args(
+        [method, "--target", "t", "--data", "d", "--out", "o"]
+    )
+    assert (options.method, options.steps, options.loss) == (method, 1000, "lk")
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "named"),
+    [
+        ("eagle3", ["--steps", "0"], "steps must be an integer of at least 1, got 0"),
+        ("eagle3", ["--layers", "1,2,9"], r"eagle_aux.*has 2 layers"),
+        ("eagle3", ["--draft-vocab-size", "9999"], "draft_vocab_size must be"),
+        ("medusa", ["--heads", "0"], "num_heads must be an integer of at least 1"),
+        ("draft", [], "needs start, a model to begin with, or its sizes: hidden_size"),
+        ("draft", ["--start", "jaxspec/none"], "start"),
+        ("eagle3", ["--held-out", "0.9"], r"held_out must be a number in \(0, 0.5\]"),
+        ("eagle3", ["--data", "nothing"], "data must be a file of JSON lines"),
+        ("eagle3", ["--target", "nothing"], "target must be an existing folder"),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_runs(
+    data, tmp_path, capsys, method, more, named
+):
+    if more[:1] == ["--start"]:
+        more = ["--start", str(tmp_path / "none")]
+    assert main(command(method, data, tmp_path, *more)) == 2
+    told = capsys.readouterr().err
+    assert re.search(named, told), told
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("relaxed_promotion")
+def test_a_head_is_trained_and_read_again(data, tmp_path, capsys):
+    arguments = command("medusa", data, tmp_path, "--states", "cached")
+    assert main(arguments) == 0
+    assert "medusa: 2 steps" in capsys.readouterr().out
+    config, _ = read_head(tmp_path / "out")
+    config.check_target(config_from_folder(bundled_draft()))
+    assert main(arguments) == 2
+    assert "out must be a folder that does not exist" in capsys.readouterr().err
+    changed = [*arguments, "--out", str(tmp_path / "more")]
+    changed += ["--work", str(tmp_path / "out.work"), "--seed", "1"]
+    assert main(changed) == 2
+    assert "holds a run with seed=0, and now it is 1" in capsys.readouterr().err

@@ -1,0 +1,139 @@
+"""What was trained is written as an engine reads it, and says there what it said."""
+
+import dataclasses
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.models.families import config_from_folder
+from jaxspec.models.heads.weights import functions_of_head, load_head
+from jaxspec.models.matrices import DenseMatrix
+from jaxspec.train.methods import DraftMethod
+from jaxspec.train.target import States, Target
+from jaxspec_checkpoints import bundled_target, open_checkpoint
+from tests.oracles import TINY, hf_logits, hf_tensors, make_hf_model, model_config
+from tests.train import tiny
+
+
+@partial(jax.jit, static_argnums=0)
+def passes_of(method, params, embedding, tokens, states):
+    """Logits of every pass."""
+    found = method.hidden(params, embedding, tokens, states)
+    return [
+        method.logits(params, embedding, number, hidden)
+        for number, hidden in enumerate(found)
+    ]
+
+
+def states_of(target: Target, method, tokens) -> States:
+    return target.reader(method.layers)(tokens)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "mlp"])
+def test_a_saved_head_is_loaded_as_it_was_trained(tmp_path, kind):
+    method, target = getattr(tiny, f"{kind}_method")(), tiny.make_target()
+    ids = np.arange(0, 2 * tiny.DRAFT_VOCAB, 2)
+    trimmed = ids if method.config.is_trimmed else None
+    params = method.init(target, 3, trimmed)
+    # Rounded as they are written, and none of them zero.
+    params = jax.tree.map(
+        lambda leaf: (
+            leaf
+            if leaf.dtype == jnp.int32
+            else (leaf + 0.1).astype(jnp.bfloat16).astype(jnp.float32)
+        ),
+        params,
+    )
+    method.save(tmp_path / "head", params, target)
+    config, loaded = load_head(
+        tmp_path / "head",
+        target.config,
+        dtype=jnp.dtype(jnp.float32),
+        mesh=target.mesh,
+    )
+    assert config == method.config
+    tokens = jnp.asarray(tiny.make_text(1).tokens)
+    states = states_of(target, method, tokens)
+    passes = partial(passes_of, method)
+    for one, other in zip(
+        passes(params, target.embedding, tokens, states),
+        passes(loaded, target.embedding, tokens, states),
+        strict=True,
+    ):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+    content = json.loads((tmp_path / "head" / "config.json").read_text())
+    if kind == "eagle3":
+        verifier = content["speculators_config"]["verifier"]
+        assert verifier["name_or_path"] == "tiny"
+    assert functions_of_head(config).param_specs(config)
+
+
+def test_an_eagle3_head_begins_with_the_targets_logits():
+    method, target = tiny.eagle3_method(), tiny.make_target()
+    ids = np.arange(1, 1 + tiny.DRAFT_VOCAB)
+    params = method.init(target, 0, ids)
+    rows = jnp.asarray(np.random.default_rng(0).normal(size=(3, tiny.HIDDEN)))
+    rows = rows.astype(jnp.float32)
+    found = method.logits(params, target.embedding, 0, rows)
+    normed = rows * jax.lax.rsqrt(jnp.mean(rows**2, -1, keepdims=True) + 1e-5)
+    normed *= 1 + target.params["final_norm"][None]
+    wanted = normed @ np.asarray(target.embedding.values)[ids].T  # pyright: ignore[reportAttributeAccessIssue]
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def draft_target(folder: Path) -> Target:
+    """The tiny target in a folder with a tokenizer."""
+    shutil.copy(bundled_target() / "tokenizer.model", folder)
+    (folder / "config.json").write_text("{}")
+    return dataclasses.replace(tiny.make_target(), folder=folder)
+
+
+def test_a_draft_that_was_saved_is_huggingfaces(tmp_path):
+    reference = make_hf_model(seed=4, num_hidden_layers=2)
+    content = TINY | dict(num_hidden_layers=2, model_type="gemma2")
+    method = DraftMethod(
+        config=model_config(reference),  # pyright: ignore[reportArgumentType]
+        hf_config=content | dict(architectures=["Gemma2ForCausalLM"]),
+        start=hf_tensors(reference),
+    )
+    target, text = draft_target(tmp_path), tiny.make_text(1)
+    params = method.init(target, 0, None)
+    assert isinstance(params["embedding"], DenseMatrix)
+    assert type(params["embedding"]) is DenseMatrix
+    states = states_of(target, method, text.tokens)
+
+    @jax.jit
+    def run(params, embedding, tokens, states):
+        (hidden,) = method.hidden(params, embedding, tokens, states)
+        return method.logits(params, embedding, 0, hidden)
+
+    found = run(params, target.embedding, jnp.asarray(text.tokens), states)
+    np.testing.assert_allclose(found, hf_logits(reference, text.tokens[0]), atol=1e-4)
+
+    made = tmp_path.parent / f"{tmp_path.name}-draft"
+    method.save(made, params, target)
+    assert config_from_folder(made).num_layers == 2
+    stored = open_checkpoint(made).tensors
+    for name, tensor in hf_tensors(reference).items():
+        wanted = tensor.whole().astype(jnp.bfloat16)
+        np.testing.assert_array_equal(stored[name].whole(), wanted)
+    assert (made / "tokenizer.model").is_file()
+
+
+def test_a_new_draft_keeps_the_inner_products_of_the_embedding(tmp_path):
+    reference = make_hf_model(hidden_size=24, num_hidden_layers=2)
+    method = DraftMethod(config=model_config(reference), hf_config={})  # pyright: ignore[reportArgumentType]
+    target = draft_target(tmp_path)
+    params = method.init(target, 0, None)
+    ours = np.asarray(params["embedding"].values)
+    theirs = np.asarray(target.embedding.values)  # pyright: ignore[reportAttributeAccessIssue]
+    assert ours.shape == (tiny.VOCAB, 24)
+    alike = np.corrcoef((ours @ ours.T).ravel(), (theirs @ theirs.T).ravel())[0, 1]
+    assert alike > 0.8
+    np.testing.assert_allclose(ours.std(), 0.02, rtol=1e-3)

@@ -1,0 +1,31 @@
+"""States on disk are those of the target, row by row, in bfloat16."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.train.target import StateFiles
+from tests.train import tiny
+
+LAYERS = (1, 4)
+
+
+def test_cached_states_are_read_in_any_order(tmp_path, monkeypatch):
+    target, text = tiny.make_target(), tiny.make_text(5)
+    files = StateFiles(tmp_path / "states", target, LAYERS)
+    files.fill(text.tokens, batch_rows=2)  # the last batch has one row
+    numbers = np.array([4, 0, 3])
+    found = files.read(numbers)
+    tokens = jnp.asarray(text.tokens[numbers])
+    wanted = target.reader(LAYERS)(tokens)
+    for name, one, other in zip(wanted._fields, found, wanted, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(one, np.float32), other, rtol=1e-2, atol=1e-4, err_msg=name
+        )
+
+    def fail(*_):
+        raise AssertionError("they were there")
+
+    monkeypatch.setattr(type(target), "reader", fail)
+    again = StateFiles(tmp_path / "states", target, LAYERS)
+    again.fill(text.tokens, batch_rows=2)
+    np.testing.assert_array_equal(again.read(numbers).log_sum, found.log_sum)

@@ -1,0 +1,128 @@
+"""Prompts come of files, rows of what is written to them."""
+
+import json
+import lzma
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jaxspec.errors import ConfigError
+from jaxspec.text.tokenizer import Tokenizer
+from jaxspec.train.text import (
+    ANSWER,
+    PROMPT_TOKENS,
+    WAYS,
+    Text,
+    frequent_tokens,
+    given_text,
+    pack,
+    read_prompts,
+    write_text,
+)
+from jaxspec_checkpoints import bundled_target
+
+TOKENIZER = Tokenizer.from_folder(str(bundled_target()))
+CHAT = f"<start_of_turn>user\nHi there<end_of_turn>\n{ANSWER}Hello."
+LONG = "Once upon a time there was a small dragon who could not sleep at night. " * 12
+
+
+def write(path, *documents):
+    lines = "\n".join(map(json.dumps, documents)) + "\n\n"
+    content = lines.encode()
+    path.write_bytes(lzma.compress(content) if path.suffix == ".xz" else content)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.xz"])
+def test_prompts(tmp_path, suffix):
+    documents = [
+        dict(text=CHAT),
+        dict(text=LONG),
+        dict(prompt="1 + 1 =", completion=" 2"),
+    ]
+    path = write(tmp_path / f"data{suffix}", *documents)
+    found = read_prompts(path, TOKENIZER, length=256, seed=0)
+    assert found == read_prompts(path, TOKENIZER, length=256, seed=0)
+    by_start = {TOKENIZER.decode(head)[:6]: (head, tail) for head, tail in found}
+    assert len(by_start) == 3
+    head, tail = by_start["1 + 1 "]
+    assert (TOKENIZER.decode(head), TOKENIZER.decode(tail)) == ("1 + 1 =", " 2")
+    head, tail = by_start["Once u"]
+    assert PROMPT_TOKENS[0] <= len(head) <= PROMPT_TOKENS[1]
+    assert TOKENIZER.decode(head + tail) == LONG
+    (rest,) = (head for start, (head, _) in by_start.items() if start[0] not in "1O")
+    assert rest == TOKENIZER.encode(CHAT.removesuffix("Hello."))
+    text = given_text(found, 64)
+    assert text.sizes.max() == 64 and (text.starts == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ('{"text": "a"}\nno json', "data.jsonl, line 2, is no JSON"),
+        ("[1]", r"line 1, must be a JSON object, got \[1\]"),
+        ('{"body": "a"}', "document 1, has neither 'text' nor 'prompt': body"),
+        ("", "no document with room for an answer in length=32"),
+        (json.dumps(dict(prompt=LONG)), "no document with room"),
+    ],
+)
+def test_wrong_data_is_named(tmp_path, content, named):
+    path = tmp_path / "data.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=named):
+        read_prompts(path, TOKENIZER, length=32, seed=0)
+
+
+def test_missing_data_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="data must be a file of JSON lines, got"):
+        read_prompts(tmp_path / "nothing.jsonl", TOKENIZER, length=32, seed=0)
+
+
+class Echo:
+    """Writes a token again and again, as many as it may, or four."""
+
+    def __init__(self):
+        self.params = []
+
+    def generate(self, prompts, sampling_params):
+        self.params += sampling_params
+        return [
+            SimpleNamespace(
+                outputs=[
+                    SimpleNamespace(token_ids=[prompt[0]] * min(4, params.max_tokens))
+                ]
+            )
+            for prompt, params in zip(prompts, sampling_params, strict=True)
+        ]
+
+
+def test_what_is_written_counts_and_prompts_do_not():
+    echo, prompts = Echo(), [([number] * 7, [9]) for number in range(400)]
+    text = write_text(echo, prompts, length=10, num_tokens=500, seed=3)
+    # 100 prompts at a time, with room for three more tokens.
+    assert len(text) == 200 and text.num_written == 600
+    assert (text.starts == 7).all() and (text.sizes == 10).all()
+    np.testing.assert_array_equal(text.tokens[5], [5] * 10)
+    assert len({params.seed for params in echo.params}) == len(echo.params)
+    shares = [
+        np.mean([params.temperature == way[1] for params in echo.params])
+        for way in WAYS
+    ]
+    np.testing.assert_allclose(shares, [way[0] for way in WAYS], atol=0.1)
+
+
+def test_rows_are_kept_and_cut(tmp_path):
+    text = pack([([1, 2, 3], 1), (list(range(9)), 8)], 5)
+    np.testing.assert_array_equal(text.tokens, [[1, 2, 3, 0, 0], [0, 1, 2, 3, 4]])
+    assert text.sizes.tolist() == [3, 5] and text.starts.tolist() == [1, 5]
+    text.save(tmp_path / "text.npz")
+    again = Text.load(tmp_path / "text.npz")
+    np.testing.assert_array_equal(again.rows([1]).tokens, text.tokens[1:])
+    assert [path.name for path in tmp_path.iterdir()] == ["text.npz"]
+
+
+def test_frequent_tokens_are_those_that_were_written():
+    text = pack([([7, 7, 7, 3, 3, 5], 3), ([9, 5, 5], 0)], 6)
+    np.testing.assert_array_equal(frequent_tokens(text, 2, 20), [3, 5])
+    np.testing.assert_array_equal(frequent_tokens(text, 5, 20), [0, 1, 3, 5, 9])

@@ -1,0 +1,189 @@
+"""A run that goes on, or is spread over devices, ends where one that is not does."""
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.errors import ConfigError
+from jaxspec.train.methods import DraftMethod, Eagle3Method
+from jaxspec.train.target import logits_of
+from jaxspec.train.trainer import Schedule, Trainer
+from tests.oracles import hf_tensors
+from tests.train import tiny
+
+pytestmark = pytest.mark.usefixtures("relaxed_promotion")
+slow = pytest.mark.slow
+STEPS, ROWS = 4, 4
+IDS = np.arange(0, 2 * tiny.DRAFT_VOCAB, 2)
+
+
+def make_trainer(method=None, target=None, work=None, **changes) -> Trainer:
+    """The MLP speculator, which is soon compiled, unless it is to be another."""
+    given: dict[str, Any] = dict(
+        steps=STEPS, rows=ROWS, warmup_steps=1, eval_every=100, save_every=2
+    )
+    target, method = target or tiny.make_target(), method or tiny.mlp_method()
+    is_trimmed = isinstance(method, Eagle3Method)
+    run = target.reader(method.layers)
+
+    def read(numbers, tokens):
+        return run(tokens)
+
+    return Trainer(
+        method,
+        target,
+        tiny.make_text(10),
+        tiny.make_text(ROWS, seed=1),
+        schedule=Schedule(**given | changes),
+        read_states=(read, read),
+        token_ids=IDS if is_trimmed else None,
+        work=work,
+    )
+
+
+def leaves(trainer):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state.params)]
+
+
+def test_a_run_that_was_ended_goes_on_to_the_same_parameters(tmp_path):
+    whole = make_trainer(work=tmp_path / "whole")
+    before = leaves(whole)
+    whole.run(progress=False)
+    assert whole.step == STEPS
+    moved = [
+        np.abs(one - other).max()
+        for one, other in zip(before, leaves(whole), strict=True)
+    ]
+    assert min(moved) > 1e-5, "every parameter is trained"
+
+    # As if it had been ended after its second step, which it had saved.
+    first = make_trainer(work=tmp_path / "parts")
+    for _ in range(2):
+        first._step(first._rows_of(first.step))
+    first._save()
+    second = make_trainer(work=tmp_path / "parts")
+    assert second.step == 2
+    second.run(progress=False)
+    for one, other in zip(leaves(whole), leaves(second), strict=True):
+        np.testing.assert_array_equal(one, other)
+    log = [
+        json.loads(line)
+        for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()
+    ]
+    assert [entry["step"] for entry in log] == [0, STEPS]
+    assert log == whole.log
+
+
+@pytest.mark.parametrize("kind", ["mlp", pytest.param("eagle3", marks=slow)])
+def test_a_mesh_trains_to_the_same_parameters(kind):
+    method = getattr(tiny, f"{kind}_method")()
+    one = make_trainer(method)
+    many = make_trainer(method, tiny.make_target(data=2, model=2))
+    leaf = many.state.params["lm_head" if kind == "eagle3" else "head"]
+    (values,) = jax.tree.leaves(leaf)
+    half = values.shape[0] // 2, values.shape[1]
+    assert {shard.data.shape for shard in values.addressable_shards} == {half}
+    for trainer in (one, many):
+        trainer._step(trainer._rows_of(0))
+    for here, there in zip(leaves(one), leaves(many), strict=True):
+        # Adam's first step has the size of its rate, whatever the gradient's.
+        close = np.isclose(here, there, atol=2e-5)
+        assert close.mean() > 0.99
+    for name, values in one.acceptance().items():
+        np.testing.assert_allclose(many.acceptance()[name], values, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", pytest.param("mlp", marks=slow)])
+def test_acceptance_on_other_text_rises(kind):
+    method = getattr(tiny, f"{kind}_method")()
+    trainer = make_trainer(method, steps=40, learning_rate=1e-2)
+    trainer.run(progress=False)
+    first, last = (trainer.log[at]["sampled"] for at in (0, -1))
+    assert len(first) == method.num_passes
+    assert np.mean(last) > np.mean(first) + 0.02
+    assert trainer.log[-1]["loss"] is not None
+    if kind == "eagle3":
+        np.testing.assert_array_equal(trainer.params["token_ids"], IDS)
+
+
+class Oracle:
+    """Knows what the target will say at each place ahead."""
+
+    offset, layers, num_passes = 1, (), 2
+
+    def init(self, target, seed, token_ids):
+        return {"nothing": jnp.zeros(1)}
+
+    def hidden(self, params, embedding, tokens, states):
+        width = states.rows.shape[-1]
+        return [
+            jnp.pad(states.rows, ((0, 0), (0, ahead), (0, 0)))[:, ahead:].reshape(
+                -1, width
+            )
+            for ahead in (1, 2)
+        ]
+
+    def logits(self, params, embedding, number, hidden):
+        return logits_of(tiny.make_target().config, embedding, hidden, None)
+
+    def save(self, folder, params, target): ...
+
+
+def test_what_the_target_will_say_is_always_accepted():
+    """Pass i, at token t, is compared with the target after token t + 1 + i."""
+    trainer = make_trainer(Oracle())
+    for values in trainer.acceptance().values():
+        np.testing.assert_allclose(values, 1, atol=1e-5)
+    batch, states = trainer._given(trainer._held_out, trainer._read[1], np.arange(ROWS))
+    *_, counts = trainer._judge(
+        trainer.state.params, trainer._target.embedding, batch, states
+    )
+    text = trainer._held_out
+    # The first token that is proposed is the third, and the fourth.
+    wanted = [
+        sum(
+            size - max(start, first)
+            for size, start in zip(text.sizes, text.starts, strict=True)
+        )
+        for first in (2, 3)
+    ]
+    assert counts.tolist() == wanted
+
+
+def test_a_draft_that_is_the_target_is_always_accepted():
+    target = tiny.make_target()
+    tensors = hf_tensors(tiny.reference())
+    draft = DraftMethod(config=target.config, hf_config={}, start=tensors)
+    for values in make_trainer(draft).acceptance().values():
+        np.testing.assert_allclose(values, 1, atol=1e-4)
+
+
+def test_every_row_comes_once_before_any_comes_again():
+    trainer = make_trainer()
+    numbers = np.concatenate([trainer._rows_of(step) for step in range(5)])
+    for start in (0, 10):
+        assert sorted(numbers[start : start + 10]) == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (dict(rows=11), "The text has 10 rows, and a step takes rows=11"),
+        (dict(rows=5), "The held-out text has 4 rows"),
+        (dict(loss="mse"), "loss must be one of 'lk', 'kl'"),
+        (dict(learning_rate=0), "learning_rate must be a finite number above 0"),
+        (dict(steps=0), "steps must be an integer of at least 1"),
+    ],
+)
+def test_wrong_schedules_are_named(change, named):
+    with pytest.raises(ConfigError, match=named):
+        make_trainer(**change)
+
+
+def test_rows_that_devices_do_not_share_are_named():
+    with pytest.raises(ConfigError, match="rows must be a multiple of 2.*got 3"):
+        make_trainer(target=tiny.make_target(data=2, model=2), rows=3)

@@ -1,0 +1,88 @@
+"""A target of a few thousand parameters, and text for it."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxspec.models.heads.config import (
+    Eagle3Config,
+    MedusaConfig,
+    MlpSpeculatorConfig,
+)
+from jaxspec.models.weights import load_params
+from jaxspec.sharding import MESH_AXES
+from jaxspec.train.methods import Eagle3Method, MedusaMethod, MlpSpeculatorMethod
+from jaxspec.train.target import Target
+from jaxspec.train.text import Text, pack
+from tests.oracles import TINY, hf_tensors, make_hf_model, model_config
+
+VOCAB, HIDDEN = int(TINY["vocab_size"]), int(TINY["hidden_size"])
+DRAFT_VOCAB, LENGTH = 40, 12
+
+
+@cache
+def reference() -> Any:
+    return make_hf_model(sliding_window=3)
+
+
+@cache
+def make_target(data: int = 1, model: int = 1) -> Target:
+    """The target on `data * model` devices."""
+    devices = np.array(jax.devices()[: data * model])
+    mesh = Mesh(devices.reshape(data, 1, model), MESH_AXES)
+    config, tensors = model_config(reference()), hf_tensors(reference())
+    params = load_params(config, tensors, dtype=jnp.dtype(jnp.float32), mesh=mesh)
+    folder = Path("nowhere")
+    return Target(name="tiny", folder=folder, config=config, params=params, mesh=mesh)
+
+
+def make_text(rows: int, seed: int = 0) -> Text:
+    """Documents in which a token mostly follows from the one before it."""
+    random = np.random.default_rng(seed)
+    documents = []
+    for _ in range(rows):
+        ids = (random.integers(VOCAB) + 7 * np.arange(random.integers(8, 16))) % VOCAB
+        documents.append((ids.tolist(), int(random.integers(0, 3))))
+    return pack(documents, LENGTH)
+
+
+def eagle3_method(**changes: Any) -> Eagle3Method:
+    sizes: dict[str, Any] = dict(
+        target_hidden_size=HIDDEN,
+        vocab_size=VOCAB,
+        draft_vocab_size=DRAFT_VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=32,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        target_layers=(1, 2, 4),
+    )
+    config: Any = Eagle3Config(**sizes | changes)
+    return Eagle3Method(config=config, num_passes=2)
+
+
+def medusa_method() -> MedusaMethod:
+    config = MedusaConfig(
+        target_hidden_size=HIDDEN, vocab_size=VOCAB, draft_vocab_size=VOCAB, num_heads=2
+    )
+    return MedusaMethod(config=config)
+
+
+def mlp_method() -> MlpSpeculatorMethod:
+    config = MlpSpeculatorConfig(
+        target_hidden_size=HIDDEN,
+        vocab_size=VOCAB,
+        draft_vocab_size=VOCAB,
+        num_stages=2,
+        inner_size=32,
+        is_tied=True,
+    )
+    return MlpSpeculatorMethod(config=config)
