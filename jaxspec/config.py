@@ -227,8 +227,8 @@ class EngineConfig:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Draft tokens per step, 0 without speculation."""
-        return self.speculative.num_speculative_tokens if self.speculative else 0
+        """Drafts per step, one after the other; 0 without speculation."""
+        return self.speculative.num_levels if self.speculative else 0
 
 
 def read_json(path: Path) -> dict[str, Any]:

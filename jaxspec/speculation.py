@@ -6,6 +6,7 @@ of three generations of arguments into a `SpeculativeConfig`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, no_type_check
 
 from jaxspec.errors import (
@@ -15,6 +16,13 @@ from jaxspec.errors import (
     check_integer,
     check_number,
     wrong_argument,
+)
+from jaxspec.token_tree import (
+    MAX_NODES,
+    TREE_KEY,
+    leaf_paths,
+    parents_of,
+    read_paths,
 )
 
 # The step program is compiled for a ladder of draft lengths; these are its last rungs:
@@ -65,6 +73,11 @@ class SpeculativeConfig:
             where nothing matches, the latter also where only a few tokens match.
         model: Folder of the draft model; None for "ngram" and "suffix".
         num_speculative_tokens: Most draft tokens per step; a request may ask for fewer.
+            With a tree, its drafts.
+        num_side_leaves: Beside each draft, the next best tokens at its place: where the
+            target wants one of them, it adds one token more.
+        speculative_token_tree: Which drafts are made, as vLLM writes them: a list of
+            tuples, or its string. None: each continues the one before it.
         controller: "adaptive" makes as many as measured times and acceptance pay;
             "fixed" makes the most at every step.
         rejection_sample_method: Rule that decides which draft tokens stay, for requests
@@ -92,6 +105,8 @@ class SpeculativeConfig:
     method: str = DRAFT_MODEL
     model: str | None = None
     num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS
+    num_side_leaves: int = 0
+    speculative_token_tree: str | Sequence[Sequence[int]] | None = None
     controller: str = ADAPTIVE
     rejection_sample_method: str = "block"
     synthetic_acceptance_rates: Sequence[float] | None = None
@@ -119,16 +134,20 @@ class SpeculativeConfig:
         most, way_out = MAX_DRAFT_TOKENS, "leave method out"
         if self.has_draft_model:
             most, way_out = MAX_MODEL_DRAFT_TOKENS, "name no draft model"
-        check_integer(
-            ConfigError,
-            "num_speculative_tokens",
-            self.num_speculative_tokens,
-            low=1,
-            high=most,
-            hint="The step program is compiled for a ladder of draft lengths that ends "
-            f"at {most} for method {self.method!r}; to decode without drafts, "
-            f"{way_out}.",
-        )
+        if self.speculative_token_tree is None:
+            check_integer(
+                ConfigError,
+                "num_speculative_tokens",
+                self.num_speculative_tokens,
+                low=1,
+                high=most,
+                hint="The step program is compiled for a ladder of draft lengths that "
+                f"ends at {most} for method {self.method!r}; to decode without drafts, "
+                f"{way_out}.",
+            )
+        else:
+            self._check_tree(most)
+        self._check_leaves()
         choices = {
             "rejection_sample_method": ("standard", "block", "coupled", SYNTHETIC),
             "draft_sample_method": ("probabilistic", "greedy"),
@@ -145,6 +164,26 @@ class SpeculativeConfig:
             if getattr(self, name) is not None:
                 check_integer(ConfigError, name, getattr(self, name), low=low)
         self._check_synthetic()
+
+    @cached_property
+    def parents(self) -> tuple[int, ...] | None:
+        """Of each draft the one that it continues; None where that is the one before.
+
+        In the order of `parents_of`.
+        """
+        if self.speculative_token_tree is not None:
+            found = parents_of(read_paths(self.speculative_token_tree))
+        else:
+            count = self.num_speculative_tokens
+            found = parents_of(leaf_paths(count, self.num_side_leaves))
+        return None if found == tuple(range(-1, len(found) - 1)) else found
+
+    @cached_property
+    def num_levels(self) -> int:
+        """Most drafts that may stay in a step, one after the other: K."""
+        if self.speculative_token_tree is None:
+            return self.num_speculative_tokens
+        return max(map(len, read_paths(self.speculative_token_tree)))
 
     @property
     def forced_acceptance(self) -> tuple[float, ...] | None:
@@ -198,6 +237,44 @@ class SpeculativeConfig:
     def has_suffix(self) -> bool:
         """Whether as many are made as their match promises."""
         return self.method in (SUFFIX, SUFFIX_AND_MODEL)
+
+    def _check_tree(self, most: int) -> None:
+        """Refuse a tree that is none, or too deep, or not of as many drafts as said.
+
+        Args:
+            most: Drafts one after the other.
+        """
+        paths = read_paths(self.speculative_token_tree)
+        if self.num_levels > most:
+            allowed = f"a tree of at most {most} levels for method {self.method!r}"
+            written = self.speculative_token_tree
+            raise wrong_argument(ConfigError, TREE_KEY, allowed, written)
+        if self.num_speculative_tokens != len(paths):
+            raise wrong_argument(
+                ConfigError,
+                "num_speculative_tokens",
+                f"{len(paths)}, as many as {TREE_KEY} has, or left out",
+                self.num_speculative_tokens,
+            )
+
+    def _check_leaves(self) -> None:
+        name = "num_side_leaves"
+        check_integer(ConfigError, name, self.num_side_leaves, low=0)
+        if self.num_side_leaves and self.speculative_token_tree is not None:
+            hint = "A tree says itself what stands beside its drafts."
+            allowed = f"left out with {TREE_KEY}"
+            raise wrong_argument(ConfigError, name, allowed, self.num_side_leaves, hint)
+        most = MAX_NODES // self.num_speculative_tokens - 1
+        if self.num_side_leaves > most and self.speculative_token_tree is None:
+            drafts = f"num_speculative_tokens={self.num_speculative_tokens}"
+            allowed = f"at most {most} with {drafts}"
+            hint = f"A step has room for {MAX_NODES} drafts, leaves included."
+            raise wrong_argument(ConfigError, name, allowed, self.num_side_leaves, hint)
+        if self.parents is not None and self.rejection_sample_method == SYNTHETIC:
+            name = name if self.num_side_leaves else TREE_KEY
+            allowed = f"left out with rejection_sample_method={SYNTHETIC!r}"
+            hint = "Forced acceptance is of drafts one after the other."
+            raise wrong_argument(ConfigError, name, allowed, getattr(self, name), hint)
 
     def _check_model(self) -> None:
         if self.has_draft_model and self.model is None:

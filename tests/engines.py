@@ -114,6 +114,7 @@ class OneShapeRunner(Runner):
             chunk=config.max_num_batched_tokens if shape.chunk else 0,
             features=shape.features,
             max_rounds=shape.max_rounds,
+            template=shape.template,
         )
         return super().launch(plan, padded), padded
 
@@ -174,6 +175,8 @@ def make_engine(
     draft_tensor_parallel_size: int = 1,
     lookup: tuple[int, int] | None = None,
     suffix: dict[str, Any] | None = None,
+    num_side_leaves: int = 0,
+    tree: str | None = None,
     acceptance_rates: tuple[float, ...] | None = None,
     scan_layers: bool = False,
     **settings: Any,
@@ -184,6 +187,8 @@ def make_engine(
         lookup: Most and fewest tokens of n-gram drafts, beside the model's or alone.
         suffix: What suffix drafts have instead of the defaults, by keys without their
             prefix; beside the model's drafts or alone.
+        num_side_leaves, tree: Keys of `SpeculativeConfig`; of a tree, the number of
+            drafts is that of its nodes.
         acceptance_rates: For the rule "synthetic".
         scan_layers: Of both models.
         has_one_shape: Run every launch in the largest shape: far fewer compilations.
@@ -201,6 +206,8 @@ def make_engine(
             prompt_lookup_max=lookup and lookup[0],
             prompt_lookup_min=lookup and lookup[1],
             num_speculative_tokens=num_draft_tokens,
+            num_side_leaves=num_side_leaves,
+            speculative_token_tree=tree,
             rejection_sample_method=rule,
             synthetic_acceptance_rates=acceptance_rates,
             draft_sample_method=draft_sample_method,

@@ -47,6 +47,7 @@ def make_config(**changes) -> EngineConfig:
     longest_drafted = changes.pop("longest_drafted", None)
     forced = changes.pop("forced_acceptance", None)
     controller = changes.pop("controller", FIXED)
+    keys = changes.pop("speculative_keys", {})
     if num_draft:
         values["draft_model_config"] = MODEL
         speculative = SpeculativeConfig(
@@ -55,6 +56,7 @@ def make_config(**changes) -> EngineConfig:
             disable_by_batch_size=threshold,
             max_model_len=longest_drafted,
             controller=controller,
+            **keys,
         )
         if forced is not None:
             speculative = speculative.with_forced_acceptance(forced)

@@ -14,15 +14,28 @@ from tests.program.propose.test_corpus import (
     check_other_salts,
     check_what_is_not_entered,
 )
-from tests.program.propose.test_draft_model import check_self_draft
-from tests.program.propose.test_ngram import check_chosen_texts
+from tests.program.propose.test_draft_model import (
+    LEAVES,
+    SIDE_PATHS,
+    check_self_draft,
+    check_tree_drafts,
+)
+from tests.program.propose.test_ngram import check_branches, check_chosen_texts
 from tests.program.propose.test_suffix import check_chosen_suffixes
 from tests.program.test_controls import check_adjust
+from tests.program.test_path import check_moves
+from tests.program.test_region import check_tree_region
 from tests.program.test_rounds import play_round, test_joint_law_over_rounds
 from tests.program.test_rows import check_forgotten_controls
 from tests.program.test_rows_append import check_append, check_truncate
 from tests.program.test_verify import BLOCK, COUPLED, STANDARD, check_mixed_batch
 from tests.program.test_verify_laws import check_law
+from tests.program.test_walk import (
+    check_few_levels,
+    check_last_slots,
+    check_same_words,
+    check_tree_law,
+)
 
 
 def check_rounds(rule: str) -> None:
@@ -263,6 +276,121 @@ MUTANTS = [
         "(length < more)",
         "(length <= BEFORE)",
         check=check_every_place,
+    ),
+    mutant(
+        "tree_positions_are_those_of_slots",
+        "region.make_region",
+        "jnp.array([tree.depths], jnp.int32)",
+        "jnp.arange(count, dtype=jnp.int32)[None]",
+        check=check_tree_region,
+    ),
+    mutant(
+        "siblings_are_visible",
+        "region.make_region",
+        "if not tree.is_chain:",
+        "if False:",
+        check=lambda: check_tree_drafts(SIDE_PATHS),
+    ),
+    mutant(
+        "leaves_leave_their_keys_behind",
+        "path.keep_path",
+        "(path != level)",
+        "(path == 0)",
+        check=check_moves,
+    ),
+    mutant(
+        "paths_are_moved_beyond_their_ends",
+        "path.keep_path",
+        "(level <= jnp.asarray(tree.depths)[row][:, None])",
+        "(level > 0)",
+        check=check_moves,
+    ),
+    mutant(
+        "scanned_layers_share_the_first_ones_slots",
+        "path._in_turns",
+        "slots[None] + turn * size, turns * size)",
+        "slots[None] + 0 * turn, turns * size)",
+        check=lambda: check_moves(3),
+    ),
+    mutant(
+        "what_follows_a_leaf_is_drawn_with_the_leafs_noise",
+        "walk._walk_on",
+        "active.num_tokens + count",
+        "active.num_tokens + count - 1",
+        check=lambda: check_same_words("branched"),
+    ),
+    mutant(
+        "what_follows_a_leaf_is_drawn_with_the_noise_of_the_rounds_start",
+        "walk._walk_on",
+        "active.num_tokens + count",
+        "active.num_tokens",
+        check=lambda: check_same_words("leaves"),
+    ),
+    mutant(
+        "what_follows_a_leaf_comes_from_the_row_before_it",
+        "walk._walk_on",
+        "rows, row[:, None, None], axis=1",
+        "rows, steps[2][:, None, None], axis=1",
+        check=lambda: check_tree_law("block", "leaves"),
+    ),
+    mutant(
+        "a_leaf_is_any_draft_of_its_token",
+        "walk._walk_on",
+        "(parents == row[:, None])",
+        "(parents >= row[:, None])",
+        check=lambda: check_same_words("branched"),
+    ),
+    mutant(
+        "leaves_are_taken_by_what_follows_them",
+        "walk._walk_on",
+        'tokens = tokens.at[seq, place].set(token, mode="drop")',
+        "is_going &= token % 2 == 1\n"
+        "        place = jnp.where(is_going, count, width)\n"
+        "        row = jnp.where(is_going, row, steps[2])\n"
+        '        tokens = tokens.at[seq, place].set(token, mode="drop")',
+        check=lambda: check_tree_law("standard", "leaves"),
+    ),
+    mutant(
+        "levels_that_nobody_wants_are_walked",
+        "walk._nodes_there",
+        "(depth <= num_draft[:, None])",
+        "(depth > 0)",
+        check=check_few_levels,
+    ),
+    mutant(
+        "drafts_without_slots_are_walked",
+        "walk._nodes_there",
+        "(slot < max_model_len)",
+        "(slot < max_model_len + 2)",
+        check=check_last_slots,
+    ),
+    mutant(
+        "what_stands_beside_is_ranked_without_noise",
+        "propose/draft_model._with_noise",
+        "active.is_coupled[:, None, None], raced, logits",
+        "active.is_coupled[:, None, None], logits, logits",
+        check=lambda: check_tree_drafts(LEAVES, rule=COUPLED),
+    ),
+    mutant(
+        "what_is_drawn_stands_beside_itself",
+        "propose/draft_model._grow",
+        "scores = jnp.where(ids == best[:, :, None], -jnp.inf, scores)",
+        "scores = jnp.where(ids == vocab, -jnp.inf, scores)",
+        check=lambda: check_tree_drafts(LEAVES),
+    ),
+    mutant(
+        "matches_that_have_left_a_path_go_on_beside_it",
+        "propose/matches.branch",
+        "here = agrees[:, rows] & is_known[:, None]",
+        "here = agrees[:, rows * 0] & is_known[:, None]",
+        check=check_branches,
+    ),
+    mutant(
+        "the_oldest_match_stands_beside",
+        "propose/matches.branch",
+        "votes * count - order",
+        "votes * count + order",
+        check=check_branches,
     ),
 ]
 

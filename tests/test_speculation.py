@@ -199,3 +199,86 @@ def test_acceptance_that_cannot_be_forced(given: dict[str, Any], text: str):
             rejection_sample_method=rule,
             **keys,
         )
+
+
+MODEL: dict[str, Any] = {"model": "draft"}
+TREE = "[(0,), (1,), (0, 0), (0, 1)]"
+
+
+def test_leaves_and_trees_say_what_each_draft_continues():
+    config = SpeculativeConfig(**MODEL, num_speculative_tokens=3, num_side_leaves=1)
+    assert config.parents == (-1, 0, 1, -1, 0, 1)
+    assert config.num_levels == 3
+    config = SpeculativeConfig(
+        **MODEL, num_speculative_tokens=4, speculative_token_tree=TREE
+    )
+    assert config.parents == (-1, 0, -1, 0)
+    assert config.num_levels == 2
+    chain = SpeculativeConfig(
+        **MODEL, num_speculative_tokens=2, speculative_token_tree="[(0,), (0, 0)]"
+    )
+    assert chain.parents is None
+    assert SpeculativeConfig(**MODEL).parents is None
+    assert SpeculativeConfig(**MODEL).num_levels == 5
+
+
+@pytest.mark.parametrize(
+    ("keys", "name", "text"),
+    [
+        ({"num_side_leaves": -1}, "num_side_leaves", "at least 0, got -1"),
+        ({"num_side_leaves": 1.5}, "num_side_leaves", "an integer"),
+        (
+            {"num_side_leaves": 12},
+            "num_side_leaves",
+            "at most 11 with num_speculative_tokens=5, got 12",
+        ),
+        (
+            {
+                "num_side_leaves": 1,
+                "speculative_token_tree": TREE,
+                "num_speculative_tokens": 4,
+            },
+            "num_side_leaves",
+            "left out with speculative_token_tree",
+        ),
+        (
+            {"speculative_token_tree": TREE, "num_speculative_tokens": 5},
+            "num_speculative_tokens",
+            "must be 4, as many as speculative_token_tree has, or left out, got 5",
+        ),
+        (
+            {"speculative_token_tree": str([(0,) * n for n in range(1, 10)])},
+            "speculative_token_tree",
+            "at most 8 levels for method 'draft_model'",
+        ),
+        (
+            {"speculative_token_tree": "[(0,), (1, 0)]"},
+            "speculative_token_tree",
+            "(1, 0) has no parent",
+        ),
+        (
+            {
+                "num_side_leaves": 1,
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_length": 2.0,
+            },
+            "num_side_leaves",
+            "left out with rejection_sample_method='synthetic'",
+        ),
+        (
+            {
+                "speculative_token_tree": TREE,
+                "num_speculative_tokens": 4,
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_length": 2.0,
+            },
+            "speculative_token_tree",
+            "left out with rejection_sample_method='synthetic'",
+        ),
+    ],
+)
+def test_trees_that_cannot_be(keys: dict[str, Any], name: str, text: str):
+    with pytest.raises(ConfigError) as caught:
+        SpeculativeConfig(**MODEL | keys)
+    assert caught.value.parameter == name
+    assert text in str(caught.value)

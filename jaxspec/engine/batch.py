@@ -106,6 +106,8 @@ class Progress:
 
     Attributes:
         is_broken: The target's logits are NaN or infinite: the request ends.
+        num_accepted: Draft tokens among `token_ids`, the first ones: of the spine.
+        num_beside: Those after them, from beside the spine.
         logprobs: Of `token_ids`, one entry per token, where the request wants any.
         prompt_logprobs: The same for the next prompt tokens that have none yet, in
             order, from the prompt's second token on.
@@ -117,6 +119,7 @@ class Progress:
     is_broken: bool = False
     num_draft_tokens: int = 0
     num_accepted: int = 0
+    num_beside: int = 0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
 
@@ -400,6 +403,9 @@ def _commit_rounds(
     # A lookup in the sequence may have found fewer than were planned.
     drafts = np.minimum(result.num_draft[:count], launch.drafts)
     accepted = np.minimum(result.num_accepted[:count], drafts)
+    beside = np.zeros_like(accepted)
+    if result.num_beside is not None:
+        beside = np.where(is_broken, 0, result.num_beside[:count])
     # A sequence that had ended before this round says nothing about its drafts, and one
     # that ends in it nothing about those after the end.
     is_counted = is_there & (emitted > 0)
@@ -407,6 +413,8 @@ def _commit_rounds(
     costs.record_acceptance(
         launch.rows[is_counted], judged[is_counted], accepted[is_counted]
     )
+    if result.num_beside is not None:
+        costs.record_beside(accepted[is_counted], beside[is_counted])
     columns = zip(
         launch.decoding,
         is_there.tolist(),
@@ -414,6 +422,7 @@ def _commit_rounds(
         emitted.tolist(),
         drafts.tolist(),
         accepted.tolist(),
+        beside.tolist(),
         result.is_done[:count].tolist(),
         is_broken.tolist(),
         strict=True,
@@ -422,7 +431,7 @@ def _commit_rounds(
     has_ended = []
     logprobs = result.logprobs
     for index, column in enumerate(columns):
-        request, has_row, tokens, new, asked, kept, done, broken = column
+        request, has_row, tokens, new, asked, kept, more, done, broken = column
         if not has_row:
             if request.status is Status.FINISHED:
                 has_ended.append(index)
@@ -445,6 +454,7 @@ def _commit_rounds(
             is_broken=broken,
             num_draft_tokens=asked,
             num_accepted=kept,
+            num_beside=more,
         )
         if logprobs is not None and request.features.num_logprobs is not None:
             part.logprobs = _pick(logprobs, (index, slice(0, new)))
@@ -452,7 +462,7 @@ def _commit_rounds(
     if has_ended:
         emitted = emitted.copy()
         emitted[has_ended] = 0  # tokens after the end are dropped
-    stats.record_round(drafts, accepted, emitted)
+    stats.record_round(drafts, accepted, emitted, beside)
     return advance
 
 

@@ -126,10 +126,16 @@ class Controller:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.speculative, self._clock = speculative, clock
-        configured = speculative.num_speculative_tokens if speculative else 0
+        configured = speculative.num_levels if speculative else 0
         # For which executables are built: how many drafts each sequence has is data.
         self.ladder = (0, configured) if configured else (0,)
         self.is_adaptive = bool(speculative and speculative.controller == ADAPTIVE)
+        # A tree is fed whole: fewer of its levels bring less, and cost as much.
+        self._is_whole = (
+            speculative is not None
+            and speculative.speculative_token_tree is not None
+            and speculative.parents is not None
+        )
         self.is_stopped = False
         self.num_drafts = configured
         self.gain: float | None = None
@@ -157,7 +163,7 @@ class Controller:
         threshold = self.speculative.disable_by_batch_size
         if threshold is not None and num_running > threshold:
             return 0
-        return self.speculative.num_speculative_tokens
+        return self.speculative.num_levels
 
     @property
     def is_constant(self) -> bool:
@@ -177,6 +183,7 @@ class Controller:
         seconds: Callable[[], Sequence[float | None]],
         catch_up_s: Callable[[], float],
         can_ask: bool = False,
+        beside: Callable[[], float] = lambda: 0.0,
     ) -> int:
         """K of the next round.
 
@@ -188,6 +195,7 @@ class Controller:
                 rounds that they probably still have.
             can_ask: A draft model says what its drafts would have brought, without a
                 round that is tried.
+            beside: Tokens that drafts beside others bring, for each of those.
         """
         most = int(wanted.max(initial=0))
         if not self.is_adaptive or not most:
@@ -209,8 +217,9 @@ class Controller:
                 self.num_drafts = most  # as configured, until there is a comparison
             else:
                 times = np.array(known)
-                self._compare(wanted, acceptance(), times, catch_up_s)
-                self._try(now, is_trial=before > 0, can_ask=can_ask)
+                self._compare(wanted, acceptance(), beside(), times, catch_up_s)
+                trial = most if self._is_whole else 1
+                self._try(now, trial, is_trial=before > 0, can_ask=can_ask)
                 self._remeasure(len(wanted), now)
         if (before > 0) != (self.num_drafts > 0):
             self._account.begin()
@@ -220,14 +229,18 @@ class Controller:
         """Count rounds that run with the newest choice, beyond the one it was for."""
         self._rounds_left -= num_rounds
 
-    def _try(self, now: float, *, is_trial: bool, can_ask: bool) -> None:
-        """Make a draft for a few rounds where that alone tells what drafts bring."""
+    def _try(self, now: float, trial: int, *, is_trial: bool, can_ask: bool) -> None:
+        """Make so many drafts for a few rounds where that alone tells what they bring.
+
+        Args:
+            trial: The fewest that can be made.
+        """
         if self.num_drafts:
             self._account.pass_trial()
         elif is_trial:
             self._account.end_trial(now)
         elif now >= self._account.trial_ts and not can_ask:
-            self.num_drafts = 1
+            self.num_drafts = trial
 
     def _account_of(self, num_seqs: int) -> Account:
         return self._accounts.setdefault(num_seqs.bit_length(), Account())
@@ -236,6 +249,7 @@ class Controller:
         self,
         wanted: np.ndarray,
         acceptance: np.ndarray,
+        beside: float,
         times: np.ndarray,
         catch_up_s: Callable[[], float],
     ) -> None:
@@ -243,10 +257,13 @@ class Controller:
         most, current = len(times) - 1, min(self.num_drafts, len(times) - 1)
         survival = np.cumprod(acceptance[:, :most], axis=1)
         survival *= np.arange(most) < wanted[:, None]
-        tokens = len(wanted) + np.append(0.0, np.cumsum(survival.sum(axis=0)))
+        kept = (1 + beside) * np.cumsum(survival.sum(axis=0))
+        tokens = len(wanted) + np.append(0.0, kept)
         if not current:
             times = times + np.append(0.0, np.full(most, catch_up_s()))
         rates = tokens / times
+        if self._is_whole:
+            rates[1:-1] = 0
         best = int(rates.argmax())
         if rates[best] > HYSTERESIS * rates[current]:
             current = best

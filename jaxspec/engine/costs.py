@@ -67,6 +67,8 @@ class Costs:
         self._kind = np.zeros(num_rows, np.int64)
         self._is_typical = np.ones(num_rows, bool)
         self._first_kind = num_rows
+        # Of the newest rounds of all requests, tokens from the spine and beside it.
+        self._kept = np.zeros(2)
 
     def seed_time(self, round_: Round, seconds: float) -> None:
         """Note what a round takes, measured with nobody waiting for it."""
@@ -150,6 +152,16 @@ class Costs:
         self.num_compared += int(is_reached.sum())
         self.num_agreed += int(is_accepted.sum())
         self._add(rows, is_reached, is_accepted)
+
+    def record_beside(self, accepted: np.ndarray, beside: np.ndarray) -> None:
+        """Count what one round has kept of a tree's spine, and beside it."""
+        self._kept = DECAY * self._kept + (accepted.sum(), beside.sum())
+
+    @property
+    def beside_share(self) -> float:
+        """Tokens from beside the spine for each that came from it."""
+        accepted, beside = self._kept.tolist()
+        return beside / (accepted + PRIOR_WEIGHT)
 
     def record_likeness(self, row: int, likeness: np.ndarray) -> None:
         """Count tokens that the target made without drafts, each as a first draft.

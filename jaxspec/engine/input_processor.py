@@ -164,7 +164,7 @@ class InputProcessor:
         speculative = config.speculative
         params.validate_for(
             config.model_config.vocab_size,
-            num_draft_tokens=speculative and speculative.num_speculative_tokens,
+            num_draft_tokens=speculative and speculative.num_levels,
             max_logprobs=config.max_logprobs,
         )
         check_supported(params)

@@ -307,7 +307,8 @@ class LLMEngine:
         """Time a round over sequences that nobody asked for."""
         self._rehearsed.add(round_)
         pages, size = self.scheduler.pages, self.config.page_size
-        lookahead = 8 * (self.config.num_draft_tokens + 1)
+        tree = self.scheduler.shapes.tree(self.config.num_draft_tokens)
+        lookahead = 8 * tree.max_emitted + tree.num_nodes - tree.num_levels
         context = min(REHEARSAL_CONTEXT, self.config.max_model_len - lookahead)
         count = -(-(context + lookahead) // size)
         if context < TILE or count > pages.num_free:

@@ -56,6 +56,7 @@ class ProgramFacts:
 
     Attributes:
         num_draft_tokens: K.
+        num_beside: Drafts of a tree that are more than K.
         vocab_size: Columns of the target's logits.
         draft_vocab_size: Columns of the laws that drafts were drawn from; 0 where they
             were drawn from none.
@@ -65,6 +66,7 @@ class ProgramFacts:
     """
 
     num_draft_tokens: int = 0
+    num_beside: int = 0
     vocab_size: int
     draft_vocab_size: int = 0
     token_bytes: int
@@ -85,7 +87,7 @@ class ProgramFacts:
             has_controls: Count the programs of requests with such wishes.
         """
         seqs = 1 << (sizes.num_seqs - 1).bit_length()
-        rows = seqs * (self.num_draft_tokens + 1)
+        rows = seqs * (self.num_draft_tokens + self.num_beside + 1)
         tiles = max(min(sizes.num_batched_tokens, MAX_CHUNK) // TILE, 1)
         once, groups = 4 * self.vocab_size * rows, 2 * MAX_GROUP_BYTES
         few, many, tile_times = (5, 4, 4) if has_controls else (3, 1, 1)

@@ -290,6 +290,7 @@ class EngineMetrics:
                 for k, count in self._launches.items()
             ),
             *self._choice(load),
+            *self._leaves(),
             self._counter("num_compiles", load.num_compiles),
             self._counter("compile_seconds", load.compile_s),
             self._gauge("warming", load.num_warming),
@@ -312,6 +313,18 @@ class EngineMetrics:
             self._gauge("memory_programs_found_bytes", load.program_bytes),
             self._gauge("max_concurrency", plan.concurrency(length)),
         ]
+
+    def _leaves(self) -> list[Metric]:
+        """Of drafts beside others, where there are any.
+
+        They are not among vLLM's accepted tokens, whose positions are those of drafts
+        one after the other.
+        """
+        speculative = self._config.speculative
+        if speculative is None or speculative.parents is None:
+            return []
+        count = self._stats.num_beside_tokens
+        return [self._counter("spec_decode_num_accepted_leaves", count)]
 
     def _choice(self, load: Load) -> list[Metric]:
         """Of the choice of K, where there is any: what it is, and what it brought."""
@@ -365,7 +378,7 @@ class EngineMetrics:
         if not width:
             return []
         rounds = stats.num_draft_rounds
-        emitted = stats.num_accepted_tokens + rounds
+        emitted = stats.num_accepted_tokens + stats.num_beside_tokens + rounds
         kept = stats.accepted_per_position
         counters = {
             "num_drafts": rounds,

@@ -95,16 +95,28 @@ class OriginStream:
     def __init__(self):
         self._origins: list[str] = []
 
-    def push(self, num_tokens: int, num_draft_tokens: int, num_accepted: int) -> None:
+    def push(
+        self,
+        num_tokens: int,
+        num_draft_tokens: int,
+        num_accepted: int,
+        num_beside: int = 0,
+    ) -> None:
         """Add the tokens of one round: accepted drafts, then the target's token.
 
         A text that an accepted draft ended has no token of the target.
+
+        Args:
+            num_beside: Of the drafts, those accepted in place of one of the spine: the
+                token after them is one more than there would have been.
         """
         own = "target"
         if num_draft_tokens:
-            own = "bonus" if num_accepted == num_draft_tokens else "recovered"
-        self._origins += ["draft"] * num_accepted
-        self._origins += [own] * (num_tokens - num_accepted)
+            is_bonus = num_accepted == num_draft_tokens or num_beside
+            own = "bonus" if is_bonus else "recovered"
+        num_drafts = num_accepted + num_beside
+        self._origins += ["draft"] * num_drafts
+        self._origins += [own] * (num_tokens - num_drafts)
 
     def keep(self, count: int) -> None:
         """Forget all but the first `count` tokens."""
@@ -359,7 +371,10 @@ class OutputProcessor:
         logprobs.push(part.token_ids, part.logprobs)
         if stream.origins is not None:
             stream.origins.push(
-                len(part.token_ids), part.num_draft_tokens, part.num_accepted
+                len(part.token_ids),
+                part.num_draft_tokens,
+                part.num_accepted,
+                part.num_beside,
             )
         shown = request.output_token_ids if request.is_quiet else part.token_ids
         if part.is_broken:

@@ -46,7 +46,6 @@ from jaxspec.program.plan import (
     StepPlan,
     StepShape,
 )
-from jaxspec.program.tree import Tree
 from jaxspec.program.wire import CaughtUp, StepResult
 
 # Launches that feed the draft model, before the next round, at most.
@@ -229,6 +228,7 @@ class Scheduler:
         return self.controller.choose(
             wanted,
             acceptance=lambda: self.costs.acceptance(rows),
+            beside=lambda: self.costs.beside_share,
             seconds=seconds,
             catch_up_s=lambda: self._catch_up_s(rows),
             can_ask=self._has_draft_model and not self.costs.is_drawn(rows).any(),
@@ -492,7 +492,7 @@ class Scheduler:
         table, rows = self.rows, decode.rows
         # The draft model writes this many positions whatever the request wants. One
         # more for the target's token, which has a slot but no keys and values yet.
-        tree = Tree.chain(decode.num_draft_tokens)
+        tree = self.shapes.tree(decode.num_draft_tokens)
         lengths = table.most_tokens(rows) + tree.num_rows
         lengths += (num_rounds - 1) * (decode.wanted + 1)
         lengths = np.minimum(lengths, table.longest[rows])
@@ -589,7 +589,8 @@ class Scheduler:
             return False
         self.waiting.remove(request)
         self.running.append(request)
-        longest = request.max_total + self.config.num_draft_tokens
+        tree = self.shapes.tree(self.config.num_draft_tokens)
+        longest = request.max_total + tree.num_nodes
         work.begin(request, found, min(longest, self.config.max_model_len))
         self.costs.admit(
             request.row,

@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 from jaxspec.config import EngineConfig
 from jaxspec.engine.controller import Controller
 from jaxspec.program.plan import TILE, Features, StepShape
+from jaxspec.program.tree import Tree
 
 # Prompt tokens per launch for which executables may be built, at most.
 MAX_CHUNK = 2048
@@ -76,6 +77,8 @@ class Shapes:
         programs: Programs | None = None,
     ):
         self._config, self._controller = config, controller
+        parents = config.speculative and config.speculative.parents
+        self._template = Tree(parents) if parents else None
         self._programs = EveryProgram() if programs is None else programs
         most = INVARIANT_CHUNK if config.batch_invariant else MAX_CHUNK
         budget = min(config.max_num_batched_tokens, most)
@@ -135,6 +138,7 @@ class Shapes:
                     chunk=c,
                     features=form,
                     max_rounds=rounds if form in (GREEDY, SAMPLED) and not c else 1,
+                    template=self._template,
                 )
                 for n, k, c in dict.fromkeys(listed)
             ]
@@ -155,6 +159,16 @@ class Shapes:
             and not shape.num_draft_tokens
             and (shape.num_seqs > 1 or not (shape.chunk or form == GREEDY))
         }
+
+    def tree(self, num_drafts: int) -> Tree:
+        """Whose rows have slots in a round of so many drafts, one after the other.
+
+        Rows of levels that nobody wants are written as well: in a tree they may come
+        before those that somebody does.
+        """
+        if self._template is None or not num_drafts:
+            return Tree.chain(num_drafts)
+        return self._template
 
     def form(self, features: Features) -> Features:
         """The features of a program that serves requests with `features`."""

@@ -26,6 +26,7 @@ from jaxspec.speculation import (
     SUFFIX_DEFAULTS,
     SpeculativeConfig,
 )
+from jaxspec.token_tree import TREE_KEY, read_paths
 
 # Argument -> key of speculative_config.
 _SPECULATIVE_NAMES = {
@@ -131,6 +132,10 @@ def merge_speculative_arguments(
         if merged["suffix_decoding_max_cached_requests"]:
             # Texts may not depend on others' answers: see `SpeculativeConfig`.
             merged.setdefault("rejection_sample_method", "coupled")
+    if TREE_KEY in merged:
+        # vLLM's meaning: every draft of the tree counts.
+        count = len(read_paths(merged[TREE_KEY]))
+        merged.setdefault("num_speculative_tokens", count)
     for key in _SPECULATIVE_NO_EFFECT:
         merged.pop(key, None)
     return merged or None

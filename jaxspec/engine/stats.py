@@ -16,6 +16,8 @@ class EngineStats:
         num_prefix_hits: Those found there.
         host_s: Seconds that `step` neither waited for the device nor compiled.
         wait_s: Seconds that `step` waited for the device.
+        num_beside_tokens: Accepted drafts that stood beside the spine of a tree: they
+            are no `num_accepted_tokens`.
         accepted_per_position: Entry i counts rounds that kept draft i (from 0).
     """
 
@@ -24,6 +26,7 @@ class EngineStats:
     num_draft_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_beside_tokens: int = 0
     num_preemptions: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
@@ -42,7 +45,11 @@ class EngineStats:
         return 1 + self.num_accepted_tokens / max(self.num_draft_rounds, 1)
 
     def record_round(
-        self, drafts: np.ndarray, accepted: np.ndarray, generated: np.ndarray
+        self,
+        drafts: np.ndarray,
+        accepted: np.ndarray,
+        generated: np.ndarray,
+        beside: np.ndarray | int = 0,
     ) -> None:
         """Count one round; an entry per sequence.
 
@@ -57,6 +64,7 @@ class EngineStats:
         self.num_draft_rounds += len(kept)
         self.num_draft_tokens += int(drafts[counts].sum())
         self.num_accepted_tokens += int(kept.sum())
+        self.num_beside_tokens += int(np.sum(beside * counts))
         missing = deepest - len(self.accepted_per_position)
         self.accepted_per_position += [0] * max(missing, 0)
         # Rounds by what they kept, summed up from the most.

@@ -15,13 +15,14 @@ from jaxspec.models.batch import TokenBatch
 from jaxspec.models.network import Network
 from jaxspec.program import logprobs
 from jaxspec.program.controls import Adjust
+from jaxspec.program.path import keep_path
 from jaxspec.program.plan import MAX_GROUP_BYTES, TILE, PoolShape, StepShape
 from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.region import join, make_region
 from jaxspec.program.rows import Active
 from jaxspec.program.state import run_if
 from jaxspec.program.tree import Tree
-from jaxspec.program.verify import place_next, verify
+from jaxspec.program.walk import decide
 
 Pages = tuple[Array, ...]
 
@@ -30,7 +31,8 @@ class Verified(NamedTuple):
     """What the target made of a round; as wide as the tree, however many were fed."""
 
     tokens: Int[Array, "seq width"]  # accepted drafts, then the target's own
-    num_accepted: Int[Array, " seq"]
+    num_accepted: Int[Array, " seq"]  # of the spine
+    row: Int[Array, " seq"] | None  # of the last that stayed; None in a chain
     is_broken: Bool[Array, " seq"]  # NaN or infinity where a token was decided
     tile_logits: Float[Array, "tile vocab"]
     is_tile_broken: Bool[Array, " tile"]  # the same in the tile's last row
@@ -89,19 +91,21 @@ def forward(
             batches.append(prompts)
         hidden, pages = target.hidden(join(batches), pages)
         logits, tile_logits = logits_of(target, hidden.rows, seqs * width)
-        verdict = verify(
+        tokens, num_accepted, row = decide(
+            tree,
             proposal,
+            tokens,
             logits,
             num_draft,
             active,
             backend,
-            tree=tree,
             adjust=adjust,
             forced_acceptance=forced_acceptance,
+            max_model_len=pool.max_model_len,
         )
-        tokens = place_next(tokens[:, 1:], verdict)
+        pages = keep_path(target.config, pages, tree, row, active, pool)
         told = logprobs.tell_some(logits, tokens, shape=shape, backend=backend)
-        most = shape.tree.max_emitted
+        most = shape.tree.num_rows
         tokens = _widen(tokens, most)
         told = None if told is None else _widen(told, most)
         prompt_told = None
@@ -114,17 +118,17 @@ def forward(
                 shape=shape,
                 backend=backend,
             )
-        is_broken, is_tile_broken = _broken(
-            hidden.is_finite, verdict.num_accepted, width
-        )
+        is_broken, is_tile_broken = _broken(hidden.is_finite, tree, row)
         streams, tile_streams = {}, {}
         for layer in sorted(target_layers):
             nodes, rest = jnp.split(hidden.streams[layer], [seqs * width])
-            streams[layer] = _widen(nodes.reshape(seqs, width, -1), most)
-            tile_streams[layer] = rest.reshape(-1, TILE, nodes.shape[1])
+            nodes = _along(tree, row, nodes.reshape(seqs, width, -1))
+            streams[layer] = _widen(nodes, most)
+            tile_streams[layer] = rest.reshape(-1, TILE, nodes.shape[2])
         return Verified(
             tokens=tokens,
-            num_accepted=verdict.num_accepted,
+            num_accepted=num_accepted,
+            row=None if shape.tree.is_chain else row,
             is_broken=is_broken,
             tile_logits=tile_logits,
             is_tile_broken=is_tile_broken,
@@ -143,6 +147,7 @@ def forward(
     verified = Verified(
         tokens=tokens,
         num_accepted=jnp.zeros_like(num_draft),
+        row=None if shape.tree.is_chain else jnp.zeros_like(num_draft),
         is_broken=jnp.zeros_like(active.is_active),
         is_tile_broken=jnp.zeros(0, bool),
         tile_logits=jnp.zeros((0, target.config.vocab_size), jnp.float32),
@@ -162,7 +167,7 @@ def forward(
     # The tokens fed come from the loop's state, so that XLA cannot take what is
     # computed from them out of the loop, and do it in every round.
     def feed(count: int, value: Verified) -> Verified:
-        return run(_first(proposal, count), value.tokens[:, : count + 1], value.pages)
+        return run(proposal.first(count), value.tokens[:, : count + 1], value.pages)
 
     most, before = num_draft.max(initial=0), -1
     for count in (*narrower, shape.tree.num_nodes):
@@ -170,14 +175,6 @@ def forward(
         verified = run_if(is_wanted, functools.partial(feed, count), verified)
         before = count
     return verified
-
-
-def _first(proposal: Proposal, count: int) -> Proposal | None:
-    """The first drafts of every sequence; of none, no proposal."""
-    if not count:
-        return None
-    probs = None if proposal.probs is None else proposal.probs[:, :count]
-    return proposal._replace(tokens=proposal.tokens[:, :count], probs=probs)
 
 
 def logits_of(
@@ -195,18 +192,35 @@ def logits_of(
     return logits[:num_decode], logits[num_decode:]
 
 
+def _is_used(tree: Tree, row: Int[Array, " seq"]) -> Bool[Array, "seq width"]:
+    """Rows that a sequence's tokens were decided by, up to the last that stayed."""
+    if tree.is_chain:
+        return jnp.arange(tree.num_rows)[None] <= row[:, None]
+    return jnp.asarray(tree.ancestor_mask)[row]
+
+
+def _along(
+    tree: Tree, row: Int[Array, " seq"], nodes: Float[Array, "seq width model"]
+) -> Float[Array, "seq _ model"]:
+    """What belongs to accepted drafts, in order; of a chain all rows are."""
+    if tree.is_chain:
+        return nodes
+    path = jnp.asarray(tree.paths)[row]
+    return jnp.take_along_axis(nodes, path[:, :, None], axis=1)
+
+
 def _broken(
-    is_finite: Bool[Array, " token"], num_accepted: Int[Array, " seq"], width: int
+    is_finite: Bool[Array, " token"], tree: Tree, row: Int[Array, " seq"]
 ) -> tuple[Bool[Array, " seq"], Bool[Array, " tile"]]:
     """Whether tokens were decided by what is no number, in sequences and tiles."""
-    is_broken, seqs = ~is_finite, num_accepted.shape[0]
+    is_broken, seqs, width = ~is_finite, row.shape[0], tree.num_rows
     decode = is_broken[: seqs * width].reshape(seqs, width)
-    is_used = jnp.arange(width)[None] <= num_accepted[:, None]
+    is_used = _is_used(tree, row)
     tiles = is_broken[seqs * width :].reshape(-1, TILE)
     return (decode & is_used).any(axis=1), tiles[:, -1]
 
 
 def _widen(part: Array, width: int) -> Array:
-    """Pads after a round's tokens, up to K + 1 of them."""
+    """Pads after a round's tokens, up to as many as the tree has rows."""
     pads = [(0, 0), (0, width - part.shape[1])] + [(0, 0)] * (part.ndim - 2)
     return jnp.pad(part, pads)

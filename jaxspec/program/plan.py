@@ -72,6 +72,11 @@ class Features:
         )
 
     @property
+    def needs_one_path(self) -> bool:
+        """Whether more is made for each token than the choice of the next."""
+        return self.has_controls or self.has_grammar or self.num_logprobs is not None
+
+    @property
     def name(self) -> str:
         """What logs call a program of these features."""
         extras = {
@@ -103,6 +108,7 @@ class StepShape:
             own choice.
         max_rounds: Rounds that a launch may run one after the other; how many it does
             is data. One has no loop around the round.
+        template: The engine's tree of drafts, of K levels; None: a chain.
     """
 
     num_seqs: int
@@ -111,6 +117,7 @@ class StepShape:
     features: Features = Features()
     is_catch_up: bool = False
     max_rounds: int = 1
+    template: Tree | None = None
 
     @classmethod
     def catch_up(cls, chunk: int) -> "StepShape":
@@ -121,19 +128,34 @@ class StepShape:
     def name(self) -> str:
         """What logs call it: `8x5+512_sampled`, sequences x drafts + prompt tokens.
 
-        Or `8x5x4_sampled`, where a launch may run four such rounds.
+        Or `8x5x4_sampled`, where a launch may run four such rounds, and `8x5t10`, where
+        ten drafts are a tree of five levels.
         """
         if self.is_catch_up:
             return f"catch-up+{self.chunk}"
         chunk = f"+{self.chunk}" if self.chunk else ""
         rounds = f"x{self.max_rounds}" if self.max_rounds > 1 else ""
-        size = f"{self.num_seqs}x{self.num_draft_tokens}{rounds}{chunk}"
+        nodes = "" if self.tree.is_chain else f"t{self.tree.num_nodes}"
+        size = f"{self.num_seqs}x{self.num_draft_tokens}{nodes}{rounds}{chunk}"
         return f"{size}_{self.features.name}"
 
     @property
     def tree(self) -> Tree:
-        """The drafts of a sequence."""
-        return Tree.chain(self.num_draft_tokens)
+        """The drafts of a sequence.
+
+        A chain for requests that ask something of single tokens: what they ask depends
+        on the tokens before, and is made for one path.
+        """
+        k = self.num_draft_tokens
+        if self.template is None or not k or self.features.needs_one_path:
+            return Tree.chain(k)
+        assert self.template.num_levels == k, (self.template, k)
+        return self.template
+
+    @property
+    def num_slots(self) -> int:
+        """Slots from the newest token's on that sequences have reserved, at most."""
+        return (self.template or self.tree).num_rows
 
     @property
     def num_tiles(self) -> int:

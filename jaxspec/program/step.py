@@ -167,9 +167,12 @@ def _run_round(
     proposers = _observe(
         proposer_params, proposers, launch, verified, config=config, shape=shape
     )
-    emitted = truncate(verified.tokens, verified.num_accepted + 1, active)
+    tokens = verified.tokens
+    if verified.row is not None:
+        tokens = tokens[:, : shape.tree.max_emitted]
+    emitted = truncate(tokens, _num_kept(verified, shape.tree) + 1, active)
     rows, token_pages = append(launch.rows, launch.token_pages, active, emitted)
-    result = _result(emitted, verified, proposal, num_draft)
+    result = _result(emitted, verified, proposal, num_draft, shape.tree)
     if shape.chunk:
         rows, token_pages, first = _finish_prompts(
             rows,
@@ -393,7 +396,8 @@ def _narrower(proposers: tuple[Proposer, ...], tree: Tree) -> tuple[int, ...]:
     if not all(one.may_find_none for one in proposers):
         return ()
     has_few = any(one.may_find_few for one in proposers) and tree.num_nodes > 2 * FEW
-    return (0, FEW) if has_few else (0,)
+    # The first nodes of a tree are a chain, which lacks what the tree is for.
+    return (0, FEW) if has_few and tree.is_chain else (0,)
 
 
 def _observe(
@@ -415,11 +419,19 @@ def _observe(
                 tuple(verified.tile_streams[layer] for layer in layers)
                 if shape.chunk
                 else None,
-                verified.num_accepted,
+                _num_kept(verified, shape.tree),
+                verified.row,
             )
             state = proposer.observe(own, state, context, seen)
         kept.append(state)
     return tuple(kept)
+
+
+def _num_kept(verified: Verified, tree: Tree) -> Int[Array, " seq"]:
+    """Drafts that stayed, of the spine and beside it."""
+    if verified.row is None:
+        return verified.num_accepted
+    return jnp.asarray(tree.depths)[verified.row]
 
 
 def _result(
@@ -427,6 +439,7 @@ def _result(
     verified: Verified,
     proposal: Proposal | None,
     num_draft: Int[Array, " seq"],
+    tree: Tree,
 ) -> dict[str, Array]:
     is_draft_broken = None if proposal is None else proposal.is_broken
     if is_draft_broken is None:
@@ -441,6 +454,9 @@ def _result(
         "is_broken": verified.is_broken,
         "is_draft_broken": is_draft_broken,
     }
+    if verified.row is not None:
+        kept = jnp.minimum(_num_kept(verified, tree), emitted.num_emitted)
+        result["num_beside"] = kept - result["num_accepted"]
     if verified.logprobs is not None:
         result["logprobs"] = verified.logprobs
     if verified.prompt_logprobs is not None:

@@ -4,6 +4,9 @@ Node 0 is the first draft; its parent is `ROOT`, the last known token. The rows 
 target is fed are the root and then the nodes, in order: row i + 1 is node i. A row's
 keys and values go to the slot after those of the row before it. Its position, and so
 its rotary embedding, follows its depth: in a chain the two are the same number.
+
+The first nodes are the spine, of the tokens that are proposed first of all: a chain,
+whose rows are where they would be without the others. Those are beside it.
 """
 
 from dataclasses import dataclass
@@ -11,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-ROOT = -1
+from jaxspec.token_tree import ROOT
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,60 @@ class Tree:
         return tuple(depths)
 
     @property
+    def num_levels(self) -> int:
+        """Nodes of the longest path."""
+        return max(self.depths)
+
+    @property
     def max_emitted(self) -> int:
         """Most tokens that a round adds: the longest path, and the target's own."""
-        return max(self.depths) + 1
+        return self.num_levels + 1
+
+    @cached_property
+    def spine(self) -> "Tree":
+        """The first nodes, as far as each continues the one before it."""
+        length = 0
+        while length < self.num_nodes and self.parents[length] == length - 1:
+            length += 1
+        return Tree.chain(length)
+
+    @property
+    def has_side_paths(self) -> bool:
+        """Whether nodes beside the spine are continued: they are no mere leaves."""
+        return any(parent >= self.spine.num_nodes for parent in self.parents)
+
+    @cached_property
+    def ranks(self) -> np.ndarray:
+        """Of each node: how many of its siblings come before it."""
+        parents = self.parents
+        before = [parents[:node].count(parent) for node, parent in enumerate(parents)]
+        return np.array(before, np.int32)
+
+    @cached_property
+    def branching(self) -> np.ndarray:
+        """Rows that nodes continue, by depth: [level, entry], the spine's first.
+
+        Short levels repeat their first entry.
+        """
+        found = [
+            sorted({parent + 1 for parent in self.parents if self._depth(parent) == n})
+            for n in range(self.num_levels)
+        ]
+        width = max(map(len, found), default=0)
+        padded = [rows + rows[:1] * (width - len(rows)) for rows in found]
+        return np.array(padded, np.int32).reshape(len(found), width)
+
+    @cached_property
+    def entries(self) -> np.ndarray:
+        """Of each node: its parent's place in `branching`."""
+        places = [
+            self.branching[self._depth(parent)].tolist().index(parent + 1)
+            for parent in self.parents
+        ]
+        return np.array(places, np.int32)
+
+    def _depth(self, node: int) -> int:
+        return self.depths[node + 1]
 
     @property
     def is_chain(self) -> bool:

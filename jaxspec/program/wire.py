@@ -114,7 +114,7 @@ class PlanLayout(Layout):
         several such prompts has room for them all, or some come with the next.
         """
         size = self.pool.page_size
-        lookahead = 2 * self.shape.max_rounds * self.shape.tree.num_rows
+        lookahead = 2 * self.shape.max_rounds * self.shape.num_slots
         per_seq = -(-lookahead // size) + 1
         tiles = self.shape.num_tiles
         fed = tiles * (-(-TILE // size) + 1 + per_seq)
@@ -229,6 +229,8 @@ class ResultLayout(Layout):
             "tile_is_done": Column(bool, tiles),
             "tile_is_broken": Column(bool, tiles),
         }
+        if not shape.tree.is_chain:
+            fields["num_beside"] = Column(shape=seqs)
         top = shape.features.num_logprobs
         if top is not None:
             numbers = num_columns(top)
@@ -251,7 +253,8 @@ class StepResult:
     Attributes:
         tokens: `[seq, K + 1]`, the first `num_emitted[s]` of row s count.
         num_draft: Draft tokens that were proposed: a lookup may find fewer than asked.
-        num_accepted: Draft tokens among `tokens`.
+        num_accepted: Draft tokens among `tokens`, the first ones: of the spine.
+        num_beside: Those after them, from beside the spine; None where there are none.
         is_done: The sequence ended on the device.
         is_broken: The tokens mean nothing: the target's numbers were NaN or infinite.
         is_draft_broken: The draft model's were; the tokens are the target's.
@@ -278,6 +281,7 @@ class StepResult:
     logprobs: TokenLogprobs | None = None
     tile_logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
+    num_beside: np.ndarray | None = None
     later: tuple["StepResult", ...] = ()
 
     @property

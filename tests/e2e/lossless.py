@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.token_tree import read_paths
 from tests.e2e import pair
 from tests.engines import generate, make_engine, tokens_of, with_settings
 
@@ -38,6 +39,16 @@ PROPOSERS: dict[str, dict[str, Any]] = {
     "ngram+draft_model": dict(has_draft=True, lookup=LOOKUP),
     "suffix": dict(has_draft=False, suffix={}),
     "suffix+draft_model": dict(has_draft=True, suffix={}),
+}
+# Three levels; a window of the models, and a page, end anywhere in them.
+TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)]"
+SHAPED: dict[str, dict[str, Any]] = {
+    "draft_model, leaves": dict(has_draft=True, num_side_leaves=2),
+    "draft_model, tree": dict(has_draft=True, tree=TREE),
+    "ngram, leaves": dict(has_draft=False, lookup=LOOKUP, num_side_leaves=1),
+    "ngram, tree": dict(has_draft=False, lookup=LOOKUP, tree=TREE),
+    "ngram+draft_model, leaves": dict(has_draft=True, lookup=LOOKUP, num_side_leaves=1),
+    "suffix, leaves": dict(has_draft=False, suffix={}, num_side_leaves=1),
 }
 DRAFTS = (1, 2, 3, 5, 8)
 BATCHES = (1, 8, 32)
@@ -151,13 +162,13 @@ def texts_of(cut: Cut, prompts: list[list[int]], params: SamplingParams) -> Text
 
 def engine_for(cut: Cut, proposer: str, batch: int) -> LLMEngine:
     """Of the most drafts; a request asks for fewer, and the path changes settings."""
-    kind = PROPOSERS[proposer]
+    kind = dict((PROPOSERS | SHAPED)[proposer])
+    has_draft, tree = kind.pop("has_draft"), kind.get("tree")
     return make_engine(
         pair.target(),
-        pair.draft("noisy") if kind["has_draft"] else None,
-        lookup=kind.get("lookup"),
-        suffix=kind.get("suffix"),
-        num_draft_tokens=max(cut.drafts),
+        pair.draft("noisy") if has_draft else None,
+        **kind,
+        num_draft_tokens=len(read_paths(tree)) if tree else max(cut.drafts),
         max_num_seqs=batch,
         page_size=PAGE_SIZE,
         # Some more than a full batch takes: prefixes stay to be found.

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.e2e.lossless import PATHS, Cut, play
+from tests.e2e.lossless import PATHS, SHAPED, Cut, play
 
 SHORT = Cut(
     num_prompts=24,
@@ -16,6 +16,8 @@ SHORT = Cut(
 )
 # Forms of a round for no drafts, few and many, and all that may happen to a request.
 SUFFIX = replace(SHORT, num_prompts=32, proposers=("suffix",), drafts=(16,))
+LEAVES = replace(SHORT, proposers=("draft_model, leaves",))
+TREES = replace(SHORT, proposers=("draft_model, tree",))
 LONG = Cut(
     num_prompts=100,
     num_tokens=64,
@@ -25,6 +27,7 @@ LONG = Cut(
     is_optimized=False,
 )
 # In bfloat16 near ties are many; optimised, as the arithmetic then is the users'.
+SHAPES = replace(LONG, proposers=tuple(SHAPED), drafts=(3,))
 ROUNDED = replace(LONG, dtype="bfloat16", is_optimized=True)
 
 
@@ -33,6 +36,9 @@ ROUNDED = replace(LONG, dtype="bfloat16", is_optimized=True)
     [
         pytest.param(SHORT, id="short"),
         pytest.param(SUFFIX, id="suffix", marks=pytest.mark.slow),
+        pytest.param(LEAVES, id="leaves"),
+        pytest.param(TREES, id="trees"),
+        pytest.param(SHAPES, id="shapes", marks=pytest.mark.slow),
         pytest.param(LONG, id="long", marks=pytest.mark.battery(name="lossless")),
         pytest.param(
             ROUNDED, id="bfloat16", marks=pytest.mark.battery(name="lossless")

@@ -395,3 +395,66 @@ def test_a_text_that_changes_is_decoded_faster_than_with_any_one_k(length):
     every = [replay.fixed(k) for k in range(6)]
     assert seconds <= min(every) / (1.0 if length == 1000 else 0.97)
     assert {0, 5} <= set(chosen)
+
+
+TREE = "[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"
+
+
+def make_tree_controller(clock=lambda: 0.0) -> Controller:
+    speculative = SpeculativeConfig(
+        model="draft",
+        num_speculative_tokens=6,
+        speculative_token_tree=TREE,
+        controller=ADAPTIVE,
+    )
+    return Controller(speculative, clock=clock)
+
+
+@pytest.mark.parametrize(("chance", "best"), [(0.05, 0), (0.3, 0), (0.5, 3), (0.9, 3)])
+def test_a_tree_is_drafted_whole_or_not_at_all(chance, best):
+    """Though a level of it, for the price of two thirds, would look best at 0.3."""
+    controller, k = make_tree_controller(), -1
+    assert controller.ladder == (0, 3)
+    for _ in range(2 * LOOK_ROUNDS):
+        k = controller.choose(
+            np.full(1, 3),
+            acceptance=lambda: np.full((1, 3), chance),
+            seconds=lambda: [0.010, 0.0105, 0.016, 0.017],
+            catch_up_s=lambda: 0.0,
+            can_ask=True,
+        )
+    assert k == best
+
+
+def test_a_tree_that_is_tried_is_tried_whole():
+    now, seen = [0.0], set()
+    controller = make_tree_controller(lambda: now[0])
+    for _ in range(5 * LOOK_ROUNDS):
+        now[0] += MIN_WAIT_S
+        seen.add(
+            controller.choose(
+                np.full(1, 3),
+                acceptance=lambda: np.full((1, 3), 0.0),
+                seconds=lambda: [0.010, 0.012, 0.014, 0.016],
+                catch_up_s=lambda: 0.0,
+            )
+        )
+    assert seen == {0, 3}
+
+
+def test_what_leaves_bring_counts():
+    controller = make_controller(5, controller=ADAPTIVE, clock=lambda: 0.0)
+
+    def choose(beside: float) -> int:
+        controller._rounds_left = 0
+        return controller.choose(
+            np.full(1, 5),
+            acceptance=lambda: np.full((1, 5), 0.2),
+            seconds=lambda: TIMES,
+            catch_up_s=lambda: 0.0,
+            can_ask=True,
+            beside=lambda: beside,
+        )
+
+    assert choose(0.0) == 0
+    assert choose(1.5) > 0

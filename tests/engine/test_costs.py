@@ -217,3 +217,14 @@ def test_rounds_of_the_engine_are_recorded():
         True
     ) == 1
     assert (rates[late.row] == costs.mean_acceptance(Kind.SAMPLED)).all()
+
+
+def test_what_comes_from_beside_the_spine_is_told_by_what_comes_from_it():
+    costs = Costs(2, 3)
+    assert costs.beside_share == 0
+    for _ in range(200):
+        costs.record_beside(np.array([2, 4]), np.array([1, 2]))
+    assert 0.4 < costs.beside_share < 0.5
+    for _ in range(200):
+        costs.record_beside(np.array([2, 4]), np.array([0, 0]))
+    assert costs.beside_share < 0.01

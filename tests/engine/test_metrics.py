@@ -523,3 +523,27 @@ def test_the_log_tells_what_is_new(caplog: pytest.LogCaptureFixture):
     assert more.endswith("Avg Draft acceptance rate: 66.7%")
     assert "Avg generation throughput: 0.0 tokens/s" in third
     assert second.startswith("Avg prompt throughput: ")
+
+
+def test_leaves_are_counted_apart():
+    """So that acceptance by position keeps vLLM's meaning."""
+    name = "jaxspec:spec_decode_num_accepted_leaves"
+    metrics, stats = make_metrics(
+        num_draft_tokens=3, speculative_keys={"num_side_leaves": 1}
+    )
+    ones = np.ones(2, int)
+    stats.record_round(3 * ones, np.array([1, 3]), np.array([3, 4]), np.array([1, 0]))
+    # One that had ended on the device says nothing.
+    stats.record_round(3 * ones, 0 * ones, 0 * ones, ones)
+    found = {one.name: one for one in metrics.read(Load())}
+    counter = found[name]
+    assert isinstance(counter, Counter)
+    assert counter.value == 1
+    told = by_name(metrics)
+    assert value_of(told, "spec_decode_num_accepted_tokens") == 4
+    assert value_of(told, "spec_decode_num_emitted_tokens") == 4 + 1 + 2
+    (vector,) = told["spec_decode_num_accepted_tokens_per_pos"]
+    assert isinstance(vector, Vector)
+    assert vector.values == [2, 1, 1]
+    plain = make_metrics(num_draft_tokens=3)[0].read(Load())
+    assert name not in {one.name for one in plain}

@@ -485,3 +485,12 @@ def test_tokens_of_one_round_have_waited_since_the_one_before(
     assert (waits.count, waits.sum) == (2, 3.0 + 2.0)
     assert first.stats.num_generation_tokens == 2
     assert first.stats.last_token_ts == second.stats.last_token_ts == 103.0
+
+
+def test_a_leaf_is_a_draft_and_what_follows_it_a_bonus():
+    origins = OriginStream()
+    origins.push(3, 3, 1, 1)
+    origins.push(2, 3, 1)
+    origins.push(2, 3, 0, 2)  # ended by its second leaf
+    found = ["draft", "draft", "bonus", "draft", "recovered", "draft", "draft"]
+    assert origins._origins == found

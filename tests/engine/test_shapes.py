@@ -279,3 +279,22 @@ def test_only_plain_requests_without_prompts_run_several_rounds(is_invariant):
         is_looped = is_plain and not (one.chunk or one.is_catch_up or is_invariant)
         assert one.max_rounds == (4 if is_looped else 1)
     assert len({one.name for one in shapes}) == len(shapes)
+
+
+def test_leaves_and_trees_are_of_programs_that_need_one_choice_a_token():
+    """Others have as many levels, one draft each, and reserve as many slots."""
+    chain = make_shapes(**DEFAULT).all(features=SOME, with_late=True)
+    leaves = make_shapes(**DEFAULT, speculative_keys={"num_side_leaves": 1})
+    listed = leaves.all(features=SOME, with_late=True)
+    assert [dataclasses.replace(one, template=None) for one in listed] == chain
+    for shape in listed:
+        if shape.is_catch_up:
+            continue
+        is_plain = shape.features.needs_one_path or not shape.num_draft_tokens
+        assert shape.tree.is_chain == is_plain
+        assert shape.tree.num_levels == shape.num_draft_tokens
+        assert shape.num_slots == 11
+        assert ("t10" in shape.name) != is_plain
+    assert leaves.tree(0).num_rows == 1
+    assert leaves.tree(2) == leaves.tree(5)
+    assert make_shapes(**DEFAULT).tree(2).num_rows == 3

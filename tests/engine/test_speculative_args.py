@@ -292,3 +292,31 @@ def test_what_does_not_exist_yet(arguments: dict[str, Any], given: str):
     with pytest.raises(NotImplementedError) as caught:
         merge(arguments)
     assert given in str(caught.value)
+
+
+TREE = "[(0,), (1,), (0, 0)]"
+
+
+@pytest.mark.parametrize("tree", [TREE, [(0,), (1,), (0, 0)]])
+def test_a_tree_says_how_many_drafts_there_are(tree: Any):
+    config = {"model": "draft", "speculative_token_tree": tree}
+    expected = config | {"num_speculative_tokens": 3}
+    assert merge({"speculative_config": config}) == expected
+    # vLLM's way: both.
+    assert merge({"speculative_config": expected}) == expected
+    assert merge({"speculative_config": config, "num_speculative_tokens": 3}) == (
+        expected
+    )
+
+
+def test_leaves_beside_any_drafts():
+    config = {"method": "ngram", "num_side_leaves": 1, "num_speculative_tokens": 4}
+    expected = lookup(5, 5) | config
+    assert merge({"speculative_config": config}) == expected
+
+
+def test_a_tree_that_is_none_names_its_field():
+    config = {"model": "draft", "speculative_token_tree": "[(1,)]"}
+    with pytest.raises(ConfigError, match=r"\(1,\) comes after \(0,\)") as caught:
+        merge({"speculative_config": config})
+    assert caught.value.parameter == "speculative_token_tree"

@@ -7,6 +7,8 @@ import pytest
 from jaxspec.models.batch import TokenBatch
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.region import join, make_region
+from jaxspec.program.tree import Tree
+from jaxspec.token_tree import parents_of
 
 POOL = PoolShape(num_rows=2, num_pages=10, page_size=4, max_model_len=14, vocab_size=16)
 PADS = POOL.num_pages * POOL.page_size
@@ -80,3 +82,29 @@ def test_what_is_not_kept_sees_nothing():
     (part,) = batch.regions
     assert np.asarray(part.kv_len).tolist() == [6, 0]
     assert np.asarray(batch.positions).tolist() == [3, 4, 5, 3, 4, 5]
+
+
+def check_tree_region() -> None:
+    """Positions follow depths, slots follow rows, and rows see their ancestors."""
+    tree = Tree(parents_of([(0,), (0, 0), (1,), (0, 1), (1, 0)]))
+    tokens = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
+    kv_len = np.array([9, 12])
+    batch = make_region(
+        tokens,
+        jnp.asarray(kv_len, jnp.int32),
+        jnp.asarray(TABLE, jnp.int32),
+        jnp.ones((2, 6), bool),
+        POOL,
+        tree=tree,
+    )
+    positions = kv_len[:, None] - 6 + np.array([tree.depths])
+    assert np.asarray(batch.positions).reshape(2, 6).tolist() == positions.tolist()
+    slots = np.minimum(np.asarray(batch.slot_mapping), PADS)
+    assert slots.tolist() == expected_slots(kv_len.tolist(), 6)
+    (part,) = batch.regions
+    mask = np.asarray(part.ancestor_mask)
+    assert (mask == tree.ancestor_mask[None]).all()
+
+
+def test_a_tree_has_positions_by_depth_and_slots_by_row():
+    check_tree_region()

@@ -187,6 +187,37 @@ def test_pages_and_weights_are_never_copied(shape):
     check_program(users_engine("float32"), shape)
 
 
+TREE = "[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2])
+@pytest.mark.parametrize(
+    ("num_drafts", "keys"),
+    [
+        pytest.param(3, {"num_side_leaves": 1}, id="leaves"),
+        pytest.param(6, {"tree": TREE}, id="tree", marks=pytest.mark.slow),
+    ],
+)
+def test_paths_are_moved_in_place(num_drafts, keys, num_seqs):
+    """Those of the target, and of a draft model that feeds itself a tree."""
+    engine = make_engine(
+        pair.target(),
+        pair.draft("noisy"),
+        num_draft_tokens=num_drafts,
+        **keys,
+        **pair.SETTINGS,
+    )
+    engine.runner.compiler_options = READERS_COMPILER
+    shapes = [
+        shape
+        for shape in engine.scheduler.shapes.all()
+        if (shape.num_seqs, shape.chunk) == (num_seqs, 0)
+        if not shape.tree.is_chain
+    ]
+    assert shapes
+    check_program(engine, shapes[0])
+
+
 def test_the_common_program_leaves_controls_alone():
     runner: Any = users_engine("float32").runner
     controls = runner.state.rows.controls

@@ -51,6 +51,35 @@ def test_branches_are_no_chain():
     assert BRANCHED.max_emitted == 4
 
 
+@pytest.mark.parametrize("tree", [Tree.chain(5), BRANCHED, *map(random_tree, range(5))])
+def test_drafts_are_found_by_level_parent_and_rank(tree: Tree):
+    spine = tree.spine.num_nodes
+    assert tree.parents[:spine] == tuple(range(ROOT, spine - 1))
+    assert spine == tree.num_nodes or tree.parents[spine] != spine - 1
+    assert tree.num_levels == len(tree.branching)
+    places = zip(tree.parents, tree.entries, tree.ranks, strict=True)
+    seen: dict[int, int] = {}
+    for node, (parent, entry, rank) in enumerate(places):
+        level = tree.depths[node + 1] - 1
+        assert tree.branching[level][entry] == parent + 1
+        assert rank == seen.get(parent, 0)
+        seen[parent] = rank + 1
+    for level, rows in enumerate(tree.branching):
+        assert {tree.depths[row] for row in rows} == {level}
+        if level < spine:
+            assert rows[0] == level
+
+
+def test_leaves_need_no_passes_of_their_own():
+    leaves = Tree((ROOT, 0, 1, ROOT, 0, 1, 0))
+    assert leaves.spine == Tree.chain(3)
+    assert not leaves.has_side_paths
+    assert leaves.branching.tolist() == [[0], [1], [2]]
+    assert not Tree.chain(3).has_side_paths
+    assert BRANCHED.has_side_paths == (2 in BRANCHED.parents)
+    assert Tree((ROOT, 0, ROOT, 2)).has_side_paths
+
+
 @pytest.mark.parametrize("parents", [(0,), (ROOT, 1), (ROOT, -2)])
 def test_a_parent_comes_before_its_node(parents: tuple[int, ...]):
     with pytest.raises(AssertionError, match="after node"):

@@ -1,10 +1,16 @@
-"""The draft model proposes a chain: a first pass of two tokens, then one at a time."""
+"""The draft model proposes level by level: a first pass of two tokens, then the next.
+
+A chain, or a tree: what stands beside a draft are the next best tokens at its place.
+Where only drafts of the spine are continued, passes take one token each, as of a chain;
+else each takes the whole tree, as far as it has grown.
+"""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
@@ -12,16 +18,20 @@ from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.network import Hidden, Network, build_network
 from jaxspec.models.params import Params
+from jaxspec.program import randomness
+from jaxspec.program.path import keep_path
 from jaxspec.program.plan import NO_TOKEN, TILE, PoolShape
-from jaxspec.program.propose.proposal import Context, Proposal
+from jaxspec.program.propose.proposal import Context, Proposal, Seen
 from jaxspec.program.region import make_region
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
 from jaxspec.program.state import page_forms
+from jaxspec.program.tree import Tree
 from jaxspec.sharding import DRAFT_MESH_AXES
+from jaxspec_kernels.rejection_sampling.noise import exponential
 
 Pages = tuple[Array, ...]
-# Drafts, probabilities of all but the first, who is broken, pages.
+# Drafts by node, probabilities of all but the first, who is broken, pages.
 _Carry = tuple[Array, Array | None, Array, Pages]
 
 
@@ -46,7 +56,9 @@ class DraftModel:
         assert config.speculative is not None
         assert config.draft_model_config is not None
         is_greedy = config.speculative.draft_sample_method == "greedy"
-        return cls(config=config.draft_model_config, is_greedy=is_greedy)
+        parents = config.speculative.parents
+        kind = TreeModel if parents and Tree(parents).has_side_paths else cls
+        return kind(config=config.draft_model_config, is_greedy=is_greedy)
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
         """Pages of keys and values."""
@@ -105,17 +117,17 @@ class DraftModel:
         context: Context,
         before: Proposal | None,
     ) -> tuple[Proposal, Pages]:
-        """Draw a chain of tokens per sequence.
+        """Draw a chain of tokens per sequence, and what a tree has beside it.
 
         The first pass takes the two newest tokens. The others are a loop of as many
         turns as the launch wants drafts.
 
         Args:
             before: Drafts that the model is fed in place of its own, as far as they
-                count.
+                count: those of the spine.
         """
-        assert context.tree.is_chain, "a draft model proposes a chain"
-        num_draft_tokens, active = context.tree.num_nodes, context.active
+        tree, active = context.tree, context.active
+        num_draft_tokens = tree.num_levels
         model, backend = self._model(params, context), context.backend(DRAFT_MESH_AXES)
         adjust = context.adjuster(DRAFT_MESH_AXES)
         seqs = active.row.shape[0]
@@ -123,7 +135,11 @@ class DraftModel:
         def draw(
             hidden: Hidden, step: Array | int, drafts: Array
         ) -> tuple[Array, Array | None, Array]:
-            logits, is_broken = _finite_logits(model, hidden)
+            every, is_broken = _finite_logits(model, hidden)
+            # Of a tree's level several rows may be continued, the spine's first.
+            logits, width = every, every.shape[0] // seqs
+            if width > 1:
+                logits, is_broken = every[::width], is_broken[::width]
             if adjust is not None:
                 logits = adjust(logits[:, None], drafts, num_before=step)[:, 0]
             token, probs = sample_draft(
@@ -131,12 +147,22 @@ class DraftModel:
             )
             if before is not None:
                 token, probs = _keep(before, step, token, probs)
-            return drafts.at[:, step].set(token), probs, is_broken
+            if tree.is_chain:
+                return drafts.at[:, step].set(token), probs, is_broken
+            scores = every.reshape(seqs, width, -1)
+            if not (self.is_greedy or active.is_greedy):
+                scores = _with_noise(scores, step, active)
+            return _grow(tree, step, drafts, token, scores), probs, is_broken
 
         def extend(step: Array, carry: _Carry) -> _Carry:
             drafts, rest, was_broken, pages = carry
-            batch = _next(drafts[:, step - 1], step, active, context.pool)
-            hidden, pages = model.hidden(batch, pages)
+            if tree.has_side_paths:
+                batch = _whole(tree, drafts, active, context.pool)
+                hidden, pages = model.hidden(batch, pages)
+                hidden = _level(tree, step, hidden, seqs)
+            else:
+                batch = _next(drafts[:, step - 1], step, active, context.pool)
+                hidden, pages = model.hidden(batch, pages)
             drafts, probs, is_broken = draw(hidden, step, drafts)
             if rest is not None and probs is not None:
                 rest = jax.lax.dynamic_update_index_in_dim(rest, probs, step - 1, 0)
@@ -144,7 +170,7 @@ class DraftModel:
 
         hidden, pages = model.hidden(_newest(active, context.pool), state)
         newest = jax.tree.map(lambda part: part[1::2], hidden)
-        none = jnp.zeros((seqs, num_draft_tokens), jnp.int32)
+        none = jnp.zeros((seqs, tree.num_nodes), jnp.int32)
         drafts, probs, is_broken = draw(newest, 0, none)
         if num_draft_tokens > 1:
             # By draft: a turn of the loop writes one piece of memory.
@@ -164,6 +190,29 @@ class DraftModel:
     def _model(self, params: Params | None, context: Context) -> Network:
         assert params is not None, "a draft model came without parameters"
         return build_network(self.config, params, context.backend(DRAFT_MESH_AXES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeModel(DraftModel):
+    """The same where drafts beside the spine are continued as well.
+
+    The passes leave keys and values of the whole tree behind, each in its row's slot.
+    Once it is known which drafts have stayed, theirs are moved to their positions.
+    """
+
+    @property
+    def target_layers(self) -> tuple[int, ...]:
+        """None: it is shown rounds for the path that they took."""
+        return ()
+
+    def observe(
+        self, params: Params | None, state: Pages, context: Context, seen: Seen
+    ) -> Pages:
+        """Move what belongs to drafts that stayed."""
+        if seen.row is None:
+            return state
+        active, pool = context.active, context.pool
+        return keep_path(self.config, state, context.tree, seen.row, active, pool)
 
 
 def _keep(
@@ -194,6 +243,78 @@ def _next(token: Array, step: Array, active: Active, pool: PoolShape) -> TokenBa
     """The draft before the one that is drawn in a step."""
     kv_len, is_written = active.num_tokens + step, active.is_active[:, None]
     return make_region(token[:, None], kv_len, active.page_table, is_written, pool)
+
+
+def _whole(
+    tree: Tree, drafts: Int[Array, "seq draft"], active: Active, pool: PoolShape
+) -> TokenBatch:
+    """The newest token and all drafts; those that are not drawn yet nobody sees."""
+    tokens = jnp.concatenate([active.last_tokens[:, 1:], drafts], axis=1)
+    is_written = jnp.broadcast_to(active.is_active[:, None], tokens.shape)
+    kv_len = active.num_tokens + tree.num_nodes
+    return make_region(tokens, kv_len, active.page_table, is_written, pool, tree=tree)
+
+
+def _level(tree: Tree, step: Array, hidden: Hidden, seqs: int) -> Hidden:
+    """Of a pass over the tree: the rows that drafts of a level continue."""
+    rows = jnp.asarray(tree.branching)[step]
+
+    def take(part: Array) -> Array:
+        nodes = part.reshape(seqs, tree.num_rows, *part.shape[1:])
+        return nodes[:, rows].reshape(-1, *part.shape[1:])
+
+    return jax.tree.map(take, hidden)
+
+
+def _with_noise(
+    logits: Float[Array, "seq entry vocab"], step: Array | int, active: Active
+) -> Float[Array, "seq entry vocab"]:
+    """What coupled sequences rank tokens by: with the noise of a level's position.
+
+    The order that this gives is one of drawing without putting back.
+    """
+
+    def add() -> Array:
+        purpose = jnp.full_like(active.num_tokens, randomness.SAMPLE)
+        words = randomness.words(active.seed, active.num_tokens + step, purpose)
+        ids = jnp.arange(logits.shape[2], dtype=jnp.int32)[None]
+        noise = jnp.log(exponential(words[:, :1], words[:, 1:], ids))
+        temperature = jnp.where(active.is_coupled, active.temperature, 1.0)
+        raced = logits / temperature[:, None, None] - noise[:, None]
+        return jnp.where(active.is_coupled[:, None, None], raced, logits)
+
+    return jax.lax.cond(active.is_coupled.any(), add, lambda: logits)
+
+
+def _grow(
+    tree: Tree,
+    step: Array | int,
+    drafts: Int[Array, "seq draft"],
+    drawn: Int[Array, " seq"],
+    scores: Float[Array, "seq entry vocab"],
+) -> Int[Array, "seq draft"]:
+    """The drafts with those of one more level.
+
+    Args:
+        drawn: The spine's.
+        scores: By entry of `Tree.branching`; what follows a row are its best tokens.
+    """
+    vocab, width = scores.shape[2], scores.shape[1]
+    ids = jnp.arange(vocab, dtype=jnp.int32)[None, None]
+    chosen = []
+    for rank in range(int(tree.ranks.max()) + 1):
+        # By maxima: XLA:CPU's argmax and top_k are many times slower.
+        is_best = scores == scores.max(axis=2, keepdims=True)
+        best = jnp.where(is_best, ids, vocab - 1).min(axis=2)
+        if rank == 0:
+            best = best.at[:, 0].set(drawn)
+        chosen.append(best)
+        scores = jnp.where(ids == best[:, :, None], -jnp.inf, scores)
+    ranked = jnp.stack(chosen, axis=2)
+    # Entries of other levels do not count.
+    found = ranked[:, np.minimum(tree.entries, width - 1), tree.ranks]
+    is_new = jnp.array([tree.depths[1:]], jnp.int32) == step + 1
+    return jnp.where(is_new, found, drafts)
 
 
 def _newest(active: Active, pool: PoolShape) -> TokenBatch:

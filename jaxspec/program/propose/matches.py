@@ -1,16 +1,23 @@
 """Where the newest tokens of a sequence came before, and what followed them there.
 
 Comparisons of integers over the known tokens. What a match is worth, whoever asks says.
+Several matches that go on differently make a tree of drafts.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+import numpy as np
+from jaxtyping import Array, Bool, Int
 
 from jaxspec.program import history
 from jaxspec.program.rows import Active
+from jaxspec.program.tree import Tree
+
+# Matches that a tree is made of, at most.
+NUM_BRANCHES = 8
 
 
 class Matches(NamedTuple):
@@ -82,6 +89,59 @@ def best_of(kinds: Sequence[Matches], count: int) -> Matches:
         following=jnp.take_along_axis(every.following, index[:, :, None], axis=1),
         num_following=jnp.take_along_axis(every.num_following, index, axis=1),
     )
+
+
+def branch(
+    matches: Matches, spine: Int[Array, "seq level"], tree: Tree
+) -> Int[Array, "seq draft"]:
+    """Drafts by node of a tree: what followed the matches that went on like its parent.
+
+    Of several tokens the most frequent comes first, of equally frequent ones that of
+    the longest and latest match. Where too few are known, a draft is there twice.
+
+    Args:
+        matches: The longest first, of equally long ones the latest.
+        spine: What the first nodes are, whatever followed most often.
+    """
+    length, following, num_following = matches
+    seqs, count = length.shape
+    depth = jnp.array([tree.depths[1:]], jnp.int32)
+    is_spine = jnp.asarray(np.arange(tree.num_levels) < tree.spine.num_nodes)
+    order = jnp.arange(count, dtype=jnp.int32)[None, None]
+
+    def grow(
+        level: Array, carry: tuple[Array, Bool[Array, "seq row match"]]
+    ) -> tuple[Array, Array]:
+        drafts, agrees = carry
+        rows = jnp.asarray(tree.branching)[level]
+        is_known = (length > 0) & (level < num_following)
+        here = agrees[:, rows] & is_known[:, None]  # [seq, entry, match]
+        said = jax.lax.dynamic_index_in_dim(following, level, 2, keepdims=False)
+        said = jnp.broadcast_to(said[:, None], here.shape)
+        own = jax.lax.dynamic_index_in_dim(spine, level, 1, keepdims=False)
+        is_same, is_left, chosen = said[..., None] == said[:, :, None], here, []
+        for rank in range(int(tree.ranks.max()) + 1):
+            votes = (is_same & is_left[:, :, None]).sum(axis=3)
+            best = jnp.argmax(jnp.where(is_left, votes * count - order, -count), axis=2)
+            token = jnp.take_along_axis(said, best[:, :, None], axis=2)[:, :, 0]
+            if rank == 0:
+                first = jnp.where(is_spine[level], own, token[:, 0])
+                token = token.at[:, 0].set(first)
+            else:
+                token = jnp.where(is_left.any(axis=2), token, chosen[0])
+            chosen.append(token)
+            is_left &= said != token[:, :, None]
+        ranked = jnp.stack(chosen, axis=2)
+        found = ranked[:, tree.entries, tree.ranks]
+        is_new = depth == level + 1
+        goes_on = here[:, tree.entries] & (said[:, tree.entries] == found[..., None])
+        goes_on = jnp.where(is_new[..., None], goes_on, agrees[:, 1:])
+        agrees = jnp.concatenate([agrees[:, :1], goes_on], axis=1)
+        return jnp.where(is_new, found, drafts), agrees
+
+    drafts = jnp.zeros((seqs, tree.num_nodes), jnp.int32)
+    agrees = jnp.ones((seqs, tree.num_rows, count), bool)
+    return jax.lax.fori_loop(0, tree.num_levels, grow, (drafts, agrees))[0]
 
 
 def _largest(rank: Int[Array, "seq place"], count: int) -> Int[Array, "seq match"]:

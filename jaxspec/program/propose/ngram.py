@@ -15,9 +15,10 @@ from jaxtyping import Array, Int
 from jaxspec.config import EngineConfig
 from jaxspec.models.params import Params
 from jaxspec.program.plan import PoolShape
-from jaxspec.program.propose.matches import find_matches
+from jaxspec.program.propose.matches import NUM_BRANCHES, branch, find_matches
 from jaxspec.program.propose.proposal import Context, Proposal
 from jaxspec.program.rows import Active
+from jaxspec.program.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,12 @@ class NGram:
     ) -> tuple[Proposal, Any]:
         """Copy what followed the newest tokens when they last came."""
         assert before is None, "a lookup comes first"
-        assert context.tree.is_chain, "a lookup finds a chain"
         found = look_up(
             context.active,
             context.token_pages,
             longest=self.longest,
             shortest=self.shortest,
-            num_draft_tokens=context.tree.num_nodes,
+            tree=context.tree,
         )
         return found, state
 
@@ -81,16 +81,22 @@ def look_up(
     *,
     longest: int,
     shortest: int,
-    num_draft_tokens: int,
+    tree: Tree,
 ) -> Proposal:
-    """Copy what followed the longest match, of equally long ones the most recent."""
+    """Copy what followed the longest match, of equally long ones the most recent.
+
+    Beside it in a tree stands what followed the others.
+    """
     matches = find_matches(
         active,
         token_pages,
         longest=longest,
         shortest=shortest,
-        num_matches=1,
-        num_draft_tokens=num_draft_tokens,
+        num_matches=1 if tree.is_chain else NUM_BRANCHES,
+        num_draft_tokens=tree.num_levels,
     )
-    num_drafts = jnp.where(matches.length[:, 0] > 0, num_draft_tokens, 0)
-    return Proposal(matches.following[:, 0], num_drafts)
+    num_drafts = jnp.where(matches.length[:, 0] > 0, tree.num_levels, 0)
+    drafts = matches.following[:, 0]
+    if not tree.is_chain:
+        drafts = branch(matches, drafts, tree)
+    return Proposal(drafts, num_drafts)

@@ -21,17 +21,25 @@ class Proposal(NamedTuple):
     """Draft tokens of one round, by node of a tree.
 
     Attributes:
-        num_drafts: Of each sequence, how many tokens count: the first ones.
+        num_drafts: Of each sequence, how many tokens count: the first ones; of a tree
+            how many levels.
         probs: What the tokens were drawn from, after all sampling controls; None where
-            each was certain: a point mass.
+            each was certain: a point mass. Of a tree: one per level, for its spine.
         is_broken: Sequences of which a draft model made NaN or infinity, whose tokens
             do not count; None where there is no model.
     """
 
     tokens: Int[Array, "seq draft"]
     num_drafts: Int[Array, " seq"]
-    probs: Float[Array, "seq draft vocab"] | None = None
+    probs: Float[Array, "seq _ vocab"] | None = None
     is_broken: Bool[Array, " seq"] | None = None
+
+    def first(self, count: int) -> "Proposal | None":
+        """The first drafts of every sequence; of none, no proposal."""
+        if not count:
+            return None
+        probs = None if self.probs is None else self.probs[:, :count]
+        return self._replace(tokens=self.tokens[:, :count], probs=probs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +48,7 @@ class Context:
 
     Attributes:
         tree: Room for drafts.
-        num_wanted: The most drafts that any sequence wants: a whole number of levels.
+        num_wanted: The most drafts, one after the other, that any sequence wants.
         prompts: Tokens of the launch that are no sequence's newest: of prompts, for
             whoever looks into the target, or what a draft model has to catch up with.
             None in a launch without.
@@ -66,11 +74,13 @@ class Seen(NamedTuple):
         tiles: By layer: of prompt tokens; None in a launch without prompts.
         num_accepted: Drafts of each sequence that stayed; what comes after them is of
             tokens that did not.
+        row: The tree's, of the last of them; None in a chain.
     """
 
     nodes: tuple[Float[Array, "seq node model"], ...]
     tiles: tuple[Float[Array, "tile token model"], ...] | None
     num_accepted: Int[Array, " seq"]
+    row: Int[Array, " seq"] | None = None
 
 
 @runtime_checkable

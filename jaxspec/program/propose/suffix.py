@@ -20,7 +20,12 @@ from jaxspec.config import EngineConfig
 from jaxspec.models.params import Params
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose.corpus import corpus_forms, find_in_corpus, note
-from jaxspec.program.propose.matches import Matches, best_of, find_matches
+from jaxspec.program.propose.matches import (
+    Matches,
+    best_of,
+    branch,
+    find_matches,
+)
 from jaxspec.program.propose.proposal import Context, Proposal, Seen
 from jaxspec.program.rows import Active
 from jaxspec.sharding import replicated
@@ -67,7 +72,7 @@ class Suffix:
         assert depth is not None
         assert factor is not None
         assert min_prob is not None
-        limits = draft_limits(depth, factor, speculative.num_speculative_tokens)
+        limits = draft_limits(depth, factor, speculative.num_levels)
         shortest = LONG_MATCH if speculative.has_draft_model else SHORT_MATCH
         # 0.3 of 840 is 252, whatever binary fractions make of it.
         made = cls(limits, shortest, math.ceil(round(min_prob * WHOLE, 6)))
@@ -100,9 +105,12 @@ class Suffix:
     ) -> tuple[Proposal, Any]:
         """Copy what followed the newest tokens before, as far as that is trusted."""
         assert before is None, "a lookup comes first"
-        assert context.tree.is_chain, "a lookup finds a chain"
-        matches = self._matches(state, context)
-        return choose(matches, limits=self.limits, min_share=self.min_share), state
+        tree, matches = context.tree, self._matches(state, context)
+        proposal = choose(matches, limits=self.limits, min_share=self.min_share)
+        if not tree.is_chain:
+            drafts = branch(matches, proposal.tokens, tree)
+            proposal = proposal._replace(tokens=drafts)
+        return proposal, state
 
     def _matches(self, state: Any, context: Context) -> Matches:
         """What is looked up."""
@@ -112,7 +120,7 @@ class Suffix:
             longest=len(self.limits) - 1,
             shortest=self.shortest,
             num_matches=NUM_MATCHES,
-            num_draft_tokens=context.tree.num_nodes,
+            num_draft_tokens=context.tree.num_levels,
         )
 
 
@@ -152,7 +160,7 @@ class CorpusSuffix(Suffix):
             context.token_pages,
             longest=len(self.limits) - 1,
             shortest=self.shortest,
-            num_draft_tokens=context.tree.num_nodes,
+            num_draft_tokens=context.tree.num_levels,
         )
         return best_of((own, others), NUM_MATCHES)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,15 @@ import numpy as np
 import pytest
 
 from jaxspec.models.backend import Backend
-from jaxspec.program.plan import NO_TOKEN, TILE, PoolShape
+from jaxspec.program import randomness
+from jaxspec.program.plan import COUPLED, NO_TOKEN, STANDARD, TILE, PoolShape
 from jaxspec.program.propose import Context, Proposal, draft_model
 from jaxspec.program.region import make_region
+from jaxspec.program.rows import Active
 from jaxspec.program.tree import Tree
+from jaxspec.token_tree import leaf_paths, parents_of
 from tests.engines import make_micro
+from tests.kernels import dense
 from tests.kernels.oracle import UNOPTIMISED
 from tests.laws import filtered_law
 from tests.oracles import PagedModel, hf_logits, load_ours, model_config
@@ -75,6 +80,101 @@ def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
     np.testing.assert_allclose(laws, expected, atol=1e-4)
     assert (laws[np.arange(DRAFTS), drafts] > 0).all()
     assert proposal.num_drafts.tolist() == [DRAFTS]
+
+
+def grown(
+    tree: Tree, length: int, **fields: Any
+) -> tuple[Any, np.ndarray, Any, Active]:
+    """The model, its known tokens, a tree of drafts after them, the sequence."""
+    reference = make_micro()
+    tokens = np.random.default_rng(length).integers(3, 16, length)
+    paged = PagedModel(model_config(reference), load_ours(reference))
+    paged.feed(tokens[:-2])
+    pool = PoolShape(
+        num_rows=1,
+        num_pages=paged.num_pages,
+        page_size=paged.page_size,
+        max_model_len=paged.num_pages * paged.page_size,
+        vocab_size=paged.config.vocab_size,
+    )
+    active = dataclasses.replace(
+        make_active(1, num_tokens=length, **fields),
+        last_tokens=jnp.asarray(tokens[None, -2:], jnp.int32),
+        page_table=jnp.asarray(paged.page_table),
+    )
+
+    def run(params, pages, active):
+        context = Context(
+            active=active,
+            token_pages=jnp.zeros((1, 4), jnp.int32),
+            tree=tree,
+            num_wanted=jnp.int32(tree.num_levels),
+            pool=pool,
+            prompts=None,
+            backend=lambda axes: Backend(),
+            adjuster=lambda axes: None,
+        )
+        proposer = draft_model.DraftModel(config=paged.config)
+        return proposer.propose(params, pages, context, None)
+
+    proposal, _ = jax.jit(run)(paged.params, paged.kv_pages, active)
+    assert proposal.num_drafts.tolist() == [tree.num_levels]
+    return reference, tokens, np.asarray(proposal.tokens[0]), active
+
+
+def check_tree_drafts(tree: Tree, length: int = 13, *, rule: int | None = None) -> None:
+    """Every draft is the next best after the tokens on its way, as HuggingFace has it.
+
+    Args:
+        rule: Of a sampled sequence; None is greedy.
+    """
+    fields: dict[str, Any] = dict(temperature=0.0)
+    if rule is not None:
+        fields = dict(temperature=0.8, rule=rule, seed=np.array([[3, 9]], np.uint32))
+    reference, tokens, drafts, active = grown(tree, length, **fields)
+    for row in sorted({parent + 1 for parent in tree.parents}):
+        depth = tree.depths[row]
+        way = tree.paths[row][1 : depth + 1] - 1
+        known = np.concatenate([tokens, drafts[way]])
+        scores = hf_logits(reference, known)[-1].astype(np.float64)
+        if rule == COUPLED:
+            place = active.num_tokens + depth
+            size = reference.config.vocab_size
+            noise = dense.exponential(active.seed, place, randomness.SAMPLE, size)
+            scores = scores / 0.8 - np.log(np.asarray(noise, np.float64)[0])
+        ranked = np.argsort(-scores).tolist()
+        said = [
+            int(drafts[node])
+            for node, parent in enumerate(tree.parents)
+            if parent == row - 1
+        ]
+        if rule == STANDARD and row == depth:
+            # Drawn: what stands beside it are the best of the others.
+            ranked.remove(said[0])
+            ranked.insert(0, said[0])
+        assert said == ranked[: len(said)], (row, way)
+
+
+LEAVES = Tree(parents_of(leaf_paths(3, 2)))
+SIDE_PATHS = Tree(
+    parents_of(
+        [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0), (1, 0, 1)]
+    )
+)
+
+
+@pytest.mark.parametrize("tree", [LEAVES, SIDE_PATHS], ids=["leaves", "side paths"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_drafts_of_a_tree_are_the_models_own_texts(tree, length):
+    """Over borders of pages and windows, which lie anywhere in the tree."""
+    check_tree_drafts(tree, length)
+
+
+@pytest.mark.parametrize("rule", [STANDARD, COUPLED])
+@pytest.mark.parametrize("tree", [LEAVES, SIDE_PATHS], ids=["leaves", "side paths"])
+def test_drafts_beside_what_is_drawn_are_the_next_best(tree, rule):
+    """With the position's own noise where the target will draw with it."""
+    check_tree_drafts(tree, rule=rule)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

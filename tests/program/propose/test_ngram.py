@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.program.propose import ngram
+from jaxspec.program.propose import matches, ngram
+from jaxspec.program.tree import Tree
+from jaxspec.token_tree import leaf_paths, parents_of
 from tests.kernels.oracle import UNOPTIMISED
 from tests.rows import make_active
 
@@ -63,7 +65,7 @@ def found_in(
             pages,
             longest=lookup.longest,
             shortest=lookup.shortest,
-            num_draft_tokens=num_draft,
+            tree=Tree.chain(num_draft),
         ),
         compiler_options=UNOPTIMISED,
     )
@@ -139,3 +141,79 @@ def test_sequences_that_do_not_run_have_no_drafts():
     texts = [[1, 2, 1], [1, 2, 1]]
     found = found_in(texts, ngram.NGram(1, 1), is_active=[True, False])
     assert found == [[2, 1, 2, 1], []]
+
+
+def branches(tokens: list[int], lookup: ngram.NGram, tree: Tree) -> list[int] | None:
+    """The specification: a tree of what followed the matches, most frequent first.
+
+    Where nothing more is known, there is `JUNK`.
+    """
+    found = []
+    for end in range(len(tokens) - 1):
+        length = 0
+        while length < min(lookup.longest, end + 1) and (
+            tokens[end - length] == tokens[len(tokens) - 1 - length]
+        ):
+            length += 1
+        if length >= lookup.shortest:
+            found.append((length, end))
+    found = sorted(found, reverse=True)[: matches.NUM_BRANCHES]
+    depth = tree.num_levels
+    texts = [(tokens[end + 1 :] * depth)[:depth] for _, end in found]
+    if not texts:
+        return None
+    drafts = texts[0][: tree.spine.num_nodes]
+    for node in range(len(drafts), tree.num_nodes):
+        parent = tree.parents[node]
+        way = [drafts[row - 1] for row in tree.paths[parent + 1] if row]
+        way = way[: tree.depths[parent + 1]]
+        after = [text[len(way)] for text in texts if text[: len(way)] == way]
+        siblings = [drafts[one] for one in range(node) if tree.parents[one] == parent]
+        left = [token for token in after if token not in siblings]
+        drafts.append(max(left, key=left.count) if left else JUNK)
+    return drafts
+
+
+TREES = [
+    Tree(parents_of(leaf_paths(4, 1))),
+    Tree(parents_of(leaf_paths(3, 2))),
+    Tree(parents_of([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (1, 0, 0)])),
+]
+
+
+def check_branches(tree: Tree = TREES[2]) -> None:
+    """Random texts over few tokens, whose matches go on in many ways."""
+    lookup, random = ngram.NGram(3, 1), np.random.default_rng(tree.num_nodes)
+    texts = [
+        random.integers(0, random.integers(2, 6), random.integers(1, 60)).tolist()
+        for _ in range(80)
+    ]
+    active, pages = in_pages(texts, random)
+    # A function of its own: a jit of the same one would not see a mutant.
+    run = jax.jit(
+        lambda active, pages: ngram.look_up(
+            active,
+            pages,
+            longest=lookup.longest,
+            shortest=lookup.shortest,
+            tree=tree,
+        ),
+        compiler_options=UNOPTIMISED,
+    )
+    found, num_unknown = run(active, jnp.asarray(pages)), []
+    for text, drafts, count in zip(
+        texts, np.asarray(found.tokens), np.asarray(found.num_drafts), strict=True
+    ):
+        expected = branches(text, lookup, tree)
+        assert count == (0 if expected is None else tree.num_levels)
+        if expected is not None:
+            num_unknown.append(expected.count(JUNK))
+            # What nobody knows may be anything.
+            known = np.where(np.equal(expected, JUNK), JUNK, drafts)
+            assert known.tolist() == expected, text
+    assert min(num_unknown) < tree.num_nodes / 4 < max(num_unknown)
+
+
+@pytest.mark.parametrize("tree", TREES, ids=["leaf", "leaves", "side paths"])
+def test_what_followed_other_matches_stands_beside(tree: Tree):
+    check_branches(tree)

@@ -1,0 +1,338 @@
+"""Drafts beside drafts, as leaves and in trees, lose nothing and bring tokens.
+
+Greedy texts on every path of the engine are in `test_lossless.py`; here are sampled
+ones, what ends a text within a tree, and requests that have the spine alone.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.outputs import RequestOutput
+from jaxspec.sampling_params import (
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from jaxspec.token_tree import MAX_NODES, read_paths
+from tests.e2e import pair
+from tests.e2e.lossless import TREE
+from tests.e2e.test_distribution import CONTROLS as LAW_CONTROLS
+from tests.e2e.test_distribution import check_law, laws_of, levels_after, sample
+from tests.e2e.test_seeded import CONTROLS
+from tests.engines import (
+    generate,
+    make_draft_of,
+    make_engine,
+    make_micro,
+    tokens_of,
+    with_draft,
+    with_settings,
+)
+
+LENGTH = 48
+GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+# As large as a tree may be, eight levels deep.
+LARGE = str(
+    [(0,) * count for count in range(1, 9)]
+    + [
+        (*(0,) * level, rank, *(0,) * more)
+        for level in range(4)
+        for rank in range(1, 4)
+        for more in range(4)
+    ]
+    + [(1, 1), (1, 2), (2, 1), (3, 1), (0, 1, 1), (0, 1, 2), (0, 2, 1), (0, 3, 1)]
+)
+KINDS: dict[str, dict[str, Any]] = {
+    "leaves": dict(draft="noisy", num_side_leaves=2),
+    "tree": dict(draft="noisy", tree=TREE),
+    "ngram tree": dict(lookup=(3, 1), tree=TREE),
+    "suffix leaves": dict(suffix={}, num_side_leaves=1),
+    "both leaves": dict(draft="noisy", lookup=(3, 1), num_side_leaves=1),
+    "scanned tree": dict(draft="noisy", tree=TREE, scan_layers=True),
+}
+FAST = ("leaves", "tree")
+
+
+@functools.cache
+def first_engine(kind: str) -> LLMEngine:
+    settings = dict(KINDS[kind])
+    draft, tree = settings.pop("draft", None), settings.get("tree")
+    return make_engine(
+        pair.target(),
+        draft and pair.draft(draft),
+        num_draft_tokens=len(read_paths(tree)) if tree else pair.NUM_DRAFT,
+        has_one_shape=True,
+        **settings,
+        **pair.SETTINGS,
+    )
+
+
+def engine_of(kind: str, **changes: Any) -> LLMEngine:
+    """A fresh engine over shared executables."""
+    return with_settings(first_engine(kind), **changes)
+
+
+def kinds(*fast: str) -> list[Any]:
+    return [
+        pytest.param(kind, marks=() if kind in fast else pytest.mark.slow)
+        for kind in KINDS
+    ]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Random ones, and ones that repeat themselves."""
+    random = pair.prompts(6)
+    return random + [(prompt * 40)[:40] for prompt in pair.prompts(4, longest=15)]
+
+
+@pytest.fixture(scope="module")
+def texts(prompts) -> list[list[int]]:
+    return tokens_of(generate(pair.plain_engine(), prompts, GREEDY))
+
+
+def seeded(count: int, **changes: Any) -> list[SamplingParams]:
+    values: dict[str, Any] = dict(max_tokens=32, ignore_eos=True) | changes
+    return [
+        SamplingParams(seed=number, **values, **CONTROLS[number % len(CONTROLS)])
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("kind", kinds("leaves", "tree", "ngram tree"))
+def test_greedy_texts_are_the_same_and_some_tokens_come_from_beside(
+    kind, prompts, texts
+):
+    engine = engine_of(kind)
+    assert tokens_of(generate(engine, prompts, GREEDY)) == texts
+    stats = engine.stats
+    assert stats.num_beside_tokens > 5
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    engine.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("kind", kinds(*FAST))
+def test_seeded_texts_are_the_same(kind, prompts):
+    params = seeded(len(prompts))
+    expected = tokens_of(generate(pair.plain_engine(), prompts, params))
+    for rule in ("standard", "block"):
+        engine = engine_of(kind, rejection_sample_method=rule)
+        assert tokens_of(generate(engine, prompts, params)) == expected
+    assert engine.stats.num_beside_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_of_a_hundred_prompts_are_the_same(kind):
+    prompts = pair.prompts(60, seed=5)
+    prompts += [(one * 40)[:40] for one in pair.prompts(60, longest=15, seed=6)]
+    engine = engine_of(kind)
+    for params in (GREEDY, seeded(len(prompts), max_tokens=LENGTH)):
+        expected = tokens_of(generate(pair.plain_engine(), prompts, params))
+        assert tokens_of(generate(engine, prompts, params)) == expected
+    assert engine.stats.num_beside_tokens > 100
+
+
+@pytest.mark.slow
+def test_the_largest_tree_changes_nothing(prompts, texts):
+    """Wider than a page and a window, and than what is left of some sequences."""
+    count = len(read_paths(LARGE))
+    assert count == MAX_NODES
+    engine = make_engine(
+        pair.target(),
+        pair.draft("noisy"),
+        num_draft_tokens=count,
+        tree=LARGE,
+        has_one_shape=True,
+        **pair.SETTINGS,
+    )
+    assert tokens_of(generate(engine, prompts, GREEDY)) == texts
+    assert engine.stats.num_beside_tokens > 5
+    check_ends(with_settings(engine))
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_a_draft_equal_to_the_target_is_kept_whole(kind, prompts, texts):
+    engine = with_draft(first_engine(kind), pair.draft("same"))
+    assert tokens_of(generate(engine, prompts, GREEDY)) == texts
+    assert engine.stats.acceptance_rate == 1.0
+    assert engine.stats.num_beside_tokens == 0
+    params = seeded(len(prompts))
+    expected = tokens_of(generate(pair.plain_engine(), prompts, params))
+    assert tokens_of(generate(engine, prompts, params)) == expected
+    assert engine.stats.acceptance_rate == 1.0
+
+
+def check_ends(engine: LLMEngine) -> None:
+    """Lengths that cut a path anywhere, and sequences as long as there may be."""
+    prompts = pair.prompts(8, longest=30)
+    lengths = [
+        SamplingParams(temperature=0, max_tokens=1 + index, ignore_eos=True)
+        for index in range(len(prompts))
+    ]
+    expected = tokens_of(generate(pair.plain_engine(), prompts, lengths))
+    assert tokens_of(generate(engine, prompts, lengths)) == expected
+    longest = pair.SETTINGS["max_model_len"]
+    full = [(one * longest)[: longest - 20] for one in prompts[:4]]
+    until = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    expected = tokens_of(generate(pair.plain_engine(), full, until))
+    assert [len(tokens) for tokens in expected] == [20] * len(full)
+    assert tokens_of(generate(engine, full, until)) == expected
+    engine.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("kind", kinds(*FAST))
+def test_texts_end_within_paths(kind):
+    check_ends(engine_of(kind))
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_stop_ids_end_texts_on_paths_and_wait_for_min_tokens(kind, prompts):
+    for min_tokens in (0, 9):
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=LENGTH,
+            min_tokens=min_tokens,
+            stop_token_ids=[45, 41],
+        )
+        expected = generate(pair.plain_engine(), prompts, params)
+        found = generate(engine_of(kind), prompts, params)
+        assert list(map(told, found)) == list(map(told, expected))
+
+
+def told(output: RequestOutput) -> tuple[Any, ...]:
+    (one,) = output.outputs
+    return list(one.token_ids), one.text, one.finish_reason, one.stop_reason
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_a_requests_own_number_of_drafts(kind, prompts, texts):
+    params = []
+    for index in range(len(prompts)):
+        own = GREEDY.clone()
+        own.extra_args = {"num_speculative_tokens": index % 4}
+        params.append(own)
+    outputs = generate(engine_of(kind), prompts, params)
+    assert tokens_of(outputs) == texts
+    for index, output in enumerate(outputs):
+        metrics = output.outputs[0].spec_decode_metrics
+        assert (metrics is None) == (index % 4 == 0)
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_stop_strings_and_tokens_origins(kind, prompts, texts):
+    """A stop string anywhere in a path; what came from beside is a draft's, too."""
+    engine = engine_of(kind)
+    shown = generate(pair.plain_engine(), prompts, GREEDY)
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=LENGTH,
+            ignore_eos=True,
+            stop=[one.outputs[0].text[10 + index : 13 + index]],
+            extra_args={"return_token_origins": True},
+        )
+        for index, one in enumerate(shown)
+    ]
+    plain = [own.clone() for own in params]
+    for own in plain:
+        own.extra_args = None
+    expected = generate(pair.plain_engine(), prompts, plain)
+    found = generate(engine, prompts, params)
+    assert list(map(told, found)) == list(map(told, expected))
+
+
+CONTROLLED: dict[str, dict[str, Any]] = {
+    "penalties": dict(presence_penalty=0.5, repetition_penalty=1.3),
+    "bad words": dict(bad_words=["K", "L M"]),
+    "logprobs": dict(logprobs=2),
+    "grammar": dict(
+        structured_outputs=StructuredOutputsParams(regex="[A-Z]{4,40}"),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("name", CONTROLLED)
+def test_requests_that_ask_something_of_tokens_have_the_spine(kind, name, prompts):
+    """Beside others that have the tree before and after them."""
+    engine = engine_of(kind)
+    asked = SamplingParams(
+        temperature=0, max_tokens=24, ignore_eos=True, **CONTROLLED[name]
+    )
+    params = [asked if index % 3 == 0 else GREEDY for index in range(len(prompts))]
+    with pair.recorded(engine) as rounds:
+        found = tokens_of(generate(engine, prompts, params))
+    plain = with_settings(pair.plain_engine())
+    assert found == tokens_of(generate(plain, prompts, params))
+    trees = {
+        (shape.features.needs_one_path, shape.tree.is_chain)
+        for _, shape, _ in rounds
+        if shape.num_draft_tokens
+    }
+    assert trees == {(True, True), (False, False)}
+    assert engine.stats.num_beside_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAST)
+def test_several_rounds_in_a_launch_say_the_same(kind, prompts, texts):
+    settings = dict(KINDS[kind])
+    tree = settings.get("tree")
+    draft = pair.draft(settings.pop("draft"))
+    engine = make_engine(
+        pair.target(),
+        draft,
+        num_draft_tokens=len(read_paths(tree)) if tree else pair.NUM_DRAFT,
+        num_scheduler_steps=4,
+        has_one_shape=True,
+        **settings,
+        **pair.SETTINGS,
+    )
+    quiet = GREEDY.clone()
+    quiet.output_kind = RequestOutputKind.FINAL_ONLY
+    assert tokens_of(generate(engine, prompts, quiet)) == texts
+    assert engine.stats.num_beside_tokens > 5
+
+
+LAW_TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)]"
+LAW_PROMPT = [2, 7, 3, 11, 5, 7, 3, 11, 9, 7, 3]
+
+
+@pytest.fixture(scope="module")
+def micro() -> Any:
+    return make_micro(seed=3)
+
+
+@pytest.fixture(scope="module")
+def levels(micro) -> list[np.ndarray]:
+    return levels_after(micro, LAW_PROMPT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["leaves", "tree", "ngram tree"])
+def test_every_position_follows_the_target(kind, micro, levels):
+    is_lookup = kind.startswith("ngram")
+    tree = None if kind == "leaves" else LAW_TREE
+    engine = make_engine(
+        micro,
+        None if is_lookup else make_draft_of(micro, num_layers=2),
+        num_draft_tokens=len(read_paths(tree)) if tree else 3,
+        num_side_leaves=0 if tree else 2,
+        tree=tree,
+        lookup=(2, 1) if is_lookup else None,
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        num_pages=1024,
+        max_model_len=32,
+        has_one_shape=True,
+    )
+    for rule in ("standard", "block", "seeded"):
+        drawn = sample(engine, rule, 700, prompt=LAW_PROMPT)
+        for controls, tokens in zip(LAW_CONTROLS, drawn, strict=True):
+            check_law(tokens, laws_of(levels, controls), (rule, controls))
