@@ -23,7 +23,15 @@ class RandomController(Controller):
         super().__init__(*arguments)
         self.random = np.random.default_rng(seed)
 
-    def choose(self, wanted, acceptance, seconds, catch_up_s, can_ask=False) -> int:
+    def choose(
+        self,
+        wanted,
+        acceptance,
+        seconds,
+        catch_up_s,
+        can_ask=False,
+        beside=lambda: 0.0,
+    ) -> int:
         most = int(wanted.max(initial=0))
         # For some rounds each, or the draft model would never be up to date.
         if self.random.random() < 0.15:

@@ -174,8 +174,8 @@ def check_tree_law(rule: str, name: str) -> None:
     shape = (VOCAB,) * LENGTH
     for place in range(LENGTH - 1):
         others = tuple({*range(LENGTH)} - {place, place + 1})
-        pairs = (part.reshape(shape).sum(axis=others) for part in (counts, law))
-        check_counts(*pairs, (rule, name, place))
+        found, wanted = (one.reshape(shape).sum(axis=others) for one in (counts, law))
+        check_counts(found, wanted, (rule, name, place))
 
 
 def check_same_words(name: str, **changes: Any) -> None:
