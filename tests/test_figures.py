@@ -170,7 +170,7 @@ def test_adaptive_drafts_are_drawn_beside_fixed_ones(tmp_path):
     ours, plain = steps.axes[1].lines
     assert xs_of(ours)[:2] == pytest.approx([0.05, 0.15])
     assert ys_of(ours)[49:51] == [100, 50]
-    assert ys_of(plain) == [50, 50]
+    assert ys_of(plain) == [50] * 100
     (shaded,) = steps.axes[1].patches
     assert isinstance(shaded, Rectangle)
     assert (shaded.get_x(), shaded.get_width()) == (5, 5)

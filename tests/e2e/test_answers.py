@@ -84,8 +84,9 @@ def test_other_salts_begin_with_nothing(prompts):
     for others in (salted("b"), salted("c"), prompts):
         texts, again = rounds_of(engine, others, GREEDY)
         assert texts == expected
-        # The table is shared: what one salt enters takes the place of another's.
-        assert again > 0.95 * first
+        # The table is shared: what one salt enters takes the place of another's. And
+        # launches are in another order: of a few prompts some rounds more or less.
+        assert again > 0.85 * first
     texts, again = rounds_of(engine, salted("b"), GREEDY)
     assert texts == expected
     assert again < first / 3
