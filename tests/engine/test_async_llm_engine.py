@@ -180,7 +180,7 @@ def test_bad_requests_are_refused_and_nothing_else_is_touched():
             await anext(serving.generate(PROMPT, SamplingParams(), "c", "lora"))
         assert (await running)[-1].outputs[0].text == letters(said(30))
 
-    serve(use, delay_s=0.004)
+    serve(use, delay_s=0.02)
 
 
 def test_a_failed_step_is_told_to_who_waits_and_the_next_is_served():
