@@ -19,7 +19,7 @@ from jaxspec.errors import (
     check_number,
     wrong_argument,
 )
-from jaxspec.model_config import ModelConfig as ModelConfig
+from jaxspec.model_config import ModelConfig as ModelConfig  # where vLLM has it
 from jaxspec.speculation import SYNTHETIC, SpeculativeConfig
 from jaxspec.structured_outputs import StructuredOutputsConfig
 from jaxspec_checkpoints import CheckpointError, files, model_files
@@ -71,28 +71,18 @@ class GivenSizes:
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything the engine is built from; see `EngineArgs` for the defaults.
+    """Everything the engine is built from.
+
+    Fields without a line here are arguments of the engine, which `EngineArgs` explains
+    under the same names.
 
     Attributes:
         model: Folder of the target model.
-        max_model_len: Longest sequence, prompt and generated tokens together.
-        max_num_batched_tokens: Most prompt tokens prefilled in one step.
         num_pages: Pages of the pool that target and draft share.
         given: Which of the sizes are the user's: the others are those of a CPU until
             `jaxspec.engine.device_memory` has seen the devices. None: all of them.
-        enable_prefix_caching: Keep full pages after their request and reuse them for
-            prompts that begin alike.
-        scheduling_policy: Who goes first: "fcfs" by arrival, "priority" by the
-            requests' priorities (a lower value first), then by arrival.
-        max_logprobs: Most likely tokens told per token, for requests that ask.
-        chat_template: Used in place of the model's; a template, or a file's path.
-        load_format: What the folders must hold; "dummy" reads no weights and makes
-            random ones.
-        skip_tokenizer_init: Read no tokenizer: token ids go in and come out.
         generation_defaults: Sampling parameters that the model folder recommends.
         compilation_cache_dir: Where compiled programs are kept; None for nowhere.
-        batch_invariant: Requests of a form run in one program, whatever is beside them.
-        num_scheduler_steps: Rounds that a launch may run where nobody waits for one.
         structured_outputs: What holds for forms of texts where requests say nothing.
     """
 

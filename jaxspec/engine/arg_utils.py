@@ -317,10 +317,11 @@ class EngineArgs:
             )
         elif self.max_num_seqs is None and isinstance(num_pages, int):
             sizes["max_num_seqs"] = max(min(CPU_SIZES.num_seqs, num_pages), 1)
-        return EngineConfig(
+        # Arguments without a line here are passed on as they are.
+        values: dict[str, Any] = _passed_on(self, EngineConfig)
+        values |= dict(
             model=str(folder),
             tokenizer=str(_tokenizer_folder(self, folder)),
-            chat_template=self.chat_template,
             served_model_name=_served_name(self),
             dtype=_checked_dtype(self.dtype),
             max_model_len=max_model_len,
@@ -331,32 +332,23 @@ class EngineArgs:
             page_size=sizes["block_size"],
             num_pages=num_pages,
             given=GivenSizes(
-                max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=self.max_num_batched_tokens,
+                **_passed_on(self, GivenSizes),
                 num_pages=self.num_gpu_blocks_override,
-                gpu_memory_utilization=self.gpu_memory_utilization,
-                kv_cache_memory_bytes=self.kv_cache_memory_bytes,
                 draft_tensor_parallel_size=draft_devices,
             ),
             seed=_or(self.seed, 0),
-            tensor_parallel_size=self.tensor_parallel_size,
             model_config=model,
             speculative=speculative,
             draft_model_config=draft,
-            load_format=self.load_format,
-            skip_tokenizer_init=self.skip_tokenizer_init,
             generation_defaults=_generation_defaults(self, folder),
-            disable_log_stats=self.disable_log_stats,
             enable_prefix_caching=self.enable_prefix_caching is not False,
-            scheduling_policy=self.scheduling_policy,
             max_logprobs=_max_logprobs(self.max_logprobs, model.vocab_size),
             compilation_cache_dir=_cache_dir(self.compilation_cache_dir),
-            batch_invariant=self.batch_invariant,
-            num_scheduler_steps=self.num_scheduler_steps,
             structured_outputs=StructuredOutputsConfig.read(
                 self.structured_outputs_config
             ),
         )
+        return EngineConfig(**values)
 
 
 @no_type_check
@@ -383,6 +375,16 @@ def _tokenizer_folder(args: EngineArgs, folder: Path) -> Path:
         return folder
     name = args.model if is_own else args.tokenizer
     return _fetched(args, name, "tokenizer", revision=revision, weights=False)
+
+
+def _passed_on(args: EngineArgs, record: Any) -> dict[str, Any]:
+    """Arguments that a record has fields for, under the same names."""
+    names = {item.name for item in fields(record)}
+    return {
+        item.name: getattr(args, item.name)
+        for item in fields(args)
+        if item.name in names
+    }
 
 
 def _or(value: Any, default: Any) -> Any:

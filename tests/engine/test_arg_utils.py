@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -427,6 +428,39 @@ def test_what_holds_for_forms_of_texts(target: str):
     assert configure(target).structured_outputs == StructuredOutputsConfig()
     with pytest.raises(ConfigError, match="structured_outputs_config must be a dict"):
         configure(target, structured_outputs_config="guidance")
+
+
+def test_what_is_passed_on_has_one_default(target: str):
+    """The configuration declares some arguments again: with what users see."""
+    config, args = configure(target), EngineArgs(model=target)
+    ours, users = (
+        {item.name: item.default for item in dataclasses.fields(record)}
+        for record in (config, args)
+    )
+    passed = {
+        name
+        for name in ours.keys() & users.keys()
+        if ours[name] is not dataclasses.MISSING
+        and getattr(config, name) == getattr(args, name)
+    }
+    assert passed >= {"batch_invariant", "load_format", "num_scheduler_steps"}
+    for name in passed:
+        assert ours[name] == users[name], name
+
+
+def test_an_argument_is_passed_on_as_it_is(target: str):
+    given: dict[str, Any] = dict(
+        batch_invariant=True,
+        chat_template="{{ messages }}",
+        disable_log_stats=True,
+        load_format="dummy",
+        num_scheduler_steps=3,
+        scheduling_policy="priority",
+        skip_tokenizer_init=True,
+        tensor_parallel_size=2,
+    )
+    config = configure(target, **given)
+    assert {name: getattr(config, name) for name in given} == given
 
 
 def test_an_unknown_argument_names_the_nearest(target: str):
