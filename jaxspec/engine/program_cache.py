@@ -36,6 +36,7 @@ from jax._src import config as thread_settings
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
+from jaxspec.models import cpu
 from jaxspec.models.params import Params
 from jaxspec.program.plan import StepShape
 from jaxspec.program.state import EngineState
@@ -289,7 +290,7 @@ def _digest(
         (leaf.shape, str(leaf.dtype), _parts(leaf.sharding, leaf.shape, mesh))
         for leaf in leaves
     ]
-    # Whom a grammar's program asks is an object of this process.
+    # A grammar's program calls back into an object of this process.
     program = dataclasses.replace(program, mask_source=None)
     digest = hashlib.sha256(_sources())
     for part in (
@@ -328,21 +329,12 @@ def _about(devices: Sequence[Any]) -> Iterator[object]:
         place = list(device.coords) if platform == "tpu" else None
         yield device.id, _MEMORY.sub("", device.device_kind), place
     if platform == "cpu":
-        yield _cpu_flags()
+        yield cpu.instructions()
     elif platform == "tpu":
         yield devices[0].client.platform_version
         yield os.environ.get("LIBTPU_INIT_ARGS", "").split()
     else:
         yield _plugin_versions()
-
-
-@cache
-def _cpu_flags() -> str | None:
-    """The instructions that code for this CPU may have."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = (line for line in lines if line.startswith(("flags", "Features")))
-    return next(found, None)
 
 
 @cache

@@ -2,13 +2,16 @@
 
 Each has its reason and the test that fails without it. Elsewhere for want of a better
 place: the sums of norms, `jaxspec_kernels.sums` (`tests/models/test_same_bits.py`), and
-pages of bf16 as uint16, `jaxspec_kernels.bits` (`tests/program/test_step.py`).
+pages of bf16 as uint16, `jaxspec_kernels.bits` (`tests/program/test_step.py`). And
+proposers find the largest by maxima: XLA:CPU's argmax and top_k are many times slower.
 """
 
 import functools
 import logging
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,6 +37,26 @@ COMPILER_OPTIONS: dict[str, str | bool] = {
 }
 
 _log = logging.getLogger(__name__)
+
+
+@functools.cache
+def instructions() -> str:
+    """What /proc/cpuinfo calls the instructions of this CPU; empty if it does not."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = (line for line in lines if line.startswith(("flags", "Features")))
+    return next(found, "")
+
+
+def has_bfloat16() -> bool:
+    """Whether XLA multiplies bfloat16 with instructions of the CPU.
+
+    Without them it converts every weight to float32 on each use, six times slower than
+    float32 weights.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    return any(name in instructions() for name in ("avx512_bf16", "amx_bf16"))
 
 
 @functools.cache

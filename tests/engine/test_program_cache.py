@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspec.engine import program_cache
 from jaxspec.engine.program_cache import Built, ProgramCache, program_name
 from jaxspec.engine.structured_output import TokenMasks
+from jaxspec.models import cpu
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.propose import NGram
 from tests.tiny_programs import (
@@ -128,12 +129,12 @@ def test_names_follow_all_that_a_program_depends_on(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(jax, "__version__", "0.0.0")
         names.append(name())
-    for function, value in (
-        ("_sources", b"other sources"),
-        ("_cpu_flags", "flags: none"),
+    for module, function, value in (
+        (program_cache, "_sources", b"other sources"),
+        (cpu, "instructions", "flags: none"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(program_cache, function, lambda value=value: value)
+            patch.setattr(module, function, lambda value=value: value)
             names.append(name())
     assert len(set(names)) == len(names)
     assert name() == names[0]

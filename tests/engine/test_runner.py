@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxspec.engine import program_cache
-from jaxspec.engine import runner as runner_module
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import build_mesh, choose_dtype
 from jaxspec.errors import ConfigError
+from jaxspec.models import cpu
 from jaxspec.program.plan import Features, StepPlan, StepShape
 from jaxspec.program.wire import StepResult
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
@@ -164,7 +164,7 @@ def test_pages_have_the_pools_shape_and_the_weights_type():
     ("has_instructions", "chosen"), [(True, "bfloat16"), (False, "float32")]
 )
 def test_dtype_auto_asks_the_processor(has_instructions, chosen, monkeypatch, caplog):
-    monkeypatch.setattr(runner_module, "_cpu_has_bfloat16", lambda: has_instructions)
+    monkeypatch.setattr(cpu, "has_bfloat16", lambda: has_instructions)
     caplog.set_level(logging.INFO)
     mesh = build_mesh(make_config())
     assert choose_dtype("auto", mesh) == jnp.dtype(chosen)

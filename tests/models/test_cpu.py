@@ -5,6 +5,7 @@ Panels lie in every float32 engine of the tests (`tests.engines`), where sizes d
 
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -198,3 +199,25 @@ def test_an_xla_that_does_not_know_the_options_is_used_as_it_is(monkeypatch, cap
     monkeypatch.setattr(cpu, "COMPILER_OPTIONS", {"xla_cpu_use_fusion_emitters": "so"})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_cpu_use_fusion_emitters"):
         cpu.compiler_options.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "expected"),
+    [
+        ("x86_64", "flags: avx512f avx512_bf16", True),
+        ("AMD64", "flags: amx_bf16", True),
+        ("x86_64", "flags: avx512f", False),
+        ("aarch64", "Features: avx512_bf16", False),
+        ("x86_64", "", False),
+    ],
+)
+def test_bfloat16_is_asked_of_the_processor(machine, flags, expected, monkeypatch):
+    monkeypatch.setattr(cpu.platform, "machine", lambda: machine)
+    monkeypatch.setattr(cpu, "instructions", lambda: flags)
+    assert cpu.has_bfloat16() == expected
+
+
+def test_instructions_are_one_line_of_the_kernels_table():
+    if Path("/proc/cpuinfo").exists():
+        assert cpu.instructions().startswith(("flags", "Features"))
+        assert "\n" not in cpu.instructions()
