@@ -60,17 +60,18 @@ def choose_forms(
         of_layers: The form of matrices of layers, where devices leave a choice.
     """
     num_bytes = sum(spec.num_values for spec in specs.values()) * dtype.itemsize
-    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    is_cpu, chosen = mesh.devices.flat[0].platform == "cpu", Specs()
     for path, spec in specs.items():
         form = of_layers if path[0] == LAYERS else DenseMatrix
         if is_cpu:
             form = cpu.choose_form(dtype, num_devices=mesh.size, num_bytes=num_bytes)
         if len(spec.shape) == 2 and form.fits(spec.shape):
-            specs[path] = spec = replace(spec, form=form)
+            spec = replace(spec, form=form)
         if spec.axes[0] == "kv_head":
             shape = spec.shape[0] * copies, *spec.shape[1:]
-            specs[path] = replace(spec, shape=shape, copies=copies)
-    return specs
+            spec = replace(spec, shape=shape, copies=copies)
+        chosen[path] = spec
+    return chosen
 
 
 def load_params(

@@ -16,8 +16,8 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Float, Int
 
+from jaxspec.model_config import ModelConfig
 from jaxspec.models.families import family_of
-from jaxspec.models.gemma2.config import Gemma2Config
 from jaxspec.models.heads import eagle3, medusa, mlp_speculator
 from jaxspec.models.heads.config import (
     Eagle3Config,
@@ -36,7 +36,8 @@ from jaxspec.train.target import States, Target
 from jaxspec_checkpoints import Checkpoint, Tensor, in_memory, model_files
 from jaxspec_checkpoints.writing import write_checkpoint
 
-BFLOAT16 = jnp.dtype(jnp.bfloat16)
+# Of parameters while they are trained, and in the folder that an engine loads.
+FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 
 
 @runtime_checkable
@@ -152,15 +153,12 @@ class Eagle3Method(_Head):
             states.streams[:, :, layer].reshape(-1, width).astype(jnp.float32)
             for layer in range(states.streams.shape[2])
         ]
-        row, kv_proj = (
-            eagle3.fuse(config, params, streams),
-            params["layer"]["attention"]["kv_proj"],
-        )
+        row = eagle3.fuse(config, params, streams)
         keys = no_keys(
             tokens,
             config.num_kv_heads,
             config.head_dim,
-            kv_proj.dtype,
+            FLOAT32,
             num_passes=self.num_passes,
         )
         found = []
@@ -257,7 +255,7 @@ class DraftMethod:
         start: Canonical tensors to begin with; None draws random ones.
     """
 
-    config: Gemma2Config
+    config: ModelConfig
     hf_config: Mapping[str, Any]
     start: Mapping[str, Tensor] | None = None
 
@@ -282,7 +280,7 @@ class DraftMethod:
                 load_params(
                     self.config,
                     self.start,
-                    dtype=jnp.dtype(jnp.float32),
+                    dtype=FLOAT32,
                     mesh=target.mesh,
                 )
             )
@@ -310,9 +308,9 @@ class DraftMethod:
         tokens: Int[Array, "row token"],
         states: States,
     ) -> list[Float[Array, "row_token model"]]:
-        config, dtype = self.config, params["embedding"].dtype
+        config = self.config
         network = build_network(config, params, RowsBackend())
-        keys = no_keys(tokens, config.num_kv_heads, config.head_dim, dtype)
+        keys = no_keys(tokens, config.num_kv_heads, config.head_dim, FLOAT32)
         hidden, _ = network.hidden(rows_batch(tokens), (keys,) * config.num_layers)
         return [hidden.rows]
 

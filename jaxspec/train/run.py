@@ -237,15 +237,21 @@ def load_target(options: argparse.Namespace, folder: Path, config: Any) -> Targe
         allowed = f"a divisor of the {len(devices)} devices"
         raise wrong_argument(ConfigError, "tensor_parallel_size", allowed, parts)
     mesh = Mesh(np.array(devices).reshape(-1, 1, parts), MESH_AXES)
+    dtype = choose_dtype(options.dtype, mesh)
     params = load_params(
         config,
         open_checkpoint(folder, layouts()).tensors,
-        dtype=choose_dtype(options.dtype, mesh),
+        dtype=dtype,
         mesh=mesh,
         progress="Loading target",
     )
     return Target(
-        name=options.target, folder=folder, config=config, params=params, mesh=mesh
+        name=options.target,
+        folder=folder,
+        config=config,
+        params=params,
+        mesh=mesh,
+        dtype=dtype,
     )
 
 

@@ -22,6 +22,7 @@ from jaxspec.model_config import ModelConfig
 from jaxspec.models.matrices import DenseMatrix, Matrix
 from jaxspec.models.network import build_network, functions_of
 from jaxspec.models.params import Params
+from jaxspec.sharding import TARGET_MESH_AXES, kv_copies, num_parts
 from jaxspec.train.rows import RowsBackend, no_keys, rows_batch
 
 # Tokens of every row whose logits are there at once.
@@ -43,50 +44,6 @@ class States(NamedTuple):
     best: Float[Array, "row token"]
 
 
-def target_states(
-    config: ModelConfig,
-    params: Params,
-    tokens: Int[Array, "row token"],
-    layers: Sequence[int],
-) -> States:
-    """Run the target over rows.
-
-    Args:
-        layers: After how many layers the residual stream is wanted.
-    """
-    rows, length = tokens.shape
-    network = build_network(config, params, RowsBackend())
-    empty = no_keys(tokens, _kv_heads(config, params), config.head_dim, _dtype(params))
-    hidden, _ = network.hidden(rows_batch(tokens), (empty,) * config.num_layers)
-    last = hidden.rows.reshape(rows, length, -1)
-    chosen = [hidden.streams[layer].reshape(rows, length, -1) for layer in layers]
-    width = last.shape[-1]
-    streams = (
-        jnp.stack(chosen, axis=2) if chosen else jnp.zeros((*last.shape[:2], 0, width))
-    )
-
-    def reduce(chunk: Array) -> tuple[Array, Array]:
-        logits = network.logits(chunk.reshape(-1, width))
-        found = jax.nn.logsumexp(logits, axis=-1), jnp.max(logits, axis=-1)
-        return found[0].reshape(rows, -1), found[1].reshape(rows, -1)
-
-    parts = jnp.split(last, list(range(_CHUNK, length, _CHUNK)), axis=1)
-    log_sum, best = zip(*map(reduce, parts), strict=True)
-    return States(
-        streams, last, jnp.concatenate(log_sum, axis=1), jnp.concatenate(best, axis=1)
-    )
-
-
-def _kv_heads(config: ModelConfig, params: Params) -> int:
-    """KV heads as they are laid out: on many devices there are copies."""
-    kv_proj = params["layers"]["0"]["attention"]["kv_proj"]
-    return kv_proj.shape[0] // (2 * config.head_dim)
-
-
-def _dtype(params: Params) -> jnp.dtype:
-    return params["embedding"].dtype
-
-
 def logits_of(
     config: ModelConfig,
     embedding: Matrix,
@@ -106,6 +63,7 @@ class Target:
     Attributes:
         name: As the user gave it.
         folder: Where its files are.
+        dtype: The type of its weights.
     """
 
     name: str
@@ -113,6 +71,14 @@ class Target:
     config: Any
     params: Params
     mesh: Mesh
+    dtype: jnp.dtype
+
+    @property
+    def num_kv_heads(self) -> int:
+        """As they are laid out: over many devices there are copies."""
+        config, parts = self.config, num_parts(self.mesh, TARGET_MESH_AXES)
+        count = config.num_kv_heads
+        return count * kv_copies(config.num_q_heads, count, parts)
 
     @property
     def embedding(self) -> Matrix:
@@ -125,10 +91,45 @@ class Target:
     def reader(self, layers: Sequence[int]) -> Any:
         """A compiled `tokens [row, token] -> States`."""
         run = jax.jit(
-            lambda params, tokens: target_states(self.config, params, tokens, layers),
+            lambda params, tokens: target_states(self, params, tokens, layers),
             out_shardings=self.by_row(),
         )
         return lambda tokens: run(self.params, jax.device_put(tokens, self.by_row()))
+
+
+def target_states(
+    target: Target,
+    params: Params,
+    tokens: Int[Array, "row token"],
+    layers: Sequence[int],
+) -> States:
+    """Run the target over rows.
+
+    Args:
+        params: The target's; an argument, so that a program does not contain them.
+        layers: After how many layers the residual stream is wanted.
+    """
+    config, (rows, length) = target.config, tokens.shape
+    network = build_network(config, params, RowsBackend())
+    empty = no_keys(tokens, target.num_kv_heads, config.head_dim, target.dtype)
+    hidden, _ = network.hidden(rows_batch(tokens), (empty,) * config.num_layers)
+    last = hidden.rows.reshape(rows, length, -1)
+    chosen = [hidden.streams[layer].reshape(rows, length, -1) for layer in layers]
+    width = last.shape[-1]
+    streams = (
+        jnp.stack(chosen, axis=2) if chosen else jnp.zeros((*last.shape[:2], 0, width))
+    )
+
+    def reduce(chunk: Array) -> tuple[Array, Array]:
+        logits = network.logits(chunk.reshape(-1, width))
+        found = jax.nn.logsumexp(logits, axis=-1), jnp.max(logits, axis=-1)
+        return found[0].reshape(rows, -1), found[1].reshape(rows, -1)
+
+    parts = jnp.split(last, list(range(_CHUNK, length, _CHUNK)), axis=1)
+    log_sum, best = zip(*map(reduce, parts), strict=True)
+    return States(
+        streams, last, jnp.concatenate(log_sum, axis=1), jnp.concatenate(best, axis=1)
+    )
 
 
 class StateFiles:

@@ -17,7 +17,8 @@ from jaxspec.models import cpu
 from jaxspec.models.cpu import MIN_ROWS, Bfloat16Matrix, PanelMatrix
 from jaxspec.models.families import config_from_hf
 from jaxspec.models.matrices import DenseMatrix
-from jaxspec.models.weights import random_params
+from jaxspec.models.network import functions_of
+from jaxspec.models.weights import choose_forms, random_params
 from jaxspec.sharding import make_mesh, replicated
 from tests.oracles import TINY, PagedModel
 
@@ -124,6 +125,18 @@ def test_the_form_follows_devices_and_type(devices, dtype, expected):
     assert type(params["embedding"]) is expected
     assert type(params["layers"]["0"]["attention"]["kv_proj"]) is expected
     assert isinstance(params["final_norm"], jax.Array)
+
+
+def test_declarations_are_left_as_they_are():
+    specs = functions_of(CONFIG).param_specs(CONFIG)
+    before = dict(specs)
+    given: dict[str, Any] = dict(dtype=jnp.dtype("float32"), copies=2)
+    chosen = choose_forms(specs, mesh=make_mesh(1), **given)
+    assert specs == before
+    assert chosen.keys() == specs.keys()
+    assert chosen["embedding",].form is PanelMatrix
+    kv_proj = "layers", "0", "attention", "kv_proj"
+    assert chosen[kv_proj].shape[0] == 2 * specs[kv_proj].shape[0]
 
 
 def test_a_large_model_has_no_second_form(monkeypatch):

@@ -17,11 +17,11 @@ from tests.train import tiny
 
 def test_rows_of_the_target_equal_huggingface(monkeypatch):
     monkeypatch.setattr(rows, "BLOCK", 5)  # smaller than a row, no divisor of it
-    target, text = tiny.make_target(), tiny.make_text(2)
+    # On four devices there are two copies of each of two KV heads.
+    target, text = tiny.make_target(model=4), tiny.make_text(2)
+    assert target.num_kv_heads == 4
     layers = (0, 1, 3)
-    read = jax.jit(
-        lambda params, tokens: target_states(target.config, params, tokens, layers)
-    )
+    read = jax.jit(lambda params, tokens: target_states(target, params, tokens, layers))
     found = read(target.params, jnp.asarray(text.tokens))
     with torch.no_grad():
         wanted = tiny.reference()(
@@ -85,7 +85,7 @@ def test_attention_over_rows_has_a_gradient():
     tokens = jnp.asarray(tiny.make_text(1).tokens)
 
     def total(params):
-        return target_states(target.config, params, tokens, ()).rows.sum()
+        return target_states(target, params, tokens, ()).rows.sum()
 
     gradient = jax.jit(jax.grad(total))(target.params)
     first = gradient["layers"]["0"]["attention"]["kv_proj"].values

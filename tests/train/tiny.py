@@ -36,9 +36,15 @@ def make_target(data: int = 1, model: int = 1) -> Target:
     devices = np.array(jax.devices()[: data * model])
     mesh = Mesh(devices.reshape(data, 1, model), MESH_AXES)
     config, tensors = model_config(reference()), hf_tensors(reference())
-    params = load_params(config, tensors, dtype=jnp.dtype(jnp.float32), mesh=mesh)
-    folder = Path("nowhere")
-    return Target(name="tiny", folder=folder, config=config, params=params, mesh=mesh)
+    dtype = jnp.dtype(jnp.float32)
+    return Target(
+        name="tiny",
+        folder=Path("nowhere"),
+        config=config,
+        params=load_params(config, tensors, dtype=dtype, mesh=mesh),
+        mesh=mesh,
+        dtype=dtype,
+    )
 
 
 def make_text(rows: int, seed: int = 0) -> Text:
