@@ -25,7 +25,7 @@ from jaxspec.bench.report import record
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.runner import Runner
+from jaxspec.engine.runner import Runner, pool_of
 from jaxspec.program.plan import PoolShape, StepPlan, StepShape
 from jaxspec.program.wire import CaughtUp, PlanLayout, StepResult, result_layout
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
@@ -137,13 +137,7 @@ def make_engine(
         num_gpu_blocks_override=num_seqs * max_model_len // 16,
     )
     config = args.create_engine_config()
-    pool = PoolShape(
-        num_rows=config.max_num_seqs,
-        num_pages=config.num_pages,
-        page_size=config.page_size,
-        max_model_len=config.max_model_len,
-        vocab_size=config.model_config.vocab_size,
-    )
+    pool = pool_of(config)
     runner = WaitingRunner(pool, pool.vocab_size, round_s)
     return LLMEngine(config, runner=runner), runner
 

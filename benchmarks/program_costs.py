@@ -23,7 +23,6 @@ from statistics import median
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
@@ -149,10 +148,8 @@ class Program:
     def launch(self, use: Use, count: int) -> None:
         """Launch it some times, and wait for each; the first time does not count."""
         runner = self._runner
-        rows = begun_rows(runner.pool, CONTEXT)
-        if use.is_sampled:
-            temperature = jnp.full_like(rows.temperature, TEMPERATURE)
-            rows = dataclasses.replace(rows, temperature=temperature)
+        temperature = TEMPERATURE if use.is_sampled else 0.0
+        rows = begun_rows(runner.pool, CONTEXT, temperature)
         runner.state = dataclasses.replace(
             runner.state,
             rows=jax.device_put(rows, runner.state.rows.num_tokens.sharding),

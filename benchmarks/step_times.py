@@ -27,7 +27,7 @@ from jaxspec.models.params import Params
 from jaxspec.models.weights import abstract_params, random_params
 from jaxspec.program.plan import PoolShape, StepPlan, StepShape
 from jaxspec.program.propose import DraftModel, Proposal
-from jaxspec.program.rows import Rows, init_rows
+from jaxspec.program.rows import Rows, rehearsal_rows
 from jaxspec.program.state import EngineState, init_token_pages, init_zeros
 from jaxspec.program.step import ProgramConfig, lower_step
 from jaxspec.program.wire import PlanLayout, StepResult
@@ -285,19 +285,13 @@ class Program(_Setup):
         )
 
 
-def begun_rows(pool: PoolShape, context: int) -> Rows:
-    """Greedy sequences with pages of their own, in the middle of their texts."""
+def begun_rows(pool: PoolShape, context: int, temperature: float = 0.0) -> Rows:
+    """Sequences with pages of their own, in the middle of their texts."""
     count = pool.num_rows
-    table = jnp.arange(count * pool.table_len, dtype=jnp.int32)
-    return dataclasses.replace(
-        init_rows(pool),
-        num_tokens=jnp.full(count, context, jnp.int32),
-        num_prompt=jnp.full(count, context, jnp.int32),
-        is_done=jnp.zeros(count, bool),
-        page_table=table.reshape(count, pool.table_len),
-        max_total=jnp.full(count, pool.max_model_len, jnp.int32),
-        seed=jnp.arange(2 * count, dtype=jnp.uint32).reshape(count, 2) + 17,
-    )
+    table = np.arange(count * pool.table_len).reshape(count, pool.table_len)
+    seed = np.arange(2 * count, dtype=np.uint32).reshape(count, 2) + 17
+    rows = rehearsal_rows(pool, table, context, temperature)
+    return dataclasses.replace(rows, seed=seed)
 
 
 def placed_forms(shapes: Any, mesh: Mesh) -> Any:

@@ -11,12 +11,10 @@ from typing import NoReturn
 
 from jaxspec.command import CommandParser, run_command
 from jaxspec.ending import end, interrupts_end
-from jaxspec.engine.model_folders import model_folder
+from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET, model_folder
 from jaxspec.errors import ArgumentError
 from jaxspec_checkpoints.sources import is_remote
 
-BUNDLED_TARGET = "jaxspec/tiny-gemma2"
-BUNDLED_DRAFT = "jaxspec/tiny-gemma2-draft"
 _MODULES = {"generate": "jaxspec.cli.generate", "chat": "jaxspec.cli.chat"}
 # Command lines of their own, with the engine's flags.
 _OWN = {

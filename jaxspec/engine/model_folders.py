@@ -14,9 +14,10 @@ from jaxspec_checkpoints import CheckpointError, bundled_draft, bundled_target
 from jaxspec_checkpoints.files import expand
 from jaxspec_checkpoints.sources import fetch, is_remote
 
+BUNDLED_TARGET, BUNDLED_DRAFT = "jaxspec/tiny-gemma2", "jaxspec/tiny-gemma2-draft"
 _BUNDLED: dict[str, Callable[[], Path]] = {
-    "jaxspec/tiny-gemma2": bundled_target,
-    "jaxspec/tiny-gemma2-draft": bundled_draft,
+    BUNDLED_TARGET: bundled_target,
+    BUNDLED_DRAFT: bundled_draft,
 }
 _ALLOWED = (
     "an existing folder, owner/name on the Hugging Face Hub, a Kaggle handle "

@@ -101,17 +101,21 @@ def init_rows(pool: PoolShape) -> Rows:
 
 
 def rehearsal_rows(
-    pool: PoolShape, pages: Sequence[int], context: int, temperature: float
+    pool: PoolShape,
+    pages: Sequence[int] | np.ndarray,
+    context: int,
+    temperature: float,
 ) -> Rows:
     """Rows in the middle of their texts, to time programs with: on the host.
 
     Args:
-        pages: All rows have them; what they hold means nothing afterwards.
+        pages: Those that all rows share, or [row, page]; what they hold means nothing
+            afterwards.
         context: Tokens of each text.
     """
     rows = init_rows(pool)
     table = np.full_like(rows.page_table, pool.num_pages)
-    table[:, : len(pages)] = pages
+    table[:, : np.shape(pages)[-1]] = pages
     lengths = np.full_like(rows.num_tokens, context)
     return dataclasses.replace(
         rows,

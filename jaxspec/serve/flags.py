@@ -14,11 +14,10 @@ import yaml
 
 from jaxspec.command import CommandParser, documented, flag_type, json_flag
 from jaxspec.engine.arg_utils import AsyncEngineArgs
+from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
 from jaxspec.errors import ConfigError, wrong_argument
 from jaxspec.serve.settings import SPEC_METRICS, ServerSettings
 
-BUNDLED_TARGET = "jaxspec/tiny-gemma2"
-BUNDLED_DRAFT = "jaxspec/tiny-gemma2-draft"
 BUNDLED_DRAFT_TOKENS = 5
 WARM_UPS = ("none", "plain", "all")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
