@@ -2,7 +2,7 @@
 
 By vLLM's rules: each step continues every open text by its most likely tokens, twice as
 many as texts are kept, and keeps the best of all of them; those that end are set aside.
-Whoever drives a search has the engine tell of one more token of each open text.
+The caller asks the engine for one more token of each open text, step by step.
 """
 
 import math

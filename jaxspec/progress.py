@@ -13,7 +13,7 @@ _DONE = "Processed prompts"
 
 @runtime_checkable
 class Announcer(Protocol):
-    """Whoever compiles: an engine."""
+    """An engine, which says what it compiles."""
 
     def announce_compiles(self, tell: Callable[[str], None] | None) -> None: ...
 

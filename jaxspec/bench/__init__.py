@@ -1,8 +1,10 @@
 """`python -m jaxspec.bench`: how fast a pair is, and whether drafting pays.
 
-Reading order: `flags` (the four subcommands), `data` (prompts), `measure` (runs of one
-engine, plain and speculative in turn), `acceptance`, `ceiling` and `parts` (what drafts
-bring, could bring and cost), `report`; then the subcommands: `whole` (latency and
-throughput), `spec`, and `serve` with its client: `connection`, `client`, `traffic`,
-`scrape`. `plot` draws any result, with `figures`.
+Reading order: `__main__` and `flags` (the four subcommands), `data` (prompts),
+`measure` (runs of one engine, plain and speculative in turn), `acceptance`, `ceiling`,
+`bandwidth` and `parts` (what drafts bring, could bring and cost), `report`; then the
+subcommands: `whole` (latency and throughput) and `spec`, which load engines by
+`offline` and share `summary`, and `serve` with its client: `connection`, `client`,
+`traffic`, `serve_task`, `scrape`, `serve_report`. `plot` draws any result, with
+`figures`.
 """

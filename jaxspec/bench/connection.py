@@ -153,5 +153,5 @@ def data_of(response: httpx.Response) -> Iterator[str]:
 
 @functools.cache
 def _trusted() -> ssl.SSLContext:
-    """Whom to believe: made once, since reading the certificates takes a while."""
+    """TLS context, cached: reading the certificates takes a while."""
     return httpx.create_ssl_context()

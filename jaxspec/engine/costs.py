@@ -28,7 +28,7 @@ ROUNDING = 1e-9
 
 
 class Kind(enum.IntEnum):
-    """Requests whose drafts are alike, whose mean a new one begins with."""
+    """How a request samples; a new one begins with the acceptance of its kind."""
 
     GREEDY = 0
     SEEDED = 1

@@ -304,7 +304,7 @@ class LLMEngine:
         return [one for one in rounds if one not in self._rehearsed]
 
     def _rehearse(self, round_: Round) -> None:
-        """Time a round over sequences that nobody asked for."""
+        """Time a round over sequences that are made up for it."""
         self._rehearsed.add(round_)
         pages, size = self.scheduler.pages, self.config.page_size
         tree = self.scheduler.shapes.tree(self.config.num_draft_tokens)

@@ -18,7 +18,7 @@ from jaxspec.program.plan import MAX_GROUP_BYTES, TILE
 GIB, MIB = 2**30, 2**20
 # vLLM's. The rest is for what no plan sees: libraries' own memory, what lies badly.
 DEFAULT_UTILIZATION = 0.92
-# Where nobody says what pages may take of a CPU's memory, they take at most this much.
+# The most that pages take of a CPU's memory by default.
 MAX_CPU_KV_BYTES = 512 * MIB
 # Temporaries may take this share of what weights leave before defaults become smaller.
 MAX_TEMPORARY_SHARE = 0.25
@@ -193,7 +193,7 @@ class MemoryPlan:
 
     @property
     def left_bytes(self) -> int | None:
-        """What nobody has been given; None where there is no limit."""
+        """Bytes of the limit that nothing is planned for; None without a limit."""
         facts = self.facts
         if facts.limit_bytes is None:
             return None

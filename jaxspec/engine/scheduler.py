@@ -140,7 +140,7 @@ class Scheduler:
             if catch_up is not None:
                 return catch_up
         launch = self._plan_round()
-        # Where nothing else can be launched nobody gains by taking turns.
+        # Nothing else can be launched: catch up out of turn.
         return self._plan_catch_up() if launch is None else launch
 
     def _plan_round(self) -> Launch | None:
@@ -263,7 +263,7 @@ class Scheduler:
         if self._num_caught_up >= most or not len(self.rows.lagging()):
             self._num_caught_up = 0
             return False
-        # Once, for the first tokens of those who wait.
+        # Put off once, so that waiting requests get their first tokens.
         has_newcomers = bool(self.waiting and self.rows.free)
         self._has_put_off = has_newcomers and not self._has_put_off
         return not self._has_put_off
@@ -287,7 +287,7 @@ class Scheduler:
             lagging = lagging[shortest[:1]]
         if not len(lagging):
             return None
-        # In the order of admission: nobody is passed by those who come later.
+        # In the order of admission: later requests do not overtake earlier ones.
         lagging = lagging[self.rows.owner[lagging].argsort()]
         tiles = self._missing_tiles(lagging)
         if self._are_streaming() and not self._is_in_a_row():
@@ -309,7 +309,7 @@ class Scheduler:
         return bool((self.rows.owner[late] < self._num_admitted_then).any())
 
     def _are_streaming(self) -> bool:
-        """Whether somebody is shown tokens as they are made, and gets some now."""
+        """Whether a streaming request decodes now, without awaiting the draft model."""
         rows = np.flatnonzero(self.rows.is_decoding & self.rows.is_streamed)
         return not bool(self._awaits_draft(rows).all())
 

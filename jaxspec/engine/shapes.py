@@ -161,10 +161,10 @@ class Shapes:
         }
 
     def tree(self, num_drafts: int) -> Tree:
-        """Whose rows have slots in a round of so many drafts, one after the other.
+        """The tree whose rows are written in a round of so many drafts in a row.
 
-        Rows of levels that nobody wants are written as well: in a tree they may come
-        before those that somebody does.
+        All of the engine's tree, however few levels are wanted: rows of the others may
+        come before rows that are.
         """
         if self._template is None or not num_drafts:
             return Tree.chain(num_drafts)

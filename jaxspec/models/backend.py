@@ -34,7 +34,7 @@ class Backend:
 
     @property
     def device_kind(self) -> str | None:
-        """Whose measured tile sizes the kernels take."""
+        """Which devices' measured tile sizes the kernels take."""
         return None if self.mesh is None else self.mesh.devices.flat[0].device_kind
 
     def split(

@@ -1,10 +1,10 @@
 """The forms in which a device holds a matrix, and what a network asks of any of them.
 
-A form is chosen once, when parameters are declared (`jaxspec.models.weights.declare`),
-from the platform and the type of the weights. Networks multiply and look rows up; how
-the numbers lie is the form's business alone.
+A form is chosen once, by `jaxspec.models.weights.choose_forms`, from the platform and
+the type of the weights. Networks multiply and look rows up; how the numbers lie is the
+form's business alone.
 
-To add a form: a subclass of `Matrix` that is a pytree, and its condition in `declare`.
+To add a form: a subclass of `Matrix` that is a pytree, and its condition there.
 """
 
 from abc import ABC, abstractmethod

@@ -20,6 +20,9 @@ from jaxspec.models.params import Params, Specs
 
 Pages = tuple[Num[Array, "page page_size two_kv_head head_dim"], ...]
 
+# A pass over so many rows takes as long as over one: what pads fill may be used.
+FREE_ROWS = cpu.MIN_ROWS
+
 
 class Hidden(NamedTuple):
     """What the layers make of tokens.

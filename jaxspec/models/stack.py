@@ -78,7 +78,7 @@ def _scan(
     numbers = jnp.arange(turns, dtype=jnp.int32)
     start = stream, kv_pages
     (last, kv_pages), found = jax.lax.scan(turn, start, (numbers, params))
-    # Not `last` out of these: whoever wants no layer's output keeps none of them.
+    # `last` is not one of these: XLA can drop them all where no output is wanted.
     between = (
         jax.lax.index_in_dim(found[number % period], number // period, keepdims=False)
         for number in range(config.num_layers - 1)
@@ -98,7 +98,7 @@ def _batch_of(
     num_slots = num_pages * pool[1]
     slots = batch.slot_mapping
     slots = jnp.where(slots < num_slots, slots + turn * num_slots, turns * num_slots)
-    # Entries behind a sequence's last page may be any, and nobody looks there.
+    # Entries behind a sequence's last page may become anything: they are not read.
     regions = tuple(
         dataclasses.replace(one, page_table=one.page_table + turn * num_pages)
         for one in batch.regions

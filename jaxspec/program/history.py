@@ -1,7 +1,7 @@
 """Known tokens of every sequence, in the same pages as its keys and values.
 
-A page that two sequences share holds their common tokens once: whoever is handed a page
-with keys and values knows its tokens too, and nothing is sent again.
+A page that two sequences share holds their common tokens once: a request that is given
+a cached page has its tokens on the device already, and they are not sent again.
 """
 
 import jax.numpy as jnp

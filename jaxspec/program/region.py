@@ -22,8 +22,8 @@ def make_region(
 
     Args:
         tree: What the queries are to each other; None is a chain of them all.
-        is_written: Whose keys and values are kept; a sequence with none attends to
-            nothing. A position without a reserved page (its table entry is the pad
+        is_written: Tokens whose keys and values are kept; a sequence with none attends
+            to nothing. A position without a reserved page (its table entry is the pad
             page) is not written either.
     """
     count = tokens.shape[1]

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.network import build_network
+from jaxspec.models.network import FREE_ROWS, build_network
 from jaxspec.models.params import Params
 from jaxspec.program import controls, grammar, logprobs
 from jaxspec.program.forward import Verified, forward
@@ -52,9 +52,9 @@ from jaxspec_kernels.dispatch import implementation_for
 # State, results by round, rounds run, whether no more may follow.
 _Turn = tuple[EngineState, Array, Array, Array]
 
-# Drafts of a narrow round. With the newest token they are as many rows as a plain round
-# has on a CPU (`jaxspec.models.cpu.MIN_ROWS`), and so cost next to nothing there.
-FEW = 3
+# Drafts of a narrow round: with the newest token, as many rows as are never slower than
+# the one row of a plain round.
+FEW = FREE_ROWS - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +62,10 @@ class ProgramConfig:
     """What all executables of an engine share.
 
     Attributes:
-        proposers: Whose drafts are verified, each after those before it; none is plain
-            decoding.
+        proposers: Make the drafts, each given what those before it proposed. Empty is
+            plain decoding.
         mesh: The devices, whose platform chooses the kernels.
-        mask_source: Whom shapes with grammars ask for masks.
+        mask_source: Host callback that returns grammar masks; None without grammars.
     """
 
     target: ModelConfig
@@ -262,7 +262,7 @@ def _propose(
     config: ProgramConfig,
     shape: StepShape,
 ) -> tuple[Proposal | None, Int[Array, " seq"], tuple[Any, ...]]:
-    """Drafts, how many of each sequence count, and what the proposers keep."""
+    """Drafts, how many of each sequence count, and the state of every proposer."""
     active, tree = launch.active, shape.tree
     context = _context(launch, config=config, shape=shape)
     proposal, kept = None, []
@@ -389,7 +389,7 @@ def _verify(
 
 
 def _narrower(proposers: tuple[Proposer, ...], tree: Tree) -> tuple[int, ...]:
-    """Numbers of drafts, fewer than the tree's, that a round has forms of its own for.
+    """Numbers of drafts, fewer than the tree's, for which the round has narrower forms.
 
     A form is as much of a program as the whole: there are as few as are worth it.
     """

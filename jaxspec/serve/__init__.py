@@ -2,7 +2,8 @@
 
 Reading order:
 
-1. `__main__`, `flags`, `launcher`: from a command line to a server that listens.
+1. `__main__`, `flags`, `settings`, `launcher`: from a command line to a server that
+   listens.
 2. `app`: all endpoints behind all checks; `middleware` and `errors` are those checks
    and what is answered when something fails.
 3. `generation`: the endpoints that generate. A body (`protocol`) becomes `params` and
@@ -10,8 +11,8 @@ Reading order:
    call is in `tool_choice`, what finds the calls in `tool_parsers`. `serving` brings
    them to the engine, past `admission`; `completions`, `chat_completions` and
    `responses` write what comes back (`response_writers`, `response_items`, `logprobs`,
-   `usage`), and `streaming` joins the texts of a request and sends them while somebody
-   is there.
+   `usage`), `streaming` joins the texts of a request and sends them while the client
+   is connected, and `response_store` keeps responses.
 4. `server_info`, `metrics`, `load_report`: what the server tells about itself; `page`
    shows it.
 """

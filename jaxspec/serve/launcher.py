@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 # How the program ends when the engine has.
 ENGINE_DEAD = 1
-# After the time for requests to end, for what they say last.
+# After the time that requests have to end: extra seconds to flush their final chunks.
 LAST_WORDS_S = 5
 # Between two looks for a second signal.
 POLL_S = 0.1
@@ -223,7 +223,7 @@ def warm_up(engine: LLMEngine, extent: str) -> None:
 
 
 def _bind(given: Namespace) -> socket.socket:
-    """Take the address, and let nobody in yet."""
+    """Bind the address; the socket does not listen yet."""
     bound = None
     try:
         if given.uds is not None:

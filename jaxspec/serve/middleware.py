@@ -27,7 +27,7 @@ _TOO_MANY = (
 
 
 class ApiKeys:
-    """Middleware that lets nobody under /v1 without a key."""
+    """Middleware that refuses requests under /v1 without a valid key."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]):
         self._app = app

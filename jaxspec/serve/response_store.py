@@ -70,7 +70,7 @@ class ResponseStore:
     def put(self, stored: Stored) -> None:
         """Keep a response, in place of the one of the same id; the oldest may go.
 
-        A full disk costs nobody an answer: it is said in the log.
+        A full disk is logged, and does not fail the request.
         """
         try:
             self._put(stored)
@@ -122,7 +122,7 @@ class ResponseStore:
         return bool(found)
 
     def _end_unfinished(self) -> None:
-        """Say of what a server before was at that nobody makes it any more."""
+        """Mark responses as failed that an earlier server was still making."""
         found = self._execute("select response, messages from responses")
         for response, messages in (map(json.loads, texts) for texts in found):
             if response["status"] in UNFINISHED:
@@ -168,7 +168,7 @@ def connect(path: str | None) -> sqlite3.Connection:
 
 
 class Background:
-    """Responses that are made while nobody waits for them."""
+    """Responses that are made in the background, with no connection open."""
 
     def __init__(self):
         self._tasks: dict[str, asyncio.Task[None]] = {}

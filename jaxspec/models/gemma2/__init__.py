@@ -1,4 +1,4 @@
-"""Gemma 2: `config`, `network` (what the engine runs), `module` (the same in Flax)."""
+"""Gemma 2: `config`, `network`, `module` (the network in Flax), `turns` (of chats)."""
 
 import importlib
 from typing import Any

@@ -36,7 +36,7 @@ PROPOSERS: dict[str, Callable[[EngineConfig], Proposer]] = {
 
 
 def proposers_of(config: EngineConfig) -> tuple[Proposer, ...]:
-    """Who proposes in an engine; nobody without speculation."""
+    """The proposers of an engine; none without speculation."""
     if config.speculative is None:
         return ()
     names = config.speculative.method.split("+")

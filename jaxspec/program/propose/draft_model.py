@@ -248,7 +248,7 @@ def _next(token: Array, step: Array, active: Active, pool: PoolShape) -> TokenBa
 def _whole(
     tree: Tree, drafts: Int[Array, "seq draft"], active: Active, pool: PoolShape
 ) -> TokenBatch:
-    """The newest token and all drafts; those that are not drawn yet nobody sees."""
+    """The newest token and all drafts; no row attends to those not drawn yet."""
     tokens = jnp.concatenate([active.last_tokens[:, 1:], drafts], axis=1)
     is_written = jnp.broadcast_to(active.is_active[:, None], tokens.shape)
     kv_len = active.num_tokens + tree.num_nodes

@@ -1,6 +1,6 @@
 """Where the newest tokens of a sequence came before, and what followed them there.
 
-Comparisons of integers over the known tokens. What a match is worth, whoever asks says.
+Comparisons of integers over the known tokens. Proposers decide what a match is worth.
 Several matches that go on differently make a tree of drafts.
 """
 

@@ -1,0 +1,30 @@
+"""Every module has its place in the reading order that its folder begins with."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "jaxspec"
+FOLDERS = (
+    ". bench bench/figures cli engine models models/gemma2 models/heads program serve "
+    "text train"
+).split()
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_reading_order_has_every_module_and_no_other(name: str) -> None:
+    folder = ROOT / name
+    source = (folder / "__init__.py").read_text(encoding="utf-8")
+    order = ast.get_docstring(ast.parse(source)) or ""
+    # `name`, or `jaxspec.engine.name` by its whole address.
+    named = re.findall(r"`(?:jaxspec\.)?([a-z_0-9.]+)`", order)
+    modules = {path.stem for path in folder.glob("*.py")}
+    modules |= {path.parent.name for path in folder.glob("*/__init__.py")}
+    missing = modules - {"__init__"} - {one.split(".")[0] for one in named}
+    assert not missing, f"{name}/__init__.py has no place for {sorted(missing)}"
+    for one in named:
+        paths = [at / one.replace(".", "/") for at in (folder, ROOT)]
+        found = [path.is_dir() or path.with_suffix(".py").exists() for path in paths]
+        assert any(found), f"{name}/__init__.py names {one}, which is gone"
