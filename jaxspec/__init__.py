@@ -24,10 +24,10 @@ Reading order, from a user's call down to the device:
    devices.
 
 Beside them: what command lines share (`jaxspec.command`, `jaxspec.ending`,
-`jaxspec.progress`), `python -m jaxspec compile` (`jaxspec.ahead`), and vLLM's import
-paths: `jaxspec.entrypoints`, `jaxspec.envs`, `jaxspec.exceptions`, `jaxspec.logger`,
-`jaxspec.lora`, `jaxspec.sequence`, `jaxspec.tool_parsers`, `jaxspec.usage`,
-`jaxspec.utils`, `jaxspec.v1`, `jaxspec.version`.
+`jaxspec.progress`), and vLLM's import paths: `jaxspec.entrypoints`, `jaxspec.envs`,
+`jaxspec.exceptions`, `jaxspec.logger`, `jaxspec.lora`, `jaxspec.sequence`,
+`jaxspec.tool_parsers`, `jaxspec.usage`, `jaxspec.utils`, `jaxspec.v1`,
+`jaxspec.version`.
 """
 
 import importlib

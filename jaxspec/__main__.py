@@ -20,7 +20,7 @@ _MODULES = {"generate": "jaxspec.cli.generate", "chat": "jaxspec.cli.chat"}
 _OWN = {
     "serve": "jaxspec.serve.__main__",
     "plan": "jaxspec.cli.plan",
-    "compile": "jaxspec.ahead",
+    "compile": "jaxspec.cli.compile",
     "bench": "jaxspec.bench.__main__",
 }
 PROG = "python -m jaxspec"

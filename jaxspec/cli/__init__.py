@@ -2,5 +2,5 @@
 
 Reading order: `generate` (one prompt, then what speculation gained), `chat` (a
 conversation with an engine or a server), `terminal` (how accepted drafts look), `plan`
-(what an engine would take of devices).
+(what an engine would take of devices), `compile` (its programs, before it starts).
 """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxspec import ahead
+from jaxspec.cli import compile as ahead
 from jaxspec.engine.program_cache import _is_whole
 from tests.kernels import aot_gpu, aot_tpu
 

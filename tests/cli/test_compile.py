@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec import LLM, SamplingParams, ahead
+from jaxspec import LLM, SamplingParams
 from jaxspec import __main__ as command_line
+from jaxspec.cli import compile as ahead
 from jaxspec.engine import program_cache
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.described import DEVICES
