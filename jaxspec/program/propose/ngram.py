@@ -9,27 +9,23 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from jaxspec.config import EngineConfig
 from jaxspec.models.params import Params
-from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose.matches import NUM_BRANCHES, branch, find_matches
-from jaxspec.program.propose.proposal import Context, Proposal
+from jaxspec.program.propose.proposal import Context, Lookup, Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.tree import Tree
 
 
 @dataclass(frozen=True)
-class NGram:
+class NGram(Lookup):
     """How many tokens at a sequence's end must have come before, most and fewest."""
 
     longest: int
     shortest: int
 
-    has_params: ClassVar[bool] = False
-    may_find_none: ClassVar[bool] = True
     may_find_few: ClassVar[bool] = False
 
     @classmethod
@@ -40,21 +36,6 @@ class NGram:
         assert speculative.prompt_lookup_max is not None
         assert speculative.prompt_lookup_min is not None
         return cls(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
-
-    def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
-        """Nothing is kept: the known tokens are the rows'."""
-        return ()
-
-    def catch_up(
-        self,
-        params: Params | None,
-        state: Any,
-        context: Context,
-        active: Active,
-        following: Int[Array, " token"],
-    ) -> tuple[Any, None]:
-        """Nothing is kept."""
-        return state, None
 
     def propose(
         self,

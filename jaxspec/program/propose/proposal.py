@@ -157,3 +157,28 @@ class Observer(Proposer, Protocol):
         After every pass of the target: with drafts, without, and of prompts alone.
         """
         ...
+
+
+class Lookup:
+    """What proposers share that look drafts up: no model, and nothing of their own.
+
+    The known tokens that they look into are the rows'.
+    """
+
+    has_params: ClassVar[bool] = False
+    may_find_none: ClassVar[bool] = True
+
+    def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
+        """Nothing is kept."""
+        return ()
+
+    def catch_up(
+        self,
+        params: Params | None,
+        state: Any,
+        context: Context,
+        active: Active,
+        following: Int[Array, " token"],
+    ) -> tuple[Any, None]:
+        """Nothing is kept."""
+        return state, None

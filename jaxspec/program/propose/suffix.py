@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
 
 from jaxspec.config import EngineConfig
 from jaxspec.models.params import Params
@@ -26,8 +25,7 @@ from jaxspec.program.propose.matches import (
     branch,
     find_matches,
 )
-from jaxspec.program.propose.proposal import Context, Proposal, Seen
-from jaxspec.program.rows import Active
+from jaxspec.program.propose.proposal import Context, Lookup, Proposal, Seen
 from jaxspec.sharding import replicated
 from jaxspec.speculation import MAX_DRAFT_TOKENS
 
@@ -43,7 +41,7 @@ SHORT_MATCH, LONG_MATCH = 2, 4
 
 
 @dataclass(frozen=True)
-class Suffix:
+class Suffix(Lookup):
     """How far matches are trusted.
 
     Attributes:
@@ -57,8 +55,6 @@ class Suffix:
     shortest: int
     min_share: int
 
-    has_params: ClassVar[bool] = False
-    may_find_none: ClassVar[bool] = True
     may_find_few: ClassVar[bool] = True
 
     @classmethod
@@ -80,21 +76,6 @@ class Suffix:
         if not num_requests:
             return made
         return CorpusSuffix(**vars(made), num_requests=num_requests)
-
-    def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
-        """Nothing is kept: the known tokens are the rows'."""
-        return ()
-
-    def catch_up(
-        self,
-        params: Params | None,
-        state: Any,
-        context: Context,
-        active: Active,
-        following: Int[Array, " token"],
-    ) -> tuple[Any, None]:
-        """Nothing is kept."""
-        return state, None
 
     def propose(
         self,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,64 +31,34 @@ LENGTHS = (11, 12, slow(13), slow(14))
 DRAFTS = 3
 
 
-def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
-    """Drafted after a fully accepted round, when two tokens have no KV yet."""
+class Round(NamedTuple):
+    """What a draft model proposed."""
+
+    reference: Any
+    tokens: np.ndarray  # that were known
+    active: Active
+    proposal: Proposal
+
+
+def propose(
+    tree: Tree,
+    length: int,
+    *,
+    compiler_options: dict[str, Any] | None = None,
+    **fields: Any,
+) -> Round:
+    """Draft after a fully accepted round, when two tokens have no KV yet.
+
+    Args:
+        fields: Of the only sequence.
+    """
     reference = make_micro()
     tokens = np.random.default_rng(length).integers(3, 16, length)
     paged = PagedModel(
-        model_config(reference), load_ours(reference), compiler_options=UNOPTIMISED
+        model_config(reference),
+        load_ours(reference),
+        compiler_options=compiler_options,
     )
-    paged.feed(tokens[:-2])
-    pool = PoolShape(
-        num_rows=1,
-        num_pages=paged.num_pages,
-        page_size=paged.page_size,
-        max_model_len=paged.num_pages * paged.page_size,
-        vocab_size=paged.config.vocab_size,
-    )
-    active = dataclasses.replace(
-        make_active(1, num_tokens=length, temperature=temperature, top_p=0.95),
-        last_tokens=jnp.asarray(tokens[None, -2:], jnp.int32),
-        page_table=jnp.asarray(paged.page_table),
-    )
-
-    def run(params, pages, active):
-        context = Context(
-            active=active,
-            token_pages=jnp.zeros((1, 4), jnp.int32),
-            tree=Tree.chain(DRAFTS),
-            num_wanted=jnp.int32(DRAFTS),
-            pool=pool,
-            prompts=None,
-            backend=lambda axes: Backend(),
-            adjuster=lambda axes: None,
-        )
-        proposer = draft_model.DraftModel(config=paged.config)
-        return proposer.propose(params, pages, context, None)
-
-    run = jax.jit(run, compiler_options=UNOPTIMISED)
-    proposal, _ = run(paged.params, paged.kv_pages, active)
-    drafts, laws = np.asarray(proposal.tokens[0]), np.asarray(proposal.probs[0])
-    known = np.concatenate([tokens, drafts])
-    logits = hf_logits(reference, known)[length - 1 : -1]
-    if not temperature:
-        np.testing.assert_array_equal(drafts, logits.argmax(axis=1))
-        return
-    expected = [
-        filtered_law(row, temperature, top_p=np.float32(0.95)) for row in logits
-    ]
-    np.testing.assert_allclose(laws, expected, atol=1e-4)
-    assert (laws[np.arange(DRAFTS), drafts] > 0).all()
-    assert proposal.num_drafts.tolist() == [DRAFTS]
-
-
-def grown(
-    tree: Tree, length: int, **fields: Any
-) -> tuple[Any, np.ndarray, Any, Active]:
-    """The model, its known tokens, a tree of drafts after them, the sequence."""
-    reference = make_micro()
-    tokens = np.random.default_rng(length).integers(3, 16, length)
-    paged = PagedModel(model_config(reference), load_ours(reference))
     paged.feed(tokens[:-2])
     pool = PoolShape(
         num_rows=1,
@@ -117,9 +87,32 @@ def grown(
         proposer = draft_model.DraftModel(config=paged.config)
         return proposer.propose(params, pages, context, None)
 
-    proposal, _ = jax.jit(run)(paged.params, paged.kv_pages, active)
+    run = jax.jit(run, compiler_options=compiler_options)
+    proposal, _ = run(paged.params, paged.kv_pages, active)
     assert proposal.num_drafts.tolist() == [tree.num_levels]
-    return reference, tokens, np.asarray(proposal.tokens[0]), active
+    return Round(reference, tokens, active, proposal)
+
+
+def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
+    """A chain is the model's own text, and said to be drawn from its own law."""
+    reference, tokens, _, proposal = propose(
+        Tree.chain(DRAFTS),
+        length,
+        compiler_options=UNOPTIMISED,
+        temperature=temperature,
+        top_p=0.95,
+    )
+    drafts, laws = np.asarray(proposal.tokens[0]), np.asarray(proposal.probs[0])
+    known = np.concatenate([tokens, drafts])
+    logits = hf_logits(reference, known)[length - 1 : -1]
+    if not temperature:
+        np.testing.assert_array_equal(drafts, logits.argmax(axis=1))
+        return
+    expected = [
+        filtered_law(row, temperature, top_p=np.float32(0.95)) for row in logits
+    ]
+    np.testing.assert_allclose(laws, expected, atol=1e-4)
+    assert (laws[np.arange(DRAFTS), drafts] > 0).all()
 
 
 def check_tree_drafts(tree: Tree, length: int = 13, *, rule: int | None = None) -> None:
@@ -131,7 +124,8 @@ def check_tree_drafts(tree: Tree, length: int = 13, *, rule: int | None = None) 
     fields: dict[str, Any] = dict(temperature=0.0)
     if rule is not None:
         fields = dict(temperature=0.8, rule=rule, seed=np.array([[3, 9]], np.uint32))
-    reference, tokens, drafts, active = grown(tree, length, **fields)
+    reference, tokens, active, proposal = propose(tree, length, **fields)
+    drafts = np.asarray(proposal.tokens[0])
     for row in sorted({parent + 1 for parent in tree.parents}):
         depth = tree.depths[row]
         way = tree.paths[row][1 : depth + 1] - 1
