@@ -1,4 +1,4 @@
-"""Write tables of results: of `make bench` into README.md, of peers into our own.
+"""Write tables of results: of `make bench` into README.md, the others into our own.
 
 `--check` changes nothing and fails when a page does not hold its table.
 """
@@ -18,6 +18,9 @@ BEGIN = "<!-- results: written by benchmarks/readme_table.py -->"
 END = "<!-- end of results -->"
 PEERS_BEGIN = "<!-- peers: written by benchmarks/readme_table.py -->"
 PEERS_END = "<!-- end of peers -->"
+FORMS_BEGIN = "<!-- forms: written by benchmarks/readme_table.py -->"
+FORMS_END = "<!-- end of forms -->"
+NO_FORMS = "Not measured yet: run the commands above on a quiet machine."
 NOT_MEASURED = "Not measured yet: run `make bench` on a quiet machine."
 
 
@@ -58,9 +61,8 @@ def _row(name: str, row: dict[str, Any]) -> str:
 
 
 def _notes(result: dict[str, Any]) -> list[str]:
-    arguments, machine = result["arguments"], result["machine"]
+    arguments = result["arguments"]
     row = result["modes"]["greedy"]["rows"]["all"]
-    changed = " with local changes" if result["has_changes"] else ""
     lines = [
         f"`{result['target']}` with `{result['draft']}`, K = "
         f"{arguments['num_speculative_tokens']}, batch 1, {arguments['num_tokens']} "
@@ -83,14 +85,20 @@ def _notes(result: dict[str, Any]) -> list[str]:
             "with nothing compiled (the round's own program is compiled after it), "
             f"{warm['first_token_s']:.1f} s with a compilation cache.{_memory(startup)}"
         )
-    versions = result["versions"]
-    lines.append(
+    lines.append(_measured(result))
+    return lines
+
+
+def _measured(result: dict[str, Any]) -> str:
+    """When, on what and with what."""
+    machine, versions = result["machine"], result["versions"]
+    changed = " with local changes" if result["has_changes"] else ""
+    return (
         f"Measured {result['date'][:10]} at commit {result['commit']}{changed} on "
         f"{machine['cpu']}, {machine['cores']} cores, load "
         f"{machine['load_average'][0]:g}; Python {versions['python']}, jax "
         f"{versions['jax']}, numpy {versions['numpy']}."
     )
-    return lines
 
 
 def _memory(startup: dict[str, Any]) -> str:
@@ -108,6 +116,44 @@ def peers_result(folder: Path) -> dict[str, Any] | None:
     """The result of `python -m benchmarks.peers`, if there is one."""
     path = folder / "peers-cpu.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def forms_table(folder: Path) -> str:
+    """Every result of `jaxspec.bench spec --forms`: its cells, and what follows."""
+    rows = [
+        "| prompts, temperature, batch | form | drafts | tokens per round | round, ms "
+        "| plain round, ms | times as fast as plain | least |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    notes = []
+    for path in sorted(folder.glob("forms-*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        given = result["arguments"]["dataset_path"]
+        prompts = "bundled" if given is None else Path(given).stem.replace("_", " ")
+        found = [(one, point) for one in result["forms"] for point in one["points"]]
+        found.sort(key=lambda pair: (pair[1]["temperature"], pair[1]["batch_size"]))
+        rows += [_form_row(prompts, one, point) for one, point in found]
+        for one in result["forms"]:
+            if one["form"].startswith("best"):
+                tree = one["speculative_token_tree"]
+                notes.append(f"- {prompts}, {one['form']}: `{tree}`")
+        notes += [f"- {prompts}: {line}" for line in result["answer"][:-1]]
+        notes.append(f"- {prompts}: {_measured(result)}")
+    return "\n".join([*rows, "", *notes]) if notes else NO_FORMS
+
+
+def _form_row(prompts: str, one: dict[str, Any], point: dict[str, Any]) -> str:
+    times = [
+        f"{point[mode]['round_s']['median'] * 1e3:.1f}"
+        for mode in ("speculative", "plain")
+    ]
+    ratio = point["decode_speed_up"]
+    form = one["form"] if len(one["form"]) < 20 else "tree"
+    return (
+        f"| {prompts}, {point['temperature']:g}, {point['batch_size']} | {form} "
+        f"| {one['num_nodes']} | {point['tokens_per_round']:.2f} | {times[0]} "
+        f"| {times[1]} | {ratio['median']:.2f} | {ratio['least']:.2f} |"
+    )
 
 
 def replace_table(readme: str, table: str, begin: str, end: str) -> str:
@@ -131,6 +177,7 @@ def main() -> None:
     tables = [
         (options.readme, own, BEGIN, END),
         (options.peers_page, beside, PEERS_BEGIN, PEERS_END),
+        (options.peers_page, forms_table(options.results), FORMS_BEGIN, FORMS_END),
     ]
     for page, table, begin, end in tables:
         text = page.read_text(encoding="utf-8")

@@ -30,6 +30,7 @@ from jaxspec.program.propose import DraftModel, Proposal
 from jaxspec.program.rows import Rows, rehearsal_rows
 from jaxspec.program.state import EngineState, init_token_pages, init_zeros
 from jaxspec.program.step import ProgramConfig, lower_step
+from jaxspec.program.tree import Tree
 from jaxspec.program.wire import PlanLayout, StepResult
 from jaxspec.sharding import DRAFT_MESH_AXES, make_mesh, replicated
 
@@ -325,7 +326,8 @@ class TargetPass(_Setup):
         self, params: Any, state: EngineState, tokens: Any
     ) -> tuple[EngineState, Any]:
         rows = jnp.arange(self._seqs, dtype=jnp.int32)
-        given = self._config, params
+        tree = Tree.chain(self._num_drafts)
+        given = self._config, tree, params
         proposal = None
         if self._num_drafts:
             drafts = jnp.full(self._seqs, self._num_drafts, jnp.int32)

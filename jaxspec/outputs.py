@@ -132,14 +132,19 @@ class RequestStateStats:
         return self.arrival_time + (timestamp - self.queued_ts)
 
 
+# Origins of tokens that the target did not have to draw by themselves.
+DRAFTED = frozenset({"draft", "leaf"})
+
+
 class TokenOrigin(NamedTuple):
     """One generated token and who drew it.
 
     Attributes:
         text: What it added to the text; texts of all tokens, joined, are the text.
-        origin: "draft" for a draft that was accepted, "recovered" for the target's own
-            token in place of one that was not, "bonus" for the target's after drafts
-            that all were, "target" where there were no drafts.
+        origin: "draft" for a draft that was accepted, "leaf" for one that stood beside
+            the chain of first choices, "recovered" for the target's own token in place
+            of one that was not, "bonus" for the target's after drafts that all were,
+            or after a leaf, "target" where there were no drafts.
     """
 
     text: str

@@ -159,11 +159,14 @@ class FakeDevice:
         tiles = [self._feed(tile) for tile in plan.tiles]
         tiles += [(0, True)] * (shape.num_tiles - len(tiles))
         width = shape.num_draft_tokens + 1
+        num_accepted = np.zeros(shape.num_seqs, np.int32)
         result = StepResult(
             tokens=np.zeros((shape.num_seqs, width), np.int32),
             num_emitted=np.zeros(shape.num_seqs, np.int32),
             num_draft=np.zeros(shape.num_seqs, np.int32),
-            num_accepted=np.zeros(shape.num_seqs, np.int32),
+            num_accepted=num_accepted,
+            # Nothing but the spine is ever what the text says.
+            tree_row=None if shape.tree.is_chain else num_accepted,
             is_done=np.ones(shape.num_seqs, bool),
             is_broken=np.zeros(shape.num_seqs, bool),
             is_draft_broken=np.zeros(shape.num_seqs, bool),

@@ -287,7 +287,11 @@ def test_how_it_works(tmp_path):
     (passes,) = re.findall(r"^40 tokens in (\d+) passes of the target$", text, re.M)
     assert 40 / 6 <= int(passes) < 40, "some drafts were accepted"
     assert "with them: the same text? True" in text
-    assert num_pictures(book) == 5
+    (kept,) = re.findall(
+        r"^of 10 drafts in a tree (\d) stay, of the chain (\d)$", text, re.M
+    )
+    assert int(kept[0]) > int(kept[1]), "the round has left the chain"
+    assert num_pictures(book) == 6
 
 
 @pytest.mark.slow

@@ -21,6 +21,9 @@ MARKS = (
 PEER_MARKS = (
     "\n<!-- peers: written by benchmarks/readme_table.py -->\n{}<!-- end of peers -->"
 )
+FORM_MARKS = (
+    "\n<!-- forms: written by benchmarks/readme_table.py -->\n{}<!-- end of forms -->"
+)
 NO_PEERS = "Not measured yet: run `python -m benchmarks.peers` on a quiet machine.\n"
 
 Done = subprocess.CompletedProcess[str]
@@ -89,7 +92,7 @@ def write_table(folder: Path, results: list[dict[str, Any]], *options: str) -> D
     """Run the script on a README of its own; what is between the marks is stale."""
     readme = folder / "README.md"
     if not readme.exists():
-        marks = MARKS.format("stale\n") + PEER_MARKS.format("stale\n")
+        marks = (MARKS + PEER_MARKS + FORM_MARKS).replace("{}", "stale\n")
         readme.write_text(f"above\n{marks}\nbelow\n")
     for number, one in enumerate(results):
         path = folder / f"cpu_pair-{number}.json"
@@ -108,6 +111,9 @@ def test_without_a_result_the_readme_says_so(tmp_path):
     text = (tmp_path / "README.md").read_text()
     expected = "Not measured yet: run `make bench` on a quiet machine.\n"
     marks = MARKS.format(expected) + PEER_MARKS.format(NO_PEERS)
+    marks += FORM_MARKS.format(
+        "Not measured yet: run the commands above on a quiet machine.\n"
+    )
     assert text == f"above\n{marks}\nbelow\n"
 
 
@@ -130,6 +136,51 @@ def test_the_newest_full_result_becomes_the_table(tmp_path):
     assert "12.3 s with nothing compiled" in text
     assert "2.3 s with a compilation cache. Peak memory: 500 MiB." in text
     assert "at commit 0123456789ab on a CPU, 2 cores, load 0.1" in text
+
+
+def test_every_form_of_drafts_is_in_the_table(tmp_path):
+    def point(temperature: float, speed: float) -> dict[str, Any]:
+        return {
+            "temperature": temperature,
+            "batch_size": 1,
+            "tokens_per_round": 2.5,
+            "decode_speed_up": {"median": speed, "least": 1.5, "most": 3.0},
+            "plain": {"round_s": {"median": 0.004}},
+            "speculative": {"round_s": {"median": 0.0055}},
+        }
+
+    tree = "[(0,), (1,), (0, 0), (0, 1)]"
+    shared = {key: result()[key] for key in ("date", "commit", "has_changes")}
+    shared |= {key: result()[key] for key in ("machine", "versions")}
+    found = shared | {
+        "arguments": {"dataset_path": "folder/copy_prompts.jsonl"},
+        "forms": [
+            {"form": "chain", "num_nodes": 3, "points": [point(0, 2), point(0.8, 1.7)]},
+            {"form": tree, "num_nodes": 4, "points": [point(0, 1.9), point(0.8, 1.8)]},
+            {
+                "form": "best=8",
+                "num_nodes": 4,
+                "points": [point(0, 2.1)],
+                "speculative_token_tree": tree,
+            },
+        ],
+        "answer": ["Temperature 0, batch 1: chain.", "A form is chosen ..."],
+    }
+    (tmp_path / "forms-copy-cpu.json").write_text(json.dumps(found))
+    assert write_table(tmp_path, []).returncode == 0
+    text = (tmp_path / "README.md").read_text()
+    table = text.partition("forms: written")[2].splitlines()
+    assert table[3:8] == [
+        "| copy prompts, 0, 1 | chain | 3 | 2.50 | 5.5 | 4.0 | 2.00 | 1.50 |",
+        "| copy prompts, 0, 1 | tree | 4 | 2.50 | 5.5 | 4.0 | 1.90 | 1.50 |",
+        "| copy prompts, 0, 1 | best=8 | 4 | 2.50 | 5.5 | 4.0 | 2.10 | 1.50 |",
+        "| copy prompts, 0.8, 1 | chain | 3 | 2.50 | 5.5 | 4.0 | 1.70 | 1.50 |",
+        "| copy prompts, 0.8, 1 | tree | 4 | 2.50 | 5.5 | 4.0 | 1.80 | 1.50 |",
+    ]
+    assert f"- copy prompts, best=8: `{tree}`" in text
+    assert "- copy prompts: Temperature 0, batch 1: chain." in text
+    assert "A form is chosen" not in text
+    assert text.count("at commit 0123456789ab") == 1
 
 
 def test_links_lead_somewhere():

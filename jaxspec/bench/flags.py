@@ -88,6 +88,20 @@ def _add_spec(parser: argparse.ArgumentParser) -> None:
         "programs)",
     )
     add(
+        "--forms",
+        nargs="+",
+        metavar="FORM",
+        help="compare forms of drafts in place of values of K, an engine for each: "
+        "chain, chain=K, leaves=W, best=N or a tree such as '[(0,), (1,), (0, 0)]'. "
+        "best=N writes the speculative_token_tree of at most N drafts that should be "
+        "the fastest by what the forms before it have shown",
+    )
+    add(
+        "--num-prompts",
+        type=int,
+        help="of --forms: they run a batch at a time (default: the largest batch)",
+    )
+    add(
         "--batch-sizes",
         type=int,
         nargs="+",

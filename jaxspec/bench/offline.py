@@ -6,7 +6,7 @@ Everything that can be wrong is found before the weights are read.
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,13 +138,35 @@ class Offline:
         }
 
 
+def sweep_of(options: argparse.Namespace) -> tuple[list[int], list[float]]:
+    """Batch sizes and temperatures of `spec`; the lowest is the options' own.
+
+    Raises:
+        ConfigError: One of them cannot be, or nothing would be decoded.
+    """
+    sizes = sorted(set(options.batch_sizes))
+    for size in sizes:
+        check_integer(ConfigError, "--batch-sizes", size, low=1)
+    temperatures = sorted(set(options.temperatures))
+    for temperature in temperatures:
+        check_number(ConfigError, "--temperatures", temperature, low=0, high=2)
+    options.temperature = temperatures[0]
+    check_integer(ConfigError, "--output-len", options.output_len, low=2)
+    return sizes, temperatures
+
+
 def open_offline(
-    options: argparse.Namespace, *, num_prompts: int, num_seqs: int | None
+    options: argparse.Namespace,
+    *,
+    num_prompts: int,
+    num_seqs: int | None,
+    change: Callable[[EngineConfig], EngineConfig] = lambda config: config,
 ) -> Offline:
     """Check a command line, then load what it names.
 
     Args:
         num_seqs: Sequences that must run at once; None for as the flags say.
+        change: Of what the flags say.
 
     Raises:
         ArgumentError: Something cannot work; nothing was run.
@@ -156,7 +178,7 @@ def open_offline(
     check_writable(options.output_json, "--output-json")
     check_plot(options.plot)
     sampling(options, 0)
-    config = _config(options, num_seqs)
+    config = change(_config(options, num_seqs))
     tokenizer = read_tokenizer(config)
     chosen = dataset(options).prompts(num_prompts)
     prompts = _fitting(chosen, tokenizer, config, options.output_len)

@@ -25,13 +25,14 @@ from jaxspec.bench.measure import Batch
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.models.network import build_network
 from jaxspec.program.forward import logits_of
+from jaxspec.program.path import keep_path
 from jaxspec.program.propose.proposal import Context, Proposal
 from jaxspec.program.region import make_region
 from jaxspec.program.rows import Active, append, gather, truncate
 from jaxspec.program.state import EngineState
 from jaxspec.program.step import ProgramConfig
 from jaxspec.program.tree import Tree
-from jaxspec.program.verify import place_next, verify
+from jaxspec.program.walk import decide
 from jaxspec.sharding import TARGET_MESH_AXES
 
 # Tokens that every sequence has beyond its prompt when parts are timed.
@@ -49,16 +50,20 @@ class Parts:
     """Seconds that the parts of one round take.
 
     Attributes:
-        num_draft_tokens: K; 0 is a plain round.
+        num_draft_tokens: K, drafts one after the other; 0 is a plain round.
+        num_nodes: Drafts fed to the target; more than K where some stand beside others.
         draft_s: The K passes of the draft model, and the lookup in the text.
-        verify_s: The target's pass over K + 1 positions of every sequence, to logits.
-        accept_s: The verdict, and its tokens written into the state.
+        verify_s: The target's pass over the newest token and drafts of every sequence,
+            to logits.
+        accept_s: The verdict, its tokens written into the state, and keys and values
+            moved where drafts from beside the chain have stayed.
         num_bytes: Weights, keys and values that these passes read.
         num_flops: Operations of their products with weights.
     """
 
     num_seqs: int
     num_draft_tokens: int
+    num_nodes: int
     draft_s: float
     verify_s: float
     accept_s: float
@@ -78,6 +83,7 @@ class Parts:
         return {
             "num_seqs": self.num_seqs,
             "num_draft_tokens": self.num_draft_tokens,
+            "num_nodes": self.num_nodes,
             "draft_s": self.draft_s,
             "verify_s": self.verify_s,
             "accept_s": self.accept_s,
@@ -123,22 +129,35 @@ def _parts(
     engine: LLMEngine, rows: Array, count: int, *, kv_len: int, calls: int
 ) -> Parts:
     config, timer = engine.runner.program, _Timer(engine, rows, calls)
+    tree = tree_of(engine, count)
     empty_s, _ = timer.time(lambda params, state, rows: (state, rows))
     draft_s, proposal = empty_s, None
     if count:
-        draft_s, proposal = timer.time(functools.partial(_draft, config, count))
-    verify_s, logits = timer.time(functools.partial(verify_part, config), proposal)
-    accept = functools.partial(accept_part, config)
+        draft_s, proposal = timer.time(functools.partial(_draft, config, tree))
+    verify = functools.partial(verify_part, config, tree)
+    verify_s, logits = timer.time(verify, proposal)
+    accept = functools.partial(accept_part, config, tree)
     accept_s, _ = timer.time(accept, (proposal, logits))
     return Parts(
         num_seqs=len(rows),
         num_draft_tokens=count,
+        num_nodes=tree.num_nodes,
         draft_s=max(draft_s - empty_s, 0.0),
         verify_s=max(verify_s - empty_s, 0.0),
         accept_s=max(accept_s - empty_s, 0.0),
         num_bytes=round_bytes(engine, count, kv_len),
-        num_flops=round_flops(engine, count, len(rows)),
+        num_flops=round_flops(engine, tree, len(rows)),
     )
+
+
+def tree_of(engine: LLMEngine, num_draft_tokens: int) -> Tree:
+    """The drafts of a round: the engine's tree where it is as deep, else a chain."""
+    speculative = engine.config.speculative
+    if speculative is not None and speculative.parents is not None:
+        tree = Tree(speculative.parents)
+        if tree.num_levels == num_draft_tokens:
+            return tree
+    return Tree.chain(num_draft_tokens)
 
 
 def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
@@ -158,12 +177,14 @@ def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
     return total
 
 
-def round_flops(engine: LLMEngine, num_draft_tokens: int, num_seqs: int) -> int:
+def round_flops(engine: LLMEngine, tree: Tree, num_seqs: int) -> int:
     """Operations of a round: two for every weight and token, without attention."""
     target, proposers = engine.runner.params
-    drafts = num_draft_tokens * num_seqs
-    passes = [(target, drafts + num_seqs)]
-    passes += [(own, drafts) for own in proposers if own is not None]
+    drafted = tree.num_levels
+    if tree.has_side_paths and drafted:
+        drafted = 1 + (drafted - 1) * tree.num_rows  # each pass takes the whole tree
+    passes = [(target, tree.num_rows * num_seqs)]
+    passes += [(own, drafted * num_seqs) for own in proposers if own is not None]
     return sum(
         2 * math.prod(matrix.shape) * tokens
         for params, tokens in passes
@@ -214,13 +235,13 @@ def _active(state: EngineState, rows: Array) -> Active:
 
 
 def _draft(
-    config: ProgramConfig, count: int, params: Any, state: EngineState, rows: Array
+    config: ProgramConfig, tree: Tree, params: Any, state: EngineState, rows: Array
 ) -> tuple[EngineState, Proposal]:
     context = Context(
         active=_active(state, rows),
         token_pages=state.token_pages,
-        tree=Tree.chain(count),
-        num_wanted=jnp.int32(count),
+        tree=tree,
+        num_wanted=jnp.int32(tree.num_levels),
         pool=config.pool,
         prompts=None,
         backend=config.backend,
@@ -238,6 +259,7 @@ def _draft(
 
 def verify_part(
     config: ProgramConfig,
+    tree: Tree,
     params: Params,
     state: EngineState,
     rows: Array,
@@ -254,6 +276,7 @@ def verify_part(
         active.page_table,
         jnp.broadcast_to(active.is_active[:, None], tokens.shape),
         config.pool,
+        tree=tree,
     )
     target = build_network(config.target, params[0], config.backend(TARGET_MESH_AXES))
     hidden, pages = target.hidden(region, state.target_pages)
@@ -263,6 +286,7 @@ def verify_part(
 
 def accept_part(
     config: ProgramConfig,
+    tree: Tree,
     params: Params,
     state: EngineState,
     rows: Array,
@@ -271,23 +295,28 @@ def accept_part(
     """The verdict on drafts, its tokens written; the lengths that follow, and those."""
     proposal, logits = made
     active, backend = _active(state, rows), config.backend(TARGET_MESH_AXES)
-    drafts, num_draft = jnp.zeros((len(rows), 0), jnp.int32), jnp.zeros_like(rows)
+    fed = active.last_tokens[:, 1:]
     if proposal is not None:
-        drafts = proposal.tokens
-        num_draft = jnp.full_like(rows, drafts.shape[1])
-    verdict = verify(
+        fed = jnp.concatenate([fed, proposal.tokens], axis=1)
+    decision = decide(
+        tree,
         proposal,
+        fed,
         logits,
-        num_draft,
+        jnp.full_like(rows, tree.num_levels),
         active,
         backend,
-        tree=Tree.chain(drafts.shape[1]),
         adjust=None,
         forced_acceptance=state.forced_acceptance,
+        max_model_len=config.pool.max_model_len,
     )
-    tokens = place_next(drafts, verdict)
-    emitted = truncate(tokens, verdict.num_accepted + 1, active)
+    pages = keep_path(
+        config.target, state.target_pages, tree, decision.row, active, config.pool
+    )
+    num_kept = jnp.asarray(tree.depths)[decision.row]
+    emitted = truncate(decision.tokens, num_kept + 1, active)
     moved, token_pages = append(state.rows, state.token_pages, active, emitted)
     # The lengths that it would move to are told and forgotten.
     told = moved.num_tokens, moved.is_done, emitted
-    return dataclasses.replace(state, token_pages=token_pages), told
+    state = dataclasses.replace(state, token_pages=token_pages, target_pages=pages)
+    return state, told

@@ -1,7 +1,8 @@
 """Owns `spec`: does speculation pay here, with which K, from which batch on not.
 
 Plain decoding and every K run in turn for every batch size and temperature; what is
-compared is decoding with the whole batch running, prompts excluded.
+compared is decoding with the whole batch running, prompts excluded. With `--forms`
+drafts in several forms are compared instead: see `forms`.
 """
 
 import argparse
@@ -9,21 +10,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxspec.bench import forms
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.measure import Measured
-from jaxspec.bench.offline import PLAIN, Offline, open_offline
+from jaxspec.bench.offline import PLAIN, Offline, open_offline, sweep_of
 from jaxspec.bench.plot import plot
 from jaxspec.bench.report import forced_line, table, write
 from jaxspec.bench.summary import (
+    Ranks,
     against_ceiling,
     ceiling_lines,
     cost_ratios,
     is_equal,
     parts_table,
+    rank_table,
+    ranks_json,
+    ranks_of,
     speed_ups,
     summarise,
 )
-from jaxspec.errors import ConfigError, check_integer, check_number, wrong_argument
+from jaxspec.errors import ConfigError, wrong_argument
 
 # Below this a gain is not worth a second model in memory.
 WORTH = 1.02
@@ -62,21 +68,17 @@ def run(options: argparse.Namespace) -> None:
         ArgumentError: A flag cannot work; nothing was run.
         BenchError: Nothing that was measured means anything.
     """
-    sizes = sorted(set(options.batch_sizes))
-    for size in sizes:
-        check_integer(ConfigError, "--batch-sizes", size, low=1)
-    temperatures = sorted(set(options.temperatures))
-    for temperature in temperatures:
-        check_number(ConfigError, "--temperatures", temperature, low=0, high=2)
-    options.temperature = temperatures[0]
-    check_integer(ConfigError, "--output-len", options.output_len, low=2)
+    if options.forms:
+        forms.run(options)
+        return
+    sizes, temperatures = sweep_of(options)
     offline = open_offline(options, num_prompts=sizes[-1], num_seqs=sizes[-1])
     # Every K is measured, whether it pays or not.
     offline.engine.controller.is_adaptive = False
     ladder = _ladder(offline, options.draft_tokens)
     result, device = offline.new_result("spec"), offline.device()
     parts = {size: offline.parts(size, (0, *ladder)) for size in sizes}
-    cells, told = [], []
+    cells, told, tables = [], [], []
     num_runs = len(temperatures) * len(sizes) * (len(ladder) + 1) * options.num_iters
     with offline.bench(num_runs) as bench:
         for temperature in temperatures:
@@ -92,6 +94,10 @@ def run(options: argparse.Namespace) -> None:
                     k: cost_ratios(device["cost_ratio"], parts[size], k) for k in ladder
                 }
                 found, entry = _point(measured, temperature, size, ratios)
+                ranks = _ranks(offline, measured, ladder[-1])
+                if ranks:
+                    entry["ranks"] = ranks_json(ranks)
+                    tables.append((temperature, size, rank_table(ranks)))
                 if offline.must_agree(temperature):
                     for k, one in entry["by_num_draft_tokens"].items():
                         one["is_equal"] = is_equal(measured, k)
@@ -102,6 +108,9 @@ def run(options: argparse.Namespace) -> None:
     print(cell_table(cells))
     for entry in told:
         print("\n".join(_ceilings(entry)))
+    for temperature, size, ranks in tables:
+        where = f"temperature {temperature:g}, batch {size}"
+        print(f"\n{where}: how often the target wanted a draft, by rank\n{ranks}")
     for size, found in parts.items():
         # Parts are timed with the first temperature's program.
         speeds = {
@@ -123,6 +132,17 @@ def run(options: argparse.Namespace) -> None:
     }
     write(result, options.output_json)
     plot(result, options.plot)
+
+
+def _ranks(offline: Offline, measured: Measured, count: int) -> Ranks:
+    """What became of drafts by depth and rank; nothing of a chain, which has one."""
+    speculative = offline.engine.config.speculative
+    assert speculative is not None
+    if speculative.parents is None:
+        return {}
+    runs = measured.runs[str(count)]
+    acceptance = sum((run.acceptance for run in runs), Acceptance())
+    return ranks_of(speculative, acceptance)
 
 
 def _ladder(offline: Offline, wanted: Sequence[int] | None) -> list[int]:

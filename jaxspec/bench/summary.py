@@ -9,6 +9,10 @@ from jaxspec.bench.measure import Measured, Run
 from jaxspec.bench.offline import PLAIN, SPECULATIVE
 from jaxspec.bench.parts import Parts
 from jaxspec.bench.report import milliseconds, percentiles, spread, table
+from jaxspec.speculation import SpeculativeConfig
+from jaxspec.token_tree import Hits, Place, count_ranks
+
+Ranks = dict[Place, Hits]
 
 
 def summarise(runs: Sequence[Run]) -> dict[str, Any]:
@@ -254,3 +258,38 @@ def comparison(found: Mapping[str, Any], num_draft_tokens: int) -> str:
     if found.get("ceiling"):
         lines += ceiling_lines(found["ceiling"], num_draft_tokens)
     return "\n".join(lines)
+
+
+def ranks_of(speculative: SpeculativeConfig, acceptance: Acceptance) -> Ranks:
+    """What became of drafts by where they stand; of a chain all are first choices."""
+    if speculative.parents is not None:
+        return count_ranks(speculative.parents, acceptance.tree_ends)
+    reached = (acceptance.num_drafts, *acceptance.per_position)
+    pairs = zip(reached, acceptance.per_position, strict=False)
+    return {
+        Place(False, depth, 0): Hits(compared, kept)
+        for depth, (compared, kept) in enumerate(pairs, start=1)
+    }
+
+
+def ranks_json(ranks: Ranks) -> list[dict[str, Any]]:
+    """The same as a result has it: counts with where they are of."""
+    return [place._asdict() | hits._asdict() for place, hits in ranks.items()]
+
+
+def rank_table(ranks: Ranks) -> str:
+    """How often the target wanted what stood at a depth and rank; how many such."""
+    most = max(place.rank for place in ranks)
+    rows = [["after, depth", *(f"rank {rank}" for rank in range(most + 1)), "of"]]
+    for place in ranks:
+        if place.rank:
+            continue
+        levels = [ranks.get(place._replace(rank=rank)) for rank in range(most + 1)]
+        rows.append(
+            [
+                f"{'side' if place.is_side else 'chain'}, {place.depth}",
+                *("-" if one is None else f"{one.rate:.3f}" for one in levels),
+                str(ranks[place].compared),
+            ]
+        )
+    return table(rows)

@@ -22,7 +22,7 @@ from jaxspec.cli.generate import WARM_UP_TOKENS, load_engine
 from jaxspec.cli.terminal import Piece, Printer, pieces_of
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import ArgumentError, RequestError, check_integer, check_number
-from jaxspec.outputs import RequestOutput
+from jaxspec.outputs import DRAFTED, RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.serve.usage import request_metrics
 
@@ -203,7 +203,7 @@ def _parts_in(chunk: dict[str, Any]) -> Iterator[Part]:
         pieces = [Piece(text, False)]
         if "token_origins" in choice:
             told = choice["token_origins"]
-            pieces = [Piece(one["text"], one["origin"] == "draft") for one in told]
+            pieces = [Piece(one["text"], one["origin"] in DRAFTED) for one in told]
         yield Part(
             pieces=pieces,
             finish_reason=choice["finish_reason"],

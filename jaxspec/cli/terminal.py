@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from jaxspec.outputs import CompletionOutput
+from jaxspec.outputs import DRAFTED, CompletionOutput
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 _TAB = 8
@@ -35,7 +35,7 @@ def pieces_of(output: CompletionOutput) -> list[Piece]:
     """Cut a new part of a text by who drew it, if the output tells that."""
     if output.token_origins is None:
         return [Piece(output.text, False)]
-    return [Piece(one.text, one.origin == "draft") for one in output.token_origins]
+    return [Piece(one.text, one.origin in DRAFTED) for one in output.token_origins]
 
 
 class Printer:

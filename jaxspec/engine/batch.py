@@ -403,9 +403,6 @@ def _commit_rounds(
     # A lookup in the sequence may have found fewer than were planned.
     drafts = np.minimum(result.num_draft[:count], launch.drafts)
     accepted = np.minimum(result.num_accepted[:count], drafts)
-    beside = np.zeros_like(accepted)
-    if result.num_beside is not None:
-        beside = np.where(is_broken, 0, result.num_beside[:count])
     # A sequence that had ended before this round says nothing about its drafts, and one
     # that ends in it nothing about those after the end.
     is_counted = is_there & (emitted > 0)
@@ -413,8 +410,14 @@ def _commit_rounds(
     costs.record_acceptance(
         launch.rows[is_counted], judged[is_counted], accepted[is_counted]
     )
-    if result.num_beside is not None:
+    beside = np.zeros_like(accepted)
+    if result.tree_row is not None:
+        end = result.tree_row[:count]
+        kept = np.minimum(np.array(launch.shape.tree.depths)[end], emitted)
+        beside = np.where(is_broken, 0, kept - accepted)
         costs.record_beside(accepted[is_counted], beside[is_counted])
+        goes_on = is_counted & ~result.is_done[:count] & (drafts > 0)
+        stats.record_ends(drafts[goes_on], end[goes_on])
     columns = zip(
         launch.decoding,
         is_there.tolist(),

@@ -20,6 +20,7 @@ from jaxspec.engine.memory_plan import MemoryPlan
 from jaxspec.engine.request import Request
 from jaxspec.engine.stats import EngineStats
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
+from jaxspec.token_tree import count_ranks
 
 _log = logging.getLogger(__name__)
 
@@ -324,7 +325,19 @@ class EngineMetrics:
         if speculative is None or speculative.parents is None:
             return []
         count = self._stats.num_beside_tokens
-        return [self._counter("spec_decode_num_accepted_leaves", count)]
+        found: list[Metric] = [self._counter("spec_decode_num_accepted_leaves", count)]
+        ranks = count_ranks(speculative.parents, self._stats.tree_ends)
+        for place, hits in ranks.items():
+            labels = {
+                "depth": str(place.depth),
+                "rank": str(place.rank),
+                "after": "side" if place.is_side else "chain",
+            }
+            name = "spec_decode_{}_by_rank"
+            counts = {"num_compared": hits.compared, "num_accepted": hits.kept}
+            for key, count in counts.items():
+                found.append(self._counter(name.format(key), count, **labels))
+        return found
 
     def _choice(self, load: Load) -> list[Metric]:
         """Of the choice of K, where there is any: what it is, and what it brought."""

@@ -90,7 +90,7 @@ class ParentRequest:
 
 
 class OriginStream:
-    """Origins of one request's tokens: draft, target, bonus or recovered."""
+    """Origins of one request's tokens: draft, leaf, target, bonus or recovered."""
 
     def __init__(self):
         self._origins: list[str] = []
@@ -114,9 +114,8 @@ class OriginStream:
         if num_draft_tokens:
             is_bonus = num_accepted == num_draft_tokens or num_beside
             own = "bonus" if is_bonus else "recovered"
-        num_drafts = num_accepted + num_beside
-        self._origins += ["draft"] * num_drafts
-        self._origins += [own] * (num_tokens - num_drafts)
+        self._origins += ["draft"] * num_accepted + ["leaf"] * num_beside
+        self._origins += [own] * (num_tokens - num_accepted - num_beside)
 
     def keep(self, count: int) -> None:
         """Forget all but the first `count` tokens."""

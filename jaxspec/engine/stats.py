@@ -1,5 +1,6 @@
 """Counters of one engine: rounds, drafts, acceptance, host time."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,8 @@ class EngineStats:
         wait_s: Seconds that `step` waited for the device.
         num_beside_tokens: Accepted drafts that stood beside the spine of a tree: they
             are no `num_accepted_tokens`.
+        tree_ends: Rounds by how many levels of the tree counted, and by its row at
+            which they ended; without those that ended a text.
         accepted_per_position: Entry i counts rounds that kept draft i (from 0).
     """
 
@@ -33,6 +36,7 @@ class EngineStats:
     host_s: float = 0.0
     wait_s: float = 0.0
     accepted_per_position: list[int] = field(default_factory=list)
+    tree_ends: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     @property
     def acceptance_rate(self) -> float:
@@ -71,3 +75,11 @@ class EngineStats:
         at_least = np.bincount(kept)[:0:-1].cumsum()[::-1]
         for position, count in enumerate(at_least.tolist()):
             self.accepted_per_position[position] += count
+
+    def record_ends(self, levels: np.ndarray, rows: np.ndarray) -> None:
+        """Count the rows of a tree at which one round ended; an entry per sequence.
+
+        Args:
+            levels: How many of the tree's levels there were drafts for.
+        """
+        self.tree_ends.update(zip(levels.tolist(), rows.tolist(), strict=True))

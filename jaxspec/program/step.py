@@ -172,7 +172,7 @@ def _run_round(
         tokens = tokens[:, : shape.tree.max_emitted]
     emitted = truncate(tokens, _num_kept(verified, shape.tree) + 1, active)
     rows, token_pages = append(launch.rows, launch.token_pages, active, emitted)
-    result = _result(emitted, verified, proposal, num_draft, shape.tree)
+    result = _result(emitted, verified, proposal, num_draft)
     if shape.chunk:
         rows, token_pages, first = _finish_prompts(
             rows,
@@ -439,7 +439,6 @@ def _result(
     verified: Verified,
     proposal: Proposal | None,
     num_draft: Int[Array, " seq"],
-    tree: Tree,
 ) -> dict[str, Array]:
     is_draft_broken = None if proposal is None else proposal.is_broken
     if is_draft_broken is None:
@@ -455,8 +454,7 @@ def _result(
         "is_draft_broken": is_draft_broken,
     }
     if verified.row is not None:
-        kept = jnp.minimum(_num_kept(verified, tree), emitted.num_emitted)
-        result["num_beside"] = kept - result["num_accepted"]
+        result["tree_row"] = verified.row
     if verified.logprobs is not None:
         result["logprobs"] = verified.logprobs
     if verified.prompt_logprobs is not None:

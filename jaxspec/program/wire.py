@@ -230,7 +230,7 @@ class ResultLayout(Layout):
             "tile_is_broken": Column(bool, tiles),
         }
         if not shape.tree.is_chain:
-            fields["num_beside"] = Column(shape=seqs)
+            fields["tree_row"] = Column(shape=seqs)
         top = shape.features.num_logprobs
         if top is not None:
             numbers = num_columns(top)
@@ -254,7 +254,8 @@ class StepResult:
         tokens: `[seq, K + 1]`, the first `num_emitted[s]` of row s count.
         num_draft: Draft tokens that were proposed: a lookup may find fewer than asked.
         num_accepted: Draft tokens among `tokens`, the first ones: of the spine.
-        num_beside: Those after them, from beside the spine; None where there are none.
+        tree_row: The tree's, of the last draft that stayed, wherever the text may have
+            ended before it; None in a chain.
         is_done: The sequence ended on the device.
         is_broken: The tokens mean nothing: the target's numbers were NaN or infinite.
         is_draft_broken: The draft model's were; the tokens are the target's.
@@ -281,7 +282,7 @@ class StepResult:
     logprobs: TokenLogprobs | None = None
     tile_logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
-    num_beside: np.ndarray | None = None
+    tree_row: np.ndarray | None = None
     later: tuple["StepResult", ...] = ()
 
     @property

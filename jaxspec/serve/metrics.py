@@ -59,6 +59,13 @@ _HELP = {
     "wants: verified, up to a round's first rejection, or asked for without drafting",
     "jaxspec:speculation_drafts_agreed": "How many of them stayed, or probably would "
     "have",
+    "jaxspec:spec_decode_num_accepted_leaves": "Accepted drafts from beside the chain, "
+    "with side leaves or a tree",
+    "jaxspec:spec_decode_num_compared_by_rank": "Drafts of a tree whose chance it was, "
+    "as those before them were accepted: by depth from 1, by rank at their place from "
+    "0, after the chain of first choices or after a side path",
+    "jaxspec:spec_decode_num_accepted_by_rank": "How many of them were what the target "
+    "wanted",
     "jaxspec:synthetic_acceptance_info": "Acceptance is given, not found: chance of "
     "each draft to stay after those before it",
     "jaxspec:num_compiles": "Programs that were compiled",

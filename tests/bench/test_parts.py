@@ -11,6 +11,7 @@ from jaxspec.bench import parts as module
 from jaxspec.bench.measure import Batch
 from jaxspec.bench.parts import cost_ratio, measure_parts, round_bytes, round_flops
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.program.tree import Tree
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.engines import generate, make_draft_of, make_engine, make_micro, tokens_of
 
@@ -61,8 +62,14 @@ def test_operations_are_those_of_every_weight_and_token(engine):
     # In float32 every parameter of this engine is four bytes, and none is padded.
     target = round_bytes(engine, 0, 0) // 4
     draft = round_bytes(engine, 1, 0) // 4 - target
-    assert round_flops(engine, 0, 1) == 2 * target
-    assert round_flops(engine, 3, 2) == 2 * 2 * (4 * target + 3 * draft)
+    assert round_flops(engine, Tree.chain(0), 1) == 2 * target
+    chain = 2 * 2 * (4 * target + 3 * draft)
+    assert round_flops(engine, Tree.chain(3), 2) == chain
+    # Leaves are fed to the target alone, side paths with all that is known of the tree.
+    leaves, sides = Tree((-1, 0, 1, -1, 0, 1)), Tree((-1, 0, 1, -1, 3, 4))
+    assert round_flops(engine, leaves, 2) == chain + 2 * 2 * 3 * target
+    drafted = 1 + 2 * 7
+    assert round_flops(engine, sides, 2) == 2 * 2 * (7 * target + drafted * draft)
 
 
 @pytest.mark.slow
@@ -71,8 +78,8 @@ def test_parts_are_timed_and_move_nothing(engine, monkeypatch):
     made = []
     accept = module.accept_part
 
-    def spied(config, params, state, rows, given):
-        state, told = accept(config, params, state, rows, given)
+    def spied(config, tree, params, state, rows, given):
+        state, told = accept(config, tree, params, state, rows, given)
         return state, (told, rows, *given)
 
     monkeypatch.setattr(module, "accept_part", spied)
@@ -120,9 +127,9 @@ def test_the_verdict_is_forced_where_the_rounds_is(
 ):
     accept, time, emitted = module.accept_part, module._Timer.time, []
 
-    def forced(config, params, state, rows, given):
+    def forced(config, tree, params, state, rows, given):
         state = dataclasses.replace(state, forced_acceptance=jnp.full(2, chance))
-        state, told = accept(config, params, state, rows, given)
+        state, told = accept(config, tree, params, state, rows, given)
         return dataclasses.replace(state, forced_acceptance=None), told
 
     def kept(self, part, *given):

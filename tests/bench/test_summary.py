@@ -89,6 +89,7 @@ def parts_of(count: int) -> Parts:
     return Parts(
         num_seqs=4,
         num_draft_tokens=count,
+        num_nodes=count,
         draft_s=0.001 * count,
         verify_s=0.006,
         accept_s=0.002,

@@ -1,6 +1,7 @@
 """Workloads over a device of plain Python, as the subcommands get them."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from jaxspec.bench import offline as module
 from jaxspec.bench.flags import make_parser
 from jaxspec.bench.measure import Batch
 from jaxspec.bench.offline import Offline
-from jaxspec.bench.parts import Parts
+from jaxspec.bench.parts import Parts, tree_of
+from jaxspec.config import EngineConfig
 from jaxspec.engine.llm_engine import LLMEngine
 from tests.engine.test_llm_engine import PROMPT, TEXT, make_fake_engine
 
@@ -35,6 +37,7 @@ def made_parts(engine: LLMEngine, batch: Batch, ladder: list[int]) -> list[Parts
         Parts(
             num_seqs=len(batch.prompts),
             num_draft_tokens=k,
+            num_nodes=tree_of(engine, k).num_nodes,
             draft_s=0.001 * k,
             verify_s=0.004,
             accept_s=0.001,
@@ -54,16 +57,19 @@ def use_fake_engine(patch: pytest.MonkeyPatch, **changes: Any) -> list[LLMEngine
     opened: list[LLMEngine] = []
 
     def open_fake(
-        options: argparse.Namespace, *, num_prompts: int, num_seqs: int | None
+        options: argparse.Namespace,
+        *,
+        num_prompts: int,
+        num_seqs: int | None,
+        change: Callable[[EngineConfig], EngineConfig] = lambda config: config,
     ) -> Offline:
         sizes: dict[str, Any] = {"max_num_seqs": num_seqs or 3, "num_pages": 512}
-        engine, _ = make_fake_engine(
-            TEXT, **(sizes | {"num_draft_tokens": 3} | changes)
-        )
+        keys = sizes | {"num_draft_tokens": 3} | changes
+        engine, _ = make_fake_engine(TEXT, change=change, **keys)
         opened.append(engine)
         return Offline(options=options, engine=engine, prompts=[PROMPT] * num_prompts)
 
-    for module_name in ("whole", "spec"):
+    for module_name in ("whole", "spec", "forms"):
         patch.setattr(f"jaxspec.bench.{module_name}.open_offline", open_fake)
     patch.setattr(Offline, "device", lambda self: DEVICE)
     patch.setattr(module, "measure_parts", made_parts)

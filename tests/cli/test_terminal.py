@@ -47,11 +47,12 @@ def test_no_colours_where_they_are_not_wanted(
 
 
 def test_pieces_are_cut_by_who_drew_them():
-    output = CompletionOutput(index=0, text="abcd", token_ids=[1, 2, 3])
-    assert pieces_of(output) == [("abcd", False)]
-    told = [("ab", "draft"), ("c", "recovered"), ("d", "target")]
+    output = CompletionOutput(index=0, text="abcde", token_ids=[1, 2, 3, 4])
+    assert pieces_of(output) == [("abcde", False)]
+    told = [("ab", "draft"), ("c", "recovered"), ("d", "target"), ("e", "leaf")]
     output.token_origins = [TokenOrigin(*one, 1) for one in told]
-    assert pieces_of(output) == [("ab", True), ("c", False), ("d", False)]
+    expected = [("ab", True), ("c", False), ("d", False), ("e", True)]
+    assert pieces_of(output) == expected
 
 
 def seen(written: str) -> list[str]:

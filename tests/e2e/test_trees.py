@@ -5,6 +5,7 @@ ones, what ends a text within a tree, and requests that have the spine alone.
 """
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from jaxspec.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from jaxspec.token_tree import MAX_NODES, read_paths
+from jaxspec.token_tree import MAX_NODES, Hits, Place, count_ranks, read_paths
 from tests.e2e import pair
 from tests.e2e.lossless import TREE
 from tests.e2e.test_distribution import CONTROLS as LAW_CONTROLS
@@ -95,6 +96,28 @@ def texts(prompts) -> list[list[int]]:
     return tokens_of(generate(pair.plain_engine(), prompts, GREEDY))
 
 
+def ranks_of(engine: LLMEngine) -> dict[Place, Hits]:
+    speculative = engine.config.speculative
+    assert speculative is not None and speculative.parents is not None
+    return count_ranks(speculative.parents, engine.stats.tree_ends)
+
+
+def check_ranks(engine: LLMEngine) -> None:
+    """Counts by depth and rank are those of tokens, but for each text's last round."""
+    ranks, stats, ended = ranks_of(engine), engine.stats, 10
+    first = [ranks[Place(False, depth, 0)] for depth in (1, 2, 3)]
+    assert 0 <= stats.num_draft_rounds - first[0].compared <= ended
+    for hits, kept in zip(first, stats.accepted_per_position, strict=False):
+        assert 0 <= kept - hits.kept <= ended
+    others = sum(hits.kept for hits in ranks.values()) - sum(
+        ranks.get(Place(False, depth, 0), Hits(0, 0)).kept for depth in range(1, 17)
+    )
+    assert 0 <= stats.num_beside_tokens - others <= 3 * ended
+    # One token at most is what the target wants.
+    siblings = [hits for place, hits in ranks.items() if place[:2] == (False, 1)]
+    assert sum(hits.kept for hits in siblings) <= siblings[0].compared
+
+
 def seeded(count: int, **changes: Any) -> list[SamplingParams]:
     values: dict[str, Any] = dict(max_tokens=32, ignore_eos=True) | changes
     return [
@@ -112,6 +135,7 @@ def test_greedy_texts_are_the_same_and_some_tokens_come_from_beside(
     stats = engine.stats
     assert stats.num_beside_tokens > 5
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    check_ranks(engine)
     engine.scheduler.check_idle()
 
 
@@ -161,6 +185,9 @@ def test_a_draft_equal_to_the_target_is_kept_whole(kind, prompts, texts):
     assert tokens_of(generate(engine, prompts, GREEDY)) == texts
     assert engine.stats.acceptance_rate == 1.0
     assert engine.stats.num_beside_tokens == 0
+    for place, hits in ranks_of(engine).items():
+        is_first = not (place.is_side or place.rank)
+        assert hits.kept == (hits.compared if is_first else 0), place
     params = seeded(len(prompts))
     expected = tokens_of(generate(pair.plain_engine(), prompts, params))
     assert tokens_of(generate(engine, prompts, params)) == expected
@@ -244,6 +271,55 @@ def test_stop_strings_and_tokens_origins(kind, prompts, texts):
     expected = generate(pair.plain_engine(), prompts, plain)
     found = generate(engine, prompts, params)
     assert list(map(told, found)) == list(map(told, expected))
+
+
+@pytest.mark.parametrize("kind", kinds("tree"))
+def test_pages_that_leaves_have_filled_are_found_again(kind, prompts, texts):
+    """By a prompt that goes on from an earlier text, which it keeps to."""
+    fresh, num_filled = engine_of(kind), 0
+    config = replace(fresh.config, enable_prefix_caching=True)
+    engine = LLMEngine(config, runner=fresh.runner, tokenizer=fresh.tokenizer)
+    size = config.page_size
+    told = GREEDY.clone()
+    told.extra_args = {"return_token_origins": True}
+    rest = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    for prompt, text in list(zip(prompts, texts, strict=True))[-6:]:
+        (first,) = generate(engine, [prompt], told)
+        assert tokens_of([first]) == [text]
+        longer = prompt + text[:30]
+        (output,) = generate(engine, [longer], rest)
+        assert tokens_of([output]) == [text[30:46]]
+        found = output.num_cached_tokens or 0
+        assert found == (len(longer) - 1) // size * size
+        origins = first.outputs[0].token_origins
+        assert origins is not None
+        num_filled += sum(
+            one.origin == "leaf" and place % size == 0 and place <= found
+            for place, one in enumerate(origins, start=len(prompt) + 1)
+        )
+    assert num_filled > 1, "no page ends with a leaf"
+
+
+@pytest.mark.parametrize("kind", kinds("tree"))
+def test_requests_that_leave_after_a_leaf_take_nothing_along(kind, prompts, texts):
+    """Others go on with their places and pages."""
+    engine, gone = engine_of(kind), set()
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), prompt, GREEDY)
+    finished = {}
+    while engine.has_unfinished_requests():
+        before = engine.stats.num_beside_tokens
+        for output in engine.step():
+            if output.finished:
+                finished[int(output.request_id)] = list(output.outputs[0].token_ids)
+        running = [request.request_id for request in engine.scheduler.running]
+        if engine.stats.num_beside_tokens > before and running and len(gone) < 4:
+            gone.add(int(running[0]))
+            engine.abort_request(running[0])
+    engine.scheduler.check_idle()
+    assert len(gone) == 4
+    stayed = {index: texts[index] for index in range(len(prompts)) if index not in gone}
+    assert {index: finished[index] for index in stayed} == stayed
 
 
 CONTROLLED: dict[str, dict[str, Any]] = {

@@ -4,10 +4,12 @@ What the device itself decides (stop ids, lengths) is tested on the real program
 `tests/e2e/test_stopping.py`; here every offset and every cut into rounds is cheap.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from jaxspec.config import EngineConfig
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.outputs import RequestOutput
@@ -26,9 +28,14 @@ TEXT = list(range(2, 14))
 
 
 def make_fake_engine(
-    text: list[int] = TEXT, *, seed: int = 0, engine_seed: int = 0, **changes: Any
+    text: list[int] = TEXT,
+    *,
+    seed: int = 0,
+    engine_seed: int = 0,
+    change: Callable[[EngineConfig], EngineConfig] = lambda config: config,
+    **changes: Any,
 ) -> tuple[LLMEngine, FakeRunner]:
-    config = make_config(seed=engine_seed, **changes)
+    config = change(make_config(seed=engine_seed, **changes))
     runner = FakeRunner(config, repeat_truth(text), seed=seed)
     tokenizer = StubTokenizer(config.model_config.vocab_size)
     return LLMEngine(config, runner=runner, tokenizer=tokenizer), runner

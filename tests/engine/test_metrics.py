@@ -547,3 +547,23 @@ def test_leaves_are_counted_apart():
     assert vector.values == [2, 1, 1]
     plain = make_metrics(num_draft_tokens=3)[0].read(Load())
     assert name not in {one.name for one in plain}
+
+
+def test_acceptance_of_leaves_is_told_by_depth_and_rank():
+    metrics, stats = make_metrics(
+        num_draft_tokens=2, speculative_keys={"num_side_leaves": 1}
+    )
+    stats.record_ends(np.array([2, 2, 2, 1]), np.array([0, 1, 4, 3]))
+    told = {}
+    for one in metrics.read(Load()):
+        if one.name.endswith("_by_rank"):
+            assert isinstance(one, Counter)
+            labels = (one.labels[key] for key in ("after", "depth", "rank"))
+            told.setdefault(tuple(labels), {})[one.name.split("_")[3]] = one.value
+    # Rows: (0,) (0, 0) (1,) (0, 1).
+    assert told == {
+        ("chain", "1", "0"): {"compared": 4, "accepted": 2},
+        ("chain", "1", "1"): {"compared": 4, "accepted": 1},
+        ("chain", "2", "0"): {"compared": 2, "accepted": 0},
+        ("chain", "2", "1"): {"compared": 2, "accepted": 1},
+    }

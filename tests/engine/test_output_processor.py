@@ -487,10 +487,10 @@ def test_tokens_of_one_round_have_waited_since_the_one_before(
     assert first.stats.last_token_ts == second.stats.last_token_ts == 103.0
 
 
-def test_a_leaf_is_a_draft_and_what_follows_it_a_bonus():
+def test_a_leaf_is_told_and_what_follows_it_is_a_bonus():
     origins = OriginStream()
     origins.push(3, 3, 1, 1)
     origins.push(2, 3, 1)
     origins.push(2, 3, 0, 2)  # ended by its second leaf
-    found = ["draft", "draft", "bonus", "draft", "recovered", "draft", "draft"]
+    found = ["draft", "leaf", "bonus", "draft", "recovered", "leaf", "leaf"]
     assert origins._origins == found

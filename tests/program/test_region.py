@@ -1,4 +1,6 @@
-"""Where tokens of a region are written: their own slots, or nowhere."""
+"""Where tokens of a region are written: their own slots, or nowhere; what they see."""
+
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,9 @@ from jaxspec.models.batch import TokenBatch
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.region import join, make_region
 from jaxspec.program.tree import Tree
-from jaxspec.token_tree import parents_of
+from jaxspec.token_tree import MAX_NODES, parents_of
+from tests.engines import make_micro
+from tests.oracles import PagedModel, hf_logits, load_ours, model_config
 
 POOL = PoolShape(num_rows=2, num_pages=10, page_size=4, max_model_len=14, vocab_size=16)
 PADS = POOL.num_pages * POOL.page_size
@@ -108,3 +112,40 @@ def check_tree_region() -> None:
 
 def test_a_tree_has_positions_by_depth_and_slots_by_row():
     check_tree_region()
+
+
+@pytest.mark.parametrize(
+    "length", [1, 6, *(pytest.param(n, marks=pytest.mark.slow) for n in (7, 8, 9, 21))]
+)
+def test_every_node_of_a_tree_has_the_logits_of_its_own_text(length: int):
+    """Of up to eleven levels: windows of 8 and pages of 4 end anywhere in it."""
+    reference, random = make_micro(seed=4), np.random.default_rng(length)
+    parents = [*range(-1, 10)]
+    parents += random.integers(-1, 11, 12).tolist()
+    parents += [int(random.integers(11, node)) for node in range(23, MAX_NODES)]
+    tree = Tree(tuple(parents))
+    known = random.integers(3, 16, length)
+    drafts = random.integers(3, 16, tree.num_nodes)
+    paged = PagedModel(model_config(reference), load_ours(reference))
+    if length > 1:
+        paged.feed(known[:-1])
+    size = paged.num_pages * paged.page_size
+    batch = make_region(
+        jnp.asarray(np.append(known[-1], drafts)[None], jnp.int32),
+        jnp.array([length + tree.num_nodes], jnp.int32),
+        jnp.asarray(paged.page_table),
+        jnp.ones((1, tree.num_rows), bool),
+        replace(
+            POOL,
+            num_rows=1,
+            num_pages=paged.num_pages,
+            page_size=paged.page_size,
+            max_model_len=size,
+        ),
+        tree=tree,
+    )
+    logits, _ = paged.forward(paged.params, batch, paged.kv_pages)
+    for row in range(tree.num_rows):
+        way = tree.paths[row][1 : tree.depths[row] + 1] - 1
+        expected = hf_logits(reference, np.concatenate([known, drafts[way]]))[-1]
+        np.testing.assert_allclose(logits[row], expected, atol=2e-4, err_msg=str(way))

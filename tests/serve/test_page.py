@@ -112,7 +112,7 @@ def test_tokens_are_marked_as_the_answer_tells(watched: Watched):
     told = origins_in(response.value.text())
     assert watched.tokens() == told
     assert "".join(text for _, text in told) == letters(said(12))
-    for origin in ("draft", "recovered", "bonus", "target"):
+    for origin in ("draft", "leaf", "recovered", "bonus", "target"):
         count = sum(one[0] == origin for one in told)
         expect(page.locator(f"[data-count={origin}]")).to_have_text(str(count or ""))
     metrics = events_of(response.value.text())[-1]["metrics"]["speculative_decoding"]
@@ -125,8 +125,8 @@ def test_tokens_are_marked_as_the_answer_tells(watched: Watched):
 def test_kinds_of_tokens_differ_by_more_than_their_colour(watched: Watched):
     style = "one => getComputedStyle(one).textDecorationStyle"
     samples = watched.page.locator("#legend .token").all()
-    lines = [one.evaluate(style) for one in samples[:3]]
-    assert sorted(lines) == ["dotted", "double", "solid"]
+    lines = [one.evaluate(style) for one in samples[:4]]
+    assert sorted(lines) == ["dashed", "dotted", "double", "solid"]
 
 
 def test_settings_are_what_is_asked_for(watched: Watched):
@@ -341,13 +341,33 @@ def test_a_refusal_is_shown_and_the_page_goes_on(watched: Watched):
     expect(page.locator(".lane .token")).to_have_count(12)
 
 
+def answer_with(page: Page, told: list[tuple[str, str]]) -> None:
+    """Have the server's answers be these tokens: origin and text."""
+    tokens = [{"origin": one, "text": text, "token_id": 5} for one, text in told]
+    choice = {"index": 0, "finish_reason": "stop", "token_origins": tokens}
+    body = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
+
+
+def test_leaves_are_shown_and_have_no_position_in_the_chain(watched: Watched):
+    page = watched.page
+    told = [("draft", "a"), ("leaf", "b"), ("bonus", "c"), ("draft", "d")]
+    told += [("draft", "e"), ("recovered", "f")]
+    answer_with(page, told)
+    watched.ask()
+    watched.wait()
+    assert watched.tokens() == [list(one) for one in told]
+    expect(page.locator("[data-count=leaf]")).to_have_text("1")
+    # Of two rounds both kept a first draft, and one a second.
+    expect(page.locator("#length")).to_have_text("2.50")
+    bars = page.locator("#positions li b").all_text_contents()
+    assert bars[:2] == ["100 %", "50 %"]
+
+
 def test_what_a_model_says_is_text(watched: Watched):
     page = watched.page
     text = "<img src=x onerror=alert(1)><b>bold</b>"
-    token = {"text": text, "origin": "draft", "token_id": 5}
-    choice = {"index": 0, "finish_reason": "stop", "token_origins": [token]}
-    body = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
+    answer_with(page, [("draft", text)])
     watched.ask(text)
     watched.wait()
     assert watched.tokens() == [["draft", text]]

@@ -16,7 +16,7 @@ export class Lane {
     this.words.className = "words";
     this.foot = this.element.appendChild(document.createElement("p"));
     this.foot.className = "foot";
-    this.counts = { draft: 0, recovered: 0, bonus: 0, target: 0 };
+    this.counts = { draft: 0, leaf: 0, recovered: 0, bonus: 0, target: 0 };
     this.ids = [];
     this.text = "";
     this.histogram = [];
@@ -56,6 +56,8 @@ export class Lane {
   /** Every token that is the target's own after drafts ends a round of them. */
   count(origin) {
     if (OWN.has(origin)) this.histogram[this.kept] = (this.histogram[this.kept] ?? 0) + 1;
+    // Positions are those of the chain: a draft from beside it has none.
+    if (origin === "leaf") return;
     this.kept = origin === "draft" ? this.kept + 1 : 0;
   }
 
