@@ -34,8 +34,8 @@ from tests.program.test_walk import (
     check_few_levels,
     check_last_slots,
     check_same_words,
-    check_tree_law,
 )
+from tests.program.test_walk_laws import check_exact_law
 
 
 def check_rounds(rule: str) -> None:
@@ -331,7 +331,7 @@ MUTANTS = [
         "walk._walk_on",
         "rows, row[:, None, None], axis=1",
         "rows, steps[2][:, None, None], axis=1",
-        check=lambda: check_tree_law("block", "leaves"),
+        check=lambda: check_exact_law("leaves", "block"),
     ),
     mutant(
         "a_leaf_is_any_draft_of_its_token",
@@ -348,7 +348,7 @@ MUTANTS = [
         "        place = jnp.where(is_going, count, width)\n"
         "        row = jnp.where(is_going, row, steps[2])\n"
         '        tokens = tokens.at[seq, place].set(token, mode="drop")',
-        check=lambda: check_tree_law("standard", "leaves"),
+        check=lambda: check_exact_law("leaves", "standard"),
     ),
     mutant(
         "levels_that_nobody_wants_are_walked",

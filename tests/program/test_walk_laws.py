@@ -130,7 +130,10 @@ def law_of_round(
     """
     case = make_case(seed, tree, num_levels)
     paths = make_paths([case])
-    rows = outcomes(paths, ORACLES[rule](paths))
+    with pytest.MonkeyPatch.context() as patch:
+        # Logarithms of probabilities are rounded, and so are the uniforms' thresholds.
+        patch.setattr(enumeration, "MARGIN", 2.0**-18)
+        rows = outcomes(paths, ORACLES[rule](paths))
     # At each place after the first all evenly spaced uniforms, in every combination.
     places = tree.num_levels
     grid = np.indices((PARTS,) * places).reshape(places, -1).T
@@ -198,12 +201,6 @@ def check_exact_law(
         assert distance < 1e-6, seed
         total += beside
     assert total / len(seeds) > 0.02
-
-
-@pytest.fixture(autouse=True)
-def wide_margins(monkeypatch):
-    """Logarithms of probabilities are rounded, and so are the uniforms' thresholds."""
-    monkeypatch.setattr(enumeration, "MARGIN", 2.0**-18)
 
 
 @pytest.mark.parametrize(
