@@ -158,6 +158,44 @@ def test_texts_of_a_hundred_prompts_are_the_same(kind):
     for params in (GREEDY, seeded(len(prompts), max_tokens=LENGTH)):
         expected = tokens_of(generate(pair.plain_engine(), prompts, params))
         assert tokens_of(generate(engine, prompts, params)) == expected
+    # A suffix has few drafts, and fewer beside them.
+    assert engine.stats.num_beside_tokens > (20 if "suffix" in kind else 100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAST)
+def test_texts_in_bfloat16_part_at_near_ties_alone(kind):
+    """What drafts beside others see is summed in another order, and rounded so."""
+    prompts = pair.prompts(30, seed=5)
+    prompts += [(one * 40)[:40] for one in pair.prompts(30, longest=15, seed=6)]
+    settings = pair.settings(has_one_shape=True, dtype="bfloat16")
+    keys = dict(KINDS[kind])
+    draft, tree = pair.draft(keys.pop("draft")), keys.get("tree")
+    count = len(read_paths(tree)) if tree else pair.NUM_DRAFT
+    engine = make_engine(
+        pair.target(), draft, num_draft_tokens=count, **keys, **settings
+    )
+    plain = make_engine(pair.target(), **settings)
+    told = GREEDY.clone()
+    told.logprobs = 5
+    outputs = generate(plain, prompts, told)
+    num_parted = 0
+    for output, said in zip(
+        outputs, tokens_of(generate(engine, prompts, GREEDY)), strict=True
+    ):
+        (one,) = output.outputs
+        assert one.logprobs is not None
+        for own, other, near in zip(one.token_ids, said, one.logprobs, strict=True):
+            if own != other:
+                # Logits are below 8: so much is two of their last bits.
+                assert near[own].logprob - near[other].logprob <= 2**-4
+                num_parted += 1
+                break
+    params = seeded(len(prompts), max_tokens=LENGTH)
+    expected = tokens_of(generate(plain, prompts, params))
+    found = tokens_of(generate(engine, prompts, params))
+    num_parted += sum(a != b for a, b in zip(found, expected, strict=True))
+    assert num_parted < 0.1 * 2 * len(prompts)
     assert engine.stats.num_beside_tokens > 100
 
 
