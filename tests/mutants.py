@@ -366,14 +366,14 @@ MUTANTS = [
     ),
     mutant(
         "what_stands_beside_is_ranked_without_noise",
-        "propose/draft_model._with_noise",
+        "propose/levels._with_noise",
         "active.is_coupled[:, None, None], raced, logits",
         "active.is_coupled[:, None, None], logits, logits",
         check=lambda: check_tree_drafts(LEAVES, rule=COUPLED),
     ),
     mutant(
         "what_is_drawn_stands_beside_itself",
-        "propose/draft_model._grow",
+        "propose/levels._grow",
         "scores = jnp.where(ids == best[:, :, None], -jnp.inf, scores)",
         "scores = jnp.where(ids == vocab, -jnp.inf, scores)",
         check=lambda: check_tree_drafts(LEAVES),

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
@@ -18,9 +17,9 @@ from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.network import Hidden, Network, build_network
 from jaxspec.models.params import Params
-from jaxspec.program import randomness
 from jaxspec.program.path import keep_path
 from jaxspec.program.plan import NO_TOKEN, TILE, PoolShape
+from jaxspec.program.propose.levels import Levels, finite_rows
 from jaxspec.program.propose.proposal import Context, Proposal, Seen
 from jaxspec.program.region import make_region
 from jaxspec.program.rows import Active
@@ -28,11 +27,8 @@ from jaxspec.program.sampling import sample_draft
 from jaxspec.program.state import page_forms
 from jaxspec.program.tree import Tree
 from jaxspec.sharding import DRAFT_MESH_AXES
-from jaxspec_kernels.rejection_sampling.noise import exponential
 
 Pages = tuple[Array, ...]
-# Drafts by node, probabilities of all but the first, who is broken, pages.
-_Carry = tuple[Array, Array | None, Array, Pages]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,66 +122,27 @@ class DraftModel:
             before: Drafts that the model is fed in place of its own, as far as they
                 count: those of the spine.
         """
-        tree, active = context.tree, context.active
-        num_draft_tokens = tree.num_levels
-        model, backend = self._model(params, context), context.backend(DRAFT_MESH_AXES)
-        adjust = context.adjuster(DRAFT_MESH_AXES)
+        tree, active, pool = context.tree, context.active, context.pool
+        model = self._model(params, context)
         seqs = active.row.shape[0]
 
-        def draw(
-            hidden: Hidden, step: Array | int, drafts: Array
-        ) -> tuple[Array, Array | None, Array]:
-            every, is_broken = _finite_logits(model, hidden)
-            # Of a tree's level several rows may be continued, the spine's first.
-            logits, width = every, every.shape[0] // seqs
-            if width > 1:
-                logits, is_broken = every[::width], is_broken[::width]
-            if adjust is not None:
-                logits = adjust(logits[:, None], drafts, num_before=step)[:, 0]
-            token, probs = sample_draft(
-                logits, step, active, backend, is_greedy=self.is_greedy
-            )
-            if before is not None:
-                token, probs = _keep(before, step, token, probs)
-            if tree.is_chain:
-                return drafts.at[:, step].set(token), probs, is_broken
-            scores = every.reshape(seqs, width, -1)
-            if not (self.is_greedy or active.is_greedy):
-                scores = _with_noise(scores, step, active)
-            return _grow(tree, step, drafts, token, scores), probs, is_broken
+        def first(level: Array | int, drafts: Array, pages: Pages) -> tuple:
+            hidden, pages = model.hidden(_newest(active, pool), pages)
+            newest = jax.tree.map(lambda part: part[1::2], hidden)
+            return *_finite_logits(model, newest), pages
 
-        def extend(step: Array, carry: _Carry) -> _Carry:
-            drafts, rest, was_broken, pages = carry
-            if tree.has_side_paths:
-                batch = _whole(tree, drafts, active, context.pool)
+        def following(level: Array | int, drafts: Array, pages: Pages) -> tuple:
+            if not tree.has_side_paths:
+                batch = _next(drafts[:, level - 1], level, active, pool)
                 hidden, pages = model.hidden(batch, pages)
-                hidden = _level(tree, step, hidden, seqs)
-            else:
-                batch = _next(drafts[:, step - 1], step, active, context.pool)
-                hidden, pages = model.hidden(batch, pages)
-            drafts, probs, is_broken = draw(hidden, step, drafts)
-            if rest is not None and probs is not None:
-                rest = jax.lax.dynamic_update_index_in_dim(rest, probs, step - 1, 0)
-            return drafts, rest, was_broken | is_broken, pages
+                return *_finite_logits(model, hidden), pages
+            hidden, pages = model.hidden(_whole(tree, drafts, active, pool), pages)
+            logits, is_broken = _finite_logits(model, _level(tree, level, hidden, seqs))
+            # Of a level several rows may be continued, the spine's first.
+            return logits, is_broken[:: tree.branching.shape[1]], pages
 
-        hidden, pages = model.hidden(_newest(active, context.pool), state)
-        newest = jax.tree.map(lambda part: part[1::2], hidden)
-        none = jnp.zeros((seqs, tree.num_nodes), jnp.int32)
-        drafts, probs, is_broken = draw(newest, 0, none)
-        if num_draft_tokens > 1:
-            # By draft: a turn of the loop writes one piece of memory.
-            rest = None
-            if probs is not None:
-                rest = jnp.zeros((num_draft_tokens - 1, *probs.shape), probs.dtype)
-            drafts, rest, is_broken, pages = jax.lax.fori_loop(
-                1, context.num_wanted, extend, (drafts, rest, is_broken, pages)
-            )
-            if probs is not None and rest is not None:
-                probs = jnp.concatenate([probs[None], rest]).transpose(1, 0, 2)
-        elif probs is not None:
-            probs = probs[:, None]
-        num_drafts = jnp.where(is_broken, 0, context.num_wanted)
-        return Proposal(drafts, num_drafts, probs, is_broken), pages
+        levels = Levels(context, is_greedy=self.is_greedy, before=before)
+        return levels.propose(first, following, state)
 
     def _model(self, params: Params | None, context: Context) -> Network:
         assert params is not None, "a draft model came without parameters"
@@ -215,31 +172,15 @@ class TreeModel(DraftModel):
         return keep_path(self.config, state, context.tree, seen.row, active, pool)
 
 
-def _keep(
-    before: Proposal, index: Array | int, token: Array, probs: Array | None
-) -> tuple[Array, Array | None]:
-    """Draft `index` of each sequence: what others have proposed, else what was drawn.
-
-    Returns:
-        The token and what it was drawn from: all of the mass on it where it is theirs.
-    """
-    assert before.probs is None, "what comes before a draft model is certain"
-    is_kept = index < before.num_drafts
-    token = jnp.where(is_kept, before.tokens[:, index], token)
-    if probs is None:
-        return token, None
-    every = jnp.arange(probs.shape[1], dtype=jnp.int32)[None]
-    certain = (every == token[:, None]).astype(probs.dtype)
-    return token, jnp.where(is_kept[:, None], certain, probs)
-
-
 def _finite_logits(model: Network, hidden: Hidden) -> tuple[Array, Array]:
     """Logits, and the rows that are NaN or infinite: theirs are those of zeros."""
-    rows = jnp.where(hidden.is_finite[:, None], hidden.rows, 0)
+    rows = finite_rows(hidden.rows, hidden.is_finite)
     return model.logits(rows), ~hidden.is_finite
 
 
-def _next(token: Array, step: Array, active: Active, pool: PoolShape) -> TokenBatch:
+def _next(
+    token: Array, step: Array | int, active: Active, pool: PoolShape
+) -> TokenBatch:
     """The draft before the one that is drawn in a step."""
     kv_len, is_written = active.num_tokens + step, active.is_active[:, None]
     return make_region(token[:, None], kv_len, active.page_table, is_written, pool)
@@ -255,7 +196,7 @@ def _whole(
     return make_region(tokens, kv_len, active.page_table, is_written, pool, tree=tree)
 
 
-def _level(tree: Tree, step: Array, hidden: Hidden, seqs: int) -> Hidden:
+def _level(tree: Tree, step: Array | int, hidden: Hidden, seqs: int) -> Hidden:
     """Of a pass over the tree: the rows that drafts of a level continue."""
     rows = jnp.asarray(tree.branching)[step]
 
@@ -264,57 +205,6 @@ def _level(tree: Tree, step: Array, hidden: Hidden, seqs: int) -> Hidden:
         return nodes[:, rows].reshape(-1, *part.shape[1:])
 
     return jax.tree.map(take, hidden)
-
-
-def _with_noise(
-    logits: Float[Array, "seq entry vocab"], step: Array | int, active: Active
-) -> Float[Array, "seq entry vocab"]:
-    """What coupled sequences rank tokens by: with the noise of a level's position.
-
-    The order that this gives is one of drawing without putting back.
-    """
-
-    def add() -> Array:
-        purpose = jnp.full_like(active.num_tokens, randomness.SAMPLE)
-        words = randomness.words(active.seed, active.num_tokens + step, purpose)
-        ids = jnp.arange(logits.shape[2], dtype=jnp.int32)[None]
-        noise = jnp.log(exponential(words[:, :1], words[:, 1:], ids))
-        temperature = jnp.where(active.is_coupled, active.temperature, 1.0)
-        raced = logits / temperature[:, None, None] - noise[:, None]
-        return jnp.where(active.is_coupled[:, None, None], raced, logits)
-
-    return jax.lax.cond(active.is_coupled.any(), add, lambda: logits)
-
-
-def _grow(
-    tree: Tree,
-    step: Array | int,
-    drafts: Int[Array, "seq draft"],
-    drawn: Int[Array, " seq"],
-    scores: Float[Array, "seq entry vocab"],
-) -> Int[Array, "seq draft"]:
-    """The drafts with those of one more level.
-
-    Args:
-        drawn: The spine's.
-        scores: By entry of `Tree.branching`; what follows a row are its best tokens.
-    """
-    vocab, width = scores.shape[2], scores.shape[1]
-    ids = jnp.arange(vocab, dtype=jnp.int32)[None, None]
-    chosen = []
-    for rank in range(int(tree.ranks.max()) + 1):
-        # By maxima: XLA:CPU's argmax and top_k are many times slower.
-        is_best = scores == scores.max(axis=2, keepdims=True)
-        best = jnp.where(is_best, ids, vocab - 1).min(axis=2)
-        if rank == 0:
-            best = best.at[:, 0].set(drawn)
-        chosen.append(best)
-        scores = jnp.where(ids == best[:, :, None], -jnp.inf, scores)
-    ranked = jnp.stack(chosen, axis=2)
-    # Entries of other levels do not count.
-    found = ranked[:, np.minimum(tree.entries, width - 1), tree.ranks]
-    is_new = jnp.array([tree.depths[1:]], jnp.int32) == step + 1
-    return jnp.where(is_new, found, drafts)
 
 
 def _newest(active: Active, pool: PoolShape) -> TokenBatch:
