@@ -22,6 +22,7 @@ from jaxspec.errors import (
 from jaxspec.model_config import ModelConfig as ModelConfig  # where vLLM has it
 from jaxspec.speculation import SYNTHETIC, SpeculativeConfig
 from jaxspec.structured_outputs import StructuredOutputsConfig
+from jaxspec.token_tree import TREE_KEY
 from jaxspec_checkpoints import CheckpointError, files, model_files
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -81,6 +82,8 @@ class EngineConfig:
         num_pages: Pages of the pool that target and draft share.
         given: Which of the sizes are the user's: the others are those of a CPU until
             `jaxspec.engine.device_memory` has seen the devices. None: all of them.
+        head_config: Of a head in place of a draft model: a `HeadConfig` of
+            `jaxspec.models.heads.config`.
         generation_defaults: Sampling parameters that the model folder recommends.
         compilation_cache_dir: Where compiled programs are kept; None for nowhere.
         structured_outputs: What holds for forms of texts where requests say nothing.
@@ -101,6 +104,7 @@ class EngineConfig:
     given: GivenSizes | None = None
     speculative: SpeculativeConfig | None = None
     draft_model_config: ModelConfig | None = None
+    head_config: Any = None
     chat_template: str | None = None
     load_format: str = "auto"
     skip_tokenizer_init: bool = False
@@ -177,6 +181,12 @@ class EngineConfig:
         speculative = self.speculative
         has_model = speculative is not None and speculative.has_draft_model
         assert has_model == (self.draft_model_config is not None)
+        has_head = speculative is not None and speculative.has_head
+        assert has_head == (self.head_config is not None)
+        if speculative is not None:
+            self._check_draft_devices(speculative)
+            if self.head_config is not None:
+                self._check_head(speculative)
         if speculative is None or self.draft_model_config is None:
             return
         target_vocab = self.model_config.vocab_size
@@ -188,6 +198,28 @@ class EngineConfig:
                 parameter="speculative_model",
                 value=speculative.model,
             )
+
+    def _check_head(self, speculative: SpeculativeConfig) -> None:
+        head = self.head_config
+        if head.kind != speculative.method:
+            hint = f"The folder {speculative.model} holds a head of that kind."
+            raise wrong_argument(
+                ConfigError, "method", repr(head.kind), speculative.method, hint
+            )
+        head.check_target(self.model_config, self.model)
+        most = head.max_drafts
+        if most is not None and speculative.num_levels > most:
+            is_tree = speculative.speculative_token_tree is not None
+            name = TREE_KEY if is_tree else "num_speculative_tokens"
+            hint = (
+                f"A head of kind {head.kind!r} proposes as many tokens in a row as it "
+                f"was trained for: the one in {speculative.model} has {most}."
+            )
+            allowed = f"a tree of at most {most} levels" if is_tree else f"1 to {most}"
+            value = getattr(speculative, name)
+            raise wrong_argument(ConfigError, name, allowed, value, hint)
+
+    def _check_draft_devices(self, speculative: SpeculativeConfig) -> None:
         draft_parallel = speculative.draft_tensor_parallel_size
         if self.tensor_parallel_size % draft_parallel:
             raise wrong_argument(

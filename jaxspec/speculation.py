@@ -20,6 +20,7 @@ from jaxspec.errors import (
 from jaxspec.token_tree import (
     MAX_NODES,
     TREE_KEY,
+    has_side_paths,
     leaf_paths,
     parents_of,
     read_paths,
@@ -40,7 +41,10 @@ MAX_CACHED_REQUESTS = 4096
 
 NGRAM, NGRAM_AND_MODEL, DRAFT_MODEL = "ngram", "ngram+draft_model", "draft_model"
 SUFFIX, SUFFIX_AND_MODEL = "suffix", "suffix+draft_model"
-METHODS = (NGRAM, NGRAM_AND_MODEL, SUFFIX, SUFFIX_AND_MODEL, DRAFT_MODEL)
+# Heads: small networks on the target's hidden states.
+EAGLE3, MEDUSA, MLP_SPECULATOR = "eagle3", "medusa", "mlp_speculator"
+HEADS = (EAGLE3, MEDUSA, MLP_SPECULATOR)
+METHODS = (NGRAM, NGRAM_AND_MODEL, SUFFIX, SUFFIX_AND_MODEL, *HEADS, DRAFT_MODEL)
 ALLOWED_METHODS = ", ".join(map(repr, METHODS[:-1])) + f" or {DRAFT_MODEL!r}"
 LOOKUP_KEYS = ("prompt_lookup_max", "prompt_lookup_min")
 SUFFIX_DEFAULTS: dict[str, Any] = {
@@ -51,9 +55,10 @@ SUFFIX_DEFAULTS: dict[str, Any] = {
 }
 # What drafts come from, for errors.
 SOURCES_OF_DRAFTS = (
-    "Drafts come from a whole model of the target's family, or from the text itself "
-    "('[ngram]', method 'suffix'); heads such as Medusa's and EAGLE's are not "
-    "supported."
+    "Drafts come from a whole model of the target's family, from a head, which is a "
+    "small network on the hidden states of the target that it was trained for "
+    f"({', '.join(map(repr, HEADS))}), or from the text itself ('[ngram]', method "
+    "'suffix')."
 )
 # The rule that judges nothing: acceptance is given, and texts mean nothing.
 SYNTHETIC = "synthetic"
@@ -70,8 +75,10 @@ class SpeculativeConfig:
         method: "draft_model"; "ngram" copies what followed the same tokens earlier in
             the sequence, "suffix" as many of them as the match's length and other
             matches promise; "ngram+draft_model" and "suffix+draft_model" ask the model
-            where nothing matches, the latter also where only a few tokens match.
-        model: Folder of the draft model; None for "ngram" and "suffix".
+            where nothing matches, the latter also where only a few tokens match;
+            "eagle3", "medusa" and "mlp_speculator" are heads on the target's hidden
+            states.
+        model: Folder of the draft model or head; None for "ngram" and "suffix".
         num_speculative_tokens: Most draft tokens per step; a request may ask for fewer.
             With a tree, its drafts.
         num_side_leaves: Beside each draft, the next best tokens at its place: where the
@@ -132,7 +139,7 @@ class SpeculativeConfig:
         self._check_lookup()
         self._check_suffix()
         most, way_out = MAX_DRAFT_TOKENS, "leave method out"
-        if self.has_draft_model:
+        if self.has_folder:
             most, way_out = MAX_MODEL_DRAFT_TOKENS, "name no draft model"
         if self.speculative_token_tree is None:
             check_integer(
@@ -226,12 +233,22 @@ class SpeculativeConfig:
     @property
     def has_draft_model(self) -> bool:
         """Whether a second network proposes, alone or where nothing matches."""
-        return self.method not in (NGRAM, SUFFIX)
+        return DRAFT_MODEL in self.method.split("+")
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a small network proposes, on the target's hidden states."""
+        return self.method in HEADS
+
+    @property
+    def has_folder(self) -> bool:
+        """Whether what proposes has weights."""
+        return self.has_draft_model or self.has_head
 
     @property
     def has_lookup(self) -> bool:
         """Whether drafts are looked up in the sequence itself."""
-        return self.method != DRAFT_MODEL
+        return self.method.split("+")[0] in (NGRAM, SUFFIX)
 
     @property
     def has_suffix(self) -> bool:
@@ -245,10 +262,19 @@ class SpeculativeConfig:
             most: Drafts one after the other.
         """
         paths = read_paths(self.speculative_token_tree)
+        written = self.speculative_token_tree
         if self.num_levels > most:
             allowed = f"a tree of at most {most} levels for method {self.method!r}"
-            written = self.speculative_token_tree
             raise wrong_argument(ConfigError, TREE_KEY, allowed, written)
+        if self.method in (EAGLE3, MLP_SPECULATOR) and has_side_paths(
+            parents_of(paths)
+        ):
+            allowed = f"a chain with leaves beside it for method {self.method!r}"
+            hint = (
+                f"Only the chain of first choices is continued; {MEDUSA!r} and draft "
+                "models take any tree."
+            )
+            raise wrong_argument(UnsupportedError, TREE_KEY, allowed, written, hint)
         if self.num_speculative_tokens != len(paths):
             raise wrong_argument(
                 ConfigError,
@@ -277,10 +303,10 @@ class SpeculativeConfig:
             raise wrong_argument(ConfigError, name, allowed, getattr(self, name), hint)
 
     def _check_model(self) -> None:
-        if self.has_draft_model and self.model is None:
+        if self.has_folder and self.model is None:
             allowed = f"a folder for method {self.method!r}"
             raise wrong_argument(ConfigError, "model", allowed, None)
-        if not self.has_draft_model and self.model is not None:
+        if not self.has_folder and self.model is not None:
             both = SUFFIX_AND_MODEL if self.has_suffix else NGRAM_AND_MODEL
             hint = f"For both kinds of draft, set method to {both!r}."
             allowed = f"left out for method {self.method!r}"

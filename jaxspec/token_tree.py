@@ -9,6 +9,7 @@ what the target wanted, and from what rounds cost.
 
 import ast
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
@@ -81,6 +82,22 @@ def _check_tree(paths: tuple[Path, ...], written: object) -> None:
         if rank and (*before, rank - 1) not in known:
             hint = f"{path} comes after {(*before, rank - 1)}, which is missing."
             raise wrong_argument(ConfigError, TREE_KEY, "a tree", written, hint)
+
+
+def has_side_paths(parents: tuple[int, ...]) -> bool:
+    """Whether drafts beside the chain of first choices are continued.
+
+    Args:
+        parents: As `parents_of` gives them.
+    """
+    chain = range(ROOT, len(parents) - 1)
+    length = sum(
+        1
+        for _ in itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(parents, chain, strict=True)
+        )
+    )
+    return any(parent >= length for parent in parents)
 
 
 def parents_of(paths: Iterable[Path]) -> tuple[int, ...]:

@@ -168,7 +168,7 @@ def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
     """
     target, proposers = engine.runner.params
     passes: list[tuple[Any, Any, int]] = [(engine.config.model_config, target, 1)]
-    draft = engine.config.draft_model_config
+    draft = engine.config.draft_model_config or engine.config.head_config
     passes += [(draft, own, num_draft_tokens) for own in proposers if own is not None]
     total, item = 0, engine.runner.dtype.itemsize
     for model, params, count in passes:
@@ -246,6 +246,7 @@ def _draft(
         prompts=None,
         backend=config.backend,
         adjuster=lambda axes: None,
+        target=params[0],
     )
     proposal, kept = None, []
     for one, own, before in zip(

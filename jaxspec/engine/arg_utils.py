@@ -34,15 +34,19 @@ from jaxspec.errors import (
     wrong_argument,
 )
 from jaxspec.models.families import config_from_folder
+from jaxspec.models.heads.config import HeadConfig, read_dummy, read_head
 from jaxspec.speculation import (
     DEFAULT_DRAFT_TOKENS,
+    HEADS,
     MAX_DRAFT_TOKENS,
     SOURCES_OF_DRAFTS,
     SUFFIX,
     SpeculativeConfig,
 )
 from jaxspec.structured_outputs import StructuredOutputsConfig
+from jaxspec_checkpoints import CheckpointError
 from jaxspec_checkpoints.gemma2.published import PAD_ROWS
+from jaxspec_checkpoints.heads import read_head_config
 
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_MAX_MODEL_LEN = 8192
@@ -299,7 +303,7 @@ class EngineArgs:
         }
         for name, value in sizes.items():
             check_integer(ConfigError, name, value, low=1)
-        speculative, draft, draft_devices = _speculative(self, max_model_len)
+        speculative, draft, head, draft_devices = _speculative(self, max_model_len)
         model, draft = _without_pads(model, draft)
         model = replace(model, scan_layers=self.scan_layers)
         if draft is not None:
@@ -310,6 +314,8 @@ class EngineArgs:
             num_bytes = model.kv_bytes_per_token(dtype_bytes)
             if draft is not None:
                 num_bytes += draft.kv_bytes_per_token(dtype_bytes)
+            if head is not None:
+                num_bytes += head.kv_bytes_per_token(dtype_bytes)
             num_pages = default_cpu_pages(
                 math.ceil(max_model_len / sizes["block_size"]),
                 sizes["max_num_seqs"],
@@ -340,6 +346,7 @@ class EngineArgs:
             model_config=model,
             speculative=speculative,
             draft_model_config=draft,
+            head_config=head,
             generation_defaults=_generation_defaults(self, folder),
             enable_prefix_caching=self.enable_prefix_caching is not False,
             max_logprobs=_max_logprobs(self.max_logprobs, model.vocab_size),
@@ -393,28 +400,19 @@ def _or(value: Any, default: Any) -> Any:
 
 def _speculative(
     args: EngineArgs, max_model_len: int
-) -> tuple[SpeculativeConfig | None, ModelConfig | None, int | None]:
-    """The speculation, the draft model, and its devices if the user has said them."""
+) -> tuple[SpeculativeConfig | None, ModelConfig | None, HeadConfig | None, int | None]:
+    """The speculation, the draft model or head, its devices if they have been said."""
     merged = merge_speculative_arguments(vars(args))
     if merged is None:
-        return None, None, None
-    draft = None
+        return None, None, None, None
+    draft = head = None
     if "model" in merged:
-        name = merged["model"]
-        revision = (args.speculative_config or {}).get("revision")
-        folder = _fetched(args, name, "speculative_model", revision=revision)
-        try:
-            draft = config_from_folder(folder)
-        except ConfigError as error:
-            # A head's folder has a config.json, too, of another kind.
-            message = f"speculative_model {name!r}: {error} {SOURCES_OF_DRAFTS}"
-            raise ConfigError(
-                message, parameter="speculative_model", value=name
-            ) from error
-        merged["model"] = str(folder)
+        draft, head = _read_draft(args, merged)
     if "num_speculative_tokens" not in merged:
         is_suffix = merged.get("method") == SUFFIX
         count = MAX_DRAFT_TOKENS if is_suffix else DEFAULT_DRAFT_TOKENS
+        if head is not None:
+            count = min(count, head.max_drafts or count)
         merged["num_speculative_tokens"] = count
         warnings.warn(
             f"num_speculative_tokens is not given: {count} tokens are drafted per "
@@ -437,7 +435,46 @@ def _speculative(
     devices = merged.setdefault("draft_tensor_parallel_size", None)
     if devices is None:
         merged["draft_tensor_parallel_size"] = args.tensor_parallel_size
-    return SpeculativeConfig(**merged), draft, devices
+    return SpeculativeConfig(**merged), draft, head, devices
+
+
+def _read_draft(
+    args: EngineArgs, merged: dict[str, Any]
+) -> tuple[ModelConfig | None, HeadConfig | None]:
+    """What the folder of drafts says; sets `model`, and a head's `method` if missing.
+
+    Raises:
+        ConfigError: There is no such folder, or it holds something else.
+    """
+    name, method = merged["model"], merged.get("method")
+    argument = "speculative_model"
+    revision = (args.speculative_config or {}).get("revision")
+    try:
+        folder = _fetched(args, name, argument, revision=revision)
+    except ConfigError as error:
+        if method not in HEADS:
+            raise
+        message = f"{error} {SOURCES_OF_DRAFTS}"
+        raise ConfigError(message, parameter=argument, value=name) from error
+    merged["model"] = str(folder)
+    try:
+        if method not in HEADS and not (method is None and _is_head(folder)):
+            return config_from_folder(folder), None
+        has_files = args.load_format != "dummy" or any(folder.glob("*.safetensors"))
+        head = read_head(folder)[0] if has_files else read_dummy(folder)
+    except ConfigError as error:
+        message = f"{argument} {name!r}: {error} {SOURCES_OF_DRAFTS}"
+        raise ConfigError(message, parameter=argument, value=name) from error
+    merged.setdefault("method", head.kind)
+    return None, head
+
+
+def _is_head(folder: Path) -> bool:
+    try:
+        read_head_config(folder)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _without_pads(

@@ -30,6 +30,7 @@ from jaxspec.engine.runner import (
     proposer_params,
 )
 from jaxspec.errors import ConfigError, wrong_argument
+from jaxspec.models.heads.weights import abstract_head
 from jaxspec.models.weights import abstract_params
 from jaxspec.program.rows import init_rows
 from jaxspec.program.state import EngineState, init_token_pages
@@ -187,6 +188,8 @@ def describe(config: EngineConfig, mesh: Mesh) -> tuple[ProgramConfig, Arguments
     if config.draft_model_config is not None:
         options |= dict(mesh_axes=DRAFT_MESH_AXES)
         draft = abstract_params(config.draft_model_config, **options)
+    elif config.head_config is not None:
+        draft = abstract_head(config.head_config, **options)
     program = program_of(config, mesh)
     params = target, proposer_params(program, draft)
 

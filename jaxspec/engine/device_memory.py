@@ -46,6 +46,7 @@ from jaxspec.engine.runner import (
 )
 from jaxspec.engine.shapes import Shapes
 from jaxspec.errors import ConfigError
+from jaxspec.models.heads.weights import abstract_head
 from jaxspec.models.weights import abstract_params
 from jaxspec.program.propose import proposers_of
 from jaxspec.program.state import page_forms
@@ -243,6 +244,8 @@ def find_facts(
             mesh=mesh,
             mesh_axes=DRAFT_MESH_AXES,
         )
+    elif config.head_config is not None:
+        draft_params = abstract_head(config.head_config, dtype=dtype, mesh=mesh)
     # What proposers keep grows with the pages, or it is there once.
     draft_page = bytes_of(proposer_state(2)) - bytes_of(proposer_state(1))
     kept = bytes_of(proposer_state(1)) - draft_page
@@ -259,6 +262,7 @@ def find_facts(
         draft=ModelBytes(
             weight_bytes=bytes_of(draft_params) + kept, page_bytes=draft_page
         ),
+        draft_name="draft model" if config.head_config is None else "head",
         programs=_program_facts(config, mesh),
         page_size=config.page_size,
         max_model_len=config.max_model_len,
@@ -293,7 +297,7 @@ def _device_shape(leaf: Any) -> tuple[int, ...]:
 def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
     model, platform = config.model_config, mesh.devices.flat[0].platform
     speculative, draft_vocab = config.speculative, 0
-    if speculative is not None and speculative.has_draft_model:
+    if speculative is not None and speculative.has_folder:
         # A draft that is the argmax has no law.
         if speculative.draft_sample_method != "greedy":
             # A pass makes laws of the draft's columns, twice; of those that are kept, a

@@ -27,15 +27,19 @@ def root_key(kind: str, salt: str) -> bytes:
 
 
 def page_keys(
-    parent: bytes, token_ids: Sequence[int], page_size: int
+    parent: bytes, token_ids: Sequence[int], page_size: int, num_ahead: int = 0
 ) -> Iterable[bytes]:
     """Keys of the full pages of tokens that follow the page (or root) of key `parent`.
 
     A key stands for all tokens from the beginning, not for those of its page alone:
     keys and values depend on what came before.
+
+    Args:
+        num_ahead: Tokens after the page that its content depends on, too.
     """
-    for start in range(0, len(token_ids) - page_size + 1, page_size):
-        tokens = np.array(token_ids[start : start + page_size], np.int32).tobytes()
+    length = page_size + num_ahead
+    for start in range(0, len(token_ids) - length + 1, page_size):
+        tokens = np.array(token_ids[start : start + length], np.int32).tobytes()
         parent = hashlib.blake2b(parent + tokens, digest_size=KEY_BYTES).digest()
         yield parent
 
@@ -186,6 +190,10 @@ class PageTables:
         self.page_size = config.page_size
         self.stats = stats
         self._is_shared = config.enable_prefix_caching
+        # Beside a token's hidden state, a head's keys and values are made of the token
+        # after it.
+        head = config.head_config
+        self._num_ahead = int(head is not None and head.has_pages)
 
     def count(self, num_tokens: int) -> int:
         """Pages that a number of tokens takes."""
@@ -237,7 +245,8 @@ class PageTables:
         Returns:
             The pages that were not findable before.
         """
-        first, count = request.num_registered, num_complete // self.page_size
+        known = min(num_complete, request.num_tokens - self._num_ahead)
+        first, count = request.num_registered, known // self.page_size
         if count <= first or self._root(request) is None:
             return []
         self._extend_keys(request, count)
@@ -283,5 +292,6 @@ class PageTables:
         if parent is None:
             return
         size = self.page_size
-        tokens = request.tokens(len(known) * size, count * size)
-        known += page_keys(parent, tokens, size)
+        ahead = self._num_ahead
+        tokens = request.tokens(len(known) * size, count * size + ahead)
+        known += page_keys(parent, tokens, size, ahead)

@@ -21,6 +21,7 @@ from jaxspec.errors import (
     wrong_argument,
 )
 from jaxspec.models.families import family_of, layouts
+from jaxspec.models.heads.weights import load_head, random_head
 from jaxspec.models.params import Params
 from jaxspec.models.weights import load_params, random_params
 from jaxspec.sharding import DRAFT_MESH_AXES, Mesh
@@ -91,6 +92,12 @@ def make_runner(config: EngineConfig) -> Runner:
     config, plan = fit(config, mesh)
     plan = dataclasses.replace(plan, draft_sharding=sharding)
     _log.info("%s", plan.table())
+    if config.head_config is not None and config.speculative is not None:
+        _log.info(
+            "Drafts: %s in %s",
+            config.head_config.describe(),
+            config.speculative.model,
+        )
     runner = Runner(config, mesh, *load_weights(config, mesh))
     runner.memory = plan
     folder = config.compilation_cache_dir
@@ -132,9 +139,18 @@ def _read_weights(
     tensors = _open(config, config.model, "model")
     draft_tensors = None
     folder = config.speculative and config.speculative.model
-    if folder is not None:
+    if folder is not None and config.head_config is None:
         draft_tensors = _open(config, folder, "speculative_model")
     draft = None
+    if folder is not None and config.head_config is not None:
+        # Small, and checked while it is read: first of all.
+        _, draft = load_head(
+            folder,
+            config.model_config,
+            dtype=dtype,
+            mesh=mesh,
+            target_name=config.model,
+        )
     try:
         target = load_params(
             config.model_config,
@@ -162,6 +178,8 @@ def _random_weights(
 ) -> tuple[Params, Params | None]:
     options: dict[str, Any] = dict(dtype=dtype, mesh=mesh)
     target = random_params(config.model_config, seed=config.seed, **options)
+    if config.head_config is not None:
+        return target, random_head(config.head_config, seed=config.seed, **options)
     if config.draft_model_config is None:
         return target, None
     # Of its own: with the target's sizes it would be the target.
@@ -245,6 +263,6 @@ class Sleep:
         if not self._runner.program.proposers:
             # No drafts, or they were left out after a launch that failed.
             config = dataclasses.replace(
-                config, draft_model_config=None, speculative=None
+                config, draft_model_config=None, head_config=None, speculative=None
             )
         return load_weights(config, self._runner.mesh)

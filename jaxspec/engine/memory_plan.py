@@ -110,7 +110,8 @@ class MemoryFacts:
             CPU.
         limit_share: What share of the device's memory that is: not all of a GPU's.
         used_bytes: Taken already, by others.
-        draft: Nothing without a draft model.
+        draft: Nothing without a draft model or a head.
+        draft_name: What it is.
         page_size: Tokens per page.
         max_model_len: Tokens per sequence.
         layer_page_values: Numbers that one page has in one array, at most.
@@ -126,6 +127,7 @@ class MemoryFacts:
     used_bytes: int = 0
     target: ModelBytes
     draft: ModelBytes = ModelBytes()
+    draft_name: str = "draft model"
     programs: ProgramFacts
     page_size: int
     max_model_len: int
@@ -260,8 +262,8 @@ class MemoryPlan:
         lines.append(f"Maximum concurrency at {length:,} tokens: {concurrency:.2f}x")
         if facts.draft != ModelBytes():
             lines.append(
-                f"The draft model takes {shown_bytes(self.draft_bytes)}: without it, "
-                f"{self.sequences_lost:.2f} more of such sequences"
+                f"The {facts.draft_name} takes {shown_bytes(self.draft_bytes)}: "
+                f"without it, {self.sequences_lost:.2f} more of such sequences"
             )
         if self.draft_sharding is not None:
             lines.append(self.draft_sharding.line())

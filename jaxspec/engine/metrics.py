@@ -50,6 +50,10 @@ _CAUSES = (
     "a chat template that is missing or not the model's own; a draft model of another "
     "family than the target, or of another fine-tune; a high temperature"
 )
+_HEAD_CAUSES = (
+    "a chat template that is missing or not the model's own; a head that was trained "
+    "for another fine-tune of the target, or on other texts; a high temperature"
+)
 _LOOKUP_CAUSES = "texts that repeat little of themselves; a high temperature"
 
 
@@ -434,7 +438,9 @@ class EngineMetrics:
             return
         self._looked_at = None
         speculative, k = self._config.speculative, choice.num_drafts
-        has_model = speculative is not None and speculative.has_draft_model
+        causes = _LOOKUP_CAUSES
+        if speculative is not None and speculative.has_folder:
+            causes = _HEAD_CAUSES if speculative.has_head else _CAUSES
         _log.warning(
             "Low acceptance: the target agreed with %.0f%% of the last %d draft "
             "tokens. K is %d now%s. Look for %s.",
@@ -442,7 +448,7 @@ class EngineMetrics:
             compared,
             k,
             "" if k else ": decoding goes on without drafts",
-            _CAUSES if has_model else _LOOKUP_CAUSES,
+            causes,
         )
 
     def seconds_since_log(self) -> float:

@@ -107,8 +107,8 @@ def merge_speculative_arguments(
         return None
     if config is not None and not given:
         raise ConfigError(
-            "speculative_config must name a draft model under 'model', or 'ngram' or "
-            "'suffix' under 'method', got {}.",
+            "speculative_config must name a draft model or a head under 'model', or "
+            "'ngram' or 'suffix' under 'method', got {}.",
             parameter="speculative_config",
             value={},
         )

@@ -17,7 +17,7 @@ from jaxspec.program import logprobs
 from jaxspec.program.controls import Adjust
 from jaxspec.program.path import keep_path
 from jaxspec.program.plan import MAX_GROUP_BYTES, TILE, PoolShape, StepShape
-from jaxspec.program.propose.proposal import Proposal
+from jaxspec.program.propose.proposal import NORMALISED, Proposal
 from jaxspec.program.region import join, make_region
 from jaxspec.program.rows import Active
 from jaxspec.program.state import run_if
@@ -121,7 +121,8 @@ def forward(
         is_broken, is_tile_broken = _broken(hidden.is_finite, tree, row)
         streams, tile_streams = {}, {}
         for layer in sorted(target_layers):
-            nodes, rest = jnp.split(hidden.streams[layer], [seqs * width])
+            stream = hidden.rows if layer == NORMALISED else hidden.streams[layer]
+            nodes, rest = jnp.split(stream, [seqs * width])
             nodes = _along(tree, row, nodes.reshape(seqs, width, -1))
             streams[layer] = _widen(nodes, most)
             tile_streams[layer] = rest.reshape(-1, TILE, nodes.shape[2])

@@ -339,7 +339,8 @@ class Tile:
     Attributes:
         start: Position of the first token.
         is_last: The prompt ends here: sample the next token.
-        next_token: The known token after these, whose log-probability is wanted.
+        next_token: The known token after these, if there is one: of which a prompt's
+            log-probabilities, heads and catching up are.
     """
 
     row: int

@@ -48,19 +48,45 @@ def page_forms(
     Args:
         dtype: The type of the model's weights.
     """
-    parts = num_parts(mesh, mesh_axes)
-    heads = config.num_kv_heads
-    heads *= kv_copies(config.num_q_heads, heads, parts)
     num_pages, count = pool.num_pages, config.num_layers
     if config.scan_layers:
         num_pages, count = config.num_turns * num_pages, config.period
-    shape = (num_pages, pool.page_size, 2 * heads, config.head_dim)
+    form = layer_pages(
+        num_q_heads=config.num_q_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        num_pages=num_pages,
+        page_size=pool.page_size,
+        dtype=dtype,
+        mesh=mesh,
+        mesh_axes=mesh_axes,
+    )
+    return (form,) * count
+
+
+def layer_pages(
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_pages: int,
+    page_size: int,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+    mesh_axes: tuple[str, ...],
+) -> jax.ShapeDtypeStruct:
+    """Shape and placement of one array of pages.
+
+    Args:
+        dtype: The type of the weights.
+    """
+    heads = num_kv_heads
+    heads *= kv_copies(num_q_heads, num_kv_heads, num_parts(mesh, mesh_axes))
+    shape = (num_pages, page_size, 2 * heads, head_dim)
     names = ("page", None, "kv_head", None)
     placement = named_sharding(mesh, names, shape, unit=2, mesh_axes=mesh_axes)
-    platform = mesh.devices.flat[0].platform
-    stored = storage_dtype(dtype, platform)
-    form = jax.ShapeDtypeStruct(shape, stored, sharding=placement)
-    return (form,) * count
+    stored = storage_dtype(dtype, mesh.devices.flat[0].platform)
+    return jax.ShapeDtypeStruct(shape, stored, sharding=placement)
 
 
 def run_if(

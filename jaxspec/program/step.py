@@ -152,7 +152,12 @@ def _run_round(
     """One round; the state after it, and the parts of its result."""
     active = launch.active
     proposal, num_draft, proposers = _propose(
-        proposer_params, state.proposers, launch, config=config, shape=shape
+        target_params,
+        proposer_params,
+        state.proposers,
+        launch,
+        config=config,
+        shape=shape,
     )
     verified = _verify(
         target_params,
@@ -163,9 +168,6 @@ def _run_round(
         forced_acceptance=state.forced_acceptance,
         config=config,
         shape=shape,
-    )
-    proposers = _observe(
-        proposer_params, proposers, launch, verified, config=config, shape=shape
     )
     tokens = verified.tokens
     if verified.row is not None:
@@ -184,6 +186,16 @@ def _run_round(
             shape=shape,
         )
         result |= first
+    proposers = _observe(
+        target_params,
+        proposer_params,
+        proposers,
+        launch,
+        verified,
+        result.get("tile_token"),
+        config=config,
+        shape=shape,
+    )
     state = EngineState(
         rows=rows,
         token_pages=token_pages,
@@ -255,6 +267,7 @@ def _read_plan(
 
 
 def _propose(
+    target: Params,
     params: tuple[Params | None, ...],
     states: tuple[Any, ...],
     launch: _Launch,
@@ -264,7 +277,7 @@ def _propose(
 ) -> tuple[Proposal | None, Int[Array, " seq"], tuple[Any, ...]]:
     """Drafts, how many of each sequence count, and the state of every proposer."""
     active, tree = launch.active, shape.tree
-    context = _context(launch, config=config, shape=shape)
+    context = _context(launch, target, config=config, shape=shape)
     proposal, kept = None, []
     for proposer, own, state in zip(config.proposers, params, states, strict=True):
         if tree.num_nodes:
@@ -278,7 +291,9 @@ def _propose(
     return proposal, num_draft, tuple(kept)
 
 
-def _context(launch: _Launch, *, config: ProgramConfig, shape: StepShape) -> Context:
+def _context(
+    launch: _Launch, target: Params | None, *, config: ProgramConfig, shape: StepShape
+) -> Context:
     """What proposers see of a launch."""
     return Context(
         active=launch.active,
@@ -297,6 +312,7 @@ def _context(launch: _Launch, *, config: ProgramConfig, shape: StepShape) -> Con
             config=config,
             shape=shape,
         ),
+        target=target,
     )
 
 
@@ -312,7 +328,7 @@ def _catch_up(
 
     The first proposer with a model says; the others only take the tokens in.
     """
-    context = _context(launch, config=config, shape=shape)
+    context = _context(launch, None, config=config, shape=shape)
     tiles, rows = launch.tiles, launch.rows
     following = jnp.concatenate(
         [tiles.tokens[:, 1:], launch.fields["tile_next_token"][:, None]], axis=1
@@ -371,7 +387,11 @@ def _verify(
             )
         ),
         prompts=launch.batch(pool) if shape.chunk else None,
-        after_prompts=launch.fields.get("tile_next_token"),
+        after_prompts=(
+            None
+            if shape.features.num_prompt_logprobs is None
+            else launch.fields["tile_next_token"]
+        ),
         adjust=_adjuster(
             launch.rows,
             launch.token_pages,
@@ -401,16 +421,27 @@ def _narrower(proposers: tuple[Proposer, ...], tree: Tree) -> tuple[int, ...]:
 
 
 def _observe(
+    target: Params,
     params: tuple[Params | None, ...],
     states: tuple[Any, ...],
     launch: _Launch,
     verified: Verified,
+    first_tokens: Int[Array, " tile"] | None,
     *,
     config: ProgramConfig,
     shape: StepShape,
 ) -> tuple[Any, ...]:
-    """Show proposers that look into the target what it has made; what all keep."""
-    context, kept = _context(launch, config=config, shape=shape), []
+    """Show proposers that look into the target what it has made; what all keep.
+
+    Args:
+        first_tokens: Sampled after each tile, where it ends its prompt.
+    """
+    context, kept = _context(launch, target, config=config, shape=shape), []
+    tiles, next_tile_tokens, first_row = launch.tiles, None, None
+    if first_tokens is not None:
+        after = jnp.where(tiles.is_last, first_tokens, launch.fields["tile_next_token"])
+        next_tile_tokens = jnp.concatenate([tiles.tokens[:, 1:], after[:, None]], 1)
+        first_row = jnp.where(tiles.is_last, tiles.row, config.pool.num_rows)
     for proposer, own, state in zip(config.proposers, params, states, strict=True):
         if isinstance(proposer, Observer):
             layers = proposer.target_layers
@@ -421,6 +452,9 @@ def _observe(
                 else None,
                 _num_kept(verified, shape.tree),
                 verified.row,
+                verified.tokens,
+                next_tile_tokens,
+                first_row,
             )
             state = proposer.observe(own, state, context, seen)
         kept.append(state)

@@ -91,8 +91,6 @@ class PlanLayout(Layout):
             **records("tile", Tile, tiles),
             **records("admit", Admission, tiles),
         }
-        if shape.features.num_prompt_logprobs is None and not shape.is_catch_up:
-            del fields["tile_next_token"]
         if shape.max_controlled:
             fields |= records("control", ControlValues, shape.max_controlled)
         if shape.features.has_grammar:

@@ -22,6 +22,7 @@ from jaxspec_checkpoints.heads import (
     MEDUSA,
     MLP_SPECULATOR,
     open_head,
+    read_head_config,
 )
 
 # Layers of the target that an EAGLE-3 head is shown.
@@ -40,6 +41,8 @@ class HeadConfig(ABC):
     """
 
     kind: ClassVar[str]
+    # Whether it has keys and values of its own, in pages.
+    has_pages: ClassVar[bool] = False
 
     target_hidden_size: int
     vocab_size: int
@@ -60,6 +63,22 @@ class HeadConfig(ABC):
     def is_trimmed(self) -> bool:
         """Whether the head proposes by a smaller vocabulary of its own."""
         return self.draft_vocab_size < self.vocab_size
+
+    @property
+    def max_drafts(self) -> int | None:
+        """Most drafts in a row that it can propose; None: any number."""
+        return None
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Return the bytes of keys and values of one token."""
+        return 0
+
+    def describe(self) -> str:
+        """Say what it is, in a line."""
+        said = f"{self.kind} head for hidden_size={self.target_hidden_size}"
+        if self.is_trimmed:
+            said += f", {self.draft_vocab_size:,} of {self.vocab_size:,} tokens"
+        return said
 
     @classmethod
     @abstractmethod
@@ -117,6 +136,7 @@ class Eagle3Config(HeadConfig):
     """
 
     kind: ClassVar[str] = EAGLE3
+    has_pages: ClassVar[bool] = True
 
     hidden_size: int
     intermediate_size: int
@@ -223,6 +243,10 @@ class Eagle3Config(HeadConfig):
         if self.target_layers is not None:
             content[_LAYER_IDS] = list(self.target_layers)
         return content
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """See `HeadConfig.kv_bytes_per_token`."""
+        return 2 * self.num_kv_heads * self.head_dim * dtype_bytes
 
     def layers_of(self, target: ModelConfig) -> tuple[int, ...]:
         """After how many layers the target's residual stream is taken."""
@@ -364,6 +388,11 @@ class MedusaConfig(HeadConfig):
                 value=self.draft_vocab_size,
             )
 
+    @property
+    def max_drafts(self) -> int:
+        """One of each head."""
+        return self.num_heads
+
     @classmethod
     def from_file(
         cls, config: Mapping[str, Any], names: Collection[str]
@@ -435,6 +464,11 @@ class MlpSpeculatorConfig(HeadConfig):
                 ConfigError, "draft_vocab_size", allowed, self.draft_vocab_size
             )
 
+    @property
+    def max_drafts(self) -> int:
+        """One of each stage."""
+        return self.num_stages
+
     @classmethod
     def from_file(
         cls, config: Mapping[str, Any], names: Collection[str]
@@ -470,6 +504,21 @@ class MlpSpeculatorConfig(HeadConfig):
 CONFIGS: dict[str, type[HeadConfig]] = {
     config.kind: config for config in (Eagle3Config, MedusaConfig, MlpSpeculatorConfig)
 }
+
+
+def read_dummy(folder: str | Path) -> HeadConfig:
+    """Read what head a folder is for, where only its `config.json` is there.
+
+    What files alone would tell is taken as absent: matrices that the target has, too.
+
+    Raises:
+        ConfigError, NotImplementedError: As `read_head`.
+    """
+    try:
+        kind, config = read_head_config(folder)
+    except CheckpointError as error:
+        raise ConfigError(str(error), parameter="model", value=str(folder)) from error
+    return CONFIGS[kind].from_file(config, ())
 
 
 def read_head(folder: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:

@@ -233,6 +233,34 @@ def init_head(
     return params
 
 
+def random_head(
+    config: HeadConfig,
+    *,
+    seed: int,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+    mesh_axes: tuple[str, ...] = DRAFT_MESH_AXES,
+) -> Params:
+    """Random parameters, placed like loaded ones: for `load_format="dummy"`.
+
+    A trimmed vocabulary keeps the first tokens.
+    """
+    random, flat = np.random.default_rng(seed), {}
+    specs = declare_head(config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
+    for path, spec in specs.items():
+        values = np.ones(spec.shape, np.float32)
+        if len(spec.shape) > 1:
+            values = random.standard_normal(spec.shape, np.float32)
+            values /= spec.shape[1] ** 0.5
+        placement = spec.sharding(mesh, mesh_axes)
+        flat[path] = spec.wrap(jax.device_put(values.astype(dtype), placement))
+    params: Params = unflatten_dict(flat)
+    if config.is_trimmed:
+        ids = np.arange(config.draft_vocab_size, dtype=np.int32)
+        params[TOKEN_IDS] = jax.device_put(ids, replicated(mesh))
+    return params
+
+
 def save_head(
     folder: str | Path,
     config: HeadConfig,

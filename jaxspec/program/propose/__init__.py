@@ -4,6 +4,9 @@ from collections.abc import Callable
 
 from jaxspec.config import EngineConfig
 from jaxspec.program.propose.draft_model import DraftModel
+from jaxspec.program.propose.eagle3 import Eagle3
+from jaxspec.program.propose.medusa import Medusa
+from jaxspec.program.propose.mlp_speculator import MlpSpeculator
 from jaxspec.program.propose.ngram import NGram
 from jaxspec.program.propose.proposal import (
     Context,
@@ -18,6 +21,9 @@ __all__ = [
     "PROPOSERS",
     "Context",
     "DraftModel",
+    "Eagle3",
+    "Medusa",
+    "MlpSpeculator",
     "NGram",
     "Observer",
     "Proposal",
@@ -32,6 +38,9 @@ PROPOSERS: dict[str, Callable[[EngineConfig], Proposer]] = {
     "draft_model": DraftModel.of,
     "ngram": NGram.of,
     "suffix": Suffix.of,
+    "eagle3": Eagle3.of,
+    "medusa": Medusa.of,
+    "mlp_speculator": MlpSpeculator.of,
 }
 
 

@@ -16,6 +16,9 @@ from jaxspec.program.plan import PoolShape
 from jaxspec.program.rows import Active
 from jaxspec.program.tree import Tree
 
+# In place of a number of layers: after all of them, and the last norm.
+NORMALISED = -1
+
 
 class Proposal(NamedTuple):
     """Draft tokens of one round, by node of a tree.
@@ -54,6 +57,7 @@ class Context:
             None in a launch without.
         backend: Where models run, by the axes of the mesh that split them.
         adjuster: What requests ask of single tokens, for a model that the axes split.
+        target: The target's parameters, whose matrices a head may share.
     """
 
     active: Active
@@ -64,6 +68,7 @@ class Context:
     prompts: TokenBatch | None
     backend: Callable[[tuple[str, ...]], Backend]
     adjuster: Callable[[tuple[str, ...]], Adjust | None]
+    target: Params | None = None
 
 
 class Seen(NamedTuple):
@@ -75,12 +80,20 @@ class Seen(NamedTuple):
         num_accepted: Drafts of each sequence that stayed; what comes after them is of
             tokens that did not.
         row: The tree's, of the last of them; None in a chain.
+        next_tokens: After each of `nodes`, the token that came: those of a round, its
+            last one included.
+        next_tile_tokens: The same for `tiles`.
+        first_row: Of each tile the row whose prompt it ends, which has its first token
+            now; past the last row for others.
     """
 
     nodes: tuple[Float[Array, "seq node model"], ...]
     tiles: tuple[Float[Array, "tile token model"], ...] | None
     num_accepted: Int[Array, " seq"]
-    row: Int[Array, " seq"] | None = None
+    row: Int[Array, " seq"] | None
+    next_tokens: Int[Array, "seq node"]
+    next_tile_tokens: Int[Array, "tile token"] | None
+    first_row: Int[Array, " tile"] | None
 
 
 @runtime_checkable
@@ -146,7 +159,10 @@ class Observer(Proposer, Protocol):
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """After how many layers the residual stream is wanted; 0: the embedding."""
+        """After how many layers the residual stream is wanted; 0: the embedding.
+
+        `NORMALISED` is what logits are made of.
+        """
         ...
 
     def observe(

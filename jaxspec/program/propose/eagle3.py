@@ -1,0 +1,228 @@
+"""The EAGLE-3 head proposes: fed all that the target is fed, and then its own drafts.
+
+A row is about a position: the target's hidden states there, and the token after it. Its
+keys and values lie at that position's slot, in pages at the target's ids, so that the
+last slot of a page depends on one token more than the page has: pages are found by that
+token, too (`jaxspec.engine.kv_cache`). As every pass of the target is followed by one
+of the head, it never lags behind: there is nothing to catch up with.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from jaxspec.config import EngineConfig
+from jaxspec.models import cpu
+from jaxspec.models.batch import TokenBatch
+from jaxspec.models.heads import eagle3
+from jaxspec.models.heads.config import Eagle3Config
+from jaxspec.models.heads.weights import to_target_vocab
+from jaxspec.models.params import Params
+from jaxspec.program.plan import PoolShape
+from jaxspec.program.propose.last_row import (
+    LOWEST,
+    last_forms,
+    last_rows,
+    note_last,
+    without_broken,
+)
+from jaxspec.program.propose.levels import Levels, finite_rows
+from jaxspec.program.propose.proposal import Context, Proposal, Seen
+from jaxspec.program.region import join, make_region
+from jaxspec.program.rows import Active
+from jaxspec.program.state import layer_pages
+from jaxspec.sharding import DRAFT_MESH_AXES
+
+# Pages of keys and values; what the layer made last of each row.
+_State = tuple[Array, Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3:
+    """One layer over the target's hidden states, with pages of its own.
+
+    Attributes:
+        target_layers: After how many of the target's layers they are taken.
+        is_greedy: Propose the argmax, a point mass, also where the request samples.
+    """
+
+    config: Eagle3Config
+    target_layers: tuple[int, ...]
+    is_greedy: bool = False
+
+    has_params: ClassVar[bool] = True
+    may_find_none: ClassVar[bool] = False
+    may_find_few: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "Eagle3":
+        """What an engine's configuration asks for."""
+        head = config.head_config
+        assert config.speculative is not None
+        assert isinstance(head, Eagle3Config)
+        return cls(
+            config=head,
+            target_layers=head.layers_of(config.model_config),
+            is_greedy=config.speculative.draft_sample_method == "greedy",
+        )
+
+    def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
+        """Pages of keys and values; of every row the layer's newest output."""
+        config = self.config
+        pages = layer_pages(
+            num_q_heads=config.num_q_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            num_pages=pool.num_pages,
+            page_size=pool.page_size,
+            dtype=dtype,
+            mesh=mesh,
+            mesh_axes=DRAFT_MESH_AXES,
+        )
+        return pages, last_forms(config.hidden_size, pool, mesh)
+
+    def catch_up(
+        self,
+        params: Params | None,
+        state: _State,
+        context: Context,
+        active: Active,
+        following: Int[Array, " token"],
+    ) -> tuple[_State, None]:
+        """Nothing: `observe` has seen it all."""
+        return state, None
+
+    def propose(
+        self,
+        params: Params | None,
+        state: _State,
+        context: Context,
+        before: Proposal | None,
+    ) -> tuple[Proposal, _State]:
+        """Draw a chain of tokens per sequence, and the next best beside each.
+
+        The first from what the layer made of the newest token when the target's round
+        ended. Each of the others takes a pass, over the draft before it and the layer's
+        own output in place of the target's hidden states. `observe` writes what those
+        passes leave in the pages once more, from the target's.
+        """
+        assert params is not None, "a head came without parameters"
+        assert not context.tree.has_side_paths, "only the spine is continued"
+        own, active = params, context.active
+        pages, last = state
+
+        def read(hidden: Array) -> tuple[Array, Array]:
+            is_finite = jnp.isfinite(hidden).all(axis=1)
+            rows = finite_rows(hidden, is_finite)
+            return self._logits(own, rows, context.pool.vocab_size), ~is_finite
+
+        def first(level: Array | int, drafts: Array, kept: _State) -> tuple:
+            return *read(kept[1]), kept
+
+        def following(level: Array | int, drafts: Array, kept: _State) -> tuple:
+            batch = make_region(
+                drafts[:, level - 1][:, None],
+                active.num_tokens + level - 1,
+                active.page_table,
+                active.is_active[:, None],
+                context.pool,
+            )
+            hidden, pages = self._run(own, batch, kept[1], kept[0], context)
+            return *read(hidden), (pages, hidden)
+
+        levels = Levels(context, is_greedy=self.is_greedy, before=before)
+        proposal, (pages, _) = levels.propose(
+            first, following, (pages, last_rows(last, active))
+        )
+        return proposal, (pages, last)
+
+    def observe(
+        self, params: Params | None, state: _State, context: Context, seen: Seen
+    ) -> _State:
+        """Feed the layer what the target was fed, as far as it has stayed."""
+        assert params is not None, "a head came without parameters"
+        active, pool, width = context.active, context.pool, context.tree.max_emitted
+        pages, last = state
+        node = jnp.arange(width, dtype=jnp.int32)[None]
+        is_kept = active.is_active[:, None] & (node <= seen.num_accepted[:, None])
+        batch = make_region(
+            seen.next_tokens[:, :width],
+            active.num_tokens - 1 + width,
+            active.page_table,
+            is_kept,
+            pool,
+        )
+        streams = [_flat(one[:, :width]) for one in seen.nodes]
+        if seen.tiles is not None:
+            assert context.prompts is not None and seen.next_tile_tokens is not None
+            tokens = seen.next_tile_tokens.reshape(-1)
+            prompts = dataclasses.replace(context.prompts, tokens=tokens)
+            batch = join([batch, prompts])
+            streams = [
+                jnp.concatenate([one, _flat(tiles)])
+                for one, tiles in zip(streams, seen.tiles, strict=True)
+            ]
+        hidden = self._fuse(params, streams)
+        hidden, pages = self._run(params, batch, hidden, pages, context)
+        count = is_kept.size
+        nodes = hidden[:count].reshape(*is_kept.shape, -1)
+        nodes = without_broken(nodes, seen.nodes[-1][:, :width])
+        tiles = None
+        if seen.tiles is not None:
+            tiles = hidden[count:].reshape(*seen.tiles[0].shape[:2], -1)
+            tiles = without_broken(tiles, seen.tiles[-1])
+        return pages, note_last(last, nodes, tiles, active, seen)
+
+    def _fuse(
+        self, params: Params, streams: Sequence[Float[Array, "row target_model"]]
+    ) -> Float[Array, "row model"]:
+        joined = jnp.concatenate(streams, axis=1)
+
+        def fuse(rows: Array) -> Array:
+            parts = jnp.split(rows, len(streams), axis=1)
+            return eagle3.fuse(self.config, params, parts)
+
+        return cpu.with_pads(fuse, joined)
+
+    def _run(
+        self,
+        params: Params,
+        batch: TokenBatch,
+        hidden: Float[Array, "row model"],
+        pages: Array,
+        context: Context,
+    ) -> tuple[Float[Array, "row model"], Array]:
+        """One pass of the layer; its output, and the pages."""
+        count = batch.tokens.shape[0]
+        padded = cpu.pad_batch(batch, pages.shape[0] * pages.shape[1])
+        missing = padded.tokens.shape[0] - count
+        tokens = jnp.maximum(padded.tokens, 0)  # pads have none
+        target = {} if context.target is None else context.target
+        found, pages = eagle3.forward(
+            self.config,
+            params,
+            padded,
+            eagle3.embed(params, tokens, target["embedding"]),
+            jnp.pad(hidden, ((0, missing), (0, 0))),
+            pages,
+            context.backend(DRAFT_MESH_AXES),
+        )
+        return found[:count], pages
+
+    def _logits(
+        self, params: Params, hidden: Float[Array, "row model"], vocab_size: int
+    ) -> Float[Array, "row vocab"]:
+        """Over the target's vocabulary."""
+        found = cpu.with_pads(
+            lambda rows: eagle3.logits(self.config, params, rows), hidden
+        )
+        return jnp.maximum(to_target_vocab(params, found, vocab_size), LOWEST)
+
+
+def _flat(part: Float[Array, "some token model"]) -> Float[Array, "row model"]:
+    return part.reshape(-1, part.shape[2]).astype(jnp.float32)

@@ -1,0 +1,119 @@
+"""What a head keeps of each row between launches: one vector, of its newest token.
+
+For heads that look at nothing else, that is the target's last hidden state, normalised,
+at the token before the newest: the newest has not been fed yet.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from jaxspec.models import cpu
+from jaxspec.models.heads.config import HeadConfig
+from jaxspec.models.params import Params
+from jaxspec.program.plan import PoolShape
+from jaxspec.program.propose.proposal import NORMALISED, Context, Seen
+from jaxspec.program.rows import Active
+from jaxspec.sharding import replicated
+
+# Logits of tokens that a head cannot propose. Finite: where a grammar allows none of
+# those that it can, one of the allowed is drawn, and not of nothing. By no temperature
+# does a law see the difference.
+LOWEST = -1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastRow:
+    """A head on the target's last hidden state alone.
+
+    Attributes:
+        is_greedy: Propose the argmax, a point mass, also where the request samples.
+    """
+
+    config: HeadConfig
+    is_greedy: bool = False
+
+    has_params: ClassVar[bool] = True
+    may_find_none: ClassVar[bool] = False
+    may_find_few: ClassVar[bool] = False
+
+    @property
+    def target_layers(self) -> tuple[int, ...]:
+        """What logits are made of."""
+        return (NORMALISED,)
+
+    def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
+        """One hidden state a row."""
+        return last_forms(self.config.target_hidden_size, pool, mesh)
+
+    def catch_up(
+        self,
+        params: Params | None,
+        state: Array,
+        context: Context,
+        active: Active,
+        following: Int[Array, " token"],
+    ) -> tuple[Array, None]:
+        """Nothing: `observe` has seen it all."""
+        return state, None
+
+    def observe(
+        self, params: Params | None, state: Array, context: Context, seen: Seen
+    ) -> Array:
+        """Keep the hidden state at the last token that the target was fed and kept."""
+        nodes, tiles = seen.nodes[0], None if seen.tiles is None else seen.tiles[0]
+        tiles = None if tiles is None else without_broken(tiles, tiles)
+        return note_last(
+            state, without_broken(nodes, nodes), tiles, context.active, seen
+        )
+
+
+def last_forms(width: int, pool: PoolShape, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """Shape and placement of one vector a row."""
+    shape = (pool.num_rows, width)
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=replicated(mesh))
+
+
+def last_rows(
+    last: Float[Array, "row model"], active: Active
+) -> Float[Array, "seq model"]:
+    """The vectors of a launch's sequences; those of pads are anybody's."""
+    return last.at[active.row].get(mode="clip")
+
+
+def without_broken(
+    made: Float[Array, "some token model"], given: Float[Array, "some token _"]
+) -> Float[Array, "some token model"]:
+    """What was made of the target's hidden states; zeros where those are no numbers.
+
+    A target that is broken ends its request; it does not make the head a broken one.
+    """
+    is_finite = jnp.isfinite(given).all(axis=2, keepdims=True)
+    return jnp.where(is_finite, made, 0)
+
+
+def note_last(
+    last: Float[Array, "row model"],
+    nodes: Float[Array, "seq node model"],
+    tiles: Float[Array, "tile token model"] | None,
+    active: Active,
+    seen: Seen,
+) -> Float[Array, "row model"]:
+    """Keep what was made at the last token that stayed, and at the ends of prompts."""
+    end = seen.num_accepted[:, None, None]
+    newest = jnp.take_along_axis(nodes, end, axis=1)[:, 0]
+    row = jnp.where(active.is_active, active.row, last.shape[0])
+    last = last.at[row].set(newest.astype(last.dtype), mode="drop")
+    if tiles is None or seen.first_row is None:
+        return last
+    return last.at[seen.first_row].set(tiles[:, -1].astype(last.dtype), mode="drop")
+
+
+def pad_rows(part: Array) -> Array:
+    """Rows of a pass, as many as XLA:CPU wants at least; pads are zeros."""
+    missing = max(cpu.MIN_ROWS - part.shape[0], 0)
+    return jnp.pad(part, [(0, missing)] + [(0, 0)] * (part.ndim - 1))

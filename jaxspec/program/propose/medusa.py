@@ -1,0 +1,94 @@
+"""Medusa proposes: every head one level, from the same hidden state.
+
+What a level's drafts continue does not matter to its head, so that trees of any shape
+cost no more passes than a chain.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxspec.config import EngineConfig
+from jaxspec.models.heads import medusa
+from jaxspec.models.heads.config import MedusaConfig
+from jaxspec.models.heads.weights import to_target_vocab
+from jaxspec.models.params import Params
+from jaxspec.program.plan import MAX_GROUP_BYTES
+from jaxspec.program.propose.last_row import LOWEST, LastRow, last_rows, pad_rows
+from jaxspec.program.propose.levels import Levels
+from jaxspec.program.propose.proposal import Context, Proposal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Medusa(LastRow):
+    """As many heads as there may be drafts in a row."""
+
+    config: MedusaConfig
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "Medusa":
+        """What an engine's configuration asks for."""
+        assert config.speculative is not None
+        assert isinstance(config.head_config, MedusaConfig)
+        is_greedy = config.speculative.draft_sample_method == "greedy"
+        return cls(config=config.head_config, is_greedy=is_greedy)
+
+    def propose(
+        self,
+        params: Params | None,
+        state: Array,
+        context: Context,
+        before: Proposal | None,
+    ) -> tuple[Proposal, Array]:
+        """Draw of every head's law; beside it stand its next best tokens."""
+        assert params is not None, "a head came without parameters"
+        tree, seqs = context.tree, context.active.row.shape[0]
+        rows = pad_rows(last_rows(state, context.active))
+        found = jnp.stack(medusa.forward(self.config, params, rows)[: tree.num_levels])
+        is_finite = jnp.isfinite(found).all(axis=(0, 2))
+        found = jnp.where(is_finite[None, :, None], found, 0)
+        logits_of = self._logits(params, found, context)
+
+        def first(level: Array | int, drafts: Array, kept: None) -> tuple:
+            return logits_of(level)[:seqs], ~is_finite[:seqs], kept
+
+        def following(level: Array | int, drafts: Array, kept: None) -> tuple:
+            # Whatever is continued, it is by the same tokens.
+            width = 1 if tree.is_chain else tree.branching.shape[1]
+            every = jnp.repeat(logits_of(level)[:seqs], width, axis=0)
+            return every, ~is_finite[:seqs], kept
+
+        levels = Levels(context, is_greedy=self.is_greedy, before=before)
+        return levels.propose(first, following, None)[0], state
+
+    def _logits(
+        self, params: Params, found: Float[Array, "level row model"], context: Context
+    ) -> Callable[[Array | int], Float[Array, "row vocab"]]:
+        """Logits of a level, over the target's vocabulary."""
+        config, vocab = self.config, context.pool.vocab_size
+        assert context.target is not None, "nobody has the matrix of logits"
+        shared, (levels, count, _) = context.target["embedding"], found.shape
+
+        def widen(logits: Array) -> Array:
+            return jnp.maximum(to_target_vocab(params, logits, vocab), LOWEST)
+
+        def one_head(head: int, rows: Array) -> Array:
+            return widen(medusa.logits(config, params, head, rows, shared))
+
+        if config.lm_heads < 2 and 4 * levels * count * vocab <= MAX_GROUP_BYTES:
+            # One product: the matrix is the largest there is, and is read once.
+            joined = found.reshape(levels * count, -1)
+            every = one_head(0, joined).reshape(levels, count, -1)
+            return functools.partial(_entry, every)
+        heads = [functools.partial(one_head, head) for head in range(levels)]
+        if config.lm_heads < 2:
+            return lambda level: heads[0](_entry(found, level))
+        return lambda level: jax.lax.switch(level, heads, _entry(found, level))
+
+
+def _entry(every: Array, level: Array | int) -> Array:
+    return jax.lax.dynamic_index_in_dim(every, level, keepdims=False)
