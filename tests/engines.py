@@ -13,6 +13,7 @@ from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import Runner, build_mesh
+from jaxspec.models.heads.config import HeadConfig
 from jaxspec.models.weights import load_params
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import StepPlan, StepShape
@@ -177,6 +178,7 @@ def make_engine(
     suffix: dict[str, Any] | None = None,
     num_side_leaves: int = 0,
     tree: str | None = None,
+    head: tuple[HeadConfig, Any] | None = None,
     acceptance_rates: tuple[float, ...] | None = None,
     scan_layers: bool = False,
     **settings: Any,
@@ -189,6 +191,7 @@ def make_engine(
             prefix; beside the model's drafts or alone.
         num_side_leaves, tree: Keys of `SpeculativeConfig`; of a tree, the number of
             drafts is that of its nodes.
+        head: Its config, and its parameters.
         acceptance_rates: For the rule "synthetic".
         scan_layers: Of both models.
         has_one_shape: Run every launch in the largest shape: far fewer compilations.
@@ -197,12 +200,14 @@ def make_engine(
     """
     kinds = {"ngram": lookup, "suffix": suffix, "draft_model": draft}
     names = [name for name, kind in kinds.items() if kind is not None]
+    if head is not None:
+        names.append(head[0].kind)
     assert (not names) == (num_draft_tokens == 0)
     speculative = None
     if num_draft_tokens:
         speculative = SpeculativeConfig(
             method="+".join(names),
-            model=None if draft is None else "draft",
+            model=None if draft is None and head is None else "draft",
             prompt_lookup_max=lookup and lookup[0],
             prompt_lookup_min=lookup and lookup[1],
             num_speculative_tokens=num_draft_tokens,
@@ -225,10 +230,11 @@ def make_engine(
         draft_model_config=(
             None if draft is None else model_config(draft, scan_layers=scan_layers)
         ),
+        head_config=head and head[0],
         **(SETTINGS | settings),
     )
     kind = runner or (OneShapeRunner if has_one_shape else Runner)
-    made = _make_runner(kind, config, target, draft)
+    made = _make_runner(kind, config, target, draft, head and head[1])
     if not is_optimized:
         made.compiler_options = QUICK_COMPILER
     # Every launch in its own program: what a test sees does not depend on the clock.
@@ -244,7 +250,11 @@ def suffix_keys(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make_runner(
-    kind: type[Runner], config: EngineConfig, target: Any, draft: Any
+    kind: type[Runner],
+    config: EngineConfig,
+    target: Any,
+    draft: Any,
+    head_params: Any = None,
 ) -> Runner:
     mesh = build_mesh(config)
 
@@ -254,7 +264,9 @@ def _make_runner(
             model, jnp.dtype(config.dtype), mesh, axes, scan_layers=scan_layers
         )
 
-    draft_params = None if draft is None else load(draft, DRAFT_MESH_AXES)
+    draft_params = head_params
+    if draft is not None:
+        draft_params = load(draft, DRAFT_MESH_AXES)
     return kind(config, mesh, load(target, TARGET_MESH_AXES), draft_params)
 
 
@@ -321,10 +333,16 @@ def with_draft(engine: LLMEngine, draft: Any) -> LLMEngine:
     """A fresh engine with another draft of the same sizes; nothing new is compiled."""
     config, old = engine.config, engine.runner
     assert config.draft_model_config == model_config(draft)
-    target_params, (*_, draft_params) = old.params
-    assert draft_params is not None
-    params = load_weights(draft, old.dtype, old.mesh, DRAFT_MESH_AXES)
-    runner = type(old)(config, old.mesh, target_params, params)
+    return with_params(
+        engine, load_weights(draft, old.dtype, old.mesh, DRAFT_MESH_AXES)
+    )
+
+
+def with_params(engine: LLMEngine, params: Any, target_params: Any = None) -> LLMEngine:
+    """A fresh engine with other parameters of what drafts; nothing new is compiled."""
+    config, old = engine.config, engine.runner
+    assert old.params[1][-1] is not None
+    runner = type(old)(config, old.mesh, target_params or old.params[0], params)
     # Executables take the parameters as arguments.
     runner.compiler_options, runner.cache = old.compiler_options, old.cache
     runner.compiler, runner.compiles_beside = old.compiler, old.compiles_beside

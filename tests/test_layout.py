@@ -125,6 +125,26 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/program/propose/test_ngram.py",
         "one match is a lookup; several: test_suffix.py beside it",
     ),
+    "jaxspec/program/propose/eagle3.py": (
+        "tests/e2e/test_heads.py",
+        "its drafts are held against a replay of whole texts",
+    ),
+    "jaxspec/program/propose/medusa.py": (
+        "tests/e2e/test_heads.py",
+        "its drafts are held against a replay of whole texts",
+    ),
+    "jaxspec/program/propose/mlp_speculator.py": (
+        "tests/e2e/test_heads.py",
+        "its drafts are held against a replay of whole texts",
+    ),
+    "jaxspec/program/propose/last_row.py": (
+        "tests/e2e/heads.py",
+        "what it keeps is what the heads' drafts are made of",
+    ),
+    "jaxspec/program/propose/levels.py": (
+        "tests/mutants.py",
+        "a part of the draft model, and tested with it",
+    ),
     "jaxspec/program/propose/proposal.py": (
         "tests/program/propose/test_draft_model.py",
         "a tuple and a chain: the proposer's test reads every field",

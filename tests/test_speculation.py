@@ -19,15 +19,20 @@ DEPTH, FACTOR, PROB, CACHED = SUFFIX_DEFAULTS
         ("ngram+draft_model", LOOKUP | {"model": "draft"}, True, True),
         ("suffix", SUFFIX_DEFAULTS, True, False),
         ("suffix+draft_model", SUFFIX_DEFAULTS | {"model": "draft"}, True, True),
+        ("eagle3", {"model": "head"}, False, False),
+        ("medusa", {"model": "head"}, False, False),
+        ("mlp_speculator", {"model": "head"}, False, False),
     ],
 )
 def test_methods(method: str, keys: dict, *, has_lookup: bool, has_draft_model: bool):
     config = SpeculativeConfig(method=method, **keys)
     assert config.has_lookup is has_lookup
     assert config.has_draft_model is has_draft_model
+    assert config.has_head is (keys == {"model": "head"})
+    assert config.has_folder is ("model" in keys)
 
 
-@pytest.mark.parametrize("method", ["eagle", "medusa", "ngram,draft_model", None])
+@pytest.mark.parametrize("method", ["eagle", "hydra", "ngram,draft_model", None])
 def test_other_methods_are_not_supported(method: Any):
     with pytest.raises(NotImplementedError, match=f"'draft_model', got {method!r}"):
         SpeculativeConfig(model="draft", method=method)

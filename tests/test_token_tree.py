@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.errors import ConfigError
+from jaxspec.program.tree import Tree
 from jaxspec.token_tree import (
     MAX_NODES,
     Hits,
@@ -15,6 +16,7 @@ from jaxspec.token_tree import (
     Place,
     best_tree,
     count_ranks,
+    has_side_paths,
     leaf_paths,
     most_tokens,
     parents_of,
@@ -197,3 +199,15 @@ def test_ranks_are_counted_wherever_what_comes_before_was_kept():
     }
     assert Hits(21, 7).rate == pytest.approx(1 / 3)
     assert Hits(0, 0).rate == 0
+@pytest.mark.parametrize(
+    ("paths", "has_some"),
+    [
+        (leaf_paths(3, 0), False),
+        (leaf_paths(3, 2), False),
+        (((0,), (1,), (0, 0), (1, 0)), True),
+        (((0,), (0, 0), (0, 1), (0, 1, 0)), True),
+    ],
+)
+def test_whether_drafts_beside_the_chain_are_continued(paths, has_some):
+    assert has_side_paths(parents_of(paths)) is has_some
+    assert Tree(parents_of(paths)).has_side_paths is has_some

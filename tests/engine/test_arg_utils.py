@@ -484,9 +484,9 @@ def test_two_vocabularies(tmp_path: Path, target: str):
         configure(target, speculative_model=other, num_speculative_tokens=2)
 
 
-def test_a_head_in_place_of_a_draft_model(tmp_path: Path, target: str):
-    head = write_model(tmp_path / "head", model_type="medusa")
-    told = r"speculative_model .*head': .*got 'medusa'.* heads such as Medusa's and"
+def test_a_draft_model_of_another_kind(tmp_path: Path, target: str):
+    head = write_model(tmp_path / "head", model_type="hydra")
+    told = r"speculative_model .*head': .*got 'hydra'.* from a head, which is a small"
     with pytest.raises(ConfigError, match=told) as refused:
         configure(target, speculative_model=head, num_speculative_tokens=2)
     assert refused.value.parameter == "speculative_model"

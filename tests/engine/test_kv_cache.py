@@ -142,6 +142,18 @@ def test_keys_go_on_where_others_ended():
     assert list(page_keys(whole[0], tokens[4:], 4)) == whole[1:]
 
 
+def test_keys_of_pages_that_depend_on_the_token_after_them():
+    tokens = [4, 5, 6, 7, 8]
+    root = root_key("all", "")
+    keys = list(page_keys(root, tokens, 2, 1))
+    assert len(keys) == 2  # of both pages the next token is known
+    assert len(list(page_keys(root, tokens[:4], 2, 1))) == 1
+    other = list(page_keys(root, [4, 5, 6, 7, 9], 2, 1))
+    assert (other[0], other[1] == keys[1]) == (keys[0], False)
+    # On from where others ended, the token after the last page counts again.
+    assert list(page_keys(keys[0], tokens[2:], 2, 1)) == keys[1:]
+
+
 def test_salts_and_groups_have_keys_of_their_own():
     roots = {root_key(kind, salt) for kind in ("salt", "group") for salt in ("", "1")}
     assert len(roots | {root_key("all", "")}) == 5

@@ -281,8 +281,8 @@ def test_lookups_that_contradict(arguments: dict[str, Any], texts: list[str]):
     ("arguments", "given"),
     [
         ({"spec_method": "eagle", "spec_model": "x"}, "'eagle'"),
-        ({"spec_method": "medusa", "spec_model": "x"}, "heads such as Medusa's"),
-        ({"speculative_model": "[medusa]"}, "heads such as Medusa's"),
+        ({"spec_method": "hydra", "spec_model": "x"}, "'eagle3', 'medusa', 'mlp_spec"),
+        ({"speculative_model": "[medusa]"}, "a head, which is a small network"),
         ({"speculative_config": {"model": "[eagle]"}}, "speculative_model='[eagle]'"),
         ({"speculative_config": SAME | {"quantization": "fp8"}}, "'fp8'"),
         ({"speculative_config": SAME | {"use-heterogeneous-vocab": True}}, "True"),

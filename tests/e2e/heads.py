@@ -1,0 +1,411 @@
+"""Heads for the pair's target: random ones, ones that are always right, and a replay.
+
+The target whose next token follows from the newest alone is what a head can be right
+about: its attention adds nothing. `replay` says what a head should have proposed, from
+whole texts and plain attention, without pages, launches, rounds or what `last_row`
+keeps between them.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.models.heads.config import (
+    Eagle3Config,
+    HeadConfig,
+    MedusaConfig,
+    MlpSpeculatorConfig,
+)
+from jaxspec.models.heads.weights import TOKEN_IDS, random_head
+from jaxspec.program import step
+from jaxspec.sharding import make_mesh
+from jaxspec.train.methods import Eagle3Method, MedusaMethod, MlpSpeculatorMethod
+from jaxspec.train.target import Target
+from tests.e2e import pair
+from tests.engines import QUICK_COMPILER, make_engine
+
+VOCAB, HIDDEN = int(pair.SIZES["vocab_size"]), int(pair.SIZES["hidden_size"])
+NUM_DRAFT = 3
+KINDS = ("eagle3", "medusa", "mlp_speculator")
+METHODS: dict[str, Any] = {
+    "eagle3": functools.partial(Eagle3Method, num_passes=NUM_DRAFT),
+    "medusa": MedusaMethod,
+    "mlp_speculator": MlpSpeculatorMethod,
+}
+
+# Of a round: tokens known before it, and the drafts.
+Round = tuple[int, list[int]]
+
+
+def config_of(kind: str, **changes: Any) -> Any:
+    """The config of a head of few parameters; EAGLE-3's vocabulary is trimmed."""
+    both: dict[str, Any] = dict(
+        target_hidden_size=HIDDEN, vocab_size=VOCAB, draft_vocab_size=VOCAB
+    )
+    if kind == "medusa":
+        both |= dict(num_heads=NUM_DRAFT, lm_heads=NUM_DRAFT)
+        return MedusaConfig(**both | changes)
+    if kind == "mlp_speculator":
+        both |= dict(num_stages=NUM_DRAFT, inner_size=24)
+        return MlpSpeculatorConfig(**both | changes)
+    both |= dict(
+        draft_vocab_size=48,
+        hidden_size=HIDDEN,
+        intermediate_size=12,
+        num_q_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        target_layers=(0, 1, 2),
+        norm_before_residual=True,
+        has_embedding=True,
+    )
+    return Eagle3Config(**both | changes)
+
+
+def random_params(
+    config: HeadConfig,
+    seed: int = 0,
+    *,
+    mesh: Any = None,
+    dtype: str = "float32",
+) -> Any:
+    """Random parameters; those of a trimmed vocabulary keep tokens here and there."""
+    options: Any = dict(dtype=jnp.dtype(dtype), mesh=mesh or make_mesh(1))
+    params = random_head(config, seed=seed, **options)
+    if TOKEN_IDS in params:
+        ids = np.random.default_rng(5).permutation(config.vocab_size)
+        ids = np.sort(ids[: config.draft_vocab_size]).astype(np.int32)
+        params[TOKEN_IDS] = jax.device_put(ids, params[TOKEN_IDS].sharding)
+    return params
+
+
+# The drafts that programs made, while somebody listens: (row, tokens known, drafts).
+_HEARD: list[tuple[int, int, list[int]]] = []
+
+
+def _hear(*told: Any) -> None:
+    for is_active, row, known, drafts, count in zip(*told, strict=True):
+        if is_active:
+            _HEARD.append((int(row), int(known), drafts[:count].tolist()))
+
+
+@contextmanager
+def told_drafts() -> Iterator[None]:
+    """Programs that are made meanwhile tell `heard` what they draft."""
+    propose = step._propose
+
+    def tell(target: Any, params: Any, states: Any, launch: Any, **options: Any) -> Any:
+        found = propose(target, params, states, launch, **options)
+        if found[0] is not None:
+            proposal: Any = found[0]
+            active = launch.active
+            who = active.is_active, active.row, active.num_tokens
+            jax.debug.callback(_hear, *who, proposal.tokens, proposal.num_drafts)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "_propose", tell)
+        yield
+
+
+def heard() -> list[tuple[int, int, list[int]]]:
+    """What was drafted since the last call: row, tokens known, drafts."""
+    jax.effects_barrier()
+    found = _HEARD.copy()
+    _HEARD.clear()
+    return found
+
+
+@functools.cache
+def target_of(kind: str) -> Any:
+    """`pair`: the pair's. `chain`: its next token follows from the newest alone."""
+    if kind == "pair":
+        return pair.target()
+    model = pair.make_model(11)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            # Gemma's norms scale by 1 + weight: nothing of attention is added.
+            layer.post_attention_layernorm.weight.fill_(-1)
+    return model
+
+
+def replay(
+    engine: LLMEngine, rounds: list[tuple[list[int], list[int]]]
+) -> list[np.ndarray]:
+    """Logits of every draft, over the target's vocabulary: [draft][round, vocab].
+
+    From the tokens before it and the drafts before it, by the trainer's passes over
+    whole texts.
+
+    Args:
+        rounds: Known tokens, and the drafts.
+    """
+    runner = engine.runner
+    config: Any = engine.config.head_config
+    params: Any = runner.params[1][0]
+    target = Target(
+        name="target",
+        folder=Path(),
+        config=engine.config.model_config,
+        params=runner.params[0],
+        mesh=runner.mesh,
+    )
+    method = METHODS[config.kind](config=config)
+    length = max(len(known) + len(drafts) for known, drafts in rounds)
+    length = -(-length // 16) * 16
+    tokens = np.zeros((len(rounds), length), np.int32)
+    for row, (known, drafts) in zip(tokens, rounds, strict=True):
+        row[: len(known) + len(drafts)] = known + drafts
+    states = target.reader(method.layers)(tokens)
+
+    @functools.partial(jax.jit, compiler_options=QUICK_COMPILER)
+    def run(params: Any, embedding: Any, tokens: Any, states: Any) -> list[Any]:
+        found = method.hidden(params, embedding, tokens, states)
+        return [
+            method.logits(params, embedding, number, one).reshape(*tokens.shape, -1)
+            for number, one in enumerate(found)
+        ]
+
+    place = np.array([len(known) - 2 for known, _ in rounds])
+    made = []
+    for logits in run(params, target.embedding, jnp.asarray(tokens), states):
+        some = np.asarray(logits)[np.arange(len(rounds)), place]
+        if TOKEN_IDS in params:
+            whole = np.full((len(rounds), VOCAB), -np.inf)
+            whole[:, np.asarray(params[TOKEN_IDS])] = some
+            some = whole
+        made.append(some)
+    return made
+
+
+def successors(model: Any) -> np.ndarray:
+    """The greedy token after each token, of the target that looks at no other."""
+    with torch.no_grad():
+        logits = model(torch.arange(VOCAB)[:, None]).logits[:, -1]
+    return logits.argmax(dim=1).numpy()
+
+
+def longest_cycle(following: np.ndarray) -> list[int]:
+    """The longest cycle of a map."""
+    best: list[int] = []
+    for token in range(len(following)):
+        path = [token]
+        while following[path[-1]] not in path:
+            path.append(int(following[path[-1]]))
+        cycle = path[path.index(following[path[-1]]) :]
+        best = max(best, cycle, key=len)
+    return best
+
+
+def states_of_tokens(model: Any) -> tuple[np.ndarray, np.ndarray]:
+    """After the last layer, of each token alone: the stream, and normalised."""
+    seen = []
+    hook = model.model.layers[-1].register_forward_hook(
+        lambda module, given, found: seen.append(
+            found[0] if isinstance(found, tuple) else found
+        )
+    )
+    with torch.no_grad():
+        rows = model.model(torch.arange(VOCAB)[:, None]).last_hidden_state[:, 0]
+    hook.remove()
+    return seen[0].reshape(VOCAB, -1).numpy(), rows.numpy()
+
+
+def classifier(rows: np.ndarray, classes: dict[int, int]) -> np.ndarray:
+    """A matrix of logits that is right about each row: `classes[row]` is the largest.
+
+    With w = z / |z| for each row z, w . z = |z|, and no other is larger (Cauchy).
+    """
+    matrix = np.zeros((VOCAB, rows.shape[1]), np.float32)
+    for row, one in classes.items():
+        matrix[one] = rows[row] / np.linalg.norm(rows[row])
+    assert all((rows[row] @ matrix.T).argmax() == one for row, one in classes.items())
+    return matrix
+
+
+def settled(
+    config: HeadConfig,
+    values: dict[tuple[str, ...], np.ndarray],
+    ids: np.ndarray | None = None,
+) -> Any:
+    """Parameters, all zeros but for some.
+
+    Args:
+        ids: Of a trimmed vocabulary.
+    """
+    params = jax.tree.map(np.zeros_like, jax.device_get(random_params(config)))
+
+    def put(path: tuple[str, ...], value: np.ndarray) -> None:
+        node = params
+        for key in path[:-1]:
+            node = node[key]
+        old = node[path[-1]]
+        made = np.asarray(value, np.float32)
+        is_vector = len(old.shape) == 1
+        node[path[-1]] = made if is_vector else type(old).of(_placed(made))
+
+    for path, value in values.items():
+        put(path, value)
+    if ids is not None:
+        params[TOKEN_IDS] = ids.astype(np.int32)
+    return jax.tree.map(_placed, params)
+
+
+def _placed(value: Any) -> Any:
+    mesh = make_mesh(1)
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.device_put(np.asarray(value), whole)
+
+
+def right_params(kind: str, config: Any, *, is_second: bool = False) -> Any:
+    """Of a head that is right about all that the target of kind `chain` says.
+
+    Args:
+        is_second: Medusa's first head has another token before each right one.
+    """
+    model = target_of("chain")
+    following, (streams, rows) = successors(model), states_of_tokens(model)
+    cycle = longest_cycle(following)
+
+    def after(token: int, steps: int) -> int:
+        for _ in range(steps):
+            token = int(following[token])
+        return token
+
+    if kind == "medusa":
+        # Its blocks add nothing; head i looks at a token, and says the i + 2nd after.
+        heads = {
+            ("lm_heads", str(head)): classifier(
+                rows, {token: after(token, head + 2) for token in cycle}
+            )
+            for head in range(config.num_heads)
+        }
+        others = [token for token in range(VOCAB) if token not in cycle]
+        if is_second:
+            first = heads["lm_heads", "0"]
+            first[others[: len(cycle)]] = 1.01 * first[cycle]
+        return settled(config, heads)
+    random = np.random.default_rng(3)
+    if kind == "mlp_speculator":
+        return settled(config, _right_stages(config, rows, cycle, after, random))
+    values = {
+        ("norm",): np.ones(HIDDEN),
+        ("layer", "hidden_norm"): np.ones(HIDDEN),
+        ("layer", "input_norm"): np.ones(HIDDEN),
+    }
+    # The layer adds nothing: what it makes of a row is the target's last stream.
+    fuse = np.zeros((HIDDEN, 3 * HIDDEN), np.float32)
+    fuse[:, 2 * HIDDEN :] = np.eye(HIDDEN)
+    normed = streams / np.sqrt((streams**2).mean(axis=1, keepdims=True))
+    matrix = classifier(normed, {token: after(token, 2) for token in cycle})
+    ids = kept_tokens(config, cycle)
+    return settled(config, values | {("fc",): fuse, ("lm_head",): matrix[ids]}, ids)
+
+
+def kept_tokens(config: Any, cycle: list[int]) -> np.ndarray:
+    """A trimmed vocabulary that has some tokens."""
+    others = [token for token in range(VOCAB) if token not in cycle]
+    return np.sort((cycle + others)[: config.draft_vocab_size])
+
+
+def _right_stages(
+    config: Any, rows: np.ndarray, cycle: list[int], after: Any, random: Any
+) -> dict[tuple[str, ...], np.ndarray]:
+    """The first stage looks at the hidden state alone, the others at their token."""
+    values: dict[tuple[str, ...], np.ndarray] = {}
+    inner = config.inner_size
+    for stage in range(config.num_stages):
+        if stage == 0:
+            matrix = random.normal(size=(inner, HIDDEN)).astype(np.float32)
+            values["proj", "0", "weight"] = matrix
+            states = rows @ matrix.T
+            wanted = {token: after(token, 2) for token in cycle}
+        else:
+            states = random.normal(size=(VOCAB, inner)).astype(np.float32)
+            values["emb", str(stage), "weight"] = states
+            wanted = {token: after(token, 1) for token in cycle}
+        normed = states / np.sqrt((states**2).mean(axis=1, keepdims=True))
+        made = np.asarray(jax.nn.gelu(normed, approximate=False))
+        values["ln", str(stage), "weight"] = np.ones(inner)
+        values["head", str(stage), "weight"] = classifier(made, wanted)
+    return values
+
+
+def right_by_tokens(config: Any) -> Any:
+    """Of an EAGLE-3 head that goes by the token of each row, whatever is before it.
+
+    Its attention sees little but the row itself: queries and keys are one constant
+    vector, turned by their positions, so that no other place is as near.
+    """
+    model = target_of("chain")
+    following = successors(model)
+    cycle = longest_cycle(following)
+    random = np.random.default_rng(4)
+    # A coordinate that is the same of every token, and a code that is its own.
+    codes = random.choice([-1.0, 1.0], size=(VOCAB, HIDDEN - 1))
+    table = np.concatenate([np.ones((VOCAB, 1)), codes], axis=1)
+    queries, head = config.num_q_heads * config.head_dim, config.head_dim
+    q_proj = np.zeros((queries, 2 * HIDDEN))
+    q_proj[:, 0] = 40.0
+    kv_proj = np.zeros((2 * head, 2 * HIDDEN))
+    kv_proj[:head, 0] = 40.0
+    kv_proj[head:, 1:HIDDEN] = random.normal(size=(head, HIDDEN - 1))
+    o_proj = np.zeros((HIDDEN, queries))
+    o_proj[:, :head] = random.normal(size=(HIDDEN, head))
+    mixed = codes @ kv_proj[head:, 1:HIDDEN].T @ o_proj[:, :head].T
+    normed = mixed / np.sqrt((mixed**2).mean(axis=1, keepdims=True))
+    matrix = classifier(normed, {one: int(following[one]) for one in cycle})
+    attention, ids = ("layer", "attention"), kept_tokens(config, cycle)
+    return settled(
+        config,
+        {
+            ("embedding",): table,
+            ("norm",): np.ones(HIDDEN),
+            ("layer", "input_norm"): np.ones(HIDDEN),
+            (*attention, "q_proj"): q_proj,
+            (*attention, "kv_proj"): kv_proj,
+            (*attention, "o_proj"): o_proj,
+            ("lm_head",): matrix[ids],
+        },
+        ids,
+    )
+
+
+def make_head_engine(
+    kind: str,
+    *,
+    config: Any = None,
+    params: Any = None,
+    target: str = "pair",
+    **options: Any,
+) -> LLMEngine:
+    """An engine of the pair's settings with a head, by default a random one."""
+    config = config or config_of(kind)
+    settings: dict[str, Any] = pair.SETTINGS | dict(num_draft_tokens=NUM_DRAFT)
+    if params is None:
+        params = random_params(config, dtype=options.get("dtype", "float32"))
+    return make_engine(target_of(target), head=(config, params), **(settings | options))
+
+
+def split_engine(target: Any, config: Any, draft_devices: int) -> LLMEngine:
+    """An engine on eight devices, of which so many share a copy of the head."""
+    mesh = make_mesh(8, draft_devices)
+    params = random_params(config, mesh=mesh)
+    return make_engine(
+        target,
+        head=(config, params),
+        num_draft_tokens=NUM_DRAFT,
+        tensor_parallel_size=8,
+        draft_tensor_parallel_size=draft_devices,
+    )
