@@ -289,18 +289,9 @@ def levels() -> list[np.ndarray]:
     return levels_after(make_micro(seed=3), LAW_PROMPT)
 
 
-@pytest.mark.parametrize(
-    ("kind", "rule"),
-    [
-        ("eagle3", "block"),
-        *(
-            slow(kind, rule)
-            for kind in KINDS
-            for rule in ("standard", "block", "seeded")
-            if (kind, rule) != ("eagle3", "block")
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["standard", "block", "seeded"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_position_follows_the_target(kind, rule):
     """Also where the head can say 11 of 16 tokens."""
     counted = sample(law_engine(kind), rule, 700, every=FEWER)

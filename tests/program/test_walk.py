@@ -16,7 +16,7 @@ import pytest
 from jaxspec.models.backend import Backend
 from jaxspec.program import walk
 from jaxspec.program.plan import RULES
-from jaxspec.program.propose import Proposal, draft_model
+from jaxspec.program.propose import Proposal, levels
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
 from jaxspec.program.tree import Tree
@@ -66,8 +66,8 @@ def grow(tree: Tree, draft: jax.Array, active: Active) -> Proposal:
         scores = draft[known[:, tree.branching[level]]]
         token, law = sample_draft(scores[:, 0], level, active, Backend())
         if not active.is_greedy:
-            scores = draft_model._with_noise(scores, level, active)
-        drafts = draft_model._grow(tree, level, drafts, token, scores)
+            scores = levels._with_noise(scores, level, active)
+        drafts = levels._grow(tree, level, drafts, token, scores)
         probs.append(law)
     laws = None if active.is_greedy else jnp.stack(probs, axis=1)
     return Proposal(drafts, active.num_tokens, laws)

@@ -12,7 +12,7 @@ import pytest
 from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.plan import COUPLED, NO_TOKEN, STANDARD, TILE, PoolShape
-from jaxspec.program.propose import Context, Proposal, draft_model
+from jaxspec.program.propose import Context, Proposal, draft_model, levels
 from jaxspec.program.region import make_region
 from jaxspec.program.rows import Active
 from jaxspec.program.tree import Tree
@@ -232,11 +232,11 @@ def test_what_others_propose_comes_before_what_is_drawn():
     before = Proposal(jnp.array([[4, 5], [6, 7], [1, 2]]), jnp.array([2, 1, 0]))
     drawn = jnp.array([0, 3, 3], jnp.int32)
     probs = jnp.full((3, 8), 0.125)
-    token, law = draft_model._keep(before, jnp.int32(1), drawn, probs)
+    token, law = levels._keep(before, jnp.int32(1), drawn, probs)
     np.testing.assert_array_equal(token, [5, 3, 3])
     assert law is not None
     np.testing.assert_array_equal(law[0], np.arange(8) == 5)
     np.testing.assert_array_equal(law[1:], probs[1:])
-    token, law = draft_model._keep(before, jnp.int32(1), drawn, None)
+    token, law = levels._keep(before, jnp.int32(1), drawn, None)
     np.testing.assert_array_equal(token, [5, 3, 3])
     assert law is None
