@@ -2,12 +2,13 @@
 
     PYTHONPATH=.:kernels:checkpoints:.venv/aot python -m benchmarks.compile_costs
 
-For TPUs that are not here: the programs that a server begins with, of the sizes that
-its memory plan gives it, each with all layers one by one and with layers scanned
-(`scan_layers`). CPU-s of the process, which other work changes less than seconds;
-operations, arguments and temporaries. Nothing runs: no figure is a speed of a round.
-Writes benchmarks/results/compile-costs.json after every program and prints the table.
-Rows that a run leaves out stay what they were, each with its commit.
+For TPUs and GPUs that are not here: the programs that a server begins with, of the
+sizes that its memory plan gives it, each with all layers one by one and, on TPUs, with
+layers scanned (`scan_layers`). CPU-s of the process, which other work changes less than
+seconds; operations, arguments and temporaries. Nothing runs: no figure is a speed of a
+round. Writes benchmarks/results/compile-costs.json after every program and prints the
+table. Programs that have a row are left out, unless `--again` is given; every row has
+its commit.
 """
 
 import argparse
@@ -28,7 +29,13 @@ from jaxspec.bench.report import commit, record
 from jaxspec.config import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.controller import Controller
-from jaxspec.engine.described import describe, describe_mesh, named_mesh
+from jaxspec.engine.described import (
+    check_device,
+    describe,
+    describe_mesh,
+    named_devices,
+    named_mesh,
+)
 from jaxspec.engine.device_memory import fit
 from jaxspec.engine.runner import options_of
 from jaxspec.engine.shapes import GREEDY, SAMPLED, EveryProgram, Shapes
@@ -38,15 +45,22 @@ from jaxspec_checkpoints.gemma2.published import published_config
 
 RESULT = Path(__file__).with_name("results") / "compile-costs.json"
 NUM_DRAFT_TOKENS = 5
-# Devices, target and draft: in the order in which they are compiled.
+# Devices, target and draft: in the order of what they cost to compile.
 SERVERS = (
-    ("v5e-8", "9b", "2b"),
-    ("v6e-1", "9b", "2b"),
-    ("v5e-8", "27b", "2b"),
     ("v6e-1", "2b", None),
     ("v5e-8", "2b", None),
+    ("h100", "2b", None),
+    ("h100", "9b", "2b"),
+    ("h100", "27b", "2b"),
+    ("v6e-1", "9b", "2b"),
+    ("v5e-8", "9b", "2b"),
+    ("v5e-8", "27b", "2b"),
 )
+# An H100 runs the machine code for an H200, and differs in its memory.
+COMPILED_AS = {"h100": "h200"}
 FORMS = {"one by one": False, "scanned": True}
+# What jax says of a text that it cannot read.
+UNREADABLE = "async-update instruction"
 # What tells a row from the others.
 KEY = ("devices", "target", "draft", "program", "scan_layers")
 
@@ -86,7 +100,7 @@ def server_config(
     devices: str, target: str, draft: str | None, *, scan_layers: bool
 ) -> EngineConfig:
     """What a server of these models has on these devices when nothing else is said."""
-    count = int(devices.rpartition("-")[2])
+    count = len(named_devices(devices))
     config = engine_config(
         target, draft, scan_layers=scan_layers, tensor_parallel_size=count
     )
@@ -137,7 +151,7 @@ def costs_of(
     """Lower and compile a program; what that cost, and what came of it.
 
     Bytes are those of one device, `hbm_bytes` all of them together; `peak_rss_bytes`
-    is of the process so far.
+    is of the process so far. `compiled_ops` is None where jax cannot read the text.
     """
     start, start_cpu = time.monotonic(), _cpu_s()
     lowered = lower()
@@ -145,7 +159,7 @@ def costs_of(
     start, start_cpu = time.monotonic(), _cpu_s()
     compiled: Any = lowered.compile(options)
     compile_s, compile_cpu_s = time.monotonic() - start, _cpu_s() - start_cpu
-    memory = compiled.memory_analysis()
+    memory, text = compiled.memory_analysis(), text_of(compiled)
     used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     used += memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {
@@ -154,7 +168,7 @@ def costs_of(
         "compile_cpu_s": round(compile_cpu_s, 1),
         "compile_s": round(compile_s, 1),
         "lowered_ops": num_operations(lowered.as_text()),
-        "compiled_ops": num_operations(compiled.as_text()),
+        "compiled_ops": None if text is None else num_operations(text),
         "num_arguments": len(jax.tree.leaves(lowered.args_info)),
         "argument_bytes": memory.argument_size_in_bytes,
         "donated_bytes": memory.alias_size_in_bytes,
@@ -165,6 +179,19 @@ def costs_of(
     }
 
 
+def text_of(compiled: Any) -> str | None:
+    """The program that a compiler has made; None where jax cannot read it back.
+
+    jax 0.10.2 refuses what libtpu 0.0.52 makes of large batches for a v6e.
+    """
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:
+        if UNREADABLE not in str(error):
+            raise
+        return None
+
+
 def _cpu_s() -> float:
     """Of this process and of the assemblers that it started."""
     of = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -172,14 +199,10 @@ def _cpu_s() -> float:
 
 
 def measure(
-    devices: str, target: str, draft: str | None, scan_layers: bool, number: int
-) -> dict[str, Any] | None:
-    """One of a server's first programs, or None where there are fewer."""
-    config = server_config(devices, target, draft, scan_layers=scan_layers)
-    shapes = first_programs(config)
-    if number >= len(shapes):
-        return None
-    mesh, shape = describe_mesh(devices, config), shapes[number]
+    devices: str, target: str, draft: str | None, config: EngineConfig, shape: StepShape
+) -> dict[str, Any]:
+    """One of a server's first programs."""
+    mesh = describe_mesh(COMPILED_AS.get(devices, devices), config)
     program, forms = describe(config, mesh)
     found = costs_of(
         lambda: lower_step(program, shape, forms), options_of(config, mesh)
@@ -190,7 +213,7 @@ def measure(
         "target": target,
         "draft": draft,
         "program": shape.name,
-        "scan_layers": scan_layers,
+        "scan_layers": config.model_config.scan_layers,
         "num_layers": config.model_config.num_layers,
         "num_pages": config.num_pages,
         "programs_before_answer": num_before(config, has_drafts=False),
@@ -245,7 +268,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             name,
             cell(lambda row: f"{row['lower_cpu_s']:.0f}+{row['compile_cpu_s']:.0f}"),
             cell(lambda row: f"{row['lowered_ops']:,}"),
-            cell(lambda row: f"{row['compiled_ops']:,}"),
+            cell(lambda row: _counted(row["compiled_ops"])),
             cell(lambda row: f"{row['num_arguments']}"),
             cell(lambda row: f"{row['temp_bytes'] / 1e6:.0f}"),
             cell(lambda row: f"{row['code_bytes'] / 1e6:.0f}"),
@@ -253,6 +276,16 @@ def table(rows: list[dict[str, Any]]) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _counted(number: int | None) -> str:
+    return "?" if number is None else f"{number:,}"
+
+
+def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Devices and models as they are compiled, whichever of them were first."""
+    servers = [list(server) for server in SERVERS]
+    return sorted(rows, key=lambda row: servers.index([row[name] for name in KEY[:3]]))
 
 
 def main() -> None:
@@ -264,26 +297,38 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", choices=[*FORMS], default=[*FORMS])
     parser.add_argument("--programs", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--again", action="store_true", help="also those with a row")
     options = parser.parse_args()
+    for name in options.devices:
+        check_device(COMPILED_AS.get(name, name))
     jax.config.update("jax_platforms", "cpu")
     # What an earlier run compiled would look free.
     jax.config.update("jax_enable_compilation_cache", False)
     rows: list[dict[str, Any]] = []
     if options.out.exists():
         rows = json.loads(options.out.read_text(encoding="utf-8"))["rows"]
-    wanted: list[Any] = [
-        (*server, FORMS[form], number - 1)
+    wanted = [
+        (*server, form, number - 1)
         for number in options.programs
         for server in SERVERS
         if server[0] in options.devices and server[1] in options.targets
         for form in options.forms
+        # XLA:GPU copies each layer's weights in such a loop, and is slow.
+        if not (FORMS[form] and server[0] in COMPILED_AS)
     ]
-    for one in tqdm(wanted, unit="program"):
-        row = measure(*one)
-        if row is not None:
-            rows = merged(rows, row)
-            found = {"libtpu": metadata.version("libtpu"), "rows": rows}
-            record(found, options.out, command="python -m benchmarks.compile_costs")
+    for devices, target, draft, form, number in tqdm(wanted, unit="program"):
+        scan = FORMS[form]
+        config = server_config(devices, target, draft, scan_layers=scan)
+        shapes = first_programs(config)
+        if number >= len(shapes):
+            continue
+        key = [devices, target, draft, shapes[number].name, scan]
+        if not options.again and key in [[row[name] for name in KEY] for row in rows]:
+            continue
+        row = measure(devices, target, draft, config, shapes[number])
+        rows = in_order(merged(rows, row))
+        found = {"libtpu": metadata.version("libtpu"), "rows": rows}
+        record(found, options.out, command="python -m benchmarks.compile_costs")
     print(table(rows))
 
 

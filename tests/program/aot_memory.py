@@ -7,7 +7,8 @@ file already are left out. With names of cells behind it, or beginnings of names
 are compiled again. `--table` prints the tables of `benchmarks/README.md`.
 
 Where a cell does not say otherwise, both models have two layers: temporaries are those
-of one layer and of the logits. Weights and pages of whole models are counted. Nothing
+of one layer and of the logits. Weights and pages of whole models are counted. Where jax
+cannot read the text of a program, the compiler's own dump is read in its place. Nothing
 runs.
 """
 
@@ -24,6 +25,7 @@ from typing import Any
 import jax
 from tqdm.auto import tqdm
 
+from benchmarks.compile_costs import text_of
 from jaxspec.bench.report import write_whole
 from jaxspec.config import EngineConfig, GivenSizes
 from jaxspec.engine.arg_utils import EngineArgs
@@ -62,6 +64,8 @@ FEATURES = {
     "controls": Features(has_controls=True, num_logprobs=20),
     "prompts": Features(has_controls=True, num_logprobs=20, num_prompt_logprobs=20),
 }
+# Devices of whose large batches jax cannot read the text.
+UNREADABLE = ("v6e-1",)
 # An H100 runs the machine code for an H200, and differs in its memory.
 PLACES = {"h200": ("h100", "h200")}
 
@@ -160,21 +164,25 @@ def _cells() -> dict[str, Cell]:
         Cell(**kaggle, num_seqs=64, draft_devices=8, layers=(2, None)),
         Cell(**kaggle, num_seqs=64, draft_devices=1),
         *(Cell(**kaggle, **rounds, draft_devices=parts) for parts in (8, 4, 2, 1)),
+        Cell(**gpu, target="9b", num_seqs=256),
         Cell(**gpu, target="27b", num_seqs=256),
         Cell(**(v6e | many)),
-        Cell(**kaggle, **many, form="controls"),
-        Cell(**gpu, target="27b", num_seqs=256, form="controls"),
         Cell(**alone, num_seqs=256),
+        Cell(**kaggle, **many),
+        Cell(**gpu, target="27b", num_seqs=64),
+        Cell(**gpu, target="9b", num_seqs=64),
+        Cell(**alone, num_seqs=64),
         Cell(**v6e, num_seqs=64),
+        Cell(**gpu, target="27b", num_seqs=128),
+        Cell(**gpu, target="9b", num_seqs=128),
+        Cell(**alone, num_seqs=128),
         Cell(**v6e, num_seqs=128),
-        Cell(**gpu, target="9b", num_seqs=256),
+        Cell(**kaggle, num_seqs=128),
         Cell(**gpu, target="9b", num_seqs=256, form="controls"),
         Cell(**gpu, target="9b", num_seqs=64, form="prompts"),
-        Cell(**gpu, target="9b", num_seqs=64),
-        Cell(**kaggle, **many),
+        Cell(**gpu, target="27b", num_seqs=256, form="controls"),
+        Cell(**kaggle, **many, form="controls"),
         Cell(**(v6e | many), form="controls"),
-        Cell(**alone, num_seqs=64),
-        Cell(**kaggle, num_seqs=128),
     ]
     return {cell.name: cell for cell in cells}
 
@@ -192,11 +200,17 @@ def measure(cell: Cell) -> dict[str, Any]:
     shape = shapes.find(*sizes, FEATURES[cell.form])
     assert shape is not None
     start = time.process_time()
-    with aot_tpu.no_compilation_cache():
+    with aot_tpu.no_compilation_cache(), tempfile.TemporaryDirectory() as folder:
         lowered = lower_step(program, shape, forms)
-        compiled: Any = lowered.compile(options_of(config, mesh))
-    elapsed = time.process_time() - start
-    told, text = compiled.memory_analysis(), compiled.as_text()
+        wanted: dict[str, Any] = dict(options_of(config, mesh) or {})
+        if cell.device in UNREADABLE:
+            wanted |= {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        compiled: Any = lowered.compile(wanted or None)
+        elapsed = time.process_time() - start
+        text, is_dumped = text_of(compiled), False
+        if text is None:
+            text, is_dumped = dumped(Path(folder)), True
+    told = compiled.memory_analysis()
     *params, state = forms
     draft = config.draft_model_config
     return {
@@ -208,6 +222,8 @@ def measure(cell: Cell) -> dict[str, Any]:
         ],
         "weight_bytes": facts.weight_bytes,
         "page_bytes": facts.page_bytes,
+        "argument_bytes": told.argument_size_in_bytes,
+        "output_bytes": told.output_size_in_bytes,
         "temp_bytes": told.temp_size_in_bytes,
         "peak_bytes": told.peak_memory_in_bytes - told.argument_size_in_bytes,
         "code_bytes": told.generated_code_size_in_bytes,
@@ -216,8 +232,16 @@ def measure(cell: Cell) -> dict[str, Any]:
         "moves": hlo.largest(hlo.moves(text), 4),
         "copied": hlo.copied(text, (params, state.target_pages, state.proposers)),
         "collectives": hlo.collectives(text),
+        "is_text_dumped": is_dumped,
         "compile_cpu_s": round(elapsed, 1),
     }
+
+
+def dumped(folder: Path) -> str:
+    """The text of the program that a compiler has dumped, as it is run."""
+    files = [one for one in folder.iterdir() if one.name.endswith(".txt")]
+    [found] = [one for one in files if one.name.endswith("after_optimizations.txt")]
+    return found.read_text(encoding="utf-8")
 
 
 def read() -> dict[str, dict[str, Any]]:
@@ -254,16 +278,16 @@ def memory_table(rows: dict[str, dict[str, Any]]) -> str:
     columns = (
         "device", "models", "sequences + prompt tokens", "weights",
         "plain", "with controls", "estimated for both", "code, estimated",
-        "left, in tokens", "by the plan",
+        "left, in tokens", "by the plan", "fits", "copied",
     )  # fmt: skip
     forms = ("plain", "controls")
-    groups: dict[Any, dict[str, tuple[Cell, int]]] = {}
+    groups: dict[Any, dict[str, tuple[Cell, dict[str, Any]]]] = {}
     for name, row in rows.items():
         cell = CELLS[name]
         is_default = cell.draft_devices in (None, len(named_devices(cell.device)))
         if is_default and cell.layers != (None, None) and cell.form in forms:
             key = cell.device, cell.pair, cell.num_seqs, cell.num_tokens
-            groups.setdefault(key, {})[cell.form] = cell, row["temp_bytes"]
+            groups.setdefault(key, {})[cell.form] = cell, row
     lines = []
     for (device, pair, seqs, tokens), there in sorted(groups.items()):
         cell, _ = next(iter(there.values()))
@@ -272,16 +296,20 @@ def memory_table(rows: dict[str, dict[str, Any]]) -> str:
             temporary = facts.programs.temporary_bytes(Sizes(seqs, tokens))
             room = facts.budget_bytes(DEFAULT_UTILIZATION) - facts.weight_bytes
             room -= facts.programs.code_bytes
-            found = max(num_bytes for _, num_bytes in there.values())
+            temps = {form: row["temp_bytes"] for form, (_, row) in there.items()}
+            found = max(temps.values())
             left, planned = (
-                f"{max(room - one, 0) // facts.page_bytes * facts.page_size:,}"
+                max(room - one, 0) // facts.page_bytes * facts.page_size
                 for one in (found, temporary)
             )
-            cells = [_gib(there[form][1]) if form in there else "-" for form in forms]
+            cells = [_gib(temps[form]) if form in temps else "-" for form in forms]
+            told = [row["copied"] for _, row in there.values() if "copied" in row]
+            copied = ", ".join(sum(told, [])) or ("none" if told else "not asked")
             lines.append(
                 [place, pair, f"{seqs} + {tokens:,}", _gib(facts.weight_bytes)]
                 + [*cells, _gib(temporary), _gib(facts.programs.code_bytes)]
-                + [left, planned]
+                + [f"{left:,}", f"{planned:,}"]
+                + ["yes" if left >= MAX_MODEL_LEN else "no", copied]
             )
     return _table(columns, lines)
 
