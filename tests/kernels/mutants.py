@@ -177,9 +177,9 @@ TPU = [
     mutant("unseen slots used", "tpu._kernel", "(at >= lowest[seq]) &", ""),
     mutant(
         "wrong GQA row",
-        "tpu._depths",
-        "return [jnp.repeat(depth, group, axis=1)[:, :, None]]",
-        "return [jnp.tile(depth, (1, group))[:, :, None]]",
+        "tpu._places",
+        "return jnp.repeat(depth, group, axis=1)[:, :, None]",
+        "return jnp.tile(depth, (1, group))[:, :, None]",
     ),
     mutant("wrong head", "tpu._kernel", "lane = 2 * head", "lane = 0 * head"),
     mutant(

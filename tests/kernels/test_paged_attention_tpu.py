@@ -121,6 +121,13 @@ def test_trees_equal_float64(window):
         assert error(call, run(call)) <= EXACT
 
 
+@pytest.mark.parametrize("window", [3, slow(None)])
+def test_trees_of_more_nodes_than_a_word_has_bits(window):
+    case = replace(SMALL, queries=67, window=window)
+    call = build(case, kv_len=[67, 68, 80, 90], mask=random_forest(4, 67, seed=1))
+    assert error(call, run(call)) <= EXACT
+
+
 @pytest.mark.parametrize("block_tokens", [slow(1), 12, slow(64), slow(None)])
 def test_block_size_does_not_matter(block_tokens):
     call = build(replace(SMALL, window=7), seed=2)

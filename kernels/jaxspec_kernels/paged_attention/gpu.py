@@ -36,10 +36,10 @@ from jaxspec_kernels.paged_attention.gpu_tiles import (
     power_of_two,
     product_dtype,
 )
+from jaxspec_kernels.paged_attention.tree_bits import WORD, pack_tree
 
 _MASKED = -1e30  # finite: exp2(_MASKED - _MASKED) must not be NaN in a row without keys
 _LOG2_E = math.log2(math.e)  # statistics are in base 2, which the hardware raises
-_WORD = 32  # bits of an ancestor mask in one integer
 
 
 def _attend(
@@ -56,7 +56,7 @@ def _attend(
         table_ref,  # i32[seq, table]
         kv_len_ref,  # i32[seq]
         depth_ref,  # i32[seq, token], trees only
-        words_ref,  # i32[seq, token, word], trees only: see `_pack_tree`
+        words_ref,  # i32[seq, token, word], trees only: see `pack_tree`
         # Out
         mixed_ref,  # [split, seq, token, q_head, head_dim]
         lse_ref,  # f32[split, seq, token, q_head]
@@ -128,8 +128,8 @@ def _attend(
             node = at - start
             visible &= (node < 0)[None, :]
             for number, word in enumerate(words):
-                bit = (word[:, None] >> (node % _WORD)[None, :]) & 1
-                visible |= (node // _WORD == number)[None, :] & (bit == 1)
+                bit = (word[:, None] >> (node % WORD)[None, :]) & 1
+                visible |= (node // WORD == number)[None, :] & (bit == 1)
         visible &= live[None, :]
         scores = jnp.where(visible, scores, _MASKED)
         new_maximum = jnp.maximum(maximum, scores.max(axis=1))
@@ -189,21 +189,6 @@ def _combine(
     )
 
 
-def _pack_tree(
-    mask: Bool[Array, "seq token token"], window: int | None
-) -> tuple[Int[Array, "seq token"], Int[Array, "seq token word"]]:
-    """Depth of every node, and what it sees in the tree as bits, lowest first."""
-    depth = mask.sum(axis=-1, dtype=jnp.int32) - 1
-    if window is not None:
-        mask = mask & (depth[:, :, None] - depth[:, None, :] < window)
-    missing = -mask.shape[2] % _WORD
-    bits = jnp.pad(mask, ((0, 0), (0, 0), (0, missing))).astype(jnp.uint32)
-    bits = bits.reshape(*mask.shape[:2], -1, _WORD)
-    place = jnp.arange(_WORD, dtype=jnp.uint32)[None, None, None]
-    words = (bits << place).sum(axis=-1, dtype=jnp.uint32)
-    return depth, jax.lax.bitcast_convert_type(words, jnp.int32)
-
-
 def paged_attention(
     query: Float[Array, "seq token q_head head_dim"],
     kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
@@ -246,7 +231,7 @@ def paged_attention(
     row_tiles = pl.cdiv(queries * q_heads // kv_heads, tiles.rows)
     tree = (None, None)
     if ancestor_mask is not None:
-        tree = _pack_tree(ancestor_mask, window)
+        tree = pack_tree(ancestor_mask, window)
     partial_dtype = query.dtype if tiles.splits == 1 else jnp.dtype(jnp.float32)
     mixed, lse = pl.pallas_call(
         functools.partial(

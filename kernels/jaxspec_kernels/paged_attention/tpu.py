@@ -32,6 +32,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxspec_kernels.paged_attention.reference import fold, unfold
+from jaxspec_kernels.paged_attention.tree_bits import WORD, WORD_SHIFT, pack_tree
 
 # One block: enough bytes that a copy hides its latency, few enough that two blocks and
 # what the compiler keeps beside them stay far below the 16 MiB that v5e gives a kernel.
@@ -65,8 +66,7 @@ def _kernel(
         next_busy,  # i32[seq + 1]: first sequence from here on that sees something
         # In
         query,  # [1, kv_head, row, head_dim]
-        depth,  # i32[1, row, 1]: the query's position after that of the first query
-        *trees,  # bf16[1, row, node] of 0 and 1, if has_tree
+        places,  # i32[1, row, 1] or, of trees, i32[1, 1 + word, query]: see `_places`
         kv_pages,  # [page, page_size, 2 * kv_head, head_dim], in HBM
         # Out
         out,  # [1, kv_head, row, head_dim]
@@ -78,11 +78,15 @@ def _kernel(
         total,  # f32[kv_head, row, 1]
         mixed,  # f32[kv_head, row, head_dim]
     ) = refs
-    tree = trees[0] if has_tree else None
     _, block_pages, page_size, two_kv_heads, head_dim = buffers.shape
     block = block_pages * page_size
     num_seqs = pl.num_programs(0)
     seq = pl.program_id(0)
+    num_rows = query.shape[2]
+    columns = []
+    if has_tree:
+        numbers = (places[0, at : at + 1] for at in range(places.shape[1]))
+        columns = [_by_row(one, num_rows) for one in numbers]
 
     def each_page(of_seq: Array, number: Array, slot: Array, act: str) -> None:
         start = first_page[of_seq] + number * block_pages
@@ -113,26 +117,20 @@ def _kernel(
     num_blocks = pl.cdiv(end_page[seq] - first_page[seq], block_pages)
 
     def visible(base: Array) -> Array:
-        shape = (depth.shape[1], block)
+        shape = (num_rows, block)
         key = base + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-        position = jnp.broadcast_to(start + depth[0], shape)
-        if tree is None:
-            seen = key <= position
-        else:
-            # Which node a key is, as a one-hot column: the mask's column by a matmul.
-            shape = (tree.shape[2], block)
-            node = base - start + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-            is_node = node == jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-            inside = jnp.dot(
-                tree[0],
-                is_node.astype(jnp.float32).astype(tree.dtype),
-                preferred_element_type=jnp.float32,
-            )
-            seen = (key < start) | (inside > 0.5)
+        depth = columns[0] if has_tree else places[0]
+        position = jnp.broadcast_to(start + depth, shape)
+        seen = key <= position
+        if has_tree:
+            seen, node = key < start, key - start
+            for number, word in enumerate(columns[1:]):
+                bit = (word >> (node & (WORD - 1))) & 1
+                seen |= (node >> WORD_SHIFT == number) & (bit == 1)
         if window is not None:
             near = position - key < window
             # The tree's own mask has the window in it: a slot there is not a position.
-            seen &= near if tree is None else near | (key >= start)
+            seen &= near | (key >= start) if has_tree else near
         return seen & (key < limit)
 
     def visit(number: Array, slot: Array) -> Array:
@@ -178,6 +176,25 @@ def _kernel(
     next_slot[0] = jax.lax.fori_loop(0, num_blocks, visit, next_slot[0])
     divisor = jnp.where(total[...] > 0, total[...], 1.0)
     out[0] = (mixed[...] / divisor).astype(out.dtype)
+
+
+def _by_row(numbers: Array, num_rows: int) -> Array:
+    """Of one number for each query a column of one for each row: i32[row, 1].
+
+    Mosaic takes none of a vector's entries by an index. A sum over lanes does, of all
+    zeros but one; in halves, as float32 holds 24 bits.
+    """
+    shape = num_rows, numbers.shape[1]
+    group = num_rows // numbers.shape[1]
+    row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    first = group * jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    is_own = (first <= row) & (row < first + group)
+
+    def half(bits: Array) -> Array:
+        own = jnp.where(is_own, bits & 0xFFFF, 0).astype(jnp.float32)
+        return own.sum(axis=1, keepdims=True).astype(jnp.int32)
+
+    return half(numbers) | (half(numbers >> 16) << 16)
 
 
 def _dot(left: Array, right: Array, dimension: int) -> Array:
@@ -291,14 +308,14 @@ def paged_attention(
     walks = _walks(kv_len, page_table, page_size=page_size, lowest=lowest)
     rows = fold(query, kv_pages.shape[2] // 2)
     group = rows.shape[2] // queries
-    depth, *tree = _depths(ancestor_mask, queries=queries, group=group, window=window)
+    places = _places(ancestor_mask, queries=queries, group=group, window=window)
     kernel = functools.partial(
         _kernel,
         scale=scale,
         soft_cap=soft_cap,
         window=window,
         num_queries=queries,
-        has_tree=bool(tree),
+        has_tree=ancestor_mask is not None,
     )
     mixed = pl.pallas_call(
         kernel,
@@ -306,7 +323,7 @@ def paged_attention(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(walks),
             grid=(rows.shape[0],),
-            in_specs=[_per_seq(array) for array in (rows, depth, *tree)]
+            in_specs=[_per_seq(array) for array in (rows, places)]
             + [pl.BlockSpec(memory_space=pl.ANY)],
             out_specs=_per_seq(rows),
             scratch_shapes=_scratch(rows, kv_pages, max(1, block_tokens // page_size)),
@@ -315,26 +332,27 @@ def paged_attention(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
         name="paged_attention",
-    )(*walks, rows, depth, *tree, kv_pages)
+    )(*walks, rows, places, kv_pages)
     return unfold(mixed, query.shape)
 
 
-def _depths(
+def _places(
     mask: Bool[Array, "seq token token"] | None,
     *,
     queries: int,
     group: int,
     window: int | None,
-) -> list[Array]:
-    """Per row its query's depth; for trees also which nodes it sees."""
+) -> Array:
+    """By row its query's depth; of trees by query, depth and then what it sees in bits.
+
+    Queries are the lanes: a tile of 128 holds what would be padded to one for each.
+    """
     if mask is None:
         depth = jnp.arange(queries, dtype=jnp.int32)[None]
-        return [jnp.repeat(depth, group, axis=1)[:, :, None]]  # [1, row, 1]
-    depth = mask.sum(axis=-1, dtype=jnp.int32) - 1
-    if window is not None:
-        mask = mask & (depth[:, :, None] - depth[:, None, :] < window)
-    tree = jnp.repeat(mask.astype(jnp.bfloat16), group, axis=1)
-    return [jnp.repeat(depth, group, axis=1)[:, :, None], tree]  # [seq, row, 1 or node]
+        return jnp.repeat(depth, group, axis=1)[:, :, None]  # [1, row, 1]
+    depth, words = pack_tree(mask, window)
+    packed = [depth[:, None], words.swapaxes(1, 2)]
+    return jnp.concatenate(packed, axis=1)  # [seq, 1 + word, query]
 
 
 def _scratch(rows: Array, kv_pages: Array, block_pages: int) -> list[Any]:
