@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from benchmarks import compile_costs
@@ -11,10 +12,12 @@ from benchmarks.compile_costs import (
     KEY,
     RESULT,
     first_programs,
+    in_order,
     merged,
     num_before,
     server_config,
     table,
+    text_of,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -83,3 +86,35 @@ def test_the_readme_has_the_recorded_table():
     assert len({tuple(row[name] for name in KEY) for row in rows}) == len(rows)
     readme = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     assert table(rows) in readme
+
+
+def test_rows_stand_in_the_order_of_the_servers():
+    first, second = make_row(devices="h100"), make_row(program="catch-up+256")
+    last = make_row(target="27b")
+    assert in_order([last, second, first]) == [first, second, last]
+
+
+class Unreadable:
+    """A compiled program whose text jax refuses."""
+
+    def __init__(self, message: str):
+        self.message = message
+
+    def as_text(self) -> str:
+        raise jax.errors.JaxRuntimeError(self.message)
+
+
+def test_a_text_that_jax_cannot_read_is_none():
+    assert (
+        text_of(Unreadable("INTERNAL: async-update instruction should have 1")) is None
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"):
+        text_of(Unreadable("out of memory"))
+    row = make_row(compiled_ops=None)
+    assert "| 25,000, - | ?, - |" in table([row])
+
+
+@pytest.mark.parametrize("server", compile_costs.SERVERS)
+def test_every_server_has_first_programs(server):
+    config = server_config(*server, scan_layers=False)
+    assert len(first_programs(config)) == (1 if server[2] is None else 2)

@@ -93,11 +93,22 @@ def test_the_bundled_pair_here(capsys):
             ("--gpu-memory-utilization", "0"),
             r"gpu_memory_utilization must be a number in \(0, 1\], got 0",
         ),
+        (
+            ("--gpu-memory-utilization", "nan"),
+            r"gpu_memory_utilization must be a number in \(0, 1\], got nan",
+        ),
         (("--kv-cache-memory-bytes", "5"), "kv_cache_memory_bytes must be an integer"),
         (
             ("--num-gpu-blocks-override", "512", "--max-num-seqs", "513"),
             "max_num_seqs must be an integer from 1 to 512, got 513",
         ),
+        (
+            # 512 pages of 7,208,960 bytes.
+            (*PAIR, *DRAFTS, "--device", "h100", "--max-num-seqs", "513")
+            + ("--kv-cache-memory-bytes", "3690987520"),
+            "max_num_seqs must be an integer from 1 to 512, got 513",
+        ),
+        (("--device", "h100-9"), "--device must be one of .* got 'h100-9'"),
         (
             (*PAIR, *DRAFTS, "--device", "h100", "--compile"),
             "--device must be one of .* got 'h100'",

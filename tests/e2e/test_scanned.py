@@ -4,6 +4,7 @@ XLA:CPU joins other operations in a loop's body than outside, so logits may diff
 their last bits. Texts are the same, token for token: no two logits lie so close here.
 """
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -17,15 +18,17 @@ from jaxspec.engine import loader
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.program.plan import StepShape
 from jaxspec.program.step import lower_step
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec_checkpoints import open_checkpoint
 from jaxspec_checkpoints.writing import write_checkpoint
 from tests.checkpoints.models import write_tiny
 from tests.e2e import pair
+from tests.e2e.test_several_rounds import at_most
 from tests.engines import (
     READERS_COMPILER,
     OneGreedyProgramRunner,
     OneProgramRunner,
+    OneShapeRunner,
     QuickRunner,
     generate,
     make_engine,
@@ -35,6 +38,7 @@ from tests.oracles import make_hf_model
 from tests.program.test_step import SHARDED, materialized, num_bytes
 
 NUM_DRAFT = 3
+NUM_ROUNDS = 4  # of a launch
 STEM = [5, 9, 33, 41, 8, 60, 17, 22, 7, 54, 12, 40, 31, 9, 28, 3]
 SHARED = [[*STEM, 6, 50], [*STEM, 11], [*STEM[:13], 44], [*STEM, 6, 50]]
 CHUNKED = pair.prompts(4, longest=40)  # more than a launch feeds
@@ -118,6 +122,41 @@ def test_texts_and_log_probabilities_are_equal(drafts):
     assert all(one.acceptance_rate > 0.03 for one in stats)
 
 
+@pytest.mark.parametrize(
+    "kind", ["greedy", pytest.param("seeded", marks=pytest.mark.slow)]
+)
+def test_several_rounds_in_a_launch_say_what_single_ones_do(kind):
+    """A loop over rounds, in each of them loops over layers and over drafts."""
+    prompts = pair.prompts(2, longest=20)
+    values: dict[str, Any] = dict(max_tokens=30, ignore_eos=True)
+    values |= dict(output_kind=RequestOutputKind.FINAL_ONLY)
+    values |= dict(temperature=0.0) if kind == "greedy" else dict(seed=5)
+    params = SamplingParams(**values)
+
+    def texts(scan_layers: bool, num_rounds: int) -> list[list[int]]:
+        engine = make(
+            scan_layers,
+            draft=draft(),
+            num_draft_tokens=NUM_DRAFT,
+            num_scheduler_steps=num_rounds,
+            runner=OneShapeRunner,
+            max_num_seqs=2,
+        )
+        with at_most(engine, num_rounds) as ran:
+            found = tokens_of(generate(engine, prompts, params))
+        assert max(run for _, run in ran) == num_rounds
+        assert engine.stats.num_accepted_tokens > 0
+        engine.scheduler.check_idle()
+        return found
+
+    found = texts(True, NUM_ROUNDS)
+    if kind == "seeded":
+        assert found == texts(False, 1)
+        return
+    for both in zip(prompts, found, strict=True):
+        assert pair.greedy_margin(*both, model=target()) > pair.MIN_MARGIN
+
+
 @pytest.mark.parametrize("draft_shards", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_eight_devices_say_what_huggingface_does(draft_shards):
     sizes = SHARDED | dict(num_hidden_layers=4)
@@ -178,11 +217,14 @@ def drafting_engine(scan_layers: bool) -> LLMEngine:
 ROUND = StepShape(num_seqs=2, num_draft_tokens=NUM_DRAFT, chunk=0)
 
 
-def test_pools_are_updated_in_place_and_no_stack_is_copied():
+@pytest.mark.parametrize(
+    "max_rounds", [pytest.param(1, marks=pytest.mark.slow), NUM_ROUNDS]
+)
+def test_pools_are_updated_in_place_and_no_stack_is_copied(max_rounds):
     """Of the instructions that users get."""
     runner: Any = drafting_engine(True).runner
     runner.compiler_options = READERS_COMPILER
-    executable = runner.executable(ROUND)
+    executable = runner.executable(dataclasses.replace(ROUND, max_rounds=max_rounds))
     memory = executable.memory_analysis()
     assert memory.alias_size_in_bytes == num_bytes(runner.state)
     pools = (*runner.state.target_pages, *jax.tree.leaves(runner.state.proposers))
