@@ -163,6 +163,12 @@ BATTERIES = (
         "tests/program/test_invariant_aot.py",
         (*ENGINE, "benchmarks/compile_costs.py"),
     ),
+    _aot(
+        "trees",
+        "tests/program/test_trees_aot.py",
+        (*ENGINE, "benchmarks/compile_costs.py"),
+        "benchmarks/results/aot_trees.json",
+    ),
     _aot("h200", "tests/program/test_h200_aot.py", (*PROGRAM, "benchmarks/h200.py")),
 )
 

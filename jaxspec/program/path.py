@@ -4,6 +4,7 @@ Rows of a tree have slots in their own order. What the next round reads of them 
 positions after the known tokens, one after the other.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -73,5 +74,6 @@ def _copy(
     pages: Array, source: Int[Array, " moved"], target: Int[Array, " moved"]
 ) -> Array:
     flat = pages.reshape(-1, *pages.shape[2:])
-    rows = flat.at[source].get(mode="clip")
+    # XLA:GPU would read rows while it writes others, and copy the pool for that.
+    rows = jax.lax.optimization_barrier(flat.at[source].get(mode="clip"))
     return flat.at[target].set(rows, mode="drop").reshape(pages.shape)

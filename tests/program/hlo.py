@@ -120,18 +120,21 @@ def largest(found: dict[str, int], count: int = 8) -> dict[str, int]:
 
 
 def copied(text: str, tree: Any) -> list[str]:
-    """Those moves that have the size of a weight or of a layer's pages."""
+    """Those moves that have the sizes of a weight or of a layer's pages.
+
+    Not of vectors: of as many numbers there are others.
+    """
     kept = set()
     for leaf in jax.tree.leaves(tree):
         local = leaf.sharding.shard_shape(leaf.shape)
+        if len(local) < 2:
+            continue
         kept |= {tuple(sorted(local)), tuple(sorted(_as_slots(local)))}
     return [move for move in moves(text) if sizes_of(move) in kept]
 
 
 def taken_out(text: str, stacks: Any) -> list[str]:
     """Operations that write one entry of a stack to memory.
-
-    What a fusion does inside is read where it lies, and S(1) is on-chip memory.
 
     Args:
         stacks: A tree of arrays whose first axis is that of the entries.
@@ -141,8 +144,52 @@ def taken_out(text: str, stacks: Any) -> list[str]:
         local = leaf.sharding.shard_shape(leaf.shape)[1:]
         if len(local) > 1:
             entries.add(tuple(sorted(size for size in local if size > 1)))
+    return [
+        f"{name} {kind}[{sizes}]"
+        for name, kind, sizes in _written(text)
+        if tuple(size for size in sizes_of(f"{kind}[{sizes}]") if size > 1) in entries
+    ]
+
+
+def squares(text: str, side: int) -> dict[str, int]:
+    """Arrays in memory that have a number for each pair of so many, with their bytes.
+
+    Their last dimensions are these, or multiples of them in place of the first.
+    """
+    found = {}
+    for _, kind, sizes in _written(text):
+        shape = shape_of(f"{kind}[{sizes}]")
+        if len(shape) > 1 and shape[-1] == side and shape[-2] % side == 0:
+            found[f"{kind}[{sizes}]"] = bytes_of(f"{kind}[{sizes}]")
+    return found
+
+
+def kernel_operands(text: str, kernel: str) -> list[list[str]]:
+    """Of every launch of a kernel of ours, what it is given: types and dimensions."""
+    made = dict(re.findall(r"%([\w.-]+) = (\w+\[[\d,]*\])", text))
+    calls = [
+        line
+        for line in text.splitlines()
+        if num_kernels(line) and re.search(rf'op_name="[^"]*/{kernel}[/"]', line)
+    ]
+    return [
+        [made[name] for name in re.findall(r"%([\w.-]+)", _arguments(line))]
+        for line in calls
+    ]
+
+
+def _arguments(call: str) -> str:
+    [found] = re.findall(r" custom-call\((.*?)\), custom_call_target", call)
+    return found
+
+
+def _written(text: str) -> Iterator[tuple[str, str, str]]:
+    """Name, type and sizes of what operations write to memory.
+
+    What a fusion does inside writes nothing, and S(1) is on-chip memory.
+    """
     fused = set(re.findall(r" fusion\(.*?calls=%([\w.-]+)", text))
-    found, computation = [], ""
+    computation = ""
     for line in text.splitlines():
         header = re.match(r"(?:ENTRY )?%?([\w.-]+) .*\{$", line)
         if header is not None:
@@ -151,12 +198,10 @@ def taken_out(text: str, stacks: Any) -> list[str]:
         if operation is None or computation in fused:
             continue
         results, name = operation.groups()
-        for kind, sizes, layout in _ARRAY.findall(results):
-            shape = f"{kind}[{sizes}]"
-            written = tuple(size for size in sizes_of(shape) if size > 1)
-            if written in entries and name not in _NAMES and "S(1)" not in layout:
-                found.append(f"{name} {shape}")
-    return found
+        if name not in _NAMES:
+            for kind, sizes, layout in _ARRAY.findall(results):
+                if "S(1)" not in layout:
+                    yield name, kind, sizes
 
 
 def dots(text: str) -> dict[tuple[int, ...], int]:

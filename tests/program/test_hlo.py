@@ -74,3 +74,35 @@ def test_copies_of_what_is_kept_are_told():
         form = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
         assert hlo.copied(HLO, [form]) == ([] if move is None else [move])
         assert hlo.local_bytes([form, form]) == 8 * form.size
+
+
+TREE = """
+%fused (p: pred[1,17,17]) -> s32[8,2,17] {
+  %a = pred[8,17,17]{2,1,0} broadcast(%p)
+  ROOT %b = s32[8,2,17]{2,1,0} convert(%a)
+}
+
+ENTRY %main (q: bf16[8,8,34,256]) -> bf16[8,8,34,256] {
+  %q = bf16[8,8,34,256]{3,2,1,0} parameter(0)
+  %mask = pred[1,17,17]{2,1,0} constant({...})
+  %words = s32[8,2,17]{2,1,0:T(2,128)} fusion(%mask), kind=kLoop, calls=%fused
+  %wide = bf16[8,34,17]{2,1,0} fusion(%mask), kind=kLoop, calls=%fused
+  %seen = bf16[8,17,17]{2,1,0:S(1)} copy(%mask)
+  %out = bf16[8,8,34,256]{3,2,1,0} custom-call(%q, /*index=1*/%words), custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/paged_attention/call"}
+  %other = f32[8]{0} custom-call(%q), custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/rejection/call"}
+}
+"""  # noqa: E501
+
+
+def test_what_a_kernel_is_given_is_told():
+    given = ["bf16[8,8,34,256]", "s32[8,2,17]"]
+    assert hlo.kernel_operands(TREE, "paged_attention") == [given]
+    assert hlo.kernel_operands(TREE, "rejection") == [given[:1]]
+
+
+def test_arrays_of_pairs_are_told():
+    """In memory: not those within a fusion, and not those on the chip (S(1))."""
+    assert hlo.squares(TREE, 17) == {
+        "pred[1,17,17]": 17 * 17,
+        "bf16[8,34,17]": 2 * 8 * 34 * 17,
+    }

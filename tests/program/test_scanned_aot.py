@@ -20,15 +20,22 @@ from tests.program import hlo
 NUM_LAYERS = 4
 # Logits of 40 rows are 41 MB; one layer's `gate_up_proj` of the 9B is 205 MB.
 TEMP_BYTES = 2**27
-CASES = [("v6e-1", None), ("v6e-1", "2b"), ("v5e-8", "2b"), ("h200", "2b")]
+# Devices, draft, and rounds that a launch may run.
+CASES = [
+    ("v6e-1", None, 1),
+    ("v6e-1", "2b", 1),
+    ("v5e-8", "2b", 1),
+    ("h200", "2b", 1),
+    ("v6e-1", "2b", 8),
+]
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
-    ("devices", "draft"),
-    members("scanned", CASES, is_example=lambda case: case == ("v6e-1", None)),
+    ("devices", "draft", "max_rounds"),
+    members("scanned", CASES, is_example=lambda case: case == CASES[0]),
 )
-def test_nothing_is_copied_out_of_a_stack(devices, draft):
+def test_nothing_is_copied_out_of_a_stack(devices, draft, max_rounds):
     reason = aot_gpu.missing() if devices == "h200" else aot_tpu.MISSING
     if reason is not None:
         pytest.skip(reason)
@@ -50,6 +57,7 @@ def test_nothing_is_copied_out_of_a_stack(devices, draft):
         num_draft_tokens=4 if draft else 0,
         chunk=0,
         features=Features(is_greedy=True),
+        max_rounds=max_rounds,
     )
     with aot_tpu.no_compilation_cache():
         compiled: Any = lower_step(program, shape, forms).compile()

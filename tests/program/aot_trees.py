@@ -1,0 +1,285 @@
+"""Asks compilers what drafts beside drafts cost, next to a chain's.
+
+`PYTHONPATH=.venv/aot python -m tests.program.aot_trees` compiles rounds of 9B with a 2B
+draft for devices that are not there: of a chain, of side leaves, and of a tree. What
+the compilers say goes to `benchmarks/results/aot_trees.json`, a row after every
+program; those that are in the file already are left out. With names behind it, or
+beginnings of names, these are compiled again. `--table` prints the table of
+`benchmarks/README.md`.
+
+Both models have two layers of their full width. Nothing runs: no figure is a speed.
+"""
+
+import argparse
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm.auto import tqdm
+
+from benchmarks.compile_costs import engine_config
+from benchmarks.program_costs import num_operations
+from jaxspec.bench.report import write_whole
+from jaxspec.config import EngineConfig
+from jaxspec.engine.controller import Controller
+from jaxspec.engine.described import describe, describe_mesh, named_devices
+from jaxspec.engine.runner import options_of
+from jaxspec.engine.shapes import GREEDY, Shapes
+from jaxspec.program.path import keep_path
+from jaxspec.program.rows import gather
+from jaxspec.program.step import lower_step
+from jaxspec.program.tree import Tree
+from jaxspec.sharding import replicated
+from jaxspec.token_tree import TREE_KEY, read_paths
+from tests.kernels import aot_gpu, aot_tpu
+from tests.program import hlo
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_trees.json"
+COMMAND = "PYTHONPATH=.venv/aot python -m tests.program.aot_trees"
+DEVICES = ("h200", "v6e-1", "v5e-8")
+# Of the spine; a tree has as many levels.
+NUM_LEVELS = 5
+NUM_SEQS, NUM_PAGES, NUM_LAYERS = 8, 4096, 2
+# A spine of five, three of whose nodes have others beside them, which go on.
+TREE = str(
+    [(0,) * length for length in range(1, NUM_LEVELS + 1)]
+    + [(1,), (2,), (3,), (1, 0), (2, 0), (1, 0, 0)]
+    + [(0, 1), (0, 2), (0, 1, 0), (0, 0, 1), (0, 0, 0, 1)]
+)
+KINDS: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "leaves": dict(num_side_leaves=1),
+    "tree": {TREE_KEY: TREE},
+}
+WORD_BITS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One program: a round of greedy requests."""
+
+    device: str
+    kind: str
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others."""
+        return f"{self.device}/{self.kind}"
+
+    def config(self) -> EngineConfig:
+        """That of the engine whose program is compiled."""
+        own = KINDS[self.kind]
+        count = len(read_paths(own[TREE_KEY])) if TREE_KEY in own else NUM_LEVELS
+        return engine_config(
+            "9b",
+            "2b",
+            num_layers=NUM_LAYERS,
+            num_speculative_tokens=count,
+            speculative_config=own or None,
+            dtype="bfloat16",
+            tensor_parallel_size=len(named_devices(self.device)),
+            max_num_seqs=NUM_SEQS,
+            num_gpu_blocks_override=NUM_PAGES,
+        )
+
+
+CASES = {
+    case.name: case
+    for case in (Case(device=device, kind=kind) for device in DEVICES for kind in KINDS)
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What the compiler says about one program, for one device.
+
+    Attributes:
+        rows: That the target is fed for each sequence.
+        state_bytes: Of pages and rows, which are updated in place.
+        copied: Moves of a weight or of a layer's pages.
+        who_sees_whom: What attention is given for that, by type and dimensions, with
+            the bytes: of all launches of the kernel in the program's text.
+        squares: Arrays in memory with a number for each pair of the tree's rows.
+    """
+
+    name: str
+    program: str
+    nodes: int
+    rows: int
+    lowered_ops: int
+    compiled_ops: int
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
+    peak_bytes: int
+    code_bytes: int
+    donated_bytes: int
+    state_bytes: int
+    kernels: int
+    moves: dict[str, int]
+    copied: list[str]
+    who_sees_whom: dict[str, int]
+    squares: dict[str, int]
+    compile_cpu_s: float
+
+
+def measure(case: Case) -> Report:
+    """Compile one."""
+    config = case.config()
+    mesh = describe_mesh(case.device, config)
+    program, forms = describe(config, mesh)
+    shapes = Shapes(config, Controller(config.speculative))
+    shape = shapes.find(NUM_SEQS, config.num_draft_tokens, 0, GREEDY)
+    assert shape is not None
+    start = time.process_time()
+    with aot_tpu.no_compilation_cache():
+        lowered = lower_step(program, shape, forms)
+        compiled: Any = lowered.compile(options_of(config, mesh))
+    elapsed = time.process_time() - start
+    told, text = compiled.memory_analysis(), compiled.as_text()
+    *params, state = forms
+    rows = shape.tree.num_rows
+    return Report(
+        name=case.name,
+        program=shape.name,
+        nodes=shape.tree.num_nodes,
+        rows=rows,
+        lowered_ops=num_operations(lowered.as_text()),
+        compiled_ops=num_operations(text),
+        argument_bytes=told.argument_size_in_bytes,
+        output_bytes=told.output_size_in_bytes,
+        temp_bytes=told.temp_size_in_bytes,
+        peak_bytes=told.peak_memory_in_bytes - told.argument_size_in_bytes,
+        code_bytes=told.generated_code_size_in_bytes,
+        donated_bytes=told.alias_size_in_bytes,
+        state_bytes=hlo.local_bytes(state),
+        kernels=hlo.num_kernels(text),
+        moves=hlo.largest(hlo.moves(text), 4),
+        copied=hlo.copied(text, (params, state.target_pages, state.proposers)),
+        who_sees_whom=who_sees_whom(text, math.ceil(8192 / config.page_size)),
+        squares=hlo.squares(text, rows),
+        compile_cpu_s=round(elapsed, 1),
+    )
+
+
+def who_sees_whom(text: str, table_len: int) -> dict[str, int]:
+    """What attention is given beside queries, pages and where and how many they are."""
+    known = {(NUM_SEQS, table_len), (NUM_SEQS,), (NUM_SEQS + 1,)}
+    found = {
+        operand
+        for call in hlo.kernel_operands(text, "paged_attention")
+        for operand in call
+        if len(hlo.shape_of(operand)) < 4 and hlo.shape_of(operand) not in known
+    }
+    return {operand: hlo.bytes_of(operand) for operand in sorted(found)}
+
+
+def moved_in_place(device: str) -> tuple[list[str], int, int]:
+    """Compile what moves the keys and values of drafts that stayed, and nothing else.
+
+    Returns:
+        Moves of a layer's pages, bytes that are updated in place, and bytes of pages.
+    """
+    config = Case(device=device, kind="leaves").config()
+    assert config.speculative is not None and config.speculative.parents is not None
+    tree = Tree(config.speculative.parents)
+    mesh = describe_mesh(device, config)
+    program, (*_, state) = describe(config, mesh)
+    forms: Any = state
+
+    def move(pages: Any, rows: Any, token_pages: Any, decode: Any, row: Any) -> Any:
+        active = gather(rows, token_pages, decode, is_greedy=True)
+        return keep_path(config.model_config, pages, tree, row, active, program.pool)
+
+    ints = jax.ShapeDtypeStruct((NUM_SEQS,), jnp.int32, sharding=replicated(mesh))
+    given = forms.target_pages, forms.rows, forms.token_pages, ints, ints
+    with aot_tpu.no_compilation_cache():
+        compiled: Any = jax.jit(move, donate_argnums=0).lower(*given).compile()
+    copied = hlo.copied(compiled.as_text(), forms.target_pages)
+    in_place = compiled.memory_analysis().alias_size_in_bytes
+    return copied, in_place, hlo.local_bytes(forms.target_pages)
+
+
+def check_report(report: Report) -> None:
+    """Raise unless it copies nothing large, works in place and keeps masks as bits."""
+    # To the last byte but padding: keys and values of what stayed are moved in place.
+    assert report.donated_bytes >= report.state_bytes, report
+    assert report.copied == [], report
+    # A row's depth, and a bit for each row of the tree that it may see.
+    words = 1 + math.ceil(report.rows / WORD_BITS)
+    most = max(report.who_sees_whom.values(), default=0)
+    if report.name.endswith("/chain"):
+        assert report.rows == report.nodes + 1 == NUM_LEVELS + 1, report
+        return
+    assert 0 < most <= 4 * words * report.rows * NUM_SEQS, report
+    # One for all sequences may be there as well, in bytes: it is a constant.
+    assert sum(report.squares.values()) <= 4 * report.rows**2, report
+
+
+def read() -> dict[str, dict[str, Any]]:
+    """The rows that are recorded, by name."""
+    if not RESULTS.exists():
+        return {}
+    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
+    return {row["name"]: row for row in rows}
+
+
+def _write(rows: dict[str, dict[str, Any]]) -> None:
+    """A line for every program: a change of one shows as such."""
+    head = {"command": COMMAND, "versions": aot_gpu.versions() | aot_tpu.versions()}
+    lines = [json.dumps(rows[name]) for name in CASES if name in rows]
+    text = json.dumps(head)[:-1] + ', "rows": [\n' + ",\n".join(lines) + "\n]}"
+    write_whole(text + "\n", RESULTS)
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """A device a line, of every kind in each cell."""
+    columns = (
+        "device", "drafts", "operations given", "operations made", "temporaries, MB",
+        "code, MB", "who sees whom, bytes", "CPU-s",
+    )  # fmt: skip
+    lines = [columns, ("---",) * len(columns)]
+    for device in DEVICES:
+        found = [
+            rows[f"{device}/{kind}"] for kind in KINDS if f"{device}/{kind}" in rows
+        ]
+        if not found:
+            continue
+        told = [
+            [f"{row['lowered_ops']:,}" for row in found],
+            [f"{row['compiled_ops']:,}" for row in found],
+            [f"{row['temp_bytes'] / 1e6:.1f}" for row in found],
+            [f"{row['code_bytes'] / 1e6:.1f}" for row in found],
+            [f"{max(row['who_sees_whom'].values(), default=0):,}" for row in found],
+            [f"{row['compile_cpu_s']:.0f}" for row in found],
+        ]
+        drafts = ", ".join(str(row["nodes"]) for row in found)
+        lines.append((device, drafts, *map("; ".join, told)))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Programs of drafts beside drafts.")
+    parser.add_argument("names", nargs="*", help="programs that are compiled again")
+    parser.add_argument("--table", action="store_true", help="print, compile nothing")
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    rows = read()
+    wanted = [name for name in CASES if name not in rows]
+    if options.names:
+        wanted = [name for name in CASES if name.startswith(tuple(options.names))]
+    if not options.table:
+        for name in tqdm(wanted, unit="program"):
+            row = vars(measure(CASES[name]))
+            rows = read() | {name: row}  # others may have been written meanwhile
+            _write(rows)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

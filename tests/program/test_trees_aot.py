@@ -1,0 +1,69 @@
+"""Rounds of trees move no page, and say in bits which drafts see which."""
+
+import dataclasses
+import json
+
+import pytest
+
+from tests.kernels import aot_gpu, aot_tpu
+from tests.program import aot_trees
+from tests.program.aot_trees import CASES, Report
+
+README = aot_trees.RESULTS.parents[1] / "README.md"
+RECORDED = aot_trees.read()
+
+
+def report_of(name: str) -> Report:
+    return Report(**RECORDED[name])
+
+
+def test_every_program_is_recorded():
+    assert list(RECORDED) == list(CASES)
+    for name in CASES:
+        report = report_of(name)
+        aot_trees.check_report(report)
+        assert report.nodes == {"chain": 5, "leaves": 10, "tree": 16}[CASES[name].kind]
+    assert aot_trees.table(RECORDED) in README.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"donated_bytes": 0},
+        {"copied": ["copy bf16[4096,16,16,256]"]},
+        # A byte, or a number of an MXU's, for each pair of rows.
+        {"who_sees_whom": {"s32[8,17,17]": 4 * 8 * 17 * 17}},
+        {"squares": {"bf16[8,34,17]": 2 * 8 * 34 * 17}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_program_that_does_more_is_refused(change):
+    report = report_of("v6e-1/tree")
+    aot_trees.check_report(report)
+    with pytest.raises(AssertionError):
+        aot_trees.check_report(dataclasses.replace(report, **change))
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("device", aot_trees.DEVICES)
+def test_what_stayed_is_moved_in_place(device):
+    skip_without_compiler(device)
+    copied, in_place, page_bytes = aot_trees.moved_in_place(device)
+    assert copied == []
+    assert in_place >= page_bytes
+
+
+@pytest.mark.aot
+@pytest.mark.battery(name="trees")
+@pytest.mark.parametrize("name", [one for one in CASES if not one.endswith("/chain")])
+def test_it_compiles(name):
+    skip_without_compiler(CASES[name].device)
+    report = aot_trees.measure(CASES[name])
+    print(json.dumps(vars(report)))
+    aot_trees.check_report(report)
+
+
+def skip_without_compiler(device: str) -> None:
+    reason = aot_gpu.missing() if device == "h200" else aot_tpu.MISSING
+    if reason is not None:
+        pytest.skip(reason)
