@@ -92,9 +92,26 @@ def verify(
             return decide_all(logits, probs, whole)
         groups = jax.tree.map(
             lambda part: part.reshape(seqs // size, size, *part.shape[1:]),
-            (logits, probs, whole),
+            (logits, whole),
         )
-        verdicts = jax.lax.map(lambda group: decide_all(*group), groups)
+        # Rows as they were made, by draft: all of them in another order are a copy.
+        laws = None
+        if probs is not None:
+            laws = probs.swapaxes(0, 1).reshape(-1, probs.shape[2])
+
+        def decide_group(item: tuple[Array, tuple[Array, tuple]]) -> Verdict:
+            start, (logits, whole) = item
+            own = None
+            if laws is not None:
+                starts = (start + index * seqs for index in range(draft))
+                own = jnp.stack(
+                    [jax.lax.dynamic_slice_in_dim(laws, one, size) for one in starts],
+                    axis=1,
+                )
+            return decide_all(logits, own, whole)
+
+        starts = jnp.arange(0, seqs, size, dtype=jnp.int32)
+        verdicts = jax.lax.map(decide_group, (starts, groups))
         return jax.tree.map(lambda part: part.reshape(seqs, *part.shape[2:]), verdicts)
 
     whole, columns = PartitionSpec(), PartitionSpec(None, None, axes)

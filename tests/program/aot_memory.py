@@ -428,7 +428,8 @@ def main() -> None:
         wanted = [name for name in CELLS if name.startswith(tuple(options.names))]
     if not options.table:
         for name in tqdm(wanted, unit="program"):
-            rows[name] = measure(CELLS[name])
+            row = measure(CELLS[name])
+            rows = read() | {name: row}  # others may have been written meanwhile
             _write(rows)
     print(memory_table(rows), sharding_table(rows), sep="\n\n")
 

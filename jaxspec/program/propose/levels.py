@@ -27,7 +27,7 @@ from jaxspec_kernels.rejection_sampling.noise import exponential
 # Of a level, the drafts before it and what is kept between levels: logits (of every row
 # that is continued there, sequence-major), whose are broken, and what is kept.
 Continue = Callable[[Array | int, Array, Any], tuple[Array, Array, Any]]
-# Drafts by node, probabilities of all but the first, who is broken, what is kept.
+# Drafts by node, probabilities by draft, who is broken, what is kept.
 _Carry = tuple[Array, Array | None, Array, Any]
 
 
@@ -64,30 +64,25 @@ class Levels:
         none = jnp.zeros((seqs, tree.num_nodes), jnp.int32)
         logits, is_broken, kept = first(0, none, kept)
         drafts, probs = self._draw(logits, 0, none, adjust)
-        if levels > 1:
+        laws = None
+        if probs is not None:
             # By draft: a turn of the loop writes one piece of memory.
-            rest = None
-            if probs is not None:
-                rest = jnp.zeros((levels - 1, *probs.shape), probs.dtype)
+            laws = jnp.zeros((levels, *probs.shape), probs.dtype).at[0].set(probs)
+        if levels > 1:
 
             def turn(level: Array, carry: _Carry) -> _Carry:
-                drafts, rest, was_broken, kept = carry
+                drafts, laws, was_broken, kept = carry
                 logits, is_broken, kept = following(level, drafts, kept)
                 drafts, probs = self._draw(logits, level, drafts, adjust)
-                if rest is not None and probs is not None:
-                    rest = jax.lax.dynamic_update_index_in_dim(
-                        rest, probs, level - 1, 0
-                    )
-                return drafts, rest, was_broken | is_broken, kept
+                if laws is not None and probs is not None:
+                    laws = jax.lax.dynamic_update_index_in_dim(laws, probs, level, 0)
+                return drafts, laws, was_broken | is_broken, kept
 
-            carry: _Carry = drafts, rest, is_broken, kept
-            drafts, rest, is_broken, kept = jax.lax.fori_loop(
+            carry: _Carry = drafts, laws, is_broken, kept
+            drafts, laws, is_broken, kept = jax.lax.fori_loop(
                 1, num_wanted, turn, carry
             )
-            if probs is not None and rest is not None:
-                probs = jnp.concatenate([probs[None], rest]).transpose(1, 0, 2)
-        elif probs is not None:
-            probs = probs[:, None]
+        probs = None if laws is None else laws.swapaxes(0, 1)
         num_drafts = jnp.where(is_broken, 0, num_wanted)
         return Proposal(drafts, num_drafts, probs, is_broken), kept
 
