@@ -319,6 +319,7 @@ def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
         vocab_size=_part(model.vocab_size, mesh, TARGET_MESH_AXES),
         draft_vocab_size=draft_vocab,
         token_bytes=4 * widths,
+        row_tile=8 if platform == "tpu" else 1,
         fixed_bytes=FIXED_BYTES.get(platform, ACCELERATOR_FIXED_BYTES),
         code_bytes=code,
     )

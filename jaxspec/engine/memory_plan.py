@@ -61,6 +61,8 @@ class ProgramFacts:
         draft_vocab_size: Columns of the laws that drafts were drawn from; 0 where they
             were drawn from none.
         token_bytes: What one token takes between two layers of the target, at most.
+        row_tile: Rows of a sequence are kept in multiples of these, where sequences are
+            told apart: 8 on a TPU.
         fixed_bytes: Temporaries that every program has.
         code_bytes: Of all programs together, where they lie in the device's memory.
     """
@@ -70,6 +72,7 @@ class ProgramFacts:
     vocab_size: int
     draft_vocab_size: int = 0
     token_bytes: int
+    row_tile: int = 1
     fixed_bytes: int = 0
     code_bytes: int = 0
 
@@ -78,18 +81,22 @@ class ProgramFacts:
 
         The rows of a round are kept as logits, cut off from those of prompts, and as
         the verdict filters them: 4 bytes each, three times. Of hundreds of sequences
-        they are there once, and filtered in groups of `MAX_GROUP_BYTES`. Penalties and
-        log-probabilities have them two or three times more, and those of prompts'
-        tiles. What the layers compute before is gone by then. Drafts' laws are there
-        from the start.
+        they are there once, and filtered in groups of `MAX_GROUP_BYTES`; on a TPU once
+        more, for the groups, in whole tiles. Penalties and log-probabilities have them
+        two or three times more, and those of prompts' tiles. What the layers compute
+        before is gone by then. Drafts' laws are there from the start.
 
         Args:
             has_controls: Count the programs of requests with such wishes.
         """
         seqs = 1 << (sizes.num_seqs - 1).bit_length()
-        rows = seqs * (self.num_draft_tokens + self.num_beside + 1)
+        width = self.num_draft_tokens + self.num_beside + 1
+        rows = seqs * width
         tiles = max(min(sizes.num_batched_tokens, MAX_CHUNK) // TILE, 1)
         once, groups = 4 * self.vocab_size * rows, 2 * MAX_GROUP_BYTES
+        if self.row_tile > 1:
+            tiled = -(-width // self.row_tile) * self.row_tile
+            groups += 4 * self.vocab_size * seqs * tiled
         few, many, tile_times = (5, 4, 4) if has_controls else (3, 1, 1)
         logits = min(few * once, many * once + groups)
         logits += 4 * self.vocab_size * tile_times * tiles

@@ -178,6 +178,11 @@ def test_temporaries_are_logits_or_layers():
     assert plain.temporary_bytes(Sizes(8, 32)) == 4 * 1000 * (5 * 8 + 4)
     without = plain.temporary_bytes(Sizes(8, 32), has_controls=False)
     assert without == 4 * 1000 * (3 * 8 + 1)
+    # 256 sequences of 6 rows once, once more of 8 rows each for the groups, and these.
+    tpu = dataclasses.replace(PROGRAMS, row_tile=8)
+    logits = 4 * 256_000 * (256 * 6 + 256 * 8 + 16) + 2 * 2**28
+    found = tpu.temporary_bytes(Sizes(256, 512), has_controls=False)
+    assert found == logits + 4 * 256_000 * 5 * 256 + 268_435_456
     code = dataclasses.replace(PROGRAMS, code_bytes=10**9)
     assert (
         facts(programs=code, compiled_bytes=5).workspace_bytes(CPU_SIZES) == 5 + 10**9
