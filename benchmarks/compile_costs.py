@@ -46,7 +46,7 @@ from jaxspec_checkpoints.gemma2.published import published_config
 RESULT = Path(__file__).with_name("results") / "compile-costs.json"
 NUM_DRAFT_TOKENS = 5
 # Devices, target and draft: in the order of what they cost to compile.
-SERVERS = (
+SERVERS: tuple[tuple[str, str, str | None], ...] = (
     ("v6e-1", "2b", None),
     ("v5e-8", "2b", None),
     ("h100", "2b", None),
@@ -290,7 +290,7 @@ def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What first programs cost at size.")
-    names = sorted({devices for devices, *_ in SERVERS})
+    names = sorted({devices for devices, _, _ in SERVERS})
     parser.add_argument("--devices", nargs="+", choices=names, default=names)
     sizes = sorted({target for _, target, _ in SERVERS})
     parser.add_argument("--targets", nargs="+", choices=sizes, default=sizes)
@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--again", action="store_true", help="also those with a row")
     options = parser.parse_args()
-    for name in options.devices:
+    for name in map(str, options.devices):
         check_device(COMPILED_AS.get(name, name))
     jax.config.update("jax_platforms", "cpu")
     # What an earlier run compiled would look free.
@@ -307,7 +307,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     if options.out.exists():
         rows = json.loads(options.out.read_text(encoding="utf-8"))["rows"]
-    wanted = [
+    wanted: list[Any] = [
         (*server, form, number - 1)
         for number in options.programs
         for server in SERVERS
