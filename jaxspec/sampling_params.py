@@ -33,6 +33,8 @@ GREEDY_TEMPERATURE = 1e-5
 MIN_TEMPERATURE = 0.01
 # The step program compares each token with a fixed number of stop ids.
 MAX_STOP_TOKEN_IDS = 32
+# It has room for so many ids that a request wants to be told of, as vLLM has.
+MAX_LOGPROB_TOKEN_IDS = 128
 
 _REPLACED = {
     "best_of": "use n and choose among outputs yourself",
@@ -93,6 +95,9 @@ class SamplingParams:
         logprobs: Tell the log-probability of each generated token and of this many
             most likely ones, before penalties and temperature. -1 tells all.
         prompt_logprobs: The same for the tokens of the prompt.
+        logprob_token_ids: Tell the log-probabilities of these token ids with each
+            generated token, in place of the most likely ones. `logprobs` may be left
+            out, or be their number.
         flat_logprobs: Give logprobs as `FlatLogprobs`, with fewer objects.
         logit_bias: Added to the logits of these token ids.
         allowed_token_ids: No other token is generated.
@@ -191,6 +196,13 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken instead of drawing one."""
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Tokens to tell of beside each generated one; None tells nothing."""
+        if self.logprobs is None and self.logprob_token_ids:
+            return len(self.logprob_token_ids)
+        return self.logprobs
 
     @property
     def num_speculative_tokens(self) -> int | None:
@@ -327,6 +339,17 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 hint = "-1 asks for the whole vocabulary."
                 self._integer(name, low=-1, hint=hint)
+        if self.logprob_token_ids is None:
+            return
+        name = "logprob_token_ids"
+        chosen = check_token_ids(RequestError, name, self.logprob_token_ids)
+        self.logprob_token_ids = chosen
+        if len(chosen) > MAX_LOGPROB_TOKEN_IDS:
+            allowed = f"at most {MAX_LOGPROB_TOKEN_IDS} ids"
+            raise wrong_argument(RequestError, name, allowed, len(chosen))
+        if self.logprobs not in (None, len(chosen)):
+            allowed = f"{len(chosen)}, as many as logprob_token_ids, or left out"
+            raise wrong_argument(RequestError, "logprobs", allowed, self.logprobs)
 
     def _check_token_choices(self) -> None:
         if self.allowed_token_ids is not None:

@@ -232,6 +232,9 @@ class FakeDevice:
                     rank=np.ones(sizes, np.int32),
                     top_ids=np.broadcast_to(np.arange(top), (*sizes, top)),
                     top=np.full((*sizes, top), each),
+                    chosen=np.full(
+                        (*sizes, 0 if is_prompt else asked.num_told_ids), each
+                    ),
                 )
         return told
 
@@ -392,6 +395,9 @@ class FakeRunner(Runner):
 
     def drop_weights(self, *, keep: bool) -> None:
         self.events.append(("drop_weights", int(keep)))
+
+    def restore_weights(self, loaded: Any) -> None:
+        self.events.append(("restore_weights", int(loaded is None)))
 
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         self.events.append(("launch", self.num_launches))

@@ -263,6 +263,23 @@ def test_ids_must_be_in_the_vocabulary(given):
         params.validate_for(100)
 
 
+def test_ids_to_be_told_of():
+    chosen = [5, 9]
+    assert SamplingParams().num_logprobs is None
+    assert SamplingParams(logprobs=4).num_logprobs == 4
+    assert SamplingParams(logprob_token_ids=[]).num_logprobs is None
+    assert SamplingParams(logprob_token_ids=chosen).num_logprobs == 2
+    assert SamplingParams(logprob_token_ids=chosen, logprobs=2).num_logprobs == 2
+    for count in (3, -1, 0):
+        with pytest.raises(RequestError, match="logprobs must be 2, as many as logpr"):
+            SamplingParams(logprob_token_ids=chosen, logprobs=count)
+    SamplingParams(logprob_token_ids=list(range(128)))
+    with pytest.raises(RequestError, match="logprob_token_ids must be at most 128 ids"):
+        SamplingParams(logprob_token_ids=list(range(129)))
+    with pytest.raises(RequestError, match="Every id of logprob_token_ids"):
+        SamplingParams(logprob_token_ids=[-1])
+
+
 def test_drafts_per_request_are_at_most_the_engines():
     params = SamplingParams(extra_args={"num_speculative_tokens": 5})
     assert params.num_speculative_tokens == 5

@@ -3,6 +3,7 @@
 Owns incremental decoding, stop strings and the log-probabilities of one text.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.logprobs import FlatLogprobs, Logprob, LogprobsOnePosition
@@ -173,8 +174,8 @@ def _start_of_stop(text: str, stop: str) -> int:
 class LogprobStream:
     """Log-probabilities of one growing text and of its prompt.
 
-    Launches return as many candidates as the engine's `max_logprobs`; here they are cut
-    to what the request asked for.
+    Launches return as many candidates as the engine's `max_logprobs`, and room for as
+    many ids as a request may choose; here they are cut to what it asked for.
 
     Attributes:
         cumulative: Sum of the text's own log-probabilities; None if none were asked.
@@ -189,7 +190,8 @@ class LogprobStream:
         self._prompt_ids = prompt_ids
         self._logprobs = self._empty()
         self._own: list[float] = []
-        self.cumulative: float | None = None if params.logprobs is None else 0.0
+        self._chosen = list(params.logprob_token_ids or ())
+        self.cumulative: float | None = None if params.num_logprobs is None else 0.0
         # Nothing precedes the first token, so it has no probability.
         self._prompt = self._empty()
         self._prompt.append(None)
@@ -199,13 +201,14 @@ class LogprobStream:
 
     def push(self, token_ids: list[int], values: TokenLogprobs | None) -> None:
         """Add generated tokens; entry i of `values` is about token i."""
-        asked = self._params.logprobs
+        asked = self._params.num_logprobs
         if asked is None or self.cumulative is None or not token_ids:
             return
         assert values is not None, "a launch without logprobs"
         own = values.own.tolist()
         for index, token in enumerate(token_ids):
-            self._logprobs.append(self._position(token, values, index, asked))
+            position = self._position(token, values, index, asked, self._chosen)
+            self._logprobs.append(position)
             self._own.append(own[index])
             self.cumulative += own[index]
 
@@ -237,15 +240,29 @@ class LogprobStream:
         return self._prompt if asked and is_whole else None
 
     def _position(
-        self, token: int, values: TokenLogprobs, index: int, asked: int
+        self,
+        token: int,
+        values: TokenLogprobs,
+        index: int,
+        asked: int,
+        chosen: Sequence[int] = (),
     ) -> LogprobsOnePosition:
         # As in vLLM: the token itself comes first, wherever it ranks.
-        found = {token: (float(values.own[index]), int(values.rank[index]))}
-        count = values.top_ids.shape[-1] if asked == -1 else asked
+        found: dict[int, tuple[float, int | None]] = {
+            token: (float(values.own[index]), int(values.rank[index]))
+        }
+        count = values.top_ids.shape[-1] if asked == -1 or chosen else asked
         top_ids = values.top_ids[index, :count].tolist()
-        top = values.top[index, :count].tolist()
-        for rank, (candidate, value) in enumerate(zip(top_ids, top, strict=True), 1):
-            found.setdefault(candidate, (value, rank))
+        if chosen:
+            # Of others than the most probable, nobody has counted the rank.
+            ranks = {candidate: rank for rank, candidate in enumerate(top_ids, 1)}
+            told = values.chosen[index, : len(chosen)].tolist()
+            for candidate, value in zip(chosen, told, strict=True):
+                found.setdefault(candidate, (value, ranks.get(candidate)))
+        else:
+            top = values.top[index, :count].tolist()
+            for rank, (other, value) in enumerate(zip(top_ids, top, strict=True), 1):
+                found.setdefault(other, (value, rank))
         return {
             candidate: Logprob(value, rank, self._text(candidate))
             for candidate, (value, rank) in found.items()

@@ -45,7 +45,6 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "watermarking": (None, "tokens follow the target's own distribution"),
     "prompt_logprob_token_ids": (None, "prompt_logprobs tells the most likely ones"),
     "prompt_logprob_start": (None, "prompt_logprobs are told for the whole prompt"),
-    "logprob_token_ids": (None, "logprobs tells the most likely ones"),
     "stream_interval": (None, "every step that has new tokens gives an output"),
     "thinking_token_budget": (None, "Gemma 2 marks no thinking"),
     "repetition_detection": (None, "use the penalties, or stop strings"),
@@ -219,7 +218,7 @@ class InputProcessor:
             is_greedy=params.temperature == 0,
             has_controls=has_controls,
             has_grammar=params.structured_outputs is not None,
-            num_logprobs=_if_asked(params.logprobs, most),
+            num_logprobs=_if_asked(params.num_logprobs, most),
             num_prompt_logprobs=_if_asked(params.prompt_logprobs, most),
         )
 
@@ -368,6 +367,7 @@ def make_controls(
         bias=bias,
         allowed=allowed,
         bad_words=words,
+        told=tuple(params.logprob_token_ids or ()),
     )
     return None if controls == TokenControls() else controls
 

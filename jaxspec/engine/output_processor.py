@@ -261,7 +261,7 @@ class OutputProcessor:
         is_plain = not (
             params.stop
             or has_origins
-            or params.logprobs is not None
+            or params.num_logprobs is not None
             or params.prompt_logprobs is not None
         )
         kind = params.output_kind

@@ -59,6 +59,7 @@ def forward(
     backend: Backend,
     pool: PoolShape,
     shape: StepShape,
+    chosen: Int[Array, "seq id"] | None = None,
     forced_acceptance: Float[Array, " chance"] | None = None,
 ) -> Verified:
     """Feed the newest tokens, their drafts and prompts in one pass, and verify.
@@ -72,6 +73,7 @@ def forward(
         after_prompts: The token after each tile's last, where prompts' logprobs
             are asked for.
         adjust: What requests ask of single tokens; None where none asks anything.
+        chosen: Tokens whose log-probabilities are told whatever comes, where any are.
         forced_acceptance: Chance of each draft to stay; None lets the rules decide.
     """
 
@@ -104,7 +106,7 @@ def forward(
             max_model_len=pool.max_model_len,
         )
         pages = keep_path(target.config, pages, tree, row, active, pool)
-        told = logprobs.tell_some(logits, tokens, shape=shape, backend=backend)
+        told = logprobs.tell_some(logits, tokens, chosen, shape=shape, backend=backend)
         most = shape.tree.num_rows
         tokens = _widen(tokens, most)
         told = None if told is None else _widen(told, most)

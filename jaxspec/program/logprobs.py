@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.models.backend import Backend
 from jaxspec.models.network import Network
 from jaxspec.program.plan import NO_TOKEN, TILE, StepShape
+from jaxspec.program.rows import Active, ControlRows
 from jaxspec.program.wire import num_columns
 from jaxspec_kernels.sums import row_sums
 
@@ -22,6 +23,7 @@ def tell(
     *,
     num_top: int,
     backend: Backend,
+    chosen: Int[Array, "row id"] | None = None,
 ) -> Int[Array, "row column"]:
     """A row per token, as `TokenLogprobs.read` reads it.
 
@@ -29,20 +31,25 @@ def tell(
         tokens: What each row of `logits` is asked about; what is told of one outside
             the vocabulary is junk.
         num_top: Most probable tokens to tell; past the vocabulary's size come pads.
+        chosen: Tokens to tell of besides; junk for those outside the vocabulary.
     """
     vocab_size = logits.shape[1]
     axes = backend.vocab_axes(vocab_size)
+    if chosen is None:
+        chosen = jnp.zeros((len(tokens), 0), jnp.int32)
 
-    def run(logits: Array, tokens: Array) -> Array:
-        return _tell(logits, tokens, num_top, axes)
+    def run(logits: Array, tokens: Array, chosen: Array) -> Array:
+        return _tell(logits, tokens, chosen, num_top, axes)
 
     columns, whole = PartitionSpec(None, axes), PartitionSpec()
-    return backend.split(run, (columns, whole), whole)(logits, tokens)
+    told = backend.split(run, (columns, whole, whole), whole)
+    return told(logits, tokens, chosen)
 
 
 def _tell(
     logits: Float[Array, "row vocab"],
     tokens: Int[Array, " row"],
+    chosen: Int[Array, "row id"],
     num_top: int,
     axes: tuple[str, ...] | None,
 ) -> Int[Array, "row column"]:
@@ -72,6 +79,11 @@ def _tell(
     own = total(jnp.where(is_here, found, 0.0))
     rank = 1 + total((logits > own[:, None]).sum(axis=1, dtype=jnp.int32))
 
+    place = chosen - first
+    is_there = (place >= 0) & (place < size)
+    found = jnp.take_along_axis(logits, jnp.clip(place, 0, size - 1), axis=1)
+    others = total(jnp.where(is_there, found, 0.0))
+
     top, ids = jax.lax.top_k(logits, min(num_top, size))
     ids = ids + first
     if axes is not None and num_top:
@@ -88,26 +100,44 @@ def _tell(
         return jax.lax.bitcast_convert_type(values, jnp.int32)
 
     single = bits(logprob(own))[:, None], rank[:, None]
-    return jnp.concatenate([*single, ids, bits(top)], axis=1)
+    return jnp.concatenate([*single, ids, bits(top), bits(logprob(others))], axis=1)
 
 
 def tell_some(
     logits: Float[Array, "token vocab"],
-    tokens: Int[Array, "*batch"],
+    tokens: Int[Array, "seq width"],
+    chosen: Int[Array, "seq id"] | None,
     *,
     shape: StepShape,
     backend: Backend,
-) -> Int[Array, "*batch column"] | None:
+) -> Int[Array, "seq width column"] | None:
     """`tell`, where the shape asks for it.
 
     Args:
         logits: Row i of a sequence says what its i-th token is drawn from.
+        chosen: `chosen_ids` of the sequences.
     """
     num_top = shape.features.num_logprobs
     if num_top is None:
         return None
-    told = tell(logits, tokens.reshape(-1), num_top=num_top, backend=backend)
+    if chosen is not None:
+        chosen = jnp.repeat(chosen, tokens.shape[1], axis=0)
+    told = tell(
+        logits, tokens.reshape(-1), num_top=num_top, backend=backend, chosen=chosen
+    )
     return told.reshape(*tokens.shape, -1)
+
+
+def chosen_ids(
+    controls: ControlRows, active: Active, *, shape: StepShape
+) -> Int[Array, "seq id"] | None:
+    """The tokens that each sequence's request has chosen to be told of.
+
+    Junk where it has chosen none; None where the shape tells of none.
+    """
+    if not shape.features.num_told_ids:
+        return None
+    return controls.told_ids.at[active.row].get(mode="clip")
 
 
 def blank(
@@ -117,7 +147,8 @@ def blank(
     num_top = shape.features.num_logprobs
     if num_top is None:
         return None
-    return jnp.zeros((*tokens.shape, num_columns(num_top)), jnp.int32)
+    numbers = num_columns(num_top, shape.features.num_told_ids)
+    return jnp.zeros((*tokens.shape, numbers), jnp.int32)
 
 
 def tell_prompt(

@@ -28,6 +28,7 @@ MAX_CONTROLLED = 4
 MAX_BIAS = 1024
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_LEN = 8
+MAX_TOLD_IDS = 128  # as in vLLM
 # As a column's size: words of 32 bits that hold one bit per token of the vocabulary.
 VOCAB_WORDS = -1
 
@@ -87,6 +88,12 @@ class Features:
         }
         names = [name for name, has_one in extras.items() if has_one]
         return "_".join(["greedy" if self.is_greedy else "sampled", *names])
+
+    @property
+    def num_told_ids(self) -> int:
+        """Log-probabilities per generated token of ids that a request has chosen."""
+        is_told = self.has_controls and self.num_logprobs is not None
+        return MAX_TOLD_IDS if is_told else 0
 
     def covers(self, other: "Features") -> bool:
         """Whether a program of these features serves requests that need `other`."""
@@ -271,11 +278,12 @@ class ControlValues:
     allowed: Any = column(np.uint32, VOCAB_WORDS)  # a bit per token of the vocabulary
     # The last column is what a match forbids.
     bad_words: Any = column(np.int32, MAX_BAD_WORDS, MAX_BAD_WORD_LEN, pad=NO_TOKEN)
+    told_ids: Any = column(np.int32, MAX_TOLD_IDS, pad=NO_TOKEN)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenControls:
-    """Penalties, logit bias, allowed ids and bad words; the defaults change nothing.
+    """Penalties, logit bias, allowed ids, bad words; the defaults change nothing.
 
     Attributes:
         presence_penalty: Taken from the logit of every token of the output so far.
@@ -286,6 +294,8 @@ class TokenControls:
         allowed: The tokens that may come; None for all.
         bad_words: At most `MAX_BAD_WORDS` sequences of at most `MAX_BAD_WORD_LEN`
             tokens that the output may not contain.
+        told: At most `MAX_TOLD_IDS` tokens whose log-probabilities are told with every
+            generated one, where any are told.
     """
 
     presence_penalty: float = 0.0
@@ -294,11 +304,13 @@ class TokenControls:
     bias: tuple[tuple[int, float], ...] = ()
     allowed: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    told: tuple[int, ...] = ()
 
     def values(self, vocab_size: int) -> ControlValues:
         """What travels to the device."""
         assert len(self.bias) <= MAX_BIAS, f"{len(self.bias)} biased tokens"
         assert len(self.bad_words) <= MAX_BAD_WORDS, "too many bad words"
+        assert len(self.told) <= MAX_TOLD_IDS, f"{len(self.told)} tokens to tell of"
         bad_words = columns(ControlValues)["bad_words"].empty()
         for index, word in enumerate(self.bad_words):
             assert 0 < len(word) <= MAX_BAD_WORD_LEN, f"a bad word of {len(word)}"
@@ -317,6 +329,7 @@ class TokenControls:
             bias_values=[value for _, value in self.bias],
             allowed=bits.astype(np.uint32),
             bad_words=bad_words,
+            told_ids=self.told,
         )
 
 

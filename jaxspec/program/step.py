@@ -404,6 +404,7 @@ def _verify(
         backend=backend,
         pool=pool,
         shape=shape,
+        chosen=logprobs.chosen_ids(launch.rows.controls, launch.active, shape=shape),
         forced_acceptance=forced_acceptance,
     )
 
@@ -542,9 +543,12 @@ def _finish_prompts(
         "tile_is_done": emitted.is_done,
         "tile_is_broken": verified.is_tile_broken,
     }
-    told = logprobs.tell_some(logits, token, shape=shape, backend=backend)
+    chosen = logprobs.chosen_ids(rows.controls, active, shape=shape)
+    told = logprobs.tell_some(
+        logits, token[:, None], chosen, shape=shape, backend=backend
+    )
     if told is not None:
-        result["tile_logprobs"] = told
+        result["tile_logprobs"] = told[:, 0]
     return *append(rows, token_pages, active, emitted), result
 
 

@@ -176,29 +176,33 @@ class TokenLogprobs(NamedTuple):
 
     The leading axes are those of the tokens. `own` is the token's, `rank` one more
     than the number of tokens that are more probable; `top_ids` and `top` are the most
-    probable tokens, the best first, the lowest id first among equals.
+    probable tokens, the best first, the lowest id first among equals. `chosen` are of
+    the ids that the request has chosen, in their order; junk follows.
     """
 
     own: np.ndarray  # float32 [...]
     rank: np.ndarray  # int32 [...]
     top_ids: np.ndarray  # int32 [..., N]
     top: np.ndarray  # float32 [..., N]
+    chosen: np.ndarray  # float32 [..., C]
 
     @classmethod
-    def read(cls, table: np.ndarray) -> "TokenLogprobs":
+    def read(cls, table: np.ndarray, num_chosen: int = 0) -> "TokenLogprobs":
         """What `logprobs` wrote: `num_columns` numbers per token."""
-        num_top = table.shape[-1] // 2 - 1
+        num_top = (table.shape[-1] - num_chosen) // 2 - 1
+        end = 2 + 2 * num_top
         return cls(
             own=table[..., 0].view(np.float32),
             rank=table[..., 1],
             top_ids=table[..., 2 : 2 + num_top],
-            top=table[..., 2 + num_top :].view(np.float32),
+            top=table[..., 2 + num_top : end].view(np.float32),
+            chosen=table[..., end:].view(np.float32),
         )
 
 
-def num_columns(num_top: int) -> int:
+def num_columns(num_top: int, num_chosen: int = 0) -> int:
     """Numbers that the log-probabilities of one token take."""
-    return 2 + 2 * num_top
+    return 2 + 2 * num_top + num_chosen
 
 
 class ResultLayout(Layout):
@@ -231,7 +235,7 @@ class ResultLayout(Layout):
             fields["tree_row"] = Column(shape=seqs)
         top = shape.features.num_logprobs
         if top is not None:
-            numbers = num_columns(top)
+            numbers = num_columns(top, shape.features.num_told_ids)
             fields["logprobs"] = Column(shape=(*seqs, width, numbers))
             fields["tile_logprobs"] = Column(shape=(*tiles, numbers))
         top = shape.features.num_prompt_logprobs
@@ -300,9 +304,13 @@ class StepResult:
     @classmethod
     def _of_round(cls, vector: np.ndarray, shape: StepShape) -> "StepResult":
         values = _read(vector, shape)
-        for name in ("logprobs", "tile_logprobs", "prompt_logprobs"):
+        num_chosen = shape.features.num_told_ids
+        for name in ("logprobs", "tile_logprobs"):
             if name in values:
-                values[name] = TokenLogprobs.read(values[name])
+                values[name] = TokenLogprobs.read(values[name], num_chosen)
+        if "prompt_logprobs" in values:
+            told = TokenLogprobs.read(values["prompt_logprobs"])
+            values["prompt_logprobs"] = told
         return cls(**values)
 
 

@@ -122,7 +122,7 @@ class ChatWriter(ChoiceWriter):
         has_calls: bool,
     ) -> dict[str, Any]:
         told = None
-        if self.params.logprobs is not None and completion.logprobs:
+        if self.params.num_logprobs is not None and completion.logprobs:
             told = self.logprobs.for_chat(
                 completion.token_ids, completion.logprobs, self.params.logprobs
             )

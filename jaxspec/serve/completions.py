@@ -80,7 +80,7 @@ class CompletionWriter(ChoiceWriter):
         """Add nothing: what is known of prompts is told with the choices."""
 
     def _told(self, completion: CompletionOutput) -> list[Any] | None:
-        if self.params.logprobs is None:
+        if self.params.num_logprobs is None:
             return None
         return [] if self._is_echo_only else list(completion.logprobs or ())
 

@@ -63,22 +63,27 @@ class LogprobWriter:
         self,
         token_ids: Sequence[int],
         told: Iterable[LogprobsOnePosition],
-        num_top: int,
+        num_top: int | None,
     ) -> dict[str, Any]:
-        """Write the form of chats, with so many of the most likely tokens."""
+        """Write the form of chats.
+
+        Args:
+            num_top: How many of the most likely tokens to tell of; None for all that
+                are known of, in their order, as where a request has chosen them.
+        """
         content = []
         for token, position in zip(token_ids, told, strict=True):
-            ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
-            content.append(
-                self._chat_entry(token, position[token])
-                | {
-                    "top_logprobs": [
-                        self._chat_entry(other, one)
-                        for other, one in ranked[:num_top]
-                        if one.rank is not None and one.rank <= num_top
-                    ]
-                }
-            )
+            others = list(position.items())
+            if num_top is not None:
+                others.sort(key=lambda item: item[1].rank or 0)
+                others = [
+                    (other, one)
+                    for other, one in others[:num_top]
+                    if one.rank is not None and one.rank <= num_top
+                ]
+            entries = [self._chat_entry(other, one) for other, one in others]
+            own = self._chat_entry(token, position[token])
+            content.append(own | {"top_logprobs": entries})
         return {"content": content}
 
     def for_prompt(

@@ -6,7 +6,7 @@ defaults.
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.errors import RequestError, UnsupportedError, refuse, wrong_argument
@@ -35,10 +35,9 @@ _SAME = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
     *("skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids"),
-    *("bad_words", "prompt_logprobs"),
+    *("bad_words", "prompt_logprobs", "logprob_token_ids"),
     # The engine says why it refuses these.
-    *("logprob_token_ids", "stream_interval", "thinking_token_budget"),
-    "repetition_detection",
+    *("stream_interval", "thinking_token_budget", "repetition_detection"),
 )
 # What shapes texts, and does nothing without drawing tokens; with its neutral value.
 _NOT_OF_BEAMS: dict[str, Any] = {
@@ -46,6 +45,7 @@ _NOT_OF_BEAMS: dict[str, Any] = {
     **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
     **{"logit_bias": None, "allowed_token_ids": None, "bad_words": None},
     "return_token_origins": False,
+    "logprob_token_ids": None,
 }
 # vLLM's older fields, "guided_" before names of `StructuredOutputsParams`.
 _GUIDED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
@@ -77,7 +77,8 @@ def make_params(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingPa
         max_tokens = defaults.get("max_tokens")
     own: dict[str, Any] = {
         "max_tokens": max_tokens,
-        "logprobs": logprobs,
+        # The ids that are chosen come in place of the most likely ones.
+        "logprobs": None if body.logprob_token_ids else logprobs,
         "prompt_logprobs": told_prompt,
         "structured_outputs": _structured_outputs(body),
         "extra_args": _extra_args(body),
@@ -137,6 +138,16 @@ def _check(body: GenerationBody) -> None:
     refuse("kv_transfer_params", body.kv_transfer_params)
 
 
+def _check_chosen(chosen: Sequence[int] | None, *, is_told: bool, how: str) -> None:
+    """Refuse ids to be told of that nobody would be told of."""
+    name = "logprob_token_ids"
+    if chosen is not None and not chosen:
+        raise RequestError(f"`{name}` must not be an empty list.", parameter=name)
+    if chosen and not is_told:
+        message = f"when using `{name}`, `logprobs` must be {how}."
+        raise RequestError(message, parameter=name)
+
+
 def _for_completion(body: CompletionBody) -> tuple[int | None, int | None]:
     """The most tokens, and how many candidates are told."""
     if body.suffix:
@@ -149,7 +160,15 @@ def _for_completion(body: CompletionBody) -> tuple[int | None, int | None]:
     max_tokens = body.max_tokens
     if "max_tokens" not in body.model_fields_set:
         max_tokens = DEFAULT_COMPLETION_TOKENS
+    chosen = body.logprob_token_ids
+    _check_chosen(chosen, is_told=body.logprobs is not None, how="set")
     if body.echo and max_tokens == 0:
+        if chosen:
+            raise RequestError(
+                "`logprob_token_ids` are told with generated tokens: with `echo` and "
+                "`max_tokens=0` there are none.",
+                parameter="logprob_token_ids",
+            )
         max_tokens = 1  # the engine makes one at least: it is not shown
     return max_tokens, body.logprobs
 
@@ -162,6 +181,8 @@ def _for_chat(body: ChatBody) -> tuple[int | None, int | None]:
             parameter="top_logprobs",
             value=body.top_logprobs,
         )
+    is_told = bool(body.logprobs)
+    _check_chosen(body.logprob_token_ids, is_told=is_told, how="set to true")
     max_tokens = body.max_completion_tokens
     if max_tokens is None:
         max_tokens = body.max_tokens

@@ -28,6 +28,7 @@ EVERYTHING = TokenControls(
     bias=tuple((token, 1.5 - token / 20) for token in range(0, 64, 2)),
     allowed=tuple(token for token in range(64) if token % 7),
     bad_words=tuple((token, token + 1) for token in range(60)),
+    told=(63, 3, 17),
 )
 CONTROLS: dict[str, TokenControls | None] = {
     "none": None,
@@ -138,7 +139,12 @@ def test_forbidden_words_never_come():
     assert STOP not in text[:-1]
 
 
-def check_logprobs(told: list[TokenLogprobs], tokens: list[int], logits: Any) -> None:
+def check_logprobs(
+    told: list[TokenLogprobs],
+    tokens: list[int],
+    logits: Any,
+    chosen: tuple[int, ...] = (),
+) -> None:
     """What was told of each token, against the row of logits that it follows."""
     assert len(told) == len(tokens) == len(logits)
     logits = np.array(logits, np.float64)
@@ -149,6 +155,8 @@ def check_logprobs(told: list[TokenLogprobs], tokens: list[int], logits: Any) ->
         np.testing.assert_allclose(one.top, ranked[: len(one.top)], atol=1e-4)
         np.testing.assert_allclose(law[one.top_ids], one.top, atol=1e-4)
         assert len(set(one.top_ids.tolist())) == len(one.top)
+        others = one.chosen[: len(chosen)]
+        np.testing.assert_allclose(others, law[list(chosen)], atol=1e-4)
         # A rank is exact up to what rounding can exchange.
         assert (law > one.own + 1e-4).sum() < one.rank <= (law > one.own - 1e-4).sum()
 
@@ -174,7 +182,8 @@ def test_log_probabilities_are_those_of_one_pass(temperature, num_drafts):
     for one in requests:
         said = one.prompt + one.tokens
         logits, start = hf_logits(pair.target(), np.array(said)), len(one.prompt)
-        check_logprobs(one.logprobs, one.tokens, logits[start - 1 : -1])
+        chosen = one.admission.controls.told if one.admission.controls else ()
+        check_logprobs(one.logprobs, one.tokens, logits[start - 1 : -1], chosen)
         # The last is about the first generated token, which nobody knew then.
         told = one.prompt_logprobs[:-1]
         check_logprobs(told, one.prompt[1:], logits[: start - 1])

@@ -165,6 +165,44 @@ def test_logprobs_are_those_of_one_pass(count: int):
         assert completion.cumulative_logprob == pytest.approx(sum(own), abs=1e-3)
 
 
+def test_ids_that_were_chosen_are_told_with_every_token():
+    """Of the model, as all that is told; beside requests that have chosen others."""
+    fields: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "seed": 7}
+    chosen: list[Any] = [[63, 0, 31], [5], None, list(range(0, 64, 2))]
+    params = [
+        SamplingParams(
+            logprob_token_ids=ids,
+            logprobs=None if ids else 1,
+            temperature=temperature,
+            extra_args=extra_args,
+            frequency_penalty=penalty,
+            **fields,
+        )
+        for ids, temperature, penalty, extra_args in zip(
+            chosen,
+            (0, 1.2, 0, 1.2),
+            (0, 0, 1.0, 1.0),
+            (None, PLAIN, None, None),
+            strict=True,
+        )
+    ]
+    for prompt, ids, outputs in zip(PROMPTS, chosen, run(PROMPTS, params), strict=True):
+        (completion,) = outputs[-1].outputs
+        tokens = list(completion.token_ids)
+        rows = laws(prompt + tokens)[len(prompt) - 1 : -1]
+        if ids is None:
+            check_told(completion.logprobs, tokens, rows, 1)
+            continue
+        told: Any = completion.logprobs
+        assert len(told) == MAX_TOKENS
+        for entry, token, row in zip(told, tokens, rows, strict=True):
+            assert list(entry) == list(dict.fromkeys((token, *ids)))
+            for candidate, one in entry.items():
+                assert one.logprob == pytest.approx(row[candidate], abs=1e-4)
+        own = [row[token] for row, token in zip(rows, tokens, strict=True)]
+        assert completion.cumulative_logprob == pytest.approx(sum(own), abs=1e-3)
+
+
 def test_every_kind_of_output_tells_the_same():
     def outputs_of(kind: RequestOutputKind) -> list[RequestOutput]:
         params = SamplingParams(

@@ -24,6 +24,7 @@ def numbered(*leading: int) -> TokenLogprobs:
         rank=index.astype(np.int32),
         top_ids=wide.astype(np.int32),
         top=wide.astype(np.float32),
+        chosen=wide.astype(np.float32),
     )
 
 

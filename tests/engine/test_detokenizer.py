@@ -248,7 +248,9 @@ def random_table(length: int, seed: int = 0) -> np.ndarray:
     return (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)
 
 
-def tell(table: np.ndarray, tokens: list[int]) -> TokenLogprobs:
+def tell(
+    table: np.ndarray, tokens: list[int], chosen: tuple[int, ...] = ()
+) -> TokenLogprobs:
     """What the program tells of tokens whose log-probabilities are in a table."""
     order = np.argsort(-table, axis=-1, kind="stable")[:, :NUM_TOLD]
     own = table[np.arange(len(tokens)), tokens]
@@ -257,6 +259,8 @@ def tell(table: np.ndarray, tokens: list[int]) -> TokenLogprobs:
         rank=(table > own[:, None]).sum(-1).astype(np.int32) + 1,
         top_ids=order.astype(np.int32),
         top=np.take_along_axis(table, order, -1),
+        # Junk follows, of ids that nobody has chosen.
+        chosen=table[:, [*chosen, 0, 0]],
     )
 
 
@@ -293,6 +297,28 @@ def test_a_text_told_in_rounds(count: int):
     assert [next(iter(entry)) for entry in told if entry] == tokens
     own = [float(row[token]) for row, token in zip(table, tokens, strict=True)]
     assert stream.cumulative == pytest.approx(sum(own), abs=1e-5)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_ids_that_were_chosen_come_in_place_of_the_most_likely(flat: bool):
+    table = random_table(2)
+    ranked = [int(token) for token in np.argsort(-table[1], kind="stable")]
+    # The most likely, one that nobody has ranked, one twice, and the token itself.
+    least, best, itself = ranked[-1], ranked[0], ranked[2]
+    chosen = (least, best, least, itself)
+    stream = make_stream(logprob_token_ids=list(chosen), flat_logprobs=flat)
+    stream.push([5], tell(table[:1], [5], chosen))
+    stream.push([itself], tell(table[1:], [itself], chosen))
+    told: Any = list(stream.since(0) or ())
+    assert list(told[0]) == list(dict.fromkeys((5, *chosen)))
+    assert list(told[1]) == [itself, least, best]
+    assert [one.rank for one in told[1].values()] == [3, None, 1]
+    for row, entries in zip(table, told, strict=True):
+        for token, entry in entries.items():
+            assert entry.logprob == float(row[token])
+            text = TOKENIZER.decode([token], skip_special_tokens=False)
+            assert entry.decoded_token == text
+    assert stream.cumulative == pytest.approx(table[0][5] + table[1][itself], abs=1e-5)
 
 
 def test_a_launch_that_only_fed_a_prompt_tells_of_no_tokens():

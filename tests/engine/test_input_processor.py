@@ -119,6 +119,14 @@ def test_logprobs_come_in_one_size():
             make(config=config, **{name: 6})
 
 
+def test_chosen_ids_run_where_log_probabilities_and_controls_do():
+    # However few `max_logprobs` are: they are no more numbers for it.
+    request = make(logprob_token_ids=[3, 9, 3], config={"max_logprobs": 2})
+    assert request.features == Features(has_controls=True, num_logprobs=2)
+    assert request.controls == TokenControls(told=(3, 9, 3))
+    assert make(logprob_token_ids=[]).features == Features()
+
+
 def test_the_prefix_cache_can_be_left_alone():
     assert not make(skip_reading_prefix_cache=True).can_read_prefix_cache
     config = make_config()
@@ -181,7 +189,6 @@ def test_parameters_are_checked_again_and_copied():
         ("watermarking", {"key": 1}),
         ("prompt_logprob_token_ids", [3]),
         ("prompt_logprob_start", 1),
-        ("logprob_token_ids", [3]),
         ("stream_interval", 4),
         ("thinking_token_budget", 4),
         ("repetition_detection", {"max_pattern_size": 2}),

@@ -26,25 +26,36 @@ def make_logits() -> np.ndarray:
 
 
 def told(
-    logits: np.ndarray, tokens: np.ndarray, num_top: int, shards: int = 1
+    logits: np.ndarray,
+    tokens: np.ndarray,
+    num_top: int,
+    shards: int = 1,
+    chosen: np.ndarray | None = None,
 ) -> TokenLogprobs:
     backend = Backend(mesh=make_mesh(shards), mesh_axes=TARGET_MESH_AXES)
+    chosen = np.zeros((ROWS, 0)) if chosen is None else chosen
 
-    def run(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-        return tell(logits, tokens, num_top=num_top, backend=backend)
+    def run(logits: jax.Array, tokens: jax.Array, chosen: jax.Array) -> jax.Array:
+        return tell(logits, tokens, num_top=num_top, backend=backend, chosen=chosen)
 
-    found = jax.jit(run)(jnp.asarray(logits), jnp.asarray(tokens, jnp.int32))
-    assert found.shape == (ROWS, num_columns(num_top))
-    result = TokenLogprobs.read(np.asarray(found))
-    return result
+    found = jax.jit(run)(
+        jnp.asarray(logits),
+        jnp.asarray(tokens, jnp.int32),
+        jnp.asarray(chosen, jnp.int32),
+    )
+    assert found.shape == (ROWS, num_columns(num_top, chosen.shape[1]))
+    return TokenLogprobs.read(np.asarray(found), chosen.shape[1])
 
 
 @pytest.mark.parametrize("shards", [1, 2, 8])
 @pytest.mark.parametrize("num_top", [0, 1, 12])
 def test_numbers_are_those_of_the_softmax(num_top, shards):
     logits = make_logits()
-    tokens = np.random.default_rng(1).integers(0, VOCAB, ROWS)
-    found = told(logits, tokens, num_top, shards)
+    random = np.random.default_rng(1)
+    tokens = random.integers(0, VOCAB, ROWS)
+    chosen = random.integers(0, VOCAB, (ROWS, 5))
+    chosen[:, 0] = logits.argmax(axis=1)
+    found = told(logits, tokens, num_top, shards, chosen)
     wide = logits.astype(np.float64)
     wide -= wide.max(axis=1, keepdims=True)
     law = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
@@ -57,6 +68,11 @@ def test_numbers_are_those_of_the_softmax(num_top, shards):
     np.testing.assert_array_equal(found.top_ids, order)
     best = np.take_along_axis(law, order, axis=1)
     np.testing.assert_allclose(found.top, best, rtol=1e-5, atol=1e-4)
+    others = np.take_along_axis(law, chosen, axis=1)
+    np.testing.assert_allclose(found.chosen, others, rtol=1e-5, atol=1e-4)
+    # In the same bits, whichever way a number was found.
+    if num_top:
+        np.testing.assert_array_equal(found.chosen[:, 0], found.top[:, 0])
 
 
 def test_the_most_probable_token_has_rank_one():
@@ -78,7 +94,8 @@ def test_a_token_that_nobody_knows_breaks_nothing():
     logits, tokens = make_logits(), np.arange(ROWS)
     known = told(logits, tokens, 2)
     tokens[5] = NO_TOKEN
-    found = told(logits, tokens, 2)
+    chosen = np.full((ROWS, 3), NO_TOKEN)  # as of whoever has chosen none
+    found = told(logits, tokens, 2, chosen=chosen)._replace(chosen=known.chosen)
     for mine, theirs in zip(found, known, strict=True):
         others = np.arange(ROWS) != 5
         np.testing.assert_array_equal(mine[others], theirs[others])

@@ -8,6 +8,7 @@ import pytest
 
 from jaxspec.program.plan import (
     MAX_STOP_IDS,
+    MAX_TOLD_IDS,
     NO_TOKEN,
     TILE,
     Admission,
@@ -171,13 +172,17 @@ def test_log_probabilities_come_with_their_tokens():
     leadings = dict(logprobs=(4, 4), prompt_logprobs=(2, TILE), tile_logprobs=(2,))
     for name, leading in leadings.items():
         one, top = getattr(result, name), 3 if "prompt" in name else 2
+        num_chosen = 0 if "prompt" in name else MAX_TOLD_IDS
         assert one.own.shape == one.rank.shape == leading
         assert one.top_ids.shape == one.top.shape == (*leading, top)
         table = values[name]
         np.testing.assert_array_equal(one.own.view(np.int32), table[..., 0])
         np.testing.assert_array_equal(one.rank, table[..., 1])
         np.testing.assert_array_equal(one.top_ids, table[..., 2 : 2 + top])
-        np.testing.assert_array_equal(one.top.view(np.int32), table[..., 2 + top :])
+        end = 2 + 2 * top
+        np.testing.assert_array_equal(one.top.view(np.int32), table[..., 2 + top : end])
+        np.testing.assert_array_equal(one.chosen.view(np.int32), table[..., end:])
+        assert one.chosen.shape == (*leading, num_chosen)
 
 
 def test_a_result_without_prompts_leaves_tiles_out():

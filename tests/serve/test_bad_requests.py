@@ -67,7 +67,7 @@ WRONG = {
     "truncation_side": ('"up"', "7"),
     "use_beam_search": ("7", '"maybe"'),
     "stream_interval": ("4",),
-    "logprob_token_ids": ("[2]",),
+    "logprob_token_ids": ("[2]", "[]", "[16]", "[-1]", '["x"]', "7"),
 }
 WRONG_CHATS: tuple[dict[str, Any], ...] = (
     {},

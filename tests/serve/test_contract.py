@@ -81,6 +81,7 @@ def usages(events: list[Any]) -> list[Any]:
 SAID = letters(said(5))
 COUNTS = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
 HUGE = 2**63
+CHOSEN = [13, 2, 15]
 
 CASES = [
     # Log-probabilities of completions: none, the token's own, some, too many.
@@ -104,6 +105,15 @@ CASES = [
             and all(one < 0 for one in told(a)["token_logprobs"])
         ),
     ),
+    Case(
+        COMPLETIONS,
+        text(logprobs=1, logprob_token_ids=CHOSEN, return_tokens_as_token_ids=True),
+        lambda a: all(
+            set(one) == {own, *(f"token_id:{token}" for token in CHOSEN)}
+            for own, one in zip(told(a)["tokens"], told(a)["top_logprobs"], strict=True)
+        ),
+    ),
+    Case(COMPLETIONS, text(logprob_token_ids=CHOSEN), param="logprob_token_ids"),
     Case(COMPLETIONS, text(logprobs=21), param="logprobs"),
     Case(COMPLETIONS, text(logprobs=21, stream=True), param="logprobs"),
     # After a refusal the server goes on.
@@ -142,6 +152,17 @@ CASES = [
     Case(CHAT, chat(logprobs=True), lambda a: top(a) == [0] * 5),
     Case(CHAT, chat(logprobs=True, top_logprobs=0), lambda a: top(a) == [0] * 5),
     Case(CHAT, chat(logprobs=True, top_logprobs=5), lambda a: top(a) == [5] * 5),
+    Case(
+        CHAT,
+        chat(logprobs=True, top_logprobs=1, logprob_token_ids=CHOSEN),
+        lambda a: all(3 <= count <= 4 for count in top(a)),
+    ),
+    Case(CHAT, chat(logprob_token_ids=CHOSEN), param="logprob_token_ids"),
+    Case(
+        CHAT,
+        chat(logprobs=True, logprob_token_ids=CHOSEN, use_beam_search=True),
+        param="logprob_token_ids",
+    ),
     Case(CHAT, chat(logprobs=True, top_logprobs=21), param="logprobs"),
     Case(CHAT, chat(top_logprobs=1), param="top_logprobs"),
     # Several prompts and texts.

@@ -34,6 +34,13 @@ def test_chats_tell_the_most_likely_by_rank():
         assert all(one["logprob"] >= LEAST for one in top)
 
 
+def test_what_a_request_has_chosen_is_told_whatever_it_ranks():
+    told = {**POSITION, 10: Logprob(-7.0, None, "d")}
+    (entry,) = writer().for_chat([7], [told], None)["content"]
+    assert [one["token"] for one in entry["top_logprobs"]] == ["c", "a", "b", "d"]
+    assert [one["logprob"] for one in entry["top_logprobs"]] == [-3, -1, LEAST, -7]
+
+
 def test_completions_tell_the_token_and_the_most_likely():
     told = writer().for_completion([7, 7], [None, POSITION], 10)
     assert told == {

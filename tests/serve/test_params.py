@@ -89,6 +89,27 @@ def test_logprobs():
     assert chat().logprobs is None
 
 
+def test_ids_to_be_told_of():
+    ids = [7, 5]
+    for params in (
+        completion(logprob_token_ids=ids, logprobs=0),
+        completion(logprob_token_ids=ids, logprobs=5, echo=True),
+        chat(logprob_token_ids=ids, logprobs=True, top_logprobs=5),
+        respond(logprob_token_ids=ids, include=["message.output_text.logprobs"]),
+    ):
+        assert (params.logprobs, params.logprob_token_ids) == (None, ids)
+        assert params.num_logprobs == 2
+    echoed = completion(logprob_token_ids=ids, logprobs=5, echo=True)
+    assert echoed.prompt_logprobs == 5
+    for make in (completion, chat, respond):
+        with pytest.raises(RequestError, match="`logprobs` must be set"):
+            make(logprob_token_ids=ids)
+        with pytest.raises(RequestError, match="must not be an empty list"):
+            make(logprob_token_ids=[])
+    with pytest.raises(RequestError, match="there are none"):
+        completion(logprob_token_ids=ids, logprobs=0, echo=True, max_tokens=0)
+
+
 @pytest.mark.parametrize(
     ("body", "field", "value"),
     [
