@@ -99,14 +99,15 @@ async def refuse_argument(request: Request, error: Exception) -> Response:
     return respond(status, body, headers)
 
 
-async def refuse_body(request: Request, error: Exception) -> Response:
-    """Answer a request whose body is not what the endpoint takes."""
+async def refuse_fields(request: Request, error: Exception) -> Response:
+    """Answer a request whose body or query is not what the endpoint takes."""
     assert isinstance(error, RequestValidationError)
+    found = error.errors()
     content_type = request.headers.get("content-type", "").partition(";")[0].strip()
-    if content_type.lower() != "application/json":
+    is_of_body = any(fault["loc"][0] == "body" for fault in found)
+    if is_of_body and content_type.lower() != "application/json":
         message = "The body must be JSON, of Content-Type application/json."
         return respond(415, error_body(415, message))
-    found = error.errors()
     told = [_fault(fault) for fault in found[:MAX_TOLD]]
     if len(found) > MAX_TOLD:
         told.append(f"and {len(found) - MAX_TOLD} more")
@@ -141,7 +142,7 @@ def _fault(fault: Mapping[str, Any]) -> str:
 
 def add_refusals(app: FastAPI) -> None:
     """Have every failure told in one form."""
-    app.add_exception_handler(RequestValidationError, refuse_body)
+    app.add_exception_handler(RequestValidationError, refuse_fields)
     app.add_exception_handler(HTTPException, refuse_route)
     expected = (ArgumentError, ModelNotFoundError, ResponseNotFoundError)
     expected += (OverloadedError, TimeLimitError)

@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator
-from typing import Any, no_type_check
+from typing import Annotated, Any, no_type_check
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from jaxspec.errors import RequestError, UnsupportedError, wrong_argument
@@ -31,6 +31,7 @@ from jaxspec.serve.responses import ResponseWriter, is_kept
 from jaxspec.serve.serving import Serving, new_id
 from jaxspec.serve.streaming import (
     ClientGoneError,
+    EventLog,
     EventStream,
     event,
     while_connected,
@@ -64,15 +65,23 @@ def generation_routes(serving: Serving) -> APIRouter:
         return await _respond(serving, request, _answer(serving, body, request))
 
     @router.get("/v1/responses/{response_id}")
-    async def retrieve_response(response_id: str, stream: str = "") -> Response:
-        """Return a response that is kept, as it is now."""
-        if stream.lower() not in ("", "0", "false"):
-            raise UnsupportedError(
-                "A response that is kept is told as a whole: leave stream out.",
-                parameter="stream",
-                value=stream,
+    async def retrieve_response(
+        response_id: str,
+        stream: bool = False,
+        starting_after: Annotated[int | None, Query(ge=0)] = None,
+    ) -> Response:
+        """Return a response that is kept, as it is now, or its events as they come."""
+        response = serving.responses.get(response_id).response
+        if stream:
+            log = _log_of(serving, response_id)
+            return EventStream(_followed(log, starting_after))
+        if starting_after is not None:
+            raise RequestError(
+                "starting_after numbers an event of a stream: ask with stream=true.",
+                parameter="starting_after",
+                value=starting_after,
             )
-        return JSONResponse(serving.responses.get(response_id).response)
+        return JSONResponse(response)
 
     @router.post("/v1/responses/{response_id}/cancel")
     async def cancel_response(response_id: str) -> Response:
@@ -186,22 +195,23 @@ async def _answer(serving: Serving, body: ResponseBody, request: Request) -> Res
         raise wrong_argument(RequestError, "request_id", allowed, body.request_id)
     outputs = serving.outputs(writer.id, [prompt], params, body.priority or 0)
     response = writer.tell("queued")
-    await serving.background.start(writer.id, _make(writer, outputs))
-    return JSONResponse(response)
+    log = EventLog() if body.stream else None
+    work = _make(serving, writer, outputs, log)
+    await serving.background.start(writer.id, work, log)
+    # Who follows it may leave, and come back: it goes on.
+    return JSONResponse(response) if log is None else EventStream(_followed(log))
 
 
 def _check_background(serving: Serving, body: ResponseBody) -> None:
     """Check that a response for which nobody waits can be asked for later.
 
     Raises:
-        UnsupportedError: It is not kept, or to be streamed.
+        UnsupportedError: It is not kept.
     """
     if not body.background:
         return
     other = ""
-    if body.stream:
-        other = "stream=True: leave it out, and ask for the response by its id"
-    elif not serving.responses.is_on:
+    if not serving.responses.is_on:
         other = "a server that keeps no responses (--max-response-store-bytes 0)"
     elif not is_kept(serving, body):
         other = "store=False: nobody could ask for the response later"
@@ -230,20 +240,69 @@ def _earlier(serving: Serving, response_id: str | None) -> list[dict[str, Any]]:
     return messages
 
 
-async def _make(writer: ResponseWriter, outputs: Numbered) -> None:
-    """Make a response for which nobody waits, and keep it."""
+async def _make(
+    serving: Serving, writer: ResponseWriter, outputs: Numbered, log: EventLog | None
+) -> None:
+    """Make a response for which nobody waits, and keep it.
+
+    Args:
+        log: Notes its events, which are kept with it; None where they are not wanted.
+    """
+    end = None
     try:
         writer.tell("in_progress")
         async with contextlib.aclosing(outputs):
-            await writer.answer(outputs)
+            if log is None:
+                await writer.answer(outputs)
+            else:
+                async for chunk in writer.chunks(outputs):
+                    log.add(chunk)
     except asyncio.CancelledError:
-        writer.tell("cancelled")
+        end = writer.tell("cancelled")
         raise
     except Exception as error:  # noqa: BLE001 - it is told to whoever asks for it
         status, body = refusal_of(error)
-        log = _log.exception if status == 500 else _log.info
-        log("A response in the background failed: %s", error)
-        writer.tell("failed", body["error"]["message"])
+        say = _log.exception if status == 500 else _log.info
+        say("A response in the background failed: %s", error)
+        end = writer.tell("failed", body["error"]["message"])
+    finally:
+        if log is not None:
+            if end is not None:
+                log.add(writer.last_event(end))
+            log.end()
+            serving.responses.put_events(writer.id, log.events)
+
+
+def _log_of(serving: Serving, response_id: str) -> EventLog:
+    """The events of a response, which may be still being made.
+
+    Raises:
+        RequestError: It was not made as a stream.
+        ResponseNotFoundError: It is not kept.
+    """
+    log = serving.background.log(response_id)
+    if log is not None:
+        return log
+    events = serving.responses.events(response_id)
+    if not events:
+        raise RequestError(
+            "Only a response of background=True and stream=True can be streamed again: "
+            "leave stream out.",
+            parameter="stream",
+            value=True,
+        )
+    return EventLog(events, is_over=True)
+
+
+@no_type_check  # asynchronous generators are not checked
+async def _followed(
+    log: EventLog, after: int | None = None
+) -> AsyncGenerator[str, None]:
+    """Write a log's events, those behind number `after` or all."""
+    start = 0 if after is None else after + 1
+    async with contextlib.aclosing(log.follow(start)) as followed:
+        async for content in followed:
+            yield event(content)
 
 
 def _id(body: GenerationBody, request: Request) -> str:

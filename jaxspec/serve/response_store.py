@@ -12,6 +12,7 @@ from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
 from jaxspec.errors import ConfigError, wrong_argument
+from jaxspec.serve.streaming import EventLog
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +25,9 @@ create table if not exists responses (
     response text not null, messages text not null
 )
 """
+_NEWER = "alter table responses add column events text not null default ''"
 _SIZE = "length(cast(response as blob)) + length(cast(messages as blob))"
+_SIZE += " + length(cast(events as blob))"
 
 Message = dict[str, Any]
 
@@ -88,9 +91,40 @@ class ResponseStore:
         )
         # `json.dumps` writes ASCII: as many bytes as characters.
         self._num_bytes += sum(map(len, texts))
+        self._make_room()
+
+    def _make_room(self) -> None:
         while self._num_bytes > self._max_bytes:
             ((oldest,),) = self._execute("select min(number) from responses")
             self._remove("number", oldest)
+
+    def put_events(self, response_id: str, events: list[Any]) -> None:
+        """Keep what was streamed of a response, if that is kept.
+
+        `put` forgets it: the response of that id is then another.
+        """
+        text = json.dumps(events)
+        change = "update responses set events = ? where id = ? and events = '' "
+        change += "returning number"
+        try:
+            if self._execute(change, text, _key(response_id)):
+                self._num_bytes += len(text)
+                self._make_room()
+        except sqlite3.Error:
+            _log.exception("The events of a response could not be kept")
+
+    def events(self, response_id: str) -> list[Any]:
+        """Find what was streamed of a response; nothing of one that was not.
+
+        Raises:
+            ResponseNotFoundError: It was never kept, or is not any more.
+        """
+        wanted = "select events from responses where id = ?"
+        found = self._execute(wanted, _key(response_id))
+        if not found:
+            raise ResponseNotFoundError(response_id)
+        ((text,),) = found
+        return json.loads(text) if text else []
 
     def get(self, response_id: str) -> Stored:
         """Find a response.
@@ -156,6 +190,9 @@ def connect(path: str | None) -> sqlite3.Connection:
         connection.execute("pragma synchronous = normal")
         connection.execute(_TABLE)
         connection.execute("select id, response, messages from responses limit 1")
+        columns = connection.execute("pragma table_info(responses)").fetchall()
+        if "events" not in {name for _, name, *_ in columns}:
+            connection.execute(_NEWER)
     except sqlite3.Error as error:
         if connection is not None:
             connection.close()
@@ -172,14 +209,27 @@ class Background:
 
     def __init__(self):
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._logs: dict[str, EventLog] = {}
 
-    async def start(self, response_id: str, work: Coroutine[Any, Any, None]) -> None:
-        """Begin one, which keeps its own result; return once it has begun."""
+    async def start(
+        self,
+        response_id: str,
+        work: Coroutine[Any, Any, None],
+        log: EventLog | None = None,
+    ) -> None:
+        """Begin one, which keeps its own result; return once it has begun.
+
+        Args:
+            log: Where it notes its events, for whoever wants to follow them.
+        """
         task = self._tasks[response_id] = asyncio.create_task(work)
+        if log is not None:
+            self._logs[response_id] = log
 
         def forget(_: object) -> None:
             if self._tasks.get(response_id) is task:
                 del self._tasks[response_id]
+                self._logs.pop(response_id, None)
 
         task.add_done_callback(forget)
         # What is cancelled before it has begun could not keep that it was.
@@ -187,6 +237,10 @@ class Background:
 
     def __contains__(self, response_id: str) -> bool:
         return response_id in self._tasks
+
+    def log(self, response_id: str) -> EventLog | None:
+        """The events of one that is being made, if it notes any."""
+        return self._logs.get(response_id)
 
     async def wait(self, timeout_s: float) -> bool:
         """Wait for those that are being made; whether there is none any more."""

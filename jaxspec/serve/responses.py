@@ -83,6 +83,10 @@ class ResponseWriter(Writer):
         self._keep(response, self._messages)
         return response
 
+    def last_event(self, response: dict[str, Any]) -> Event:
+        """Write the event that ends a stream: how the response has ended."""
+        return self._event(response["status"], response=response)
+
     def _keep(self, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
         if self._store is not None:
             self._store.put(Stored(response, messages))
@@ -100,9 +104,15 @@ class ResponseWriter(Writer):
     async def chunks(self, outputs: Numbered) -> AsyncGenerator[Event, None]:
         """Write the events of every output as it comes.
 
-        The first are told with the first output: until then a failure has a status.
+        The first are told with the first output: until then a failure has a status, but
+        for one that is made in the background.
         """
         has_begun = False
+        if self._body.background:
+            # Nobody waits for a status: who follows is told at once what to ask for.
+            has_begun = True
+            for event in self._opening():
+                yield event
         async for _, output in outputs:
             for event in () if has_begun else self._opening():
                 yield event
@@ -113,9 +123,9 @@ class ResponseWriter(Writer):
             yield event
 
     def _opening(self) -> Iterator[Event]:
-        for name in ("created", "in_progress"):
-            response = self._response("in_progress", [])
-            yield self._event(name, response=response)
+        begun = "queued" if self._body.background else "in_progress"
+        for name, status in (("created", begun), ("in_progress", "in_progress")):
+            yield self._event(name, response=self._response(status, []))
         if self._stream is None:  # it is words, whatever comes
             yield from self._begin(self._make_message())
 
@@ -165,7 +175,7 @@ class ResponseWriter(Writer):
         response = self._ended(output)
         for told in item.closing(response["output"][-1]["status"]):
             yield self._write(told)
-        yield self._event(response["status"], response=response)
+        yield self.last_event(response)
 
     def _begin(self, item: Message | Call) -> Iterator[Event]:
         """Begin an item; the one before it ends."""
@@ -206,7 +216,7 @@ class ResponseWriter(Writer):
         self._text += completion.text
         self._tokens += completion.token_ids
         logprobs: list[Any] = []
-        if self.params.logprobs is not None and completion.logprobs:
+        if self.params.num_logprobs is not None and completion.logprobs:
             logprobs = self.logprobs.for_chat(
                 completion.token_ids, completion.logprobs, self.params.logprobs
             )["content"]

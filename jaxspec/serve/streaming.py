@@ -1,9 +1,12 @@
-"""Owns streams: several read as one, sent as events, ended when the client has gone."""
+"""Owns streams: several read as one, one read by several, sent as events.
+
+A stream to a client ends when the client has gone.
+"""
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any, TypeVar, no_type_check
 
 from starlette.responses import StreamingResponse
@@ -76,6 +79,46 @@ class EventStream(StreamingResponse):
             return
         finally:
             await self._events.aclose()
+
+
+class EventLog:
+    """The events of one stream, for any number of readers, whenever they come.
+
+    Attributes:
+        events: All so far.
+    """
+
+    def __init__(self, events: Sequence[Any] = (), *, is_over: bool = False):
+        self.events = list(events)
+        self._is_over = is_over
+        self._news = asyncio.Event()
+
+    def add(self, content: Any) -> None:
+        """Go on."""
+        self.events.append(content)
+        self._tell()
+
+    def end(self) -> None:
+        """Say that nothing more comes."""
+        self._is_over = True
+        self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    @no_type_check  # asynchronous generators are not checked
+    async def follow(self, start: int = 0) -> AsyncGenerator[Any, None]:
+        """Yield the events from number `start` on, as they come."""
+        while True:
+            # Before a look at the events: one that comes meanwhile sets it.
+            news = self._news
+            while start < len(self.events):
+                yield self.events[start]
+                start += 1
+            if self._is_over:
+                return
+            await news.wait()
 
 
 @no_type_check  # asynchronous generators are not checked

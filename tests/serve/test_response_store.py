@@ -93,6 +93,50 @@ def test_a_file_outlives_the_server(tmp_path):
     assert is_there(smaller, "resp_5")
 
 
+def test_what_was_streamed_is_kept_with_the_response(tmp_path):
+    path, events = str(tmp_path / "responses.db"), [{"type": "a", "text": "\u00e9"}, {}]
+    store, one = ResponseStore(path, MB), stored("resp_1")
+    store.put_events("resp_1", events)  # of what is not kept
+    with pytest.raises(ResponseNotFoundError):
+        store.events("resp_1")
+    store.put(one)
+    assert store.events("resp_1") == []
+    store.put_events("resp_1", events)
+    del store
+    size = size_of(one) + len(json.dumps(events))
+    store = ResponseStore(path, size + size_of(stored("resp_2")) - 1)
+    assert (store.get("resp_1"), store.events("resp_1")) == (one, events)
+    store.put(stored("resp_2"))
+    assert not is_there(store, "resp_1")
+    store.put_events("resp_2", ["x" * size])
+    assert not is_there(store, "resp_2")
+    # Another response of the same id was not streamed.
+    for _ in range(2):
+        store.put(one)
+        assert store.events("resp_1") == []
+        store.put_events("resp_1", events)
+
+
+def test_a_file_of_before_can_hold_events(tmp_path):
+    path = tmp_path / "responses.db"
+    older = sqlite3.connect(path)
+    older.execute(
+        "create table responses (number integer primary key, id blob unique not null, "
+        "response text not null, messages text not null)"
+    )
+    older.execute(
+        "insert into responses (id, response, messages) values (?, ?, ?)",
+        (b"resp_1", *map(json.dumps, stored("resp_1"))),
+    )
+    older.commit()
+    older.close()
+    for _ in range(2):
+        store = ResponseStore(str(path), MB)
+        assert store.get("resp_1") == stored("resp_1")
+        store.put_events("resp_1", [7])
+        assert store.events("resp_1") == [7]
+
+
 def test_files_that_are_none(tmp_path):
     (tmp_path / "text").write_text("no database, and longer than a header " * 10)
     other = sqlite3.connect(tmp_path / "other")
@@ -113,7 +157,8 @@ def test_a_full_disk_costs_no_answer(caplog):
     store = ResponseStore(None, MB)
     store._connection.close()
     store.put(stored("resp_1"))
-    assert "could not be kept" in caplog.text
+    store.put_events("resp_1", [])
+    assert caplog.text.count("could not be kept") == 2
 
 
 def test_work_that_nobody_waits_for():
@@ -130,7 +175,7 @@ def test_work_that_nobody_waits_for():
             seen.append(f"{name} ends")
 
         await background.start("a", work("a", 60.0))
-        await background.start("b", work("b", 0.01))
+        await background.start("b", work("b", 0.5))
         assert seen == ["a begins", "b begins"]
         assert "a" in background
         assert not await background.wait(0.001)

@@ -1,6 +1,8 @@
 """Responses, asked for with OpenAI's client and read as its types."""
 
 import asyncio
+import itertools
+import json
 from typing import Any
 
 import httpx
@@ -17,7 +19,7 @@ from jaxspec.serve.responses import ResponseWriter
 from tests.engine.test_llm_engine import letters, said
 from tests.serve.test_completions import output
 from tests.serve.test_usage import StubServing
-from tests.serving import PROMPT, error_of, serve_http
+from tests.serving import PROMPT, error_of, serve_http, site_of
 
 RESPONSES = "/v1/responses"
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -247,8 +249,15 @@ def test_a_response_is_kept(is_stream: bool):
         assert found.model_dump()["background"] is False
         with pytest.raises(openai.BadRequestError, match="background=True"):
             await responses.cancel(told.id)
-        response = await http.get(f"{RESPONSES}/{told.id}", params={"stream": "true"})
-        assert error_of(response, 400, "BadRequestError")["param"] == "stream"
+        wrong: Any = (
+            ({"stream": "true"}, "stream"),
+            ({"stream": "maybe"}, "stream"),
+            ({"starting_after": 2}, "starting_after"),
+            ({"stream": "true", "starting_after": -1}, "starting_after"),
+        )
+        for params, name in wrong:
+            response = await http.get(f"{RESPONSES}/{told.id}", params=params)
+            assert error_of(response, 400, "BadRequestError")["param"] == name
         gone = (await http.delete(f"{RESPONSES}/{told.id}")).json()
         assert gone == {"id": told.id, "object": "response", "deleted": True}
         with pytest.raises(openai.NotFoundError):
@@ -332,6 +341,70 @@ def test_a_response_in_the_background_is_cancelled(is_deleted: bool):
     serve_http(ask, delay_s=0.02)
 
 
+async def collect(stream: Any) -> list[Any]:
+    return [checked(event).model_dump() async for event in await stream]
+
+
+def test_a_response_in_the_background_is_followed():
+    """By whoever asked and by others, from the start or from any event on."""
+
+    async def ask(http: httpx.AsyncClient) -> None:
+        responses: Any = client_of(http).responses
+        given: Any = {"model": "model", "input": PROMPT, "max_output_tokens": 20}
+        given |= {"background": True, "stream": True, "extra_body": {"request_id": "x"}}
+        first = asyncio.ensure_future(collect(responses.create(**given)))
+        is_there = False
+        while not is_there:
+            await asyncio.sleep(0)
+            is_there = (await http.get(f"{RESPONSES}/resp_x")).is_success
+        later = collect(responses.retrieve("resp_x", stream=True))
+        tail = collect(responses.retrieve("resp_x", stream=True, starting_after=7))
+        told, *others = await asyncio.gather(first, later, tail)
+        assert [event["sequence_number"] for event in told] == list(range(len(told)))
+        assert [event["type"] for event in told][:4] == OPENING
+        assert told[0]["response"]["status"] == "queued"
+        assert told[-1]["type"] == "response.incomplete"
+        deltas = [event["delta"] for event in told if "delta" in event]
+        assert len(deltas) > 4
+        assert "".join(deltas) == letters(said(20))
+        # Once it has been made the same is told, out of the store.
+        others.append(await collect(responses.retrieve("resp_x", stream=True)))
+        behind = responses.retrieve("resp_x", stream=True, starting_after=7)
+        others.append(await collect(behind))
+        assert others == [told, told[8:], told, told[8:]]
+        behind = responses.retrieve("resp_x", stream=True, starting_after=999)
+        assert await collect(behind) == []
+        found = checked(await responses.retrieve("resp_x"))
+        assert found.model_dump() == told[-1]["response"]
+
+    serve_http(ask, delay_s=0.005)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_response_goes_on_when_nobody_follows_it(is_cancelled: bool):
+    body = {"input": PROMPT, "max_output_tokens": 40, "background": True}
+    with site_of() as site:
+        site.delay_s = 0.02
+        url = f"{site.url[:-1]}{RESPONSES}"
+        with httpx.stream("POST", url, json=body | {"stream": True}) as response:
+            lines = response.iter_lines()
+            (first,) = itertools.islice((one for one in lines if "data: " in one), 1)
+        told = json.loads(first.removeprefix("data: "))["response"]
+        url = f"{url}/{told['id']}"
+        if is_cancelled:
+            httpx.post(f"{url}/cancel")
+        text = httpx.get(url, params={"stream": "true"}, timeout=60).text
+        events = [
+            json.loads(line[6:]) for line in text.splitlines() if "data: " in line
+        ]
+        status = "cancelled" if is_cancelled else "incomplete"
+        assert events[-1]["type"] == f"response.{status}"
+        assert events[-1]["response"]["status"] == status
+        said_so_far = "".join(event.get("delta", "") for event in events)
+        assert (said_so_far == letters(said(40))) != is_cancelled
+        assert httpx.get(url).json() == events[-1]["response"]
+
+
 def test_a_response_in_the_background_that_fails():
     async def ask(http: httpx.AsyncClient) -> None:
         responses: Any = client_of(http).responses
@@ -346,7 +419,15 @@ def test_a_response_in_the_background_that_fails():
         assert told.error.code == "server_error"
         assert "boom" in told.error.message
 
-    serve_http(ask, break_at=8, delay_s=0.005)
+    async def follow(http: httpx.AsyncClient) -> None:
+        create: Any = client_of(http).responses.create
+        given: Any = {"model": "model", "input": PROMPT, "background": True}
+        *_, last = await collect(create(stream=True, **given))
+        assert last["type"] == "response.failed"
+        assert "boom" in last["response"]["error"]["message"]
+
+    for one in (ask, follow):
+        serve_http(one, break_at=8, delay_s=0.005)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -356,7 +437,6 @@ def test_refusals(is_stream: bool):
             ({"temperature": 3}, "temperature"),
             ({"input": []}, "input"),
             ({"background": True, "store": False}, "background"),
-            ({"background": True, "stream": True}, "background"),
             ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
             ({"tools": [{"type": "web_search"}]}, "tools"),
             ({"tools": [{"type": "function"}]}, "tools[0].name"),
