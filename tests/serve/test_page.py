@@ -374,6 +374,94 @@ def test_what_a_model_says_is_text(watched: Watched):
     assert page.locator("article").locator("img, .words b").count() == 0
 
 
+def stream_of(*deltas: dict[str, Any], said: str) -> str:
+    """A chat's events that the page reads: these, and the tokens in the first."""
+    tokens = [
+        {"text": one, "origin": "draft", "token_id": at} for at, one in enumerate(said)
+    ]
+    choices = [{"index": 0, "delta": one, "finish_reason": None} for one in deltas]
+    choices[0]["token_origins"] = tokens
+    choices[-1]["finish_reason"] = "stop"
+    events = [f"data: {json.dumps({'choices': [one]})}\n\n" for one in choices]
+    return "".join([*events, "data: [DONE]\n\n"])
+
+
+def answer_with(page: Page, body: str) -> None:
+    path = "**/v1/chat/completions"
+    page.route(path, lambda route: route.fulfill(body=body), times=1)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_calls_and_json_can_be_read(browser: Browser, site: Site, width: int):
+    watched = Watched(browser, site, viewport={"width": width, "height": 800})
+    page, shown = watched.page, watched.page.locator(".form figure")
+    given = {"city": "Oslo" * 30, "days": [1, 2]}
+    text = json.dumps(given)
+    call = {"index": 0, "id": "call_1", "type": "function"}
+    deltas = [
+        {"tool_calls": [call | {"function": {"name": "weather"}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": text[:9]}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": text[9:]}}]},
+    ]
+    # By keyboard: past the settings, to what holds an example of a tool.
+    page.locator("#race").focus()
+    keys = page.keyboard
+    for key in ("Tab", "Enter", "Tab", "Tab", "Tab", "Enter"):
+        keys.press(key)
+    expect(page.locator("#schema")).to_be_focused()
+    tools = json.loads(page.locator("#schema").input_value())
+    answer_with(page, stream_of(*deltas, said=text))
+    with page.expect_request("**/v1/chat/completions") as request:
+        watched.ask()
+    watched.wait()
+    asked = body_of(request.value)
+    assert asked["tools"] == [{"type": "function", "function": tools[0]}]
+    assert asked["tool_choice"] == "required"
+    expect(shown.locator("figcaption")).to_have_text("Calls weather")
+    expect(shown.locator("pre")).to_have_text(json.dumps(given, indent=2))
+    expect(page.locator("#spoken")).to_contain_text("Calls weather with")
+    assert "".join(one for _, one in watched.tokens()) == text
+    assert fits(page)
+    # A schema, whose answer is JSON; whoever goes on tells of the call.
+    page.click("#example-schema")
+    schema = json.loads(page.locator("#schema").input_value())
+    answer_with(page, stream_of({"content": text}, said=text))
+    with page.expect_request("**/v1/chat/completions") as request:
+        watched.ask()
+    watched.wait()
+    asked = body_of(request.value)
+    assert asked["response_format"]["json_schema"]["schema"] == schema
+    assert "tools" not in asked
+    (before,) = asked["messages"][1]["tool_calls"]
+    assert before["function"] == {"name": "weather", "arguments": text}
+    expect(shown.nth(1)).to_contain_text('"days": [')
+    assert fits(page)
+    # JSON that was cut off stays as it came; so do words.
+    page.fill("#schema", "")
+    for words in (text[:-1], "[sic] words"):
+        answer_with(page, stream_of({"content": words}, said=words))
+        watched.ask()
+        watched.wait()
+    expect(page.locator(".lane")).to_have_count(4)
+    expect(shown).to_have_count(2)
+    assert watched.complaints == []
+    watched.context.close()
+
+
+def test_a_form_that_is_none_is_refused_before_it_is_asked_for(watched: Watched):
+    page = watched.page
+    page.locator("#form summary").click()
+    for number, wrong in enumerate(("{", "7")):
+        page.fill("#schema", wrong)
+        watched.ask()
+        alert = page.get_by_role("alert").nth(number)
+        expect(alert).to_contain_text("JSON or tools: ")
+    assert not [one for one in watched.requests if one.method == "POST"]
+    page.fill("#schema", "")
+    page.get_by_role("alert").last.get_by_role("button").click()
+    expect(page.locator(".lane .token")).to_have_count(12)
+
+
 def test_a_restart_of_the_server_is_survived(watched: Watched):
     page, site = watched.page, watched.site
     site.delay_s = 0.05

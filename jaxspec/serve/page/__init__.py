@@ -17,6 +17,7 @@ _TYPES = {
     "icon.svg": "image/svg+xml",
     "page.js": "text/javascript",
     "lane.js": "text/javascript",
+    "form.js": "text/javascript",
     "wire.js": "text/javascript",
 }
 # Whatever a model says, it runs no script, loads nothing and sends nothing elsewhere.

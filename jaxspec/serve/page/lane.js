@@ -1,5 +1,7 @@
 // One answer as it comes: its tokens on the page, and what they tell of the drafts.
 
+import { addCalls, messageOf, readable, spoken } from "./form.js";
+
 const OWN = new Set(["recovered", "bonus"]);
 
 /** A column of the conversation, with its text and its figures. */
@@ -14,11 +16,14 @@ export class Lane {
     this.speedShown = head.appendChild(document.createElement("b"));
     this.words = this.element.appendChild(document.createElement("p"));
     this.words.className = "words";
+    this.form = this.element.appendChild(document.createElement("div"));
+    this.form.className = "form";
     this.foot = this.element.appendChild(document.createElement("p"));
     this.foot.className = "foot";
     this.counts = { draft: 0, leaf: 0, recovered: 0, bonus: 0, target: 0 };
     this.ids = [];
     this.text = "";
+    this.calls = [];
     this.histogram = [];
     this.kept = 0;
     this.metrics = null;
@@ -46,6 +51,7 @@ export class Lane {
       this.count(origin);
     }
     this.words.append(added);
+    addCalls(this.calls, choice.delta?.tool_calls ?? []);
     if (tokens.length) {
       const time = performance.now() - this.begun;
       this.arrivals.push({ time, count: this.numTokens });
@@ -65,6 +71,21 @@ export class Lane {
   finish(metrics) {
     this.metrics = metrics;
     this.showSpeed();
+  }
+
+  /** Shows an answer that has a form once more, to be read. */
+  showForm() {
+    this.form.replaceChildren(...readable(this.text, this.calls));
+  }
+
+  /** The answer, for the next question. */
+  get message() {
+    return messageOf(this.text, this.calls);
+  }
+
+  /** The answer in words. */
+  get spoken() {
+    return spoken(this.text, this.calls);
   }
 
   /** Tokens per second after the first: the server's, or as they arrive here. */

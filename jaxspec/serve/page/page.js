@@ -1,5 +1,6 @@
 // The page: a conversation, the settings of the next answer, the figures of the last.
 
+import { EXAMPLES, fieldsOf } from "./form.js";
 import { Lane } from "./lane.js";
 import { Failure, ask, describe } from "./wire.js";
 
@@ -131,10 +132,10 @@ async function send(text) {
   running = new AbortController();
   setRunning(true);
   if (server) watch();
-  const asked = body(text);
-  const isRace = at("race").checked && asked.num_speculative_tokens > 0;
-  if (isRace) asked.seed = Math.floor(Math.random() * 2 ** 31);
   try {
+    const asked = body(text);
+    const isRace = at("race").checked && asked.num_speculative_tokens > 0;
+    if (isRace) asked.seed = Math.floor(Math.random() * 2 ** 31);
     await answer(lanes, asked, isRace);
   } catch (error) {
     fail(turn, text, error);
@@ -152,6 +153,7 @@ function body(text) {
     stream: true,
     include_metrics: true,
     return_token_origins: true,
+    ...fieldsOf(at("schema").value),
   };
   if (server?.max_draft_tokens) asked.num_speculative_tokens = at("k").valueAsNumber;
   return asked;
@@ -173,7 +175,7 @@ async function answer(lanes, asked, isRace) {
   } finally {
     if (drafted.text) {
       conversation.push(asked.messages.at(-1));
-      conversation.push({ role: "assistant", content: drafted.text });
+      conversation.push(drafted.message);
     }
     if (plain && !drafted.isWhole) plain.foot.textContent = "Did not start.";
   }
@@ -182,7 +184,7 @@ async function answer(lanes, asked, isRace) {
     await run(plain, { ...asked, num_speculative_tokens: 0 }, false);
     if (plain.isWhole) compare(drafted, plain);
   }
-  if (drafted.isWhole) say(`The answer is complete. ${drafted.text}`);
+  if (drafted.isWhole) say(`The answer is complete. ${drafted.spoken}`);
 }
 
 async function run(lane, asked, isShown) {
@@ -214,6 +216,7 @@ async function run(lane, asked, isShown) {
 function end(lane, reason) {
   const why = { length: "cut at max tokens", abort: "ended by the server" }[reason];
   lane.isWhole = reason !== "abort";
+  lane.showForm();
   const parts = [`${lane.numTokens} tokens`, `${lane.seconds.toFixed(2)} s`];
   const first = lane.metrics?.time_to_first_token_ms;
   if (first) parts.push(`the first after ${Math.round(first)} ms`);
@@ -330,6 +333,12 @@ at("access").addEventListener("submit", (event) => {
 });
 for (const example of document.querySelectorAll("#examples button")) {
   example.addEventListener("click", () => send(example.textContent));
+}
+for (const [name, example] of Object.entries(EXAMPLES)) {
+  at(`example-${name}`).addEventListener("click", () => {
+    at("schema").value = JSON.stringify(example, null, 2);
+    at("schema").focus();
+  });
 }
 at("key").value = sessionStorage.getItem(KEY) ?? "";
 meet().catch(waitForServer);
