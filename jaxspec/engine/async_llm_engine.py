@@ -9,14 +9,24 @@ from jaxspec.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from jaxspec.engine.controller import Choice
 from jaxspec.engine.engine_thread import EngineThread, RequestOutputCollector
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.loader import check_level
 from jaxspec.engine.metrics import Load
-from jaxspec.errors import EngineDeadError, EngineGenerateError, refuse
+from jaxspec.errors import (
+    EngineDeadError,
+    EngineGenerateError,
+    RequestError,
+    check_choice,
+    refuse,
+)
 from jaxspec.metrics import Metric
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
 
 __all__ = ["AsyncEngineArgs", "AsyncLLMEngine", "EngineDeadError"]
+
+# Between looks at whether requests are left that a sleep waits for.
+IDLE_POLL_S = 0.02
 
 
 class AsyncLLMEngine:
@@ -141,15 +151,14 @@ class AsyncLLMEngine:
         Unknown ids are ignored.
         """
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        await self._call(lambda engine: self._abort(engine, ids))
 
-        def abort(engine: LLMEngine) -> None:
-            engine.abort_request(ids)
-            for one in ids:
-                collector = self._collectors.get(one)
-                if collector is not None:
-                    _call_soon(collector.loop, collector.abort)
-
-        await self._call(abort)
+    def _abort(self, engine: LLMEngine, ids: list[str]) -> None:
+        engine.abort_request(ids)
+        for one in ids:
+            collector = self._collectors.get(one)
+            if collector is not None:
+                _call_soon(collector.loop, collector.abort)
 
     async def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
@@ -224,9 +233,31 @@ class AsyncLLMEngine:
         """Forget the pages of ended requests; False while pages are in use."""
         return await self._call(LLMEngine.reset_prefix_cache)
 
-    async def sleep(self, level: int = 1) -> None:
-        """Free the devices' memory until `wake_up`; see `LLMEngine.sleep`."""
-        await self._call(lambda engine: engine.sleep(level))
+    @no_type_check  # it has its own checks, with better errors
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Free the devices' memory until `wake_up`; see `LLMEngine.sleep`.
+
+        Args:
+            mode: "abort" ends requests with what there is of their texts; "wait" goes
+                on until none is left, those that come meanwhile included.
+
+        Raises:
+            RequestError: There is no such level or mode.
+        """
+        check_level(level)
+        hint = "" if mode != "keep" else "No text outlives the pages that are dropped."
+        check_choice(RequestError, "mode", mode, ("abort", "wait"), hint)
+
+        def fall_asleep(engine: LLMEngine) -> bool:
+            if mode == "abort":
+                self._abort(engine, list(self._collectors))
+            if engine.get_num_unfinished_requests():
+                return False
+            engine.sleep(level)
+            return True
+
+        while not await self._call(fall_asleep):
+            await asyncio.sleep(IDLE_POLL_S)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Bring back what `sleep` freed: all, or "weights" or "kv_cache" alone."""

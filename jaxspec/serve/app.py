@@ -5,6 +5,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 import jaxspec
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
+from jaxspec.serve.development import development_routes
 from jaxspec.serve.errors import add_refusals
 from jaxspec.serve.generation import generation_routes
 from jaxspec.serve.metrics import CountRequests, HttpMetrics, metric_routes
@@ -35,6 +36,7 @@ def make_app(engine: AsyncLLMEngine, settings: ServerSettings) -> FastAPI:
         model_routes(serving),
         token_routes(serving),
         health_routes(serving),
+        development_routes(serving),
         metric_routes(serving, counts),
         page_routes(serving),
     ):

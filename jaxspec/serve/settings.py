@@ -34,6 +34,7 @@ _FLAGS = (
     "return_tokens_as_token_ids",
     "allow_credentials",
     "disable_fastapi_docs",
+    "server_dev_mode",
 )
 
 
@@ -77,6 +78,8 @@ class ServerSettings:
         max_num_queued_tokens: The same, of the tokens of their prompts.
         max_request_s: Seconds that one request may take; None for no limit.
         disable_fastapi_docs: Serve neither /docs nor /openapi.json.
+        server_dev_mode: Serve /sleep, /wake_up and /is_sleeping, to whoever asks: what
+            VLLM_SERVER_DEV_MODE does to vLLM.
         response_store: A file of sqlite's, in which responses (POST /v1/responses) are
             kept for a later server as well; by default they are in memory.
         max_response_store_bytes: How much of them is kept, the newest; 0: none.
@@ -108,6 +111,7 @@ class ServerSettings:
     max_num_queued_tokens: int | None = None
     max_request_s: float | None = None
     disable_fastapi_docs: bool = False
+    server_dev_mode: bool = False
     response_store: str | None = None
     max_response_store_bytes: int = DEFAULT_RESPONSE_STORE_BYTES
 

@@ -276,6 +276,43 @@ def test_many_streams_each_say_their_own():
     serve(use, max_num_seqs=4)
 
 
+def test_it_sleeps_when_its_requests_have_ended_or_been_ended():
+    async def use(serving: AsyncLLMEngine) -> None:
+        def ask(name: str, count: int) -> asyncio.Future[list[RequestOutput]]:
+            asked = outputs_of(serving, name, max_tokens=count, output_kind=FINAL)
+            return asyncio.ensure_future(asked)
+
+        async def begun(count: int) -> None:
+            while await serving.get_num_unfinished_requests() < count:
+                await asyncio.sleep(0.001)
+
+        asked = [ask("a", 40), ask("b", 40)]
+        await begun(2)
+        for wrong, name in (((3, "abort"), "level"), ((1, "keep"), "mode")):
+            with pytest.raises(RequestError, match=f"{name} must be"):
+                await serving.sleep(*wrong)
+        assert await serving.get_num_unfinished_requests() == 2
+        await serving.sleep()
+        assert await serving.is_sleeping()
+        for one in asked:
+            (output,) = await one
+            assert output.outputs[0].finish_reason == "abort"
+        with pytest.raises(RequestError, match=r"sleeps.* call wake_up\(\)"):
+            await ask("c", 4)
+        await serving.wake_up(["weights"])
+        assert await serving.is_sleeping()
+        await serving.wake_up()
+        assert not await serving.is_sleeping()
+        one = ask("d", 20)
+        await begun(1)
+        await serving.sleep(mode="wait")
+        (output,) = await one
+        assert output.outputs[0].text == letters(said(20))
+        await serving.wake_up()
+
+    serve(use, delay_s=0.005)
+
+
 def test_what_else_can_be_asked():
     async def use(serving: AsyncLLMEngine) -> None:
         assert await serving.get_tokenizer() is serving.engine.tokenizer

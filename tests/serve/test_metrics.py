@@ -78,6 +78,65 @@ def test_values():
     serve_http(ask)
 
 
+# What reads them, and whether each is there once: what is told of one server is
+# compared with that of others.
+_GATEWAYS: dict[str, tuple[str, set[str]]] = {
+    # The Inference Extension's endpoint picker and llm-d choose a server by these.
+    "vllm:num_requests_waiting": ("gauge", set()),
+    "vllm:num_requests_running": ("gauge", set()),
+    "vllm:kv_cache_usage_perc": ("gauge", set()),
+    "vllm:cache_config_info": ("gauge", {"block_size", "num_gpu_blocks"}),
+    # KEDA and dashboards of vLLM's production stack.
+    "vllm:time_to_first_token_seconds": ("histogram", set()),
+    "vllm:inter_token_latency_seconds": ("histogram", set()),
+    "vllm:e2e_request_latency_seconds": ("histogram", set()),
+    "vllm:request_queue_time_seconds": ("histogram", set()),
+    "vllm:prompt_tokens": ("counter", set()),
+    "vllm:generation_tokens": ("counter", set()),
+    "vllm:prefix_cache_queries": ("counter", set()),
+    "vllm:prefix_cache_hits": ("counter", set()),
+    "vllm:request_success": ("counter", {"finished_reason"}),
+}
+
+
+def test_gateways_find_what_they_choose_servers_by():
+    async def ask(client: httpx.AsyncClient) -> None:
+        bodies = [{"prompt": PROMPT, "max_tokens": 60}] * 5
+        asked = [
+            asyncio.ensure_future(post(client, COMPLETIONS, **body)) for body in bodies
+        ]
+        plain = frozenset(LABELS.items())
+        name = "vllm:num_requests_waiting", plain
+        running = "vllm:num_requests_running", plain
+        while (busy := await read(client))[name] != 3 or busy[running] != 2:
+            await asyncio.sleep(0.001)
+        assert 0 < busy["vllm:kv_cache_usage_perc", plain] <= 1
+        await asyncio.gather(*asked)
+        text = (await client.get("/metrics")).text
+        families = {one.name: one for one in text_string_to_metric_families(text)}
+        for name, (kind, labels) in _GATEWAYS.items():
+            family = families[name]
+            assert family.type == kind, name
+            told = [
+                frozenset(one.labels.items())
+                for one in family.samples
+                if not {"le", *labels} & one.labels.keys()
+            ]
+            # Of a counter and a histogram also when it was made.
+            assert set(told) == (set() if labels else {plain}), name
+            for one in family.samples:
+                assert labels <= one.labels.keys(), name
+        (cache,) = families["vllm:cache_config_info"].samples
+        assert cache.value == 1
+        sizes = [int(cache.labels[name]) for name in ("block_size", "num_gpu_blocks")]
+        assert sizes[0] * sizes[1] > 96
+        idle = await read(client)
+        for name in ("num_requests_waiting", "num_requests_running"):
+            assert idle[f"vllm:{name}", plain] == 0
+
+    serve_http(ask, delay_s=0.005, max_num_seqs=2)
+
+
 def test_requests_are_counted_by_route():
     async def ask(client: httpx.AsyncClient) -> None:
         for _ in range(2):
