@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from jaxspec_checkpoints import bundled_target
 from tests.serve.test_tool_calls import Stage
 from tests.serving import Site
 
@@ -206,3 +207,36 @@ def test_lm_eval(stand: Stand, tmp_path: Path):
     found = json.loads(path.read_text())["results"]["warm"]
     assert found["exact_match,none"] == 1.0
     assert ["Is it" in prompt for prompt in stand.prompts[-2:]] == [True, True]
+
+
+@pytest.mark.slow
+def test_guidellm(stand: Stand, tmp_path: Path):
+    # The torch of this project: others may bring gigabytes of CUDA.
+    folder = install("guidellm", ("guidellm>=0.8,<0.9", "torch==2.13.0"), is_npm=False)
+    stand.stage.script.say(WORDS)
+    data, report = tmp_path / "data.jsonl", tmp_path / "report.json"
+    rows = [{"prompt": f"Is it {word}?"} for word in ("hot", "warm", "cold")]
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    options = {
+        "backend": f"kind=openai_http,target={stand.url[:-1]},model=model,"
+        "api_key=secret",
+        "profile": "kind=synchronous",
+        "constraint": f"kind=max_requests,count={len(rows)}",
+        "data": f"kind=json_file,path={data}",
+        "tokenizer": f"kind=hf_auto,model={bundled_target()}",
+        "output": f"kind=json,path={report}",
+    }
+    words: list[Any] = [folder / "bin" / "guidellm", "run", "--disable-console"]
+    for name, value in options.items():
+        words += [f"--{name}", value]
+    tell(words, folder)
+    (found,) = json.loads(report.read_text())["benchmarks"]
+    requests = found["requests"]
+    assert (len(requests["successful"]), requests["errored"]) == (len(rows), [])
+    assert {one["output"] for one in requests["successful"]} == {WORDS}
+    # As the server counts them, which guidellm is told in the last event.
+    num_tokens = len(stand.engine.engine.tokenizer.encode(WORDS, False)) + 1
+    counts = {one["output_metrics"]["text_tokens"] for one in requests["successful"]}
+    assert counts == {num_tokens}
+    asked = [prompt for prompt in stand.prompts if "Is it" in prompt][-len(rows) :]
+    assert all(row["prompt"] in prompt for row, prompt in zip(rows, asked, strict=True))
