@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import network
 import numpy as np
+import transformers
 from safetensors.numpy import load_file, save_file
 
 # Gemma's turn format, as training used it: no system role, the model answers the user.
@@ -78,6 +79,15 @@ def write_model(
     write_json(folder / "generation_config.json", GENERATION_CONFIG)
     write_json(folder / "tokenizer_config.json", TOKENIZER_CONFIG)
     shutil.copyfile(tokenizer, folder / "tokenizer.model")
+    write_tokenizer_json(folder)
+
+
+def write_tokenizer_json(folder: Path) -> None:
+    """Write the tokenizer once more, for readers without sentencepiece."""
+    path = folder / "tokenizer.json"
+    path.unlink(missing_ok=True)  # it would be read in place of the model
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.save(str(path), pretty=False)
 
 
 def read_model(folder: Path) -> tuple[network.Params, dict[str, Any]]:

@@ -25,8 +25,12 @@ MODEL = (BUNDLED / "tokenizer.model").read_bytes()
 
 
 @pytest.fixture(scope="module")
-def hf() -> Any:
-    return transformers.AutoTokenizer.from_pretrained(BUNDLED)
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """HuggingFace's reading of the model file, not of the JSON file beside it."""
+    folder = tmp_path_factory.mktemp("bundled")
+    for name in ("config.json", "tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(BUNDLED / name, folder)
+    return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +40,14 @@ def exported(hf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     hf.save_pretrained(folder)
     assert not (folder / "tokenizer.model").exists()
     return folder
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_the_bundled_json_file_is_made_of_the_model_file(exported: Path, name: str):
+    """Clients read it: they need no sentencepiece."""
+    files = [BUNDLED.parent / name, exported]
+    bundled, made = ((folder / "tokenizer.json").read_text() for folder in files)
+    assert json.loads(bundled) == json.loads(made)
 
 
 @pytest.fixture(scope="module")
