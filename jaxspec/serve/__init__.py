@@ -14,5 +14,5 @@ Reading order:
    `usage`), `streaming` joins the texts of a request and sends them while the client
    is connected, and `response_store` keeps responses.
 4. `server_info`, `metrics`, `load_report`: what the server tells about itself; `page`
-   shows it.
+   shows it. `development`: how developers put it to sleep.
 """
