@@ -6,17 +6,15 @@ their last bits. Texts are the same, token for token: no two logits lie so close
 
 import dataclasses
 import functools
-import re
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 
 from jaxspec import LLM
 from jaxspec.engine import loader
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.program.plan import StepShape
+from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.step import lower_step
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec_checkpoints import open_checkpoint
@@ -35,7 +33,7 @@ from tests.engines import (
     tokens_of,
 )
 from tests.oracles import make_hf_model
-from tests.program.test_step import SHARDED, materialized, num_bytes
+from tests.program.test_step import SHARDED, materialized, num_bytes, num_parameters
 
 NUM_DRAFT = 3
 NUM_ROUNDS = 4  # of a launch
@@ -102,13 +100,20 @@ def told(outputs: list[Any]) -> list[Any]:
     ],
 )
 def test_texts_and_log_probabilities_are_equal(drafts):
-    """In a crowd: rows wait, some are preempted, and prompts begin alike."""
+    """In a crowd: rows wait, some are preempted, and prompts begin alike.
+
+    Without scanning nothing is drafted: no text depends on it, and layers one by one
+    take long to compile.
+    """
     if "draft" in drafts:
         drafts = drafts | {"draft": draft()}
-    prompts, params = requests()
     found, stats = [], []
-    for scan_layers in (False, True):
-        engine = make(scan_layers, **drafts)
+    for scan_layers, kind in ((False, {}), (True, drafts)):
+        engine = make(scan_layers, **kind)
+        prompts, params = requests()
+        if not kind:
+            for own in params:
+                own.extra_args = None
         found.append(told(generate(engine, prompts, params)))
         engine.scheduler.check_idle()
         stats.append(engine.stats)
@@ -119,7 +124,7 @@ def test_texts_and_log_probabilities_are_equal(drafts):
             assert among == pytest.approx(rivals, abs=1e-4)
     assert all(one.num_preemptions > 0 for one in stats)
     assert all(one.num_prefix_hits > 0 for one in stats)
-    assert all(one.acceptance_rate > 0.03 for one in stats)
+    assert stats[1].acceptance_rate > 0.03
 
 
 @pytest.mark.parametrize(
@@ -181,7 +186,7 @@ def test_eight_devices_say_what_huggingface_does(draft_shards):
     assert engine.stats.acceptance_rate == 1.0
 
 
-@pytest.mark.parametrize("kind", ["hf", "orbax"])
+@pytest.mark.parametrize("kind", [pytest.param("hf", marks=pytest.mark.slow), "orbax"])
 def test_it_reads_checkpoints_and_sleeps_and_wakes(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(loader, "Runner", QuickRunner)
     write_tiny(tmp_path / "hf", family="2b", num_hidden_layers=4, vocab_size=8192)
@@ -221,7 +226,7 @@ ROUND = StepShape(num_seqs=2, num_draft_tokens=NUM_DRAFT, chunk=0)
     "max_rounds", [pytest.param(1, marks=pytest.mark.slow), NUM_ROUNDS]
 )
 def test_pools_are_updated_in_place_and_no_stack_is_copied(max_rounds):
-    """Of the instructions that users get."""
+    """Of the instructions that users get. And a program is given few arrays."""
     runner: Any = drafting_engine(True).runner
     runner.compiler_options = READERS_COMPILER
     executable = runner.executable(dataclasses.replace(ROUND, max_rounds=max_rounds))
@@ -235,36 +240,28 @@ def test_pools_are_updated_in_place_and_no_stack_is_copied(max_rounds):
         kept |= {leaf.shape for leaf in leaves if leaf.ndim > 2}
     program = executable.as_text()
     assert materialized(program, kept) == []
-
-
-def lowered(runner: Any, shape: StepShape) -> str:
-    """What XLA is given."""
-    arguments = (*runner.params, runner.state)
-    return lower_step(runner.program, shape, arguments).as_text()
+    # A stack for every parameter of a pair, and two pools, of each model.
+    given = len(jax.tree.leaves((runner.params, runner.state)))
+    assert num_parameters(program) == given + 1
+    each: Any = drafting_engine(False).runner
+    stacks = runner.params[0]["layers"]["0"]
+    # Two layers of each model, and the pages of as many.
+    fewer = 2 * 2 * (len(jax.tree.leaves(stacks)) + 1)
+    assert given + fewer == len(jax.tree.leaves((each.params, each.state)))
 
 
 @functools.cache
 def num_operations(scan_layers: bool, num_layers: int) -> int:
     """Of a round of a target with so many layers, and no draft."""
     model = pair.make_model(2, num_hidden_layers=num_layers)
-    runner = make_engine(model, scan_layers=scan_layers, **pair.SETTINGS).runner
-    shape = StepShape(num_seqs=2, num_draft_tokens=0, chunk=32)
-    return lowered(runner, shape).count("stablehlo.")
+    runner: Any = make_engine(model, scan_layers=scan_layers, **pair.SETTINGS).runner
+    shape = StepShape(
+        num_seqs=2, num_draft_tokens=0, chunk=0, features=Features(is_greedy=True)
+    )
+    arguments = (*runner.params, runner.state)
+    return lower_step(runner.program, shape, arguments).as_text().count("stablehlo.")
 
 
 def test_a_program_has_one_pair_of_layers_however_many_there_are():
     assert num_operations(True, 4) == num_operations(True, 6)
-    assert num_operations(False, 6) > num_operations(False, 4) + 2 * 400
-    assert num_operations(True, 6) < num_operations(False, 4)
-
-
-def test_a_program_is_given_few_arrays():
-    """A stack for every parameter of a pair, and two pools, of each model."""
-    counts = []
-    for scan_layers in (False, True):
-        runner = drafting_engine(scan_layers).runner
-        (head,) = re.findall(r"func.func public @main\(.*", lowered(runner, ROUND))
-        counts.append(len(re.findall(r"%arg\d+: ", head)))
-    stacks = runner.params[0]["layers"]["0"]
-    # Two layers of each model, and the pages of as many.
-    assert np.diff(counts) == -2 * 2 * (len(jax.tree.leaves(stacks)) + 1)
+    assert num_operations(False, 4) > num_operations(True, 4) + 2 * 200
