@@ -71,6 +71,8 @@ def applied(one: Mutant) -> Iterator[None]:
 
 def is_killed(one: Mutant) -> bool:
     """Whether the mutant's check fails with an assertion."""
+    # Else what was traced before is run again, without the mutant.
+    jax.clear_caches()
     with applied(one):
         try:
             one.check()

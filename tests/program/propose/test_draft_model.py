@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.plan import COUPLED, NO_TOKEN, STANDARD, TILE, PoolShape
@@ -40,13 +42,28 @@ class Round(NamedTuple):
     proposal: Proposal
 
 
-def propose(
-    tree: Tree,
-    length: int,
-    *,
-    compiler_options: dict[str, Any] | None = None,
-    **fields: Any,
-) -> Round:
+@functools.cache
+def program_of(config: ModelConfig, pool: PoolShape, tree: Tree) -> Callable[..., Any]:
+    """Drafts of a tree, whatever the rule, the text and its length are."""
+
+    def run(params, pages, active):
+        context = Context(
+            active=active,
+            token_pages=jnp.zeros((1, 4), jnp.int32),
+            tree=tree,
+            num_wanted=jnp.int32(tree.num_levels),
+            pool=pool,
+            prompts=None,
+            backend=lambda axes: Backend(),
+            adjuster=lambda axes: None,
+        )
+        proposer = draft_model.DraftModel(config=config)
+        return proposer.propose(params, pages, context, None)
+
+    return jax.jit(run, compiler_options=UNOPTIMISED)
+
+
+def propose(tree: Tree, length: int, **fields: Any) -> Round:
     """Draft after a fully accepted round, when two tokens have no KV yet.
 
     Args:
@@ -55,9 +72,7 @@ def propose(
     reference = make_micro()
     tokens = np.random.default_rng(length).integers(3, 16, length)
     paged = PagedModel(
-        model_config(reference),
-        load_ours(reference),
-        compiler_options=compiler_options,
+        model_config(reference), load_ours(reference), compiler_options=UNOPTIMISED
     )
     paged.feed(tokens[:-2])
     pool = PoolShape(
@@ -73,21 +88,7 @@ def propose(
         page_table=jnp.asarray(paged.page_table),
     )
 
-    def run(params, pages, active):
-        context = Context(
-            active=active,
-            token_pages=jnp.zeros((1, 4), jnp.int32),
-            tree=tree,
-            num_wanted=jnp.int32(tree.num_levels),
-            pool=pool,
-            prompts=None,
-            backend=lambda axes: Backend(),
-            adjuster=lambda axes: None,
-        )
-        proposer = draft_model.DraftModel(config=paged.config)
-        return proposer.propose(params, pages, context, None)
-
-    run = jax.jit(run, compiler_options=compiler_options)
+    run = program_of(paged.config, pool, tree)
     proposal, _ = run(paged.params, paged.kv_pages, active)
     assert proposal.num_drafts.tolist() == [tree.num_levels]
     return Round(reference, tokens, active, proposal)
@@ -96,11 +97,7 @@ def propose(
 def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
     """A chain is the model's own text, and said to be drawn from its own law."""
     reference, tokens, _, proposal = propose(
-        Tree.chain(DRAFTS),
-        length,
-        compiler_options=UNOPTIMISED,
-        temperature=temperature,
-        top_p=0.95,
+        Tree.chain(DRAFTS), length, temperature=temperature, top_p=0.95
     )
     drafts, laws = np.asarray(proposal.tokens[0]), np.asarray(proposal.probs[0])
     known = np.concatenate([tokens, drafts])
