@@ -36,7 +36,7 @@ ROUNDED = replace(LONG, dtype="bfloat16", is_optimized=True)
     [
         pytest.param(SHORT, id="short"),
         pytest.param(SUFFIX, id="suffix", marks=pytest.mark.slow),
-        pytest.param(LEAVES, id="leaves"),
+        pytest.param(LEAVES, id="leaves", marks=pytest.mark.slow),
         pytest.param(TREES, id="trees"),
         pytest.param(SHAPES, id="shapes", marks=pytest.mark.slow),
         pytest.param(LONG, id="long", marks=pytest.mark.battery(name="lossless")),

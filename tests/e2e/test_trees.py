@@ -55,7 +55,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "both leaves": dict(draft="noisy", lookup=(3, 1), num_side_leaves=1),
     "scanned tree": dict(draft="noisy", tree=TREE, scan_layers=True),
 }
-FAST = ("leaves", "tree")
+# A tree has all that leaves have; of these alone, greedy texts are in every run.
+FAST = ("tree",)
+DRAFTED = [pytest.param("leaves", marks=pytest.mark.slow), "tree"]
 
 
 @functools.cache
@@ -217,7 +219,7 @@ def test_the_largest_tree_changes_nothing(prompts, texts):
     check_ends(with_settings(engine))
 
 
-@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("kind", DRAFTED)
 def test_a_draft_equal_to_the_target_is_kept_whole(kind, prompts, texts):
     engine = with_draft(first_engine(kind), pair.draft("same"))
     assert tokens_of(generate(engine, prompts, GREEDY)) == texts
@@ -255,7 +257,7 @@ def test_texts_end_within_paths(kind):
     check_ends(engine_of(kind))
 
 
-@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("kind", DRAFTED)
 def test_stop_ids_end_texts_on_paths_and_wait_for_min_tokens(kind, prompts):
     for min_tokens in (0, 9):
         params = SamplingParams(
@@ -274,7 +276,7 @@ def told(output: RequestOutput) -> tuple[Any, ...]:
     return list(one.token_ids), one.text, one.finish_reason, one.stop_reason
 
 
-@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("kind", DRAFTED)
 def test_a_requests_own_number_of_drafts(kind, prompts, texts):
     params = []
     for index in range(len(prompts)):
@@ -288,7 +290,7 @@ def test_a_requests_own_number_of_drafts(kind, prompts, texts):
         assert (metrics is None) == (index % 4 == 0)
 
 
-@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("kind", DRAFTED)
 def test_stop_strings_and_tokens_origins(kind, prompts, texts):
     """A stop string anywhere in a path; what came from beside is a draft's, too."""
     engine = engine_of(kind)
@@ -371,7 +373,7 @@ CONTROLLED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("kind", DRAFTED)
 @pytest.mark.parametrize("name", CONTROLLED)
 def test_requests_that_ask_something_of_tokens_have_the_spine(kind, name, prompts):
     """Beside others that have the tree before and after them."""
@@ -394,7 +396,7 @@ def test_requests_that_ask_something_of_tokens_have_the_spine(kind, name, prompt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("kind", DRAFTED)
 def test_several_rounds_in_a_launch_say_the_same(kind, prompts, texts):
     settings = dict(KINDS[kind])
     tree = settings.get("tree")

@@ -190,7 +190,7 @@ def test_pages_and_weights_are_never_copied(shape):
 TREE = "[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"
 
 
-@pytest.mark.parametrize("num_seqs", [1, 2])
+@pytest.mark.parametrize("num_seqs", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     ("num_drafts", "keys"),
     [
