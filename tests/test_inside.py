@@ -11,7 +11,13 @@ import pytest
 from jaxspec.program.plan import COUPLED
 from jaxspec.sampling_params import SamplingParams
 from tests.e2e import pair
-from tests.engines import generate, make_draft_of, make_engine, make_micro
+from tests.engines import (
+    OneProgramRunner,
+    generate,
+    make_draft_of,
+    make_engine,
+    make_micro,
+)
 from tests.oracles import hf_logits
 
 PAGE = Path(__file__).parents[1] / "docs" / "inside.md"
@@ -33,7 +39,15 @@ def shown_round() -> Any:
 def test_the_engine_runs_the_round_of_the_page(rule: str, temperature: float):
     target = make_micro()
     draft = make_draft_of(target)
-    engine = make_engine(target, draft, num_draft_tokens=NUM_DRAFT, rule=rule)
+    engine = make_engine(
+        target,
+        draft,
+        num_draft_tokens=NUM_DRAFT,
+        rule=rule,
+        runner=OneProgramRunner,
+        max_num_seqs=1,
+        max_num_batched_tokens=32,
+    )
     params = SamplingParams(temperature=temperature, max_tokens=LENGTH, ignore_eos=True)
     reference, num_rounds = shown_round(), 0
     for prompt in PROMPTS:

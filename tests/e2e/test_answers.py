@@ -9,7 +9,13 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import SamplingParams
 from tests.e2e import pair
 from tests.e2e.test_seeded import CONTROLS
-from tests.engines import generate, make_engine, tokens_of, with_settings
+from tests.engines import (
+    OneProgramRunner,
+    generate,
+    make_engine,
+    tokens_of,
+    with_settings,
+)
 
 LENGTH = 48
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
@@ -22,7 +28,7 @@ def first_engine() -> LLMEngine:
         num_draft_tokens=16,
         rule="coupled",
         suffix={"max_cached_requests": 256},
-        has_one_shape=True,
+        runner=OneProgramRunner,
         **pair.SETTINGS,
     )
 
