@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxspec.engine import pacing
@@ -209,6 +210,25 @@ def test_a_request_can_be_dropped_in_the_middle():
     made.scheduler.check_idle()
 
 
+def test_preempted_requests_and_prefixes_that_are_found_say_the_same():
+    """Two that do not fit into the pages together, and the same ones once more."""
+    random = np.random.default_rng(4)
+    prompts = random.integers(3, 64, (2, 60)).tolist()  # two tiles: fed in chunks
+    params = SamplingParams(
+        temperature=0, max_tokens=50, ignore_eos=True, output_kind=FINAL
+    )
+    expected = tokens_of(generate(with_settings(single()), prompts, params))
+    made = with_settings(looped())
+    with at_most(made, STEPS) as ran:
+        for _ in range(2):
+            assert tokens_of(generate(made, prompts, params)) == expected
+    assert max(run for _, run in ran) > 1
+    assert made.stats.num_preemptions > 0
+    assert made.stats.num_prefix_hits > 0
+    made.scheduler.check_idle()
+
+
+@pytest.mark.slow
 def test_every_path_says_what_plain_decoding_says(monkeypatch):
     """Prompts in chunks, preempted requests, prefixes found: as `test_lossless`."""
     cut = dataclasses.replace(SHORT, num_prompts=16, num_tokens=64, batches=(16,))
