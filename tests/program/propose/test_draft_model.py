@@ -99,6 +99,7 @@ def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
     reference, tokens, _, proposal = propose(
         Tree.chain(DRAFTS), length, temperature=temperature, top_p=0.95
     )
+    assert proposal.probs is not None
     drafts, laws = np.asarray(proposal.tokens[0]), np.asarray(proposal.probs[0])
     known = np.concatenate([tokens, drafts])
     logits = hf_logits(reference, known)[length - 1 : -1]
