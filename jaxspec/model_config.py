@@ -31,6 +31,7 @@ class ModelConfig(ABC):
 
     Attributes:
         eos_token_ids: Any of these ends a text.
+        stored_dtype: Type of the weights in their files; "" where that is not said.
         scan_layers: Have one loop over layers that are alike in programs, in place of
             every layer by itself; parameters and pages are laid out for it. No number
             of the model's, but of what is made of it.
@@ -51,6 +52,7 @@ class ModelConfig(ABC):
     bos_token_id: int
     eos_token_ids: tuple[int, ...]
     scan_layers: bool = False
+    stored_dtype: str = ""
 
     def __post_init__(self):
         for name in (*SIZES.values(), "max_position_embeddings"):
@@ -115,3 +117,9 @@ def end_tokens(
     first = [token for at, token in enumerate(tokens) if token not in tokens[:at]]
     # 1 is the format's default, for folders where neither file names one.
     return tuple(first) or (1,)
+
+
+def stored_dtype(config: Mapping[str, Any]) -> str:
+    """The type of the weights that a config.json names; "" if it is none of ours."""
+    said = config.get("dtype") or config.get("torch_dtype")
+    return said if said in ("float32", "bfloat16", "float16") else ""

@@ -41,6 +41,7 @@ from jaxspec.models.params import Params
 from jaxspec.program.plan import StepShape
 from jaxspec.program.state import EngineState
 from jaxspec.program.step import ProgramConfig, lower_step
+from jaxspec_kernels import native
 
 _log = logging.getLogger(__name__)
 
@@ -330,6 +331,7 @@ def _about(devices: Sequence[Any]) -> Iterator[object]:
         yield device.id, _MEMORY.sub("", device.device_kind), place
     if platform == "cpu":
         yield cpu.instructions()
+        yield native.digest()
     elif platform == "tpu":
         yield devices[0].client.platform_version
         yield os.environ.get("LIBTPU_INIT_ARGS", "").split()
@@ -361,6 +363,6 @@ def _files(package: str) -> Iterator[tuple[str, Path]]:
     spec = find_spec(package)
     assert spec is not None
     for folder in spec.submodule_search_locations or ():
-        for suffix in ("*.py", "*.json"):
+        for suffix in ("*.py", "*.json", "*.cc", "*.h"):
             for path in Path(folder).rglob(suffix):
                 yield path.relative_to(folder).as_posix(), path

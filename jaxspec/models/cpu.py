@@ -8,11 +8,12 @@ proposers find the largest by maxima: XLA:CPU's argmax and top_k are many times 
 
 import functools
 import logging
+import math
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.matrices import DenseMatrix, product
+from jaxspec.models.matrices import DenseMatrix, Matrix, product
 from jaxspec.sharding import replicated
+from jaxspec_kernels import native, panel_matmul, panel_rows
+from jaxspec_kernels.panel_matmul import (
+    WIDTH,
+    fits,
+    from_panels,
+    panel_form,
+    to_panels,
+)
 
 # XLA:CPU's products have from four rows on one order of sums for a row, however many
 # there are. With `row_sums`, and pads that are rows from the start, a row's bits do not
@@ -106,18 +115,108 @@ def with_pads(
 
 
 def choose_form(
-    dtype: jnp.dtype, *, num_devices: int, num_bytes: int
-) -> type[DenseMatrix]:
+    dtype: jnp.dtype, *, num_devices: int, num_bytes: int, are_bfloat16: bool = False
+) -> type[Matrix]:
     """The form of a model's matrices on CPU devices.
 
     Args:
         num_bytes: Of the whole model.
+        are_bfloat16: The values are bfloat16 ones, whatever `dtype` they have here.
     """
+    if num_devices == 1 and native.is_available():
+        if dtype == jnp.float32 and are_bfloat16:
+            return HalfMatrix
+        return NativeMatrix
     if dtype == jnp.bfloat16:
         return Bfloat16Matrix
     if dtype == jnp.float32 and num_devices == 1 and num_bytes <= MAX_BYTES:
         return PanelMatrix
     return DenseMatrix
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class NativeMatrix(Matrix):
+    """A matrix in panels, which `jaxspec_kernels.native` multiplies.
+
+    Attributes:
+        panels: As in `jaxspec_kernels.panel_matmul`, of the type of the weights.
+    """
+
+    panels: Any
+
+    @classmethod
+    def fits(cls, shape: tuple[int, ...]) -> bool:
+        """Whether it divides into panels."""
+        return fits(shape)
+
+    @classmethod
+    def of(cls, values: Any) -> Self:
+        """Cut the panels on the host, which has the CPU's arrays: nothing compiles."""
+        return cls(_panels_of(values, values.dtype))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        count = self.panels.shape[0]
+        return count * WIDTH, math.prod(self.panels.shape[1:]) // WIDTH
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.panels.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.panels.nbytes
+
+    @property
+    def values(self) -> np.ndarray:
+        """The numbers themselves, (out, features), for whoever reads them."""
+        return from_panels(np.asarray(self.panels)).astype(self.dtype)
+
+    def multiply(
+        self, inputs: Float[Array, "token features"]
+    ) -> Float[Array, "token out"]:
+        """Sums are float32, of rows that are rounded to the weights' type."""
+        return panel_matmul(
+            inputs.astype(jnp.float32),
+            self.panels,
+            is_rounded=self.dtype == jnp.bfloat16,
+            implementation=CPU,
+        )
+
+    def rows(self, index: Int[Array, " token"]) -> Float[Array, "token features"]:
+        return panel_rows(index, self.panels, implementation=CPU)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class HalfMatrix(NativeMatrix):
+    """A float32 matrix of values that bfloat16 has: exact, and half as much to read.
+
+    Checkpoints are published in bfloat16.
+    """
+
+    @classmethod
+    def of(cls, values: Any) -> Self:
+        """Raises `ValueError` for values that bfloat16 does not have."""
+        made = cls(_panels_of(values, jnp.bfloat16))
+        is_there = not isinstance(values, jax.ShapeDtypeStruct)
+        if is_there and not np.array_equal(made.values, values, equal_nan=True):
+            raise ValueError(f"values of a {values.shape} matrix are not bfloat16's")
+        return made
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(jnp.float32)
+
+
+def _panels_of(values: Any, dtype: Any) -> Any:
+    """An (out, features) matrix, or its shape, in panels of a type."""
+    placement = replicated(values.sharding.mesh)
+    if isinstance(values, jax.ShapeDtypeStruct):
+        form = panel_form(values.shape, jnp.dtype(dtype).itemsize)
+        return jax.ShapeDtypeStruct(form, dtype, sharding=placement)
+    return jax.device_put(to_panels(np.asarray(values).astype(dtype)), placement)
 
 
 @jax.tree_util.register_dataclass
@@ -135,8 +234,10 @@ class Bfloat16Matrix(DenseMatrix):
         return DenseMatrix(values).rows(index)
 
 
-# Outputs of one panel: the fastest of 32, 64, 96 and 128, with AVX-512.
-WIDTH = 64
+# The implementation of operations in C++.
+CPU = "cpu"
+# Outputs of one panel for XLA: the fastest of 32, 64, 96 and 128, with AVX-512.
+XLA_WIDTH = 64
 # A batch wants its rows once for each panel. With more rows than this, or more bytes of
 # copies, the (out, in) form is faster.
 MAX_ROWS = 24
@@ -152,9 +253,9 @@ class PanelMatrix(DenseMatrix):
 
     A matmul of few rows takes as long as its matrix takes to read. XLA:CPU's float32
     kernel copies an (out, in) matrix into blocks first, on every call, and takes two to
-    three times that. In panels, `WIDTH` outputs lie together, input by input, as the
-    kernel wants them: a batch of small matmuls, the same sums in the same order, hence
-    the same bits (`tests/models/test_cpu.py`).
+    three times that. In panels, `XLA_WIDTH` outputs lie together, input by input, as
+    the kernel wants them: a batch of small matmuls, the same sums in the same order,
+    hence the same bits (`tests/models/test_cpu.py`).
 
     Attributes:
         panels: [panel, features, width].
@@ -165,16 +266,16 @@ class PanelMatrix(DenseMatrix):
     @classmethod
     def fits(cls, shape: tuple[int, ...]) -> bool:
         """Whether its outputs divide into panels."""
-        return shape[0] % WIDTH == 0
+        return shape[0] % XLA_WIDTH == 0
 
     @classmethod
     def of(cls, values: Any) -> "PanelMatrix":
         """Cut the panels on the host, which has the CPU's arrays: nothing compiles."""
         placement = replicated(values.sharding.mesh)
         if isinstance(values, jax.ShapeDtypeStruct):
-            shape = values.shape[0] // WIDTH, values.shape[1], WIDTH
+            shape = values.shape[0] // XLA_WIDTH, values.shape[1], XLA_WIDTH
             return cls(values, values.update(shape=shape, sharding=placement))
-        panels = np.asarray(values).reshape(-1, WIDTH, values.shape[1])
+        panels = np.asarray(values).reshape(-1, XLA_WIDTH, values.shape[1])
         panels = np.ascontiguousarray(panels.transpose(0, 2, 1))
         return cls(values, jax.device_put(panels, placement))
 

@@ -32,15 +32,27 @@ from jaxspec_kernels.rejection_sampling import noise
 
 
 def declare(
-    config: ModelConfig, *, dtype: jnp.dtype, mesh: Mesh, mesh_axes: tuple[str, ...]
+    config: ModelConfig,
+    *,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+    mesh_axes: tuple[str, ...],
+    are_bfloat16: bool | None = None,
 ) -> Specs:
-    """All parameters of a network in the form in which these devices hold them."""
+    """All parameters of a network in the form in which these devices hold them.
+
+    Args:
+        are_bfloat16: As of `choose_forms`; None is what the model's files say.
+    """
     parts = num_parts(mesh, mesh_axes)
+    if are_bfloat16 is None:
+        are_bfloat16 = config.stored_dtype == jnp.dtype(jnp.bfloat16).name
     return choose_forms(
         functions_of(config).param_specs(config),
         dtype=dtype,
         mesh=mesh,
         copies=kv_copies(config.num_q_heads, config.num_kv_heads, parts),
+        are_bfloat16=are_bfloat16,
         of_layers=ScannedMatrix if config.scan_layers else DenseMatrix,
     )
 
@@ -51,12 +63,14 @@ def choose_forms(
     dtype: jnp.dtype,
     mesh: Mesh,
     copies: int,
+    are_bfloat16: bool = False,
     of_layers: type[DenseMatrix] = DenseMatrix,
 ) -> Specs:
     """Declarations with the form that these devices hold each of them in.
 
     Args:
         copies: How often every KV head is laid out.
+        are_bfloat16: The values are bfloat16 ones, whatever `dtype` says.
         of_layers: The form of matrices of layers, where devices leave a choice.
     """
     num_bytes = sum(spec.num_values for spec in specs.values()) * dtype.itemsize
@@ -64,7 +78,12 @@ def choose_forms(
     for path, spec in specs.items():
         form = of_layers if path[0] == LAYERS else DenseMatrix
         if is_cpu:
-            form = cpu.choose_form(dtype, num_devices=mesh.size, num_bytes=num_bytes)
+            form = cpu.choose_form(
+                dtype,
+                num_devices=mesh.size,
+                num_bytes=num_bytes,
+                are_bfloat16=are_bfloat16,
+            )
         if len(spec.shape) == 2 and form.fits(spec.shape):
             spec = replace(spec, form=form)
         if spec.axes[0] == "kv_head":
@@ -112,7 +131,14 @@ def load_params(
                 on_bytes=bar.update,
             )
 
-        return _make_all(config, read, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
+        return _make_all(
+            config,
+            read,
+            dtype=dtype,
+            mesh=mesh,
+            mesh_axes=mesh_axes,
+            are_bfloat16=all(one.dtype == jnp.bfloat16 for one in tensors.values()),
+        )
 
 
 def _make_all(
@@ -122,9 +148,12 @@ def _make_all(
     dtype: jnp.dtype,
     mesh: Mesh,
     mesh_axes: tuple[str, ...],
+    are_bfloat16: bool | None = None,
 ) -> Params:
     """The tree of what `make` gives for each parameter, in its form."""
-    specs = declare(config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
+    specs = declare(
+        config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes, are_bfloat16=are_bfloat16
+    )
     flat: dict[ParamPath, Any] = {}
     for path, spec in specs.items():
         made = spec.wrap(make(spec, spec.sharding(mesh, mesh_axes)))
@@ -191,7 +220,14 @@ def random_params(
         key = jax.random.fold_in(jax.random.key(np.uint32(seed)), number)
         return makers[kind](jax.random.key_data(key))
 
-    return _make_all(config, draw, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
+    return _make_all(
+        config,
+        draw,
+        dtype=dtype,
+        mesh=mesh,
+        mesh_axes=mesh_axes,
+        are_bfloat16=dtype == jnp.bfloat16,
+    )
 
 
 def _random_matrix(

@@ -9,11 +9,14 @@ benchmarks share in `cases`. `benchmarks/kernels` of the checkout measures and t
 
 from jaxspec_kernels.bits import storage_dtype
 from jaxspec_kernels.paged_attention import paged_attention
+from jaxspec_kernels.panel_matmul import panel_matmul, panel_rows
 from jaxspec_kernels.rejection_sampling import rejection_sampling
 from jaxspec_kernels.write_kv_pages import write_kv_pages
 
 __all__ = [
     "paged_attention",
+    "panel_matmul",
+    "panel_rows",
     "rejection_sampling",
     "storage_dtype",
     "write_kv_pages",

@@ -12,12 +12,14 @@ from typing import Any
 
 import jax
 
+from jaxspec_kernels import native
+
 _log = logging.getLogger(__name__)
 
-IMPLEMENTATIONS = ("reference", "tpu", "gpu")
+IMPLEMENTATIONS = ("reference", "cpu", "tpu", "gpu")
 
 # By jax's names of platforms: a device says "gpu", a described one "cuda".
-_OF_PLATFORM = {"cpu": "reference", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
+_OF_PLATFORM = {"cpu": "cpu", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
 
 
 def implementation_for(platform: str) -> str:
@@ -36,7 +38,10 @@ def implementation_for(platform: str) -> str:
             f"{', '.join(_OF_PLATFORM)}. "
             "implementation='reference' runs wherever XLA does, slowly"
         )
-    return _OF_PLATFORM[platform]
+    found = _OF_PLATFORM[platform]
+    if found == "cpu" and not native.is_available():
+        return "reference"
+    return found
 
 
 @functools.cache
@@ -62,12 +67,16 @@ def resolve(operation: str, implementation: str | None) -> str:
 
 
 def choose(
-    operation: str, available: Mapping[str, str], implementation: str | None
+    operation: str,
+    available: Mapping[str, str],
+    implementation: str | None,
+    function: str | None = None,
 ) -> Callable[..., Any]:
     """Return the function that runs `operation`.
 
-    It has the operation's name, in a module of the operation's folder. Only the module
-    that is chosen is imported: Pallas takes a while to.
+    It has the operation's name unless `function` says another, in a module of the
+    operation's folder. Only the module that is chosen is imported: Pallas takes a
+    while to.
 
     Args:
         available: The module of each implementation that exists; `reference` always
@@ -87,4 +96,4 @@ def choose(
     name = available[implementation]
     _log_choice(operation, name)
     module = importlib.import_module(f"jaxspec_kernels.{operation}.{name}")
-    return getattr(module, operation)
+    return getattr(module, function or operation)

@@ -41,9 +41,9 @@ def make_params(dtype: str = "float32", devices: int = 1) -> dict[str, Any]:
 
 def test_a_panel_holds_its_outputs_input_by_input():
     one = panelled(MATRIX)
-    assert one.panels.shape == (3, 40, cpu.WIDTH)
+    assert one.panels.shape == (3, 40, cpu.XLA_WIDTH)
     for output in (0, 63, 64, 191):
-        panel, place = divmod(output, cpu.WIDTH)
+        panel, place = divmod(output, cpu.XLA_WIDTH)
         np.testing.assert_array_equal(one.panels[panel, :, place], MATRIX[output])
     np.testing.assert_array_equal(one.values, MATRIX)
 
@@ -80,7 +80,7 @@ def test_products_are_those_of_the_matrix_bit_for_bit(rows, shape):
 
 def read_by(rows: int, outputs: int, features: int = 384) -> set[str]:
     """Which form a compiled product reads, and that it copies neither."""
-    shapes = [(outputs, features), (outputs // cpu.WIDTH, features, cpu.WIDTH)]
+    shapes = [(outputs, features), (outputs // cpu.XLA_WIDTH, features, cpu.XLA_WIDTH)]
     forms = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     inputs = jax.ShapeDtypeStruct((rows, features), jnp.float32)
     multiply: Any = jax.jit(lambda inputs, matrix: matrix.multiply(inputs))

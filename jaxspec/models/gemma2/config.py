@@ -12,7 +12,7 @@ from jaxspec.errors import (
     check_number,
     wrong_argument,
 )
-from jaxspec.model_config import SIZES, ModelConfig, end_tokens
+from jaxspec.model_config import SIZES, ModelConfig, end_tokens, stored_dtype
 
 # The defaults of the format, for keys that writers may leave out.
 _DEFAULTS = {
@@ -82,6 +82,7 @@ class Gemma2Config(ModelConfig):
             **values,
             rope_theta=_rope_theta(config),
             eos_token_ids=end_tokens(config, generation or {}),
+            stored_dtype=stored_dtype(config),
         )
 
     def window(self, layer: int) -> int | None:

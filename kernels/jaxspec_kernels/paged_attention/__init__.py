@@ -9,7 +9,7 @@ from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
 
 __all__ = ["paged_attention"]
 
-_MODULES = {"reference": "reference", "tpu": "tpu", "gpu": "gpu"}
+_MODULES = {"reference": "reference", "cpu": "cpu", "tpu": "tpu", "gpu": "gpu"}
 
 
 def paged_attention(

@@ -1,0 +1,170 @@
+"""Operations in C++ for CPUs, called from XLA programs: built where they run.
+
+XLA:CPU copies a matrix into another order on every call, cannot multiply float32 rows
+with weights that are kept as bfloat16, and runs attention as hundreds of small loops.
+The sources in this folder do what is left to do, for the processor at hand: a compiler
+of the machine makes a library of them at the first use (some seconds), kept for later
+ones. Where there is no compiler, XLA's own operations serve, and the log says so.
+
+`multiply`, `look_up` and `attend` are described where they are used: in
+`jaxspec_kernels.panels` and `jaxspec_kernels.paged_attention.cpu`.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import jax
+import jaxlib
+
+__all__ = ["digest", "is_available", "require"]
+
+_log = logging.getLogger(__name__)
+
+VARIABLE = "JAXSPEC_NATIVE"
+ON, OFF = "on", "off"
+TARGETS = ("jaxspec_multiply", "jaxspec_look_up", "jaxspec_attend")
+
+_FOLDER = Path(__file__).parent
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    # A product and a sum are one rounding, wherever the processor can.
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fPIC",
+    "-shared",
+)
+_COMPILE_LIMIT_S = 600
+
+
+@functools.cache
+def is_available() -> bool:
+    """Whether the operations can be called; builds and registers them when first asked.
+
+    The answer stays for the process.
+    """
+    given = os.environ.get(VARIABLE, "")
+    if given.lower() in ("", OFF):
+        return False
+    try:
+        library = _load(_cache_folder(given))
+        for name in TARGETS:
+            capsule = jax.ffi.pycapsule(getattr(library, name))
+            jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+    except (OSError, RuntimeError, AttributeError) as cause:
+        _log.warning(
+            "%s=%s asks for native operations, and there are none: %s. XLA's own serve",
+            VARIABLE,
+            given,
+            cause,
+        )
+        return False
+    return True
+
+
+def require(operation: str) -> None:
+    """Raises `NotImplementedError` where the operations cannot be called."""
+    if not is_available():
+        raise NotImplementedError(
+            f"{operation} has no 'cpu' implementation here: the native operations are "
+            "not built (the log says why); implementation='reference' runs anywhere"
+        )
+
+
+def digest() -> str:
+    """What distinguishes programs that call these operations; empty without any."""
+    return _digest(_compiler()) if is_available() else ""
+
+
+def _load(folder: Path) -> ctypes.CDLL:
+    """The library for this machine, built if it is not there or cannot be loaded.
+
+    Raises:
+        OSError: Nothing can be written where libraries are kept.
+        RuntimeError: There is no compiler, or it fails.
+    """
+    compiler = _compiler()
+    path = folder / f"native-{_digest(compiler)}.so"
+    if path.is_file():
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as cause:
+            _log.info("Building native operations anew: %s", cause)
+    _build(compiler, path)
+    return ctypes.CDLL(str(path))
+
+
+def _build(compiler: str, path: Path) -> None:
+    """Put a library in its place once it is whole: others may build it as well."""
+    _log.info("Building native operations with %s (once)", compiler)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        command = [compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}", "-o", str(made)]
+        command += map(str, _sources())
+        try:
+            subprocess.run(
+                command,
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=_COMPILE_LIMIT_S,
+            )
+        except subprocess.CalledProcessError as error:
+            told = error.stderr.strip().splitlines()[:1]
+            raise RuntimeError(f"{compiler} fails: {' '.join(told)}") from error
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"{compiler} takes over {_COMPILE_LIMIT_S} s") from error
+        os.replace(made, path)
+
+
+def _compiler() -> str:
+    """Raises `RuntimeError` where there is none."""
+    names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
+    found = next(filter(None, map(shutil.which, filter(None, names))), None)
+    if found is None:
+        raise RuntimeError("there is no C++ compiler (c++, g++, clang++ or $CXX)")
+    return found
+
+
+def _sources() -> list[Path]:
+    return sorted(_FOLDER.glob("*.cc"))
+
+
+@functools.cache
+def _digest(compiler: str) -> str:
+    """Of all that the library is made of, and for: sources, flags, the processor."""
+    found = hashlib.sha256()
+    for path in sorted(_FOLDER.glob("*.h")) + _sources():
+        found.update(path.read_bytes())
+    parts = *_FLAGS, compiler, jaxlib.__version__, platform.machine(), _processor()
+    found.update("\0".join(parts).encode())
+    return found.hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What the processor can do: a library for one need not run on another."""
+    path = Path("/proc/cpuinfo")
+    if not path.is_file():
+        return platform.processor()
+    lines = path.read_text().splitlines()
+    names = "flags", "Features", "model name"
+    return "\n".join(
+        next((line for line in lines if line.startswith(name)), "") for name in names
+    )
+
+
+def _cache_folder(given: str) -> Path:
+    if given.lower() != ON:
+        return Path(given).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "jaxspec" / "native"

@@ -1,0 +1,149 @@
+// Vectors of floats as wide as the machine's registers, by the compiler's extension.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace jaxspec {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+
+// Bits of a bfloat16: the upper half of a float's.
+struct Bfloat16 {
+  uint16_t bits;
+};
+
+inline Floats load(const float* from) {
+  Floats found;
+  std::memcpy(&found, from, sizeof(found));
+  return found;
+}
+
+inline Floats load(const Bfloat16* from) {
+#if defined(__AVX512F__)
+  // Compilers make five instructions of the general form below.
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+#elif defined(__AVX2__)
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
+#else
+  Halves bits;
+  std::memcpy(&bits, from, sizeof(bits));
+  const Words wide = __builtin_convertvector(bits, Words) << 16;
+  Floats found;
+  std::memcpy(&found, &wide, sizeof(found));
+  return found;
+#endif
+}
+
+inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof(values)); }
+
+inline float widen(float value) { return value; }
+
+inline float widen(Bfloat16 value) {
+  const uint32_t wide = static_cast<uint32_t>(value.bits) << 16;
+  float found;
+  std::memcpy(&found, &wide, sizeof(found));
+  return found;
+}
+
+// To the nearest, of two equally near to the even one; NaN stays one.
+inline Bfloat16 narrow(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  if (value != value) return {static_cast<uint16_t>((bits >> 16) | 0x40)};
+  return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+inline void put(float* to, float value) { *to = value; }
+inline void put(Bfloat16* to, float value) { *to = narrow(value); }
+
+// Not `Floats{} + value`, which is an addition: -0 would become 0.
+inline Floats splat(float value) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_set1_ps(value);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_set1_ps(value);
+#else
+  return Floats{value, value, value, value};
+#endif
+}
+
+inline Floats select(Ints condition, Floats yes, Floats no) {
+  return condition ? yes : no;
+}
+
+// The sum of all lanes: first of those half a vector apart, then a quarter, ...
+inline float sum_of(Floats values) {
+  float lanes[kLanes];
+  store(lanes, values);
+  for (int half = kLanes / 2; half; half /= 2)
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  return lanes[0];
+}
+
+inline float max_of(Floats values) {
+  float lanes[kLanes];
+  store(lanes, values);
+  float most = lanes[0];
+  for (int lane = 1; lane < kLanes; ++lane) most = lanes[lane] > most ? lanes[lane] : most;
+  return most;
+}
+
+// exp(x) = two_to_n * (1 + rest), where n is a whole number; NaN stays one.
+struct Exponential {
+  Floats two_to_n, rest;
+};
+
+inline Exponential exponential(Floats x) {
+  // Beyond, the result is 0 or infinite in float32, give or take a denormal number.
+  x = select(x < splat(-87.0f), splat(-87.0f), x);
+  x = select(x > splat(88.0f), splat(88.0f), x);
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to integers
+  const Floats shifted = x * 1.44269504088896f + splat(kRound);
+  const Floats n = shifted - splat(kRound);
+  // ln 2 in two parts: n times the first is exact.
+  const Floats r = (x - n * 0.693145751953125f) - n * 1.42860682030941723e-6f;
+  // The Taylor series of exp(r) - 1, |r| <= ln(2) / 2: off by less than 1e-8.
+  Floats series = splat(1.0f / 5040);
+  for (const float term : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f})
+    series = series * r + splat(term);
+  Words bits;
+  std::memcpy(&bits, &shifted, sizeof(bits));
+  bits = (bits << 23) + 0x3f800000u;
+  Floats two_to_n;
+  std::memcpy(&two_to_n, &bits, sizeof(bits));
+  return {two_to_n, r + r * r * series};
+}
+
+inline Floats exp(Floats x) {
+  const Exponential found = exponential(x);
+  return found.two_to_n + found.two_to_n * found.rest;
+}
+
+// By exp(-2 |x|) - 1, so that small values keep all their digits.
+inline Floats tanh(Floats x) {
+  const Floats size = select(x < splat(0.0f), -x, x);
+  const Exponential found = exponential(-2.0f * size);
+  const Floats less_one = (found.two_to_n - splat(1.0f)) + found.two_to_n * found.rest;
+  const Floats positive = -less_one / (splat(2.0f) + less_one);
+  return select(x < splat(0.0f), -positive, positive);
+}
+
+}  // namespace jaxspec

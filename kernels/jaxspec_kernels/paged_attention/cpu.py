@@ -1,0 +1,54 @@
+"""Paged attention in C++: every row by itself, over the keys that it sees alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from jaxspec_kernels import native
+from jaxspec_kernels.bits import check_storage
+from jaxspec_kernels.paged_attention import reference
+
+# Lanes of the widest registers: head_dim is a multiple of it.
+MAX_LANES = 16
+_PAGES = (jnp.float32, jnp.bfloat16, jnp.uint16)
+
+
+def paged_attention(
+    query: Float[Array, "seq token q_head head_dim"],
+    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    page_table: Int[Array, "seq table"],
+    kv_len: Int[Array, " seq"],
+    *,
+    scale: float,
+    soft_cap: float | None,
+    window: int | None,
+    ancestor_mask: Bool[Array, "seq token token"] | None,
+) -> Float[Array, "seq token q_head head_dim"]:
+    """See `jaxspec_kernels.paged_attention`."""
+    check_storage(kv_pages.dtype)
+    if query.shape[3] % MAX_LANES or kv_pages.dtype not in _PAGES:
+        return reference.paged_attention(
+            query,
+            kv_pages,
+            page_table,
+            kv_len,
+            scale=scale,
+            soft_cap=soft_cap,
+            window=window,
+            ancestor_mask=ancestor_mask,
+        )
+    native.require("paged_attention")
+    if ancestor_mask is None:
+        ancestor_mask = jnp.zeros((0, 0, 0), bool)
+    made = jax.ShapeDtypeStruct(query.shape, query.dtype)
+    return jax.ffi.ffi_call("jaxspec_attend", made)(
+        query,
+        kv_pages,
+        page_table,
+        kv_len,
+        ancestor_mask,
+        scale=np.float32(scale),
+        soft_cap=np.float32(soft_cap or 0.0),
+        window=np.int64(window or 0),
+    )

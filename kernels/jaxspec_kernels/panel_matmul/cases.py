@@ -1,0 +1,22 @@
+"""Named shapes of products: what the bundled pair really calls, and borders."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call."""
+
+    rows: int
+    features: int
+    outputs: int
+
+
+CASES = {
+    "tiny/q_proj": Case(rows=4, features=384, outputs=384),
+    "tiny/gate_up_proj": Case(rows=6, features=384, outputs=3072),
+    "tiny/down_proj": Case(rows=48, features=1536, outputs=384),
+    "tiny/prefill": Case(rows=130, features=384, outputs=384),
+    "tiny-draft/kv_proj": Case(rows=1, features=256, outputs=128),
+    "two features": Case(rows=13, features=2, outputs=96),
+}

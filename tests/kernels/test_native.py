@@ -1,0 +1,187 @@
+"""Operations in C++: exact, a row's bits its own, and built or refused plainly."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec_kernels import native, paged_attention, panel_matmul, panel_rows
+from jaxspec_kernels.paged_attention.cases import CASES as CALLS
+from jaxspec_kernels.panel_matmul import WIDTH, from_panels, to_panels
+from jaxspec_kernels.panel_matmul.cases import CASES
+from tests.kernels.oracle import EXACT, SMALL, build, error, excess, random_forest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def has_native():
+    """They are asked for by the environment, once in a process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(native.VARIABLE, native.ON)
+        native.is_available.cache_clear()
+        if not native.is_available():
+            pytest.skip("no native operations here: the log says why")
+        yield
+    native.is_available.cache_clear()
+
+
+SIXTEEN = replace(SMALL, head_dim=16)
+
+
+def panels_of(case, dtype, seed=0):
+    values = np.random.default_rng(seed).normal(size=(case.outputs, case.features))
+    matrix = values.astype(jnp.dtype(dtype))
+    return matrix.astype(np.float64), jnp.asarray(to_panels(matrix))
+
+
+def rows_of(case, seed=1):
+    values = np.random.default_rng(seed).normal(size=(case.rows, case.features))
+    return jnp.asarray(values, jnp.float32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_products_equal_float64_and_the_reference(name, dtype):
+    case = CASES[name]
+    rows, (matrix, panels) = rows_of(case), panels_of(case, dtype)
+    np.testing.assert_array_equal(from_panels(np.asarray(panels)), matrix)
+    most = 1e-5 * np.sqrt(case.features)
+    for is_rounded in (False, True):
+        given = rows.astype(dtype) if is_rounded else rows
+        expected = np.asarray(given, np.float64) @ matrix.T
+        for implementation in ("cpu", "reference"):
+            found = panel_matmul(
+                rows, panels, is_rounded=is_rounded, implementation=implementation
+            )
+            assert found.dtype == jnp.float32
+            np.testing.assert_allclose(found, expected, atol=most)
+    index = jnp.array([0, case.outputs - 1, case.outputs + 5, -3, WIDTH - 1])
+    clipped = np.clip(np.asarray(index), 0, case.outputs - 1)
+    for implementation in ("cpu", "reference"):
+        found = panel_rows(index, panels, implementation=implementation)
+        np.testing.assert_array_equal(found, matrix[clipped])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_products_of_a_row_do_not_depend_on_the_rows_beside_it(dtype):
+    case = replace(CASES["tiny/prefill"], rows=40, outputs=1024)
+    rows, (_, panels) = rows_of(case), panels_of(case, dtype)
+    for is_rounded in (False, True):
+        given = dict(is_rounded=is_rounded, implementation="cpu")
+        whole = np.asarray(panel_matmul(rows, panels, **given))
+        for count in (*range(1, 27), 39):
+            for start in (0, case.rows - count):
+                part = rows[start : start + count]
+                found = panel_matmul(part, panels, **given)
+                np.testing.assert_array_equal(found, whole[start : start + count])
+
+
+def attend(call, **changes):
+    given = call.settings | dict(ancestor_mask=call.ancestor_mask) | changes
+    return np.asarray(paged_attention(*call.arrays, **given, implementation="cpu"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint16"])
+@pytest.mark.parametrize("name", CALLS)
+def test_attention_equals_float64(name, dtype):
+    call = build(CALLS[name], dtype="bfloat16" if dtype == "uint16" else dtype)
+    if dtype == "uint16":
+        query, pages, *rest = call.arrays
+        bits = jax.lax.bitcast_convert_type(pages, jnp.uint16)
+        given = call.settings | dict(implementation="cpu")
+        found = paged_attention(query, bits, *rest, **given)
+    else:
+        found = attend(call)
+    assert excess(call, found) <= EXACT
+
+
+@pytest.mark.parametrize(
+    ("window", "soft_cap"), [(None, 2.0), (1, 2.0), (7, 2.0), (16, 2.0), (7, None)]
+)
+def test_ragged_batches_and_trees_equal_float64(window, soft_cap):
+    case = replace(SIXTEEN, window=window, soft_cap=soft_cap)
+    for seed in range(6):
+        call = build(case, seed)
+        assert error(call, attend(call)) <= EXACT
+    tree = replace(case, queries=7)
+    for seed in range(6):
+        kv_len = [7, *np.random.default_rng(seed).integers(7, 91, 3).tolist()]
+        call = build(tree, seed, kv_len=kv_len, mask=random_forest(4, 7, seed))
+        assert error(call, attend(call)) <= EXACT
+
+
+def test_attention_of_pads_and_empty_sequences_is_zero():
+    call = build(SIXTEEN, kv_len=[0, 2, 5, 90])
+    found = attend(call)
+    assert not found[0].any() and not found[1, :3].any()
+    assert found[1, 3:].any(axis=(1, 2)).all()
+
+
+def test_attention_of_a_token_does_not_depend_on_the_tokens_beside_it():
+    call = build(replace(SIXTEEN, queries=6), kv_len=[90, 41, 16, 6])
+    query, pages, table, kv_len = call.arrays
+    whole = attend(call)
+    for count in range(1, 6):
+        found = paged_attention(
+            query[:, 6 - count :],
+            pages,
+            table,
+            kv_len,
+            **call.settings,
+            implementation="cpu",
+        )
+        np.testing.assert_array_equal(found, whole[:, 6 - count :])
+
+
+def test_other_heads_take_the_reference():
+    call = build(SMALL)  # head_dim 8
+    assert error(call, attend(call)) <= EXACT
+
+
+def run_in_new_process(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+def test_without_a_compiler_xla_serves_and_says_so(tmp_path):
+    code = (
+        "import logging; logging.basicConfig()\n"
+        "from jaxspec_kernels import native\n"
+        "from jaxspec_kernels.dispatch import implementation_for\n"
+        "print(native.is_available(), implementation_for('cpu'))\n"
+        "try: native.require('panel_matmul')\n"
+        "except NotImplementedError as error: print(error)\n"
+    )
+    folder = str(tmp_path / "none")
+    done = run_in_new_process(code, PATH="/nowhere", CXX="", JAXSPEC_NATIVE=folder)
+    assert done.stdout.startswith("False reference\npanel_matmul has no 'cpu'")
+    assert "there is no C++ compiler" in done.stderr
+    done = run_in_new_process(code, JAXSPEC_NATIVE="off")
+    assert done.stdout.startswith("False reference")
+    assert "WARNING" not in done.stderr
+
+
+def test_a_broken_compiler_is_told_and_a_damaged_library_built_anew(tmp_path):
+    code = (
+        "import logging; logging.basicConfig()\n"
+        "from jaxspec_kernels import native; print(native.is_available())"
+    )
+    done = run_in_new_process(code, CXX="false", JAXSPEC_NATIVE=str(tmp_path))
+    assert done.stdout == "False\n"
+    assert "fails" in done.stderr
+    assert not list(tmp_path.iterdir())
+    compiler = native._compiler()
+    name = f"native-{native._digest(compiler)}.so"
+    (tmp_path / name).write_bytes(b"not a library")
+    done = run_in_new_process(code, JAXSPEC_NATIVE=str(tmp_path))
+    assert done.stdout == "True\n"
+    assert [path.name for path in tmp_path.iterdir()] == [name]
