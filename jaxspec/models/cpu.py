@@ -13,7 +13,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -151,7 +151,7 @@ class NativeMatrix(Matrix):
         return fits(shape)
 
     @classmethod
-    def of(cls, values: Any) -> Self:
+    def of(cls, values: Any) -> "NativeMatrix":
         """Cut the panels on the host, which has the CPU's arrays: nothing compiles."""
         return cls(_panels_of(values, values.dtype))
 
@@ -197,7 +197,7 @@ class HalfMatrix(NativeMatrix):
     """
 
     @classmethod
-    def of(cls, values: Any) -> Self:
+    def of(cls, values: Any) -> "HalfMatrix":
         """Raises `ValueError` for values that bfloat16 does not have."""
         made = cls(_panels_of(values, jnp.bfloat16))
         is_there = not isinstance(values, jax.ShapeDtypeStruct)

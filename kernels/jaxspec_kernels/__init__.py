@@ -1,6 +1,7 @@
 """Operations over paged KV memory, usable by any JAX engine.
 
-Reading order: `paged_attention`, `write_kv_pages`, `rejection_sampling`, then
+Reading order: `paged_attention`, `write_kv_pages`, `rejection_sampling`,
+`panel_matmul` (what CPUs multiply with), `native` (its and attention's C++), then
 `dispatch` (which implementation runs where) and `tuning` (measured tile sizes). Each
 operation is a folder: the public function and its contract in `__init__`, the
 specification in plain jnp in `reference`, and the named shapes that tests and

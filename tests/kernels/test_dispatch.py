@@ -57,7 +57,7 @@ def test_the_reference_may_serve_another_platform():
 
 @pytest.mark.parametrize("name", ["pallas", "", "Reference"])
 def test_unknown_name_says_what_is_allowed(name):
-    expected = "of paged_attention: choose one of reference, tpu, gpu"
+    expected = "of paged_attention: choose one of reference, cpu, tpu, gpu"
     with pytest.raises(ValueError, match=expected):
         dispatch.choose(OPERATION, ALL, name)
 

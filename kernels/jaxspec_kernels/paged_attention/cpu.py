@@ -1,4 +1,8 @@
-"""Paged attention in C++: every row by itself, over the keys that it sees alone."""
+"""Paged attention in C++: every row by itself, over the keys that it sees alone.
+
+Heads are vectors of whole registers: those of a size that 16 does not divide, and pages
+of float16, are the reference's.
+"""
 
 import jax
 import jax.numpy as jnp
