@@ -199,6 +199,8 @@ def test_ranks_are_counted_wherever_what_comes_before_was_kept():
     }
     assert Hits(21, 7).rate == pytest.approx(1 / 3)
     assert Hits(0, 0).rate == 0
+
+
 @pytest.mark.parametrize(
     ("paths", "has_some"),
     [

@@ -341,19 +341,24 @@ def test_a_refusal_is_shown_and_the_page_goes_on(watched: Watched):
     expect(page.locator(".lane .token")).to_have_count(12)
 
 
-def answer_with(page: Page, told: list[tuple[str, str]]) -> None:
-    """Have the server's answers be these tokens: origin and text."""
+def answer_with(page: Page, body: str) -> None:
+    """Have the server's next answer be this stream."""
+    path = "**/v1/chat/completions"
+    page.route(path, lambda route: route.fulfill(body=body), times=1)
+
+
+def answer_with_tokens(page: Page, told: list[tuple[str, str]]) -> None:
+    """Have the server's next answer be these tokens: origin and text."""
     tokens = [{"origin": one, "text": text, "token_id": 5} for one, text in told]
     choice = {"index": 0, "finish_reason": "stop", "token_origins": tokens}
-    body = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
+    answer_with(page, f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n")
 
 
 def test_leaves_are_shown_and_have_no_position_in_the_chain(watched: Watched):
     page = watched.page
     told = [("draft", "a"), ("leaf", "b"), ("bonus", "c"), ("draft", "d")]
     told += [("draft", "e"), ("recovered", "f")]
-    answer_with(page, told)
+    answer_with_tokens(page, told)
     watched.ask()
     watched.wait()
     assert watched.tokens() == [list(one) for one in told]
@@ -367,7 +372,7 @@ def test_leaves_are_shown_and_have_no_position_in_the_chain(watched: Watched):
 def test_what_a_model_says_is_text(watched: Watched):
     page = watched.page
     text = "<img src=x onerror=alert(1)><b>bold</b>"
-    answer_with(page, [("draft", text)])
+    answer_with_tokens(page, [("draft", text)])
     watched.ask(text)
     watched.wait()
     assert watched.tokens() == [["draft", text]]
@@ -384,11 +389,6 @@ def stream_of(*deltas: dict[str, Any], said: str) -> str:
     choices[-1]["finish_reason"] = "stop"
     events = [f"data: {json.dumps({'choices': [one]})}\n\n" for one in choices]
     return "".join([*events, "data: [DONE]\n\n"])
-
-
-def answer_with(page: Page, body: str) -> None:
-    path = "**/v1/chat/completions"
-    page.route(path, lambda route: route.fulfill(body=body), times=1)
 
 
 @pytest.mark.parametrize("width", [1280, 390])
