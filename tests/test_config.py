@@ -121,6 +121,8 @@ def test_keys_that_writers_leave_out_have_the_defaults_of_the_format():
     }
     short = {key: GEMMA_2_2B_IT[key] for key in required}
     short["eos_token_id"] = [1, 107]
+    # What is not a number of the network is not made up.
+    short["torch_dtype"] = GEMMA_2_2B_IT["torch_dtype"]
     assert config_from_hf(short) == config_from_hf(GEMMA_2_2B_IT)
 
 

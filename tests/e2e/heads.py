@@ -160,6 +160,7 @@ def replay(
         config=engine.config.model_config,
         params=runner.params[0],
         mesh=runner.mesh,
+        dtype=jnp.dtype(engine.config.dtype),
     )
     method = METHODS[config.kind](config=config)
     length = max(len(known) + len(drafts) for known, drafts in rounds)

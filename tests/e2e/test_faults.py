@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
-from jaxspec.models.cpu import WIDTH
+from jaxspec.models.cpu import XLA_WIDTH
 from jaxspec.program.propose import DraftModel
 from jaxspec.program.step import ProgramConfig
 from jaxspec.sampling_params import SamplingParams
@@ -56,7 +56,7 @@ def ruin(params: Any) -> Any:
 def ruin_token(params: Any) -> Any:
     """NaN in its embedding, in both forms of the matrix."""
     whole = params["embedding"]
-    panel, place = divmod(BAD_TOKEN, WIDTH)
+    panel, place = divmod(BAD_TOKEN, XLA_WIDTH)
     ruined = dataclasses.replace(
         whole,
         values=whole.values.at[BAD_TOKEN].set(jnp.nan),

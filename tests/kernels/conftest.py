@@ -3,6 +3,8 @@
 import jax
 import pytest
 
+from jaxspec_kernels import native
+
 
 @pytest.fixture
 def unoptimised():
@@ -10,3 +12,11 @@ def unoptimised():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def has_native(monkeypatch):
+    """The environment asks for operations in C++; skipped where none can be built."""
+    monkeypatch.setenv(native.VARIABLE, native.ON)
+    if not native.is_available():
+        pytest.skip("no native operations here: the log says why")

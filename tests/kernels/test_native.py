@@ -10,74 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec_kernels import native, paged_attention, panel_matmul, panel_rows
+from jaxspec_kernels import native, paged_attention
 from jaxspec_kernels.paged_attention.cases import CASES as CALLS
-from jaxspec_kernels.panel_matmul import WIDTH, from_panels, to_panels
-from jaxspec_kernels.panel_matmul.cases import CASES
 from tests.kernels.oracle import EXACT, SMALL, build, error, excess, random_forest
 
-
-@pytest.fixture(scope="module", autouse=True)
-def has_native():
-    """They are asked for by the environment, once in a process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(native.VARIABLE, native.ON)
-        native.is_available.cache_clear()
-        if not native.is_available():
-            pytest.skip("no native operations here: the log says why")
-        yield
-    native.is_available.cache_clear()
-
-
+pytestmark = pytest.mark.usefixtures("has_native")
 SIXTEEN = replace(SMALL, head_dim=16)
-
-
-def panels_of(case, dtype, seed=0):
-    values = np.random.default_rng(seed).normal(size=(case.outputs, case.features))
-    matrix = values.astype(jnp.dtype(dtype))
-    return matrix.astype(np.float64), jnp.asarray(to_panels(matrix))
-
-
-def rows_of(case, seed=1):
-    values = np.random.default_rng(seed).normal(size=(case.rows, case.features))
-    return jnp.asarray(values, jnp.float32)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", CASES)
-def test_products_equal_float64_and_the_reference(name, dtype):
-    case = CASES[name]
-    rows, (matrix, panels) = rows_of(case), panels_of(case, dtype)
-    np.testing.assert_array_equal(from_panels(np.asarray(panels)), matrix)
-    most = 1e-5 * np.sqrt(case.features)
-    for is_rounded in (False, True):
-        given = rows.astype(dtype) if is_rounded else rows
-        expected = np.asarray(given, np.float64) @ matrix.T
-        for implementation in ("cpu", "reference"):
-            found = panel_matmul(
-                rows, panels, is_rounded=is_rounded, implementation=implementation
-            )
-            assert found.dtype == jnp.float32
-            np.testing.assert_allclose(found, expected, atol=most)
-    index = jnp.array([0, case.outputs - 1, case.outputs + 5, -3, WIDTH - 1])
-    clipped = np.clip(np.asarray(index), 0, case.outputs - 1)
-    for implementation in ("cpu", "reference"):
-        found = panel_rows(index, panels, implementation=implementation)
-        np.testing.assert_array_equal(found, matrix[clipped])
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_products_of_a_row_do_not_depend_on_the_rows_beside_it(dtype):
-    case = replace(CASES["tiny/prefill"], rows=40, outputs=1024)
-    rows, (_, panels) = rows_of(case), panels_of(case, dtype)
-    for is_rounded in (False, True):
-        given = dict(is_rounded=is_rounded, implementation="cpu")
-        whole = np.asarray(panel_matmul(rows, panels, **given))
-        for count in (*range(1, 27), 39):
-            for start in (0, case.rows - count):
-                part = rows[start : start + count]
-                found = panel_matmul(part, panels, **given)
-                np.testing.assert_array_equal(found, whole[start : start + count])
 
 
 def attend(call, **changes):

@@ -19,10 +19,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from importlib import metadata
 from pathlib import Path
 
 import jax
-import jaxlib
 
 __all__ = ["digest", "is_available", "require"]
 
@@ -46,15 +46,15 @@ _FLAGS = (
 _COMPILE_LIMIT_S = 600
 
 
-@functools.cache
 def is_available() -> bool:
-    """Whether the operations can be called; builds and registers them when first asked.
-
-    The answer stays for the process.
-    """
+    """Whether they are asked for and can be called; builds them if need be."""
     given = os.environ.get(VARIABLE, "")
-    if given.lower() in ("", OFF):
-        return False
+    return given.lower() not in ("", OFF) and _is_registered(given)
+
+
+@functools.cache
+def _is_registered(given: str) -> bool:
+    """Have XLA know the operations; False, and a line in the log, where that fails."""
     try:
         library = _load(_cache_folder(given))
         for name in TARGETS:
@@ -146,7 +146,8 @@ def _digest(compiler: str) -> str:
     found = hashlib.sha256()
     for path in sorted(_FOLDER.glob("*.h")) + _sources():
         found.update(path.read_bytes())
-    parts = *_FLAGS, compiler, jaxlib.__version__, platform.machine(), _processor()
+    versions = jax.__version__, metadata.version("jaxlib")
+    parts = *_FLAGS, *versions, compiler, platform.machine(), _processor()
     found.update("\0".join(parts).encode())
     return found.hexdigest()[:16]
 
