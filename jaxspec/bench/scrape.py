@@ -1,6 +1,7 @@
 """Owns what a server's /metrics tells of drafts, in vLLM's names, and of compiles."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -57,7 +58,8 @@ def read_scrape(text: str) -> Scrape:
                 forced = tuple(map(float, sample.labels["chances"].split(",")))
     width = max(kept, default=-1) + 1
     per_position = tuple(kept.get(position, 0) for position in range(width))
-    acceptance = Acceptance(**counts, per_position=per_position)
+    fields: dict[str, Any] = {**counts, "per_position": per_position}
+    acceptance = Acceptance(**fields)
     return Scrape(
         acceptance=acceptance if has_drafts else None,
         num_compiles=num_compiles,

@@ -16,7 +16,7 @@ from jaxspec_kernels import native
 
 _log = logging.getLogger(__name__)
 
-IMPLEMENTATIONS = ("reference", "cpu", "tpu", "gpu")
+IMPLEMENTATIONS: tuple[str, ...] = ("reference", "cpu", "tpu", "gpu")
 
 # By jax's names of platforms: a device says "gpu", a described one "cuda".
 _OF_PLATFORM = {"cpu": "cpu", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ SIXTEEN = replace(SMALL, head_dim=16)
 
 
 def attend(call, **changes):
-    given = call.settings | dict(ancestor_mask=call.ancestor_mask) | changes
+    given: Any = call.settings | dict(ancestor_mask=call.ancestor_mask) | changes
     return np.asarray(paged_attention(*call.arrays, **given, implementation="cpu"))
 
 
@@ -30,7 +31,7 @@ def test_attention_equals_float64(name, dtype):
     if dtype == "uint16":
         query, pages, *rest = call.arrays
         bits = jax.lax.bitcast_convert_type(pages, jnp.uint16)
-        given = call.settings | dict(implementation="cpu")
+        given: Any = call.settings | dict(implementation="cpu")
         found = paged_attention(query, bits, *rest, **given)
     else:
         found = attend(call)
@@ -63,13 +64,14 @@ def test_attention_of_a_token_does_not_depend_on_the_tokens_beside_it():
     call = build(replace(SIXTEEN, queries=6), kv_len=[90, 41, 16, 6])
     query, pages, table, kv_len = call.arrays
     whole = attend(call)
+    settings: Any = call.settings
     for count in range(1, 6):
         found = paged_attention(
             query[:, 6 - count :],
             pages,
             table,
             kv_len,
-            **call.settings,
+            **settings,
             implementation="cpu",
         )
         np.testing.assert_array_equal(found, whole[:, 6 - count :])

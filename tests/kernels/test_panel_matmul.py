@@ -1,6 +1,7 @@
 """Products with panels: exact, and of a row alike whatever rows are beside it."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -52,7 +53,7 @@ def test_products_of_a_row_do_not_depend_on_the_rows_beside_it(dtype):
     case = replace(CASES["tiny/prefill"], rows=40, outputs=1024)
     rows, (_, panels) = rows_of(case), panels_of(case, dtype)
     for is_rounded in (False, True):
-        given = dict(is_rounded=is_rounded, implementation="cpu")
+        given: Any = dict(is_rounded=is_rounded, implementation="cpu")
         whole = np.asarray(panel_matmul(rows, panels, **given))
         for count in (*range(1, 27), 39):
             for start in (0, case.rows - count):
