@@ -20,9 +20,7 @@ PEAK_BYTES = {
 TEMP_BYTES = {"v6e-1": 2**29, "h200": 2**29}
 # A round's logits, 8 x 5 x 256,000 floats on one chip, and nothing larger.
 LOGITS = 8 * 5 * 256_000 * 4
-# On v5e-8 the laws of a round's drafts are fetched ahead into fast memory, as they fit.
-LAWS = 4 * 8 * 32_000 * 4
-LARGEST_MOVE = {"v5e-8": LAWS, "v5e-8/draft-2": 2**23, "v6e-1": LOGITS, "h200": LOGITS}
+LARGEST_MOVE = {"v5e-8": 2**21, "v5e-8/draft-2": 2**23, "v6e-1": LOGITS, "h200": LOGITS}
 # Of numbers: a few per row and candidate. A vocabulary is 256,000 per row.
 LARGEST_COLLECTIVE = 2**13
 
