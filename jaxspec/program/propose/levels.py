@@ -67,7 +67,8 @@ class Levels:
         laws = None
         if probs is not None:
             # By draft: a turn of the loop writes one piece of memory.
-            laws = jnp.zeros((levels, *probs.shape), probs.dtype).at[0].set(probs)
+            laws = jnp.zeros((levels, *probs.shape), probs.dtype)
+        first_law = probs
         if levels > 1:
 
             def turn(level: Array, carry: _Carry) -> _Carry:
@@ -82,7 +83,11 @@ class Levels:
             drafts, laws, is_broken, kept = jax.lax.fori_loop(
                 1, num_wanted, turn, carry
             )
-        probs = None if laws is None else laws.swapaxes(0, 1)
+        probs = None
+        if laws is not None:
+            # Not before the loop: what a loop begins with is moved, on a TPU, if a part
+            # of it was just made.
+            probs = laws.at[0].set(first_law).swapaxes(0, 1)
         num_drafts = jnp.where(is_broken, 0, num_wanted)
         return Proposal(drafts, num_drafts, probs, is_broken), kept
 
