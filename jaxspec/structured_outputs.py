@@ -69,7 +69,11 @@ class StructuredOutputsParams:
                 RequestError,
                 "structured_outputs",
                 f"exactly one of {', '.join(_KINDS[:-1])}",
-                {name: getattr(self, name) for name in given},
+                {
+                    name: value
+                    for name, value in vars(self).items()
+                    if value not in (None, False)
+                },
             )
         if self.structural_tag is not None:
             raise UnsupportedError(

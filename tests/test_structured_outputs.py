@@ -28,6 +28,7 @@ def test_each_kind_alone(kind, value):
     [
         ({}, "exactly one of json, regex, choice, grammar, json_object"),
         ({"regex": "a", "choice": ["b"]}, r"exactly one of .* got \{'regex': 'a', 'ch"),
+        ({"whitespace_pattern": " "}, r"got \{'whitespace_pattern': ' '\}"),
         ({"json": 3}, "json must be a JSON schema, got 3"),
         ({"json": ""}, "json must be a JSON schema"),
         ({"regex": ""}, "regex must be a regular expression, got ''"),

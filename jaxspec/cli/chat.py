@@ -166,8 +166,9 @@ class ServerBackend:
         try:
             response = httpx.get(models, headers=self._headers, timeout=CHECK_S)
         except _BROKEN as error:
+            reason = str(error).rstrip(".") or repr(error)
             raise ArgumentError(
-                f"No server answers at {self._base}: {error or repr(error)}. Start one "
+                f"No server answers at {self._base}: {reason}. Start one "
                 "(python -m jaxspec serve), or correct --url, for example to "
                 "http://127.0.0.1:8000."
             ) from error

@@ -48,10 +48,7 @@ class ChatWriter(ChoiceWriter):
 
     def openings(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """Write who speaks, and what is repeated."""
-        first = self._opening(index, {"role": self._role, "content": ""})
-        if self._body.return_token_ids:
-            first["prompt_token_ids"] = output.prompt_token_ids
-        yield first
+        yield self._opening(index, {"role": self._role, "content": ""})
         if self._echoed():
             yield self._opening(index, {"content": self._echoed()})
 
@@ -97,17 +94,22 @@ class ChatWriter(ChoiceWriter):
             return "tool_calls"
         return completion.finish_reason
 
+    def of_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """Return the tokens and the text of the prompt, where they are asked for."""
+        told: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            told["prompt_token_ids"] = output.prompt_token_ids
+        if self._body.return_prompt_text:
+            told["prompt_text"] = output.prompt
+        return told
+
     def finish(self, answer: dict[str, Any], output: RequestOutput) -> None:
         """Add what is known of the prompt."""
-        body = self._body
         answer |= {"prompt_logprobs": None, "prompt_token_ids": None}
-        if body.prompt_logprobs is not None:
+        answer |= self.of_prompt(output)
+        if self._body.prompt_logprobs is not None:
             told = self.logprobs.for_prompt(self.prompt_logprobs(0))
             answer["prompt_logprobs"] = told
-        if body.return_token_ids:
-            answer["prompt_token_ids"] = output.prompt_token_ids
-        if body.return_prompt_text:
-            answer["prompt_text"] = output.prompt
 
     def _opening(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         nothing = CompletionOutput(index=index, text="", token_ids=[])

@@ -247,7 +247,7 @@ def _bind(given: Namespace) -> socket.socket:
             advice = "--host must be an address of this machine: 127.0.0.1 for itself, "
             advice += "0.0.0.0 for all of its networks."
         raise ConfigError(
-            f"The server cannot listen on {where}: {error}. {advice}",
+            f"The server cannot listen on {where}: {str(error).rstrip('.')}. {advice}",
             parameter=name,
             value=getattr(given, name),
         ) from error

@@ -268,13 +268,27 @@ class TextOptions(BaseModel):
     format: TextFormat | None = None
 
 
+# OpenAI's names for `include`. There is nothing of most of them here, but clients that
+# always ask for them go on.
+Includable = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+
+
 class ResponseBody(GenerationBody):
     """Of POST /v1/responses; see `jaxspec.serve.response_input`."""
 
     input: str | Entries[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    include: Entries[str] | None = None
+    include: Entries[Includable] | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None

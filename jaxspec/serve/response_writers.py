@@ -108,6 +108,10 @@ class ChoiceWriter(Writer):
         """Write what a stream tells of a text before its first token."""
         return iter(())
 
+    def of_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """Return what the first chunk of a text has of the prompt."""
+        return {}
+
     @abstractmethod
     def deltas(
         self, index: int, completion: CompletionOutput, output: RequestOutput
@@ -144,8 +148,11 @@ class ChoiceWriter(Writer):
             for completion, index in self._texts(number, output):
                 if index not in begun:
                     begun.add(index)
+                    of_prompt = self.of_prompt(output)
                     for choice in self.openings(index, output):
                         chunk = self._head(self.kind[1]) | {"choices": [choice]}
+                        chunk |= of_prompt
+                        of_prompt = {}
                         if self._counts_each:
                             chunk["usage"] = self._usage.before_text(number)
                         yield chunk

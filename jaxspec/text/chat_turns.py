@@ -19,6 +19,15 @@ _NAME = re.compile(r"[\w.-]+")
 # Roles that clients of other models send.
 _FOLDED = ("system", "developer")
 
+# Parts of a content by their type, with the field that has the text: OpenAI's of chats
+# and of responses.
+_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+}
+
 # Of lists and dicts in messages and variables.
 MAX_DEPTH = 64
 
@@ -156,15 +165,19 @@ def _content(name: str, content: object) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, (list, tuple)):
-        texts = [
-            part.get("text")
-            for part in content
-            if isinstance(part, Mapping) and part.get("type", "text") == "text"
-        ]
-        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+        texts = [_part(part) for part in content]
+        if all(isinstance(text, str) for text in texts):
             return "\n".join(map(str, texts))
     allowed = "a string or a list of {'type': 'text', 'text': ...}"
     raise wrong_argument(RequestError, name, allowed, content)
+
+
+def _part(part: object) -> object:
+    """Return a part's text, or what stands in its place."""
+    if not isinstance(part, Mapping):
+        return part
+    field = _PARTS.get(str(part.get("type", "text")))
+    return part.get(field) if field else None
 
 
 def map_texts(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:

@@ -68,11 +68,8 @@ def test_logprobs_and_ids(is_stream: bool):
     part = output([5, 6], is_first=True, is_last=True)
     (completion,) = part.outputs
     if is_stream:
-        (first,), (choice,) = (
-            writer.openings(0, part),
-            writer.deltas(0, completion, part),
-        )
-        assert first["prompt_token_ids"] == [2, 3, 4]
+        assert writer.of_prompt(part) == {"prompt_token_ids": [2, 3, 4]}
+        (choice,) = writer.deltas(0, completion, part)
     else:
         choice = writer.choice(0, completion, part)
         answer: dict[str, Any] = {}

@@ -287,9 +287,13 @@ CASES = [
     ),
     Case(
         CHAT,
-        chat(return_token_ids=True, stream=True),
+        chat(return_token_ids=True, return_prompt_text=True, stream=True),
         lambda e: (
-            e[0]["choices"][0]["prompt_token_ids"] == [2, 3, 4]
+            # Once, beside the choices.
+            [one.get("prompt_token_ids") for one in e]
+            == [[2, 3, 4], *[None] * len(e[1:])]
+            and [one for one in e if "prompt_text" in one] == e[:1]
+            and "prompt_token_ids" not in e[0]["choices"][0]
             and sum((one["choices"][0].get("token_ids") or [] for one in e), [])
             == said(5)
         ),

@@ -205,6 +205,7 @@ def test_an_address_that_cannot_be_taken(host: str, port: str, name: str):
     with pytest.raises(ConfigError, match=f"cannot listen on .*--{name}") as refused:
         launcher._bind(options.listening)
     assert refused.value.parameter == name
+    assert ".." not in str(refused.value)
 
 
 def ask_and_end(client: httpx.Client, path: str = COMPLETIONS) -> None:

@@ -436,6 +436,7 @@ def test_refusals(is_stream: bool):
         for wrong, param in (
             ({"temperature": 3}, "temperature"),
             ({"input": []}, "input"),
+            ({"include": ["logprobs"]}, "include.0"),
             ({"background": True, "store": False}, "background"),
             ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
             ({"tools": [{"type": "web_search"}]}, "tools"),

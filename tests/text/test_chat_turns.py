@@ -29,11 +29,20 @@ def test_turns():
         {"role": "user", "content": " Hi \n"},
         {"role": "assistant", "content": "Hello."},
         {"role": "user", "content": [{"type": "text", "text": "Bye"}, {"text": "!"}]},
+        # As responses have them, and OpenAI's own answers.
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "Oh"}, "dear"]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "Yes."}]},
+        {"role": "user", "content": "?"},
     ]
     expected = (
         "<bos><start_of_turn>user\nHi<end_of_turn>\n"
         "<start_of_turn>model\nHello.<end_of_turn>\n"
         "<start_of_turn>user\nBye\n!<end_of_turn>\n"
+        "<start_of_turn>model\nNo.<end_of_turn>\n"
+        "<start_of_turn>user\nOh\ndear<end_of_turn>\n"
+        "<start_of_turn>model\nYes.<end_of_turn>\n"
+        "<start_of_turn>user\n?<end_of_turn>\n"
         "<start_of_turn>model\n"
     )
     assert write(messages) == expected
@@ -94,6 +103,8 @@ def test_a_longer_piece_goes_before_its_beginning():
         ([{"role": "user"}], "None", "a string"),
         ([{"role": "user", "content": 3}], "got 3", "a string"),
         ([{"role": "user", "content": [{"type": "image"}]}], "'image'", "'text'"),
+        ([{"role": "user", "content": ["a", 3]}], "3", "'text'"),
+        ([{"role": "user", "content": [{"type": "refusal"}]}], "'refusal'", "'text'"),
         ([{"role": "user", "content": [{"text": 3}]}], "3", "'text'"),
         ([USER, {"role": "model", "content": "\ud800"}], "messages[1]", "UTF-8"),
         ([USER | {"name": {"\udfff": 1}}], "messages[0]", "UTF-8"),
