@@ -43,12 +43,12 @@ class Writer(ABC):
         self._usage = Usage(has_details=settings.enable_prompt_tokens_details)
         # Of each prompt; only its first output has them.
         self._prompt_logprobs: dict[int, list[Any]] = {}
+        # Whether a stream ends with counts, and whether every chunk has them.
+        self._has_usage = self._counts_each = settings.enable_force_include_usage
         options = body.stream_options
-        self._has_usage = options is not None and options.include_usage
-        self._counts_each = (
-            self._has_usage and options is not None and options.continuous_usage_stats
-        )
-        self._has_usage |= settings.enable_force_include_usage
+        if options is not None and options.include_usage:
+            self._has_usage = True
+            self._counts_each |= options.continuous_usage_stats
         asked = bool(body.include_metrics)
         self._metrics = {
             "has_drafts": asked or settings.per_request_spec_decode_metrics != "none",

@@ -63,7 +63,7 @@ class ServerSettings:
             `tool_choice="none"` forbids. On, unlike in vLLM.
         enable_request_id_headers: Answers carry X-Request-Id: the request's, or new.
         enable_prompt_tokens_details: Tell how much of a prompt was cached.
-        enable_force_include_usage: Streams end with token counts, unasked.
+        enable_force_include_usage: Every chunk of a stream has token counts, unasked.
         per_request_spec_decode_metrics: "summary" tells each request's acceptance.
         enable_per_request_metrics: Tell each request's times.
         enable_tokenizer_info_endpoint: GET /tokenizer_info tells what the tokenizer's

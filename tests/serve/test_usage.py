@@ -133,7 +133,17 @@ def test_cached_tokens_are_told_where_that_is_wanted():
 
 def test_usage_can_be_told_unasked():
     async def ask(client: httpx.AsyncClient) -> None:
-        chunks = await post(client, COMPLETIONS, prompt=PROMPT, stream=True)
-        assert chunks[-1]["usage"]["completion_tokens"] == 16
+        given: dict[str, Any] = {"max_tokens": 16, "stream": True}
+        told = {"stream_options": {"include_usage": False}}
+        for path, body in (
+            (COMPLETIONS, {"prompt": PROMPT}),
+            (CHAT, {"messages": MESSAGES} | told),
+        ):
+            chunks = await post(client, path, **given | body)
+            counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+            assert counts == sorted(counts)
+            assert counts[-2:] == [16, 16]
+            assert chunks[-1]["choices"] == []
+            assert (counts[0] == 0) == (path == CHAT)
 
     serve_http(ask, settings={"enable_force_include_usage": True})
