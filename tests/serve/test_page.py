@@ -395,7 +395,7 @@ def stream_of(*deltas: dict[str, Any], said: str) -> str:
 def test_calls_and_json_can_be_read(browser: Browser, site: Site, width: int):
     watched = Watched(browser, site, viewport={"width": width, "height": 800})
     page, shown = watched.page, watched.page.locator(".form figure")
-    given = {"city": "Oslo" * 30, "days": [1, 2]}
+    given = {"city": "Oslo" * 30, "days": list(range(12))}
     text = json.dumps(given)
     call = {"index": 0, "id": "call_1", "type": "function"}
     deltas = [
@@ -422,6 +422,12 @@ def test_calls_and_json_can_be_read(browser: Browser, site: Site, width: int):
     expect(page.locator("#spoken")).to_contain_text("Calls weather with")
     assert "".join(one for _, one in watched.tokens()) == text
     assert fits(page)
+    # It is followed to its end, which nothing covers though the tools stay open.
+    ends = "one => one.getBoundingClientRect()"
+    foot, composer = (
+        page.locator(one).evaluate(ends) for one in (".foot", "#composer")
+    )
+    assert 0 < foot["top"] < foot["bottom"] <= composer["top"]
     # A schema, whose answer is JSON; whoever goes on tells of the call.
     page.click("#example-schema")
     schema = json.loads(page.locator("#schema").input_value())

@@ -197,12 +197,14 @@ async function run(lane, asked, isShown) {
     for await (const chunk of ask(asked, { key: sessionStorage.getItem(KEY), signal })) {
       const [choice] = chunk.choices;
       if (!choice) continue;
-      const isFollowed = bottomOf(lane.element) < at("composer").getBoundingClientRect().top + 60;
+      const isFollowed = bottomOf(lane.element) < floor() + 60;
       lane.add(choice);
       if (chunk.metrics) lane.finish(chunk.metrics);
       if (isShown) showFigures(lane, k);
       if (choice.finish_reason) end(lane, choice.finish_reason);
-      if (isFollowed) lane.element.scrollIntoView({ block: "nearest" });
+      // Not "nearest", which shows the top of what is higher than the room for it.
+      const isBelow = bottomOf(lane.element) > floor();
+      if (isFollowed && isBelow) lane.element.scrollIntoView({ block: "end" });
     }
   } catch (error) {
     if (error.name !== "AbortError") throw error;
@@ -270,6 +272,8 @@ function say(text) {
 }
 
 const bottomOf = (element) => element.getBoundingClientRect().bottom;
+/** Where the room for answers ends. */
+const floor = () => at("composer").getBoundingClientRect().top;
 const percent = (share) => `${Math.round(100 * share)} %`;
 
 function showFigures(lane, k) {
@@ -300,6 +304,10 @@ function showSettings() {
 
 // ---- Hands on it.
 
+// In one column it covers the end of the page, the more the more of it is open.
+new ResizeObserver(([{ target }]) => {
+  document.documentElement.style.setProperty("--composer", `${target.offsetHeight}px`);
+}).observe(at("composer"));
 at("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   if (running || !prompt.value.trim()) return;
