@@ -391,6 +391,14 @@ def stream_of(*deltas: dict[str, Any], said: str) -> str:
     return "".join([*events, "data: [DONE]\n\n"])
 
 
+def is_bounded(schema: dict[str, Any]) -> bool:
+    """Whether no text under a schema goes on for ever, whatever a model would say."""
+    if schema["type"] != "object":
+        return {"string": "maxLength", "integer": "maximum"}[schema["type"]] in schema
+    is_closed = schema["additionalProperties"] is False
+    return is_closed and all(map(is_bounded, schema["properties"].values()))
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 def test_calls_and_json_can_be_read(browser: Browser, site: Site, width: int):
     watched = Watched(browser, site, viewport={"width": width, "height": 800})
@@ -410,6 +418,7 @@ def test_calls_and_json_can_be_read(browser: Browser, site: Site, width: int):
         keys.press(key)
     expect(page.locator("#schema")).to_be_focused()
     tools = json.loads(page.locator("#schema").input_value())
+    assert is_bounded(tools[0]["parameters"])
     answer_with(page, stream_of(*deltas, said=text))
     with page.expect_request("**/v1/chat/completions") as request:
         watched.ask()
@@ -431,6 +440,7 @@ def test_calls_and_json_can_be_read(browser: Browser, site: Site, width: int):
     # A schema, whose answer is JSON; whoever goes on tells of the call.
     page.click("#example-schema")
     schema = json.loads(page.locator("#schema").input_value())
+    assert is_bounded(schema)
     answer_with(page, stream_of({"content": text}, said=text))
     with page.expect_request("**/v1/chat/completions") as request:
         watched.ask()

@@ -2,19 +2,24 @@
 
 import { Failure } from "./wire.js";
 
+// What bounds nothing may go on until max tokens, with a model that knows nothing.
+const string = { type: "string", maxLength: 40 };
+
 export const EXAMPLES = {
   schema: {
     type: "object",
-    properties: { name: { type: "string" }, age: { type: "integer" } },
+    properties: { name: string, age: { type: "integer", minimum: 0, maximum: 120 } },
     required: ["name", "age"],
+    additionalProperties: false,
   },
   tools: [
     {
       name: "weather",
       parameters: {
         type: "object",
-        properties: { city: { type: "string" } },
+        properties: { city: string },
         required: ["city"],
+        additionalProperties: false,
       },
     },
   ],
