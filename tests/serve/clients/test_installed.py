@@ -237,6 +237,7 @@ def test_guidellm(stand: Stand, tmp_path: Path):
     requests = found["requests"]
     assert (len(requests["successful"]), requests["errored"]) == (len(rows), [])
     assert {one["output"] for one in requests["successful"]} == {WORDS}
+    assert all(one["time_to_first_token_ms"] > 0 for one in requests["successful"])
     # As the server counts them, which guidellm is told in the last event.
     num_tokens = len(stand.engine.engine.tokenizer.encode(WORDS, False)) + 1
     counts = {one["output_metrics"]["text_tokens"] for one in requests["successful"]}
