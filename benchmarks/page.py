@@ -3,8 +3,7 @@
     python -m jaxspec.serve --warm-up none &
     python benchmarks/page.py
 
-The first race of a server waits for its programs, and in the next ones it learns how
-many drafts pay; the picture is of the last one.
+The first race of a server waits for its programs; the picture is of the last one.
 """
 
 import argparse
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, expect, sync_playwright
 
-RACES = 6
+RACES = 3
 QUESTION = "Tell me a short story about a dragon."
 PATH = Path(__file__).with_name("page.png")
 
