@@ -231,6 +231,11 @@ class SpeculativeConfig:
         )
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether drafts are the argmax, also of requests that sample."""
+        return self.draft_sample_method == "greedy"
+
+    @property
     def has_draft_model(self) -> bool:
         """Whether a second network proposes, alone or where nothing matches."""
         return DRAFT_MODEL in self.method.split("+")

@@ -299,7 +299,7 @@ def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
     speculative, draft_vocab = config.speculative, 0
     if speculative is not None and speculative.has_folder:
         # A draft that is the argmax has no law.
-        if speculative.draft_sample_method != "greedy":
+        if not speculative.is_greedy:
             # A pass makes laws of the draft's columns, twice; of those that are kept, a
             # device has what it verifies.
             made = _part(model.vocab_size, mesh, DRAFT_MESH_AXES)

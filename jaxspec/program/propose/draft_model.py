@@ -6,7 +6,7 @@ else each takes the whole tree, as far as it has grown.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jaxspec.models.params import Params
 from jaxspec.program.path import keep_path
 from jaxspec.program.plan import NO_TOKEN, TILE, PoolShape
 from jaxspec.program.propose.levels import Levels, finite_rows
-from jaxspec.program.propose.proposal import Context, Proposal, Seen
+from jaxspec.program.propose.proposal import Context, Model, Proposal, Seen
 from jaxspec.program.region import make_region
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
@@ -32,29 +32,21 @@ Pages = tuple[Array, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftModel:
-    """A small model with pages of its own, at the target's page ids.
-
-    Attributes:
-        is_greedy: Propose the argmax, a point mass, also where the request samples.
-    """
+class DraftModel(Model):
+    """A small model with pages of its own, at the target's page ids."""
 
     config: ModelConfig
-    is_greedy: bool = False
-
-    has_params: ClassVar[bool] = True
-    may_find_none: ClassVar[bool] = False
-    may_find_few: ClassVar[bool] = False
 
     @classmethod
     def of(cls, config: EngineConfig) -> "DraftModel":
         """What an engine's configuration asks for."""
         assert config.speculative is not None
         assert config.draft_model_config is not None
-        is_greedy = config.speculative.draft_sample_method == "greedy"
         parents = config.speculative.parents
         kind = TreeModel if parents and Tree(parents).has_side_paths else cls
-        return kind(config=config.draft_model_config, is_greedy=is_greedy)
+        return kind(
+            config=config.draft_model_config, is_greedy=config.speculative.is_greedy
+        )
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
         """Pages of keys and values."""

@@ -10,11 +10,11 @@ of the head, it never lags behind: there is nothing to catch up with.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxspec.config import EngineConfig
 from jaxspec.models import cpu
@@ -32,9 +32,8 @@ from jaxspec.program.propose.last_row import (
     without_broken,
 )
 from jaxspec.program.propose.levels import Levels, finite_rows
-from jaxspec.program.propose.proposal import Context, Proposal, Seen
+from jaxspec.program.propose.proposal import Context, Head, Proposal, Seen
 from jaxspec.program.region import join, make_region
-from jaxspec.program.rows import Active
 from jaxspec.program.state import layer_pages
 from jaxspec.sharding import DRAFT_MESH_AXES
 
@@ -43,21 +42,15 @@ _State = tuple[Array, Array]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3:
+class Eagle3(Head):
     """One layer over the target's hidden states, with pages of its own.
 
     Attributes:
         target_layers: After how many of the target's layers they are taken.
-        is_greedy: Propose the argmax, a point mass, also where the request samples.
     """
 
     config: Eagle3Config
     target_layers: tuple[int, ...]
-    is_greedy: bool = False
-
-    has_params: ClassVar[bool] = True
-    may_find_none: ClassVar[bool] = False
-    may_find_few: ClassVar[bool] = False
 
     @classmethod
     def of(cls, config: EngineConfig) -> "Eagle3":
@@ -68,7 +61,7 @@ class Eagle3:
         return cls(
             config=head,
             target_layers=head.layers_of(config.model_config),
-            is_greedy=config.speculative.draft_sample_method == "greedy",
+            is_greedy=config.speculative.is_greedy,
         )
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
@@ -85,17 +78,6 @@ class Eagle3:
             mesh_axes=DRAFT_MESH_AXES,
         )
         return pages, last_forms(config.hidden_size, pool, mesh)
-
-    def catch_up(
-        self,
-        params: Params | None,
-        state: _State,
-        context: Context,
-        active: Active,
-        following: Int[Array, " token"],
-    ) -> tuple[_State, None]:
-        """Nothing: `observe` has seen it all."""
-        return state, None
 
     def propose(
         self,

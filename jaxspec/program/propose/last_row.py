@@ -5,18 +5,25 @@ at the token before the newest: the newest has not been fed yet.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from jaxspec.config import EngineConfig
 from jaxspec.models import cpu
-from jaxspec.models.heads.config import HeadConfig
 from jaxspec.models.params import Params
 from jaxspec.program.plan import PoolShape
-from jaxspec.program.propose.proposal import NORMALISED, Context, Seen
+from jaxspec.program.propose.levels import Continue, Levels
+from jaxspec.program.propose.proposal import (
+    NORMALISED,
+    Context,
+    Head,
+    Proposal,
+    Seen,
+)
 from jaxspec.program.rows import Active
 from jaxspec.sharding import replicated
 
@@ -27,19 +34,17 @@ LOWEST = -1e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class LastRow:
+class LastRow(Head):
     """A head on the target's last hidden state alone.
 
-    Attributes:
-        is_greedy: Propose the argmax, a point mass, also where the request samples.
+    A kind of it says with `levels` what it makes of that.
     """
 
-    config: HeadConfig
-    is_greedy: bool = False
-
-    has_params: ClassVar[bool] = True
-    may_find_none: ClassVar[bool] = False
-    may_find_few: ClassVar[bool] = False
+    @classmethod
+    def of(cls, config: EngineConfig) -> "LastRow":
+        """What an engine's configuration asks for."""
+        assert config.speculative is not None and config.head_config is not None
+        return cls(config=config.head_config, is_greedy=config.speculative.is_greedy)
 
     @property
     def target_layers(self) -> tuple[int, ...]:
@@ -50,16 +55,28 @@ class LastRow:
         """One hidden state a row."""
         return last_forms(self.config.target_hidden_size, pool, mesh)
 
-    def catch_up(
+    def levels(
+        self, params: Params, rows: Float[Array, "row model"], context: Context
+    ) -> tuple[Continue, Continue, Any]:
+        """What `Levels.propose` is given.
+
+        Args:
+            rows: A vector for each sequence, and pads.
+        """
+        raise NotImplementedError
+
+    def propose(
         self,
         params: Params | None,
         state: Array,
         context: Context,
-        active: Active,
-        following: Int[Array, " token"],
-    ) -> tuple[Array, None]:
-        """Nothing: `observe` has seen it all."""
-        return state, None
+        before: Proposal | None,
+    ) -> tuple[Proposal, Array]:
+        """Draw a token for every level, and the next best beside each."""
+        assert params is not None, "a head came without parameters"
+        rows = pad_rows(last_rows(state, context.active))
+        levels = Levels(context, is_greedy=self.is_greedy, before=before)
+        return levels.propose(*self.levels(params, rows, context))[0], state
 
     def observe(
         self, params: Params | None, state: Array, context: Context, seen: Seen

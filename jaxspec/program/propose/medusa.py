@@ -12,15 +12,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxspec.config import EngineConfig
 from jaxspec.models.heads import medusa
 from jaxspec.models.heads.config import MedusaConfig
 from jaxspec.models.heads.weights import to_target_vocab
 from jaxspec.models.params import Params
 from jaxspec.program.plan import MAX_GROUP_BYTES
-from jaxspec.program.propose.last_row import LOWEST, LastRow, last_rows, pad_rows
-from jaxspec.program.propose.levels import Levels
-from jaxspec.program.propose.proposal import Context, Proposal
+from jaxspec.program.propose.last_row import LOWEST, LastRow
+from jaxspec.program.propose.levels import Continue
+from jaxspec.program.propose.proposal import Context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,25 +28,11 @@ class Medusa(LastRow):
 
     config: MedusaConfig
 
-    @classmethod
-    def of(cls, config: EngineConfig) -> "Medusa":
-        """What an engine's configuration asks for."""
-        assert config.speculative is not None
-        assert isinstance(config.head_config, MedusaConfig)
-        is_greedy = config.speculative.draft_sample_method == "greedy"
-        return cls(config=config.head_config, is_greedy=is_greedy)
-
-    def propose(
-        self,
-        params: Params | None,
-        state: Array,
-        context: Context,
-        before: Proposal | None,
-    ) -> tuple[Proposal, Array]:
-        """Draw of every head's law; beside it stand its next best tokens."""
-        assert params is not None, "a head came without parameters"
+    def levels(
+        self, params: Params, rows: Float[Array, "row model"], context: Context
+    ) -> tuple[Continue, Continue, None]:
+        """Every head's logits, made at once."""
         tree, seqs = context.tree, context.active.row.shape[0]
-        rows = pad_rows(last_rows(state, context.active))
         found = jnp.stack(medusa.forward(self.config, params, rows)[: tree.num_levels])
         is_finite = jnp.isfinite(found).all(axis=(0, 2))
         found = jnp.where(is_finite[None, :, None], found, 0)
@@ -62,8 +47,7 @@ class Medusa(LastRow):
             every = jnp.repeat(logits_of(level)[:seqs], width, axis=0)
             return every, ~is_finite[:seqs], kept
 
-        levels = Levels(context, is_greedy=self.is_greedy, before=before)
-        return levels.propose(first, following, None)[0], state
+        return first, following, None
 
     def _logits(
         self, params: Params, found: Float[Array, "level row model"], context: Context

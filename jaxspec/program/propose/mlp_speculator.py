@@ -5,15 +5,14 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from jaxspec.config import EngineConfig
 from jaxspec.models.heads import mlp_speculator
 from jaxspec.models.heads.config import MlpSpeculatorConfig
 from jaxspec.models.params import Params
-from jaxspec.program.propose.last_row import LastRow, last_rows, pad_rows
-from jaxspec.program.propose.levels import Levels, finite_rows
-from jaxspec.program.propose.proposal import Context, Proposal
+from jaxspec.program.propose.last_row import LastRow, pad_rows
+from jaxspec.program.propose.levels import Continue, finite_rows
+from jaxspec.program.propose.proposal import Context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,34 +21,21 @@ class MlpSpeculator(LastRow):
 
     config: MlpSpeculatorConfig
 
-    @classmethod
-    def of(cls, config: EngineConfig) -> "MlpSpeculator":
-        """What an engine's configuration asks for."""
-        assert config.speculative is not None
-        assert isinstance(config.head_config, MlpSpeculatorConfig)
-        is_greedy = config.speculative.draft_sample_method == "greedy"
-        return cls(config=config.head_config, is_greedy=is_greedy)
-
-    def propose(
-        self,
-        params: Params | None,
-        state: Array,
-        context: Context,
-        before: Proposal | None,
-    ) -> tuple[Proposal, Array]:
-        """Draw a chain of tokens per sequence, and the next best beside each."""
-        assert params is not None, "a head came without parameters"
+    def levels(
+        self, params: Params, rows: Float[Array, "row model"], context: Context
+    ) -> tuple[Continue, Continue, Array]:
+        """A stage for every level."""
         assert not context.tree.has_side_paths, "only the spine is continued"
-        own, config, active = params, self.config, context.active
-        rows, seqs = last_rows(state, active), active.row.shape[0]
-        start = mlp_speculator.start(config, pad_rows(rows))
+        config, active = self.config, context.active
+        seqs = active.row.shape[0]
+        start = mlp_speculator.start(config, rows)
 
         def run(stage: int, tokens: Array, before: Array) -> tuple:
             padded = pad_rows(tokens)
-            made = mlp_speculator.forward(config, own, stage, padded, before)
+            made = mlp_speculator.forward(config, params, stage, padded, before)
             is_finite = jnp.isfinite(made).all(axis=1)
             made = finite_rows(made, is_finite)
-            logits = mlp_speculator.logits(config, own, stage, made)
+            logits = mlp_speculator.logits(config, params, stage, made)
             return logits[:seqs], ~is_finite[:seqs], made
 
         def first(level: Array | int, drafts: Array, kept: Array) -> tuple:
@@ -61,5 +47,4 @@ class MlpSpeculator(LastRow):
         def following(level: Array | int, drafts: Array, kept: Array) -> tuple:
             return jax.lax.switch(level - 1, stages, drafts[:, level - 1], kept)
 
-        levels = Levels(context, is_greedy=self.is_greedy, before=before)
-        return levels.propose(first, following, start)[0], state
+        return first, following, start

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
+from jaxspec.models.heads.config import HeadConfig
 from jaxspec.models.params import Params
 from jaxspec.program.controls import Adjust
 from jaxspec.program.plan import PoolShape
@@ -173,6 +175,40 @@ class Observer(Proposer, Protocol):
         After every pass of the target: with drafts, without, and of prompts alone.
         """
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What proposers share that draw drafts of logits: parameters, and always a draft.
+
+    Attributes:
+        is_greedy: Propose the argmax, a point mass, also where the request samples.
+    """
+
+    config: ModelConfig | HeadConfig
+    is_greedy: bool = False
+
+    has_params: ClassVar[bool] = True
+    may_find_none: ClassVar[bool] = False
+    may_find_few: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head(Model):
+    """One that sees all that the target is fed, and so never has to catch up."""
+
+    config: HeadConfig
+
+    def catch_up(
+        self,
+        params: Params | None,
+        state: Any,
+        context: Context,
+        active: Active,
+        following: Int[Array, " token"],
+    ) -> tuple[Any, None]:
+        """Nothing: `observe` has seen it all."""
+        return state, None
 
 
 class Lookup:
