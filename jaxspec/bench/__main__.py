@@ -11,7 +11,7 @@ from jaxspec.bench.flags import MODULES, make_parser
 from jaxspec.bench.report import BenchError
 from jaxspec.command import run_command
 from jaxspec.ending import end, interrupts_end
-from jaxspec.serve.flags import dashed
+from jaxspec.serve.flags import parse_flags
 
 PROG = "python -m jaxspec.bench"
 # The exit code of a run that failed.
@@ -21,8 +21,7 @@ FAILED = 1
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Run one command line; returns the exit code."""
     parser = make_parser(prog)
-    given = sys.argv[1:] if arguments is None else arguments
-    options = parser.parse_args([dashed(argument) for argument in given])
+    options = parse_flags(parser, arguments)
     if options.command is None:
         parser.print_help()
         return 0

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from jaxspec.command import CommandParser, run_command
 from jaxspec.engine.arg_utils import AsyncEngineArgs
-from jaxspec.serve.flags import dashed, engine_args
+from jaxspec.serve.flags import engine_args, parse_flags
 
 PROG = "python -m jaxspec plan"
 
@@ -58,8 +58,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Run one command line; returns the exit code."""
-    given = sys.argv[1:] if arguments is None else arguments
-    options = make_parser(prog).parse_args([dashed(argument) for argument in given])
+    options = parse_flags(make_parser(prog), arguments)
     return run_command(prog, lambda: run(options))
 
 

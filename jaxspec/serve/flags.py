@@ -6,6 +6,7 @@ Every field of `AsyncEngineArgs` is a flag, as in vLLM; so is what the server ad
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,14 @@ def dashed(argument: str) -> str:
         return argument
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value
+
+
+def parse_flags(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """Read a command line with flags in either spelling; None: the process's own."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return parser.parse_args([dashed(argument) for argument in given])
 
 
 def _flattened(values: Sequence[str]) -> Iterator[str]:

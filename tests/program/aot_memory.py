@@ -12,21 +12,15 @@ cannot read the text of a program, the compiler's own dump is read in its place.
 runs.
 """
 
-import argparse
 import dataclasses
 import json
 import tempfile
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-from tqdm.auto import tqdm
-
 from benchmarks.compile_costs import text_of
-from jaxspec.bench.report import write_whole
 from jaxspec.config import EngineConfig, GivenSizes
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.controller import Controller
@@ -50,10 +44,10 @@ from jaxspec.engine.shapes import GREEDY, Shapes
 from jaxspec.program.plan import Features
 from jaxspec.program.step import lower_step
 from jaxspec_checkpoints.gemma2.published import published_config
-from tests.kernels import aot_gpu, aot_tpu
+from tests.kernels import aot_tpu
 from tests.program import hlo
+from tests.program.aot_record import Record, markdown
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_memory.json"
 NUM_DRAFT_TOKENS = 5
 NUM_PAGES = 4096
 # Tokens of the longest sequence that a published size takes.
@@ -188,6 +182,8 @@ def _cells() -> dict[str, Cell]:
 
 
 CELLS = _cells()
+RECORD = Record("aot_memory", CELLS)
+read = RECORD.read
 
 
 def measure(cell: Cell) -> dict[str, Any]:
@@ -244,33 +240,8 @@ def dumped(folder: Path) -> str:
     return found.read_text(encoding="utf-8")
 
 
-def read() -> dict[str, dict[str, Any]]:
-    """The rows that are recorded, by name."""
-    if not RESULTS.exists():
-        return {}
-    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
-    return {row["name"]: row for row in rows}
-
-
-def _write(rows: dict[str, dict[str, Any]]) -> None:
-    """A line for every program: a change of one shows as such."""
-    head = {
-        "command": "PYTHONPATH=.venv/aot python -m tests.program.aot_memory",
-        "versions": aot_gpu.versions() | aot_tpu.versions(),
-    }
-    lines = [json.dumps(rows[name]) for name in CELLS if name in rows]
-    text = json.dumps(head)[:-1] + ', "rows": [\n' + ",\n".join(lines) + "\n]}"
-    write_whole(text + "\n", RESULTS)
-
-
 def _gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f}"
-
-
-def _table(columns: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    columns = list(columns)
-    rows = [columns, ["---"] * len(columns), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def memory_table(rows: dict[str, dict[str, Any]]) -> str:
@@ -311,7 +282,7 @@ def memory_table(rows: dict[str, dict[str, Any]]) -> str:
                 + [f"{left:,}", f"{planned:,}"]
                 + ["yes" if left >= MAX_MODEL_LEN else "no", copied]
             )
-    return _table(columns, lines)
+    return markdown(columns, *lines)
 
 
 def draft_sums(cell: Cell, num_layers: int | None = None) -> tuple[int, int]:
@@ -413,26 +384,13 @@ def sharding_table(rows: dict[str, dict[str, Any]]) -> str:
                 f"{1e3 * estimate.read_s:.2f} + {1e3 * estimate.sum_s:.2f} ms",
             ]
         )
-    return _table(columns, lines)
+    return markdown(columns, *lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Memory of large batches.")
-    parser.add_argument("names", nargs="*", help="cells that are compiled again")
-    parser.add_argument("--table", action="store_true", help="print, compile nothing")
-    options = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    rows = read()
-    wanted = [name for name in CELLS if name not in rows]
-    if options.names:
-        wanted = [name for name in CELLS if name.startswith(tuple(options.names))]
-    if not options.table:
-        for name in tqdm(wanted, unit="program"):
-            row = measure(CELLS[name])
-            rows = read() | {name: row}  # others may have been written meanwhile
-            _write(rows)
-    print(memory_table(rows), sharding_table(rows), sep="\n\n")
+def tables(rows: dict[str, dict[str, Any]]) -> str:
+    """All of `benchmarks/README.md`."""
+    return f"{memory_table(rows)}\n\n{sharding_table(rows)}"
 
 
 if __name__ == "__main__":
-    main()
+    RECORD.main(lambda name: measure(CELLS[name]), tables, "Memory of large batches.")

@@ -10,21 +10,16 @@ beginnings of names, these are compiled again. `--table` prints the table of
 Both models have two layers of their full width. Nothing runs: no figure is a speed.
 """
 
-import argparse
-import json
 import math
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from tqdm.auto import tqdm
 
 from benchmarks.compile_costs import engine_config
 from benchmarks.program_costs import num_operations
-from jaxspec.bench.report import write_whole
 from jaxspec.config import EngineConfig
 from jaxspec.engine.controller import Controller
 from jaxspec.engine.described import describe, describe_mesh, named_devices
@@ -36,11 +31,10 @@ from jaxspec.program.step import lower_step
 from jaxspec.program.tree import Tree
 from jaxspec.sharding import replicated
 from jaxspec.token_tree import TREE_KEY, read_paths
-from tests.kernels import aot_gpu, aot_tpu
+from tests.kernels import aot_tpu
 from tests.program import hlo
+from tests.program.aot_record import Record, markdown
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "aot_trees.json"
-COMMAND = "PYTHONPATH=.venv/aot python -m tests.program.aot_trees"
 DEVICES = ("h200", "v6e-1", "v5e-8")
 # Of the spine; a tree has as many levels.
 NUM_LEVELS = 5
@@ -92,6 +86,7 @@ CASES = {
     case.name: case
     for case in (Case(device=device, kind=kind) for device in DEVICES for kind in KINDS)
 }
+RECORD = Record("aot_trees", CASES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,29 +216,13 @@ def check_report(report: Report) -> None:
     assert sum(report.squares.values()) <= 4 * report.rows**2, report
 
 
-def read() -> dict[str, dict[str, Any]]:
-    """The rows that are recorded, by name."""
-    if not RESULTS.exists():
-        return {}
-    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
-    return {row["name"]: row for row in rows}
-
-
-def _write(rows: dict[str, dict[str, Any]]) -> None:
-    """A line for every program: a change of one shows as such."""
-    head = {"command": COMMAND, "versions": aot_gpu.versions() | aot_tpu.versions()}
-    lines = [json.dumps(rows[name]) for name in CASES if name in rows]
-    text = json.dumps(head)[:-1] + ', "rows": [\n' + ",\n".join(lines) + "\n]}"
-    write_whole(text + "\n", RESULTS)
-
-
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """A device a line, of every kind in each cell."""
     columns = (
         "device", "drafts", "operations given", "operations made", "temporaries, MB",
         "code, MB", "who sees whom, bytes", "CPU-s",
     )  # fmt: skip
-    lines = [columns, ("---",) * len(columns)]
+    lines = []
     for device in DEVICES:
         found = [
             rows[f"{device}/{kind}"] for kind in KINDS if f"{device}/{kind}" in rows
@@ -260,26 +239,12 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         ]
         drafts = ", ".join(str(row["nodes"]) for row in found)
         lines.append((device, drafts, *map("; ".join, told)))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Programs of drafts beside drafts.")
-    parser.add_argument("names", nargs="*", help="programs that are compiled again")
-    parser.add_argument("--table", action="store_true", help="print, compile nothing")
-    options = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    rows = read()
-    wanted = [name for name in CASES if name not in rows]
-    if options.names:
-        wanted = [name for name in CASES if name.startswith(tuple(options.names))]
-    if not options.table:
-        for name in tqdm(wanted, unit="program"):
-            row = vars(measure(CASES[name]))
-            rows = read() | {name: row}  # others may have been written meanwhile
-            _write(rows)
-    print(table(rows))
+    return markdown(columns, *lines) + "\n"
 
 
 if __name__ == "__main__":
-    main()
+    RECORD.main(
+        lambda name: vars(measure(CASES[name])),
+        table,
+        "Programs of drafts beside drafts.",
+    )

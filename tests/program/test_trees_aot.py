@@ -7,10 +7,11 @@ import pytest
 
 from tests.kernels import aot_gpu, aot_tpu
 from tests.program import aot_trees
+from tests.program.aot_record import FOLDER
 from tests.program.aot_trees import CASES, Report
 
-README = aot_trees.RESULTS.parents[1] / "README.md"
-RECORDED = aot_trees.read()
+README = FOLDER.parent / "README.md"
+RECORDED = aot_trees.RECORD.read()
 
 
 def report_of(name: str) -> Report:
