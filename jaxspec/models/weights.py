@@ -5,7 +5,7 @@ files and bringing each device its shard is `jaxspec_checkpoints`' business.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,9 @@ from jaxspec.sharding import TARGET_MESH_AXES, kv_copies, num_parts
 from jaxspec_checkpoints import Sizes, Tensor, check_tensors
 from jaxspec_checkpoints.placement import place
 from jaxspec_kernels.rejection_sampling import noise
+
+# Makes one parameter's values, or their shape.
+Make = Callable[[ParamPath, ParamSpec, NamedSharding], Any]
 
 
 def declare(
@@ -120,20 +123,9 @@ def load_params(
         delay=1.0,  # a small model is there before anyone wonders
         disable=progress is None,
     ) as bar:
-
-        def read(spec: ParamSpec, sharding: NamedSharding) -> Array:
-            return place(
-                [tensors[name] for name in spec.tensors],
-                sharding=sharding,
-                dtype=np.dtype(dtype),
-                block=spec.unit // len(spec.tensors),
-                copies=spec.copies,
-                on_bytes=bar.update,
-            )
-
         return _make_all(
             config,
-            read,
+            reader(tensors, dtype, on_bytes=bar.update),
             dtype=dtype,
             mesh=mesh,
             mesh_axes=mesh_axes,
@@ -141,22 +133,58 @@ def load_params(
         )
 
 
+def reader(
+    tensors: Mapping[str, Tensor],
+    dtype: jnp.dtype,
+    on_bytes: Callable[[int], object] = lambda count: None,
+) -> Make:
+    """Reads parameters into their shards, cast to `dtype`."""
+
+    def read(path: ParamPath, spec: ParamSpec, sharding: NamedSharding) -> Array:
+        return place(
+            [tensors[name] for name in spec.tensors],
+            sharding=sharding,
+            dtype=np.dtype(dtype),
+            block=spec.unit // len(spec.tensors),
+            copies=spec.copies,
+            on_bytes=on_bytes,
+        )
+
+    return read
+
+
+def describer(dtype: jnp.dtype) -> Make:
+    """Says what shape and placement parameters have."""
+
+    def describe(path: ParamPath, spec: ParamSpec, sharding: NamedSharding) -> Any:
+        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
+
+    return describe
+
+
+def make_each(
+    specs: Specs, make: Make, *, mesh: Mesh, mesh_axes: tuple[str, ...]
+) -> Iterator[tuple[ParamPath, Any]]:
+    """What `make` gives for each parameter, in its form, one after the other."""
+    for path, spec in specs.items():
+        yield path, spec.wrap(make(path, spec, spec.sharding(mesh, mesh_axes)))
+
+
 def _make_all(
     config: ModelConfig,
-    make: Callable[[ParamSpec, NamedSharding], Any],
+    make: Make,
     *,
     dtype: jnp.dtype,
     mesh: Mesh,
     mesh_axes: tuple[str, ...],
     are_bfloat16: bool | None = None,
 ) -> Params:
-    """The tree of what `make` gives for each parameter, in its form."""
+    """The tree of what `make` gives for each parameter, layers as the network wants."""
     specs = declare(
         config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes, are_bfloat16=are_bfloat16
     )
     flat: dict[ParamPath, Any] = {}
-    for path, spec in specs.items():
-        made = spec.wrap(make(spec, spec.sharding(mesh, mesh_axes)))
+    for path, made in make_each(specs, make, mesh=mesh, mesh_axes=mesh_axes):
         stacked = stacked_place(config, path)
         if stacked is None:
             flat[path] = made
@@ -178,11 +206,9 @@ def abstract_params(
     mesh_axes: tuple[str, ...] = TARGET_MESH_AXES,
 ) -> Params:
     """Shapes and placement of parameters, for compiling before there are any."""
-
-    def form(spec: ParamSpec, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
-
-    return _make_all(config, form, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
+    return _make_all(
+        config, describer(dtype), dtype=dtype, mesh=mesh, mesh_axes=mesh_axes
+    )
 
 
 def random_params(
@@ -202,7 +228,7 @@ def random_params(
     makers: dict[Any, Callable[[jax.Array], jax.Array]] = {}
     numbers = itertools.count()
 
-    def draw(spec: ParamSpec, sharding: NamedSharding) -> Array:
+    def draw(path: ParamPath, spec: ParamSpec, sharding: NamedSharding) -> Array:
         number = next(numbers)
         if len(spec.shape) == 1:
             return jnp.zeros(spec.shape, dtype, device=sharding)

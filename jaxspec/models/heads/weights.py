@@ -5,7 +5,7 @@ of the target's tokens each of the head's stands for, int32.
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
 from jaxspec.errors import ConfigError
@@ -24,12 +24,18 @@ from jaxspec.models.heads.config import (
     MlpSpeculatorConfig,
     read_head,
 )
-from jaxspec.models.params import Params, Specs
-from jaxspec.models.weights import choose_forms, tensors_of
+from jaxspec.models.params import ParamPath, Params, ParamSpec, Specs
+from jaxspec.models.weights import (
+    Make,
+    choose_forms,
+    describer,
+    make_each,
+    reader,
+    tensors_of,
+)
 from jaxspec.sharding import DRAFT_MESH_AXES, kv_copies, num_parts, replicated
 from jaxspec_checkpoints import CheckpointError, Tensor
 from jaxspec_checkpoints.heads import EAGLE3, write_head
-from jaxspec_checkpoints.placement import place
 
 TOKEN_IDS = "token_ids"
 
@@ -76,25 +82,27 @@ def load_head(
     try:
         token_ids = _read_token_ids(config, tensors)
         _check_tensors(config, tensors)
-        flat = {
-            path: spec.wrap(
-                place(
-                    [tensors[name] for name in spec.tensors],
-                    sharding=spec.sharding(mesh, mesh_axes),
-                    dtype=np.dtype(dtype),
-                    block=spec.unit // len(spec.tensors),
-                    copies=spec.copies,
-                )
-            )
-            for path, spec in specs.items()
-        }
+        read = reader(tensors, dtype)
+        return config, _make_head(specs, read, token_ids, mesh, mesh_axes)
     except CheckpointError as error:
         message = f"{folder}: {error}"
         raise ConfigError(message, parameter="model", value=str(folder)) from error
-    params: Params = unflatten_dict(flat)
+
+
+def _make_head(
+    specs: Specs,
+    make: Make,
+    token_ids: np.ndarray | None,
+    mesh: Mesh,
+    mesh_axes: tuple[str, ...],
+) -> Params:
+    """The tree of what `make` gives for each parameter, and of a trimmed vocabulary."""
+    params: Params = unflatten_dict(
+        dict(make_each(specs, make, mesh=mesh, mesh_axes=mesh_axes))
+    )
     if token_ids is not None:
         params[TOKEN_IDS] = jax.device_put(token_ids, replicated(mesh))
-    return config, params
+    return params
 
 
 def _read_token_ids(
@@ -181,15 +189,7 @@ def abstract_head(
 ) -> Params:
     """Shapes and placement of parameters, for compiling before there are any."""
     specs = declare_head(config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
-    flat = {
-        path: spec.wrap(
-            jax.ShapeDtypeStruct(
-                spec.shape, dtype, sharding=spec.sharding(mesh, mesh_axes)
-            )
-        )
-        for path, spec in specs.items()
-    }
-    params: Params = unflatten_dict(flat)
+    params = _make_head(specs, describer(dtype), None, mesh, mesh_axes)
     if config.is_trimmed:
         params[TOKEN_IDS] = jax.ShapeDtypeStruct(
             (config.draft_vocab_size,), jnp.int32, sharding=replicated(mesh)
@@ -213,24 +213,19 @@ def init_head(
     Args:
         token_ids: Of a trimmed vocabulary, the target's tokens that it keeps.
     """
-    random, flat = np.random.default_rng(seed), {}
-    for path, spec in functions_of_head(config).param_specs(config).items():
-        if len(spec.shape) == 1:
-            is_shift = path[-1] == "bias"
-            values = np.zeros(spec.shape) if is_shift else np.ones(spec.shape)
-        elif path[0] == "blocks":
-            values = np.zeros(spec.shape)
-        else:
-            values = random.standard_normal(spec.shape, np.float32)
-            values /= spec.shape[1] ** 0.5
-        placement = spec.sharding(mesh, mesh_axes)
-        flat[path] = spec.wrap(jax.device_put(values.astype(np.float32), placement))
-    params: Params = unflatten_dict(flat)
+    draw, ids = _drawer(seed), None
+
+    def make(path: ParamPath, spec: ParamSpec, sharding: NamedSharding) -> Array:
+        is_shift = len(spec.shape) == 1 and path[-1] == "bias"
+        if is_shift or (len(spec.shape) > 1 and path[0] == "blocks"):
+            return jax.device_put(np.zeros(spec.shape, np.float32), sharding)
+        return jax.device_put(draw(spec), sharding)
+
     if config.is_trimmed:
         assert token_ids is not None and token_ids.shape == (config.draft_vocab_size,)
         ids = np.sort(token_ids).astype(np.int32)
-        params[TOKEN_IDS] = jax.device_put(ids, replicated(mesh))
-    return params
+    specs = functions_of_head(config).param_specs(config)
+    return _make_head(specs, make, ids, mesh, mesh_axes)
 
 
 def random_head(
@@ -245,20 +240,28 @@ def random_head(
 
     A trimmed vocabulary keeps the first tokens.
     """
-    random, flat = np.random.default_rng(seed), {}
-    specs = declare_head(config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
-    for path, spec in specs.items():
-        values = np.ones(spec.shape, np.float32)
-        if len(spec.shape) > 1:
-            values = random.standard_normal(spec.shape, np.float32)
-            values /= spec.shape[1] ** 0.5
-        placement = spec.sharding(mesh, mesh_axes)
-        flat[path] = spec.wrap(jax.device_put(values.astype(dtype), placement))
-    params: Params = unflatten_dict(flat)
+    draw, ids = _drawer(seed), None
+
+    def make(path: ParamPath, spec: ParamSpec, sharding: NamedSharding) -> Array:
+        return jax.device_put(draw(spec).astype(dtype), sharding)
+
     if config.is_trimmed:
         ids = np.arange(config.draft_vocab_size, dtype=np.int32)
-        params[TOKEN_IDS] = jax.device_put(ids, replicated(mesh))
-    return params
+    specs = declare_head(config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
+    return _make_head(specs, make, ids, mesh, mesh_axes)
+
+
+def _drawer(seed: int) -> Callable[[ParamSpec], np.ndarray]:
+    """Draws matrices with a standard deviation of 1/sqrt(in); vectors are ones."""
+    random = np.random.default_rng(seed)
+
+    def draw(spec: ParamSpec) -> np.ndarray:
+        if len(spec.shape) == 1:
+            return np.ones(spec.shape, np.float32)
+        values = random.standard_normal(spec.shape, np.float32)
+        return values / np.float32(spec.shape[1] ** 0.5)
+
+    return draw
 
 
 def save_head(
