@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -205,52 +205,57 @@ def num_columns(num_top: int, num_chosen: int = 0) -> int:
     return 2 + 2 * num_top + num_chosen
 
 
-class ResultLayout(Layout):
-    """Where each part of a result lies in its vector; the names are `StepResult`'s.
-
-    The vector of a launch that may run several rounds begins with how many it has run;
-    as many such parts follow as it may run.
-    """
-
-    def __init__(self, shape: StepShape):
-        seqs, tiles = (shape.num_seqs,), (shape.num_tiles,)
-        width = shape.tree.max_emitted
-        if shape.is_catch_up:
-            fields = {"likeness": Column(np.float32, (*tiles, TILE), pad=-1)}
-            super().__init__(fields)
-            return
-        fields = {
-            "tokens": Column(shape=(*seqs, width)),
-            "num_emitted": Column(shape=seqs),
-            "num_draft": Column(shape=seqs),
-            "num_accepted": Column(shape=seqs),
-            "is_done": Column(bool, seqs),
-            "is_broken": Column(bool, seqs),
-            "is_draft_broken": Column(bool, seqs),
-            "tile_token": Column(shape=tiles),
-            "tile_is_done": Column(bool, tiles),
-            "tile_is_broken": Column(bool, tiles),
-        }
-        if not shape.tree.is_chain:
-            fields["tree_row"] = Column(shape=seqs)
-        top = shape.features.num_logprobs
-        if top is not None:
-            numbers = num_columns(top, shape.features.num_told_ids)
-            fields["logprobs"] = Column(shape=(*seqs, width, numbers))
-            fields["tile_logprobs"] = Column(shape=(*tiles, numbers))
-        top = shape.features.num_prompt_logprobs
-        if top is not None:
-            fields["prompt_logprobs"] = Column(shape=(*tiles, TILE, num_columns(top)))
-        super().__init__(fields)
+def _part(
+    sizes: Callable[[StepShape], tuple[int, ...] | None],
+    dtype: Any = np.int32,
+    default: Any = dataclasses.MISSING,
+) -> Any:
+    """A field of a record that travels back, and its sizes; None: no such part."""
+    return dataclasses.field(default=default, metadata={"part": (sizes, dtype)})
 
 
-# A layout costs more than a result to make.
-result_layout = functools.lru_cache(maxsize=256)(ResultLayout)
+def _by_seq(shape: StepShape) -> tuple[int, ...]:
+    return (shape.num_seqs,)
+
+
+def _by_seq_of_trees(shape: StepShape) -> tuple[int, ...] | None:
+    return None if shape.tree.is_chain else (shape.num_seqs,)
+
+
+def _by_tile(shape: StepShape) -> tuple[int, ...]:
+    return (shape.num_tiles,)
+
+
+def _by_token(shape: StepShape) -> tuple[int, ...]:
+    return shape.num_seqs, shape.tree.max_emitted
+
+
+def _by_fed_token(shape: StepShape) -> tuple[int, ...]:
+    return shape.num_tiles, TILE
+
+
+def _told(
+    leading: Callable[[StepShape], tuple[int, ...]],
+) -> Callable[[StepShape], tuple[int, ...] | None]:
+    """Log-probabilities of generated tokens."""
+
+    def sizes(shape: StepShape) -> tuple[int, ...] | None:
+        top, num_told = shape.features.num_logprobs, shape.features.num_told_ids
+        return None if top is None else (*leading(shape), num_columns(top, num_told))
+
+    return sizes
+
+
+def _prompt_told(shape: StepShape) -> tuple[int, ...] | None:
+    top = shape.features.num_prompt_logprobs
+    return None if top is None else (*_by_fed_token(shape), num_columns(top))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one round did.
+    """What one round did: the declaration of what travels back of it.
+
+    The device fills it in by name (`step._result`); the vector's layout follows.
 
     Attributes:
         tokens: `[seq, K + 1]`, the first `num_emitted[s]` of row s count.
@@ -271,20 +276,20 @@ class StepResult:
         later: What the same launch did in the rounds after this one.
     """
 
-    tokens: np.ndarray
-    num_emitted: np.ndarray
-    num_draft: np.ndarray
-    num_accepted: np.ndarray
-    is_done: np.ndarray
-    is_broken: np.ndarray
-    is_draft_broken: np.ndarray
-    tile_token: np.ndarray
-    tile_is_done: np.ndarray
-    tile_is_broken: np.ndarray
-    logprobs: TokenLogprobs | None = None
-    tile_logprobs: TokenLogprobs | None = None
-    prompt_logprobs: TokenLogprobs | None = None
-    tree_row: np.ndarray | None = None
+    tokens: np.ndarray = _part(_by_token)
+    num_emitted: np.ndarray = _part(_by_seq)
+    num_draft: np.ndarray = _part(_by_seq)
+    num_accepted: np.ndarray = _part(_by_seq)
+    is_done: np.ndarray = _part(_by_seq, bool)
+    is_broken: np.ndarray = _part(_by_seq, bool)
+    is_draft_broken: np.ndarray = _part(_by_seq, bool)
+    tile_token: np.ndarray = _part(_by_tile)
+    tile_is_done: np.ndarray = _part(_by_tile, bool)
+    tile_is_broken: np.ndarray = _part(_by_tile, bool)
+    tree_row: np.ndarray | None = _part(_by_seq_of_trees, default=None)
+    logprobs: TokenLogprobs | None = _part(_told(_by_token), default=None)
+    tile_logprobs: TokenLogprobs | None = _part(_told(_by_tile), default=None)
+    prompt_logprobs: TokenLogprobs | None = _part(_prompt_told, default=None)
     later: tuple["StepResult", ...] = ()
 
     @property
@@ -324,7 +329,7 @@ class CaughtUp:
             known: prompts, pads, and drafts that are drawn without a seed.
     """
 
-    likeness: np.ndarray
+    likeness: np.ndarray = _part(_by_fed_token, np.float32)
 
     @property
     def rounds(self) -> tuple["CaughtUp"]:
@@ -335,6 +340,28 @@ class CaughtUp:
     def unpack(cls, vector: np.ndarray, shape: StepShape) -> "CaughtUp":
         """Read the vector that `step.speculative_step` returns."""
         return cls(**_read(vector, shape))
+
+
+class ResultLayout(Layout):
+    """Where each part of a result lies in its vector.
+
+    The vector of a launch that may run several rounds begins with how many it has run;
+    as many such parts follow as it may run.
+    """
+
+    def __init__(self, shape: StepShape):
+        record, parts = CaughtUp if shape.is_catch_up else StepResult, {}
+        for one in dataclasses.fields(record):
+            if "part" in one.metadata:
+                sizes_of, dtype = one.metadata["part"]
+                sizes = sizes_of(shape)
+                if sizes is not None:
+                    parts[one.name] = Column(dtype, sizes)
+        super().__init__(parts)
+
+
+# A layout costs more than a result to make.
+result_layout = functools.lru_cache(maxsize=256)(ResultLayout)
 
 
 def _read(vector: np.ndarray, shape: StepShape) -> dict[str, Any]:

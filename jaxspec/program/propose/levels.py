@@ -23,6 +23,7 @@ from jaxspec.program.sampling import sample_draft
 from jaxspec.program.tree import Tree
 from jaxspec.sharding import DRAFT_MESH_AXES
 from jaxspec_kernels.rejection_sampling.noise import exponential
+from jaxspec_kernels.rejection_sampling.passes import lowest
 
 # Of a level, the drafts before it and what is kept between levels: logits (of every row
 # that is continued there, sequence-major), whose are broken, and what is kept.
@@ -185,9 +186,7 @@ def _grow(
     ids = jnp.arange(vocab, dtype=jnp.int32)[None, None]
     chosen = []
     for rank in range(int(tree.ranks.max()) + 1):
-        # By maxima: XLA:CPU's argmax and top_k are many times slower.
-        is_best = scores == scores.max(axis=2, keepdims=True)
-        best = jnp.where(is_best, ids, vocab - 1).min(axis=2)
+        best = lowest(scores.reshape(-1, vocab), ids[0])[1].reshape(-1, width)
         if rank == 0:
             best = best.at[:, 0].set(drawn)
         chosen.append(best)

@@ -147,7 +147,7 @@ def branch(
 def _largest(rank: Int[Array, "seq place"], count: int) -> Int[Array, "seq match"]:
     """The largest numbers, in order; 0 for what is missing.
 
-    By maxima: XLA:CPU's argmax and top_k are many times slower.
+    By maxima: `top_k` is slow where argmax is (`jaxspec.models.cpu`).
     """
     found = [rank.max(axis=1)]
     for _ in range(count - 1):
