@@ -62,6 +62,11 @@ def wrong_argument(
     return error(message, parameter=name, value=value)
 
 
+def one_of(choices: Iterable[object]) -> str:
+    """Name all choices, as what is allowed."""
+    return "one of " + ", ".join(map(repr, choices))
+
+
 def shown(value: object) -> str:
     """Write a value for a message: a long one would hide what is wrong with it."""
     if isinstance(value, str | bytes | list | tuple):
@@ -157,7 +162,7 @@ def check_choice(
 ) -> str:
     """Return `value` if it is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
-        allowed = "one of " + ", ".join(repr(choice) for choice in choices)
+        allowed = one_of(choices)
         raise wrong_argument(error, name, allowed, value, hint)
     return value
 

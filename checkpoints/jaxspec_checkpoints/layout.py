@@ -65,11 +65,16 @@ class Layout:
         title: What people call the family.
         tensor_shapes: Shape of every tensor of a model, by its canonical name.
         published: Sizes of the models that there are, by their names.
+        pad_rows: That some formats have after the vocabulary; no token has them.
+        config_of: The `config.json` of a published model, by a name that it has in a
+            hub; None for names of no such model.
     """
 
     title: str
     tensor_shapes: Callable[[Sizes], dict[str, tuple[int, ...]]]
     published: Mapping[str, Sizes] = field(default_factory=dict)
+    pad_rows: int = 0
+    config_of: Callable[[str], dict[str, Any] | None] = lambda name: None
 
     def published_name(self, sizes: Sizes) -> str | None:
         """Return the name of the model with these sizes; None if there is none."""

@@ -33,7 +33,7 @@ from jaxspec.errors import (
     check_integer,
     wrong_argument,
 )
-from jaxspec.models.families import config_from_folder
+from jaxspec.models.families import config_from_folder, family_of
 from jaxspec.models.heads.config import HeadConfig, read_dummy, read_head
 from jaxspec.speculation import (
     DEFAULT_DRAFT_TOKENS,
@@ -45,7 +45,6 @@ from jaxspec.speculation import (
 )
 from jaxspec.structured_outputs import StructuredOutputsConfig
 from jaxspec_checkpoints import CheckpointError
-from jaxspec_checkpoints.gemma2.published import PAD_ROWS
 from jaxspec_checkpoints.heads import read_head_config
 
 DEFAULT_PAGE_SIZE = 16
@@ -485,7 +484,8 @@ def _without_pads(
     More than exporters add is another vocabulary, which `EngineConfig` refuses; rows
     that a tokenizer has pieces for are missed when the tokenizer is read.
     """
-    if draft is None or abs(model.vocab_size - draft.vocab_size) > PAD_ROWS:
+    pad_rows = family_of(model).layout.pad_rows
+    if draft is None or abs(model.vocab_size - draft.vocab_size) > pad_rows:
         return model, draft
     vocab_size = min(model.vocab_size, draft.vocab_size)
     return replace(model, vocab_size=vocab_size), replace(draft, vocab_size=vocab_size)

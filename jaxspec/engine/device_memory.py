@@ -46,6 +46,7 @@ from jaxspec.engine.runner import (
 )
 from jaxspec.engine.shapes import Shapes
 from jaxspec.errors import ConfigError
+from jaxspec.models.families import published_config
 from jaxspec.models.heads.weights import abstract_head
 from jaxspec.models.weights import abstract_params
 from jaxspec.program.propose import proposers_of
@@ -57,7 +58,6 @@ from jaxspec.sharding import (
     make_mesh,
     num_parts,
 )
-from jaxspec_checkpoints.gemma2.published import published_config, published_size
 
 # What compilers fetch ahead, and small arrays: beside logits and laws, at most 202 MB
 # in `benchmarks/results/aot*.json`. XLA:CPU fetches nothing.
@@ -76,7 +76,7 @@ def plan_for(
 ) -> MemoryPlan:
     """What an engine with these arguments would take of each device.
 
-    No weights are read, and nothing is fetched for the published sizes of Gemma 2.
+    No weights are read, and nothing is fetched for published sizes.
 
     Args:
         device: The name of devices, as "v5e-8"; None: those that are here.
@@ -102,12 +102,12 @@ def _with_published(args: EngineArgs, folder: Path) -> EngineArgs:
     """The same for configs that are written into a folder, where names tell them."""
 
     def local(name: Any) -> Any:
-        size = published_size(name) if isinstance(name, str) else None
-        if size is None or os.path.isdir(name):
+        content = published_config(name) if isinstance(name, str) else None
+        if content is None or os.path.isdir(name):
             return name
-        path = folder / size / "config.json"
+        path = folder / Path(name).name / "config.json"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(published_config(size)), encoding="utf-8")
+        path.write_text(json.dumps(content), encoding="utf-8")
         return str(path.parent)
 
     names = ("model", "speculative_model", "spec_model")

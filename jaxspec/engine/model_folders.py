@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.config import read_generation_config
-from jaxspec.errors import ConfigError, wrong_argument
+from jaxspec.errors import ConfigError, one_of, wrong_argument
 from jaxspec_checkpoints import CheckpointError, bundled_draft, bundled_target
 from jaxspec_checkpoints.files import expand
 from jaxspec_checkpoints.sources import fetch, is_remote
@@ -21,7 +21,7 @@ _BUNDLED: dict[str, Callable[[], Path]] = {
 }
 _ALLOWED = (
     "an existing folder, owner/name on the Hugging Face Hub, a Kaggle handle "
-    "owner/model/framework/variation, or one of " + ", ".join(map(repr, _BUNDLED))
+    f"owner/model/framework/variation, or {one_of(_BUNDLED)}"
 )
 _OUR_NAMES = {
     "temperature": "temperature",

@@ -10,7 +10,7 @@ entry below. `tests/models/llama.py` is one.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from jaxspec.errors import ArgumentError, ConfigError, wrong_argument
 from jaxspec.model_config import ModelConfig
@@ -20,30 +20,71 @@ from jaxspec_checkpoints import CheckpointError, Layout, read_config
 from jaxspec_checkpoints.gemma2.published import GEMMA2
 
 
+@runtime_checkable
+class Turns(Protocol):
+    """What writes conversations where a model has no chat template.
+
+    Attributes:
+        markers: Pieces that begin and end a turn.
+        roles: That a message may have.
+    """
+
+    markers: tuple[str, str]
+    roles: tuple[str, ...]
+
+    def write(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        marks: Any,
+        pieces: Mapping[str, str],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """Write a checked conversation, what it says marked.
+
+        Args:
+            marks: `chat_turns.Marks`; None leaves the messages as they are.
+            pieces: "bos_token" and the like, with their spelling.
+            variables: Of templates.
+
+        Raises:
+            RequestError: The roles are not allowed or do not take turns.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """What is particular to one family.
 
     Attributes:
         config: Its numbers, and how they are read.
+        architecture: What HuggingFace calls the class of its models.
         network: Module with the functions of `jaxspec.models.network.Functions`.
         layout: The tensors of a checkpoint, and which sizes were published.
         turns: What writes chats where a model has no template, if anything does.
     """
 
     config: type[ModelConfig]
+    architecture: str
     network: str
     layout: Layout
-    turns: Gemma2Turns | None = None
+    turns: Turns | None = None
 
+
+# Also of tokenizers that come without a model, and so without a family.
+DEFAULT_TURNS = Gemma2Turns()
 
 # By the `model_type` of HuggingFace's config.json.
 FAMILIES = {
     "gemma2": Family(
         config=Gemma2Config,
+        architecture="Gemma2ForCausalLM",
         network="jaxspec.models.gemma2.network",
         layout=GEMMA2,
-        turns=Gemma2Turns(),
+        turns=DEFAULT_TURNS,
     ),
 }
 
@@ -59,6 +100,12 @@ def family_of(config: ModelConfig) -> Family:
 def layouts() -> dict[str, Layout]:
     """The layouts of all families, by `model_type`."""
     return {name: family.layout for name, family in FAMILIES.items()}
+
+
+def published_config(name: str) -> dict[str, Any] | None:
+    """The `config.json` of a published model, by its name; None if there is none."""
+    found = (layout.config_of(name) for layout in layouts().values())
+    return next((config for config in found if config is not None), None)
 
 
 def config_from_hf(

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, TypeVar, no_type_check
 
 from pydantic import BaseModel, Field
 
-from jaxspec.errors import ConfigError, wrong_argument
+from jaxspec.errors import ConfigError, one_of, wrong_argument
 from jaxspec.serve.protocol import ChatBody, ChatTool
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.text.tools import CallReader, Part
@@ -222,7 +222,7 @@ def parser_class(name: str, plugin: str) -> type[ToolParser]:
         ToolParserManager.import_tool_parser(plugin)
     known = ToolParserManager.list_registered()
     if name not in known:
-        allowed = "one of " + ", ".join(map(repr, known))
+        allowed = one_of(known)
         hint = "A --tool-parser-plugin can add others."
         raise wrong_argument(ConfigError, "tool_call_parser", allowed, name, hint)
     return ToolParserManager.get_tool_parser(name)

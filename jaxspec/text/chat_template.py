@@ -25,7 +25,7 @@ from jaxspec.errors import (
     check_utf8,
     wrong_argument,
 )
-from jaxspec.models.gemma2.turns import END_OF_TURN
+from jaxspec.models.families import DEFAULT_TURNS
 from jaxspec.text.chat_turns import Marks, Message, map_texts
 from jaxspec.text.pieces import folder_files
 from jaxspec_checkpoints.files import expand
@@ -122,8 +122,9 @@ class ChatTemplate:
             own = found
         raise RequestError(
             f"{self.source} reads what the messages say, and they spell pieces such as "
-            f"{END_OF_TURN}: its own cannot be told from theirs. Take them out of the "
-            "messages, or pass parse_special_tokens=True to let them count.",
+            f"{DEFAULT_TURNS.markers[1]}: its own cannot be told from theirs. Take "
+            "them out of the messages, or pass parse_special_tokens=True to let them "
+            "count.",
             parameter="messages",
             value=messages,
         )

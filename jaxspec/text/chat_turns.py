@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxspec.errors import RequestError, check_utf8, wrong_argument
-from jaxspec.models.gemma2.turns import one_of_roles
+from jaxspec.errors import RequestError, check_utf8, one_of, wrong_argument
+from jaxspec.models.families import DEFAULT_TURNS
 
 # Lone surrogates: UTF-8 has none, so no message can hold a mark of its own.
 _FIRST_MARK = 0xD800
@@ -68,8 +68,13 @@ class Marks:
         return text.translate(self._off)
 
 
-def read_messages(messages: object) -> list[Message]:
+def read_messages(
+    messages: object, roles: Iterable[str] = DEFAULT_TURNS.roles
+) -> list[Message]:
     """Check a conversation; return copies whose content is one string.
+
+    Args:
+        roles: Named where a message has none; what is written decides on the others.
 
     Raises:
         RequestError: It is no list of messages, or a message has no role or no text.
@@ -78,7 +83,7 @@ def read_messages(messages: object) -> list[Message]:
         allowed = "a list of at least one {'role': ..., 'content': ...}"
         raise wrong_argument(RequestError, "messages", allowed, messages)
     return [
-        _read_message(f"messages[{position}]", message)
+        _read_message(f"messages[{position}]", message, roles)
         for position, message in enumerate(messages)
     ]
 
@@ -146,13 +151,13 @@ def read_variables(variables: object) -> dict[str, Any]:
         ) from error
 
 
-def _read_message(name: str, message: object) -> Message:
+def _read_message(name: str, message: object, roles: Iterable[str]) -> Message:
     if not isinstance(message, Mapping):
         allowed = "a dict with 'role' and 'content'"
         raise wrong_argument(RequestError, name, allowed, message)
     role = message.get("role")
     if not isinstance(role, str):
-        raise wrong_argument(RequestError, f"{name}['role']", one_of_roles(), role)
+        raise wrong_argument(RequestError, f"{name}['role']", one_of(roles), role)
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         content = ""  # an answer that only calls functions

@@ -6,6 +6,7 @@ decided in `jaxspec.text.tokenizer`.
 
 import hashlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -13,10 +14,8 @@ import sentencepiece
 import tokenizers
 
 from jaxspec.errors import ConfigError, wrong_argument
-from jaxspec.models.gemma2.turns import Gemma2Turns
 from jaxspec_checkpoints import CheckpointError, model_files
 
-_TURNS = Gemma2Turns.markers
 _SPACE = "\u2581"  # how pieces spell a space
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
@@ -54,10 +53,10 @@ class Pieces(Protocol):
 class SentencePieces:
     """A `tokenizer.model`: what Gemma was trained with, and so the reference."""
 
-    def __init__(self, model: bytes):
+    def __init__(self, model: bytes, markers: Sequence[str]):
         self.digest = hashlib.sha256(model).digest()
         processor = sentencepiece.SentencePieceProcessor()
-        processor.LoadFromSerializedProto(_without_turns(model))
+        processor.LoadFromSerializedProto(_without_turns(model, markers))
         self._processor = processor
         self.size = processor.vocab_size()
         self.named = {
@@ -66,7 +65,7 @@ class SentencePieces:
             "pad": processor.pad_id(),
             "unk": processor.unk_id(),
         }
-        turns = [processor.piece_to_id(piece) for piece in _TURNS]
+        turns = [processor.piece_to_id(piece) for piece in markers]
         ids = {token for token in self.named.values() if token >= 0}
         if processor.unk_id() not in turns:
             if not all(map(processor.is_control, turns)):
@@ -87,7 +86,7 @@ class SentencePieces:
         return self._processor.is_byte(token_id)
 
 
-def _without_turns(model: bytes) -> bytes:
+def _without_turns(model: bytes, markers: Sequence[str]) -> bytes:
     """Make the turn markers control pieces, which no text can spell.
 
     They are user-defined symbols in Gemma's files, and SentencePiece finds those in
@@ -95,7 +94,7 @@ def _without_turns(model: bytes) -> bytes:
     four bytes of score, 0x18, the kind.
     """
     symbol, control = b"\x04", b"\x03"
-    for piece in map(str.encode, _TURNS):
+    for piece in map(str.encode, markers):
         start = re.escape(b"\x0a" + bytes([len(piece)]) + piece + b"\x15")
         kind = b"(" + start + b".{4}\x18)" + symbol
         model = re.sub(kind, rb"\g<1>" + control, model, flags=re.DOTALL)
@@ -110,7 +109,7 @@ class JsonPieces:
     the model (`<unused0>`) that the file does not list as added tokens.
     """
 
-    def __init__(self, content: bytes):
+    def __init__(self, content: bytes, markers: Sequence[str]):
         self.digest = hashlib.sha256(content).digest()
         library = tokenizers.Tokenizer.from_buffer(content)
         model = library.model
@@ -125,8 +124,8 @@ class JsonPieces:
             name: self._find(f"<{name}>") for name in ("bos", "eos", "pad", "unk")
         }
         ids = {token for token in self.named.values() if token >= 0}
-        turns = [self._find(piece) for piece in _TURNS]
-        ids.update(turns if min(turns) >= 0 else ())
+        turns = [self._find(piece) for piece in markers]
+        ids.update(turns if min(turns, default=0) >= 0 else ())
         added = library.get_added_tokens_decoder().items()
         ids.update(token for token, piece in added if piece.special)
         self.special = {self.id_to_piece(token): token for token in sorted(ids)}
@@ -173,8 +172,11 @@ def folder_files(folder: Path) -> dict[str, Path]:
         ) from error
 
 
-def read_pieces(folder: Path) -> Pieces:
+def read_pieces(folder: Path, markers: Sequence[str]) -> Pieces:
     """Read `tokenizer.model` or, where that is all there is, `tokenizer.json`.
+
+    Args:
+        markers: Of turns: special pieces, whatever the file says they are.
 
     Raises:
         ConfigError: There is neither, or it cannot be read.
@@ -187,7 +189,7 @@ def read_pieces(folder: Path) -> Pieces:
         if name not in files:
             continue
         try:
-            pieces = read(files[name].read_bytes())
+            pieces = read(files[name].read_bytes(), markers)
         except (OSError, RuntimeError, ValueError) as error:
             raise _unreadable(files[name], kind, str(error)) from error
         if min(pieces.named["bos"], pieces.named["eos"]) < 0:

@@ -11,13 +11,11 @@ from typing import Any, no_type_check
 
 from jaxspec.config import PAIR_HINT
 from jaxspec.errors import ConfigError, RequestError, check_flag
-from jaxspec.models.gemma2.turns import END_OF_TURN, START_OF_TURN, Gemma2Turns
+from jaxspec.models.families import DEFAULT_TURNS, Turns
 from jaxspec.text.chat_template import ChatTemplate, folder_template, given_template
 from jaxspec.text.chat_turns import Marks, fold_turns, read_messages, read_variables
 from jaxspec.text.pieces import Pieces, read_pieces
 from jaxspec.text.tools import read_calls, read_tools, say_tools
-
-_TURNS = Gemma2Turns()
 
 
 class Tokenizer:
@@ -32,11 +30,13 @@ class Tokenizer:
         plain_texts: Of every token the text it has within any text.
     """
 
+    _turns: Turns | None = None
+
     def __init__(
         self,
         pieces: Pieces,
         chat_template: ChatTemplate | None = None,
-        turns: Gemma2Turns | None = _TURNS,
+        turns: Turns | None = DEFAULT_TURNS,
     ):
         self.pieces = pieces
         self.chat_template = chat_template
@@ -58,7 +58,7 @@ class Tokenizer:
         cls,
         folder: str | Path,
         chat_template: str | None = None,
-        turns: Gemma2Turns | None = _TURNS,
+        turns: Turns | None = DEFAULT_TURNS,
     ) -> "Tokenizer":
         """Read `tokenizer.model`, or else `tokenizer.json`, and the chat template.
 
@@ -70,7 +70,7 @@ class Tokenizer:
             ConfigError: There is no tokenizer, or a file cannot be read.
         """
         folder = Path(folder)
-        pieces = read_pieces(folder)
+        pieces = read_pieces(folder, () if turns is None else turns.markers)
         if chat_template is not None:
             return cls(pieces, given_template(chat_template), turns)
         return cls(pieces, folder_template(folder), turns)
@@ -290,12 +290,15 @@ class Tokenizer:
         template = self.chat_template
         if chat_template is not None:
             template = given_template(chat_template)
+        turns = self._turns or DEFAULT_TURNS
         if template is None and not self.has_turns:
+            markers = " and ".join(turns.markers)
             raise ConfigError(
-                f"A chat needs a tokenizer with {START_OF_TURN} and {END_OF_TURN}, or "
-                "a chat_template; there is neither."
+                f"A chat needs a tokenizer with {markers}, or a chat_template; there "
+                "is neither."
             )
-        given, listed = read_calls(read_messages(messages)), read_tools(tools)
+        given = read_calls(read_messages(messages, turns.roles))
+        listed = read_tools(tools)
         has_place = template is not None and template.reads_tools
         if listed and strict_roles and not has_place:
             raise RequestError(

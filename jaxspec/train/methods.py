@@ -107,7 +107,14 @@ class _Head:
         )
 
     def save(self, folder: Path, params: Params, target: Target) -> None:
-        save_head(folder, self.config, params, dtype=BFLOAT16, target_name=target.name)
+        save_head(
+            folder,
+            self.config,
+            params,
+            dtype=BFLOAT16,
+            target_name=target.name,
+            architecture=family_of(target.config).architecture,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

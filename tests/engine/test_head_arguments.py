@@ -50,6 +50,8 @@ CONFIGS: dict[str, Any] = {
     "mlp_speculator": MlpSpeculatorConfig(**SIZES, num_stages=2, inner_size=32),
 }
 
+NAMES = {"target_name": "tiny", "architecture": "Gemma2ForCausalLM"}
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -59,7 +61,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for kind, config in CONFIGS.items():
         params = heads.random_params(config)
         dtype = jnp.dtype(jnp.float32)
-        save_head(root / kind, config, params, dtype=dtype, target_name="tiny")
+        save_head(
+            root / kind,
+            config,
+            params,
+            dtype=dtype,
+            **NAMES,
+        )
         found[kind] = str(root / kind)
     return found
 

@@ -150,6 +150,7 @@ def tensor_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
 
 FAMILY = Family(
     config=LlamaConfig,
+    architecture="LlamaForCausalLM",
     network=__name__,
     layout=Layout(title="Llama", tensor_shapes=tensor_shapes),
 )

@@ -17,7 +17,7 @@ from jaxspec.text.pieces import read_pieces
 from jaxspec.text.tokenizer import Tokenizer
 
 BUNDLED = jaxspec_checkpoints.bundled_target()
-PIECES = read_pieces(BUNDLED)
+PIECES = read_pieces(BUNDLED, Gemma2Turns.markers)
 PLAIN = Tokenizer(PIECES)
 # What Gemma 2's template does: errors, the name of the role, the trimmed content.
 GEMMA = """\

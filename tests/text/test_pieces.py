@@ -15,12 +15,14 @@ import transformers
 import jaxspec_checkpoints
 from jaxspec.engine.detokenizer import TextStream
 from jaxspec.errors import ConfigError
+from jaxspec.models.families import DEFAULT_TURNS
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.text.pieces import _TURNS, _without_turns, read_pieces
+from jaxspec.text.pieces import _without_turns, read_pieces
 from jaxspec.text.tokenizer import Tokenizer
 from tests.texts import SPECIAL, is_alike, texts
 
 BUNDLED = jaxspec_checkpoints.bundled_target()
+MARKERS = DEFAULT_TURNS.markers
 MODEL = (BUNDLED / "tokenizer.model").read_bytes()
 
 
@@ -175,7 +177,7 @@ def test_text_that_grows_token_by_token_is_the_whole_text(tokenizer: Tokenizer):
 
 
 def test_both_files_name_the_same_pieces(exported: Path, reference: Any):
-    ours, from_json = read_pieces(BUNDLED), read_pieces(exported)
+    ours, from_json = (read_pieces(one, MARKERS) for one in (BUNDLED, exported))
     ids = range(reference.vocab_size())
     assert ours.size == from_json.size == len(ids)
     assert ours.named == from_json.named == {"bos": 2, "eos": 1, "pad": 0, "unk": 3}
@@ -278,12 +280,12 @@ def test_only_the_kind_of_turn_markers_is_changed():
     """By the library that the bytes are of."""
     model: Any = protobuf
     expected = model.ModelProto.FromString(MODEL)
-    turns = [piece for piece in expected.pieces if piece.piece in _TURNS]
+    turns = [piece for piece in expected.pieces if piece.piece in MARKERS]
     assert len(turns) == 2
     for piece in turns:
         assert piece.type == piece.USER_DEFINED
         piece.type = piece.CONTROL
-    assert _without_turns(MODEL) == expected.SerializeToString()
+    assert _without_turns(MODEL, MARKERS) == expected.SerializeToString()
 
 
 def test_a_folder_without_tokenizer(tmp_path: Path):

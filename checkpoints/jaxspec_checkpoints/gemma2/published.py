@@ -77,9 +77,6 @@ def tensor_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     return shapes | {"model.norm.weight": (sizes.hidden_size,)}
 
 
-GEMMA2 = Layout(title="Gemma 2", tensor_shapes=tensor_shapes, published=_SIZES)
-
-
 def published_config(size: str) -> dict[str, Any]:
     """Return the content of HuggingFace's `config.json` of one size, but for the type.
 
@@ -124,6 +121,20 @@ def published_size(name: str) -> str | None:
     """
     found = re.search(rf"gemma-?2-({'|'.join(_SIZES)})(-it)?$", name)
     return None if found is None else found[1]
+
+
+def _config_of(name: str) -> dict[str, Any] | None:
+    size = published_size(name)
+    return None if size is None else published_config(size)
+
+
+GEMMA2 = Layout(
+    title="Gemma 2",
+    tensor_shapes=tensor_shapes,
+    published=_SIZES,
+    pad_rows=PAD_ROWS,
+    config_of=_config_of,
+)
 
 
 def is_gating_model_first(sizes: Sizes) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.errors import RequestError, wrong_argument
+from jaxspec.errors import RequestError, one_of, wrong_argument
 
 START_OF_TURN = "<start_of_turn>"
 END_OF_TURN = "<end_of_turn>"
@@ -15,7 +15,8 @@ _ROLES = {"user": "user", "assistant": "model", "model": "model"}
 class Gemma2Turns:
     """Turns between markers, begun by the user; there is no system's."""
 
-    markers = START_OF_TURN, END_OF_TURN
+    markers: tuple[str, str] = (START_OF_TURN, END_OF_TURN)
+    roles: tuple[str, ...] = tuple(_ROLES)
 
     def write(
         self,
@@ -27,16 +28,7 @@ class Gemma2Turns:
         continue_final_message: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """Write a checked conversation, what it says marked.
-
-        Args:
-            marks: `chat_turns.Marks`; None leaves the messages as they are.
-            pieces: "bos_token" and the like, with their spelling.
-            variables: Of templates; these turns read none.
-
-        Raises:
-            RequestError: The roles are not allowed or do not take turns.
-        """
+        """See `jaxspec.models.families.Turns`."""
         text = pieces["bos_token"]
         for position, message in enumerate(messages):
             role, content = _turn(position, message["role"]), message["content"].strip()
@@ -52,14 +44,14 @@ def _turn(position: int, role: str) -> str:
     # The first words of two of the errors are those of Gemma's own template.
     if role == "system":
         raise RequestError(
-            f"System role not supported: {name} must be {one_of_roles()}, got "
+            f"System role not supported: {name} must be {one_of(_ROLES)}, got "
             "'system'. Gemma 2 was trained without one: say it in the first user "
             "message.",
             parameter=name,
             value=role,
         )
     if role not in _ROLES:
-        raise wrong_argument(RequestError, name, one_of_roles(), role)
+        raise wrong_argument(RequestError, name, one_of(_ROLES), role)
     if _ROLES[role] != turn:
         allowed = "'user'" if turn == "user" else "'assistant'"
         raise RequestError(
@@ -69,8 +61,3 @@ def _turn(position: int, role: str) -> str:
             value=role,
         )
     return turn
-
-
-def one_of_roles() -> str:
-    """Return the roles that a message may have, for errors."""
-    return "one of " + ", ".join(map(repr, _ROLES))

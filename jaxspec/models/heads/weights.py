@@ -271,12 +271,14 @@ def save_head(
     *,
     dtype: jnp.dtype,
     target_name: str,
+    architecture: str,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a head of plain matrices as vLLM reads it; `load_head` reads it back.
 
     Args:
         target_name: What the target is called, for whoever looks for it.
+        architecture: What HuggingFace calls its class.
         extra: More entries of config.json.
 
     Raises:
@@ -292,9 +294,7 @@ def save_head(
             algorithm=EAGLE3,
             default_proposal_method="greedy",
             proposal_methods=[dict(proposal_type="greedy", speculative_tokens=3)],
-            verifier=dict(
-                name_or_path=target_name, architectures=["Gemma2ForCausalLM"]
-            ),
+            verifier=dict(name_or_path=target_name, architectures=[architecture]),
         )
     if config.is_trimmed:
         ids = np.asarray(params[TOKEN_IDS]).astype(np.int64)

@@ -27,6 +27,8 @@ from tests.models.heads.test_config import HEADS
 
 FLOAT32 = jnp.dtype(jnp.float32)
 
+NAMES = {"target_name": "tiny", "architecture": "Gemma2ForCausalLM"}
+
 
 def load(folder, **options):
     given: dict[str, Any] = dict(dtype=FLOAT32, mesh=make_mesh(1)) | options
@@ -50,7 +52,11 @@ def test_a_head_that_was_written_is_read_bit_for_bit(tmp_path, kind, dtype):
         lambda leaf: leaf + 0.5 if leaf.dtype == FLOAT32 else leaf, params
     )
     save_head(
-        tmp_path / "head", config, params, dtype=jnp.dtype(dtype), target_name="tiny"
+        tmp_path / "head",
+        config,
+        params,
+        dtype=jnp.dtype(dtype),
+        **NAMES,
     )
     read, found = load(tmp_path / "head", dtype=jnp.dtype(dtype))
     assert read == config
@@ -71,7 +77,13 @@ def test_a_head_that_was_written_is_read_bit_for_bit(tmp_path, kind, dtype):
 
 def test_names_of_files_come_out_as_they_went_in(folder, tmp_path):
     config, params = load(folder)
-    save_head(tmp_path / "again", config, params, dtype=FLOAT32, target_name="tiny")
+    save_head(
+        tmp_path / "again",
+        config,
+        params,
+        dtype=FLOAT32,
+        **NAMES,
+    )
     first, again = (
         load_file(one / "model.safetensors") for one in (folder, tmp_path / "again")
     )
