@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from jaxspec.bench.connection import data_of
+from jaxspec.bench.online.connection import data_of
 
 PROMPTS = (
     "The dragon looked at the map and",

@@ -28,7 +28,6 @@ from benchmarks.program_costs import num_operations
 from jaxspec.bench.report import commit, record
 from jaxspec.config import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
-from jaxspec.engine.controller import Controller
 from jaxspec.engine.described import (
     check_device,
     describe,
@@ -38,7 +37,8 @@ from jaxspec.engine.described import (
 )
 from jaxspec.engine.device_memory import fit
 from jaxspec.engine.runner import options_of
-from jaxspec.engine.shapes import GREEDY, SAMPLED, EveryProgram, Shapes
+from jaxspec.engine.scheduling.controller import Controller
+from jaxspec.engine.scheduling.shapes import GREEDY, SAMPLED, EveryProgram, Shapes
 from jaxspec.program.plan import TILE, StepShape
 from jaxspec.program.step import lower_step
 from jaxspec_checkpoints.gemma2.published import published_config

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxspec.bench.report import spread, table
-from jaxspec.speculation import ADAPTIVE
+from jaxspec.settings.speculation import ADAPTIVE
 
 PLAIN = "plain"
 # Shares of the other's speed that adaptive drafts must reach, and seconds to settle.

@@ -16,7 +16,7 @@ from benchmarks.cpu_pair import header, make_engine, warn_unless_quiet
 from benchmarks.measure import run_prompts, summarise
 from benchmarks.prompts import bundled
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.speculation import LOOKUP_KEYS, SUFFIX_DEFAULTS
+from jaxspec.settings.speculation import LOOKUP_KEYS, SUFFIX_DEFAULTS
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 
 from benchmarks.client import PROMPTS
 from benchmarks.server import samples, served
-from jaxspec.bench.connection import data_of
+from jaxspec.bench.online.connection import data_of
 from jaxspec.bench.report import record
 
 RESULT = Path(__file__).with_name("results") / "soak.json"

@@ -6,28 +6,25 @@ Reading order, from a user's call down to the device:
    `jaxspec.beam_search` (which texts a search keeps). `jaxspec.__main__` and
    `jaxspec.cli` are the command line, `jaxspec.serve` is the server, `jaxspec.bench`
    measures, `jaxspec.train` trains heads and drafts.
-2. `jaxspec.sampling_params`, `jaxspec.structured_outputs`, `jaxspec.inputs`,
-   `jaxspec.outputs`, `jaxspec.logprobs`, `jaxspec.metrics`: what goes in and out.
-   `jaxspec.errors`: what is refused.
+2. `jaxspec.sampling_params`, `jaxspec.inputs`, `jaxspec.outputs`, `jaxspec.logprobs`,
+   `jaxspec.metrics`: what goes in and out. `jaxspec.errors`: what is refused.
 3. `jaxspec.text`: the way between text and tokens, and the turns of a chat.
 4. `jaxspec.engine.arg_utils` and `jaxspec.config`: arguments become one configuration,
-   of which `jaxspec.speculation`, with `jaxspec.token_tree`, and `jaxspec.model_config`
-   are parts; `jaxspec.engine.memory_plan` says what fits, `jaxspec.engine.loader` makes
-   an engine.
+   of which `jaxspec.settings` are parts, with `jaxspec.token_tree`;
+   `jaxspec.engine.memory` says what fits, `jaxspec.engine.loader` makes an engine.
 5. `jaxspec.engine.llm_engine`: add a request, step, collect outputs;
    `jaxspec.engine.async_llm_engine` does so for event loops, in a thread.
-6. `jaxspec.engine.scheduler` and `jaxspec.engine.kv_cache`: what the next step does.
+6. `jaxspec.engine.scheduling`: what the next step does.
 7. `jaxspec.engine.runner`: the door between the host and the device.
 8. `jaxspec.program.step`: the program; then `jaxspec.program.propose`,
    `jaxspec.program.forward`, `jaxspec.program.verify` and `jaxspec.program.walk`.
 9. `jaxspec.models.gemma2.network`: the network. `jaxspec.sharding`: how it lies on
    devices.
 
-Beside them: what command lines share (`jaxspec.command`, `jaxspec.ending`,
-`jaxspec.progress`), and vLLM's import paths: `jaxspec.entrypoints`, `jaxspec.envs`,
-`jaxspec.exceptions`, `jaxspec.logger`, `jaxspec.lora`, `jaxspec.sequence`,
-`jaxspec.tool_parsers`, `jaxspec.usage`, `jaxspec.utils`, `jaxspec.v1`,
-`jaxspec.version`.
+Beside them: what command lines share (`jaxspec.console`, `jaxspec.progress`), and
+vLLM's import paths: `jaxspec.entrypoints`, `jaxspec.envs`, `jaxspec.exceptions`,
+`jaxspec.logger`, `jaxspec.lora`, `jaxspec.sequence`, `jaxspec.tool_parsers`,
+`jaxspec.usage`, `jaxspec.utils`, `jaxspec.v1`, `jaxspec.version`.
 """
 
 import importlib

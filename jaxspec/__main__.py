@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxspec.command import CommandParser, run_command
-from jaxspec.ending import end, interrupts_end
+from jaxspec.console.command import CommandParser, run_command
+from jaxspec.console.ending import end, interrupts_end
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET, model_folder
 from jaxspec.errors import ArgumentError
 from jaxspec_checkpoints.sources import is_remote

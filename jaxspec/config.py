@@ -19,9 +19,11 @@ from jaxspec.errors import (
     check_number,
     wrong_argument,
 )
-from jaxspec.model_config import ModelConfig as ModelConfig  # where vLLM has it
-from jaxspec.speculation import SYNTHETIC, SpeculativeConfig
-from jaxspec.structured_outputs import StructuredOutputsConfig
+from jaxspec.settings.model_config import (
+    ModelConfig as ModelConfig,  # where vLLM has it
+)
+from jaxspec.settings.speculation import SYNTHETIC, SpeculativeConfig
+from jaxspec.settings.structured_outputs import StructuredOutputsConfig
 from jaxspec.token_tree import TREE_KEY
 from jaxspec_checkpoints import CheckpointError, files, model_files
 

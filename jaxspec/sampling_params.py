@@ -22,10 +22,10 @@ from jaxspec.errors import (
     check_token_ids,
     wrong_argument,
 )
-from jaxspec.structured_outputs import (
+from jaxspec.settings.structured_outputs import (
     StructuredOutputsParams as StructuredOutputsParams,
 )
-from jaxspec.structured_outputs import check_structured_outputs
+from jaxspec.settings.structured_outputs import check_structured_outputs
 
 # Below this a temperature counts as zero: the most likely token is taken.
 GREEDY_TEMPERATURE = 1e-5

@@ -19,8 +19,8 @@ from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.program.wire import CaughtUp, StepResult
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.settings.speculation import FIXED, SUFFIX_DEFAULTS
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
-from jaxspec.speculation import FIXED, SUFFIX_DEFAULTS
 from jaxspec.text.tokenizer import PlainTexts, Tokenizer
 from tests.oracles import hf_tensors, make_hf_model, model_config
 

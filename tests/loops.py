@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from jaxspec.config import EngineConfig, SpeculativeConfig
-from jaxspec.engine.batch import Launch
-from jaxspec.engine.controller import Controller
-from jaxspec.engine.request import Request
-from jaxspec.engine.scheduler import Scheduler
+from jaxspec.engine.scheduling.batch import Launch
+from jaxspec.engine.scheduling.controller import Controller
+from jaxspec.engine.scheduling.request import Request
+from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import TILE, PoolShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.speculation import FIXED
+from jaxspec.settings.speculation import FIXED
 from tests.engines import MICRO
 from tests.fake_device import FakeDevice, random_truth, reference_tokens
 from tests.oracles import TINY, model_config

@@ -81,7 +81,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/test_public_names.py",
         "what it owns is the list of public names",
     ),
-    "jaxspec/model_config.py": (
+    "jaxspec/settings/model_config.py": (
         "tests/test_config.py",
         "a part of the engine's config, which re-exports it",
     ),
@@ -97,8 +97,8 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/serve/test_generation.py",
         "every request goes through it",
     ),
-    "jaxspec/serve/response_writers.py": (
-        "tests/serve/test_completions.py",
+    "jaxspec/serve/answers/response_writers.py": (
+        "tests/serve/answers/test_completions.py",
         "what completions and chats share",
     ),
     "jaxspec/utils/__init__.py": (

@@ -8,8 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "jaxspec"
 FOLDERS = (
-    ". bench bench/figures cli engine models models/gemma2 models/heads program serve "
-    "text train"
+    ". bench bench/figures bench/online cli console engine engine/memory "
+    "engine/scheduling models models/gemma2 models/heads program serve serve/answers "
+    "serve/bodies settings text train"
 ).split()
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from jaxspec.bench.flags import MODULES, make_parser
 from jaxspec.bench.report import BenchError
-from jaxspec.command import run_command
-from jaxspec.ending import end, interrupts_end
+from jaxspec.console.command import run_command
+from jaxspec.console.ending import end, interrupts_end
 from jaxspec.serve.flags import parse_flags
 
 PROG = "python -m jaxspec.bench"

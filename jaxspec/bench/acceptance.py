@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from jaxspec.engine.stats import EngineStats
+from jaxspec.engine.scheduling.stats import EngineStats
 
 
 @dataclass(frozen=True, kw_only=True)

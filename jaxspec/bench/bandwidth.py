@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.engine.device_speeds import speeds_of
+from jaxspec.engine.memory.device_speeds import speeds_of
 
 # Beyond every cache of a CPU; a fraction of an accelerator's memory.
 COPIED_BYTES = 256 * 2**20

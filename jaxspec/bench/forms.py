@@ -30,7 +30,7 @@ from jaxspec.bench.summary import (
 )
 from jaxspec.config import EngineConfig
 from jaxspec.errors import ConfigError, check_integer, wrong_argument
-from jaxspec.speculation import (
+from jaxspec.settings.speculation import (
     MAX_DRAFT_TOKENS,
     MAX_MODEL_DRAFT_TOKENS,
     SpeculativeConfig,

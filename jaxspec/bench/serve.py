@@ -19,15 +19,15 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from jaxspec.bench import serve_report
-from jaxspec.bench.client import CHAT_ENDING, Answer, Client
-from jaxspec.bench.connection import Address, HttpError, fetch
+from jaxspec.bench.online import serve_report
+from jaxspec.bench.online.client import CHAT_ENDING, Answer, Client
+from jaxspec.bench.online.connection import Address, HttpError, fetch
+from jaxspec.bench.online.scrape import Scrape, read_scrape
+from jaxspec.bench.online.serve_report import Wanted
+from jaxspec.bench.online.serve_task import Task, read_task
+from jaxspec.bench.online.traffic import Load, send
 from jaxspec.bench.plot import plot
 from jaxspec.bench.report import BenchError, header, table
-from jaxspec.bench.scrape import Scrape, read_scrape
-from jaxspec.bench.serve_report import Wanted
-from jaxspec.bench.serve_task import Task, read_task
-from jaxspec.bench.traffic import Load, send
 
 POLL_S = 1.0
 MOST_COMPILING_RUNS = 4

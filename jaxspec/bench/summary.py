@@ -9,7 +9,7 @@ from jaxspec.bench.measure import Measured, Run
 from jaxspec.bench.offline import PLAIN, SPECULATIVE
 from jaxspec.bench.parts import Parts
 from jaxspec.bench.report import milliseconds, percentiles, spread, table
-from jaxspec.speculation import SpeculativeConfig
+from jaxspec.settings.speculation import SpeculativeConfig
 from jaxspec.token_tree import Hits, Place, count_ranks
 
 Ranks = dict[Place, Hits]

@@ -17,14 +17,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import httpx
 
-from jaxspec.bench.connection import data_of
+from jaxspec.bench.online.connection import data_of
 from jaxspec.cli.generate import WARM_UP_TOKENS, load_engine
 from jaxspec.cli.terminal import Piece, Printer, pieces_of
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import ArgumentError, RequestError, check_integer, check_number
 from jaxspec.outputs import DRAFTED, RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.serve.usage import request_metrics
+from jaxspec.serve.answers.usage import request_metrics
 
 # With it `input` has a history, and lines can be edited; not every system has it.
 if importlib.util.find_spec("readline") is not None:

@@ -13,11 +13,11 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from jaxspec.command import CommandParser, run_command
 from jaxspec.config import EngineConfig
+from jaxspec.console.command import CommandParser, run_command
 from jaxspec.engine.arg_utils import AsyncEngineArgs
-from jaxspec.engine.controller import Controller
-from jaxspec.engine.shapes import GREEDY, SAMPLED, Shapes
+from jaxspec.engine.scheduling.controller import Controller
+from jaxspec.engine.scheduling.shapes import GREEDY, SAMPLED, Shapes
 from jaxspec.errors import ConfigError
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.serve.flags import engine_args, parse_flags

@@ -14,7 +14,6 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self, no_type_check
 
-from jaxspec.command import documented, flag_type
 from jaxspec.config import (
     MAX_DTYPE_BYTES,
     MAX_LOGPROBS,
@@ -22,7 +21,8 @@ from jaxspec.config import (
     GivenSizes,
     ModelConfig,
 )
-from jaxspec.engine.memory_plan import CPU_SIZES, default_cpu_pages
+from jaxspec.console.command import documented, flag_type
+from jaxspec.engine.memory.memory_plan import CPU_SIZES, default_cpu_pages
 from jaxspec.engine.model_folders import model_folder, recommended_sampling
 from jaxspec.engine.speculative_args import merge_speculative_arguments
 from jaxspec.errors import (
@@ -35,7 +35,7 @@ from jaxspec.errors import (
 )
 from jaxspec.models.families import config_from_folder, family_of
 from jaxspec.models.heads.config import HeadConfig, read_dummy, read_head
-from jaxspec.speculation import (
+from jaxspec.settings.speculation import (
     DEFAULT_DRAFT_TOKENS,
     HEADS,
     MAX_DRAFT_TOKENS,
@@ -43,7 +43,7 @@ from jaxspec.speculation import (
     SUFFIX,
     SpeculativeConfig,
 )
-from jaxspec.structured_outputs import StructuredOutputsConfig
+from jaxspec.settings.structured_outputs import StructuredOutputsConfig
 from jaxspec_checkpoints import CheckpointError
 from jaxspec_checkpoints.heads import read_head_config
 

@@ -6,11 +6,11 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any, no_type_check
 
 from jaxspec.engine.arg_utils import AsyncEngineArgs, EngineArgs
-from jaxspec.engine.controller import Choice
 from jaxspec.engine.engine_thread import EngineThread, RequestOutputCollector
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.loader import check_level
 from jaxspec.engine.metrics import Load
+from jaxspec.engine.scheduling.controller import Choice
 from jaxspec.errors import (
     EngineDeadError,
     EngineGenerateError,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from jaxspec.ending import COMPILER_THREAD
+from jaxspec.console.ending import COMPILER_THREAD
 from jaxspec.program.plan import StepShape
 
 _log = logging.getLogger(__name__)

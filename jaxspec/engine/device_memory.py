@@ -18,16 +18,15 @@ from jax.sharding import Mesh
 
 from jaxspec.config import EngineConfig, GivenSizes
 from jaxspec.engine.arg_utils import EngineArgs
-from jaxspec.engine.controller import Controller
 from jaxspec.engine.described import (
     describe,
     describe_mesh,
     named_limit,
     named_mesh,
 )
-from jaxspec.engine.device_speeds import speeds_of
-from jaxspec.engine.draft_sharding import DraftSharding, choose, estimate
-from jaxspec.engine.memory_plan import (
+from jaxspec.engine.memory.device_speeds import speeds_of
+from jaxspec.engine.memory.draft_sharding import DraftSharding, choose, estimate
+from jaxspec.engine.memory.memory_plan import (
     ACCELERATOR_SIZES,
     DEFAULT_UTILIZATION,
     MIB,
@@ -44,7 +43,8 @@ from jaxspec.engine.runner import (
     pool_share,
     resolve_dtype,
 )
-from jaxspec.engine.shapes import Shapes
+from jaxspec.engine.scheduling.controller import Controller
+from jaxspec.engine.scheduling.shapes import Shapes
 from jaxspec.errors import ConfigError
 from jaxspec.models.families import published_config
 from jaxspec.models.heads.weights import abstract_head

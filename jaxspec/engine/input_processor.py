@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.output_processor import ParentRequest
-from jaxspec.engine.request import Request
+from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.structured_output import GrammarCompiler, GrammarState
 from jaxspec.errors import (
     ConfigError,
@@ -35,7 +35,7 @@ from jaxspec.program.plan import (
     TokenControls,
 )
 from jaxspec.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
-from jaxspec.structured_outputs import StructuredOutputsParams
+from jaxspec.settings.structured_outputs import StructuredOutputsParams
 from jaxspec.text.tokenizer import NoTokenizer, Tokenizer
 
 # Of one request, as in vLLM: each is a request of its own.

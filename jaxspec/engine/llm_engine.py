@@ -10,18 +10,18 @@ from typing import Any, no_type_check
 
 from jaxspec.config import EngineConfig, ServedModel
 from jaxspec.engine.arg_utils import EngineArgs
-from jaxspec.engine.batch import Launch, LaunchError, on_device
-from jaxspec.engine.controller import Choice, Controller
-from jaxspec.engine.costs import Costs, Round
 from jaxspec.engine.input_processor import InputProcessor, Prepared
 from jaxspec.engine.loader import Sleep, check_level, make_runner, read_tokenizer
-from jaxspec.engine.memory_plan import MemoryPlan
+from jaxspec.engine.memory.memory_plan import MemoryPlan
 from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.output_processor import OutputProcessor
-from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.scheduler import Scheduler
-from jaxspec.engine.stats import EngineStats
+from jaxspec.engine.scheduling.batch import Launch, LaunchError, on_device
+from jaxspec.engine.scheduling.controller import Choice, Controller
+from jaxspec.engine.scheduling.costs import Costs, Round
+from jaxspec.engine.scheduling.request import Request
+from jaxspec.engine.scheduling.scheduler import Scheduler
+from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.errors import (
     ConfigError,
     RequestError,

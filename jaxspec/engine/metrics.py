@@ -13,12 +13,12 @@ import time
 from dataclasses import dataclass
 
 from jaxspec.config import EngineConfig
-from jaxspec.engine.batch import Launch
-from jaxspec.engine.controller import Choice
-from jaxspec.engine.costs import Costs
-from jaxspec.engine.memory_plan import MemoryPlan
-from jaxspec.engine.request import Request
-from jaxspec.engine.stats import EngineStats
+from jaxspec.engine.memory.memory_plan import MemoryPlan
+from jaxspec.engine.scheduling.batch import Launch
+from jaxspec.engine.scheduling.controller import Choice
+from jaxspec.engine.scheduling.costs import Costs
+from jaxspec.engine.scheduling.request import Request
+from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
 from jaxspec.token_tree import count_ranks
 

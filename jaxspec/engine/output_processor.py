@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxspec.config import EngineConfig
-from jaxspec.engine.batch import Advance, Progress
 from jaxspec.engine.detokenizer import Logprobs, LogprobStream, TextStream
 from jaxspec.engine.metrics import EngineMetrics
-from jaxspec.engine.request import Request
-from jaxspec.engine.stats import EngineStats
+from jaxspec.engine.scheduling.batch import Advance, Progress
+from jaxspec.engine.scheduling.request import Request
+from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.outputs import CompletionOutput, RequestOutput, TokenOrigin
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.text.tokenizer import Tokenizer

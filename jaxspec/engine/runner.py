@@ -18,10 +18,14 @@ from jax.sharding import Mesh
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.compiler import Compiler
-from jaxspec.engine.costs import Round
-from jaxspec.engine.memory_plan import DEFAULT_UTILIZATION, MemoryPlan, shown_bytes
+from jaxspec.engine.memory.memory_plan import (
+    DEFAULT_UTILIZATION,
+    MemoryPlan,
+    shown_bytes,
+)
 from jaxspec.engine.program_cache import ProgramCache
-from jaxspec.engine.shapes import EveryProgram, Programs
+from jaxspec.engine.scheduling.costs import Round
+from jaxspec.engine.scheduling.shapes import EveryProgram, Programs
 from jaxspec.engine.structured_output import TokenMasks
 from jaxspec.errors import ConfigError
 from jaxspec.models import cpu

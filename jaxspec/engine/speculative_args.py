@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from jaxspec.errors import ConfigError, UnsupportedError, wrong_argument
-from jaxspec.speculation import (
+from jaxspec.settings.speculation import (
     ALLOWED_METHODS,
     DEFAULT_PROMPT_LOOKUP,
     DRAFT_MODEL,

@@ -21,7 +21,7 @@ import llguidance
 import numpy as np
 
 from jaxspec.errors import ConfigError, RequestError
-from jaxspec.structured_outputs import (
+from jaxspec.settings.structured_outputs import (
     DEFAULT_WHITESPACE_PATTERN,
     StructuredOutputsConfig,
     StructuredOutputsParams,

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from jaxspec.errors import ArgumentError, ConfigError, wrong_argument
-from jaxspec.model_config import ModelConfig
 from jaxspec.models.gemma2.config import Gemma2Config
 from jaxspec.models.gemma2.turns import Gemma2Turns
+from jaxspec.settings.model_config import ModelConfig
 from jaxspec_checkpoints import CheckpointError, Layout, read_config
 from jaxspec_checkpoints.gemma2.published import GEMMA2
 

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 from jaxtyping import Array, Bool, Float, Num
 
-from jaxspec.model_config import ModelConfig
 from jaxspec.models import cpu
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.families import family_of
 from jaxspec.models.params import Params, Specs
+from jaxspec.settings.model_config import ModelConfig
 
 Pages = tuple[Num[Array, "page page_size two_kv_head head_dim"], ...]
 

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxspec.model_config import ModelConfig
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.params import ParamPath, Params
+from jaxspec.settings.model_config import ModelConfig
 
 LAYERS = "layers"  # their parameters' place in the tree
 # Of a layer's number, parameters, input, batch and pages: its output, and the pages.

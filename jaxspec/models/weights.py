@@ -18,13 +18,13 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, UInt32
 from tqdm.auto import tqdm
 
-from jaxspec.model_config import ModelConfig
 from jaxspec.models import cpu
 from jaxspec.models.families import family_of
 from jaxspec.models.matrices import DenseMatrix, ScannedMatrix
 from jaxspec.models.network import functions_of
 from jaxspec.models.params import ParamPath, Params, ParamSpec, Specs
 from jaxspec.models.stack import LAYERS, put, stacked_place
+from jaxspec.settings.model_config import ModelConfig
 from jaxspec.sharding import TARGET_MESH_AXES, kv_copies, num_parts
 from jaxspec_checkpoints import Sizes, Tensor, check_tensors
 from jaxspec_checkpoints.placement import place

@@ -21,7 +21,7 @@ from jaxspec.program import history
 from jaxspec.program.controls import Adjust, unpack_bits
 from jaxspec.program.rows import Active
 from jaxspec.program.tree import Tree
-from jaxspec.speculation import MAX_DRAFT_TOKENS
+from jaxspec.settings.speculation import MAX_DRAFT_TOKENS
 
 # Bits of one word of a mask.
 WORD = 32

@@ -6,13 +6,10 @@ Reading order:
    listens.
 2. `app`: all endpoints behind all checks; `middleware` and `errors` are those checks
    and what is answered when something fails.
-3. `generation`: the endpoints that generate. A body (`protocol`) becomes `params` and
-   `prompts`, that of a response by way of a chat (`response_input`); what a chat may
-   call is in `tool_choice`, what finds the calls in `tool_parsers`. `serving` brings
-   them to the engine, past `admission`; `completions`, `chat_completions` and
-   `responses` write what comes back (`response_writers`, `response_items`, `logprobs`,
-   `usage`), `streaming` joins the texts of a request and sends them while the client
-   is connected, and `response_store` keeps responses.
+3. `generation`: the endpoints that generate. What clients send is read by `bodies` and
+   becomes `prompts`; `serving` brings them to the engine, past `admission`; `answers`
+   write what comes back, `streaming` joins the texts of a request and sends them while
+   the client is connected, and `response_store` keeps responses.
 4. `server_info`, `metrics`, `load_report`: what the server tells about itself; `page`
    shows it. `development`: how developers put it to sleep.
 """

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from jaxspec.command import CommandParser, documented, flag_type, json_flag
+from jaxspec.console.command import CommandParser, documented, flag_type, json_flag
 from jaxspec.engine.arg_utils import AsyncEngineArgs
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
 from jaxspec.errors import ConfigError, wrong_argument

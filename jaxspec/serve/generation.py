@@ -12,22 +12,24 @@ from fastapi.responses import JSONResponse
 from jaxspec.errors import RequestError, UnsupportedError, wrong_argument
 from jaxspec.inputs import TokensPrompt
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.serve.chat_completions import ChatWriter
-from jaxspec.serve.completions import CompletionWriter
-from jaxspec.serve.errors import refusal_of
-from jaxspec.serve.load_report import ASKED, load_header
-from jaxspec.serve.middleware import MAX_ID
-from jaxspec.serve.params import make_beams, make_params
-from jaxspec.serve.protocol import (
+from jaxspec.serve.answers.chat_completions import ChatWriter
+from jaxspec.serve.answers.completions import CompletionWriter
+from jaxspec.serve.answers.response_writers import Numbered, Writer
+from jaxspec.serve.answers.responses import ResponseWriter, is_kept
+from jaxspec.serve.bodies.params import make_beams, make_params
+from jaxspec.serve.bodies.protocol import (
     ChatBody,
     CompletionBody,
     GenerationBody,
     ResponseBody,
 )
-from jaxspec.serve.response_input import as_chat, messages_of, naming_tools_flat
+from jaxspec.serve.bodies.response_input import as_chat, messages_of, naming_tools_flat
+from jaxspec.serve.bodies.tool_choice import check_form, read_choice
+from jaxspec.serve.bodies.tool_parsers import ToolParserManager
+from jaxspec.serve.errors import refusal_of
+from jaxspec.serve.load_report import ASKED, load_header
+from jaxspec.serve.middleware import MAX_ID
 from jaxspec.serve.response_store import UNFINISHED
-from jaxspec.serve.response_writers import Numbered, Writer
-from jaxspec.serve.responses import ResponseWriter, is_kept
 from jaxspec.serve.serving import Serving, new_id
 from jaxspec.serve.streaming import (
     ClientGoneError,
@@ -36,8 +38,6 @@ from jaxspec.serve.streaming import (
     event,
     while_connected,
 )
-from jaxspec.serve.tool_choice import check_form, read_choice
-from jaxspec.serve.tool_parsers import ToolParserManager
 
 _log = logging.getLogger(__name__)
 

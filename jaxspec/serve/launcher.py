@@ -24,7 +24,7 @@ from typing import Any
 import uvicorn
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from jaxspec.ending import interrupts_end
+from jaxspec.console.ending import interrupts_end
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import ConfigError
@@ -33,7 +33,7 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.app import make_app
 from jaxspec.serve.flags import Options
 from jaxspec.serve.serving import Serving
-from jaxspec.structured_outputs import StructuredOutputsParams
+from jaxspec.settings.structured_outputs import StructuredOutputsParams
 from jaxspec.text.tokenizer import NoTokenizer
 
 _log = logging.getLogger(__name__)

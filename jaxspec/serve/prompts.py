@@ -9,15 +9,15 @@ from typing import Any
 from jaxspec.config import EngineConfig
 from jaxspec.errors import RequestError, check_choice, refuse, wrong_argument
 from jaxspec.inputs import TokensPrompt
-from jaxspec.serve.protocol import (
+from jaxspec.serve.bodies.protocol import (
     MAX_TEXTS,
     ChatBody,
     CompletionBody,
     ConversationBody,
     GenerationBody,
 )
+from jaxspec.serve.bodies.tool_choice import read_choice, tools_as_given
 from jaxspec.serve.settings import ServerSettings
-from jaxspec.serve.tool_choice import read_choice, tools_as_given
 from jaxspec.text.chat_template import ChatTemplate
 from jaxspec.text.tokenizer import Tokenizer
 

@@ -14,8 +14,8 @@ from jaxspec.errors import (
     RequestError,
     check_integer,
 )
+from jaxspec.serve.bodies.protocol import DetokenizeBody, TokenizeBody
 from jaxspec.serve.errors import ModelNotFoundError
-from jaxspec.serve.protocol import DetokenizeBody, TokenizeBody
 from jaxspec.serve.serving import Serving, new_id
 from jaxspec.text.tokenizer import NoTokenizer
 from jaxspec_checkpoints import model_files

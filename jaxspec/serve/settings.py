@@ -12,8 +12,8 @@ from jaxspec.errors import (
     check_strings,
     wrong_argument,
 )
+from jaxspec.serve.bodies.tool_parsers import GEMMA2, parser_class
 from jaxspec.serve.response_store import connect
-from jaxspec.serve.tool_parsers import GEMMA2, parser_class
 
 SPEC_METRICS = ("none", "summary")
 # A context of 8192 tokens is 40 kB of English; this is for lists of prompts.

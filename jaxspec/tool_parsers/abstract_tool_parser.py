@@ -1,5 +1,5 @@
-"""Alias of `jaxspec.serve.tool_parsers`, where vLLM has its own, for plugins."""
+"""Alias of `jaxspec.serve.bodies.tool_parsers`, where vLLM has its own, for plugins."""
 
-from jaxspec.serve.tool_parsers import ToolParser, ToolParserManager
+from jaxspec.serve.bodies.tool_parsers import ToolParser, ToolParserManager
 
 __all__ = ["ToolParser", "ToolParserManager"]

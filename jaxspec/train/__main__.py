@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from jaxspec.command import CommandParser, run_command
-from jaxspec.ending import end
+from jaxspec.console.command import CommandParser, run_command
+from jaxspec.console.ending import end
 from jaxspec.errors import ConfigError
 
 PROG = "python -m jaxspec.train"

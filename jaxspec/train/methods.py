@@ -16,7 +16,6 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Float, Int
 
-from jaxspec.model_config import ModelConfig
 from jaxspec.models.families import family_of
 from jaxspec.models.heads import eagle3, medusa, mlp_speculator
 from jaxspec.models.heads.config import (
@@ -30,6 +29,7 @@ from jaxspec.models.matrices import DenseMatrix, Matrix
 from jaxspec.models.network import build_network, functions_of
 from jaxspec.models.params import Params
 from jaxspec.models.weights import load_params, tensors_of
+from jaxspec.settings.model_config import ModelConfig
 from jaxspec.sharding import TARGET_MESH_AXES
 from jaxspec.train.rows import RowsBackend, no_keys, rows_batch, shifted
 from jaxspec.train.target import States, Target

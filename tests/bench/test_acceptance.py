@@ -3,7 +3,7 @@
 import numpy as np
 
 from jaxspec.bench.acceptance import Acceptance
-from jaxspec.engine.stats import EngineStats
+from jaxspec.engine.scheduling.stats import EngineStats
 
 
 def stats_of(rounds: list[tuple[int, int]]) -> EngineStats:

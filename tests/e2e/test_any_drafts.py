@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.engine.controller import Controller
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.program.wire import CaughtUp
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.speculation import ADAPTIVE
+from jaxspec.settings.speculation import ADAPTIVE
 from tests.e2e import pair
 from tests.engines import generate, tokens_of
 

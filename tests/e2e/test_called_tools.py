@@ -15,7 +15,7 @@ from jaxspec.llm import LLM
 from jaxspec.serve.app import make_app
 from jaxspec.serve.settings import ServerSettings
 from tests.engines import QuickRunner
-from tests.serve.test_responses import client_of
+from tests.serve.answers.test_responses import client_of
 
 CITY = {
     "type": "object",

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.engine import pacing
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.rows import RowTable
+from jaxspec.engine.scheduling import pacing
+from jaxspec.engine.scheduling.rows import RowTable
 from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.program.wire import CaughtUp, StepResult

@@ -7,9 +7,9 @@ import pytest
 
 from jaxspec.config import EngineConfig, GivenSizes
 from jaxspec.engine.arg_utils import AsyncEngineArgs, EngineArgs
-from jaxspec.engine.memory_plan import MAX_CPU_KV_BYTES
+from jaxspec.engine.memory.memory_plan import MAX_CPU_KV_BYTES
 from jaxspec.errors import ConfigError
-from jaxspec.structured_outputs import StructuredOutputsConfig
+from jaxspec.settings.structured_outputs import StructuredOutputsConfig
 
 TINY: dict[str, Any] = {
     "model_type": "gemma2",

@@ -14,7 +14,7 @@ from jaxspec.engine.loader import make_runner
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.errors import ConfigError
 from jaxspec.program.plan import StepShape
-from jaxspec.speculation import SYNTHETIC
+from jaxspec.settings.speculation import SYNTHETIC
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -22,9 +22,9 @@ from jaxspec.engine.device_memory import (
     ram_bytes,
     spread_draft,
 )
-from jaxspec.engine.draft_sharding import OTHER_SUMS
 from jaxspec.engine.loader import make_runner
-from jaxspec.engine.memory_plan import (
+from jaxspec.engine.memory.draft_sharding import OTHER_SUMS
+from jaxspec.engine.memory.memory_plan import (
     DEFAULT_UTILIZATION,
     GIB,
     MIB,

@@ -12,11 +12,11 @@ from huggingface_hub import constants
 from jaxspec.config import EngineConfig, GivenSizes
 from jaxspec.engine import loader
 from jaxspec.engine.arg_utils import EngineArgs
-from jaxspec.engine.controller import Controller
 from jaxspec.engine.described import describe
 from jaxspec.engine.device_memory import bytes_of, find_facts, fit
 from jaxspec.engine.runner import build_mesh
-from jaxspec.engine.shapes import Shapes
+from jaxspec.engine.scheduling.controller import Controller
+from jaxspec.engine.scheduling.shapes import Shapes
 from jaxspec.errors import ConfigError, UnsupportedError
 from jaxspec.models.heads.config import (
     Eagle3Config,
@@ -50,7 +50,7 @@ CONFIGS: dict[str, Any] = {
     "mlp_speculator": MlpSpeculatorConfig(**SIZES, num_stages=2, inner_size=32),
 }
 
-NAMES = {"target_name": "tiny", "architecture": "Gemma2ForCausalLM"}
+NAMES: dict[str, Any] = {"target_name": "tiny", "architecture": "Gemma2ForCausalLM"}
 
 
 @pytest.fixture(scope="module")

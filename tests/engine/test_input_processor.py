@@ -11,7 +11,7 @@ from jaxspec.engine.input_processor import (
     check_supported,
     make_controls,
 )
-from jaxspec.engine.request import Request
+from jaxspec.engine.scheduling.request import Request
 from jaxspec.errors import ConfigError, RequestError, UnsupportedError
 from jaxspec.program.plan import (
     BLOCK,
@@ -28,7 +28,7 @@ from jaxspec.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from jaxspec.structured_outputs import StructuredOutputsConfig
+from jaxspec.settings.structured_outputs import StructuredOutputsConfig
 from jaxspec.text.tokenizer import Tokenizer
 from tests.engines import StubTokenizer
 from tests.loops import make_config

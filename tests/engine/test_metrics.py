@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from jaxspec.config import GivenSizes
-from jaxspec.engine.controller import Choice
-from jaxspec.engine.costs import Costs
 from jaxspec.engine.metrics import Distribution, EngineMetrics, Load, lengths_up_to
-from jaxspec.engine.stats import EngineStats
+from jaxspec.engine.scheduling.controller import Choice
+from jaxspec.engine.scheduling.costs import Costs
+from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.speculation import SpeculativeConfig
+from jaxspec.settings.speculation import SpeculativeConfig
+from tests.engine.memory.test_memory_plan import make_plan
 from tests.engine.test_input_processor import make
 from tests.engine.test_llm_engine import PROMPT, make_fake_engine, run_all
-from tests.engine.test_memory_plan import make_plan
 from tests.loops import make_config
 
 # vLLM's names, written down from the reference.

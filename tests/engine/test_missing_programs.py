@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxspec.engine.controller import Controller
-from jaxspec.engine.request import Request, Status
-from jaxspec.engine.scheduler import Scheduler
-from jaxspec.engine.shapes import EveryProgram
+from jaxspec.engine.scheduling.controller import Controller
+from jaxspec.engine.scheduling.request import Request, Status
+from jaxspec.engine.scheduling.scheduler import Scheduler
+from jaxspec.engine.scheduling.shapes import EveryProgram
 from jaxspec.program.plan import Features, StepShape
 from tests.loops import Loop, make_config, make_request, make_requests
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspec.engine.batch import Advance, Progress
 from jaxspec.engine.detokenizer import TextStream
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.output_processor import OriginStream, OutputProcessor
-from jaxspec.engine.request import Request
-from jaxspec.engine.stats import EngineStats
+from jaxspec.engine.scheduling.batch import Advance, Progress
+from jaxspec.engine.scheduling.request import Request
+from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.errors import RequestError
 from jaxspec.metrics import Histogram
 from jaxspec.outputs import CompletionOutput, RequestOutput

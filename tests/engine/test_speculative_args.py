@@ -4,7 +4,7 @@ import pytest
 
 from jaxspec.engine.speculative_args import merge_speculative_arguments as merge
 from jaxspec.errors import ConfigError
-from jaxspec.speculation import SUFFIX_DEFAULTS
+from jaxspec.settings.speculation import SUFFIX_DEFAULTS
 
 SAME = {"model": "draft", "num_speculative_tokens": 5}
 

@@ -21,7 +21,10 @@ from jaxspec.engine.structured_output import (
     TokenMasks,
 )
 from jaxspec.errors import ConfigError, RequestError
-from jaxspec.structured_outputs import StructuredOutputsConfig, StructuredOutputsParams
+from jaxspec.settings.structured_outputs import (
+    StructuredOutputsConfig,
+    StructuredOutputsParams,
+)
 from jaxspec.text.tokenizer import Tokenizer
 from tests.engines import StubTokenizer
 

@@ -19,9 +19,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jaxspec.engine.controller import Controller
 from jaxspec.engine.llm_engine import LLMEngine
-from jaxspec.engine.request import Request, Status
+from jaxspec.engine.scheduling.controller import Controller
+from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.batteries import members

@@ -23,7 +23,6 @@ from typing import Any
 from benchmarks.compile_costs import text_of
 from jaxspec.config import EngineConfig, GivenSizes
 from jaxspec.engine.arg_utils import EngineArgs
-from jaxspec.engine.controller import Controller
 from jaxspec.engine.described import (
     describe,
     describe_mesh,
@@ -31,8 +30,8 @@ from jaxspec.engine.described import (
     named_mesh,
 )
 from jaxspec.engine.device_memory import find_facts, plan_for
-from jaxspec.engine.draft_sharding import DraftSharding
-from jaxspec.engine.memory_plan import (
+from jaxspec.engine.memory.draft_sharding import DraftSharding
+from jaxspec.engine.memory.memory_plan import (
     DEFAULT_UTILIZATION,
     GIB,
     MIB,
@@ -40,7 +39,8 @@ from jaxspec.engine.memory_plan import (
     Sizes,
 )
 from jaxspec.engine.runner import options_of
-from jaxspec.engine.shapes import GREEDY, Shapes
+from jaxspec.engine.scheduling.controller import Controller
+from jaxspec.engine.scheduling.shapes import GREEDY, Shapes
 from jaxspec.program.plan import Features
 from jaxspec.program.step import lower_step
 from jaxspec_checkpoints.gemma2.published import published_config

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from benchmarks.compile_costs import engine_config
 from benchmarks.program_costs import num_operations
 from jaxspec.config import EngineConfig
-from jaxspec.engine.controller import Controller
 from jaxspec.engine.described import describe, describe_mesh, named_devices
 from jaxspec.engine.runner import options_of
-from jaxspec.engine.shapes import GREEDY, Shapes
+from jaxspec.engine.scheduling.controller import Controller
+from jaxspec.engine.scheduling.shapes import GREEDY, Shapes
 from jaxspec.program.path import keep_path
 from jaxspec.program.rows import gather
 from jaxspec.program.step import lower_step

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from benchmarks.compile_costs import engine_config
-from jaxspec.engine.controller import Controller
 from jaxspec.engine.described import describe, describe_mesh
 from jaxspec.engine.runner import options_of
-from jaxspec.engine.shapes import SAMPLED, Shapes
+from jaxspec.engine.scheduling.controller import Controller
+from jaxspec.engine.scheduling.shapes import SAMPLED, Shapes
 from jaxspec.program.step import lower_step
 from tests.batteries import members
 from tests.kernels import aot_gpu, aot_tpu

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.model_config import ModelConfig
 from jaxspec.program.path import keep_path
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.tree import Tree
+from jaxspec.settings.model_config import ModelConfig
 from jaxspec.token_tree import parents_of
 from tests.engines import MICRO
 from tests.oracles import TINY, model_config

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.ending import INTERRUPTED
+from jaxspec.console.ending import INTERRUPTED
 
 ROOT = Path(__file__).parents[2]
 # Some seconds on two cores, and as others may use them too.

@@ -12,7 +12,7 @@ from jaxspec.errors import (
     check_number,
     wrong_argument,
 )
-from jaxspec.model_config import SIZES, ModelConfig, end_tokens, stored_dtype
+from jaxspec.settings.model_config import SIZES, ModelConfig, end_tokens, stored_dtype
 
 # The defaults of the format, for keys that writers may leave out.
 _DEFAULTS = {

@@ -15,7 +15,7 @@ from jaxspec.errors import (
     check_number,
     wrong_argument,
 )
-from jaxspec.model_config import ModelConfig
+from jaxspec.settings.model_config import ModelConfig
 from jaxspec_checkpoints import CheckpointError, Tensor
 from jaxspec_checkpoints.heads import (
     EAGLE3,

@@ -17,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
 from jaxspec.errors import ConfigError
-from jaxspec.model_config import ModelConfig
 from jaxspec.models.heads.config import (
     Eagle3Config,
     HeadConfig,
@@ -33,6 +32,7 @@ from jaxspec.models.weights import (
     reader,
     tensors_of,
 )
+from jaxspec.settings.model_config import ModelConfig
 from jaxspec.sharding import DRAFT_MESH_AXES, kv_copies, num_parts, replicated
 from jaxspec_checkpoints import CheckpointError, Tensor
 from jaxspec_checkpoints.heads import EAGLE3, write_head

@@ -3,8 +3,8 @@
 A row is about a position: the target's hidden states there, and the token after it. Its
 keys and values lie at that position's slot, in pages at the target's ids, so that the
 last slot of a page depends on one token more than the page has: pages are found by that
-token, too (`jaxspec.engine.kv_cache`). As every pass of the target is followed by one
-of the head, it never lags behind: there is nothing to catch up with.
+token, too (`jaxspec.engine.scheduling.kv_cache`). As every pass of the target is
+followed by one of the head, it never lags behind: there is nothing to catch up with.
 """
 
 import dataclasses

@@ -26,8 +26,8 @@ from jaxspec.program.propose.matches import (
     find_matches,
 )
 from jaxspec.program.propose.proposal import Context, Lookup, Proposal, Seen
+from jaxspec.settings.speculation import MAX_DRAFT_TOKENS
 from jaxspec.sharding import replicated
-from jaxspec.speculation import MAX_DRAFT_TOKENS
 
 # Matches that are counted, at most: the latest. Older ones would outvote them: with 8,
 # the texts of `benchmarks/ngram.py` get a thirtieth fewer tokens a round than with 1.

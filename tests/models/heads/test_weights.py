@@ -27,7 +27,7 @@ from tests.models.heads.test_config import HEADS
 
 FLOAT32 = jnp.dtype(jnp.float32)
 
-NAMES = {"target_name": "tiny", "architecture": "Gemma2ForCausalLM"}
+NAMES: dict[str, Any] = {"target_name": "tiny", "architecture": "Gemma2ForCausalLM"}
 
 
 def load(folder, **options):

@@ -1,6 +1,6 @@
-"""Alias of the messages in `jaxspec.serve.tool_parsers`, as vLLM names them."""
+"""Alias of the messages in `jaxspec.serve.bodies.tool_parsers`, as vLLM names them."""
 
-from jaxspec.serve.tool_parsers import (
+from jaxspec.serve.bodies.tool_parsers import (
     DeltaFunctionCall,
     DeltaMessage,
     DeltaToolCall,

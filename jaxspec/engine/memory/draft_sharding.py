@@ -1,0 +1,145 @@
+"""Over how many of the target's devices a draft model is spread, and why.
+
+Spread over many, each device reads less of it, and every layer ends in a sum over them;
+spread over few, it is read and kept several times. Owns the estimate and the choice;
+what a device would hold, `jaxspec.engine.device_memory` finds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxspec.engine.memory.device_speeds import Speeds
+
+# Sequences of the pass that is estimated: of more, fewer drafts are made, or none.
+TYPICAL_SEQS = 16
+# Sums over devices of one pass, as `benchmarks/results/aot_memory.json` has them: in
+# each layer after attention and after the feed-forward part; for the embedding, and
+# eleven of few numbers to draw a token of a divided vocabulary.
+LAYER_SUMS, OTHER_SUMS = 2, 12
+# Hidden rows are summed in float32.
+SUM_BYTES = 4
+# What fewer devices than the target's must win in time, and leave of its pages: the
+# estimate is rough, and pages hold requests.
+MIN_GAIN, MIN_PAGES = 0.1, 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSize:
+    """What it comes to if so many devices share a copy of the draft model.
+
+    Attributes:
+        read_s: Of a pass: to read the weights that a device has.
+        sum_s: Of a pass: sums over the devices.
+        num_pages: For which each device has memory; None where nothing fits.
+    """
+
+    devices: int
+    read_s: float
+    sum_s: float
+    num_pages: int | None
+
+    @property
+    def pass_s(self) -> float:
+        """Of one pass, that is of one draft token for every sequence."""
+        return self.read_s + self.sum_s
+
+
+def estimate(
+    speeds: Speeds,
+    *,
+    devices: int,
+    weight_bytes: int,
+    num_layers: int,
+    hidden_size: int,
+    num_seqs: int,
+    num_pages: int | None,
+) -> DraftSize:
+    """Estimate a pass of a draft model that so many devices share.
+
+    Args:
+        weight_bytes: On one device.
+        num_seqs: Of the largest batch.
+    """
+    rows = min(num_seqs, TYPICAL_SEQS)
+    count = LAYER_SUMS * num_layers + OTHER_SUMS
+    one = speeds.all_reduce_s(SUM_BYTES * rows * hidden_size, devices)
+    return DraftSize(
+        devices=devices,
+        read_s=weight_bytes / speeds.memory,
+        sum_s=count * one,
+        num_pages=num_pages,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSharding:
+    """What was compared, from the most devices, and what has been decided.
+
+    Attributes:
+        is_given: The user said so.
+    """
+
+    sizes: tuple[DraftSize, ...]
+    devices: int
+    is_given: bool = False
+
+    @property
+    def reason(self) -> str:
+        """Why it is not another."""
+        if self.is_given:
+            return "as given"
+        best = min(self.sizes, key=lambda one: one.pass_s)
+        if best.devices == self.devices:
+            return "the fastest by estimate"
+        if _has_pages(best, self.sizes[0]):
+            return "as no other is clearly faster by estimate"
+        return f"as {best.devices}, faster by estimate, would leave too few pages"
+
+    def line(self) -> str:
+        """The decision, with the times and pages that it follows from."""
+        parts = []
+        for one in self.sizes:
+            units = ("", "") if parts else (" ms a pass", " pages")
+            pages = "does not fit"
+            if one.num_pages is not None:
+                pages = f"{one.num_pages:,}{units[1]}"
+            parts.append(f"{one.devices}: {1e3 * one.pass_s:.2f}{units[0]}, {pages}")
+        plural = "" if self.devices == 1 else "s"
+        return (
+            f"The draft model is spread over {self.devices} device{plural}, "
+            f"{self.reason} ({'; '.join(parts)})"
+        )
+
+    def told(self) -> dict[str, Any]:
+        """The same for programs that read it."""
+        sizes = [
+            {
+                "devices": one.devices,
+                "read_s": one.read_s,
+                "sum_s": one.sum_s,
+                "num_pages": one.num_pages,
+            }
+            for one in self.sizes
+        ]
+        return {"devices": self.devices, "reason": self.reason, "sizes": sizes}
+
+
+def _has_pages(one: DraftSize, most: DraftSize) -> bool:
+    if one.num_pages is None or most.num_pages is None:
+        return False
+    return one.num_pages >= MIN_PAGES * most.num_pages
+
+
+def choose(sizes: Sequence[DraftSize]) -> DraftSharding:
+    """Choose the fastest size that takes few pages from requests.
+
+    Args:
+        sizes: That of as many devices as the target has comes first; it is taken
+            unless another one is clearly faster.
+    """
+    most = sizes[0]
+    enough = (1 - MIN_GAIN) * most.pass_s
+    able = [one for one in sizes if one.pass_s <= enough and _has_pages(one, most)]
+    chosen = min([most, *able], key=lambda one: one.pass_s)
+    return DraftSharding(sizes=tuple(sizes), devices=chosen.devices)

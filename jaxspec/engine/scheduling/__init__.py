@@ -1,0 +1,6 @@
+"""What the next launch does: numpy and plain Python, nothing of jax.
+
+Read `scheduler` first; then what it divides, `request`, `kv_cache` and `rows`, what it
+hands to the device and reads of it, `batch`, and what says how much at once: `costs`,
+`pacing`, `controller` and `shapes`. `stats` counts.
+"""

@@ -1,0 +1,339 @@
+"""How many drafts the next launch makes: as many as measured times and acceptance pay.
+
+Whatever it chooses, the text is the target's: greedy and seeded text does not depend on
+K, and a choice is made from tokens that have been read, before the round it is for has
+drawn anything. What it may lose against decoding without drafts is bounded by an
+account of seconds, whatever it believes. Knows nothing of requests, rows or devices.
+"""
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxspec.settings.speculation import ADAPTIVE, SpeculativeConfig
+
+_log = logging.getLogger(__name__)
+
+# Rounds between two looks at what is known, and the gain that a change must promise.
+LOOK_ROUNDS = 8
+HYSTERESIS = 1.04
+# The account is looked at over this many rounds, at least and at most, and closed when
+# it has lost this share of their time: what that costs before is the least that a loss
+# can be told from luck with.
+WINDOW_ROUNDS = (16, 64)
+MAX_LOSS = 0.01
+# Seconds without drafts after a loss, at least and at most; it doubles each time.
+MIN_WAIT_S, MAX_WAIT_S = 0.25, 60.0
+# Without drafts the draft model is asked so seldom that it costs this share of the
+# time; and with drafts, a round without is timed again after so many seconds.
+PROBE_SHARE = 0.01
+REFRESH_S, REFRESH_ROUNDS = 10.0, 3
+
+
+class Choice(NamedTuple):
+    """What the newest choice was, for those who look on.
+
+    Attributes:
+        num_drafts: K.
+        gain: Tokens per second that it should bring, as a share of what plain decoding
+            does; None where that is not known.
+        may_draft: Nothing but the choice stands against drafts: they have not failed,
+            and not too many requests run.
+    """
+
+    num_drafts: int = 0
+    gain: float | None = None
+    may_draft: bool = False
+
+
+class Account:
+    """Seconds won and lost by drafts at batches of about one size.
+
+    Bounds what drafts may lose whatever is believed of them: where they have lost for a
+    window of rounds it closes, until that is a small share of the time, and each time
+    for longer.
+
+    Attributes:
+        closed_until: No drafts before.
+        trial_ts: When drafts may be tried next, where nobody can be asked.
+    """
+
+    def __init__(self):
+        self._window: deque[tuple[float, float]] = deque(maxlen=WINDOW_ROUNDS[1])
+        self._wait_s = self._trial_wait_s = MIN_WAIT_S
+        self.closed_until = self.trial_ts = -math.inf
+
+    def begin(self) -> None:
+        """Drafts begin or end: what was before says nothing of what comes."""
+        self._window.clear()
+
+    def add(self, won_s: float, seconds: float) -> None:
+        """Note what a launch won, or lost, and took."""
+        self._window.append((won_s, seconds))
+
+    def close_if_losing(self, now: float) -> bool:
+        """Whether too much has been lost; nothing is drafted for a while then."""
+        if len(self._window) < WINDOW_ROUNDS[0]:
+            return False
+        total, spent = (float(one) for one in np.sum(self._window, axis=0))
+        is_full = len(self._window) == WINDOW_ROUNDS[1]
+        # Luck may look like a loss for a few rounds.
+        luck = 0.0
+        if not is_full:
+            luck = len(self._window) ** 0.5 * np.std([won for won, _ in self._window])
+        if total + luck < -MAX_LOSS * spent:
+            self.closed_until = now + max(-total / MAX_LOSS, self._wait_s)
+            self._wait_s = min(2 * self._wait_s, MAX_WAIT_S)
+            self._window.clear()
+            return True
+        if is_full and total > 0:
+            self._wait_s = MIN_WAIT_S
+        return False
+
+    def end_trial(self, now: float) -> None:
+        """Drafts did not pay: the next trial waits longer, and for its price."""
+        loss_s = -sum(won for won, _ in self._window)
+        self.trial_ts = now + max(self._trial_wait_s, loss_s / MAX_LOSS)
+        self._trial_wait_s = min(2 * self._trial_wait_s, MAX_WAIT_S)
+
+    def pass_trial(self) -> None:
+        """Drafts pay."""
+        self._trial_wait_s = MIN_WAIT_S
+
+
+class Controller:
+    """Picks K, and keeps the accounts of what that brought.
+
+    Attributes:
+        is_stopped: Nothing is drafted any more: drafting has failed.
+        num_drafts: K of the newest choice.
+        gain: Tokens per second it should bring, as a share of what plain decoding does;
+            None before anything is known.
+        saved_s, lost_s: Seconds won and lost against plain decoding so far.
+        num_probes: How often the draft model was asked while nothing was drafted.
+        num_stops: How often an account was closed.
+    """
+
+    def __init__(
+        self,
+        speculative: SpeculativeConfig | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.speculative, self._clock = speculative, clock
+        configured = speculative.num_levels if speculative else 0
+        # For which executables are built: how many drafts each sequence has is data.
+        self.ladder = (0, configured) if configured else (0,)
+        self.is_adaptive = bool(speculative and speculative.controller == ADAPTIVE)
+        # A tree is fed whole: fewer of its levels bring less, and cost as much.
+        self._is_whole = (
+            speculative is not None
+            and speculative.speculative_token_tree is not None
+            and speculative.parents is not None
+        )
+        self.is_stopped = False
+        self.num_drafts = configured
+        self.gain: float | None = None
+        self.saved_s = self.lost_s = 0.0
+        self.num_probes = self.num_stops = 0
+        # Of the newest choice: what it was made for, and rounds left until the next.
+        self._load: tuple[int, int] | None = None
+        self._rounds_left = 0
+        self._accounts: dict[int, Account] = {}
+        self._account = self._account_of(1)
+        self._probe_ts = -math.inf
+        self._plain_ts: dict[int, float] = {}
+        self._refresh_left = 0
+
+    def stop(self, reason: str) -> None:
+        """Draft no more."""
+        if self.speculative is not None and not self.is_stopped:
+            self.is_stopped, self.num_drafts = True, 0
+            _log.error("Going on without speculation: %s", reason)
+
+    def limit(self, num_running: int) -> int:
+        """Most drafts per sequence with this many requests running; 0 is off."""
+        if self.speculative is None or self.is_stopped:
+            return 0
+        threshold = self.speculative.disable_by_batch_size
+        if threshold is not None and num_running > threshold:
+            return 0
+        return self.speculative.num_levels
+
+    @property
+    def is_constant(self) -> bool:
+        """K depends on nothing, so that it need not depend on other requests."""
+        if self.speculative is None or self.is_adaptive or self.is_stopped:
+            return False
+        return self.speculative.disable_by_batch_size is None
+
+    def rung(self, wanted: int) -> int:
+        """The smallest K of the ladder that serves `wanted` drafts."""
+        return next(rung for rung in self.ladder if rung >= wanted)
+
+    def choose(
+        self,
+        wanted: np.ndarray,
+        acceptance: Callable[[], np.ndarray],
+        seconds: Callable[[], Sequence[float | None]],
+        catch_up_s: Callable[[], float],
+        can_ask: bool = False,
+        beside: Callable[[], float] = lambda: 0.0,
+    ) -> int:
+        """K of the next round.
+
+        Args:
+            wanted: Most drafts of each sequence that decodes.
+            acceptance: [sequence, position], as `Costs.acceptance` says.
+            seconds: Of a round with 0, 1, ... drafts; None where that is not known.
+            catch_up_s: What it takes before all sequences can have drafts, over the
+                rounds that they probably still have.
+            can_ask: A draft model says what its drafts would have brought, without a
+                round that is tried.
+            beside: Tokens that drafts beside others bring, for each of those.
+        """
+        most = int(wanted.max(initial=0))
+        if not self.is_adaptive or not most:
+            return most
+        load = len(wanted), most
+        self._rounds_left -= 1
+        if self._refresh_left:
+            return 0
+        if load == self._load and self._rounds_left > 0:
+            return self.num_drafts
+        now = self._clock()
+        self._load, self._rounds_left = load, LOOK_ROUNDS
+        before, self._account = self.num_drafts, self._account_of(len(wanted))
+        if now < self._account.closed_until:
+            self.num_drafts = 0
+        else:
+            known = seconds()
+            if any(one is None for one in known):
+                self.num_drafts = most  # as configured, until there is a comparison
+            else:
+                times = np.array(known)
+                self._compare(wanted, acceptance(), beside(), times, catch_up_s)
+                trial = most if self._is_whole else 1
+                self._try(now, trial, is_trial=before > 0, can_ask=can_ask)
+                self._remeasure(len(wanted), now)
+        if (before > 0) != (self.num_drafts > 0):
+            self._account.begin()
+        return 0 if self._refresh_left else self.num_drafts
+
+    def repeat(self, num_rounds: int) -> None:
+        """Count rounds that run with the newest choice, beyond the one it was for."""
+        self._rounds_left -= num_rounds
+
+    def _try(self, now: float, trial: int, *, is_trial: bool, can_ask: bool) -> None:
+        """Make so many drafts for a few rounds where that alone tells what they bring.
+
+        Args:
+            trial: The fewest that can be made.
+        """
+        if self.num_drafts:
+            self._account.pass_trial()
+        elif is_trial:
+            self._account.end_trial(now)
+        elif now >= self._account.trial_ts and not can_ask:
+            self.num_drafts = trial
+
+    def _account_of(self, num_seqs: int) -> Account:
+        return self._accounts.setdefault(num_seqs.bit_length(), Account())
+
+    def _compare(
+        self,
+        wanted: np.ndarray,
+        acceptance: np.ndarray,
+        beside: float,
+        times: np.ndarray,
+        catch_up_s: Callable[[], float],
+    ) -> None:
+        """Choose the K of the most tokens per second."""
+        most, current = len(times) - 1, min(self.num_drafts, len(times) - 1)
+        survival = np.cumprod(acceptance[:, :most], axis=1)
+        survival *= np.arange(most) < wanted[:, None]
+        kept = (1 + beside) * np.cumsum(survival.sum(axis=0))
+        tokens = len(wanted) + np.append(0.0, kept)
+        if not current:
+            times = times + np.append(0.0, np.full(most, catch_up_s()))
+        rates = tokens / times
+        if self._is_whole:
+            rates[1:-1] = 0
+        best = int(rates.argmax())
+        if rates[best] > HYSTERESIS * rates[current]:
+            current = best
+        self.num_drafts, self.gain = current, float(rates[current] / rates[0] - 1)
+
+    def _remeasure(self, num_seqs: int, now: float) -> None:
+        """Time a few plain rounds, where the last one was long ago."""
+        last = self._plain_ts.setdefault(num_seqs, now)
+        if self.num_drafts and now - last > REFRESH_S:
+            self._plain_ts[num_seqs] = now
+            self._refresh_left = REFRESH_ROUNDS
+
+    def wants_probe(self) -> bool:
+        """Whether to ask the draft model what its drafts would have brought."""
+        is_off = self.is_adaptive and not self.num_drafts and not self.is_stopped
+        return is_off and self._clock() >= max(
+            self._probe_ts, self._account.closed_until
+        )
+
+    def begin_probe(self) -> None:
+        """Ask no more until the answer is there, or should be."""
+        self._probe_ts = self._clock() + MIN_WAIT_S
+
+    def record_catch_up(self, seconds: float, *, is_probe: bool) -> None:
+        """Count what bringing the draft model up to date took.
+
+        Args:
+            is_probe: Nothing was drafted then: it was to learn what drafts would bring.
+        """
+        self.lost_s += seconds
+        if not is_probe:
+            self._account.add(-seconds, seconds)
+        else:
+            self.num_probes += 1
+            self._rounds_left = 0
+            wait_s = max(seconds / PROBE_SHARE, MIN_WAIT_S)
+            self._probe_ts = self._clock() + wait_s
+
+    def record_round(
+        self,
+        num_seqs: int,
+        num_drafts: int,
+        num_emitted: int,
+        seconds: float,
+        plain_s: float | None,
+        *,
+        is_plain: bool = False,
+    ) -> None:
+        """Count what a round won against plain decoding of the same tokens.
+
+        Args:
+            plain_s: Seconds of a round without drafts; None where that is not known.
+            is_plain: It ran in the program without drafts, and is such a measure.
+        """
+        if not num_drafts:
+            if is_plain and num_seqs in self._plain_ts:
+                self._plain_ts[num_seqs] = self._clock()
+            self._refresh_left = max(self._refresh_left - 1, 0)
+            return
+        if plain_s is None or not num_seqs:
+            return
+        won = num_emitted / num_seqs * plain_s - seconds
+        if won > 0:
+            self.saved_s += won
+        else:
+            self.lost_s -= won
+        if not self.is_adaptive:
+            return
+        account = self._account_of(num_seqs)
+        account.add(won, seconds)
+        if account.close_if_losing(self._clock()):
+            self.num_drafts, self._rounds_left = 0, 0
+            self.num_stops += 1

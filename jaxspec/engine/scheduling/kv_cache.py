@@ -1,0 +1,297 @@
+"""Pages of KV memory: which are held, which each request has, which are found again.
+
+One page id is row i of every layer's array, of the target and of the draft alike, and
+of the known tokens, so there is a single pool. A page may be found by others once the
+launch that fills it is planned: the device runs launches in order, and in a launch
+writes keys and values before it attends. A page may lack the draft model's.
+Knows nothing of devices.
+"""
+
+import hashlib
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from jaxspec.config import EngineConfig
+from jaxspec.engine.scheduling.request import Request
+from jaxspec.engine.scheduling.stats import EngineStats
+
+KEY_BYTES = 16
+
+
+def root_key(kind: str, salt: str) -> bytes:
+    """What the keys of all sequences that may share pages begin with."""
+    return hashlib.blake2b(f"{kind}:{salt}".encode(), digest_size=KEY_BYTES).digest()
+
+
+def page_keys(
+    parent: bytes, token_ids: Sequence[int], page_size: int, num_ahead: int = 0
+) -> Iterable[bytes]:
+    """Keys of the full pages of tokens that follow the page (or root) of key `parent`.
+
+    A key stands for all tokens from the beginning, not for those of its page alone:
+    keys and values depend on what came before.
+
+    Args:
+        num_ahead: Tokens after the page that its content depends on, too.
+    """
+    length = page_size + num_ahead
+    for start in range(0, len(token_ids) - length + 1, page_size):
+        tokens = np.array(token_ids[start : start + length], np.int32).tobytes()
+        parent = hashlib.blake2b(parent + tokens, digest_size=KEY_BYTES).digest()
+        yield parent
+
+
+class PagePool:
+    """Pages with reference counts, and the keys of full ones: the prefix cache.
+
+    A page without holders is free. If it has a key it can still be found, and it is
+    handed out only when there is no other, the least recently used first.
+
+    Invariant: a page is free exactly when it has no holder, and is so once.
+    """
+
+    def __init__(self, num_pages: int):
+        self.num_pages = num_pages
+        self._holders = [0] * num_pages
+        self._blank = list(range(num_pages - 1, -1, -1))
+        self._kept: OrderedDict[int, None] = OrderedDict()  # the oldest first
+        self._key_of: dict[int, bytes] = {}
+        self._page_of: dict[bytes, int] = {}
+        # Findable pages that only the target has filled.
+        self._undrafted: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        """Pages without holders, findable ones included."""
+        return len(self._blank) + len(self._kept)
+
+    def is_free(self, page: int) -> bool:
+        """Whether a page has no holders."""
+        return not self._holders[page]
+
+    def take(self, count: int) -> list[int]:
+        """Hand out free pages; their keys are forgotten."""
+        assert count <= self.num_free, f"{count} pages of {self.num_free} free ones"
+        blank = self._blank
+        taken = [blank.pop() for _ in range(min(count, len(blank)))]
+        while len(taken) < count:
+            page, _ = self._kept.popitem(last=False)
+            self._drop_key(page)
+            taken.append(page)
+        for page in taken:
+            self._holders[page] = 1
+        return taken
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Hold pages that were found."""
+        for page in pages:
+            assert page in self._key_of, f"page {page} was not found by a key"
+            self._holders[page] += 1
+            self._kept.pop(page, None)
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Drop one holder of each page; of freed ones the first are reused first."""
+        for page in pages:
+            assert self._holders[page] > 0, f"page {page} was freed twice"
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._put_back(page)
+
+    def _put_back(self, page: int) -> None:
+        if page in self._key_of:
+            self._kept[page] = None
+        else:
+            self._blank.append(page)
+
+    def register(self, page: int, key: bytes, *, is_drafted: bool = True) -> bool:
+        """Make a held, full page findable; False if one as good is already.
+
+        Args:
+            is_drafted: The draft model's keys and values are in it, too.
+        """
+        assert self._holders[page], f"nobody holds page {page}"
+        other = self._page_of.get(key)
+        if other is not None:
+            if not is_drafted or other not in self._undrafted:
+                return False
+            if other == page:
+                self._undrafted.discard(page)
+                return False
+            self.forget([other])
+        assert page not in self._key_of, f"page {page} has a key"
+        self._key_of[page], self._page_of[key] = key, page
+        if not is_drafted:
+            self._undrafted.add(page)
+        return True
+
+    def complete(self, pages: Iterable[int]) -> None:
+        """Note that the draft model has filled pages, too."""
+        self._undrafted.difference_update(pages)
+
+    def num_drafted(self, pages: Iterable[int]) -> int:
+        """How many of the first of some findable pages the draft model has filled."""
+        is_drafted = (
+            page in self._key_of and page not in self._undrafted for page in pages
+        )
+        return sum(1 for _ in itertools.takewhile(bool, is_drafted))
+
+    def _drop_key(self, page: int) -> None:
+        del self._page_of[self._key_of.pop(page)]
+        self._undrafted.discard(page)
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Make pages unfindable."""
+        for page in pages:
+            if page not in self._key_of:
+                continue
+            self._drop_key(page)
+            if page in self._kept:
+                del self._kept[page]
+                self._blank.append(page)
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """Pages of the longest run of known keys from the first."""
+        found = []
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def reset(self) -> bool:
+        """Forget all keys; False, and nothing happens, while any page is held."""
+        if self.num_free < self.num_pages:
+            return False
+        self.forget(list(self._key_of))
+        return True
+
+    def check(self) -> None:
+        """Assert the invariant."""
+        free = [*self._blank, *self._kept]
+        assert len(set(free)) == len(free), "a page was freed twice"
+        held = {page for page, count in enumerate(self._holders) if count}
+        assert held.isdisjoint(free), "a held page is free"
+        assert len(held) + len(free) == self.num_pages, "a page was lost"
+        assert set(self._kept) <= self._key_of.keys(), "a page is kept without a key"
+        assert not self._key_of.keys() & set(self._blank), "a findable page is blank"
+        assert {key: page for page, key in self._key_of.items()} == self._page_of
+        assert self._undrafted <= self._key_of.keys(), "a blank page lacks something"
+
+
+class PageTables:
+    """Hands pages of one pool to requests."""
+
+    def __init__(self, config: EngineConfig, stats: EngineStats):
+        self.pool = PagePool(config.num_pages)
+        self.page_size = config.page_size
+        self.stats = stats
+        self._is_shared = config.enable_prefix_caching
+        # Beside a token's hidden state, a head's keys and values are made of the token
+        # after it.
+        head = config.head_config
+        self._num_ahead = int(head is not None and head.has_pages)
+
+    def count(self, num_tokens: int) -> int:
+        """Pages that a number of tokens takes."""
+        return -(-num_tokens // self.page_size)
+
+    def missing(self, request: Request, num_tokens: int) -> int:
+        """Pages that a request lacks for its first tokens."""
+        return max(self.count(num_tokens) - len(request.pages), 0)
+
+    def find(self, request: Request) -> list[int]:
+        """Cached pages of a waiting request; at least one token is left to prefill."""
+        if not request.can_read_prefix_cache:
+            return []
+        count = (len(request.tokens_to_prefill) - 1) // self.page_size
+        self._extend_keys(request, count)
+        return self.pool.find(request.page_keys[:count])
+
+    def begin(self, request: Request, found: list[int]) -> None:
+        """Give a request the pages that `find` found for it."""
+        assert not request.pages
+        self.pool.share(found)
+        request.pages = list(found)
+        request.num_registered = len(found)
+        request.num_prefilled = len(found) * self.page_size
+        request.num_drafted = self.pool.num_drafted(found) * self.page_size
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_prefilled
+            if request.can_read_prefix_cache and self._root(request) is not None:
+                self.stats.num_prefix_queries += len(request.tokens_to_prefill)
+                self.stats.num_prefix_hits += request.num_prefilled
+
+    def grow(self, request: Request, num_tokens: int) -> list[tuple[int, int, int]]:
+        """Give a request the pages of its first tokens; (row, index, page) of each."""
+        have = len(request.pages)
+        taken = self.pool.take(self.missing(request, num_tokens))
+        request.pages += taken
+        return [(request.row, have + i, page) for i, page in enumerate(taken)]
+
+    def register(
+        self, request: Request, num_complete: int, num_drafted: int | None = None
+    ) -> list[int]:
+        """Put full pages into the prefix cache.
+
+        Args:
+            num_complete: Leading positions whose keys and values are written, or are
+                in a launch.
+            num_drafted: The same of the draft model's; None: there is nothing to lack.
+
+        Returns:
+            The pages that were not findable before.
+        """
+        known = min(num_complete, request.num_tokens - self._num_ahead)
+        first, count = request.num_registered, known // self.page_size
+        if count <= first or self._root(request) is None:
+            return []
+        self._extend_keys(request, count)
+        request.num_registered = count
+        whole = count if num_drafted is None else num_drafted // self.page_size
+        return [
+            request.pages[index]
+            for index in range(first, count)
+            if self.pool.register(
+                request.pages[index], request.page_keys[index], is_drafted=index < whole
+            )
+        ]
+
+    def complete(self, request: Request, num_drafted: int) -> None:
+        """Note how many leading positions the draft model has caught up with."""
+        self.pool.complete(request.pages[: num_drafted // self.page_size])
+
+    def num_drafted(self, request: Request) -> int:
+        """How many leading positions the draft model has filled, for anybody."""
+        return self.pool.num_drafted(request.pages) * self.page_size
+
+    def release(self, request: Request) -> None:
+        """Release a request's pages; its last ones are the first to be used again."""
+        self.pool.release(reversed(request.pages))
+        request.pages = []
+        request.num_registered = 0
+
+    def _root(self, request: Request) -> bytes | None:
+        """What the keys of a request's pages begin with; None if it shares none."""
+        if self._is_shared:
+            salt = request.cache_salt
+            return root_key("all", "") if salt is None else root_key("salt", salt)
+        if request.cache_group is not None:
+            return root_key("group", str(request.cache_group))
+        return None
+
+    def _extend_keys(self, request: Request, count: int) -> None:
+        """Know the keys of a request's first `count` pages, if it shares any."""
+        known = request.page_keys
+        if len(known) >= count:
+            return
+        parent = known[-1] if known else self._root(request)
+        if parent is None:
+            return
+        size = self.page_size
+        ahead = self._num_ahead
+        tokens = request.tokens(len(known) * size, count * size + ahead)
+        known += page_keys(parent, tokens, size, ahead)

@@ -1,0 +1,154 @@
+"""How many prompt tokens a launch may have while other requests stream their texts.
+
+Prefill makes rounds longer for all decoding requests. Measured times of rounds decide
+how many tokens go in: over the rounds of a prefill, the mean time is held at
+`MAX_SLOWDOWN` of a round without prompts. What the draft model reads of a prompt comes
+afterwards, between rounds, in launches that take no longer than that allows where one
+is so small. No program is used for prompts that is larger than the largest of those
+that read all there is in the least time. And where nobody waits, how many rounds a
+launch may run: what the host does for a launch is then done once for all of them. Knows
+nothing of requests.
+"""
+
+import math
+
+from jaxspec.engine.scheduling.costs import Costs, Round
+
+MAX_SLOWDOWN = 1.5
+# What was saved for a chunk is enough for it, whatever the last bits say.
+ROUNDING = 1 + 1e-9
+# Prompts wait no longer than this, whatever the account says.
+MAX_WAIT_ROUNDS = 64
+# Several rounds in one launch take no longer: whoever comes meanwhile waits for them.
+MAX_LAUNCH_S = 0.03
+
+
+class Pacer:
+    """An account of seconds, and the measured times that it goes by.
+
+    Every round of a prefill pays in what it may take and pays out what it took. A
+    chunk that costs more than one round may take waits until enough is saved; no more
+    is saved than the smallest chunk needs, or a later burst would hold up everybody.
+
+    Attributes:
+        saved_s: The account's balance.
+        spare_s: What a round without prompts may be followed by.
+    """
+
+    def __init__(self, costs: Costs):
+        self.costs = costs
+        self.saved_s = self.spare_s = 0.0
+        self._num_waited = 0
+
+    def record(
+        self, round_: Round, seconds: float, charged_s: float | None = None
+    ) -> None:
+        """Note what a round took.
+
+        Args:
+            charged_s: What `chunk` has paid out for it.
+        """
+        seconds = self.costs.record_time(round_, seconds, charged_s)
+        if charged_s is not None:
+            self.saved_s += charged_s - seconds
+        if not round_.shape.chunk:
+            self.spare_s = (MAX_SLOWDOWN - 1) * seconds
+
+    def rest(self) -> None:
+        """There is nothing to prefill: the next prefill starts with an even account."""
+        self.saved_s, self._num_waited = 0.0, 0
+
+    def num_rounds(self, round_: Round, most: int) -> int:
+        """How many such rounds may run in one launch, `most` at most."""
+        seconds = self.costs.expected_seconds(round_)
+        if seconds is None:
+            return 1  # first see what a round takes
+        return max(min(int(MAX_LAUNCH_S / seconds), most), 1)
+
+    def fastest(self, num_tokens: int, rounds: list[Round]) -> int:
+        """Index of the largest round among those that read prompt tokens soonest.
+
+        A launch computes all that its program has room for: two with room for 64 tokens
+        may take a third of one with room for 512. A round that was never timed is tried
+        where it might be the best: it is taken to cost what the next smaller one does,
+        else its share of the next larger.
+
+        Args:
+            rounds: From the smallest chunk.
+        """
+        known = [self.costs.seconds.get(one) for one in rounds]
+        chunks = [one.shape.chunk for one in rounds]
+        measured = [index for index, one in enumerate(known) if one is not None]
+        if not measured:
+            return len(rounds) - 1
+        programs = []
+        for index, chunk in enumerate(chunks):
+            nearest = max((i for i in measured if i <= index), default=measured[0])
+            seconds = known[nearest]
+            assert seconds is not None
+            share = chunk / chunks[nearest] if nearest > index else 1.0
+            programs.append((chunk, share * seconds))
+        return _soonest(num_tokens, programs)[-1]
+
+    def chunk(self, plain: Round, mixed: list[Round]) -> tuple[int, float | None]:
+        """The prompt tokens that the next round may take along, and what it pays out.
+
+        Args:
+            plain: The round without any.
+            mixed: The same round with some, from the smallest chunk.
+        """
+        base = self.costs.seconds.get(plain)
+        if base is None:
+            return 0, None  # first see what a round takes
+        allowance = MAX_SLOWDOWN * base
+        costs, chunks = self._costs_of(base, mixed), [one.shape.chunk for one in mixed]
+        chosen, cost = 0, base
+        for size, seconds in zip(chunks, costs, strict=True):
+            if seconds <= (allowance + self.saved_s) * ROUNDING:
+                chosen, cost = size, seconds
+        self._num_waited = 0 if chosen else self._num_waited + 1
+        if self._num_waited > MAX_WAIT_ROUNDS:
+            chosen, cost, self._num_waited = chunks[0], costs[0], 0
+        most = max(costs[0] - allowance, 0.0)
+        self.saved_s = min(self.saved_s + allowance, most + cost) - cost
+        return chosen, cost
+
+    def _costs_of(self, base: float, mixed: list[Round]) -> list[float]:
+        """Measured times; what is not known is taken as in proportion to the last.
+
+        While nothing is known, the smallest chunk is tried and no other.
+        """
+        found = [self.costs.seconds.get(one) for one in mixed]
+        if found[0] is None:
+            return [base] + [math.inf] * (len(mixed) - 1)
+        chunks = [one.shape.chunk for one in mixed]
+        costs = [found[0]]
+        for index, known in enumerate(found[1:], 1):
+            if known is None:
+                more = costs[-1] - base
+                known = base + more * chunks[index] / chunks[index - 1]
+            costs.append(known)
+        return costs
+
+
+def _soonest(
+    num_tokens: int, programs: list[tuple[int, float]]
+) -> tuple[float, int, int]:
+    """Least seconds to read so many tokens, the launches, and the largest's index.
+
+    Args:
+        programs: The tokens that a launch has room for and its seconds, from the
+            smallest.
+    """
+    if num_tokens <= 0:
+        return 0.0, 0, 0
+    if not programs:
+        return math.inf, 0, 0
+    *smaller, (chunk, seconds) = programs
+    found = [_soonest(num_tokens, smaller)]
+    for count in (num_tokens // chunk, -(-num_tokens // chunk)):
+        if count:
+            rest_s, launches, _ = _soonest(num_tokens - count * chunk, smaller)
+            found.append((count * seconds + rest_s, count + launches, len(smaller)))
+    # Of equals, the fewest launches, and the smallest of programs.
+    return min(found)

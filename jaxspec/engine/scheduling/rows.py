@@ -1,0 +1,243 @@
+"""What the host knows of the running requests: one numpy array per value.
+
+A plan and a commit touch every running request every round; as arrays that costs
+microseconds. The device may be ahead of these values by the launches that are not read.
+"""
+
+import dataclasses
+import functools
+import operator
+
+import numpy as np
+
+from jaxspec.engine.scheduling.request import Request
+from jaxspec.program.plan import Features
+from jaxspec.sampling_params import RequestOutputKind
+
+# Features of a launch without requests: the neutral element of `|`.
+NO_FEATURES = Features(is_greedy=True)
+
+
+class RowTable:
+    """Rows of the device's state and the requests in them.
+
+    A draft model lags behind prompts and rounds without it, since it has keys and
+    values only for tokens of its own passes. Its first pass of a round takes two
+    tokens; with more than 2 in `num_draft_uncached`, a request decodes without drafts
+    until a launch has brought the draft model up to date:
+
+        launch                 uncached tokens, at most
+        prompt of 20 tokens    21  and the sampled token
+        catch-up               1   the last one, the next round's input
+        K = 3                  2   the last draft, the target's token
+        K = 0                  3
+        K = 0                  4
+        catch-up               1
+        K = 3                  2
+
+    Attributes:
+        num_admitted: Admissions so far.
+        owner: The number of its admission; -1 for a free row.
+        is_decoding: The whole prompt is prefilled, or is in a launch.
+        is_streamed: The caller gets tokens as they are made.
+        is_quiet: Nobody looks at the tokens before the last one.
+        num_tokens: Tokens whose values the host knows.
+        num_unread: Rounds that add tokens and have not been read.
+        num_unsure: How many of those may turn out not to have run.
+        ahead: Upper bound on the tokens that those add.
+        max_total: Tokens at which the sequence ends.
+        longest: Positions that may be written, lookahead included.
+        num_draft: Most drafts per round that the request wants.
+        num_draft_uncached: Upper bound on the newest tokens that the draft model
+            has no keys and values for, once all that is launched has run.
+        kind: Index into `kinds`, the features that decoding needs.
+    """
+
+    def __init__(self, num_rows: int, longest_drafted: int = 2**31 - 1):
+        """Make free rows; sequences of `longest_drafted` tokens get no drafts."""
+
+        def integers(fill: int = 0) -> np.ndarray:
+            return np.full(num_rows, fill, np.int64)
+
+        def flags() -> np.ndarray:
+            return np.zeros(num_rows, bool)
+
+        self.requests: list[Request | None] = [None] * num_rows
+        self.kinds: list[Features] = []
+        self.free = list(range(num_rows - 1, -1, -1))
+        self.owner = integers(-1)
+        self.is_decoding, self.is_streamed = flags(), flags()
+        self.is_quiet = flags()
+        self.num_tokens, self.num_unread = integers(), integers()
+        self.num_unsure, self.ahead = integers(), integers()
+        self.max_total, self.longest = integers(), integers()
+        self.num_draft, self.num_draft_uncached = integers(), integers(1)
+        self.kind = integers()
+        self._longest_drafted = longest_drafted
+        self.num_admitted = 0
+
+    def admit(self, request: Request, longest: int) -> None:
+        """Give a request a row."""
+        row = request.row = self.free.pop()
+        self.requests[row] = request
+        self.owner[row] = self.num_admitted
+        self.num_admitted += 1
+        self.is_decoding[row] = False
+        kind = request.params.output_kind
+        self.is_streamed[row] = kind is not RequestOutputKind.FINAL_ONLY
+        self.is_quiet[row] = request.is_quiet
+        self.num_tokens[row] = request.num_tokens
+        self.num_unread[row] = self.num_unsure[row] = self.ahead[row] = 0
+        self.max_total[row], self.longest[row] = request.max_total, longest
+        self.num_draft[row], self.num_draft_uncached[row] = request.num_draft_tokens, 1
+        # Its prompt is in when it decodes.
+        features = dataclasses.replace(request.features, num_prompt_logprobs=None)
+        if features not in self.kinds:
+            self.kinds.append(features)
+        self.kind[row] = self.kinds.index(features)
+
+    def release(self, request: Request) -> None:
+        """Free a request's row; it keeps the count of its unread rounds."""
+        row = request.row
+        request.num_unread = int(self.num_unread[row])
+        self.requests[row] = None
+        self.owner[row] = -1
+        self.is_decoding[row] = False
+        self.free.append(row)
+        request.row = -1
+
+    def owners_of(self, rows: list[int]) -> list[Request]:
+        """The requests in these rows."""
+        requests = self.requests
+        found = [request for row in rows if (request := requests[row]) is not None]
+        assert len(found) == len(rows), f"of rows {rows} some are free"
+        return found
+
+    def features(self, rows: np.ndarray) -> Features:
+        """The program features that a launch of these decoding rows needs."""
+        kinds = [self.kinds[kind] for kind in set(self.kind[rows].tolist())]
+        return functools.reduce(operator.or_, kinds, NO_FEATURES)
+
+    def most_tokens(self, rows: np.ndarray) -> np.ndarray:
+        """Upper bound on the tokens of each row once all launches have run."""
+        known = self.num_tokens[rows] + self.ahead[rows]
+        return np.minimum(known, self.max_total[rows])
+
+    def fewest_tokens(self, rows: np.ndarray) -> np.ndarray:
+        """Lower bound on the same, for sequences that have not ended."""
+        known = self.num_tokens[rows] + self.num_unread[rows] - self.num_unsure[rows]
+        return np.minimum(known, self.max_total[rows])
+
+    def decodable(self, limit: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows that can decode now, and how many drafts each wants, at most `limit`.
+
+        A row that may have reached its last token waits for the read.
+        """
+        rows = np.flatnonzero(self.is_decoding)
+        may_be_over = self.most_tokens(rows) >= self.max_total[rows]
+        may_be_over &= self.num_unread[rows] > 0
+        wanted = np.minimum(limit, self.num_draft[rows])
+        wanted[self.most_tokens(rows) >= self._longest_drafted] = 0
+        return rows[~may_be_over], wanted[~may_be_over]
+
+    def lags(self, rows: np.ndarray) -> np.ndarray:
+        """Whether the draft model has to catch up before a row gets drafts."""
+        return self.num_draft_uncached[rows] > 2
+
+    def awaits_draft(self, rows: np.ndarray) -> np.ndarray:
+        """Whether a row lags, and drafts are still of use to it."""
+        late = self.lags(rows) & (self.num_draft[rows] > 0)
+        late &= self.num_tokens[rows] < self._longest_drafted
+        return late & (self.max_total[rows] - self.fewest_tokens(rows) > 1)
+
+    def lagging(self) -> np.ndarray:
+        """Rows whose draft model can catch up now: where all launches are plain.
+
+        How many tokens the sequence will have is known then, whatever it says.
+        """
+        rows = np.flatnonzero(self.is_decoding)
+        late = self.awaits_draft(rows) & (self.num_unread == self.ahead)[rows]
+        return rows[late]
+
+    def possible_drafts(self, rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        """How many of the drafts that each row wants its sequence has room for."""
+        left = self.max_total[rows] - self.fewest_tokens(rows) - 1
+        room = self._longest_drafted - self.most_tokens(rows)
+        # The device knows where a sequence ends, and drops drafts behind that.
+        room[self.max_total[rows] <= self._longest_drafted] = 2**31
+        return np.minimum(wanted, np.maximum(np.minimum(left, room), 0))
+
+    def rounds_left(self, rows: np.ndarray, drafts: np.ndarray) -> int:
+        """Rounds of at most so many drafts until the first of the rows may have ended.
+
+        Or has drafts beyond the draft model's longest sequence.
+        """
+        most, longest, each = self.most_tokens(rows), self._longest_drafted, drafts + 1
+        left = -(-(self.max_total[rows] - most) // each)
+        is_short = (drafts > 0) & (self.max_total[rows] > longest)
+        left[is_short] = np.minimum(left, (longest - most + 1) // each)[is_short]
+        return max(int(left.min(initial=2**31)), 1)
+
+    def launch(self, rows: np.ndarray, drafts: np.ndarray, num_rounds: int = 1) -> None:
+        """Count rounds in each of which row i gets at most `drafts[i] + 1` tokens.
+
+        The first of them runs in any case.
+        """
+        self.num_unread[rows] += num_rounds
+        self.num_unsure[rows] += num_rounds - 1
+        self.ahead[rows] += num_rounds * (drafts + 1)
+
+    def draft(
+        self, rows: np.ndarray, num_draft_tokens: int, num_rounds: int = 1
+    ) -> None:
+        """Update the draft model's lag for a launch."""
+        gap = self.num_draft_uncached[rows]
+        if num_draft_tokens:
+            # A drafting round leaves at most its last draft and the target's token,
+            # but does not fill what it finds open before.
+            self.num_draft_uncached[rows] = np.where(gap <= 2, 2, gap + num_rounds)
+        else:
+            self.num_draft_uncached[rows] = gap + num_rounds
+
+    def settle(
+        self,
+        rows: np.ndarray,
+        drafts: np.ndarray,
+        num_rounds: int,
+        num_missing: int,
+        *,
+        is_lag: bool,
+    ) -> None:
+        """Take back the last rounds of a launch, which did not run.
+
+        Args:
+            num_rounds: What `launch` has counted.
+            is_lag: `draft` has counted them, too: they leave the draft model behind.
+        """
+        self.num_unread[rows] -= num_missing
+        self.num_unsure[rows] -= num_rounds - 1
+        self.ahead[rows] -= num_missing * (drafts + 1)
+        if is_lag:
+            self.num_draft_uncached[rows] -= num_missing
+
+    def read(self, rows: np.ndarray, drafts: np.ndarray, emitted: np.ndarray) -> None:
+        """Count a round that has been read."""
+        self.num_tokens[rows] += emitted
+        self.num_unread[rows] -= 1
+        self.ahead[rows] -= drafts + 1
+
+    def check(self) -> None:
+        """Assert that every running request's values are possible."""
+        taken = np.flatnonzero(self.owner >= 0)
+        assert sorted([*taken.tolist(), *self.free]) == list(range(len(self.owner)))
+        assert (self.num_tokens[taken] <= self.max_total[taken]).all()
+        # The draft model never has keys and values for the last token.
+        assert (self.num_draft_uncached[taken] >= 1).all()
+        assert (self.num_unsure[taken] >= 0).all()
+        assert (self.num_unread[taken] >= self.num_unsure[taken]).all()
+        assert (self.ahead[taken] >= self.num_unread[taken]).all()
+        for row in taken.tolist():
+            (request,) = self.owners_of([row])
+            request.check()
+            assert request.row == row
+            assert self.num_tokens[row] == request.num_tokens

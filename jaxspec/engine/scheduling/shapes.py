@@ -1,0 +1,347 @@
+"""Which programs an engine can have, and which compiled one serves a launch.
+
+Every size of a launch is a program to compile, so there are few, chosen by what
+launches in larger programs cost (`benchmarks/results/program-costs-cpu.json`): K, rows
+and features that a launch does not use are pads and zeros. A launch whose own program
+is not compiled yet runs in a larger one that is.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
+
+from jaxspec.config import EngineConfig
+from jaxspec.engine.scheduling.controller import Controller
+from jaxspec.program.plan import TILE, Features, StepShape
+from jaxspec.program.tree import Tree
+
+# Prompt tokens per launch for which executables may be built, at most.
+MAX_CHUNK = 2048
+# The same with `batch_invariant`, where every launch has room for as many.
+INVARIANT_CHUNK = 4 * TILE
+# Numbers of sequences for which programs without prompts are built.
+NUM_SIZES = 3
+
+GREEDY, SAMPLED = Features(is_greedy=True), Features()
+
+
+@runtime_checkable
+class Programs(Protocol):
+    """The compiled programs, and the way to more."""
+
+    def __contains__(self, shape: StepShape, /) -> bool: ...
+
+    def has_failed(self, shape: StepShape) -> bool:
+        """Whether it could not be made."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Changes whenever a program is added or removed."""
+        ...
+
+    def request(self, shape: StepShape) -> None:
+        """Compile a program, before those of the warm-up."""
+        ...
+
+
+class EveryProgram:
+    """All programs, each compiled when it is launched."""
+
+    version = 0
+
+    def __contains__(self, shape: StepShape) -> bool:
+        return True
+
+    def has_failed(self, shape: StepShape) -> bool:
+        """False: its launch raises the error."""
+        return False
+
+    def request(self, shape: StepShape) -> None:
+        """Do nothing: its launch compiles it."""
+
+
+class Shapes:
+    """The sizes of an engine's launches.
+
+    Attributes:
+        max_tiles: Of prompts, in one launch.
+        catch_ups: Programs that bring the draft model up to date, from the smallest;
+            none where there is no such model.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        controller: Controller,
+        programs: Programs | None = None,
+    ):
+        self._config, self._controller = config, controller
+        parents = config.speculative and config.speculative.parents
+        self._template = Tree(parents) if parents else None
+        self._programs = EveryProgram() if programs is None else programs
+        most = INVARIANT_CHUNK if config.batch_invariant else MAX_CHUNK
+        budget = min(config.max_num_batched_tokens, most)
+        self.max_tiles = max(budget // TILE, 1)
+        self._found: dict[tuple, StepShape | None] = {}
+        self._with_prompts: dict[tuple, list[StepShape]] = {}
+        self._found_version = -1
+        self._forms = self._all_forms()
+        self._late = self._made_when_used()
+        self.catch_ups: list[StepShape] = []
+        if config.draft_model_config is not None and len(controller.ladder) > 1:
+            chunk = self.max_tiles * TILE
+            sizes = {chunk} if config.batch_invariant else {_tiled(chunk // 8), chunk}
+            self.catch_ups = [StepShape.catch_up(size) for size in sorted(sizes)]
+
+    def _all_forms(self) -> dict[Features, list[StepShape]]:
+        """The programs of every form, forms in the order of what launches cost in them.
+
+        Log-probabilities and controls come together, so that no mix of requests needs a
+        program of its own. The first program of a form serves all its launches.
+        """
+        ladder, told = self._controller.ladder, self._config.num_logprobs
+        seqs, drafts = _power_of_two(self._config.max_num_seqs), ladder[-1]
+        chunk = self.max_tiles * TILE
+        small, single = (_tiled(chunk // part) for part in (8, 4))
+        special = Features(has_controls=True, num_logprobs=told)
+        with_prompt = dataclasses.replace(special, num_prompt_logprobs=told)
+        largest, alone = (seqs, drafts, chunk), (1, drafts, 0)
+        sizes_without = [(n, 0, 0) for n in _sizes_up_to(seqs)]
+        drafting = [(n, k, 0) for k in ladder[:0:-1] for n, *_ in sizes_without]
+        # Sequences, drafts and prompt tokens.
+        sizes: dict[Features, list[tuple[int, int, int]]] = {
+            GREEDY: drafting + sizes_without,
+            SAMPLED: [largest, (1, 0, single), (seqs, drafts, small)]
+            + drafting
+            + [(seqs, 0, small)]
+            + [(seqs, 0, 0), *(sizes_without if drafting else [(1, 0, 0)])],
+            special: [largest, (seqs, drafts, small), alone, (seqs, drafts, 0)],
+            # A request whose prompt is in decodes in another form.
+            with_prompt: [largest],
+            dataclasses.replace(special, has_grammar=True): [
+                largest,
+                alone,
+                (seqs, drafts, 0),
+            ],
+            dataclasses.replace(with_prompt, has_grammar=True): [largest],
+        }
+        if self._config.batch_invariant:
+            del sizes[GREEDY]
+            sizes = dict.fromkeys(sizes, [largest])
+        rounds = self._config.num_scheduler_steps
+        return {
+            form: [
+                StepShape(
+                    num_seqs=n,
+                    num_draft_tokens=k,
+                    chunk=c,
+                    features=form,
+                    max_rounds=rounds if form in (GREEDY, SAMPLED) and not c else 1,
+                    template=self._template,
+                )
+                for n, k, c in dict.fromkeys(listed)
+            ]
+            for form, listed in sizes.items()
+        }
+
+    def _made_when_used(self) -> set[StepShape]:
+        """Programs without drafts that engines which draft may never need.
+
+        Larger ones serve meanwhile: they are compiled when a launch would be faster in
+        them, as where drafts do not pay.
+        """
+        return {
+            shape
+            for form in (GREEDY, SAMPLED)
+            for shape in self._forms.get(form, ())
+            if len(self._controller.ladder) > 1
+            and not shape.num_draft_tokens
+            and (shape.num_seqs > 1 or not (shape.chunk or form == GREEDY))
+        }
+
+    def tree(self, num_drafts: int) -> Tree:
+        """The tree whose rows are written in a round of so many drafts in a row.
+
+        All of the engine's tree, however few levels are wanted: rows of the others may
+        come before rows that are.
+        """
+        if self._template is None or not num_drafts:
+            return Tree.chain(num_drafts)
+        return self._template
+
+    def form(self, features: Features) -> Features:
+        """The features of a program that serves requests with `features`."""
+        return next(form for form in self._forms if form.covers(features))
+
+    def all(
+        self,
+        prompt_tokens: int | None = None,
+        features: Iterable[Features] = (GREEDY, SAMPLED),
+        *,
+        with_late: bool = False,
+    ) -> list[StepShape]:
+        """Every program that launches can use, the most useful first.
+
+        The first one of every form serves all launches of that form.
+
+        Args:
+            prompt_tokens: Longest prompt to expect; None for any.
+            features: What requests will need; greedy and sampled ones by default.
+            with_late: Also those that are otherwise compiled when they are used: of
+                rounds without drafts, in engines that draft.
+        """
+        forms = list(dict.fromkeys(self.form(one) for one in features))
+        # Sampled before greedy: its programs serve both.
+        forms.sort(key=lambda form: form.is_greedy)
+        lists = [self._forms[form] for form in forms]
+        listed = [shapes[0] for shapes in lists if shapes and shapes[0].chunk]
+        listed += self.catch_ups  # no drafts without
+        listed += [shape for shapes in lists for shape in shapes]
+        budget = self.max_tiles * TILE
+        tokens = budget if prompt_tokens is None else prompt_tokens
+        # Prompts come together, each in tiles of its own.
+        wanted = min(-(-tokens // TILE) * TILE * self._config.max_num_seqs, budget)
+        chunks = sorted({shape.chunk for shape in listed})
+        last = next(chunk for chunk in chunks if chunk >= wanted)
+        kept = [shape for shape in listed if shape.chunk <= last]
+        if not with_late:
+            kept = [shape for shape in kept if shape not in self._late]
+        return list(dict.fromkeys(kept))
+
+    @property
+    def cannot_catch_up(self) -> bool:
+        """Whether no program that feeds the draft model can be had."""
+        failed = [self._programs.has_failed(shape) for shape in self.catch_ups]
+        return bool(failed) and all(failed)
+
+    @property
+    def can_catch_up(self) -> bool:
+        """Whether a program that feeds the draft model is compiled."""
+        return any(shape in self._programs for shape in self.catch_ups)
+
+    def catch_up(self, num_tiles: int) -> StepShape | None:
+        """The best compiled program that feeds the draft model; None if there is none.
+
+        One that has room for all tiles, else the largest. If the best one of all is
+        missing, it is requested.
+        """
+        if not self.catch_ups:
+            return None
+        fits = [shape for shape in self.catch_ups if shape.num_tiles >= num_tiles]
+        smaller = [shape for shape in self.catch_ups if shape not in fits]
+        ordered = [
+            shape
+            for shape in fits + smaller[::-1]
+            if not self._programs.has_failed(shape)
+        ]
+        if ordered and ordered[0] not in self._programs:
+            self._programs.request(ordered[0])
+        return next((shape for shape in ordered if shape in self._programs), None)
+
+    def find(
+        self,
+        num_seqs: int,
+        num_draft_tokens: int,
+        num_prompt_tokens: int = 0,
+        features: Features = SAMPLED,
+        *,
+        is_brief: bool = False,
+    ) -> StepShape | None:
+        """The best compiled program that serves a launch; None if there is none.
+
+        If the best one of all is missing, it is requested.
+
+        Args:
+            is_brief: There will be few such launches: for them nothing is compiled that
+                other launches do not need.
+        """
+        self._refresh()
+        need = num_seqs, num_draft_tokens, num_prompt_tokens, features
+        if (need, is_brief) not in self._found:
+            able = self._able(*need)
+            there = next((shape for shape in able if shape in self._programs), None)
+            best = next(
+                shape for shape in able if not (is_brief and shape in self._late)
+            )
+            if there is None or able.index(best) < able.index(there):
+                self._programs.request(best)
+            self._found[need, is_brief] = there
+        return self._found[need, is_brief]
+
+    def _refresh(self) -> None:
+        if self._found_version != self._programs.version:
+            self._found_version = self._programs.version
+            self._found.clear()
+            self._with_prompts.clear()
+
+    def _able(
+        self, num_seqs: int, num_draft_tokens: int, tokens: int, features: Features
+    ) -> list[StepShape]:
+        """Programs that serve a launch, the best first."""
+        rung = self._controller.rung(num_draft_tokens)
+        forms = [form for form in self._forms if form.covers(features)]
+        if self._config.batch_invariant:
+            del forms[1:]  # other programs give other bits
+        able = [
+            shape
+            for form in forms
+            for shape in self._forms[form]
+            if shape.num_seqs >= num_seqs
+            and shape.num_draft_tokens >= rung
+            and shape.chunk >= tokens
+        ]
+        assert able, f"no program for {num_seqs} sequences and {tokens} prompt tokens"
+        # Of equal sizes, forms keep their order.
+        return sorted(
+            able, key=lambda one: (one.num_draft_tokens, one.chunk, one.num_seqs)
+        )
+
+    def request(
+        self,
+        num_seqs: int,
+        num_draft_tokens: int,
+        tokens: int,
+        features: Features,
+        *,
+        is_brief: bool = False,
+    ) -> None:
+        """Request the best program for a launch with prompts, if it is missing.
+
+        Args:
+            is_brief: As for `find`.
+        """
+        tiles = min(-(-tokens // TILE), self.max_tiles)
+        tokens = tiles * TILE
+        self.find(num_seqs, num_draft_tokens, tokens, features, is_brief=is_brief)
+
+    def with_prompts(
+        self, num_seqs: int, num_draft_tokens: int, features: Features
+    ) -> list[StepShape]:
+        """Compiled programs with room for prompts, from the smallest chunk."""
+        self._refresh()
+        need = num_seqs, num_draft_tokens, features
+        if need not in self._with_prompts:
+            able = self._able(num_seqs, num_draft_tokens, TILE, features)
+            there = [shape for shape in able if shape in self._programs]
+            # Of equal chunks the best; a larger one only if it has more room.
+            chunks = {shape.chunk: shape for shape in reversed(there)}
+            self._with_prompts[need] = [chunks[size] for size in sorted(chunks)]
+        return self._with_prompts[need]
+
+
+def _sizes_up_to(most: int) -> list[int]:
+    """1 and the most sequences, and those between them at about equal ratios."""
+    power = most.bit_length() - 1
+    steps = range(NUM_SIZES)
+    exponents = {-(-power * step // (NUM_SIZES - 1)) for step in steps}
+    # From both ends: single sequences and full batches are the most common.
+    return sorted((1 << one for one in exponents), key=lambda n: n not in (1, most))
+
+
+def _tiled(tokens: int) -> int:
+    return max(tokens // TILE, 1) * TILE
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()

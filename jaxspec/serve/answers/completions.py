@@ -1,0 +1,90 @@
+"""Owns the answers of POST /v1/completions."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from jaxspec.outputs import CompletionOutput, RequestOutput
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.serve.answers.response_writers import ChoiceWriter
+from jaxspec.serve.bodies.protocol import CompletionBody
+from jaxspec.serve.serving import Serving
+
+
+class CompletionWriter(ChoiceWriter):
+    """Writes texts, after their prompts where these are echoed."""
+
+    kind = ("text_completion", "text_completion")
+    unasked = ("prompt_logprobs", "prompt_token_ids", "token_ids")
+
+    def __init__(
+        self,
+        serving: Serving,
+        body: CompletionBody,
+        params: SamplingParams,
+        request_id: str,
+    ):
+        super().__init__(serving, body, params, f"cmpl-{request_id}")
+        self._body = body
+        # Only the prompt was asked for; the engine makes one token at least.
+        self._is_echo_only = bool(body.echo) and body.max_tokens == 0
+        # By text: characters told so far, echoed ones included.
+        self._lengths: dict[int, int] = {}
+
+    def shown(self, completion: CompletionOutput) -> list[int]:
+        """Return the generated tokens that the answer shows."""
+        return [] if self._is_echo_only else super().shown(completion)
+
+    def deltas(
+        self, index: int, completion: CompletionOutput, output: RequestOutput
+    ) -> Iterator[dict[str, Any]]:
+        """Write what is new of a text, if there is anything."""
+        choice = self.choice(index, completion, output)
+        told = ("text", "logprobs", "token_ids", "token_origins")
+        if any(map(choice.get, told)) or completion.finished():
+            yield choice
+
+    def choice(
+        self, index: int, completion: CompletionOutput, output: RequestOutput
+    ) -> dict[str, Any]:
+        """Write a text, or the part of it that the output has."""
+        body, token_ids = self._body, self.shown(completion)
+        is_first = index not in self._lengths
+        before = self._lengths.get(index, 0)
+        text = "" if self._is_echo_only else completion.text
+        told, told_ids = self._told(completion), token_ids
+        if body.echo and is_first:
+            text = self._prompt(output) + text
+            if told is not None:
+                told = [*(self.prompt_logprobs(index) or []), *told]
+                told_ids = [*(output.prompt_token_ids or ()), *token_ids]
+        self._lengths[index] = before + len(text)
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        if told:
+            choice["logprobs"] = self.logprobs.for_completion(told_ids, told, before)
+        if body.prompt_logprobs is not None:
+            told_prompt = self.logprobs.for_prompt(self.prompt_logprobs(index))
+            choice["prompt_logprobs"] = told_prompt
+        if body.return_token_ids:
+            choice["token_ids"] = token_ids
+            if is_first:
+                choice["prompt_token_ids"] = output.prompt_token_ids
+        return choice | self.origins(completion)
+
+    def finish(self, answer: dict[str, Any], output: RequestOutput) -> None:
+        """Add nothing: what is known of prompts is told with the choices."""
+
+    def _told(self, completion: CompletionOutput) -> list[Any] | None:
+        if self.params.num_logprobs is None:
+            return None
+        return [] if self._is_echo_only else list(completion.logprobs or ())
+
+    def _prompt(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        return self.tokenizer.decode(output.prompt_token_ids or [])

@@ -1,0 +1,5 @@
+"""Parts of an engine's configuration, `jaxspec.config`.
+
+`model_config` is a network's numbers, `speculation` how drafts are made and judged,
+`structured_outputs` what holds for forms of texts.
+"""

@@ -1,0 +1,117 @@
+"""The choice of a draft model's devices, against sums made by hand."""
+
+import re
+from typing import Any
+
+import pytest
+
+from jaxspec.engine.memory.device_speeds import Speeds, speeds_of
+from jaxspec.engine.memory.draft_sharding import (
+    MIN_GAIN,
+    MIN_PAGES,
+    OTHER_SUMS,
+    DraftSharding,
+    DraftSize,
+    choose,
+    estimate,
+)
+
+V5E = speeds_of("v5e")
+# 2B in bfloat16 on each of so many devices, and pages of 27B with it on a v5e-8.
+WEIGHT_BYTES = {8: 684_679_680, 4: 1_307_533_824, 2: 2_614_583_808, 1: 5_228_683_776}
+NUM_PAGES = {8: 4000, 4: 3456, 2: 1728, 1: None}
+
+
+def of_2b(devices: int, speeds: Speeds | None = V5E, **changes: Any) -> DraftSize:
+    assert speeds is not None
+    values: dict[str, Any] = dict(
+        devices=devices,
+        weight_bytes=WEIGHT_BYTES[devices],
+        num_layers=26,
+        hidden_size=2304,
+        num_seqs=8,
+        num_pages=NUM_PAGES[devices],
+    )
+    return estimate(speeds, **(values | changes))
+
+
+def size(devices: int, pass_ms: float, num_pages: int | None = 100) -> DraftSize:
+    read_s = 1e-3 * pass_ms
+    return DraftSize(devices=devices, read_s=read_s, sum_s=0.0, num_pages=num_pages)
+
+
+def test_a_pass_of_2b_on_a_v5e_8():
+    count = 2 * 26 + OTHER_SUMS
+    # Weights at 819 GB/s; 8 rows of 2,304 floats are 73,728 bytes.
+    eight = of_2b(8)
+    assert eight.read_s == pytest.approx(684_679_680 / 819e9)
+    sent_us = 2 * 7 / 8 * 73_728 / 100e3
+    assert eight.sum_s == pytest.approx(count * (5 + 8 + sent_us) * 1e-6)
+    whole = of_2b(1)
+    assert (whole.pass_s, whole.sum_s) == (pytest.approx(6.3842e-3, rel=1e-4), 0)
+    chosen = choose([of_2b(devices) for devices in (8, 4, 2, 1)])
+    assert (chosen.devices, chosen.reason) == (8, "the fastest by estimate")
+
+
+def test_many_rows_are_those_of_a_typical_batch():
+    assert of_2b(8, num_seqs=16) == of_2b(8, num_seqs=256)
+    assert of_2b(8, num_seqs=16).sum_s > of_2b(8, num_seqs=8).sum_s
+
+
+def test_a_small_draft_is_whole_on_every_device():
+    """4 MB are read in 5 us; 14 sums over eight devices take 180."""
+    small: dict[str, Any] = dict(num_layers=1, hidden_size=64, num_pages=100)
+    sizes = [
+        of_2b(devices, weight_bytes=4 * 10**6 // devices, **small)
+        for devices in (8, 4, 2, 1)
+    ]
+    assert choose(sizes).devices == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "devices", "reason"),
+    [
+        # The fastest, whichever it is.
+        ([size(8, 1), size(4, 2), size(2, 3)], 8, "the fastest"),
+        ([size(8, 3), size(4, 1), size(2, 2)], 4, "the fastest"),
+        ([size(8, 3), size(4, 2), size(2, 1)], 2, "the fastest"),
+        # Hardly faster, and by just enough.
+        ([size(8, 1), size(4, 1 - MIN_GAIN + 0.01)], 8, "no other is clearly"),
+        ([size(8, 1), size(4, 1 - MIN_GAIN - 0.01)], 4, "the fastest"),
+        # Faster, but where requests would be: the next one, or none.
+        ([size(8, 3), size(4, 2), size(2, 1, 50)], 4, "2, faster .* too few pages"),
+        ([size(8, 3), size(4, 2, 0), size(2, 1, None)], 8, "2, faster .* too few"),
+        ([size(8, 3), size(4, 1, int(100 * MIN_PAGES))], 4, "the fastest"),
+        ([size(8, 3), size(4, 1, int(100 * MIN_PAGES) - 1)], 8, "too few pages"),
+        # Nothing fits: as many as the target has, for the error that follows.
+        ([size(8, 3, None), size(1, 1, None)], 8, "too few pages"),
+    ],
+)
+def test_the_fastest_that_leaves_pages(
+    sizes: list[DraftSize], devices: int, reason: str
+):
+    found = choose(sizes)
+    assert found.devices == devices
+    assert found.sizes == tuple(sizes)
+    assert re.search(reason, found.reason), found.reason
+
+
+def test_the_decision_is_one_line():
+    sizes = size(2, 1.5, 3776), size(1, 6.384, None)
+    made = DraftSharding(sizes=sizes, devices=2)
+    assert made.line() == (
+        "The draft model is spread over 2 devices, the fastest by estimate "
+        "(2: 1.50 ms a pass, 3,776 pages; 1: 6.38, does not fit)"
+    )
+    given = DraftSharding(sizes=sizes, devices=1, is_given=True)
+    assert given.line().startswith(
+        "The draft model is spread over 1 device, as given (2: 1.50 ms"
+    )
+    told = given.told()
+    assert (told["devices"], told["reason"]) == (1, "as given")
+    assert told["sizes"][1] == {
+        "devices": 1,
+        "read_s": pytest.approx(6.384e-3),
+        "sum_s": 0,
+        "num_pages": None,
+    }

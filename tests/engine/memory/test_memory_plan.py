@@ -1,0 +1,291 @@
+"""The division of a device's memory, against sums made by hand."""
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+from jaxspec.config import GivenSizes
+from jaxspec.engine.memory.memory_plan import (
+    ACCELERATOR_SIZES,
+    CPU_SIZES,
+    GIB,
+    MAX_LAYER_VALUES,
+    MemoryFacts,
+    MemoryPlan,
+    ModelBytes,
+    ProgramFacts,
+    Sizes,
+    default_cpu_pages,
+    default_sizes,
+    plan_memory,
+    shown_bytes,
+)
+from jaxspec.errors import ConfigError
+
+# Gemma 2 in bfloat16: bytes of weights, and of 16 tokens' keys and values.
+TARGET_9B = ModelBytes(weight_bytes=18_483_411_968, page_bytes=16 * 344_064)
+DRAFT_2B = ModelBytes(weight_bytes=5_228_683_776, page_bytes=16 * 106_496)
+PROGRAMS = ProgramFacts(
+    num_draft_tokens=5,
+    vocab_size=256_000,
+    draft_vocab_size=256_000,
+    # Float32 of 5 feed-forward widths of 14,336 and 4 model widths of 3,584.
+    token_bytes=344_064,
+    fixed_bytes=256 * 2**20,
+)
+
+
+def facts(**changes: Any) -> MemoryFacts:
+    """9B with the 2B as its draft on a device of 80 GB."""
+    values: dict[str, Any] = dict(
+        device="GPU",
+        platform="gpu",
+        limit_bytes=80 * 10**9,
+        target=TARGET_9B,
+        draft=DRAFT_2B,
+        programs=PROGRAMS,
+        page_size=16,
+        max_model_len=8192,
+    )
+    return MemoryFacts(**(values | changes))
+
+
+def make_plan(given: dict[str, Any] | None = None, **changes: Any) -> MemoryPlan:
+    return plan_memory(facts(**changes), GivenSizes(**(given or {})))
+
+
+SIXTY_FOUR = dict(max_num_seqs=64, max_num_batched_tokens=2048)
+
+
+def test_9b_with_a_2b_draft_on_80_gb():
+    made = make_plan(SIXTY_FOUR | dict(gpu_memory_utilization=0.9))
+    # 64 sequences of 5 drafts and one more are 384 rows; 2,048 prompt tokens 64 tiles.
+    logits = 4 * 256_000 * (5 * 384 + 4 * 64)
+    laws = 4 * 256_000 * 5 * 64
+    assert made.workspace_bytes == logits + laws + 268_435_456 == 2_824_339_456
+    # 72,000,000,000 - 23,712,095,744 - 2,824,339,456 bytes are 6,306 pages of
+    # 7,208,960 bytes, and 6,272 in a round number.
+    assert made.num_pages == 6272
+    assert made.kv_bytes == 45_214_597_120
+    assert made.left_bytes == 8_248_967_680
+    # 512 pages a sequence.
+    assert made.concurrency(8192) == 12.25
+    assert made.concurrency(100) == 6272 / 7
+    assert made.draft_bytes == 5_228_683_776 + 6272 * 1_703_936
+    # Without the draft 50,443,280,896 bytes are 9,163 pages of the 9B's.
+    assert made.sequences_lost == pytest.approx((9163 - 6272) / 512)
+
+
+def test_the_table_tells_all_of_it():
+    text = make_plan(SIXTY_FOUR | dict(gpu_memory_utilization=0.9)).table()
+    lines = [re.sub(r"\s+", " ", line).strip() for line in text.splitlines()]
+    assert lines == [
+        "Memory of GPU",
+        "target weights 17.21 GiB",
+        "draft weights 4.87 GiB",
+        "programs 2.63 GiB estimated, for 64 sequences and 2,048 prompt tokens",
+        "KV 42.11 GiB 6,272 pages of 16 tokens, 450,560 bytes per token (draft 106,496)"
+        ", 7,208,960 per page",
+        "left 7.68 GiB of 74.51 GiB, gpu_memory_utilization=0.9",
+        "Maximum concurrency at 8,192 tokens: 12.25x",
+        "The draft model takes 14.82 GiB: without it, 5.65 more of such sequences",
+    ]
+    told = make_plan(SIXTY_FOUR | dict(gpu_memory_utilization=0.9)).told()
+    assert told["table"] == text
+    assert told["parts"]["KV"] == 45_214_597_120
+    assert told["shown"]["KV"] == "42.11 GiB"
+    assert (told["num_pages"], told["max_concurrency"]) == (6272, 12.25)
+    several = make_plan(num_devices=8, used_bytes=2**20, compiled_bytes=2**30).table()
+    assert "Memory of GPU, each of 8" in several
+    assert re.search(r"in use by others +1\.00 MiB", several)
+    assert re.search(r"programs +1\.00 GiB  compiled, for 256", several)
+
+
+def test_nothing_is_told_of_a_draft_model_that_is_not_there():
+    made = make_plan(draft=ModelBytes())
+    assert "draft" not in made.table()
+    assert (made.draft_bytes, made.sequences_lost) == (0, 0)
+
+
+def test_what_others_use_is_no_room():
+    free, shared = make_plan(SIXTY_FOUR), make_plan(SIXTY_FOUR, used_bytes=10**10)
+    pages = 10**10 / 7_208_960
+    assert free.num_pages - shared.num_pages == pytest.approx(pages, rel=0.05)
+
+
+def test_utilization_is_vllms_if_nobody_says_it():
+    assert make_plan().utilization == 0.92
+    assert (
+        make_plan().num_pages == make_plan(dict(gpu_memory_utilization=0.92)).num_pages
+    )
+
+
+def test_a_share_of_the_device_is_more_of_what_jax_has_of_it():
+    # jax has 95 of 100, and 92 of 100 are asked for.
+    share = facts(limit_bytes=95 * 10**9, limit_share=0.95)
+    assert share.budget_bytes(0.92) == pytest.approx(92 * 10**9)
+    assert share.budget_bytes(1.0) == 95 * 10**9
+
+
+def test_the_number_of_pages_is_round():
+    # One page more or less of 7 MB is the same plan, and so the same programs.
+    counts = {
+        make_plan(SIXTY_FOUR, used_bytes=n * 7 * 10**6).num_pages for n in range(10)
+    }
+    assert len(counts) <= 2
+    assert all(count % 64 == 0 for count in counts)
+    # Where that would cost the only sequence, it is not.
+    exact = TARGET_9B.weight_bytes + DRAFT_2B.weight_bytes + 2_824_339_456
+    limit = exact + 515 * 7_208_960
+    small = make_plan(
+        SIXTY_FOUR | dict(gpu_memory_utilization=1.0),
+        limit_bytes=limit,
+        max_model_len=514 * 16,
+    )
+    assert small.num_pages == 515
+
+
+def test_pages_that_cannot_be_numbered_are_not_made():
+    # Of the 2B's layers a page has 16 * 8 * 256 values.
+    made = make_plan(
+        limit_bytes=10**15, draft=ModelBytes(), layer_page_values=16 * 8 * 256
+    )
+    assert made.num_pages == 65_024 <= MAX_LAYER_VALUES // (16 * 8 * 256) == 65_535
+
+
+def test_what_is_said_of_pages_is_taken():
+    assert make_plan(dict(num_pages=1000)).num_pages == 1000
+    made = make_plan(dict(kv_cache_memory_bytes=7_208_960 * 777 + 5))
+    assert (made.num_pages, made.utilization) == (777, None)
+    # The number of pages goes first, as in vLLM.
+    both = make_plan(dict(kv_cache_memory_bytes=10**10, num_pages=1000))
+    assert both.num_pages == 1000
+    # There is no limit to go beyond where nobody knows one, as on a CPU.
+    endless = make_plan(dict(num_pages=10**9), limit_bytes=None)
+    assert (endless.num_pages, endless.left_bytes) == (10**9, None)
+
+
+def test_temporaries_are_logits_or_layers():
+    few = PROGRAMS.temporary_bytes(Sizes(1, 2048))
+    assert few == 344_064 * (6 + 2048) + 4 * 256_000 * 5 + 268_435_456
+    # Programs are for powers of two, and no launch feeds more than 2,048 tokens.
+    assert PROGRAMS.temporary_bytes(Sizes(33, 9999)) == PROGRAMS.temporary_bytes(
+        Sizes(64, 2048)
+    )
+    plain = ProgramFacts(vocab_size=1000, token_bytes=1)
+    assert plain.temporary_bytes(Sizes(8, 32)) == 4 * 1000 * (5 * 8 + 4)
+    without = plain.temporary_bytes(Sizes(8, 32), has_controls=False)
+    assert without == 4 * 1000 * (3 * 8 + 1)
+    # 256 sequences of 6 rows once, once more of 8 rows each for the groups, and these.
+    tpu = dataclasses.replace(PROGRAMS, row_tile=8)
+    logits = 4 * 256_000 * (256 * 6 + 256 * 8 + 16) + 2 * 2**28
+    found = tpu.temporary_bytes(Sizes(256, 512), has_controls=False)
+    assert found == logits + 4 * 256_000 * 5 * 256 + 268_435_456
+    code = dataclasses.replace(PROGRAMS, code_bytes=10**9)
+    assert (
+        facts(programs=code, compiled_bytes=5).workspace_bytes(CPU_SIZES) == 5 + 10**9
+    )
+
+
+@pytest.mark.parametrize(
+    ("platform", "room_gb", "expected"),
+    [
+        ("gpu", 48, (256, 2048)),
+        # 256 sequences of 6 rows take 9.71 GB, 128 5.12: more than a quarter of 12.
+        ("gpu", 12, (64, 2048)),
+        # 32 take 1.68 GB, 64 2.82.
+        ("tpu", 7, (32, 2048)),
+        ("tpu", 2, (8, 512)),
+        ("cpu", 1, (8, 512)),
+        ("cpu", 1000, (8, 512)),
+    ],
+)
+def test_defaults_follow_the_room(platform: str, room_gb: int, expected: Any):
+    there = facts(platform=platform)
+    assert default_sizes(there, room_gb * 10**9, GivenSizes()) == expected
+
+
+def test_sizes_that_are_given_stay():
+    for given in (dict(max_num_seqs=512), dict(max_num_seqs=1)):
+        found = default_sizes(facts(), 10**9, GivenSizes(**given))
+        assert found == (given["max_num_seqs"], 512)
+    found = default_sizes(facts(), 10**9, GivenSizes(max_num_batched_tokens=4096))
+    assert found == (8, 4096)
+    assert ACCELERATOR_SIZES == (256, 2048)
+
+
+def test_no_more_sequences_than_pages_by_default():
+    made = make_plan(dict(num_pages=40), max_model_len=64)
+    assert made.sizes.num_seqs == 40
+    given = make_plan(dict(num_pages=40, max_num_seqs=64), max_model_len=64)
+    assert given.sizes.num_seqs == 64  # `EngineConfig` says what is wrong with it
+
+
+def refusal(given: dict[str, Any] | None = None, **changes: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        make_plan(given, **changes)
+    return caught.value
+
+
+def test_what_does_not_fit_names_the_numbers_and_one_setting():
+    # 24 GiB: 23.71 GB of 25.77 are weights, and there are no 2.06 GB beside them.
+    error = refusal(limit_bytes=24 * GIB)
+    text = str(error)
+    for told in ("GPU's 24.00 GiB", "=0.92 gives 22.08 GiB", "target 17.21 GiB"):
+        assert told in text
+    assert "draft 4.87 GiB" in text
+    assert "3.44 GiB of keys and values for one sequence" in text
+    assert text.endswith("Set tensor_parallel_size=2.")
+    assert (error.parameter, error.value) == ("tensor_parallel_size", 2)
+    assert "\n" not in text
+
+
+def test_the_setting_is_the_one_that_costs_least():
+    shorter = refusal(SIXTY_FOUR, limit_bytes=30 * 10**9)
+    # 27.6 GB leave 1,063,564,800 bytes: 147 pages.
+    assert (shorter.parameter, shorter.value) == ("max_model_len", 147 * 16)
+    fits = make_plan(SIXTY_FOUR, limit_bytes=30 * 10**9, max_model_len=147 * 16)
+    assert fits.num_pages == 147
+    more = refusal(
+        SIXTY_FOUR | dict(gpu_memory_utilization=0.5), limit_bytes=40 * 10**9
+    )
+    # 30,227,422,720 of 40,000,000,000 bytes.
+    assert (more.parameter, more.value) == ("gpu_memory_utilization", 0.76)
+    share = SIXTY_FOUR | dict(gpu_memory_utilization=0.76)
+    assert make_plan(share, limit_bytes=40 * 10**9).num_pages >= 512
+    fewer = refusal(dict(max_num_seqs=512), limit_bytes=36 * 10**9)
+    assert fewer.parameter == "max_num_seqs"
+    assert isinstance(fewer.value, int)
+    less = dict(max_num_seqs=fewer.value)
+    assert make_plan(less, limit_bytes=36 * 10**9).num_pages >= 512
+    twice = dict(max_num_seqs=2 * fewer.value)
+    assert refusal(twice, limit_bytes=36 * 10**9)
+
+
+def test_pages_that_the_device_has_no_room_for_are_refused():
+    error = refusal(SIXTY_FOUR | dict(num_pages=8000))
+    assert "num_gpu_blocks_override must be at most 7,416, got 8000" in str(error)
+    assert "weights take 22.08 GiB" in str(error)
+    error = refusal(SIXTY_FOUR | dict(kv_cache_memory_bytes=60 * 10**9))
+    assert "kv_cache_memory_bytes must be at most 53,463,564,800" in str(error)
+    make_plan(SIXTY_FOUR | dict(num_pages=7416))
+
+
+def test_bytes_for_less_than_a_sequence_are_refused():
+    error = refusal(dict(kv_cache_memory_bytes=10**9))
+    assert "must be an integer of at least 3690987520, got 1000000000" in str(error)
+    assert "max_model_len=8192" in str(error)
+
+
+def test_a_cpus_pages_are_enough_for_a_batch_within_the_cap():
+    assert default_cpu_pages(64, 8, 1000) == 512
+    assert default_cpu_pages(64, 8, 2**20 * 4) == 128
+    assert default_cpu_pages(64, 8, 2**30) == 64
+
+
+def test_bytes_are_shown_in_two_units():
+    assert shown_bytes(3 * GIB // 2) == "1.50 GiB"
+    assert shown_bytes(3 * 2**19) == "1.50 MiB"
+    assert shown_bytes(-GIB) == "-1.00 GiB"

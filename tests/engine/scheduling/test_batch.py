@@ -1,0 +1,153 @@
+"""What a launch brings goes to the requests and the tokens that it is about."""
+
+import numpy as np
+import pytest
+
+from jaxspec.engine.scheduling.batch import Advance, Launch, commit
+from jaxspec.engine.scheduling.costs import Costs
+from jaxspec.engine.scheduling.request import Request, Status
+from jaxspec.engine.scheduling.rows import RowTable
+from jaxspec.engine.scheduling.stats import EngineStats
+from jaxspec.program.plan import TILE, Features, StepPlan, StepShape, Tile
+from jaxspec.program.wire import StepResult, TokenLogprobs
+from tests.engine.scheduling.test_request import make_request
+
+TELLING = Features(num_logprobs=2, num_prompt_logprobs=2)
+
+
+def numbered(*leading: int) -> TokenLogprobs:
+    """Entries whose `rank` is their index."""
+    index = np.arange(np.prod(leading)).reshape(leading)
+    wide = np.repeat(index[..., None], 2, axis=-1)
+    return TokenLogprobs(
+        own=index.astype(np.float32),
+        rank=index.astype(np.int32),
+        top_ids=wide.astype(np.int32),
+        top=wide.astype(np.float32),
+        chosen=wide.astype(np.float32),
+    )
+
+
+def no_costs() -> Costs:
+    return Costs(num_rows=3, max_draft_tokens=3)
+
+
+def make_launch(
+    rows: RowTable, decoding: list[Request], tiles: list[Tile], tiled: list[Request]
+) -> Launch:
+    taken = np.array([request.row for request in decoding], np.int64)
+    drafts = np.full(len(decoding), 3)
+    rows.launch(taken, drafts)
+    return Launch(
+        plan=StepPlan(tiles=tiles),
+        shape=StepShape(num_seqs=4, num_draft_tokens=3, chunk=64, features=TELLING),
+        rows=taken,
+        owners=rows.owner[taken],
+        drafts=drafts,
+        decoding=decoding,
+        tiled=tiled,
+        registered=[],
+    )
+
+
+def make_result(emitted: list[int]) -> StepResult:
+    padded = np.array([*emitted, *[0] * (4 - len(emitted))])
+    return StepResult(
+        tokens=np.arange(16).reshape(4, 4),
+        num_emitted=padded,
+        num_draft=np.where(padded > 0, 3, 0),
+        num_accepted=np.maximum(padded - 1, 0),
+        is_done=padded == 0,
+        is_broken=np.zeros(4, bool),
+        is_draft_broken=np.zeros(4, bool),
+        tile_token=np.array([14, 15]),
+        tile_is_done=np.array([False, False]),
+        tile_is_broken=np.array([False, False]),
+        logprobs=numbered(4, 4),
+        tile_logprobs=numbered(2),
+        prompt_logprobs=numbered(2, TILE),
+    )
+
+
+def admit(count: int, **changes) -> tuple[RowTable, list[Request]]:
+    rows = RowTable(count)
+    requests = [make_request(max_total=90, **changes) for _ in range(count)]
+    for request in requests:
+        rows.admit(request, longest=90)
+        request.status = Status.DECODE
+    return rows, requests
+
+
+def test_rounds_are_added_to_whom_they_are_about():
+    rows, requests = admit(3, features=TELLING)
+    launch, stats = make_launch(rows, requests, [], []), EngineStats()
+    costs = no_costs()
+    requests[1].status = Status.FINISHED
+    rows.release(requests[1])
+    parts = commit(launch, make_result([2, 1, 4]), rows, stats, costs).parts
+    assert [part.request for part in parts] == [requests[0], requests[2]]
+    assert [part.token_ids for part in parts] == [[0, 1], [8, 9, 10, 11]]
+    ranks = [p.logprobs.rank.tolist() for p in parts if p.logprobs is not None]
+    assert ranks == [[0, 1], [8, 9, 10, 11]]
+    assert (stats.num_generated_tokens, stats.num_accepted_tokens) == (6, 4)
+    left = np.array([requests[0].row, requests[2].row])
+    assert rows.num_tokens[left].tolist() == [5, 7]
+    assert rows.ahead[left].tolist() == [0, 0]
+    # Of three drafts each, one and three were accepted; the one that ended is left out.
+    once, all_three = costs.acceptance(left)
+    assert once[0] > once[1] < all_three[1]
+    assert (costs.acceptance(np.array([1])) == costs.mean_acceptance()).all()
+
+
+def test_a_preempted_request_gets_what_was_under_way():
+    rows, requests = admit(1)
+    launch = make_launch(rows, requests, [], [])
+    rows.release(requests[0])
+    requests[0].status = Status.WAITING
+    assert requests[0].num_unread == 1
+    (part,) = commit(launch, make_result([3]), rows, EngineStats(), no_costs()).parts
+    assert part.token_ids == requests[0].output_token_ids == [0, 1, 2]
+    assert requests[0].num_unread == 0
+
+
+def test_a_row_with_a_new_owner_is_not_charged():
+    rows, requests = admit(1)
+    launch = make_launch(rows, requests, [], [])
+    requests[0].status = Status.FINISHED
+    rows.release(requests[0])
+    heir = make_request()
+    rows.admit(heir, longest=30)
+    advance = commit(launch, make_result([3]), rows, EngineStats(), no_costs())
+    assert advance == Advance()
+    assert rows.num_tokens[heir.row] == 3
+    assert rows.ahead[heir.row] == 0
+
+
+def tile(start: int, count: int, *, is_last: bool) -> Tile:
+    tokens = np.zeros(count, np.int32)
+    return Tile(row=0, start=start, tokens=tokens, is_last=is_last)
+
+
+@pytest.mark.parametrize("told", [0, 10, 40])
+def test_prompt_logprobs_are_told_once_and_in_order(told):
+    """A prompt of 50 tokens in tiles of 32 and 18, which are right-aligned."""
+    rows, (request,) = admit(1, features=TELLING, prompt_token_ids=[1] * 50)
+    request.num_prompt_logprobs = told
+    tiles = [tile(0, 32, is_last=False), tile(32, 18, is_last=True)]
+    launch = make_launch(rows, [], tiles, [request, request])
+    rows.launch(np.array([0]), np.zeros(1, np.int64))
+    parts = commit(launch, make_result([]), rows, EngineStats(), no_costs()).parts
+    ranks = [
+        rank
+        for part in parts
+        if part.prompt_logprobs is not None
+        for rank in part.prompt_logprobs.rank.tolist()
+    ]
+    # Entry t of the first tile is about token t + 1; the second starts at 32 + 14.
+    # The prompt's last position is about the first generated token.
+    places = [*range(32), *range(TILE + TILE - 18, TILE + TILE - 1)]
+    assert ranks == places[told:]
+    assert parts[-1].token_ids == [15]
+    assert parts[-1].logprobs is not None
+    assert parts[-1].logprobs.rank.tolist() == [1]
+    assert request.num_prompt_logprobs == 49

@@ -1,0 +1,230 @@
+"""Measured times and acceptance equal what a plain list of rounds says."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxspec.engine.scheduling.costs import (
+    HALF_LIFE_ROUNDS,
+    NEWEST,
+    PRIOR_RATE,
+    PRIOR_WEIGHT,
+    STALL,
+    Costs,
+    Kind,
+    Round,
+)
+from jaxspec.program.plan import StepShape
+from tests.loops import Loop, make_config, make_requests
+
+ROWS, DRAFTS = 3, 4
+SHAPE = StepShape(num_seqs=4, num_draft_tokens=8, chunk=0)
+ROUND_OF_3 = Round(SHAPE, 3)
+
+# (drafts, accepted) of every row.
+ROUND = st.lists(
+    st.integers(0, DRAFTS).flatmap(
+        lambda drafts: st.tuples(st.just(drafts), st.integers(0, drafts))
+    ),
+    min_size=ROWS,
+    max_size=ROWS,
+)
+
+
+def make_costs() -> Costs:
+    return Costs(num_rows=ROWS, max_draft_tokens=DRAFTS)
+
+
+def record(costs: Costs, sequences: list[tuple[int, int]]) -> None:
+    drafts, accepted = np.array(sequences, np.int64).T
+    costs.record_acceptance(np.arange(len(sequences)), drafts, accepted)
+
+
+def weighted(observed: list[list[bool]], prior: float) -> float:
+    """Mean of observations, a list of them per round, the newest round last."""
+    total, weight = PRIOR_WEIGHT * prior, PRIOR_WEIGHT
+    for age, one in enumerate(reversed(observed)):
+        share = 0.5 ** (age / HALF_LIFE_ROUNDS)
+        total, weight = total + share * sum(one), weight + share * len(one)
+    return total / weight
+
+
+@given(rounds=st.lists(ROUND, max_size=30))
+def test_acceptance_is_the_weighted_mean_of_the_rounds(rounds):
+    costs, prior = make_costs(), PRIOR_RATE
+    for sequences in rounds:
+        record(costs, sequences)
+        costs.check()
+    means, rates = costs.mean_acceptance(), costs.acceptance(np.arange(ROWS))
+    drafting = [one for one in rounds if any(drafts for drafts, _ in one)]
+    for position in range(DRAFTS):
+
+        def observed(sequences, position=position) -> list[bool]:
+            return [
+                accepted > position
+                for drafts, accepted in sequences
+                if drafts > position and accepted >= position
+            ]
+
+        prior = weighted([observed(one) for one in drafting], prior)
+        assert means[position] == pytest.approx(prior)
+        for row in range(ROWS):
+            # A round without drafts of its own does not make a request's past older.
+            own = [observed([one[row]]) for one in rounds if one[row][0]]
+            assert rates[row, position] == pytest.approx(weighted(own, prior))
+
+
+@given(rounds=st.lists(ROUND, max_size=30))
+def test_drafts_are_compared_up_to_the_first_rejection(rounds):
+    costs = make_costs()
+    for sequences in rounds:
+        record(costs, sequences)
+    flat = [one for sequences in rounds for one in sequences]
+    reached = [min(accepted + 1, drafts) for drafts, accepted in flat]
+    assert costs.num_compared == sum(reached)
+    assert costs.num_agreed == sum(accepted for _, accepted in flat)
+    costs.record_likeness(0, np.array([0.25, 0.5]))
+    assert costs.num_compared == sum(reached) + 2
+    assert costs.num_agreed == sum(accepted for _, accepted in flat) + 0.75
+    costs.check()
+
+
+def test_a_request_in_a_row_does_not_inherit_the_acceptance_of_the_one_before():
+    costs = make_costs()
+    for _ in range(20):
+        record(costs, [(3, 3), (3, 0)])
+    lucky, unlucky = costs.acceptance(np.array([0, 1]))[:, 0]
+    assert lucky > 0.85
+    assert unlucky < 0.15
+    mean = costs.mean_acceptance()
+    costs.admit(0)
+    costs.check()
+    assert costs.acceptance(np.array([0]))[0] == pytest.approx(mean)
+    assert (costs.mean_acceptance() == mean).all()
+
+
+def test_kinds_have_means_of_their_own_and_masked_requests_none():
+    costs = make_costs()
+    costs.admit(0, Kind.GREEDY)
+    costs.admit(1, Kind.SAMPLED)
+    costs.admit(2, Kind.SAMPLED, is_typical=False)
+    for _ in range(30):
+        record(costs, [(3, 3), (3, 0), (3, 3)])
+    greedy, seeded, sampled = (costs.mean_acceptance(kind)[0] for kind in Kind)
+    assert greedy > 0.9
+    assert seeded == pytest.approx(PRIOR_RATE)
+    assert sampled < 0.2
+    assert costs.acceptance(np.array([2]))[0, 0] > 0.8
+    costs.admit(0, Kind.SAMPLED)
+    assert costs.acceptance(np.array([0]))[0, 0] == pytest.approx(sampled)
+    assert costs.is_drawn(np.array([0])).all()
+    costs.admit(1, Kind.SEEDED)
+    assert not costs.is_drawn(np.array([1])).any()
+
+
+@pytest.mark.parametrize("count", [0, 1, 40])
+def test_tokens_made_without_drafts_count_as_first_drafts(count):
+    costs, plain = make_costs(), make_costs()
+    likeness = np.random.default_rng(count).integers(0, 2, count)
+    for _ in range(10):
+        record(costs, [(4, 2)])
+        record(plain, [(4, 2)])
+    costs.record_likeness(0, likeness.astype(float))
+    costs.check()
+    for one in likeness.tolist():
+        record(plain, [(1, one)])
+    row = np.array([0])
+    assert costs.acceptance(row) == pytest.approx(plain.acceptance(row))
+    assert costs.mean_acceptance() == pytest.approx(plain.mean_acceptance())
+
+
+def test_a_change_of_text_shows_within_a_few_half_lives():
+    costs = make_costs()
+    for accepted in [4] * 500 + [0] * 4 * HALF_LIFE_ROUNDS:
+        record(costs, [(4, accepted)])
+    assert costs.mean_acceptance()[0] < 0.2
+
+
+def test_times_are_means_from_the_second_run_on():
+    costs = make_costs()
+    assert costs.record_time(ROUND_OF_3, 50.0) == 50.0
+    assert costs.seconds == {}
+    costs.record_time(ROUND_OF_3, 1.0)
+    costs.record_time(ROUND_OF_3, 2.0)
+    assert costs.seconds == {ROUND_OF_3: pytest.approx(NEWEST * 2 + (1 - NEWEST) * 1)}
+    costs.check()
+
+
+def test_a_standstill_of_the_machine_counts_as_a_slow_round_at_most():
+    costs = make_costs()
+    for seconds in (1.0, 1.0):
+        costs.record_time(ROUND_OF_3, seconds)
+    assert costs.record_time(ROUND_OF_3, 1000.0) == STALL
+    assert costs.seconds[ROUND_OF_3] == pytest.approx(NEWEST * STALL + (1 - NEWEST))
+    # Of a shape that has not run, what it was expected to take decides.
+    other = Round(dataclasses.replace(SHAPE, chunk=32), 3)
+    assert costs.record_time(other, 1000.0, 2.0) == 2 * STALL
+
+
+def test_a_number_of_drafts_between_two_measured_ones_is_interpolated():
+    costs = make_costs()
+    for num_drafts, seconds in ((0, 1.0), (2, 1.5), (8, 4.5)):
+        for _ in range(2):
+            costs.record_time(Round(SHAPE, num_drafts), seconds)
+    # A larger batch costs something else, and says nothing of this one.
+    wide = dataclasses.replace(SHAPE, num_seqs=8)
+    for _ in range(2):
+        costs.record_time(Round(wide, 4), 100.0)
+
+    def seconds_of(num_drafts: int) -> float | None:
+        return costs.expected_seconds(Round(SHAPE, num_drafts))
+
+    known = {0: 1.0, 1: 1.25, 2: 1.5, 5: 3.0, 8: 4.5}
+    assert {k: seconds_of(k) for k in known} == pytest.approx(known)
+    assert seconds_of(9) is None
+    assert costs.expected_seconds(Round(wide, 3)) is None
+    tiled = dataclasses.replace(SHAPE, chunk=32)
+    assert costs.expected_seconds(Round(tiled, 2)) is None
+
+
+def test_rounds_of_the_engine_are_recorded():
+    """What the fake device accepted, and the time that the loop says it took."""
+    config = make_config(max_num_seqs=4, num_pages=200)
+    loop = Loop(config, seed=0)
+    for request in make_requests(config, 4, num_draft_tokens=3):
+        loop.scheduler.add(request)
+    while loop.step():
+        pass
+    costs, device = loop.scheduler.costs, loop.device
+    assert set(costs.seconds) == {
+        launch.round
+        for index, launch in enumerate(loop.launches)
+        if launch.round in {one.round for one in loop.launches[:index]}
+    }
+    for one, seconds in costs.seconds.items():
+        assert seconds == pytest.approx(loop.fastest_s + one.shape.chunk * loop.fed_s)
+    assert device.num_proposed
+    # The fake device accepts 0 to 3 of three drafts, each number as often.
+    assert costs.mean_acceptance(Kind.SAMPLED)[0] == pytest.approx(3 / 4, abs=0.2)
+    (late,) = make_requests(config, 1)
+    loop.scheduler.add(late)
+    loop.step()
+    rates = costs.acceptance(np.arange(4))
+    assert [(one == costs.mean_acceptance(Kind.SAMPLED)).all() for one in rates].count(
+        True
+    ) == 1
+    assert (rates[late.row] == costs.mean_acceptance(Kind.SAMPLED)).all()
+
+
+def test_what_comes_from_beside_the_spine_is_told_by_what_comes_from_it():
+    costs = Costs(2, 3)
+    assert costs.beside_share == 0
+    for _ in range(200):
+        costs.record_beside(np.array([2, 4]), np.array([1, 2]))
+    assert 0.4 < costs.beside_share < 0.5
+    for _ in range(200):
+        costs.record_beside(np.array([2, 4]), np.array([0, 0]))
+    assert costs.beside_share < 0.01

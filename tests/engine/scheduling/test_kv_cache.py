@@ -1,0 +1,232 @@
+"""Which pages are held and found: against a plain model, and through the scheduler."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+)
+
+from jaxspec.engine.scheduling.kv_cache import PagePool, page_keys, root_key
+from tests.loops import make_config, make_requests, run_traffic
+
+NUM_PAGES = 8
+
+
+class Holders(RuleBasedStateMachine):
+    """Sequences that take, share and release, against plain lists."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool = PagePool(NUM_PAGES)
+        self.held: list[list[int]] = []
+        self.keys: dict[bytes, int] = {}
+        self.released: list[int] = []  # findable free pages, the oldest first
+
+    def free(self) -> set[int]:
+        held = {page for pages in self.held for page in pages}
+        return set(range(NUM_PAGES)) - held
+
+    @rule(count=st.integers(0, NUM_PAGES))
+    def take(self, count: int) -> None:
+        if count > len(self.free()):
+            with pytest.raises(AssertionError, match="free ones"):
+                self.pool.take(count)
+            return
+        blank = len(self.free()) - len(self.released)
+        lost = self.released[: max(count - blank, 0)]
+        taken = self.pool.take(count)
+        assert len(set(taken)) == count
+        assert set(taken) <= self.free()
+        # The least recently used go first, and only when nothing blank is left.
+        assert set(taken) & set(self.released) == set(lost)
+        self.released = self.released[len(lost) :]
+        self.keys = {k: p for k, p in self.keys.items() if p not in taken}
+        self.held.append(taken)
+
+    @precondition(lambda self: any(self.held))
+    @rule(data=st.data())
+    def register(self, data: st.DataObject) -> None:
+        page = data.draw(st.sampled_from([p for pages in self.held for p in pages]))
+        key = bytes([data.draw(st.integers(0, 20))])
+        if page in self.keys.values():
+            return
+        assert self.pool.register(page, key) == (key not in self.keys)
+        self.keys.setdefault(key, page)
+
+    @precondition(lambda self: self.keys)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        keys = data.draw(st.lists(st.sampled_from(sorted(self.keys)), unique=True))
+        found = self.pool.find(keys)
+        assert found == [self.keys[key] for key in keys]
+        assert self.pool.find([*keys, b"unknown", *keys]) == found
+        self.pool.share(found)
+        self.released = [page for page in self.released if page not in found]
+        self.held.append(found)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        pages = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.pool.release(pages)
+        gone = [page for page in pages if page in self.free()]
+        self.released += [page for page in gone if page in self.keys.values()]
+
+    @precondition(lambda self: self.keys)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.keys)))
+        page = self.keys.pop(key)
+        self.pool.forget([page])
+        self.released = [other for other in self.released if other != page]
+
+    @rule()
+    def reset(self) -> None:
+        is_idle = len(self.free()) == NUM_PAGES
+        assert self.pool.reset() == is_idle
+        if is_idle:
+            self.keys, self.released = {}, []
+
+    @invariant()
+    def counts_agree(self) -> None:
+        self.pool.check()
+        assert self.pool.num_free == len(self.free())
+        assert len(self.pool._key_of) == len(self.keys)
+        for page in range(NUM_PAGES):
+            assert self.pool.is_free(page) == (page in self.free())
+        for key, page in self.keys.items():
+            assert self.pool.find([key]) == [page]
+
+
+TestHolders = Holders.TestCase
+TestHolders.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def test_a_page_given_back_twice_is_found():
+    pool = PagePool(4)
+    pages = pool.take(2)
+    pool.release(pages[:1])
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.release(pages[:1])
+
+
+def test_only_found_pages_are_shared():
+    pool = PagePool(4)
+    with pytest.raises(AssertionError, match="not found by a key"):
+        pool.share(pool.take(1))
+
+
+@given(
+    tokens=st.lists(st.integers(0, 3), max_size=14),
+    other=st.lists(st.integers(0, 3), max_size=14),
+    page_size=st.sampled_from([1, 2, 4]),
+)
+def test_keys_are_equal_exactly_when_all_tokens_before_are(tokens, other, page_size):
+    root = root_key("all", "")
+    first = list(page_keys(root, tokens, page_size))
+    second = list(page_keys(root, other, page_size))
+    assert len(first) == len(tokens) // page_size
+    for index, (one, two) in enumerate(zip(first, second, strict=False), 1):
+        end = index * page_size
+        assert (one == two) == (tokens[:end] == other[:end])
+
+
+def test_keys_go_on_where_others_ended():
+    root, tokens = root_key("all", ""), np.arange(12).tolist()
+    whole = list(page_keys(root, tokens, 4))
+    assert list(page_keys(whole[0], tokens[4:], 4)) == whole[1:]
+
+
+def test_keys_of_pages_that_depend_on_the_token_after_them():
+    tokens = [4, 5, 6, 7, 8]
+    root = root_key("all", "")
+    keys = list(page_keys(root, tokens, 2, 1))
+    assert len(keys) == 2  # of both pages the next token is known
+    assert len(list(page_keys(root, tokens[:4], 2, 1))) == 1
+    other = list(page_keys(root, [4, 5, 6, 7, 9], 2, 1))
+    assert (other[0], other[1] == keys[1]) == (keys[0], False)
+    # On from where others ended, the token after the last page counts again.
+    assert list(page_keys(keys[0], tokens[2:], 2, 1)) == keys[1:]
+
+
+def test_salts_and_groups_have_keys_of_their_own():
+    roots = {root_key(kind, salt) for kind in ("salt", "group") for salt in ("", "1")}
+    assert len(roots | {root_key("all", "")}) == 5
+
+
+def test_prompts_that_begin_alike_are_fed_once():
+    config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=32)
+    requests = make_requests(config, 4)
+    loop = run_traffic(config, requests)
+    # All full pages but that of the last prompt token come from the first request.
+    assert [request.num_cached_tokens for request in requests] == [0, 68, 68, 68]
+    fed = sum(launch.num_prefilled for launch in loop.launches)
+    assert fed == 70 + 3 * 2
+    stats = loop.scheduler.stats
+    assert (stats.num_prefix_queries, stats.num_prefix_hits) == (280, 3 * 68)
+
+
+@pytest.mark.parametrize(
+    ("config", "request_", "cached"),
+    [
+        ({}, {}, 68),
+        ({}, dict(can_read_prefix_cache=False), 0),
+        (dict(enable_prefix_caching=False), {}, 0),
+        (dict(enable_prefix_caching=False), dict(cache_group=7), 68),
+    ],
+)
+def test_who_reads_the_prefix_cache(config, request_, cached):
+    config = make_config(num_pages=200, **config)
+    requests = make_requests(config, 2, **request_)
+    run_traffic(config, requests)
+    assert [request.num_cached_tokens for request in requests] == [0, cached]
+
+
+def test_salts_keep_requests_apart():
+    config = make_config(num_pages=200, max_num_seqs=1)
+    requests = make_requests(config, 4)
+    for request, salt in zip(requests, ("a", "b", "a", None), strict=True):
+        request.cache_salt = salt
+    run_traffic(config, requests)
+    assert [request.num_cached_tokens for request in requests] == [0, 0, 68, 0]
+
+
+def test_what_was_generated_is_found_again():
+    """The next turn of a conversation begins with the answer to the one before."""
+    for num_draft in (0, 3):
+        config = make_config(num_pages=200, num_draft_tokens=num_draft)
+        prompt = [1] * 30
+        (first,) = make_requests(config, 1, prompt_token_ids=prompt, max_total=92)
+        loop = run_traffic(config, [first])
+        (second,) = make_requests(config, 1, max_total=95)
+        second.prompt_token_ids = [*prompt, *first.output_token_ids, 1]
+        loop.scheduler.add(second)
+        while loop.step():
+            pass
+        loop.assert_said_the_truth(second)
+        # Of 92 tokens the last one has no keys and values, so its page is not whole.
+        assert second.num_cached_tokens == 88
+
+
+def test_resetting_the_prefix_cache():
+    config = make_config(num_pages=200)
+    first, second = make_requests(config, 2)
+    loop = run_traffic(config, [first])
+    loop.scheduler.add(second)
+    loop.step()
+    assert not loop.scheduler.reset_prefix_cache()
+    while loop.step():
+        pass
+    assert second.num_cached_tokens == 68
+    assert loop.scheduler.reset_prefix_cache()
+    assert len(loop.scheduler.pages._key_of) == 0
+    (third,) = make_requests(config, 1)
+    loop.scheduler.add(third)
+    while loop.step():
+        pass
+    assert third.num_cached_tokens == 0

@@ -1,0 +1,285 @@
+"""Prompts come in beside streams that they do not hold up by more than half."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec.engine.scheduling.costs import Costs, Round
+from jaxspec.engine.scheduling.pacing import (
+    MAX_LAUNCH_S,
+    MAX_SLOWDOWN,
+    MAX_WAIT_ROUNDS,
+    Pacer,
+)
+from jaxspec.engine.scheduling.request import Status
+from jaxspec.program.plan import StepShape
+from jaxspec.sampling_params import RequestOutputKind
+from tests.loops import MODEL, Loop, make_config, make_requests
+
+CHUNKS = (32, 128, 512, 2048)
+
+
+def round_of(chunk: int) -> Round:
+    return Round(StepShape(num_seqs=4, num_draft_tokens=3, chunk=chunk), 3)
+
+
+PLAIN = round_of(0)
+FED = [round_of(chunk) for chunk in CHUNKS]
+
+
+def make_pacer() -> Pacer:
+    return Pacer(Costs(num_rows=4, max_draft_tokens=3))
+
+
+def run(costs: dict[int, float], rounds: int) -> list[int]:
+    """Chunks of the rounds, each measured before the next is planned."""
+    pacer, chosen = make_pacer(), []
+    for _ in range(rounds):
+        chunk, charged = pacer.chunk(PLAIN, FED)
+        chosen.append(chunk)
+        pacer.record(round_of(chunk), costs[chunk], charged)
+    return chosen
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    base=st.floats(1e-4, 1.0),
+    extra=st.lists(st.floats(0.0, 20.0), min_size=4, max_size=4),
+)
+def test_the_mean_round_stays_within_the_allowance(base, extra):
+    """Whatever chunks cost, once they have been tried."""
+    costs, total = {0: base}, 0.0
+    for chunk, more in zip(CHUNKS, extra, strict=True):
+        total += more
+        costs[chunk] = base * (1 + total)
+    chosen = run(costs, 600)
+    # A chunk may have to be tried twice, and is then paid back.
+    spent = sum(costs[chunk] for chunk in chosen)
+    tried = sum(2 * costs[chunk] for chunk in CHUNKS)
+    assert spent <= MAX_SLOWDOWN * base * len(chosen) + tried
+    assert any(chosen), "nothing ever comes in"
+
+
+def test_cheap_chunks_grow_to_the_largest_and_dear_ones_take_turns():
+    cheap = run({0: 1.0, 32: 1.01, 128: 1.02, 512: 1.05, 2048: 1.2}, 40)
+    assert cheap[-20:] == [2048] * 20
+    assert [chunk for chunk in cheap if chunk][0] == 32
+    dear = run({0: 1.0, 32: 2.0, 128: 5.0, 512: 20.0, 2048: 80.0}, 60)
+    # 0.5 saved in every plain round pays for a chunk of one more.
+    assert sorted(dear[-20:]) == [0] * 10 + [32] * 10
+
+
+def test_an_account_does_not_outlast_its_prefill():
+    pacer = make_pacer()
+    pacer.saved_s = 5.0
+    pacer.rest()
+    assert pacer.saved_s == 0.0
+
+
+@pytest.mark.parametrize("stalled", [0, 32])
+def test_a_stall_does_not_keep_prompts_out(stalled):
+    """The machine stands still for a thousand rounds' time, once."""
+    costs = {0: 0.010, 32: 0.012}
+    pacer, chosen = make_pacer(), []
+    for number in range(200):
+        chunk, charged = pacer.chunk(PLAIN, FED[:1])
+        chosen.append(chunk)
+        seconds = costs[chunk]
+        if chunk == stalled and number > 20 and stalled is not None:
+            seconds, stalled = 10.0, None
+        pacer.record(round_of(chunk), seconds, charged)
+    assert stalled is None or stalled == 0
+    assert chosen[:20].count(32) >= 15
+    assert chosen[60:].count(32) >= 135
+
+
+def test_prompts_wait_for_a_while_at_most():
+    """A first measure may be of a stall, and none mends it while nothing comes in."""
+    pacer, chosen = make_pacer(), []
+    costs = {0: 0.010, 32: 0.012}
+    for _ in range(3):
+        pacer.record(PLAIN, costs[0])
+    pacer.costs.seconds[round_of(32)] = 1000.0
+    for _ in range(4000):
+        chunk, charged = pacer.chunk(PLAIN, FED[:1])
+        chosen.append(chunk)
+        pacer.record(round_of(chunk), costs[chunk], charged)
+    first = chosen.index(32)
+    assert first == MAX_WAIT_ROUNDS
+    waits = "".join(" " if one else "." for one in chosen).split()
+    assert max(map(len, waits)) == MAX_WAIT_ROUNDS
+    assert chosen[-10:] == [32] * 10
+
+
+def streaming_rounds(loop: Loop, prompt_tokens: int) -> list[float]:
+    """Seconds of every round of a stream while a long prompt comes in."""
+    config = loop.config
+    first, second = make_requests(config, 2, stop_ids=())
+    for request in (first, second):
+        request.num_draft_tokens = 0
+        request.params.output_kind = RequestOutputKind.DELTA
+    first.prompt_token_ids, first.max_total = [1] * 8, config.max_model_len
+    second.prompt_token_ids = [2] * prompt_tokens
+    second.max_total = prompt_tokens + 2
+    loop.scheduler.add(first)
+    for _ in range(12):
+        loop.step()
+    loop.scheduler.add(second)
+    before = len(loop.launches)
+    while second.status is not Status.FINISHED:
+        loop.step()
+    return [
+        loop.cost(launch)
+        for launch in loop.launches[before:]
+        if any(request is first for request in launch.decoding)
+    ]
+
+
+@pytest.mark.parametrize(
+    "fed_s",
+    [1 / 512, 1 / 16]
+    + [pytest.param(one, marks=pytest.mark.slow) for one in (1 / 4000, 1 / 64)],
+)
+def test_a_long_prompt_does_not_hold_up_those_who_stream(fed_s):
+    config = make_config(
+        model_config=dataclasses.replace(MODEL, max_position_embeddings=8192),
+        max_model_len=8192,
+        num_pages=2048,
+        page_size=16,
+        max_num_batched_tokens=2048,
+        num_draft_tokens=0,
+    )
+    loop = Loop(config, seed=0)
+    loop.fed_s = fed_s
+    rounds = streaming_rounds(loop, 4000)
+    mean = sum(rounds) / len(rounds)
+    assert mean <= 1.5 * loop.fastest_s * 1.02
+    # And the allowance is used, or the prompt would wait for nothing.
+    if fed_s >= 1 / 512:
+        assert mean >= 1.2 * loop.fastest_s
+
+
+def test_a_deferred_prompt_goes_on_when_no_stream_can_get_pages():
+    """The stream grows into the pages of a prompt that comes before it in rank."""
+    config = make_config(
+        model_config=dataclasses.replace(MODEL, max_position_embeddings=704),
+        max_model_len=704,
+        num_pages=45,
+        page_size=16,
+        num_draft_tokens=0,
+        scheduling_policy="priority",
+    )
+    loop = Loop(config, seed=0)
+    loop.fed_s = 1 / 4
+    stream, urgent = make_requests(config, 2, stop_ids=())
+    stream.params.output_kind = RequestOutputKind.DELTA
+    stream.prompt_token_ids, stream.max_total = [1] * 8, 400
+    urgent.prompt_token_ids, urgent.max_total = [2] * 640, 642
+    urgent.priority = -1
+    loop.scheduler.add(stream)
+    for _ in range(12):
+        loop.step()
+    loop.scheduler.add(urgent)
+    is_going_on = True
+    while is_going_on:
+        num_launches, has_one_to_read = len(loop.launches), bool(loop.launched)
+        is_going_on = loop.step()
+        # With nothing to read there is a launch, however little the account allows.
+        assert has_one_to_read or len(loop.launches) > num_launches
+    assert stream.stats.num_preemptions == 1
+    assert loop.finished == [urgent, stream]
+    loop.assert_idle()
+
+
+def test_nobody_streams_and_prompts_come_in_at_full_speed():
+    config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
+    requests = make_requests(config, 8, can_read_prefix_cache=False)
+    loop = Loop(config, seed=0)
+    loop.fed_s = 1.0
+    loop.scheduler.add(requests[0])
+    for _ in range(4):
+        loop.step()
+    for request in requests[1:]:
+        loop.scheduler.add(request)
+    loop.step()
+    assert len(loop.launches[-1].plan.tiles) == 16
+
+
+def test_prompts_are_read_in_the_launches_that_take_the_least_time():
+    """A launch computes all that its program has room for."""
+    pacer = make_pacer()
+    pacer.costs.seconds = dict(zip(FED, (0.02, 0.05, 0.16, 0.7), strict=True))
+    reads = {1: 32, 32: 32, 64: 32, 65: 128, 128: 128, 384: 128, 416: 512, 512: 512}
+    # One launch of 512 and the rest in smaller ones.
+    reads |= {544: 512, 1024: 512, 1600: 512, 9999: 512}
+    for num_tokens, chunk in reads.items():
+        assert CHUNKS[pacer.fastest(num_tokens, FED)] == chunk, num_tokens
+
+
+@pytest.mark.parametrize(
+    ("known", "chunk"),
+    [
+        ({}, 2048),
+        # A smaller one may take its share of the time, so it is worth a try.
+        ({512: 0.16}, 32),
+        ({512: 0.16, 32: 0.02}, 128),
+        ({512: 0.16, 128: 0.05, 32: 0.1}, 128),
+        # A larger one may take no longer.
+        ({32: 0.02}, 128),
+        ({32: 0.02, 2048: 0.64}, 128),
+        ({32: 0.02, 512: 0.16, 2048: 0.64}, 128),
+    ],
+)
+def test_programs_that_were_never_timed_are_tried(known, chunk):
+    pacer = make_pacer()
+    pacer.costs.seconds = {round_of(size): one for size, one in known.items()}
+    assert CHUNKS[pacer.fastest(96, FED)] == chunk
+
+
+def test_what_is_left_of_prompts_is_read_in_small_launches():
+    """A program with room for 512 tokens is not used for the last 160."""
+    config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
+    loop = Loop(config, seed=0)
+    loop.fed_s, first = 1 / 32, 0
+    for _ in range(4):
+        first = len(loop.launches)
+        # Seven prompts of three tiles each: 672 tokens.
+        for request in make_requests(config, 7, can_read_prefix_cache=False):
+            loop.scheduler.add(request)
+        while loop.step():
+            pass
+    shapes = [one.shape for one in loop.launches[first:]]
+    fed = [one.chunk for one in shapes if one.chunk and not one.is_catch_up]
+    # The program with room for 128 is for a single sequence: none decodes yet.
+    assert fed == [512, 128, 64]
+
+
+def test_a_program_for_one_sequence_is_not_begun_with_where_more_come():
+    """After its first launch it has no room for those that decode by then."""
+    config = make_config(max_num_seqs=8, num_pages=200, max_num_batched_tokens=512)
+    loop, first = Loop(config, seed=0), 0
+    costs = {64: 1.0, 128: 1.2, 512: 4.0}
+    loop.cost = lambda launch: costs.get(launch.shape.chunk, 0.5)
+    for _ in range(4):
+        first = len(loop.launches)
+        for request in make_requests(config, 4, can_read_prefix_cache=False):
+            loop.scheduler.add(request)
+        while loop.step():
+            pass
+    shapes = [one.shape for one in loop.launches[first:]]
+    fed = [one.chunk for one in shapes if one.chunk and not one.is_catch_up]
+    # In turns of 128 the 384 tokens would take 3.6.
+    assert fed == [512]
+
+
+def test_several_rounds_take_no_longer_than_a_launch_may():
+    pacer = make_pacer()
+    assert pacer.num_rounds(PLAIN, 8) == 1  # nothing is known
+    for seconds in (MAX_LAUNCH_S / 100, MAX_LAUNCH_S / 3.5, 2 * MAX_LAUNCH_S):
+        pacer.costs.seed_time(PLAIN, seconds)
+        count = pacer.num_rounds(PLAIN, 8)
+        assert 1 <= count <= 8
+        assert count == 1 or count * seconds <= MAX_LAUNCH_S
+        assert count == 8 or (count + 1) * seconds > MAX_LAUNCH_S

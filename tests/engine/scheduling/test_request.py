@@ -1,0 +1,55 @@
+"""A request's bounds: what the device may know before the host has read it."""
+
+from typing import Any
+
+import pytest
+
+from jaxspec.engine.scheduling.request import Request, Status
+from jaxspec.outputs import RequestStateStats
+from jaxspec.sampling_params import SamplingParams
+
+
+def make_request(**changes) -> Request:
+    values: dict[str, Any] = dict(
+        request_id="a",
+        prompt=None,
+        prompt_token_ids=[5, 6, 7],
+        params=SamplingParams(),
+        max_total=10,
+        num_draft_tokens=3,
+        seed=(0, 0),
+        rule=0,
+        stop_ids=(),
+        stats=RequestStateStats(),
+        spec_metrics=None,
+    )
+    return Request(**(values | changes))
+
+
+def test_a_new_request_waits_and_knows_its_prompt():
+    request = make_request()
+    assert request.status is Status.WAITING
+    assert (request.num_prompt_tokens, request.num_tokens) == (3, 3)
+
+
+def test_tokens_run_from_the_prompt_into_the_output():
+    request = make_request(output_token_ids=[8, 9])
+    whole = [5, 6, 7, 8, 9]
+    for start in range(6):
+        for end in range(start, 6):
+            assert request.tokens(start, end) == whole[start:end]
+
+
+@pytest.mark.parametrize(
+    "broken", [dict(num_prefilled=4), dict(max_total=2), dict(num_prefilled=-1)]
+)
+def test_the_invariant_is_checked(broken):
+    make_request().check()
+    with pytest.raises(AssertionError):
+        make_request(**broken).check()
+
+
+def test_requests_share_no_lists():
+    first, second = make_request(), make_request()
+    for name in ("output_token_ids", "pages", "page_keys", "tokens_to_prefill"):
+        assert getattr(first, name) is not getattr(second, name)

@@ -1,0 +1,215 @@
+"""Bounds and gaps of the running requests equal those counted one by one."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec.engine.scheduling.request import Request
+from jaxspec.engine.scheduling.rows import RowTable
+from jaxspec.program.plan import Features
+from tests.engine.scheduling.test_request import make_request
+
+
+def one_row(request: Request) -> tuple[RowTable, np.ndarray]:
+    table = RowTable(1)
+    table.admit(request, longest=30)
+    return table, np.array([request.row])
+
+
+# A round: drafts of the request, K of the launch, tokens that come of it.
+ROUNDS = st.lists(
+    st.integers(0, 3).flatmap(
+        lambda drafts: st.tuples(
+            st.just(drafts), st.integers(drafts, 5), st.integers(1, drafts + 1)
+        )
+    ),
+    max_size=6,
+)
+
+
+@settings(deadline=None)
+@given(ROUNDS, st.integers(0, 2))
+def test_bounds_hold_whatever_the_device_does(rounds, unread):
+    """Read all rounds but the last `unread`; the device's truth lies in the bounds."""
+    request = make_request(max_total=100)
+    table, row = one_row(request)
+    known, lacking = 3, 1  # tokens, and those at the end the draft has no keys for
+    played = []
+    for drafts, width, emitted in rounds:
+        if (
+            table.num_draft_uncached[row][0] > 2
+        ):  # it has to catch up before it gets drafts
+            drafts, emitted = 0, 1
+        played.append((drafts, emitted))
+        table.launch(row, np.array([drafts]))
+        table.draft(row, width)
+        known += emitted
+        # A drafting round fills the two newest tokens and its drafts but the last: of
+        # what comes of it, the target's token and the last draft are lacking.
+        if width and lacking <= 2:
+            lacking = 2 if emitted == width + 1 else 1
+        else:
+            lacking += emitted
+        assert lacking <= table.num_draft_uncached[row][0]
+    for drafts, emitted in played[: len(rounds) - unread]:
+        table.read(row, np.array([drafts]), np.array([emitted]))
+    assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
+
+
+# A launch: drafts of the request, rounds that may run and that do, tokens of each.
+LAUNCHES = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(1, 4)).flatmap(
+        lambda both: st.tuples(
+            st.just(both[0]),
+            st.just(both[1]),
+            st.lists(st.integers(1, both[0] + 1), min_size=1, max_size=both[1]),
+        )
+    ),
+    max_size=6,
+)
+
+
+@settings(deadline=None)
+@given(LAUNCHES, st.integers(0, 2))
+def test_bounds_hold_where_not_all_rounds_run(launches, unread):
+    """Another sequence may have ended first; what did not run is taken back."""
+    request = make_request(max_total=200)
+    table, row = one_row(request)
+    known = lacking = 3
+    table.num_draft_uncached[row] = lacking
+    for drafts, most, emitted in launches:
+        table.launch(row, np.array([drafts]), most)
+        table.draft(row, 0, most)
+        known += sum(emitted)
+        lacking += len(emitted)
+        assert table.num_draft_uncached[row][0] >= lacking
+        assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
+    read = launches[: len(launches) - unread]
+    for drafts, most, emitted in read:
+        missing = most - len(emitted)
+        table.settle(row, np.array([drafts]), most, missing, is_lag=True)
+        for count in emitted:
+            assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
+            table.read(row, np.array([drafts]), np.array([count]))
+    assert table.fewest_tokens(row)[0] <= known <= table.most_tokens(row)[0]
+    if read == launches:
+        assert table.num_tokens[row][0] == known
+        assert table.num_draft_uncached[row][0] == lacking
+        for counts in (table.num_unread, table.num_unsure, table.ahead):
+            assert counts[row][0] == 0
+
+
+@pytest.mark.parametrize(
+    ("total", "longest", "drafts", "rounds"),
+    [
+        (23, 100, 3, 5),  # 20 tokens, at most 4 a round
+        (22, 100, 3, 5),
+        (24, 100, 3, 6),
+        (4, 100, 3, 1),
+        (3, 100, 3, 1),
+        (50, 20, 3, 4),  # the fifth round could draft tokens 20 and 21
+        (50, 19, 3, 4),
+        (50, 18, 3, 4),
+        (50, 17, 3, 3),
+        (50, 2, 0, 47),  # without drafts the draft model has no say
+    ],
+)
+def test_rounds_end_with_the_first_that_may_end_a_row(total, longest, drafts, rounds):
+    table = RowTable(2, longest)
+    far = make_request(max_total=1000 if longest > 50 else total)
+    near = make_request(max_total=total)
+    for request in (far, near):
+        table.admit(request, longest=1000)
+    rows = np.array([far.row, near.row])
+    assert table.most_tokens(rows).tolist() == [3, 3]
+    assert table.rounds_left(rows, np.full(2, drafts)) == rounds
+
+
+def test_bounds_count_what_is_launched_and_unread():
+    request = make_request(output_token_ids=[8])
+    table, row = one_row(request)
+    for drafts in (3, 0):
+        table.launch(row, np.array([drafts]))
+    # 4 known; a round of 3 drafts adds 1 to 4 tokens, a plain one adds 1.
+    assert table.most_tokens(row).tolist() == [9]
+    assert table.fewest_tokens(row).tolist() == [6]
+    table.launch(row, np.array([3]))
+    assert table.most_tokens(row).tolist() == [10]  # the longest form
+    table.read(row, np.array([3]), np.array([2]))
+    assert table.fewest_tokens(row).tolist() == [8]
+
+
+@pytest.mark.parametrize(
+    ("widths", "gap"),
+    [
+        ([3], 2),
+        ([0], 2),
+        ([0, 0], 3),
+        ([3, 3, 3], 2),
+        ([3, 0, 0], 4),
+        # What the draft model was not given stays open, however much comes after.
+        ([0, 0, 3, 3], 5),
+    ],
+)
+def test_what_the_draft_model_lacks(widths, gap):
+    table, row = one_row(make_request())
+    for width in widths:
+        table.draft(row, width)
+    assert table.num_draft_uncached[row].tolist() == [gap]
+
+
+def test_who_can_go_on():
+    table = RowTable(4)
+    requests = [make_request(max_total=20, num_draft_tokens=3) for _ in range(4)]
+    for request in requests:
+        table.admit(request, longest=25)
+    rows = np.array([request.row for request in requests])
+    table.is_decoding[rows[:3]] = True  # the last still gets its prompt
+    table.ahead[rows[0]], table.num_unread[rows[0]] = 17, 5  # may be over
+    table.num_draft_uncached[rows[1]] = 3  # must catch up
+    found, wanted = table.decodable(limit=2)
+    assert (sorted(found.tolist()), wanted.tolist()) == (sorted(rows[1:3]), [2, 2])
+    assert table.lags(rows).tolist() == [False, True, False, False]
+    found, wanted = table.decodable(limit=0)
+    assert (sorted(found.tolist()), wanted.tolist()) == (sorted(rows[1:3]), [0, 0])
+    assert table.lagging().tolist() == [rows[1]]
+    table.launch(rows[1:2], np.array([0]))
+    assert table.lagging().tolist() == [rows[1]]
+    # How many tokens a round of drafts adds is not known before it has been read.
+    table.launch(rows[1:2], np.array([2]))
+    assert table.lagging().tolist() == []
+
+
+def test_a_row_given_up_forgets_all_but_unread_launches():
+    table = RowTable(1)
+    first = make_request(features=Features(num_logprobs=5, num_prompt_logprobs=5))
+    table.admit(first, longest=30)
+    row = np.array([first.row])
+    assert table.features(row) == Features(num_logprobs=5)
+    table.launch(row, np.array([2]))
+    table.draft(row, 0)
+    table.draft(row, 0)
+    owner = table.owner[row].copy()
+    table.release(first)
+    assert (first.row, first.num_unread) == (-1, 1)
+    second = make_request(tokens_to_prefill=[5, 6, 7])
+    table.admit(second, longest=30)
+    assert (table.owner[row] != owner).all()
+    assert table.features(np.array([second.row])) == Features()
+    assert table.num_draft_uncached[row].tolist() == [1]
+    assert table.most_tokens(row).tolist() == [3]
+    table.check()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["num_tokens", "num_draft_uncached", "num_unread", "num_unsure", "ahead", "owner"],
+)
+def test_impossible_values_are_found(name):
+    table, row = one_row(make_request())
+    table.check()
+    values = getattr(table, name)
+    values[row] = {"num_tokens": 11, "num_draft_uncached": 0}.get(name, -1)
+    with pytest.raises(AssertionError):
+        table.check()

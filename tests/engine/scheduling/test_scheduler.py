@@ -1,0 +1,591 @@
+"""Whatever is asked, every plan is one that the device can run, and all requests end.
+
+`FakeDevice` asserts what a plan may not do: read a slot that holds something else,
+draft where the draft model lacks keys and values, write into another's page, prefill
+out of order.
+"""
+
+import dataclasses
+import itertools
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxspec.config import EngineConfig
+from jaxspec.engine.scheduling.controller import MIN_WAIT_S, Controller
+from jaxspec.engine.scheduling.request import Request, Status
+from jaxspec.engine.scheduling.scheduler import MAX_IN_A_ROW, Scheduler, WaitingQueue
+from jaxspec.engine.scheduling.shapes import EveryProgram
+from jaxspec.outputs import RequestStateStats
+from jaxspec.program.plan import MAX_CONTROLLED, TILE, Features, TokenControls
+from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.settings.speculation import ADAPTIVE
+from tests.engine.scheduling.test_request import make_request as make_waiting
+from tests.fake_device import FakeDevice
+from tests.loops import (
+    MODEL,
+    Loop,
+    make_config,
+    make_request,
+    make_requests,
+    run_traffic,
+)
+
+CONFIGS = {
+    "base": {},
+    "one_row": dict(max_num_seqs=1),
+    "many_rows_few_pages": dict(max_num_seqs=8, num_pages=30),
+    "one_sequence_fits": dict(num_pages=24),
+    "long_drafts": dict(num_draft_tokens=8),
+    "odd_drafts": dict(num_draft_tokens=7),
+    "plain": dict(num_draft_tokens=0),
+    "big_pages": dict(page_size=32, num_pages=12),
+    "pages_of_one": dict(page_size=1, num_pages=200),
+    "switching": dict(max_num_seqs=4, disable_by_batch_size=2),
+    "switching_one_tile": dict(
+        max_num_seqs=8, disable_by_batch_size=2, max_num_batched_tokens=32
+    ),
+    "many_tiles": dict(max_num_seqs=8, max_num_batched_tokens=512, num_pages=200),
+    "tight_length": dict(max_model_len=75),
+    "priorities": dict(scheduling_policy="priority", max_num_seqs=8, num_pages=30),
+    "short_drafts": dict(longest_drafted=20, max_num_seqs=4, num_pages=40),
+    "without_cache": dict(enable_prefix_caching=False, max_num_seqs=8, num_pages=30),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "depth"),
+    [
+        # Engines launch ahead of what they have read, so that depth is 1.
+        pytest.param(*one, marks=() if one[1] or one[0] == "base" else pytest.mark.slow)
+        for one in itertools.product(CONFIGS, (0, 1))
+    ],
+)
+def test_random_traffic_runs_to_its_ends(name, depth):
+    config = make_config(**CONFIGS[name])
+    for seed in range(3):
+        random = np.random.default_rng(seed)
+        loop = Loop(config, seed, depth)
+        requests = [make_request(i, random, config) for i in range(10)]
+        coming = deque(requests)
+        for _ in range(3000):
+            while coming and random.random() < 0.5:
+                loop.scheduler.add(coming.popleft())
+            if not loop.step() and not coming:
+                break
+        assert len(loop.finished) == len(requests)
+        for request in requests:
+            loop.assert_said_the_truth(request)
+        loop.assert_idle()
+        shapes = set(loop.scheduler.shapes.all(with_late=True))
+        assert {launch.shape for launch in loop.launches} <= shapes
+
+
+@pytest.mark.parametrize("name", ["base", "switching_one_tile", "many_rows_few_pages"])
+def test_requests_can_be_dropped_at_any_time(name):
+    config = make_config(**CONFIGS[name])
+    for seed in range(6):
+        random = np.random.default_rng(seed)
+        loop = Loop(config, seed)
+        requests = [make_request(i, random, config) for i in range(10)]
+        coming = deque(requests)
+        dropped = []
+        for _ in range(3000):
+            while coming and random.random() < 0.5:
+                loop.scheduler.add(coming.popleft())
+            alive = [*loop.scheduler.running, *loop.scheduler.waiting]
+            if alive and random.random() < 0.1:
+                dropped.append(alive[random.integers(len(alive))])
+                loop.scheduler.finish(dropped[-1], "abort", None)
+            if not loop.step() and not coming:
+                break
+        assert dropped
+        assert len(loop.finished) + len(dropped) == len(requests)
+        for request in loop.finished:
+            loop.assert_said_the_truth(request)
+        loop.assert_idle()
+
+
+def run_together(config: EngineConfig, count: int, **changes) -> Loop:
+    """`count` equal requests of 4 prompt tokens and 12 generated ones."""
+    loop = Loop(config, seed=0)
+    for number in range(count):
+        values: dict[str, Any] = dict(
+            request_id=str(number),
+            prompt=None,
+            prompt_token_ids=[1, 2, 3, 4],
+            params=SamplingParams(max_tokens=12),
+            max_total=16,
+            num_draft_tokens=config.num_draft_tokens,
+            seed=(number, 0),
+            rule=0,
+            stop_ids=(),
+            stats=RequestStateStats(),
+            spec_metrics=None,
+        )
+        loop.scheduler.add(Request(**(values | changes)))
+    while loop.step():
+        pass
+    return loop
+
+
+def test_first_come_first_served():
+    loop = run_together(make_config(max_num_seqs=2), 7)
+    admitted = [
+        admission.seed[0]
+        for launch in loop.launches
+        for admission in launch.plan.admissions
+    ]
+    assert admitted == list(range(7))
+
+
+def test_decoding_never_waits_for_prompts():
+    """A long prompt comes in beside rounds of those who run already."""
+    loop = Loop(make_config(num_draft_tokens=0, max_num_batched_tokens=32), seed=0)
+    random = np.random.default_rng(0)
+    first = make_request(0, random, loop.config)
+    first.max_total, first.stop_ids = 90, ()
+    loop.scheduler.add(first)
+    while first.status is not Status.DECODE:
+        loop.step()
+    second = make_request(1, random, loop.config)
+    second.prompt_token_ids, second.max_total = [1] * 90, 95
+    loop.scheduler.add(second)
+    # First the time of a round without prompts becomes known.
+    for _ in range(4):
+        loop.step()
+    assert second.status is Status.PREFILL
+    before = len(loop.launches) - 1
+    while second.status is not Status.DECODE:
+        loop.step()
+    both = loop.launches[before : before + 3]
+    assert [len(launch.plan.tiles) for launch in both] == [1, 1, 1]
+    assert [launch.decoding for launch in both] == [[first]] * 3
+
+
+def test_a_chunk_holds_no_more_than_the_budget():
+    loop = run_together(make_config(max_num_seqs=8, num_pages=200), 8)
+    assert max(len(launch.plan.tiles) for launch in loop.launches) == 64 // TILE
+
+
+def test_drafting_stops_in_a_crowd_and_comes_back():
+    config = make_config(max_num_seqs=4, disable_by_batch_size=2)
+    loop = Loop(config, seed=0)
+    random = np.random.default_rng(0)
+    requests = [make_request(i, random, config) for i in range(4)]
+    for request, budget in zip(requests, (60, 14, 14, 14), strict=True):
+        request.prompt_token_ids, request.max_total = [1, 2, 3], 3 + budget
+        request.num_draft_tokens, request.stop_ids = 3, ()
+        loop.scheduler.add(request)
+    while loop.step():
+        pass
+    drafts = [int(launch.drafts.max()) for launch in loop.launches if launch.decoding]
+    assert 3 in drafts[-4:]  # the last rounds of all have no room for drafts
+    crowded = [
+        int(launch.drafts.max()) for launch in loop.launches if len(launch.decoding) > 2
+    ]
+    assert crowded
+    assert set(crowded) == {0}
+    assert any(launch.shape.is_catch_up for launch in loop.launches)
+    loop.assert_said_the_truth(requests[0])
+
+
+def test_sequences_decode_while_the_draft_model_catches_up():
+    """After some launches in a row, rows that it has not reached go without drafts."""
+    config = make_config(
+        max_num_seqs=4,
+        num_pages=400,
+        max_model_len=400,
+        disable_by_batch_size=2,
+        model_config=dataclasses.replace(MODEL, max_position_embeddings=512),
+    )
+    loop = Loop(config, seed=0)
+    first, second, third, fourth = make_requests(config, 4, num_draft_tokens=3)
+    for request in (first, second, third, fourth):
+        request.prompt_token_ids, request.max_total = [1] * 5, 390
+        loop.scheduler.add(request)
+    for _ in range(200):
+        loop.step()
+    begun = len(loop.launches)
+    for request in (third, fourth):
+        loop.scheduler.finish(request, "abort", None)
+    while loop.step():
+        pass
+    launches = loop.launches[begun:]
+    turns = [launch.shape.is_catch_up for launch in launches]
+    # 400 tokens of two rows, up to 64 in a launch.
+    assert 6 <= sum(turns) <= 9
+    runs = [len([*run]) for is_turn, run in itertools.groupby(turns) if is_turn]
+    assert max(runs) == MAX_IN_A_ROW
+    last = len(turns) - 1 - turns[::-1].index(True)
+    between = [set(one.drafts.tolist()) for one in launches[:last] if one.decoding]
+    assert {0, 3} in between, "both waited for the slower one"
+    assert all(set(one.drafts.tolist()) != {0} for one in launches[last + 1 : last + 9])
+    for request in (first, second):
+        loop.assert_said_the_truth(request)
+
+
+def test_a_first_token_does_not_wait_for_the_draft_model():
+    """It reads a prompt in the next launch; then everybody drafts."""
+    config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=64)
+    loop = Loop(config, seed=0)
+    first, second = make_requests(config, 2, num_draft_tokens=3)
+    for token, request in enumerate((first, second), 1):
+        request.prompt_token_ids, request.max_total = [token] * 60, 90
+        loop.scheduler.add(request)
+    while loop.step():
+        pass
+    prompts = [one.num_prefilled for one in loop.launches[:4]]
+    fed = [one.shape.is_catch_up for one in loop.launches[:4]]
+    # The second prompt goes before what the first one has left to do, once.
+    assert prompts[:2] == [60, 60]
+    assert fed == [False, False, True, True]
+    drafts = [one.drafts.tolist() for one in loop.launches[3:8] if len(one.drafts)]
+    assert all(3 in one for one in drafts)
+    for request in (first, second):
+        loop.assert_said_the_truth(request)
+
+
+def test_a_first_token_does_not_wait_for_streams_that_wait_for_the_draft_model():
+    config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=64)
+    loop = Loop(config, seed=0)
+    first, second = make_requests(config, 2, num_draft_tokens=3)
+    for token, request in enumerate((first, second), 1):
+        request.prompt_token_ids, request.max_total = [token] * 60, 90
+        request.params.output_kind = RequestOutputKind.DELTA
+        loop.scheduler.add(request)
+    while loop.step():
+        pass
+    assert [one.num_prefilled for one in loop.launches[:2]] == [60, 60]
+
+
+def test_the_draft_model_reads_what_requests_share_once():
+    config = make_config(max_num_seqs=4, num_pages=200, max_num_batched_tokens=64)
+    requests = make_requests(config, 4, num_draft_tokens=3)
+    loop = run_traffic(config, requests)
+    reading = [one for one in loop.launches if one.shape.is_catch_up]
+    read = sum(len(tile.tokens) for one in reading for tile in one.plan.tiles)
+    # 70 tokens, of which 68 lie in full pages.
+    assert read == 70 + 3 * 2
+
+
+def test_the_draft_model_reads_in_the_order_of_admission():
+    """A long prompt is not passed by every short one that comes after it."""
+    config = make_config(
+        max_num_seqs=4, num_pages=200, max_model_len=400, max_num_batched_tokens=64
+    )
+    loop = Loop(config, seed=0)
+    requests = make_requests(config, 4, num_draft_tokens=3)
+    for token, (request, length) in enumerate(
+        zip(requests, (300, 40, 40, 40), strict=True)
+    ):
+        request.prompt_token_ids = [token] * length
+        request.max_total = length + 20
+        loop.scheduler.add(request)
+    while loop.step():
+        pass
+    reading = [one for one in loop.launches if one.shape.is_catch_up]
+    read = [request for launch in reading for request in launch.tiled]
+    num_tiles = -(-300 // TILE)
+    assert read[:num_tiles] == [requests[0]] * num_tiles
+    assert len(read) == num_tiles + 3 * 2
+
+
+@pytest.mark.parametrize(
+    "kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA]
+)
+def test_all_get_drafts_soon_after_a_time_without(kind):
+    """Those who have caught up first would lag again before the last have."""
+    config = make_config(
+        max_num_seqs=16,
+        num_pages=1000,
+        max_model_len=400,
+        max_num_batched_tokens=512,
+        disable_by_batch_size=15,
+    )
+    loop = Loop(config, seed=0)
+    requests = make_requests(config, 16, num_draft_tokens=3)
+    for request in requests:
+        request.prompt_token_ids, request.max_total = [1] * 5, 390
+        request.params.output_kind = kind
+        loop.scheduler.add(request)
+    for _ in range(100):
+        loop.step()
+    assert not any(launch.drafts.any() for launch in loop.launches)
+    begun = len(loop.launches)
+    loop.scheduler.finish(requests[0], "abort", None)
+    for _ in range(20):
+        loop.step()
+    launches = loop.launches[begun:]
+    rounds = [one for one in launches if not one.shape.is_catch_up]
+    # 15 rows lag by four tiles each, of which a launch takes 16.
+    assert len(launches) - len(rounds) <= 6
+    assert all((one.drafts == 3).all() for one in rounds[4:])
+    # Before, nobody pays for drafts that are not made.
+    idle = [one for one in rounds if not one.drafts.any()]
+    assert not any(one.shape.num_draft_tokens for one in idle)
+
+
+def test_streams_are_not_held_up_by_what_the_draft_model_reads():
+    config = make_config(
+        max_num_seqs=4, num_pages=200, max_model_len=500, max_num_batched_tokens=512
+    )
+    loop = Loop(config, seed=0)
+    loop.fed_s = 1 / 256  # 64 tokens take a quarter of a round, 512 two rounds
+    stream, late = make_requests(config, 2, num_draft_tokens=3)
+    stream.prompt_token_ids, stream.max_total = [1] * 20, 400
+    stream.params.output_kind = RequestOutputKind.DELTA
+    late.prompt_token_ids, late.max_total = [2] * 400, 440
+    loop.scheduler.add(stream)
+    for _ in range(8):
+        loop.step()
+    before = len(loop.launches)
+    loop.scheduler.add(late)
+    while loop.step():
+        pass
+    sizes = [one.shape.chunk for one in loop.launches[before:] if one.shape.is_catch_up]
+    assert sizes == [64] * 7
+
+
+def test_without_its_program_the_draft_model_is_left_out():
+    class FailedPrograms(EveryProgram):
+        def __contains__(self, shape):
+            return not shape.is_catch_up
+
+        def has_failed(self, shape):
+            return shape.is_catch_up
+
+    config = make_config(num_pages=200)
+    loop = Loop(config, seed=0)
+    controller = Controller(config.speculative)
+    loop.scheduler = Scheduler(config, controller, programs=FailedPrograms())
+    (request,) = make_requests(config, 1, num_draft_tokens=3)
+    loop.scheduler.add(request)
+    while loop.step():
+        pass
+    assert controller.is_stopped
+    assert not any(launch.drafts.any() for launch in loop.launches)
+    loop.assert_said_the_truth(request)
+
+
+def test_the_draft_model_does_not_read_for_nothing():
+    loop = Loop(make_config(num_pages=200), seed=0)
+    (request,) = make_requests(loop.config, 1, num_draft_tokens=3)
+    request.prompt_token_ids, request.max_total = [1] * 60, 62
+    loop.scheduler.add(request)
+    while loop.step():
+        pass
+    assert not any(launch.shape.is_catch_up for launch in loop.launches)
+    loop.assert_said_the_truth(request)
+
+
+def test_the_program_drafts_no_more_than_anybody_asks_for():
+    loop = run_together(make_config(num_draft_tokens=8), 2, num_draft_tokens=2)
+    drafts = {int(launch.drafts.max(initial=0)) for launch in loop.launches}
+    assert drafts <= {0, 1, 2}
+    assert 2 in drafts
+    loop = run_together(make_config(num_draft_tokens=8), 2, num_draft_tokens=0)
+    decoding = [launch for launch in loop.launches if launch.decoding]
+    assert {int(launch.drafts.max()) for launch in decoding} == {0}
+    alone = [launch.shape for launch in decoding if not launch.plan.tiles]
+    assert {shape.num_draft_tokens for shape in alone} == {0}
+
+
+def test_nobody_drafts_past_the_end():
+    """The last token needs no draft: it comes from the target in any case."""
+    loop = run_together(make_config(num_draft_tokens=8), 1)
+    entries = [entry for launch in loop.launches for entry in launch.plan.decode]
+    # Four prompt tokens and the first generated one, then one at least per round.
+    for known, (_, drafts) in enumerate(entries, 5):
+        assert drafts <= 16 - known - 1
+
+
+@pytest.mark.parametrize("longest", [10, 11, 12])
+def test_long_sequences_are_not_drafted_for(monkeypatch, longest):
+    """No draft lies beyond, counted from the prompt on; later rounds are plain ones."""
+    known, run = [], FakeDevice.run
+
+    def note(device, plan, shape):
+        known.extend(len(device.rows[row].tokens) for row, _ in plan.decode)
+        return run(device, plan, shape)
+
+    monkeypatch.setattr(FakeDevice, "run", note)
+    loop = run_together(make_config(num_draft_tokens=3, longest_drafted=longest), 1)
+    rounds = [
+        (drafts, launch.shape.num_draft_tokens)
+        for launch in loop.launches
+        for _, drafts in launch.plan.decode
+    ]
+    for tokens, (drafts, width) in zip(known, rounds, strict=True):
+        assert tokens + drafts <= max(longest, tokens)
+        assert width == 3 or tokens + 3 + 1 >= longest  # a round that is not read
+        assert width == 0 or tokens < longest
+    assert {width for _, width in rounds} == {0, 3}
+    loop.assert_said_the_truth(loop.finished[0])
+
+
+@pytest.mark.parametrize("num_draft", [0, 3])
+def test_who_came_last_waits_again_when_pages_run_out(num_draft):
+    config = make_config(
+        max_num_seqs=4, num_pages=30, max_model_len=96, num_draft_tokens=num_draft
+    )
+    requests = make_requests(config, 4)
+    for number, request in enumerate(requests):
+        request.prompt_token_ids = [number] * 20
+    loop = run_traffic(config, requests)
+    counts = [request.stats.num_preemptions for request in requests]
+    assert sum(counts) == loop.scheduler.stats.num_preemptions > 0
+    # The first is never touched, so that somebody always goes on.
+    assert counts[0] == 0
+    ends = [int(request.request_id) for request in loop.finished]
+    assert ends == sorted(ends)
+
+
+def test_a_plan_lists_all_pages_that_were_taken():
+    """Pages are taken for the drafts of one who then sits out: the plan is smaller."""
+    config = make_config(
+        num_draft_tokens=8, num_pages=13, max_num_seqs=2, max_model_len=52
+    )
+    num_sat_out = 0
+    for num_prompt in range(20, 36):
+        loop = Loop(config, seed=0)
+        requests = make_requests(config, 2, stop_ids=(), can_read_prefix_cache=False)
+        for request, drafts in zip(requests, (0, 8), strict=True):
+            request.prompt_token_ids = [drafts + 1] * (5 if drafts else num_prompt)
+            request.max_total = request.num_prompt_tokens + 12
+            request.num_draft_tokens = drafts
+            loop.scheduler.add(request)
+        while loop.step():
+            rows = loop.scheduler.rows
+            num_sat_out += int(rows.is_decoding.sum()) > len(loop.launches[-1].rows)
+        for request in requests:
+            loop.assert_said_the_truth(request)
+        loop.assert_idle()
+    assert num_sat_out
+
+
+def test_a_preempted_request_finds_its_own_pages():
+    """What nobody has taken meanwhile is not computed again."""
+    config = make_config(max_num_seqs=2, num_pages=30, num_draft_tokens=0)
+    requests = make_requests(config, 2)
+    for number, request in enumerate(requests):
+        request.prompt_token_ids = [number] * 40
+    loop = run_traffic(config, requests)
+    assert requests[1].stats.num_preemptions >= 1
+    starts = [
+        next(tile.start for tile in launch.plan.tiles if tile.row == admission.row)
+        for launch in loop.launches
+        for admission in launch.plan.admissions
+        if admission.seed == requests[1].seed
+    ]
+    assert starts[0] == 0
+    assert min(starts[1:]) > 0
+
+
+def test_priorities_decide_who_runs_and_who_is_preempted():
+    config = make_config(
+        max_num_seqs=2, num_pages=30, scheduling_policy="priority", num_draft_tokens=0
+    )
+    requests = make_requests(config, 4)
+    for number, request in enumerate(requests):
+        request.prompt_token_ids = [number] * 40
+        request.priority = -number
+    loop = run_traffic(config, requests)
+    assert [int(request.request_id) for request in loop.finished] == [3, 2, 1, 0]
+    assert requests[3].stats.num_preemptions == 0
+    fcfs = make_config(max_num_seqs=2, num_pages=30, num_draft_tokens=0)
+    again = make_requests(fcfs, 4)
+    for number, request in enumerate(again):
+        request.prompt_token_ids, request.priority = [number] * 40, -number
+    loop = run_traffic(fcfs, again)
+    assert [int(request.request_id) for request in loop.finished] == [0, 1, 2, 3]
+
+
+def test_a_launch_has_what_anybody_in_it_needs():
+    config = make_config(max_num_seqs=2, num_pages=200, num_draft_tokens=0)
+    requests = make_requests(config, 2, max_total=80)
+    most = config.num_logprobs
+    asked = Features(num_logprobs=most, num_prompt_logprobs=most)
+    requests[1].features, requests[1].max_total = asked, 75
+    requests[1].can_read_prefix_cache = False
+    loop = run_traffic(config, requests)
+    for launch in loop.launches:
+        expected = Features()
+        if requests[1] in launch.tiled:
+            expected = asked
+        elif requests[1] in launch.decoding:
+            expected = Features(num_logprobs=most)  # the prompt is told already
+        form = loop.scheduler.shapes.form(expected)
+        assert launch.shape.features == form
+        assert launch.shape in loop.scheduler.shapes.all(features=[form])
+
+
+def test_few_admissions_of_a_launch_have_controls():
+    config = make_config(max_num_seqs=16, num_pages=400, max_num_batched_tokens=512)
+    controls = TokenControls(presence_penalty=1.0)
+    features = Features(has_controls=True)
+    requests = make_requests(
+        config,
+        10,
+        controls=controls,
+        features=features,
+        can_read_prefix_cache=False,
+    )
+    loop = run_traffic(config, requests)
+    plans = [launch.plan for launch in loop.launches if launch.plan.admissions]
+    admitted = [len(plan.admissions) for plan in plans]
+    assert admitted[:3] == [MAX_CONTROLLED, MAX_CONTROLLED, 2]
+
+
+def fill(policy: str, priorities: list[int]) -> tuple[WaitingQueue, list[Request]]:
+    line = WaitingQueue(policy)
+    requests = [make_waiting(priority=priority) for priority in priorities]
+    for request in requests:
+        line.add(request)
+    return line, requests
+
+
+@given(st.lists(st.integers(-2, 2), max_size=8), st.data())
+def test_the_order_is_that_of_a_sorted_list(priorities, data):
+    for policy in ("fcfs", "priority"):
+        line, requests = fill(policy, priorities)
+        expected = list(requests)
+        if policy == "priority":
+            expected.sort(key=lambda request: request.priority)
+        assert list(line) == expected
+        assert len(line) == len(expected)
+        assert next(iter(line), None) is (expected[0] if expected else None)
+        gone = [r for r in expected if data.draw(st.booleans())]
+        for request in gone:
+            line.remove(request)
+        assert list(line) == [r for r in expected if r not in gone]
+        for request in reversed(gone):
+            line.add(request)
+        assert list(line) == expected
+
+
+def test_the_draft_model_is_asked_once_at_a_time(monkeypatch):
+    """While nothing is drafted; the answer is read one launch late."""
+    config = make_config(num_pages=200, max_model_len=400, controller=ADAPTIVE)
+    loop, now_s, asked_s = Loop(config, seed=0), 0.0, list[float]()
+    loop.fastest_s, loop.fed_s = 1e-4, 1e-7
+    controller = loop.scheduler.controller
+    monkeypatch.setattr(controller, "_clock", lambda: now_s)
+    monkeypatch.setattr(controller, "choose", lambda *_, **__: 0)
+    controller.num_drafts = 0
+    requests = make_requests(config, 2, num_draft_tokens=3, max_total=370)
+    for request in requests:
+        request.params.temperature = 0.0  # or nobody could say what drafts bring
+        loop.scheduler.add(request)
+    while loop.step():
+        now_s += 0.01
+        num_asked = sum(launch.is_probe for launch in loop.launches)
+        asked_s += [now_s] * (num_asked - len(asked_s))
+    assert len(asked_s) > 5
+    assert min(np.diff(asked_s)) > 0.9 * MIN_WAIT_S
+    for request in requests:
+        loop.assert_said_the_truth(request)

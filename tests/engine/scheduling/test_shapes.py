@@ -1,0 +1,300 @@
+"""There are few programs, and one of those that are there serves every launch."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+
+from jaxspec.engine.scheduling.controller import Controller
+from jaxspec.engine.scheduling.shapes import GREEDY, SAMPLED, EveryProgram, Shapes
+from jaxspec.program.plan import TILE, Features, StepShape
+from tests.loops import make_config
+
+LOGPROBS = Features(num_logprobs=3)
+CONTROLS = Features(has_controls=True, is_greedy=True)
+GRAMMAR = Features(has_grammar=True)
+PROMPTS = Features(num_prompt_logprobs=2)
+SOME = (GREEDY, SAMPLED, LOGPROBS, CONTROLS, GRAMMAR, PROMPTS)
+DEFAULT: dict[str, Any] = dict(
+    max_num_seqs=8, max_num_batched_tokens=512, num_draft_tokens=5
+)
+PLAIN = dict[str, Any](DEFAULT, num_draft_tokens=0)
+
+
+class SomePrograms(EveryProgram):
+    """Has only those it was given."""
+
+    def __init__(self, *there: StepShape):
+        self.there, self.asked = set(there), list[StepShape]()
+
+    def __contains__(self, shape: StepShape) -> bool:
+        return shape in self.there
+
+    def request(self, shape: StepShape) -> None:
+        self.asked.append(shape)
+
+    def add(self, shape: StepShape) -> None:
+        self.there.add(shape)
+        self.version += 1
+
+
+def make_shapes(programs: EveryProgram | None = None, **changes: Any) -> Shapes:
+    num_pages = max(48, changes.get("max_num_seqs", 1))
+    config = make_config(**(dict(num_pages=num_pages) | changes))
+    return Shapes(config, Controller(config.speculative), programs)
+
+
+def is_able(shape: StepShape, seqs: int, drafts: int, tokens: int, need: Features):
+    return (
+        shape.num_seqs >= seqs
+        and shape.num_draft_tokens >= drafts
+        and shape.chunk >= tokens
+        and (need.is_greedy or not shape.features.is_greedy)
+        and (shape.features.has_controls or not need.has_controls)
+        and (shape.features.has_grammar or not need.has_grammar)
+        and (shape.features.num_logprobs is not None or need.num_logprobs is None)
+        and (
+            shape.features.num_prompt_logprobs is not None
+            or need.num_prompt_logprobs is None
+        )
+    )
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 5, 8])
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 256])
+def test_a_server_has_at_most_twelve_programs_and_twenty_with_all(
+    max_num_seqs, num_draft_tokens
+):
+    shapes = make_shapes(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=512,
+        num_draft_tokens=num_draft_tokens,
+    )
+    listed = shapes.all()
+    assert len(set(listed)) == len(listed) <= 12
+    every = shapes.all(features=SOME)
+    assert len(set(every)) == len(every) <= 20
+    assert set(listed) < set(every)
+
+
+def test_the_default_server_has_these_programs():
+    names = [shape.name for shape in make_shapes(**DEFAULT).all()]
+    assert names[0] == "8x5+512_sampled", "the first one serves everything"
+    assert sorted(names) == [
+        "1x0+128_sampled",
+        "1x0_greedy",
+        "1x5_greedy",
+        "1x5_sampled",
+        "4x5_greedy",
+        "4x5_sampled",
+        "8x5+512_sampled",
+        "8x5+64_sampled",
+        "8x5_greedy",
+        "8x5_sampled",
+        "catch-up+512",
+        "catch-up+64",
+    ]
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 8])
+@pytest.mark.parametrize("num_draft_tokens", [0, 5])
+def test_every_launch_has_a_listed_program_that_serves_it(
+    max_num_seqs, num_draft_tokens
+):
+    shapes = make_shapes(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=512,
+        num_draft_tokens=num_draft_tokens,
+    )
+    listed, met = shapes.all(features=SOME, with_late=True), set()
+    for need in SOME:
+        for seqs, drafts, tokens in itertools.product(
+            range(max_num_seqs + 1),
+            range(num_draft_tokens + 1),
+            (0, 32, 64, 128, 160, 512),
+        ):
+            if need is PROMPTS and not tokens:
+                continue  # who decodes has told of the prompt already
+            found = shapes.find(seqs, drafts, tokens, need)
+            assert found is not None
+            assert found in listed
+            assert is_able(found, seqs, drafts, tokens, need)
+            met.add(found)
+    assert met == set(listed) - set(shapes.catch_ups), "a program that no launch needs"
+
+
+def test_plain_decoding_of_any_size_is_as_fast_as_without_drafts():
+    """Once its program is there, which nobody compiles before drafts do not pay."""
+    shapes, plain = make_shapes(**DEFAULT), make_shapes(**PLAIN)
+    for num_seqs, form in itertools.product(range(1, 9), (GREEDY, SAMPLED)):
+        found = shapes.find(num_seqs, 0, 0, form)
+        assert found == plain.find(num_seqs, 0, 0, form) or form == SAMPLED
+        assert found is not None
+        assert found.num_seqs <= 2 * num_seqs
+    late = set(shapes.all(with_late=True)) - set(shapes.all())
+    assert {shape.name for shape in late} == {
+        "1x0_sampled",
+        "4x0_greedy",
+        "4x0_sampled",
+        "8x0_greedy",
+        "8x0_sampled",
+        "8x0+64_sampled",
+    }
+    # A prompt beside sequences that do not draft does not wait for rows of drafts.
+    found = shapes.find(8, 0, 64)
+    assert found is not None
+    assert found.name == "8x0+64_sampled"
+
+
+def test_a_few_launches_without_drafts_are_no_reason_to_compile():
+    largest = StepShape(num_seqs=8, num_draft_tokens=5, chunk=512)
+    programs = SomePrograms(largest)
+    shapes = make_shapes(programs, **DEFAULT)
+    for _ in range(2):
+        assert shapes.find(8, 0, 64, is_brief=True) == largest
+        assert [shape.name for shape in programs.asked] == ["8x5+64_sampled"]
+    assert shapes.find(8, 0, 64) == largest
+    assert programs.asked[-1].name == "8x0+64_sampled"
+    # Where it is there, it is used.
+    programs.add(programs.asked[-1])
+    assert shapes.find(8, 0, 64, is_brief=True) == programs.asked[-1]
+
+
+def test_the_draft_model_catches_up_in_the_smallest_program_with_room():
+    programs = SomePrograms()
+    shapes = make_shapes(programs, **DEFAULT)
+    small, large = shapes.catch_ups
+    assert (small.num_tiles, large.num_tiles) == (2, 16)
+    assert shapes.catch_up(3) is None
+    assert programs.asked == [large]
+    programs.add(small)
+    assert shapes.catch_up(3) == small, "what there is, as often as it takes"
+    programs.add(large)
+    programs.asked.clear()
+    found = [shapes.catch_up(tiles) for tiles in (1, 2, 3, 16, 99)]
+    assert found == [small, small, large, large, large]
+    programs.there.remove(small)
+    assert shapes.catch_up(1) == large
+    assert programs.asked == [small]
+    assert make_shapes(**PLAIN).catch_up(1) is None
+
+
+def test_mixes_of_requests_have_a_program():
+    shapes = make_shapes(**DEFAULT)
+    for left, right in itertools.combinations(SOME, 2):
+        need = left | right
+        for tokens in (0, 32) if need.num_prompt_logprobs is None else (32,):
+            found = shapes.find(8, 5, tokens, need)
+            assert found is not None
+            assert is_able(found, 8, 5, tokens, need)
+
+
+def test_the_first_program_of_a_form_serves_all_its_launches():
+    shapes = make_shapes(**DEFAULT)
+    for need in (SAMPLED, LOGPROBS, GRAMMAR, PROMPTS):
+        first = shapes.all(features=[need])[0]
+        assert is_able(first, 8, 5, 512, need)
+    assert is_able(shapes.all()[0], 8, 5, 512, GREEDY)
+
+
+def test_prompts_that_are_expected_decide_the_chunks():
+    shapes = make_shapes(**DEFAULT)
+    assert {shape.chunk for shape in shapes.all()} == {0, 64, 128, 512}
+    assert {shape.chunk for shape in shapes.all(500)} == {0, 64, 128, 512}
+    one = make_shapes(None, **(DEFAULT | dict(max_num_seqs=1)))
+    assert {shape.chunk for shape in one.all(1)} == {0, 64}
+    assert {shape.chunk for shape in one.all(100)} == {0, 64, 128}
+
+
+def test_a_launch_whose_program_is_missing_runs_in_a_larger_one_and_asks():
+    programs = SomePrograms()
+    shapes = make_shapes(programs, **DEFAULT)
+    best = StepShape(num_seqs=1, num_draft_tokens=5, chunk=0, features=GREEDY)
+    assert shapes.find(1, 3, 0, GREEDY) is None
+    assert programs.asked == [best]
+    universal = shapes.all()[0]
+    programs.add(universal)
+    assert shapes.find(1, 3, 0, GREEDY) == universal  # more of everything
+    sampled = StepShape(num_seqs=1, num_draft_tokens=5, chunk=0)
+    programs.add(sampled)
+    assert shapes.find(1, 3, 0, GREEDY) == sampled
+    assert shapes.find(2, 3, 0, GREEDY) == universal
+    programs.add(best)
+    programs.asked.clear()
+    assert shapes.find(1, 3, 0, GREEDY) == best
+    assert not programs.asked
+    assert shapes.find(1, 5, 0, LOGPROBS) is None
+
+
+def test_programs_with_prompts_are_told_from_the_smallest():
+    shapes = make_shapes(**DEFAULT)
+    assert [one.chunk for one in shapes.with_prompts(2, 5, SAMPLED)] == [64, 512]
+    assert [one.chunk for one in shapes.with_prompts(1, 0, SAMPLED)] == [64, 128, 512]
+    programs = SomePrograms()
+    shapes = make_shapes(programs, **DEFAULT)
+    assert shapes.with_prompts(1, 0, SAMPLED) == []
+    assert not programs.asked
+    shapes.request(1, 0, 5 * TILE - 1, SAMPLED)
+    assert [one.name for one in programs.asked] == ["8x5+512_sampled"]
+
+
+def test_a_form_covers_what_it_says():
+    for one, other in itertools.product(SOME, SOME):
+        assert (one | other).covers(one)
+        assert (one | other).covers(other)
+    assert not GREEDY.covers(SAMPLED)
+    assert SAMPLED.covers(GREEDY)
+    assert not LOGPROBS.covers(CONTROLS)
+
+
+@pytest.mark.parametrize("features", [GREEDY, SAMPLED])
+def test_batch_invariant_launches_have_one_program(features):
+    """The same products of the same sizes, whatever a launch has and what is there."""
+    shapes = make_shapes(batch_invariant=True, **DEFAULT)
+    only, catch_up = shapes.all(features=[features, SAMPLED])
+    assert [catch_up] == shapes.catch_ups
+    assert (only.num_seqs, only.num_draft_tokens) == (8, 5)
+    for seqs, drafts, tiles in itertools.product(range(1, 9), range(6), range(4)):
+        assert shapes.find(seqs, drafts, tiles * TILE, features) == only
+        assert shapes.with_prompts(seqs, drafts, features) == [only]
+    # A more general program would be another one.
+    general = make_shapes(**DEFAULT).find(1, 5, 0, LOGPROBS)
+    assert general is not None and general.features.covers(features)
+    waiting = make_shapes(SomePrograms(general), batch_invariant=True, **DEFAULT)
+    assert waiting.find(1, 5, 0, features) is None
+
+
+@pytest.mark.parametrize("is_invariant", [False, True])
+def test_only_plain_requests_without_prompts_run_several_rounds(is_invariant):
+    """In the programs that there are: how many rounds is no size of its own."""
+    options = DEFAULT | dict(batch_invariant=is_invariant)
+    single = make_shapes(**options).all(features=SOME, with_late=True)
+    several = make_shapes(num_scheduler_steps=4, **options)
+    shapes = several.all(features=SOME, with_late=True)
+    assert [dataclasses.replace(one, max_rounds=1) for one in shapes] == single
+    assert any(one.max_rounds > 1 for one in shapes) != is_invariant
+    for one in shapes:
+        is_plain = one.features in (GREEDY, SAMPLED)
+        is_looped = is_plain and not (one.chunk or one.is_catch_up or is_invariant)
+        assert one.max_rounds == (4 if is_looped else 1)
+    assert len({one.name for one in shapes}) == len(shapes)
+
+
+def test_leaves_and_trees_are_of_programs_that_need_one_choice_a_token():
+    """Others have as many levels, one draft each, and reserve as many slots."""
+    chain = make_shapes(**DEFAULT).all(features=SOME, with_late=True)
+    leaves = make_shapes(**DEFAULT, speculative_keys={"num_side_leaves": 1})
+    listed = leaves.all(features=SOME, with_late=True)
+    assert [dataclasses.replace(one, template=None) for one in listed] == chain
+    for shape in listed:
+        if shape.is_catch_up:
+            continue
+        is_plain = shape.features.needs_one_path or not shape.num_draft_tokens
+        assert shape.tree.is_chain == is_plain
+        assert shape.tree.num_levels == shape.num_draft_tokens
+        assert shape.num_slots == 11
+        assert ("t10" in shape.name) != is_plain
+    assert leaves.tree(0).num_rows == 1
+    assert leaves.tree(2) == leaves.tree(5)
+    assert make_shapes(**DEFAULT).tree(2).num_rows == 3

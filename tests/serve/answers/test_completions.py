@@ -1,0 +1,141 @@
+"""Completions beyond the text: echo, logprobs, token ids, the same in chunks.
+
+`response_writers` is what they share with chats.
+"""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from jaxspec.logprobs import Logprob
+from jaxspec.outputs import CompletionOutput, RequestOutput
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.serve.answers.completions import CompletionWriter
+from jaxspec.serve.bodies.protocol import CompletionBody
+from tests.engine.test_llm_engine import letters, said
+from tests.serve.answers.test_usage import StubServing
+from tests.serving import COMPLETIONS, PROMPT, post, serve_http
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("prompt", [PROMPT, [2, 3, 4]])
+def test_the_prompt_is_echoed_once(prompt: Any, is_stream: bool):
+    async def ask(client: httpx.AsyncClient) -> None:
+        asked = {"prompt": prompt, "max_tokens": 12, "echo": True, "n": 2}
+        found = await post(client, COMPLETIONS, **asked, stream=is_stream)
+        texts = ["", ""]
+        for chunk in found if is_stream else [found]:
+            for choice in chunk["choices"]:
+                texts[choice["index"]] += choice["text"]
+        assert texts == [PROMPT + letters(said(12))] * 2
+
+    serve_http(ask, delay_s=0.004)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_the_prompt_alone_can_be_echoed(is_stream: bool):
+    async def ask(client: httpx.AsyncClient) -> None:
+        asked = {"prompt": PROMPT, "max_tokens": 0, "echo": True}
+        found = await post(client, COMPLETIONS, **asked, stream=is_stream)
+        (answer,) = found if is_stream else [found]
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (PROMPT, "length")
+        if not is_stream:
+            assert answer["usage"]["completion_tokens"] == 0
+        response = await client.post(
+            COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 0}
+        )
+        assert response.status_code == 400, "without an echo nothing would be said"
+
+    serve_http(ask)
+
+
+def test_stops_are_told():
+    async def ask(client: httpx.AsyncClient) -> None:
+        tokens = said(6)
+        cases = [
+            ({"stop": letters(tokens[3:5])}, letters(tokens[:3]), letters(tokens[3:5])),
+            ({"stop_token_ids": [tokens[4]]}, letters(tokens[:4]), tokens[4]),
+        ]
+        for given, text, reason in cases:
+            answer = await post(client, COMPLETIONS, prompt=PROMPT, **given)
+            (choice,) = answer["choices"]
+            assert (choice["text"], choice["stop_reason"]) == (text, reason)
+            assert choice["finish_reason"] == "stop"
+
+    serve_http(ask)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_token_ids(is_stream: bool):
+    async def ask(client: httpx.AsyncClient) -> None:
+        asked = {"prompt": PROMPT, "max_tokens": 12, "return_token_ids": True}
+        found = await post(client, COMPLETIONS, **asked, stream=is_stream)
+        choices = [
+            c for one in (found if is_stream else [found]) for c in one["choices"]
+        ]
+        assert [token for one in choices for token in one["token_ids"]] == said(12)
+        prompts = [one.get("prompt_token_ids") for one in choices]
+        assert prompts == [[2, 3, 4]] + [None] * (len(choices) - 1)
+
+    serve_http(ask, delay_s=0.004)
+
+
+def output(tokens: list[int], *, is_first: bool, is_last: bool) -> RequestOutput:
+    """Part of a text with log-probabilities: each token's is its id, below zero."""
+    told = [{token: Logprob(-float(token), 1, letters([token]))} for token in tokens]
+    completion = CompletionOutput(
+        index=0,
+        text=letters(tokens),
+        token_ids=tokens,
+        logprobs=told,
+        finish_reason="length" if is_last else None,
+    )
+    return RequestOutput(
+        request_id="x",
+        prompt=PROMPT,
+        prompt_token_ids=[2, 3, 4],
+        prompt_logprobs=[None, *({t: Logprob(-float(t), 1)} for t in (3, 4))]
+        if is_first
+        else None,
+        outputs=[completion],
+        finished=is_last,
+    )
+
+
+def test_logprobs_of_an_echo_in_chunks():
+    body = CompletionBody(prompt=PROMPT, logprobs=1, echo=True, stream=True)
+    params = SamplingParams(logprobs=1, prompt_logprobs=1)
+    writer = CompletionWriter(StubServing(), body, params, "x")
+    first = output([5, 6], is_first=True, is_last=False)
+    second = output([7], is_first=False, is_last=True)
+    told = []
+    for one in (first, second):
+        for completion, index in writer._texts(0, one):
+            told += writer.deltas(index, completion, one)
+    both = [choice["logprobs"] for choice in told]
+    text = PROMPT + letters([5, 6, 7])
+    assert [x for one in both for x in one["tokens"]] == list(text)
+    offsets = [x for one in both for x in one["text_offset"]]
+    assert offsets == list(range(6)), "each token is one character"
+    own = [x for one in both for x in one["token_logprobs"]]
+    assert own == [None, -3, -4, -5, -6, -7]
+    assert both[1]["top_logprobs"] == [{letters([7]): -7}]
+    assert told[-1]["finish_reason"] == "length"
+
+
+def test_tokens_as_ids():
+    """As the server was started; a request may say otherwise."""
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        given: Any = {"prompt": PROMPT, "max_tokens": 2, "logprobs": 1}
+        for asked, is_id in ((None, True), (True, True), (False, False)):
+            answer = await post(
+                client, COMPLETIONS, **given, return_tokens_as_token_ids=asked
+            )
+            tokens = answer["choices"][0]["logprobs"]["tokens"]
+            ids = [f"token_id:{token}" for token in said(2)]
+            assert tokens == (ids if is_id else list(letters(said(2))))
+
+    serve_http(ask, settings={"return_tokens_as_token_ids": True})
