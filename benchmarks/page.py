@@ -1,4 +1,4 @@
-"""Take the picture of the README: a race on the page of a server that runs.
+"""Take the picture of docs/server.md: a race on the page of a server that runs.
 
     python -m jaxspec.serve --warm-up none &
     python benchmarks/page.py

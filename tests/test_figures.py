@@ -45,6 +45,7 @@ def test_the_committed_figures_are_those_of_the_committed_results():
 
 def test_every_figure_is_in_a_readme():
     pages = [ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
+    pages += (ROOT / "docs").glob("*.md")
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     for path in figures.FIGURES.glob("*.svg"):
         assert f"figures/{path.name})" in text, path.name

@@ -127,7 +127,7 @@ class EngineArgs:
             `jaxspec` in the user's cache folder, None keeps none.
         batch_invariant: Decode in one width, so that a request's logits do not depend
             on its drafts or its neighbours on a TPU or GPU either (on a CPU they never
-            do). Slower: see the README.
+            do). Slower: see docs/lossless.md.
         num_scheduler_steps: Most rounds that one launch may run, in a loop on the
             device: where nobody waits, and nobody looks at tokens before the last. As
             many as take 30 ms at most, and up to the first that ends a sequence.
