@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -205,50 +205,23 @@ def num_columns(num_top: int, num_chosen: int = 0) -> int:
     return 2 + 2 * num_top + num_chosen
 
 
-def _part(
-    sizes: Callable[[StepShape], tuple[int, ...] | None],
-    dtype: Any = np.int32,
-    default: Any = dataclasses.MISSING,
-) -> Any:
-    """A field of a record that travels back, and its sizes; None: no such part."""
+def _part(sizes: str, dtype: Any = np.int32, default: Any = dataclasses.MISSING) -> Any:
+    """A field of a record that travels back; its sizes are words of `_sizes`."""
     return dataclasses.field(default=default, metadata={"part": (sizes, dtype)})
 
 
-def _by_seq(shape: StepShape) -> tuple[int, ...]:
-    return (shape.num_seqs,)
-
-
-def _by_seq_of_trees(shape: StepShape) -> tuple[int, ...] | None:
-    return None if shape.tree.is_chain else (shape.num_seqs,)
-
-
-def _by_tile(shape: StepShape) -> tuple[int, ...]:
-    return (shape.num_tiles,)
-
-
-def _by_token(shape: StepShape) -> tuple[int, ...]:
-    return shape.num_seqs, shape.tree.max_emitted
-
-
-def _by_fed_token(shape: StepShape) -> tuple[int, ...]:
-    return shape.num_tiles, TILE
-
-
-def _told(
-    leading: Callable[[StepShape], tuple[int, ...]],
-) -> Callable[[StepShape], tuple[int, ...] | None]:
-    """Log-probabilities of generated tokens."""
-
-    def sizes(shape: StepShape) -> tuple[int, ...] | None:
-        top, num_told = shape.features.num_logprobs, shape.features.num_told_ids
-        return None if top is None else (*leading(shape), num_columns(top, num_told))
-
+def _sizes(shape: StepShape) -> dict[str, int]:
+    """What a declaration's words are; a part with one that is missing is left out."""
+    features, seqs = shape.features, shape.num_seqs
+    sizes = dict(seq=seqs, emitted=shape.tree.max_emitted, tile=shape.num_tiles)
+    sizes["token"] = TILE
+    if not shape.tree.is_chain:
+        sizes["seq_of_trees"] = seqs
+    if features.num_logprobs is not None:
+        sizes["told"] = num_columns(features.num_logprobs, features.num_told_ids)
+    if features.num_prompt_logprobs is not None:
+        sizes["prompted"] = num_columns(features.num_prompt_logprobs)
     return sizes
-
-
-def _prompt_told(shape: StepShape) -> tuple[int, ...] | None:
-    top = shape.features.num_prompt_logprobs
-    return None if top is None else (*_by_fed_token(shape), num_columns(top))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,20 +249,20 @@ class StepResult:
         later: What the same launch did in the rounds after this one.
     """
 
-    tokens: np.ndarray = _part(_by_token)
-    num_emitted: np.ndarray = _part(_by_seq)
-    num_draft: np.ndarray = _part(_by_seq)
-    num_accepted: np.ndarray = _part(_by_seq)
-    is_done: np.ndarray = _part(_by_seq, bool)
-    is_broken: np.ndarray = _part(_by_seq, bool)
-    is_draft_broken: np.ndarray = _part(_by_seq, bool)
-    tile_token: np.ndarray = _part(_by_tile)
-    tile_is_done: np.ndarray = _part(_by_tile, bool)
-    tile_is_broken: np.ndarray = _part(_by_tile, bool)
-    tree_row: np.ndarray | None = _part(_by_seq_of_trees, default=None)
-    logprobs: TokenLogprobs | None = _part(_told(_by_token), default=None)
-    tile_logprobs: TokenLogprobs | None = _part(_told(_by_tile), default=None)
-    prompt_logprobs: TokenLogprobs | None = _part(_prompt_told, default=None)
+    tokens: np.ndarray = _part("seq emitted")
+    num_emitted: np.ndarray = _part("seq")
+    num_draft: np.ndarray = _part("seq")
+    num_accepted: np.ndarray = _part("seq")
+    is_done: np.ndarray = _part("seq", bool)
+    is_broken: np.ndarray = _part("seq", bool)
+    is_draft_broken: np.ndarray = _part("seq", bool)
+    tile_token: np.ndarray = _part("tile")
+    tile_is_done: np.ndarray = _part("tile", bool)
+    tile_is_broken: np.ndarray = _part("tile", bool)
+    tree_row: np.ndarray | None = _part("seq_of_trees", default=None)
+    logprobs: TokenLogprobs | None = _part("seq emitted told", default=None)
+    tile_logprobs: TokenLogprobs | None = _part("tile told", default=None)
+    prompt_logprobs: TokenLogprobs | None = _part("tile token prompted", default=None)
     later: tuple["StepResult", ...] = ()
 
     @property
@@ -329,7 +302,7 @@ class CaughtUp:
             known: prompts, pads, and drafts that are drawn without a seed.
     """
 
-    likeness: np.ndarray = _part(_by_fed_token, np.float32)
+    likeness: np.ndarray = _part("tile token", np.float32)
 
     @property
     def rounds(self) -> tuple["CaughtUp"]:
@@ -350,13 +323,13 @@ class ResultLayout(Layout):
     """
 
     def __init__(self, shape: StepShape):
-        record, parts = CaughtUp if shape.is_catch_up else StepResult, {}
-        for one in dataclasses.fields(record):
+        sizes, parts = _sizes(shape), {}
+        for one in dataclasses.fields(CaughtUp if shape.is_catch_up else StepResult):
             if "part" in one.metadata:
-                sizes_of, dtype = one.metadata["part"]
-                sizes = sizes_of(shape)
-                if sizes is not None:
-                    parts[one.name] = Column(dtype, sizes)
+                words, dtype = one.metadata["part"]
+                if sizes.keys() >= set(words.split()):
+                    found = tuple(sizes[word] for word in words.split())
+                    parts[one.name] = Column(dtype, found)
         super().__init__(parts)
 
 

@@ -177,6 +177,21 @@ class Observer(Proposer, Protocol):
         ...
 
 
+class UpToDate:
+    """What never has to catch up: it keeps nothing, or sees whatever is fed."""
+
+    def catch_up(
+        self,
+        params: Params | None,
+        state: Any,
+        context: Context,
+        active: Active,
+        following: Int[Array, " token"],
+    ) -> tuple[Any, None]:
+        """Nothing to do."""
+        return state, None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """What proposers share that draw drafts of logits: parameters, and always a draft.
@@ -194,24 +209,13 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head(Model):
-    """One that sees all that the target is fed, and so never has to catch up."""
+class Head(UpToDate, Model):
+    """One that is shown the target's hidden states: `observe` has seen it all."""
 
     config: HeadConfig
 
-    def catch_up(
-        self,
-        params: Params | None,
-        state: Any,
-        context: Context,
-        active: Active,
-        following: Int[Array, " token"],
-    ) -> tuple[Any, None]:
-        """Nothing: `observe` has seen it all."""
-        return state, None
 
-
-class Lookup:
+class Lookup(UpToDate):
     """What proposers share that look drafts up: no model, and nothing of their own.
 
     The known tokens that they look into are the rows'.
@@ -223,14 +227,3 @@ class Lookup:
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
         """Nothing is kept."""
         return ()
-
-    def catch_up(
-        self,
-        params: Params | None,
-        state: Any,
-        context: Context,
-        active: Active,
-        following: Int[Array, " token"],
-    ) -> tuple[Any, None]:
-        """Nothing is kept."""
-        return state, None
