@@ -6,7 +6,8 @@ Knows nothing about which arguments exist.
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 MAX_SHOWN = 200
 
@@ -52,6 +53,17 @@ class EngineDeadError(Exception):
             or "The engine has stopped. See the log for what went wrong, and "
             "make a new one."
         )
+
+
+@contextmanager
+def named_in(place: str) -> Iterator[None]:
+    """Have errors of arguments begin with where those were read."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise type(error)(
+            f"{place}: {error}", parameter=error.parameter, value=error.value
+        ) from error
 
 
 def wrong_argument(

@@ -112,9 +112,9 @@ def against_ceiling(
 def mode_table(summaries: Mapping[str, dict[str, Any]]) -> str:
     """The modes side by side: speeds, times in ms, acceptance."""
 
-    def medians(name: str, form: str = ".1f") -> list[str]:
+    def medians(name: str) -> list[str]:
         return [
-            f"{one[name]['median']:{form}}" if name in one else "-"
+            f"{one[name]['median']:.1f}" if name in one else "-"
             for one in summaries.values()
         ]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from jaxspec.errors import ArgumentError, ConfigError, wrong_argument
+from jaxspec.errors import ConfigError, named_in, wrong_argument
 from jaxspec.models.gemma2.config import Gemma2Config
 from jaxspec.models.gemma2.turns import Gemma2Turns
 from jaxspec.settings.model_config import ModelConfig
@@ -139,11 +139,5 @@ def config_from_folder(folder: str | Path) -> Any:
     except CheckpointError as error:
         name = str(folder)
         raise ConfigError(str(error), parameter="model", value=name) from error
-    try:
+    with named_in(f"config.json of {folder}"):
         return config_from_hf(config, generation)
-    except ArgumentError as error:
-        raise type(error)(
-            f"config.json of {folder}: {error}",
-            parameter=error.parameter,
-            value=error.value,
-        ) from error

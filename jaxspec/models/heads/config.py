@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, ClassVar, no_type_check
 
 from jaxspec.errors import (
-    ArgumentError,
     ConfigError,
     UnsupportedError,
     check_flag,
     check_integer,
     check_number,
+    named_in,
     wrong_argument,
 )
 from jaxspec.settings.model_config import ModelConfig
@@ -533,15 +533,10 @@ def read_head(folder: str | Path) -> tuple[HeadConfig, dict[str, Tensor]]:
         tensors = dict(files.tensors)
         if files.kind == MEDUSA and files.config.get("original_lm_head"):
             _drop_copies(tensors)
-        return CONFIGS[files.kind].from_file(files.config, tensors), tensors
+        with named_in(f"config.json of {folder}"):
+            return CONFIGS[files.kind].from_file(files.config, tensors), tensors
     except CheckpointError as error:
         raise ConfigError(str(error), parameter="model", value=str(folder)) from error
-    except ArgumentError as error:
-        raise type(error)(
-            f"config.json of {folder}: {error}",
-            parameter=error.parameter,
-            value=error.value,
-        ) from error
 
 
 def _drop_copies(tensors: dict[str, Tensor]) -> None:

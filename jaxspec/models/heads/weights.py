@@ -5,7 +5,7 @@ of the target's tokens each of the head's stands for, int32.
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -272,14 +272,12 @@ def save_head(
     dtype: jnp.dtype,
     target_name: str,
     architecture: str,
-    extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a head of plain matrices as vLLM reads it; `load_head` reads it back.
 
     Args:
         target_name: What the target is called, for whoever looks for it.
         architecture: What HuggingFace calls its class.
-        extra: More entries of config.json.
 
     Raises:
         CheckpointError: The folder exists already.
@@ -304,7 +302,7 @@ def save_head(
         else:
             arrays[_IDS] = ids
     content["torch_dtype"] = jnp.dtype(dtype).name
-    write_head(folder, content | dict(extra or {}), arrays)
+    write_head(folder, content, arrays)
 
 
 def to_target_vocab(
