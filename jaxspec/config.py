@@ -77,7 +77,7 @@ class EngineConfig:
     """Everything the engine is built from.
 
     Fields without a line here are arguments of the engine, which `EngineArgs` explains
-    under the same names.
+    under the same names, with their defaults.
 
     Attributes:
         model: Folder of the target model.
@@ -102,22 +102,22 @@ class EngineConfig:
     num_pages: int
     seed: int
     tensor_parallel_size: int
+    chat_template: str | None
+    load_format: str
+    skip_tokenizer_init: bool
+    disable_log_stats: bool
+    compilation_cache_dir: str | None
+    enable_prefix_caching: bool
+    scheduling_policy: str
+    max_logprobs: int
+    batch_invariant: bool
+    num_scheduler_steps: int
     model_config: ModelConfig
     given: GivenSizes | None = None
     speculative: SpeculativeConfig | None = None
     draft_model_config: ModelConfig | None = None
     head_config: Any = None
-    chat_template: str | None = None
-    load_format: str = "auto"
-    skip_tokenizer_init: bool = False
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
-    disable_log_stats: bool = False
-    compilation_cache_dir: str | None = None
-    enable_prefix_caching: bool = True
-    scheduling_policy: str = "fcfs"
-    max_logprobs: int = 20
-    batch_invariant: bool = False
-    num_scheduler_steps: int = 1
     structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
 
     def __post_init__(self):

@@ -22,6 +22,7 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec.settings.speculation import FIXED, SUFFIX_DEFAULTS
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
 from jaxspec.text.tokenizer import PlainTexts, Tokenizer
+from tests.defaults import DEFAULTS
 from tests.oracles import hf_tensors, make_hf_model, model_config
 
 MICRO = dict(
@@ -221,7 +222,7 @@ def make_engine(
             draft_tensor_parallel_size=draft_tensor_parallel_size,
             **({} if suffix is None else suffix_keys(suffix)),
         )
-    config = EngineConfig(
+    values: dict[str, Any] = dict(
         model="target",
         tokenizer="stub",
         served_model_name="target",
@@ -231,8 +232,8 @@ def make_engine(
             None if draft is None else model_config(draft, scan_layers=scan_layers)
         ),
         head_config=head and head[0],
-        **(SETTINGS | settings),
     )
+    config = EngineConfig(**(DEFAULTS | values | SETTINGS | settings))
     kind = runner or (OneShapeRunner if has_one_shape else Runner)
     made = _make_runner(kind, config, target, draft, head and head[1])
     if not is_optimized:

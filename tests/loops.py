@@ -15,6 +15,7 @@ from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import TILE, PoolShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.settings.speculation import FIXED
+from tests.defaults import DEFAULTS
 from tests.engines import MICRO
 from tests.fake_device import FakeDevice, random_truth, reference_tokens
 from tests.oracles import TINY, model_config
@@ -28,7 +29,7 @@ MODEL = model_config(
 
 
 def make_config(**changes) -> EngineConfig:
-    values: dict[str, Any] = dict(
+    values: dict[str, Any] = DEFAULTS | dict(
         model="target",
         tokenizer="stub",
         served_model_name="target",

@@ -12,6 +12,7 @@ from jaxspec.config import (
 from jaxspec.errors import ConfigError
 from jaxspec.models.families import config_from_folder, config_from_hf
 from jaxspec.models.gemma2.config import Gemma2Config
+from tests.defaults import DEFAULTS
 
 # google/gemma-2-2b-it, as published.
 GEMMA_2_2B_IT: dict[str, Any] = {
@@ -46,7 +47,7 @@ def model_config(**changes: Any) -> Gemma2Config:
 
 
 def engine_config(**changes: Any) -> EngineConfig:
-    values: dict[str, Any] = {
+    values: dict[str, Any] = DEFAULTS | {
         "model": "target",
         "tokenizer": "target",
         "served_model_name": "target",
