@@ -67,9 +67,11 @@ class Levels:
         drafts, probs = self._draw(logits, 0, none, adjust)
         laws = None
         if probs is not None:
-            # By draft: a turn of the loop writes one piece of memory.
-            laws = jnp.zeros((levels, *probs.shape), probs.dtype)
-        first_law = probs
+            # By draft: a turn of the loop writes one piece of memory. Every law begins
+            # as the first: kept apart it would be memory until the loop ends, and put
+            # into zeros before it a TPU moves all of them. What no draft was drawn from
+            # is not looked at.
+            laws = jnp.broadcast_to(probs, (levels, *probs.shape))
         if levels > 1:
 
             def turn(level: Array, carry: _Carry) -> _Carry:
@@ -84,11 +86,7 @@ class Levels:
             drafts, laws, is_broken, kept = jax.lax.fori_loop(
                 1, num_wanted, turn, carry
             )
-        probs = None
-        if laws is not None:
-            # Not before the loop: what a loop begins with is moved, on a TPU, if a part
-            # of it was just made.
-            probs = laws.at[0].set(first_law).swapaxes(0, 1)
+        probs = None if laws is None else laws.swapaxes(0, 1)
         num_drafts = jnp.where(is_broken, 0, num_wanted)
         return Proposal(drafts, num_drafts, probs, is_broken), kept
 
