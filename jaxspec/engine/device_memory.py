@@ -66,9 +66,14 @@ ACCELERATOR_FIXED_BYTES = 256 * MIB
 # Of one program in a TPU's memory: rounds alone, and with prompts; on one chip and on
 # several. From the same records; a GPU's are in the fixed part.
 CODE_BYTES = {1: (28 * 10**6, 37 * 10**6), 2: (107 * 10**6, 238 * 10**6)}
-# Values of a token that the layers of a model keep at once, in widths of its
-# feed-forward part and of the model itself: float32.
-FEED_FORWARD_WIDTHS, MODEL_WIDTHS = 5, 4
+# What the layers of a model keep of a token where they keep most, in the feed-forward
+# part: gate and up as products are, in float32, and what they make in the type of the
+# matrix behind. Of the model's own width the stream and products, in float32. So it is
+# in XLA's buffer assignment of 27B for an H200, to the last buffer: 10 bytes of the
+# feed-forward width and 10 of the model's (here 16).
+GATE_AND_UP_BYTES, MODEL_WIDTH_BYTES = 2 * 4, 4 * 4
+# XLA:CPU keeps the activation apart, and copies rows for its panels.
+CPU_FEED_FORWARD_BYTES = 5 * 4
 
 
 def plan_for(
@@ -306,7 +311,9 @@ def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
             kept = _part(model.vocab_size, mesh, TARGET_MESH_AXES)
             draft_vocab = min(made, kept + 2 * made // config.num_draft_tokens)
     hidden = _part(model.intermediate_size, mesh, TARGET_MESH_AXES)
-    widths = FEED_FORWARD_WIDTHS * hidden + MODEL_WIDTHS * model.hidden_size
+    feed_forward_bytes = GATE_AND_UP_BYTES + resolve_dtype(config.dtype, mesh).itemsize
+    if platform == "cpu":
+        feed_forward_bytes = CPU_FEED_FORWARD_BYTES
     code = 0
     if platform == "tpu":
         plain, with_prompts = CODE_BYTES[min(mesh.size, 2)]
@@ -318,7 +325,7 @@ def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
         num_beside=len(parents) - config.num_draft_tokens if parents else 0,
         vocab_size=_part(model.vocab_size, mesh, TARGET_MESH_AXES),
         draft_vocab_size=draft_vocab,
-        token_bytes=4 * widths,
+        token_bytes=feed_forward_bytes * hidden + MODEL_WIDTH_BYTES * model.hidden_size,
         row_tile=8 if platform == "tpu" else 1,
         fixed_bytes=FIXED_BYTES.get(platform, ACCELERATOR_FIXED_BYTES),
         code_bytes=code,

@@ -60,7 +60,7 @@ class ProgramFacts:
         vocab_size: Columns of the target's logits.
         draft_vocab_size: Columns of the laws that drafts were drawn from; 0 where they
             were drawn from none.
-        token_bytes: What one token takes between two layers of the target, at most.
+        token_bytes: What one token takes within a layer of the target, at most.
         row_tile: Rows of a sequence are kept in multiples of these, where sequences are
             told apart: 8 on a TPU.
         fixed_bytes: Temporaries that every program has.

@@ -31,8 +31,8 @@ PROGRAMS = ProgramFacts(
     num_draft_tokens=5,
     vocab_size=256_000,
     draft_vocab_size=256_000,
-    # Float32 of 5 feed-forward widths of 14,336 and 4 model widths of 3,584.
-    token_bytes=344_064,
+    # 10 bytes of a feed-forward width of 14,336 and 16 of a model's width of 3,584.
+    token_bytes=200_704,
     fixed_bytes=256 * 2**20,
 )
 
@@ -169,7 +169,7 @@ def test_what_is_said_of_pages_is_taken():
 
 def test_temporaries_are_logits_or_layers():
     few = PROGRAMS.temporary_bytes(Sizes(1, 2048))
-    assert few == 344_064 * (6 + 2048) + 4 * 256_000 * 5 + 268_435_456
+    assert few == 200_704 * (6 + 2048) + 4 * 256_000 * 5 + 268_435_456
     # Programs are for powers of two, and no launch feeds more than 2,048 tokens.
     assert PROGRAMS.temporary_bytes(Sizes(33, 9999)) == PROGRAMS.temporary_bytes(
         Sizes(64, 2048)
