@@ -39,12 +39,27 @@ class TextStream:
         self._params = params
         self._stops = list(params.stop or [])
         self.ends: list[int] | None = [] if has_ends else None
-        self._text = ""
+        self._joined = ""
+        # What follows it. Joined to it when somebody looks: a long text would be copied
+        # for each of its tokens.
+        self._late: list[str] = []
         self._ids: list[int] = []
         self._read = 0  # ids whose text is in `_text`
         self._start = 0  # the first of them that is decoded again
         # Their text from there on; None where it was not needed for a while.
         self._known: str | None = ""
+
+    @property
+    def _text(self) -> str:
+        if self._late:
+            self._joined += "".join(self._late)
+            self._late.clear()
+        return self._joined
+
+    @_text.setter
+    def _text(self, text: str) -> None:
+        self._joined = text
+        self._late.clear()
 
     @property
     def text(self) -> str:
@@ -77,8 +92,10 @@ class TextStream:
 
     def follow(self, token_ids: list[int]) -> str:
         """Add tokens where there are no stop strings; returns the new text."""
-        before = len(self._text)
         self._ids += token_ids
+        if self._params.detokenize and self._read and self._append_plain():
+            return self._late[-1]
+        before = len(self._text)
         self._advance(is_end=False)
         return self._text[before:]
 
@@ -130,7 +147,7 @@ class TextStream:
             if text is None:
                 return False
             new += text
-        self._text += new
+        self._late.append(new)
         self._known, self._read = None, len(self._ids)
         return True
 

@@ -399,3 +399,14 @@ def test_flat_logprobs_hold_the_same():
     assert list(flat.since(0) or []) == listed.since(0)
     assert list(flat.since(1) or []) == listed.since(1)
     assert list(flat.prompt or []) == listed.prompt
+
+
+def test_a_stream_of_plain_tokens_copies_none_of_its_text():
+    """Nothing is joined before somebody looks, and then it is all there."""
+    ids = TOKENIZER.encode("The dragon looked at the sea and said nothing. " * 4)
+    stream = TextStream(TOKENIZER, SamplingParams())
+    told = [stream.follow([token]) for token in ids]
+    assert len(stream._joined) <= len(told[0])
+    assert stream.text == "".join(told) == TOKENIZER.decode(ids)
+    # Looking in between changes nothing.
+    assert stream.follow(ids[:1]) == stream.text[len("".join(told)) :]
