@@ -193,6 +193,21 @@ def test_the_estimate_is_what_compilers_found_and_a_little_more():
         assert temp_bytes <= estimate <= temp_bytes + 320 * MIB, label
 
 
+def test_a_layer_keeps_no_more_than_its_feed_forward_part_does():
+    """Gate and up in float32 and what they make in bfloat16: by XLA's own account.
+
+    On an H200 64 sequences of 27B, laws there from the start, take 1,337,855,792 bytes:
+    these, 10 bytes of the model's width, and small ones.
+    """
+    name = "h200/27b<-2b/64+2048/plain"
+    row, facts = aot_memory.read()[name], aot_memory.CELLS[name].facts("h200")
+    tokens, hidden, model = 64 * 6 + 2048, 36_864, 4608
+    laws = 4 * 256_000 * 5 * 64
+    found = tokens * (2 * 4 * hidden + 2 * hidden + (4 + 4 + 2) * model) + laws
+    assert 0 <= row["temp_bytes"] - found < 2 * MIB
+    assert facts.programs.token_bytes == (2 * 4 + 2) * hidden + 4 * 4 * model
+
+
 def test_cells_of_every_device_are_recorded():
     rows = aot_memory.read()
     assert rows.keys() <= aot_memory.CELLS.keys()
@@ -240,7 +255,6 @@ PAIRS = (
 TOO_LARGE = {"v6e-1/9b<-2b/256+512/plain"}
 MISSING: set[tuple[str, str, str | None, int]] = {
     ("v6e-1", "2b", None, 128),
-    ("v6e-1", "9b", "2b", 64),
     ("v6e-1", "9b", "2b", 128),
 }
 
