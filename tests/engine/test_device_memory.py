@@ -254,7 +254,6 @@ PAIRS = (
 # Where weights and programs leave less than that.
 TOO_LARGE = {"v6e-1/9b<-2b/256+512/plain"}
 MISSING: set[tuple[str, str, str | None, int]] = {
-    ("v6e-1", "2b", None, 128),
     ("v6e-1", "9b", "2b", 128),
 }
 
