@@ -253,9 +253,6 @@ PAIRS = (
 )
 # Where weights and programs leave less than that.
 TOO_LARGE = {"v6e-1/9b<-2b/256+512/plain"}
-MISSING: set[tuple[str, str, str | None, int]] = {
-    ("v6e-1", "9b", "2b", 128),
-}
 
 
 def test_pairs_are_recorded_at_every_size_and_fit():
@@ -275,7 +272,7 @@ def test_pairs_are_recorded_at_every_size_and_fit():
             whole = cell.draft_devices in (None, len(named_devices(cell.device)))
             assert fits == (whole and name not in TOO_LARGE), (name, place)
     wanted = {(*pair, count) for pair in PAIRS for count in (64, 128, 256)}
-    assert wanted - found == MISSING
+    assert wanted <= found
 
 
 def test_the_tables_are_those_of_the_record():
