@@ -8,29 +8,24 @@ proposers find the largest by maxima: XLA:CPU's argmax and top_k are many times 
 
 import functools
 import logging
-import math
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.matrices import DenseMatrix, Matrix, product
 from jaxspec.sharding import replicated
-from jaxspec_kernels import native, panel_matmul, panel_rows
-from jaxspec_kernels.panel_matmul import (
-    WIDTH,
-    fits,
-    from_panels,
-    panel_form,
-    to_panels,
-)
+from jaxspec_kernels import decoder_blocks, native, panel_matmul, panel_rows
+from jaxspec_kernels.decoder_blocks import Norm, Queries
+from jaxspec_kernels.dispatch import resolve
+from jaxspec_kernels.panel_matmul import from_panels, panel_form, to_panels
 
 # XLA:CPU's products have from four rows on one order of sums for a row, however many
 # there are. With `row_sums`, and pads that are rows from the start, a row's bits do not
@@ -141,24 +136,21 @@ class NativeMatrix(Matrix):
 
     Attributes:
         panels: As in `jaxspec_kernels.panel_matmul`, of the type of the weights.
+        out, features: The matrix's own axes.
     """
 
     panels: Any
-
-    @classmethod
-    def fits(cls, shape: tuple[int, ...]) -> bool:
-        """Whether it divides into panels."""
-        return fits(shape)
+    out: int = field(metadata=dict(static=True))
+    features: int = field(metadata=dict(static=True))
 
     @classmethod
     def of(cls, values: Any) -> "NativeMatrix":
         """Cut the panels on the host, which has the CPU's arrays: nothing compiles."""
-        return cls(_panels_of(values, values.dtype))
+        return cls(_panels_of(values, values.dtype), *values.shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        count = self.panels.shape[0]
-        return count * WIDTH, math.prod(self.panels.shape[1:]) // WIDTH
+        return self.out, self.features
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -169,9 +161,14 @@ class NativeMatrix(Matrix):
         return self.panels.nbytes
 
     @property
+    def is_rounded(self) -> bool:
+        """Whether rows are rounded to bfloat16 before they are multiplied."""
+        return self.dtype == jnp.bfloat16
+
+    @property
     def values(self) -> np.ndarray:
         """The numbers themselves, (out, features), for whoever reads them."""
-        return from_panels(np.asarray(self.panels)).astype(self.dtype)
+        return from_panels(np.asarray(self.panels), self.shape).astype(self.dtype)
 
     def multiply(
         self, inputs: Float[Array, "token features"]
@@ -180,12 +177,13 @@ class NativeMatrix(Matrix):
         return panel_matmul(
             inputs.astype(jnp.float32),
             self.panels,
-            is_rounded=self.dtype == jnp.bfloat16,
+            num_outputs=self.out,
+            is_rounded=self.is_rounded,
             implementation=CPU,
         )
 
     def rows(self, index: Int[Array, " token"]) -> Float[Array, "token features"]:
-        return panel_rows(index, self.panels, implementation=CPU)
+        return panel_rows(index, self.panels, shape=self.shape, implementation=CPU)
 
 
 @jax.tree_util.register_dataclass
@@ -199,7 +197,7 @@ class HalfMatrix(NativeMatrix):
     @classmethod
     def of(cls, values: Any) -> "HalfMatrix":
         """Raises `ValueError` for values that bfloat16 does not have."""
-        made = cls(_panels_of(values, jnp.bfloat16))
+        made = cls(_panels_of(values, jnp.bfloat16), *values.shape)
         is_there = not isinstance(values, jax.ShapeDtypeStruct)
         if is_there and not np.array_equal(made.values, values, equal_nan=True):
             raise ValueError(f"values of a {values.shape} matrix are not bfloat16's")
@@ -208,6 +206,61 @@ class HalfMatrix(NativeMatrix):
     @property
     def dtype(self) -> jnp.dtype:
         return jnp.dtype(jnp.float32)
+
+
+def has_blocks(params: Mapping[str, Any], implementation: str | None) -> bool:
+    """Whether the halves of a layer with these matrices are operations in C++."""
+    if resolve("decoder_blocks", implementation) != CPU:
+        return False
+    return all(isinstance(one, NativeMatrix) for one in params.values())
+
+
+def attention_block(
+    params: Mapping[str, Any],
+    stream: Float[Array, "row model"],
+    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    *,
+    before: Norm,
+    after: Norm | None,
+    batch: TokenBatch,
+    tables: tuple[Array, Array],
+    **settings: Any,
+) -> tuple[Float[Array, "row model"], Array]:
+    """See `jaxspec.models.layers.attention_block`."""
+    cosine, sine = (table[:, 0] for table in tables)
+    return decoder_blocks.attention_block(
+        stream,
+        kv_pages,
+        before=before,
+        after=after,
+        **{name: matrix.panels for name, matrix in params.items()},
+        cosine=cosine,
+        sine=sine,
+        slot_mapping=batch.slot_mapping,
+        regions=[
+            Queries(one.page_table, one.kv_len, one.num_queries, one.ancestor_mask)
+            for one in batch.regions
+        ],
+        is_rounded=params["q_proj"].is_rounded,
+        implementation=CPU,
+        **settings,
+    )
+
+
+def feed_forward_block(
+    params: Mapping[str, Any],
+    stream: Float[Array, "row model"],
+    **settings: Any,
+) -> Float[Array, "row model"]:
+    """See `jaxspec.models.layers.feed_forward_block`."""
+    return decoder_blocks.feed_forward_block(
+        stream,
+        **{name: matrix.panels for name, matrix in params.items()},
+        hidden_size=params["down_proj"].shape[1],
+        is_rounded=params["down_proj"].is_rounded,
+        implementation=CPU,
+        **settings,
+    )
 
 
 def _panels_of(values: Any, dtype: Any) -> Any:

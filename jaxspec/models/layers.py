@@ -1,14 +1,17 @@
 """What decoders have in common: rotary positions, and attention over paged memory."""
 
 import math
-from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from jaxspec.models import cpu
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.params import Params
+from jaxspec_kernels.decoder_blocks import GELU, Norm
 from jaxspec_kernels.sums import row_sums
 
 Tables = tuple[Float[Array, "token 1 half"], Float[Array, "token 1 half"]]
@@ -17,6 +20,15 @@ Tables = tuple[Float[Array, "token 1 half"], Float[Array, "token 1 half"]]
 def mean_square(inputs: Float[Array, "... model"]) -> Float[Array, "... 1"]:
     """Of every row, the variance that its norm divides by."""
     return row_sums(jnp.square(inputs)) / inputs.shape[-1]
+
+
+def normalise(
+    norm: Norm, inputs: Float[Array, "... model"]
+) -> Float[Array, "... model"]:
+    """Rows over their root mean square in float32, scaled by the norm's weights."""
+    scale = norm.offset + norm.weight.astype(jnp.float32)
+    scale = jnp.expand_dims(scale, range(inputs.ndim - 1))
+    return inputs * jax.lax.rsqrt(mean_square(inputs) + norm.epsilon) * scale
 
 
 def rope_tables(positions: Int[Array, " token"], head_dim: int, theta: float) -> Tables:
@@ -54,18 +66,21 @@ def gated_feed_forward(
     params: Params,
     inputs: Float[Array, "row model"],
     *,
-    block: int,
-    activate: Callable[[Array], Array],
+    activation: str,
 ) -> Float[Array, "row model"]:
-    """`down(activate(gate(inputs)) * up(inputs))`.
+    """`down(activation(gate(inputs)) * up(inputs))`.
 
     Args:
-        params: `gate_up_proj`, whose rows alternate in blocks, and `down_proj`.
-        block: Rows of a block.
+        params: `gate_up_proj`, whose rows alternate in blocks of `gate_block`, and
+            `down_proj`.
+        activation: A name of `jaxspec_kernels.decoder_blocks`.
     """
     gate_up = params["gate_up_proj"].multiply(inputs)
+    block = gate_block(params["down_proj"].shape[1])
     gate_up = gate_up.reshape(inputs.shape[0], -1, 2, block)
-    inner = activate(gate_up[:, :, 0]) * gate_up[:, :, 1]
+    gate, up = gate_up[:, :, 0], gate_up[:, :, 1]
+    activate = jax.nn.gelu if activation == GELU else jax.nn.silu
+    inner = activate(gate) * up
     return params["down_proj"].multiply(inner.reshape(inputs.shape[0], -1))
 
 
@@ -118,3 +133,52 @@ def attend(
     rows = jnp.concatenate(mixed) if len(mixed) > 1 else mixed[0]
     rows = jnp.pad(rows, ((0, tokens - start), (0, 0)))
     return params["o_proj"].multiply(rows), kv_pages
+
+
+def attention_block(
+    params: Params,
+    stream: Float[Array, "row model"],
+    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    *,
+    before: Norm,
+    after: Norm,
+    backend: Backend,
+    **settings: Any,
+) -> tuple[Float[Array, "row model"], Array]:
+    """`stream + after(attend(before(stream)))`, and the pages.
+
+    Args:
+        settings: As of `attend`.
+    """
+    if cpu.has_blocks(params, backend.implementation):
+        return cpu.attention_block(
+            params, stream, kv_pages, before=before, after=after, **settings
+        )
+    normed = normalise(before, stream)
+    mixed, kv_pages = attend(params, normed, kv_pages, backend=backend, **settings)
+    return stream + normalise(after, mixed), kv_pages
+
+
+def feed_forward_block(
+    params: Params,
+    stream: Float[Array, "row model"],
+    *,
+    before: Norm,
+    after: Norm | None,
+    activation: str,
+    backend: Backend,
+) -> Float[Array, "row model"]:
+    """`stream + after(gated_feed_forward(before(stream)))`; `after` None is none."""
+    if cpu.has_blocks(params, backend.implementation):
+        block = gate_block(params["down_proj"].shape[1])
+        return cpu.feed_forward_block(
+            params,
+            stream,
+            before=before,
+            after=after,
+            block=block,
+            activation=activation,
+        )
+    normed = normalise(before, stream)
+    outer = gated_feed_forward(params, normed, activation=activation)
+    return stream + (outer if after is None else normalise(after, outer))

@@ -15,6 +15,7 @@ from jaxspec.models import cpu
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.families import family_of
+from jaxspec.models.matrices import Matrix
 from jaxspec.models.params import Params, Specs
 from jaxspec.settings.model_config import ModelConfig
 
@@ -77,7 +78,9 @@ class Network:
     def hidden(self, batch: TokenBatch, kv_pages: Pages) -> tuple[Hidden, Pages]:
         """Run all layers; returns the rows and the updated pages per layer."""
         count = batch.tokens.shape[0]
-        padded = cpu.pad_batch(batch, kv_pages[0].shape[0] * kv_pages[0].shape[1])
+        padded = batch
+        if not self._are_rows_apart:
+            padded = cpu.pad_batch(batch, kv_pages[0].shape[0] * kv_pages[0].shape[1])
         hidden, kv_pages = self.functions.forward(
             self.config, self.params, padded, kv_pages, self.backend
         )
@@ -85,9 +88,24 @@ class Network:
 
     def logits(self, rows: Float[Array, "row model"]) -> Float[Array, "row vocab"]:
         """Float32 logits of normalised rows."""
+        if self._are_rows_apart:
+            return self.functions.logits(self.config, self.params, rows)
         return cpu.with_pads(
             lambda padded: self.functions.logits(self.config, self.params, padded), rows
         )
+
+    @property
+    def _are_rows_apart(self) -> bool:
+        """Whether no row's bits depend on the number of rows, even without pads."""
+        return all(
+            isinstance(one, cpu.NativeMatrix)
+            for one in jax.tree.leaves(self.params, is_leaf=_is_matrix)
+            if _is_matrix(one)
+        )
+
+
+def _is_matrix(node: Any) -> bool:
+    return isinstance(node, Matrix)
 
 
 def build_network(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec_kernels import panel_matmul, panel_rows
-from jaxspec_kernels.panel_matmul import WIDTH, fits, from_panels, to_panels
+from jaxspec_kernels.panel_matmul import WIDTH, from_panels, to_panels
 from jaxspec_kernels.panel_matmul.cases import CASES
 
 pytestmark = pytest.mark.usefixtures("has_native")
@@ -30,21 +30,27 @@ def rows_of(case, seed=1):
 def test_products_equal_float64_and_the_reference(name, dtype):
     case = CASES[name]
     rows, (matrix, panels) = rows_of(case), panels_of(case, dtype)
-    np.testing.assert_array_equal(from_panels(np.asarray(panels)), matrix)
+    np.testing.assert_array_equal(from_panels(np.asarray(panels), matrix.shape), matrix)
     most = 1e-5 * np.sqrt(case.features)
     for is_rounded in (False, True):
         given = rows.astype(dtype) if is_rounded else rows
         expected = np.asarray(given, np.float64) @ matrix.T
         for implementation in ("cpu", "reference"):
             found = panel_matmul(
-                rows, panels, is_rounded=is_rounded, implementation=implementation
+                rows,
+                panels,
+                num_outputs=case.outputs,
+                is_rounded=is_rounded,
+                implementation=implementation,
             )
             assert found.dtype == jnp.float32
             np.testing.assert_allclose(found, expected, atol=most)
     index = jnp.array([0, case.outputs - 1, case.outputs + 5, -3, WIDTH - 1])
     clipped = np.clip(np.asarray(index), 0, case.outputs - 1)
     for implementation in ("cpu", "reference"):
-        found = panel_rows(index, panels, implementation=implementation)
+        found = panel_rows(
+            index, panels, shape=matrix.shape, implementation=implementation
+        )
         np.testing.assert_array_equal(found, matrix[clipped])
 
 
@@ -53,7 +59,8 @@ def test_products_of_a_row_do_not_depend_on_the_rows_beside_it(dtype):
     case = replace(CASES["tiny/prefill"], rows=40, outputs=1024)
     rows, (_, panels) = rows_of(case), panels_of(case, dtype)
     for is_rounded in (False, True):
-        given: Any = dict(is_rounded=is_rounded, implementation="cpu")
+        given: Any = dict(num_outputs=1024, is_rounded=is_rounded)
+        given["implementation"] = "cpu"
         whole = np.asarray(panel_matmul(rows, panels, **given))
         for count in (*range(1, 27), 39):
             for start in (0, case.rows - count):
@@ -62,10 +69,10 @@ def test_products_of_a_row_do_not_depend_on_the_rows_beside_it(dtype):
                 np.testing.assert_array_equal(found, whole[start : start + count])
 
 
-def test_what_does_not_divide_into_panels_is_refused():
-    assert fits((64, 2)) and not fits((65, 2)) and not fits((64, 3))
+def test_panels_of_another_matrix_are_refused():
     rows, panels = jnp.zeros((2, 6)), jnp.zeros((1, 5, WIDTH))
-    with pytest.raises(ValueError, match="for rows of 6 features"):
-        panel_matmul(rows, panels)
-    with pytest.raises(ValueError, match=r"\[panel, features / 2, 32, 2\] of bfloat16"):
-        panel_rows(jnp.zeros(1, jnp.int32), panels.astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match="of 32 outputs and 6 features"):
+        panel_matmul(rows, panels, num_outputs=32)
+    with pytest.raises(ValueError, match=r"\(1, 3, 32, 2\) are needed"):
+        half = panels.astype(jnp.bfloat16)
+        panel_rows(jnp.zeros(1, jnp.int32), half, shape=(32, 5))

@@ -8,9 +8,9 @@ Parameters have one type (float32 or bfloat16) and are matmul operands in it; th
 residual stream, norms, attention statistics and logits are float32.
 """
 
+import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -18,15 +18,17 @@ from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.gemma2.config import Gemma2Config
 from jaxspec.models.layers import (
-    attend,
+    attention_block,
+    feed_forward_block,
     gate_block,
-    gated_feed_forward,
     mean_square,
+    normalise,
     rope_tables,
 )
 from jaxspec.models.network import Hidden, Pages
 from jaxspec.models.params import Params, ParamSpec, Specs
 from jaxspec.models.stack import run_layers
+from jaxspec_kernels.decoder_blocks import GELU, Norm
 
 # A layer's parameters, and the canonical tensors that each is made of.
 _LAYER_TENSORS = {
@@ -89,15 +91,18 @@ def forward(
     scale = jnp.sqrt(jnp.float32(config.hidden_size)).astype(embedding.dtype)
     stream = embedding.rows(batch.tokens) * scale.astype(jnp.float32)
     tables = rope_tables(batch.positions, config.head_dim, config.rope_theta)
+    # Weights are what one more than them multiplies: Gemma's form.
+    norm = functools.partial(Norm, epsilon=config.rms_norm_eps, offset=1.0)
 
     def run(
         layer: int, own: Params, stream: Array, batch: TokenBatch, pages: Array
     ) -> tuple[Array, Array]:
-        normed = rms_norm(stream, own["input_norm"], config.rms_norm_eps)
-        mixed, pages = attend(
+        stream, pages = attention_block(
             own["attention"],
-            normed,
+            stream,
             pages,
+            before=norm(own["input_norm"]),
+            after=norm(own["post_attention_norm"]),
             batch=batch,
             tables=tables,
             num_q_heads=config.num_q_heads,
@@ -106,20 +111,19 @@ def forward(
             window=config.window(layer),
             backend=backend,
         )
-        stream += rms_norm(mixed, own["post_attention_norm"], config.rms_norm_eps)
-        normed = rms_norm(stream, own["pre_feed_forward_norm"], config.rms_norm_eps)
-        outer = gated_feed_forward(
+        stream = feed_forward_block(
             own["feed_forward"],
-            normed,
-            block=gate_block(config.intermediate_size),
-            activate=_gelu,
+            stream,
+            before=norm(own["pre_feed_forward_norm"]),
+            after=norm(own["post_feed_forward_norm"]),
+            activation=GELU,
+            backend=backend,
         )
-        stream += rms_norm(outer, own["post_feed_forward_norm"], config.rms_norm_eps)
         return stream, pages
 
     streams, kv_pages = run_layers(config, params, stream, batch, kv_pages, run)
     stream = streams[-1]
-    normed = rms_norm(stream, params["final_norm"], config.rms_norm_eps)
+    normed = normalise(norm(params["final_norm"]), stream)
     # The norm's own statistic: any NaN or infinity of a row makes it one.
     is_finite = jnp.isfinite(mean_square(stream)[:, 0])
     return Hidden(normed, is_finite, streams), kv_pages
@@ -132,15 +136,3 @@ def logits(
     found = params["embedding"].multiply(rows)
     cap = config.final_logit_softcapping
     return found if cap is None else jnp.tanh(found / cap) * cap
-
-
-def _gelu(inputs: Array) -> Array:
-    return jax.nn.gelu(inputs, approximate=True)
-
-
-def rms_norm(
-    inputs: Float[Array, "... model"], weight: Float[Array, " model"], epsilon: float
-) -> Float[Array, "... model"]:
-    """Normalise in float32 and scale by 1 + weight, Gemma's form."""
-    scale = jnp.expand_dims(1.0 + weight.astype(jnp.float32), range(inputs.ndim - 1))
-    return inputs * jax.lax.rsqrt(mean_square(inputs) + epsilon) * scale

@@ -9,9 +9,9 @@ The layer is Llama's (SiLU, no caps, no post-norms), whatever the target is: tha
 what other engines train and run. References: Li et al. 2025, arXiv:2503.01840.
 """
 
+import functools
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
@@ -20,13 +20,14 @@ from jaxspec.models.batch import TokenBatch
 from jaxspec.models.heads.config import NUM_TARGET_LAYERS, Eagle3Config
 from jaxspec.models.layers import (
     attend,
+    feed_forward_block,
     gate_block,
-    gated_feed_forward,
-    mean_square,
+    normalise,
     rope_tables,
 )
 from jaxspec.models.matrices import Matrix
 from jaxspec.models.params import Params, ParamSpec, Specs
+from jaxspec_kernels.decoder_blocks import SILU, Norm
 
 _VECTORS = {
     ("layer", "hidden_norm"): "layers.0.hidden_norm",
@@ -117,10 +118,11 @@ def forward(
         batch: `tokens` is not read: they are in `embedded`.
         hidden: At the token before, fused or of an earlier pass.
     """
-    own, epsilon = params["layer"], config.rms_norm_eps
-    normed = rms_norm(hidden, own["hidden_norm"], epsilon)
+    own = params["layer"]
+    norm = functools.partial(Norm, epsilon=config.rms_norm_eps)
+    normed = normalise(norm(own["hidden_norm"]), hidden)
     rows = jnp.concatenate(
-        [rms_norm(embedded, own["input_norm"], epsilon), normed], axis=-1
+        [normalise(norm(own["input_norm"]), embedded), normed], axis=-1
     )
     mixed, kv_pages = attend(
         own["attention"],
@@ -133,27 +135,20 @@ def forward(
         backend=backend,
     )
     stream = (normed if config.norm_before_residual else hidden) + mixed
-    normed = rms_norm(stream, own["post_attention_norm"], epsilon)
-    outer = gated_feed_forward(
+    stream = feed_forward_block(
         own["feed_forward"],
-        normed,
-        block=gate_block(config.intermediate_size),
-        activate=jax.nn.silu,
+        stream,
+        before=norm(own["post_attention_norm"]),
+        after=None,
+        activation=SILU,
+        backend=backend,
     )
-    return stream + outer, kv_pages
+    return stream, kv_pages
 
 
 def logits(
     config: Eagle3Config, params: Params, hidden: Float[Array, "row model"]
 ) -> Float[Array, "row draft_vocab"]:
     """Logits of the layer's output, over the head's own vocabulary."""
-    normed = rms_norm(hidden, params["norm"], config.rms_norm_eps)
+    normed = normalise(Norm(params["norm"], config.rms_norm_eps), hidden)
     return params["lm_head"].multiply(normed)
-
-
-def rms_norm(
-    inputs: Float[Array, "row model"], weight: Float[Array, " model"], epsilon: float
-) -> Float[Array, "row model"]:
-    """Normalise in float32 and scale by the weight, Llama's form."""
-    scale = weight.astype(jnp.float32)[None]
-    return inputs * jax.lax.rsqrt(mean_square(inputs) + epsilon) * scale

@@ -6,8 +6,9 @@ The sources in this folder do what is left to do, for the processor at hand: a c
 of the machine makes a library of them at the first use (some seconds), kept for later
 ones. Where there is no compiler, XLA's own operations serve, and the log says so.
 
-`multiply`, `look_up` and `attend` are described where they are used: in
-`jaxspec_kernels.panels` and `jaxspec_kernels.paged_attention.cpu`.
+They are described where they are used: `multiply` and `look_up` in
+`jaxspec_kernels.panel_matmul`, `attend` in `jaxspec_kernels.paged_attention`, and the
+halves of a layer in `jaxspec_kernels.decoder_blocks`.
 """
 
 import ctypes
@@ -20,6 +21,7 @@ import shutil
 import subprocess
 import tempfile
 from importlib import metadata
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import jax
@@ -30,7 +32,13 @@ _log = logging.getLogger(__name__)
 
 VARIABLE = "JAXSPEC_NATIVE"
 ON, OFF = "on", "off"
-TARGETS = ("jaxspec_multiply", "jaxspec_look_up", "jaxspec_attend")
+TARGETS = (
+    "jaxspec_multiply",
+    "jaxspec_look_up",
+    "jaxspec_attend",
+    "jaxspec_attention_block",
+    "jaxspec_feed_forward_block",
+)
 
 _FOLDER = Path(__file__).parent
 _FLAGS = (
@@ -41,15 +49,14 @@ _FLAGS = (
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-fPIC",
-    "-shared",
 )
 _COMPILE_LIMIT_S = 600
 
 
 def is_available() -> bool:
-    """Whether they are asked for and can be called; builds them if need be."""
-    given = os.environ.get(VARIABLE, "")
-    return given.lower() not in ("", OFF) and _is_registered(given)
+    """Whether they can be called; builds them if need be. `JAXSPEC_NATIVE` says off."""
+    given = os.environ.get(VARIABLE, "") or ON
+    return given.lower() != OFF and _is_registered(given)
 
 
 @functools.cache
@@ -62,10 +69,11 @@ def _is_registered(given: str) -> bool:
             jax.ffi.register_ffi_target(name, capsule, platform="cpu")
     except (OSError, RuntimeError, AttributeError) as cause:
         _log.warning(
-            "%s=%s asks for native operations, and there are none: %s. XLA's own serve",
-            VARIABLE,
-            given,
+            "No native operations, which are several times faster: %s. XLA's own serve "
+            "(%s=%s silences this)",
             cause,
+            VARIABLE,
+            OFF,
         )
         return False
     return True
@@ -108,23 +116,33 @@ def _build(compiler: str, path: Path) -> None:
     _log.info("Building native operations with %s (once)", compiler)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        command = [compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}", "-o", str(made)]
-        command += map(str, _sources())
-        try:
-            subprocess.run(
-                command,
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=_COMPILE_LIMIT_S,
-            )
-        except subprocess.CalledProcessError as error:
-            told = error.stderr.strip().splitlines()[:1]
-            raise RuntimeError(f"{compiler} fails: {' '.join(told)}") from error
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"{compiler} takes over {_COMPILE_LIMIT_S} s") from error
+        made, sources = Path(folder) / path.name, _sources()
+        objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
+        with ThreadPool(len(sources)) as pool:  # each in a process of its own
+            commands = [
+                ["-c", f"-I{jax.ffi.include_dir()}", "-o", to, str(source)]
+                for to, source in zip(objects, sources, strict=True)
+            ]
+            pool.map(functools.partial(_run, compiler), commands)
+        _run(compiler, ["-shared", "-o", str(made), *objects])
         os.replace(made, path)
+
+
+def _run(compiler: str, arguments: list[str]) -> None:
+    """Raises `RuntimeError` with the first line of what the compiler says."""
+    try:
+        subprocess.run(
+            [compiler, *_FLAGS, *arguments],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_COMPILE_LIMIT_S,
+        )
+    except subprocess.CalledProcessError as error:
+        told = error.stderr.strip().splitlines()[:1]
+        raise RuntimeError(f"{compiler} fails: {' '.join(told)}") from error
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{compiler} takes over {_COMPILE_LIMIT_S} s") from error
 
 
 def _compiler() -> str:

@@ -3,12 +3,14 @@
 // Of kWidth outputs a panel has the values of one feature side by side; of bfloat16
 // those of two features, as pairs: [panel, features / 2, kWidth, 2]. Each row of the
 // result has accumulators of its own, and its features are added up in their order: its
-// bits do not depend on how many rows there are, nor on the threads.
+// bits do not depend on how many rows there are, nor on the threads. Where outputs or
+// features do not fill the last panel or pair, zeros do.
 #include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
 
+#include "panels.h"
 #include "parallel.h"
 #include "vectors.h"
 #include "xla/ffi/api/ffi.h"
@@ -18,7 +20,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t kWidth = 32;
+constexpr int64_t kWidth = kPanelWidth;
 constexpr int kVectors = kWidth / kLanes;  // of one panel
 // Rows that are multiplied together: as many accumulators as there are registers for,
 // beside the matrix's own vectors.
@@ -104,35 +106,44 @@ typedef Widened Paired;
 #endif
 
 // Outputs of `Rows` rows from `Panels` panels; `inputs` are [step, row].
+//
+// steps: Of the panels' features. first: The first output. outputs: [row, num_outputs].
 template <typename Kind, int Rows, int Panels>
-void multiply_panels(const typename Kind::Value* panels, int64_t features,
-                     const typename Kind::Input* inputs, float* outputs,
+void multiply_panels(const typename Kind::Value* panels, int64_t steps,
+                     const typename Kind::Input* inputs, float* outputs, int64_t first,
                      int64_t num_outputs) {
   Floats sums[Rows][Panels * kVectors] = {};
-  const int64_t size = features * kWidth;
-  for (int64_t step = 0; step < features / Kind::kFeatures; ++step)
+  const int64_t size = steps * Kind::kFeatures * kWidth;
+  for (int64_t step = 0; step < steps; ++step)
     for (int panel = 0; panel < Panels; ++panel)
       Kind::template add<Rows, Panels * kVectors>(
           panels + panel * size + step * Kind::kFeatures * kWidth,
           inputs + step * Rows, sums, panel * kVectors);
   for (int row = 0; row < Rows; ++row)
-    for (int vector = 0; vector < Panels * kVectors; ++vector)
-      store(outputs + row * num_outputs + vector * kLanes, sums[row][vector]);
+    for (int vector = 0; vector < Panels * kVectors; ++vector) {
+      const int64_t at = first + vector * kLanes;
+      float* to = outputs + row * num_outputs + at;
+      if (at + kLanes <= num_outputs)
+        store(to, sums[row][vector]);
+      else if (at < num_outputs)
+        std::memcpy(to, &sums[row][vector], (num_outputs - at) * sizeof(float));
+    }
 }
 
-// The same for any number of panels.
+// The same for panels `first` to `last`.
 template <typename Kind, int Rows>
-void multiply_rows(const typename Kind::Value* panels, int64_t num_panels,
-                   int64_t features, const typename Kind::Input* inputs,
-                   float* outputs, int64_t num_outputs) {
+void multiply_rows(const typename Kind::Value* panels, int64_t first, int64_t last,
+                   int64_t steps, const typename Kind::Input* inputs, float* outputs,
+                   int64_t num_outputs) {
   constexpr int kPanels = panels_at_once(Rows);
-  int64_t panel = 0;
-  for (; panel + kPanels <= num_panels; panel += kPanels)
-    multiply_panels<Kind, Rows, kPanels>(panels + panel * features * kWidth, features,
-                                         inputs, outputs + panel * kWidth, num_outputs);
-  for (; panel < num_panels; ++panel)
-    multiply_panels<Kind, Rows, 1>(panels + panel * features * kWidth, features, inputs,
-                                   outputs + panel * kWidth, num_outputs);
+  const int64_t size = steps * Kind::kFeatures * kWidth;
+  int64_t panel = first;
+  for (; panel + kPanels <= last; panel += kPanels)
+    multiply_panels<Kind, Rows, kPanels>(panels + panel * size, steps, inputs, outputs,
+                                         panel * kWidth, num_outputs);
+  for (; panel < last; ++panel)
+    multiply_panels<Kind, Rows, 1>(panels + panel * size, steps, inputs, outputs,
+                                   panel * kWidth, num_outputs);
 }
 
 template <typename Kind, int... Rows>
@@ -157,37 +168,45 @@ struct Groups {
 template <typename Kind>
 void pack(const Groups& groups, int64_t features, const float* inputs,
           typename Kind::Input* to) {
-  const int64_t steps = features / Kind::kFeatures;
+  const int64_t whole = features / Kind::kFeatures;
+  const int64_t steps = (features + Kind::kFeatures - 1) / Kind::kFeatures;
   for (int64_t group = 0; group < groups.count; ++group) {
     const int64_t start = groups.start(group), size = groups.size(group);
-    for (int64_t row = 0; row < size; ++row)
-      for (int64_t step = 0; step < steps; ++step)
-        Kind::pack(inputs + (start + row) * features + step * Kind::kFeatures,
-                   to + start * steps + step * size + row);
+    for (int64_t row = 0; row < size; ++row) {
+      const float* from = inputs + (start + row) * features;
+      typename Kind::Input* own = to + start * steps + row;
+      for (int64_t step = 0; step < whole; ++step)
+        Kind::pack(from + step * Kind::kFeatures, own + step * size);
+      if (whole < steps) {
+        const float last[2] = {from[features - 1], 0.0f};
+        Kind::pack(last, own + whole * size);
+      }
+    }
   }
 }
 
 template <typename Kind>
-void multiply_all(ffi::ThreadPool& pool, const void* panels, int64_t num_panels,
-                  int64_t features, const float* inputs, int64_t num_rows,
-                  float* outputs) {
-  const auto* values = static_cast<const typename Kind::Value*>(panels);
+void multiply_kind(ffi::ThreadPool& pool, const Panels& panels, const float* inputs,
+                   int64_t num_rows, float* outputs) {
+  const auto* values = static_cast<const typename Kind::Value*>(panels.values);
   const Groups groups(num_rows);
-  const int64_t steps = features / Kind::kFeatures, width = num_panels * kWidth;
+  const int64_t steps = (panels.features + Kind::kFeatures - 1) / Kind::kFeatures;
+  const int64_t num_panels = (panels.outputs + kWidth - 1) / kWidth;
   static thread_local std::vector<typename Kind::Input> buffer;
   buffer.resize(num_rows * steps);
-  pack<Kind>(groups, features, inputs, buffer.data());
+  pack<Kind>(groups, panels.features, inputs, buffer.data());
   const typename Kind::Input* packed = buffer.data();
   auto run = [&, packed](int64_t first, int64_t last) {
     for (int64_t group = 0; group < groups.count; ++group) {
       const int64_t start = groups.start(group);
       function_for<Kind>(groups.size(group),
                          std::make_integer_sequence<int, kMostRows>())(
-          values + first * features * kWidth, last - first, features,
-          packed + start * steps, outputs + start * width + first * kWidth, width);
+          values, first, last, steps, packed + start * steps,
+          outputs + start * panels.outputs, panels.outputs);
     }
   };
-  const int64_t panel_bytes = features * kWidth * sizeof(typename Kind::Value);
+  const int64_t panel_bytes =
+      steps * Kind::kFeatures * kWidth * sizeof(typename Kind::Value);
   const int64_t bytes = num_panels * panel_bytes * groups.count;
   const int64_t useful = std::max<int64_t>(bytes / kMinBytesPerThread, 1);
   const int64_t threads = std::min<int64_t>({pool.num_threads(), useful, num_panels});
@@ -208,64 +227,83 @@ void multiply_all(ffi::ThreadPool& pool, const void* panels, int64_t num_panels,
   }
 }
 
-// Features of a panel, however they lie; 0 for what is none.
-int64_t features_of(ffi::AnyBuffer panels) {
-  const auto form = panels.dimensions();
-  switch (panels.element_type()) {
-    case ffi::F32:
-      return form.size() == 3 && form[2] == kWidth ? form[1] : 0;
-    case ffi::BF16:
-      return form.size() == 4 && form[2] == kWidth && form[3] == 2 ? 2 * form[1] : 0;
-    default:
-      return 0;
+}  // namespace
+
+Panels panels_of(ffi::AnyBuffer buffer, int64_t outputs, int64_t features,
+                 bool is_rounded) {
+  const auto form = buffer.dimensions();
+  Panels found{};
+  int64_t held = 0;  // features, with those that fill a pair
+  if (buffer.element_type() == ffi::F32 && form.size() == 3 && form[2] == kWidth) {
+    found.kind = Panels::kFloat32, held = form[1];
+    if (held != features) return found;
+  } else if (buffer.element_type() == ffi::BF16 && form.size() == 4 &&
+             form[2] == kWidth && form[3] == 2) {
+    found.kind = is_rounded ? Panels::kPaired : Panels::kWidened, held = 2 * form[1];
+    if (held != features && held != features + 1) return found;
+  } else {
+    return found;
+  }
+  if (outputs < 1 || features < 1 || form[0] != (outputs + kWidth - 1) / kWidth)
+    return found;
+  found.values = buffer.untyped_data();
+  found.outputs = outputs, found.features = features;
+  return found;
+}
+
+void multiply(ffi::ThreadPool& pool, const Panels& panels, const float* inputs,
+              int64_t num_rows, float* outputs) {
+  if (!num_rows) return;
+  switch (panels.kind) {
+    case Panels::kFloat32:
+      return multiply_kind<Float32>(pool, panels, inputs, num_rows, outputs);
+    case Panels::kWidened:
+      return multiply_kind<Widened>(pool, panels, inputs, num_rows, outputs);
+    case Panels::kPaired:
+      return multiply_kind<Paired>(pool, panels, inputs, num_rows, outputs);
   }
 }
+
+namespace {
 
 ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> inputs,
                     ffi::AnyBuffer panels, ffi::ResultBuffer<ffi::F32> outputs,
                     bool is_rounded) {
   const auto rows = inputs.dimensions(), made = outputs->dimensions();
-  const int64_t features = features_of(panels);
-  if (!features || rows.size() != 2 || made.size() != 2 || features != rows[1] ||
-      made[0] != rows[0] || made[1] != panels.dimensions()[0] * kWidth)
+  if (rows.size() != 2 || made.size() != 2 || made[0] != rows[0])
+    return ffi::Error::InvalidArgument("multiply: rows do not fit each other");
+  const Panels matrix = panels_of(panels, made[1], rows[1], is_rounded);
+  if (!matrix.values)
     return ffi::Error::InvalidArgument("multiply: shapes do not fit each other");
-  auto run = [&](auto* multiply) {
-    multiply(pool, panels.untyped_data(), panels.dimensions()[0], features,
-             inputs.typed_data(), rows[0], outputs->typed_data());
-  };
-  if (panels.element_type() == ffi::F32)
-    run(&multiply_all<Float32>);
-  else if (is_rounded)
-    run(&multiply_all<Paired>);
-  else
-    run(&multiply_all<Widened>);
+  multiply(pool, matrix, inputs.typed_data(), rows[0], outputs->typed_data());
   return ffi::Error::Success();
 }
 
 ffi::Error LookUp(ffi::Buffer<ffi::S32> index, ffi::AnyBuffer panels,
-                  ffi::ResultBuffer<ffi::F32> rows) {
+                  ffi::ResultBuffer<ffi::F32> rows, int64_t num_outputs) {
   const auto count = index.dimensions(), made = rows->dimensions();
-  const int64_t features = features_of(panels);
-  if (!features || count.size() != 1 || made.size() != 2 || made[0] != count[0] ||
-      made[1] != features)
+  if (count.size() != 1 || made.size() != 2 || made[0] != count[0])
+    return ffi::Error::InvalidArgument("look_up: rows do not fit each other");
+  const int64_t features = made[1];
+  const Panels matrix = panels_of(panels, num_outputs, features, false);
+  if (!matrix.values)
     return ffi::Error::InvalidArgument("look_up: shapes do not fit each other");
-  const int64_t num_outputs = panels.dimensions()[0] * kWidth;
   auto run = [&](auto* values, int64_t together) {
+    const int64_t size = (features + together - 1) / together * together * kWidth;
     for (int64_t number = 0; number < count[0]; ++number) {
       const int64_t output =
           std::clamp<int64_t>(index.typed_data()[number], 0, num_outputs - 1);
-      auto* from = values + output / kWidth * features * kWidth +
-                   output % kWidth * together;
+      auto* from = values + output / kWidth * size + output % kWidth * together;
       float* to = rows->typed_data() + number * features;
       for (int64_t feature = 0; feature < features; ++feature)
         to[feature] =
             widen(from[feature / together * together * kWidth + feature % together]);
     }
   };
-  if (panels.element_type() == ffi::F32)
-    run(panels.typed_data<float>(), 1);
+  if (matrix.kind == Panels::kFloat32)
+    run(static_cast<const float*>(matrix.values), 1);
   else
-    run(static_cast<const Bfloat16*>(panels.untyped_data()), 2);
+    run(static_cast<const Bfloat16*>(matrix.values), 2);
   return ffi::Error::Success();
 }
 
@@ -283,4 +321,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_look_up, jaxspec::LookUp,
                               xla::ffi::Ffi::Bind()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Attr<int64_t>("num_outputs"));

@@ -91,11 +91,37 @@ inline Floats select(Ints condition, Floats yes, Floats no) {
 
 // The sum of all lanes: first of those half a vector apart, then a quarter, ...
 inline float sum_of(Floats values) {
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  const __m256 halves = _mm256_add_ps(
+      _mm512_castps512_ps256((__m512)values),
+      _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)values), 1)));
+#else
+  const __m256 halves = (__m256)values;
+#endif
+  const __m128 four =
+      _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+#else
   float lanes[kLanes];
   store(lanes, values);
   for (int half = kLanes / 2; half; half /= 2)
     for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
   return lanes[0];
+#endif
+}
+
+// The sum of the products of two rows.
+template <typename Value>
+inline float dot(const float* first, const Value* second, int64_t size) {
+  Floats sums = {};
+  int64_t at = 0;
+  for (; at + kLanes <= size; at += kLanes)
+    sums += load(first + at) * load(second + at);
+  float sum = sum_of(sums);
+  for (; at < size; ++at) sum += first[at] * widen(second[at]);
+  return sum;
 }
 
 inline float max_of(Floats values) {

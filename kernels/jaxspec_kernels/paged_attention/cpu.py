@@ -1,7 +1,6 @@
 """Paged attention in C++: every row by itself, over the keys that it sees alone.
 
-Heads are vectors of whole registers: those of a size that 16 does not divide, and pages
-of float16, are the reference's.
+Pages of float16 are the reference's.
 """
 
 import jax
@@ -13,8 +12,6 @@ from jaxspec_kernels import native
 from jaxspec_kernels.bits import check_storage
 from jaxspec_kernels.paged_attention import reference
 
-# Lanes of the widest registers: head_dim is a multiple of it.
-MAX_LANES = 16
 _PAGES = (jnp.float32, jnp.bfloat16, jnp.uint16)
 
 
@@ -31,7 +28,7 @@ def paged_attention(
 ) -> Float[Array, "seq token q_head head_dim"]:
     """See `jaxspec_kernels.paged_attention`."""
     check_storage(kv_pages.dtype)
-    if query.shape[3] % MAX_LANES or kv_pages.dtype not in _PAGES:
+    if kv_pages.dtype not in _PAGES:
         return reference.paged_attention(
             query,
             kv_pages,

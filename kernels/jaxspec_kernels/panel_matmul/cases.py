@@ -19,4 +19,6 @@ CASES = {
     "tiny/prefill": Case(rows=130, features=384, outputs=384),
     "tiny-draft/kv_proj": Case(rows=1, features=256, outputs=128),
     "two features": Case(rows=13, features=2, outputs=96),
+    "a pad of each": Case(rows=7, features=25, outputs=49),
+    "less than a panel": Case(rows=2, features=1, outputs=3),
 }

@@ -1,0 +1,329 @@
+// The two halves of a decoder's layer, each from the residual stream to the residual
+// stream: attention with its projections, and the gated feed-forward network.
+//
+// Every row is computed by itself, in one order of operations, so that its bits do not
+// depend on how many rows there are.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "attention.h"
+#include "panels.h"
+#include "parallel.h"
+#include "vectors.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxspec {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// Values of one call from which on a second thread is of use.
+constexpr int64_t kMinValuesPerThread = 1 << 14;
+// Rows of the feed-forward network at a time: what lies between its products is large.
+constexpr int64_t kMostRows = 256;
+
+template <typename Run>
+void for_each_row(ffi::ThreadPool& pool, int64_t rows, int64_t values, const Run& run) {
+  const int64_t parts = std::min(rows * values / kMinValuesPerThread, rows);
+  if (parts < 2) {
+    for (int64_t row = 0; row < rows; ++row) run(row);
+    return;
+  }
+  for_each_part(pool, parts, [&](int64_t part) {
+    const int64_t last = rows * (part + 1) / parts;
+    for (int64_t row = rows * part / parts; row < last; ++row) run(row);
+  });
+}
+
+// Rows over their root mean square, times `offset` + `weight`.
+struct Norm {
+  std::vector<float> scale;  // empty is none
+  float epsilon;
+
+  // Whether a buffer is weights of rows of `size`, or none at all.
+  bool set(ffi::AnyBuffer weight, int64_t size, float offset, float eps) {
+    epsilon = eps;
+    const int64_t count = weight.element_count();
+    if (count != 0 && count != size) return false;
+    scale.resize(count);
+    auto take = [&](auto* values) {
+      for (int64_t i = 0; i < count; ++i) scale[i] = offset + widen(values[i]);
+    };
+    if (weight.element_type() == ffi::F32)
+      take(static_cast<const float*>(weight.untyped_data()));
+    else if (weight.element_type() == ffi::BF16)
+      take(static_cast<const Bfloat16*>(weight.untyped_data()));
+    else
+      return false;
+    return true;
+  }
+
+  // to = norm(row), or where there is a residual, residual + norm(row).
+  void apply(const float* row, const float* residual, float* to, int64_t size) const {
+    float factor = 1.0f;
+    if (!scale.empty())
+      factor = 1.0f / std::sqrt(dot(row, row, size) / size + epsilon);
+    for (int64_t i = 0; i < size; ++i) {
+      const float normed = scale.empty() ? row[i] : row[i] * factor * scale[i];
+      to[i] = residual ? residual[i] + normed : normed;
+    }
+  }
+};
+
+void apply(ffi::ThreadPool& pool, const Norm& norm, const float* rows,
+           const float* residual, float* to, int64_t num_rows, int64_t size) {
+  for_each_row(pool, num_rows, size, [&](int64_t row) {
+    norm.apply(rows + row * size, residual ? residual + row * size : nullptr,
+               to + row * size, size);
+  });
+}
+
+float rounded(float value, bool is_rounded) {
+  return is_rounded ? widen(narrow(value)) : value;
+}
+
+// One head, its element i paired with i + half; `turned` may be `values`.
+template <typename To>
+void rotate(const float* values, const float* cosine, const float* sine, int64_t half,
+            bool is_rounded, To* turned) {
+  for (int64_t i = 0; i < half; ++i) {
+    const float first = values[i], second = values[half + i];
+    put(turned + i, rounded(first * cosine[i] - second * sine[i], is_rounded));
+    put(turned + half + i, rounded(second * cosine[i] + first * sine[i], is_rounded));
+  }
+}
+
+// Keys, turned, and values of one row to its slot: a head's keys, then its values.
+template <typename Value>
+void write_row(const float* key_value, const float* cosine, const float* sine,
+               int64_t heads, int64_t size, Value* to) {
+  for (int64_t head = 0; head < heads; ++head) {
+    const int64_t at = 2 * head * size;
+    rotate(key_value + at, cosine, sine, size / 2, false, to + at);
+    for (int64_t i = 0; i < size; ++i) put(to + at + size + i, key_value[at + size + i]);
+  }
+}
+
+ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
+                          ffi::AnyBuffer before, ffi::AnyBuffer after,
+                          ffi::AnyBuffer q_proj, ffi::AnyBuffer kv_proj,
+                          ffi::AnyBuffer o_proj, ffi::Buffer<ffi::F32> cosine,
+                          ffi::Buffer<ffi::F32> sine, ffi::Buffer<ffi::S32> slots,
+                          ffi::AnyBuffer kv_pages, ffi::RemainingArgs regions,
+                          ffi::ResultBuffer<ffi::F32> made,
+                          ffi::Result<ffi::AnyBuffer> made_pages,
+                          ffi::Span<const int64_t> num_queries, int64_t num_q_heads,
+                          float scale, float soft_cap, int64_t window, float epsilon,
+                          float offset, bool is_rounded) {
+  auto refuse = [](const char* reason) {
+    return ffi::Error::InvalidArgument(std::string("attention_block: ") + reason);
+  };
+  const auto form = stream.dimensions();
+  if (form.size() != 2 || made->element_count() != stream.element_count())
+    return refuse("rows have other axes");
+  const int64_t rows = form[0], model = form[1];
+  Attention attention{};
+  attention.q_heads = num_q_heads, attention.scale = scale;
+  attention.soft_cap = soft_cap, attention.window = window;
+  if (ffi::Error error = set_pages(attention, kv_pages); error.failure()) return error;
+  const int64_t size = attention.head_dim, kv_heads = attention.kv_heads;
+  const int64_t queries_size = num_q_heads * size, keys_size = 2 * kv_heads * size;
+  const int64_t half = size / 2;
+  if (num_q_heads < 1 || num_q_heads % kv_heads || size % 2)
+    return refuse("heads do not fit each other");
+  if (static_cast<int64_t>(cosine.element_count()) != rows * half ||
+      static_cast<int64_t>(sine.element_count()) != rows * half ||
+      static_cast<int64_t>(slots.element_count()) != rows)
+    return refuse("positions are of other rows");
+  const Panels to_queries = panels_of(q_proj, queries_size, model, is_rounded);
+  const Panels to_keys = panels_of(kv_proj, keys_size, model, is_rounded);
+  const Panels from_heads = panels_of(o_proj, model, queries_size, is_rounded);
+  if (!to_queries.values || !to_keys.values || !from_heads.values)
+    return refuse("matrices do not fit");
+  static thread_local Norm first, last;
+  if (!first.set(before, model, offset, epsilon) ||
+      !last.set(after, model, offset, epsilon))
+    return refuse("norms do not fit");
+  if (made_pages->element_type() != kv_pages.element_type() ||
+      made_pages->size_bytes() != kv_pages.size_bytes())
+    return refuse("pages become others");
+  if (regions.size() != 3 * num_queries.size()) return refuse("regions are incomplete");
+  void* pages = made_pages->untyped_data();
+  if (pages != kv_pages.untyped_data())
+    std::memcpy(pages, kv_pages.untyped_data(), kv_pages.size_bytes());
+  attention.kv_pages = pages;
+
+  static thread_local std::vector<float> normed, query, key_value;
+  normed.resize(rows * std::max(model, queries_size));
+  query.resize(rows * queries_size);
+  key_value.resize(rows * keys_size);
+  float *normed_rows = normed.data(), *queries = query.data();
+  float* keys = key_value.data();
+  apply(pool, first, stream.typed_data(), nullptr, normed_rows, rows, model);
+  multiply(pool, to_queries, normed_rows, rows, queries);
+  multiply(pool, to_keys, normed_rows, rows, keys);
+  const int64_t num_slots = attention.pages * attention.page_size;
+  for_each_row(pool, rows, queries_size + keys_size, [&](int64_t row) {
+    const float* cosines = cosine.typed_data() + row * half;
+    const float* sines = sine.typed_data() + row * half;
+    for (int64_t head = 0; head < num_q_heads; ++head) {
+      float* own = queries + row * queries_size + head * size;
+      rotate(own, cosines, sines, half, is_rounded, own);
+    }
+    const int64_t slot = slots.typed_data()[row];
+    if (slot < 0 || slot >= num_slots) return;  // a pad
+    const float* own = keys + row * keys_size;
+    if (attention.are_float32)
+      write_row(own, cosines, sines, kv_heads, size,
+                static_cast<float*>(pages) + slot * keys_size);
+    else
+      write_row(own, cosines, sines, kv_heads, size,
+                static_cast<Bfloat16*>(pages) + slot * keys_size);
+  });
+  // From here on what the heads mix lies where the normed rows did.
+  int64_t start = 0;
+  for (size_t region = 0; region < num_queries.size(); ++region) {
+    attention.queries = num_queries[region];
+    auto table = regions.get<ffi::Buffer<ffi::S32>>(3 * region);
+    auto kv_len = regions.get<ffi::Buffer<ffi::S32>>(3 * region + 1);
+    auto mask = regions.get<ffi::Buffer<ffi::PRED>>(3 * region + 2);
+    if (!table.has_value() || !kv_len.has_value() || !mask.has_value())
+      return refuse("regions are of other types");
+    if (ffi::Error error = set_region(attention, *table, *kv_len, *mask);
+        error.failure())
+      return error;
+    const int64_t count = attention.seqs * attention.queries;
+    if (start + count > rows) return refuse("regions have more rows than there are");
+    attend(pool, attention, queries + start * queries_size,
+           normed_rows + start * queries_size);
+    start += count;
+  }
+  std::fill(normed_rows + start * queries_size, normed_rows + rows * queries_size,
+            0.0f);
+  float* outputs = queries;
+  if (model > queries_size) {
+    query.resize(rows * model);
+    outputs = query.data();
+  }
+  multiply(pool, from_heads, normed_rows, rows, outputs);
+  apply(pool, last, outputs, stream.typed_data(), made->typed_data(), rows, model);
+  return ffi::Error::Success();
+}
+
+// As jax.nn.gelu(approximate=True).
+Floats gelu(Floats x) {
+  constexpr float kFactor = 0.7978845608028654f;  // sqrt(2 / pi)
+  const Floats cubic = x + 0.044715f * x * x * x;
+  return 0.5f * x * (1.0f + tanh(kFactor * cubic));
+}
+
+// x / (1 + exp(-x))
+Floats silu(Floats x) { return x / (splat(1.0f) + exp(-x)); }
+
+ffi::Error FeedForwardBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
+                            ffi::AnyBuffer before, ffi::AnyBuffer after,
+                            ffi::AnyBuffer gate_up_proj, ffi::AnyBuffer down_proj,
+                            ffi::ResultBuffer<ffi::F32> made, int64_t hidden,
+                            int64_t block, bool is_gelu, float epsilon, float offset,
+                            bool is_rounded) {
+  auto refuse = [](const char* reason) {
+    return ffi::Error::InvalidArgument(std::string("feed_forward_block: ") + reason);
+  };
+  const auto form = stream.dimensions();
+  if (form.size() != 2 || made->element_count() != stream.element_count())
+    return refuse("rows have other axes");
+  const int64_t rows = form[0], model = form[1];
+  if (hidden < 1 || block < 1 || hidden % block) return refuse("blocks do not divide");
+  const Panels in = panels_of(gate_up_proj, 2 * hidden, model, is_rounded);
+  const Panels out = panels_of(down_proj, model, hidden, is_rounded);
+  if (!in.values || !out.values) return refuse("matrices do not fit");
+  static thread_local Norm first, last;
+  if (!first.set(before, model, offset, epsilon) ||
+      !last.set(after, model, offset, epsilon))
+    return refuse("norms do not fit");
+  // Of one call, and kept for the next: products, and what they are activated to.
+  static thread_local std::vector<float> normed, inner, active, outer;
+  const int64_t most = std::min(rows, kMostRows);
+  normed.resize(most * model), outer.resize(most * model);
+  inner.resize(most * 2 * hidden), active.resize(most * hidden);
+  float *normed_rows = normed.data(), *products = inner.data();
+  float* activated = active.data();
+  for (int64_t start = 0; start < rows; start += kMostRows) {
+    const int64_t count = std::min(kMostRows, rows - start);
+    const float* from = stream.typed_data() + start * model;
+    apply(pool, first, from, nullptr, normed_rows, count, model);
+    multiply(pool, in, normed_rows, count, products);
+    // Blocks of gate and up alternate.
+    auto activate = [&](int64_t row, float* to) {
+      const float* own = products + row * 2 * hidden;
+      for (int64_t at = 0; at < hidden; at += block) {
+        const float *gate = own + 2 * at, *up = gate + block;
+        int64_t i = 0;
+        for (; i + kLanes <= block; i += kLanes) {
+          const Floats x = load(gate + i);
+          store(to + at + i, (is_gelu ? gelu(x) : silu(x)) * load(up + i));
+        }
+        if (i < block) {
+          float rest[kLanes] = {};
+          std::copy(gate + i, gate + block, rest);
+          const Floats x = load(rest);
+          store(rest, is_gelu ? gelu(x) : silu(x));
+          for (int64_t j = 0; i + j < block; ++j) to[at + i + j] = rest[j] * up[i + j];
+        }
+      }
+    };
+    for_each_row(pool, count, 4 * hidden,
+                 [&](int64_t row) { activate(row, activated + row * hidden); });
+    multiply(pool, out, activated, count, outer.data());
+    apply(pool, last, outer.data(), from, made->typed_data() + start * model, count,
+          model);
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jaxspec
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_attention_block, jaxspec::AttentionBlock,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<xla::ffi::Span<const int64_t>>("num_queries")
+                                  .Attr<int64_t>("num_q_heads")
+                                  .Attr<float>("scale")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("epsilon")
+                                  .Attr<float>("offset")
+                                  .Attr<bool>("is_rounded"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_feed_forward_block, jaxspec::FeedForwardBlock,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Attr<int64_t>("hidden")
+                                  .Attr<int64_t>("block")
+                                  .Attr<bool>("is_gelu")
+                                  .Attr<float>("epsilon")
+                                  .Attr<float>("offset")
+                                  .Attr<bool>("is_rounded"));

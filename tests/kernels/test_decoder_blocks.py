@@ -1,0 +1,223 @@
+"""Halves of a layer in C++: exact, of a row alike whatever rows are beside it."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec_kernels.decoder_blocks import (
+    GELU,
+    SILU,
+    Norm,
+    Queries,
+    attention_block,
+    feed_forward_block,
+)
+from jaxspec_kernels.panel_matmul import to_panels
+
+pytestmark = pytest.mark.usefixtures("has_native")
+PAGE_SIZE, TABLE, MODEL = 4, 8, 24
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one call is given, from random numbers."""
+
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 10  # neither whole registers nor whole panels
+    dtype: str = "float32"  # of the panels
+    pages: str = "float32"
+    window: int | None = 6
+    has_after: bool = True
+
+    def matrix(self, seed: int, out: int, features: int) -> jax.Array:
+        values = np.random.default_rng(seed).normal(size=(out, features))
+        return jnp.asarray(to_panels((values / 5).astype(jnp.dtype(self.dtype))))
+
+    def norm(self, seed: int) -> Norm:
+        weight = np.random.default_rng(seed).normal(size=MODEL) / 4
+        return Norm(jnp.asarray(weight, self.dtype), 1e-6, 1.0)
+
+    def attend(self, batch: "Batch", **changes: Any) -> tuple[Any, Any]:
+        queries, keys = self.heads[0] * self.head_dim, self.heads[1] * self.head_dim
+        num_pages = batch.table.size + 1
+        pages = np.random.default_rng(9).normal(
+            size=(num_pages, PAGE_SIZE, 2 * self.heads[1], self.head_dim)
+        )
+        held = jnp.asarray(pages, self.pages if self.pages != "uint16" else "bfloat16")
+        if self.pages == "uint16":
+            held = jax.lax.bitcast_convert_type(held, jnp.uint16)
+        angles = batch.positions[:, None] / 7 ** np.arange(self.head_dim // 2)[None]
+        given: dict[str, Any] = dict(
+            before=self.norm(1),
+            after=self.norm(2) if self.has_after else None,
+            q_proj=self.matrix(3, queries, MODEL),
+            kv_proj=self.matrix(4, 2 * keys, MODEL),
+            o_proj=self.matrix(5, MODEL, queries),
+            cosine=jnp.asarray(np.cos(angles), jnp.float32),
+            sine=jnp.asarray(np.sin(angles), jnp.float32),
+            slot_mapping=jnp.asarray(batch.slots, jnp.int32),
+            regions=batch.regions,
+            num_q_heads=self.heads[0],
+            scale=0.3,
+            soft_cap=2.0,
+            window=self.window,
+            is_rounded=self.dtype == "bfloat16",
+        )
+        return attention_block(batch.stream, held, **given | changes)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Two sequences with three queries, one with a prompt of five, and two pads."""
+
+    table: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    stream: jax.Array
+    regions: tuple[Queries, ...]
+
+
+def make_batch(masks: Any = None) -> Batch:
+    table = np.random.default_rng(0).permutation(3 * TABLE).reshape(3, TABLE)
+    ends, counts = [19, 4, 13], [3, 3, 5]
+    positions, slots = [], []
+    for seq, (end, count) in enumerate(zip(ends, counts, strict=True)):
+        for at in range(end - count, end):
+            positions.append(at)
+            slots.append(table[seq, at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE)
+    pads = [(3 * TABLE + 1) * PAGE_SIZE] * 2
+    stream = np.random.default_rng(1).normal(size=(13, MODEL))
+    pages, kv_len = jnp.asarray(table, jnp.int32), jnp.asarray(ends, jnp.int32)
+    regions = (
+        Queries(pages[:2], kv_len[:2], 3, masks),
+        Queries(pages[2:], kv_len[2:], 5),
+    )
+    return Batch(
+        table,
+        np.array([*positions, 0, 0]),
+        np.array([*slots, *pads]),
+        jnp.asarray(stream, jnp.float32),
+        regions,
+    )
+
+
+LAYERS = [
+    Layer(),
+    Layer(window=None, has_after=False),
+    Layer(heads=(4, 4), head_dim=16, dtype="bfloat16", pages="uint16"),
+    Layer(heads=(6, 2), head_dim=34, pages="bfloat16"),
+]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_attention_equals_the_reference(layer, is_tree):
+    masks = None
+    if is_tree:  # both drafts follow the newest token
+        mask = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
+        masks = jnp.asarray(np.stack([mask, mask]))
+    batch = make_batch(masks)
+    found, pages = layer.attend(batch, implementation="cpu")
+    expected, expected_pages = layer.attend(batch, implementation="reference")
+    # bfloat16 rounds what differs in the last bit of float32 up or down.
+    most = 2e-2 if layer.dtype == "bfloat16" else 2e-5
+    np.testing.assert_allclose(found, expected, atol=most)
+    if layer.pages == "uint16":
+        pages, expected_pages = (
+            jax.lax.bitcast_convert_type(one, jnp.bfloat16)
+            for one in (pages, expected_pages)
+        )
+    least = 1e-6 if layer.pages == "float32" else 1e-2
+    np.testing.assert_allclose(
+        pages.astype(jnp.float32), expected_pages.astype(jnp.float32), atol=least
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation", [GELU, SILU])
+@pytest.mark.parametrize("hidden, block", [(40, 8), (36, 4), (96, 32)])
+def test_the_feed_forward_network_equals_the_reference(
+    dtype, activation, hidden, block
+):
+    layer = Layer(dtype=dtype)
+    stream = make_batch().stream
+
+    def run(implementation: str, rows: jax.Array) -> np.ndarray:
+        made = feed_forward_block(
+            rows,
+            before=layer.norm(1),
+            after=layer.norm(2) if activation == GELU else None,
+            gate_up_proj=layer.matrix(3, 2 * hidden, MODEL),
+            down_proj=layer.matrix(4, MODEL, hidden),
+            hidden_size=hidden,
+            block=block,
+            activation=activation,
+            is_rounded=dtype == "bfloat16",
+            implementation=implementation,
+        )
+        return np.asarray(made)
+
+    found, expected = run("cpu", stream), run("reference", stream)
+    most = 2e-2 if dtype == "bfloat16" else 2e-5
+    np.testing.assert_allclose(found, expected, atol=most)
+    many = jnp.tile(stream, (40, 1))  # more rows than are computed at a time
+    np.testing.assert_array_equal(run("cpu", many), np.tile(found, (40, 1)))
+    for count in (1, 2, 5):
+        np.testing.assert_array_equal(run("cpu", stream[:count]), found[:count])
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    layer, batch = Layer(), make_batch()
+    whole, _ = layer.attend(batch, implementation="cpu")
+    part = replace(
+        batch,
+        positions=batch.positions[6:11],
+        slots=batch.slots[6:11],
+        stream=batch.stream[6:11],
+        regions=batch.regions[1:],
+    )
+    alone, _ = layer.attend(part, implementation="cpu")
+    np.testing.assert_array_equal(alone, whole[6:11])
+
+
+def test_donated_pages_are_written_where_they_lie():
+    layer, batch = Layer(), make_batch()
+    pages = jnp.zeros((25, PAGE_SIZE, 4, 10))
+    address = pages.unsafe_buffer_pointer()
+    given = {}
+
+    def run(pages: jax.Array) -> Any:
+        return attention_block(batch.stream, pages, **given)
+
+    def keep(_stream: Any, _pages: Any, **settings: Any) -> tuple[Any, Any]:
+        given.update(settings)
+        return None, None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.kernels.test_decoder_blocks.attention_block", keep)
+        layer.attend(batch, implementation="cpu")
+    _, made = jax.jit(run, donate_argnums=0)(pages)
+    assert made.unsafe_buffer_pointer() == address
+
+
+def test_what_does_not_fit_is_refused():
+    layer, batch = Layer(), make_batch()
+    with pytest.raises(ValueError, match="3 query heads for 2 KV heads"):
+        layer.attend(batch, num_q_heads=3)
+    with pytest.raises(Exception, match="matrices do not fit"):
+        layer.attend(batch, q_proj=layer.matrix(3, 40, 26), implementation="cpu")
+    with pytest.raises(ValueError, match="activated by 'relu'"):
+        feed_forward_block(
+            batch.stream,
+            before=layer.norm(1),
+            after=None,
+            gate_up_proj=layer.matrix(3, 16, MODEL),
+            down_proj=layer.matrix(4, MODEL, 8),
+            hidden_size=8,
+            block=8,
+            activation="relu",
+        )
