@@ -115,8 +115,8 @@ class PagedModel:
     compiler_options: dict[str, Any] | None = None
 
     def __post_init__(self):
-        table = self.params["embedding"].values
-        self.mesh = table.sharding.mesh
+        table = self.params["embedding"]
+        self.mesh = jax.tree.leaves(table)[0].sharding.mesh
         copies = kv_copies(
             self.config.num_q_heads,
             self.config.num_kv_heads,

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, Num
 from jaxspec.models.batch import Region
 from jaxspec.sharding import num_parts
 from jaxspec_kernels import paged_attention, write_kv_pages
+from jaxspec_kernels.dispatch import resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,11 @@ class Backend:
     def device_kind(self) -> str | None:
         """Which devices' measured tile sizes the kernels take."""
         return None if self.mesh is None else self.mesh.devices.flat[0].device_kind
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether half a layer may be one operation, without `write` and `attend`."""
+        return resolve("decoder_blocks", self.implementation) == "cpu"
 
     def split(
         self, function: Callable[..., Any], in_specs: Any, out_specs: Any

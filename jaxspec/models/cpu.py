@@ -24,7 +24,6 @@ from jaxspec.models.matrices import DenseMatrix, Matrix, product
 from jaxspec.sharding import replicated
 from jaxspec_kernels import decoder_blocks, native, panel_matmul, panel_rows
 from jaxspec_kernels.decoder_blocks import Norm, Queries
-from jaxspec_kernels.dispatch import resolve
 from jaxspec_kernels.panel_matmul import from_panels, panel_form, to_panels
 
 # XLA:CPU's products have from four rows on one order of sums for a row, however many
@@ -110,15 +109,21 @@ def with_pads(
 
 
 def choose_form(
-    dtype: jnp.dtype, *, num_devices: int, num_bytes: int, are_bfloat16: bool = False
+    dtype: jnp.dtype,
+    *,
+    num_devices: int,
+    num_bytes: int,
+    are_bfloat16: bool = False,
+    is_trained: bool = False,
 ) -> type[Matrix]:
     """The form of a model's matrices on CPU devices.
 
     Args:
         num_bytes: Of the whole model.
         are_bfloat16: The values are bfloat16 ones, whatever `dtype` they have here.
+        is_trained: Gradients are taken through products, of which C++ knows nothing.
     """
-    if num_devices == 1 and native.is_available():
+    if num_devices == 1 and not is_trained and native.is_available():
         if dtype == jnp.float32 and are_bfloat16:
             return HalfMatrix
         return NativeMatrix
@@ -208,10 +213,8 @@ class HalfMatrix(NativeMatrix):
         return jnp.dtype(jnp.float32)
 
 
-def has_blocks(params: Mapping[str, Any], implementation: str | None) -> bool:
-    """Whether the halves of a layer with these matrices are operations in C++."""
-    if resolve("decoder_blocks", implementation) != CPU:
-        return False
+def are_native(params: Mapping[str, Any]) -> bool:
+    """Whether all of these matrices are what operations in C++ read."""
     return all(isinstance(one, NativeMatrix) for one in params.values())
 
 

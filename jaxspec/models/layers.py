@@ -150,7 +150,7 @@ def attention_block(
     Args:
         settings: As of `attend`.
     """
-    if cpu.has_blocks(params, backend.implementation):
+    if backend.has_blocks and cpu.are_native(params):
         return cpu.attention_block(
             params, stream, kv_pages, before=before, after=after, **settings
         )
@@ -169,7 +169,7 @@ def feed_forward_block(
     backend: Backend,
 ) -> Float[Array, "row model"]:
     """`stream + after(gated_feed_forward(before(stream)))`; `after` None is none."""
-    if cpu.has_blocks(params, backend.implementation):
+    if backend.has_blocks and cpu.are_native(params):
         block = gate_block(params["down_proj"].shape[1])
         return cpu.feed_forward_block(
             params,

@@ -41,11 +41,13 @@ def declare(
     mesh: Mesh,
     mesh_axes: tuple[str, ...],
     are_bfloat16: bool | None = None,
+    is_trained: bool = False,
 ) -> Specs:
     """All parameters of a network in the form in which these devices hold them.
 
     Args:
         are_bfloat16: As of `choose_forms`; None is what the model's files say.
+        is_trained: As of `choose_forms`.
     """
     parts = num_parts(mesh, mesh_axes)
     if are_bfloat16 is None:
@@ -56,6 +58,7 @@ def declare(
         mesh=mesh,
         copies=kv_copies(config.num_q_heads, config.num_kv_heads, parts),
         are_bfloat16=are_bfloat16,
+        is_trained=is_trained,
         of_layers=ScannedMatrix if config.scan_layers else DenseMatrix,
     )
 
@@ -67,6 +70,7 @@ def choose_forms(
     mesh: Mesh,
     copies: int,
     are_bfloat16: bool = False,
+    is_trained: bool = False,
     of_layers: type[DenseMatrix] = DenseMatrix,
 ) -> Specs:
     """Declarations with the form that these devices hold each of them in.
@@ -74,6 +78,7 @@ def choose_forms(
     Args:
         copies: How often every KV head is laid out.
         are_bfloat16: The values are bfloat16 ones, whatever `dtype` says.
+        is_trained: Gradients are taken through the network.
         of_layers: The form of matrices of layers, where devices leave a choice.
     """
     num_bytes = sum(spec.num_values for spec in specs.values()) * dtype.itemsize
@@ -86,6 +91,7 @@ def choose_forms(
                 num_devices=mesh.size,
                 num_bytes=num_bytes,
                 are_bfloat16=are_bfloat16,
+                is_trained=is_trained,
             )
         if len(spec.shape) == 2 and form.fits(spec.shape):
             spec = replace(spec, form=form)
@@ -104,11 +110,13 @@ def load_params(
     mesh: Mesh,
     mesh_axes: tuple[str, ...] = TARGET_MESH_AXES,
     progress: str | None = None,
+    is_trained: bool = False,
 ) -> Params:
     """Read canonical tensors into their shards, cast to `dtype`; the params tree.
 
     Args:
         progress: Title of a progress bar; it appears when loading takes a while.
+        is_trained: Gradients will be taken through the network.
 
     Raises:
         CheckpointError: A tensor is unknown, missing, or has another shape than the
@@ -130,6 +138,7 @@ def load_params(
             mesh=mesh,
             mesh_axes=mesh_axes,
             are_bfloat16=all(one.dtype == jnp.bfloat16 for one in tensors.values()),
+            is_trained=is_trained,
         )
 
 
@@ -178,10 +187,16 @@ def _make_all(
     mesh: Mesh,
     mesh_axes: tuple[str, ...],
     are_bfloat16: bool | None = None,
+    is_trained: bool = False,
 ) -> Params:
     """The tree of what `make` gives for each parameter, layers as the network wants."""
     specs = declare(
-        config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes, are_bfloat16=are_bfloat16
+        config,
+        dtype=dtype,
+        mesh=mesh,
+        mesh_axes=mesh_axes,
+        are_bfloat16=are_bfloat16,
+        is_trained=is_trained,
     )
     flat: dict[ParamPath, Any] = {}
     for path, made in make_each(specs, make, mesh=mesh, mesh_axes=mesh_axes):

@@ -289,6 +289,7 @@ class DraftMethod:
                     self.start,
                     dtype=FLOAT32,
                     mesh=target.mesh,
+                    is_trained=True,
                 )
             )
         random, flat = np.random.default_rng(seed), {}

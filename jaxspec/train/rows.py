@@ -34,6 +34,11 @@ class RowsBackend(Backend):
 
     number: int = 0
 
+    @property
+    def has_blocks(self) -> bool:
+        """No: they would write to pages, and have no gradients."""
+        return False
+
     def write(
         self,
         kv_pages: Num[Array, "pass_row token two_kv_head head_dim"],

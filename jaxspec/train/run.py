@@ -244,6 +244,7 @@ def load_target(options: argparse.Namespace, folder: Path, config: Any) -> Targe
         dtype=dtype,
         mesh=mesh,
         progress="Loading target",
+        is_trained=True,
     )
     return Target(
         name=options.target,

@@ -1,6 +1,7 @@
 """What XLA:CPU needs: each workaround gives the same bits, where it pays only.
 
-Panels lie in every float32 engine of the tests (`tests.engines`), where sizes divide.
+For processors without a compiler, or other platforms: the forms that XLA reads. Those
+of the operations in C++ are in every engine of the tests (`tests.engines`).
 """
 
 import functools
@@ -14,12 +15,19 @@ import numpy as np
 import pytest
 
 from jaxspec.models import cpu
-from jaxspec.models.cpu import MIN_ROWS, Bfloat16Matrix, PanelMatrix
+from jaxspec.models.cpu import (
+    MIN_ROWS,
+    Bfloat16Matrix,
+    HalfMatrix,
+    NativeMatrix,
+    PanelMatrix,
+)
 from jaxspec.models.families import config_from_hf
 from jaxspec.models.matrices import DenseMatrix
 from jaxspec.models.network import functions_of
 from jaxspec.models.weights import choose_forms, random_params
 from jaxspec.sharding import make_mesh, replicated
+from jaxspec_kernels import native
 from tests.oracles import TINY, PagedModel
 
 MATRIX = jax.random.normal(jax.random.key(1), (192, 40))
@@ -28,6 +36,11 @@ CONFIG = config_from_hf(
     | dict(model_type="gemma2", num_hidden_layers=2, vocab_size=192)
     | dict(hidden_size=64, intermediate_size=128, head_dim=32)
 )
+
+
+@pytest.fixture
+def without_native(monkeypatch):
+    monkeypatch.setenv(native.VARIABLE, native.OFF)
 
 
 def panelled(matrix: jax.Array) -> PanelMatrix:
@@ -120,6 +133,7 @@ def test_the_faster_form_is_read_where_it_lies(rows, outputs, expected):
         (2, "bfloat16", Bfloat16Matrix),
     ],
 )
+@pytest.mark.usefixtures("without_native")
 def test_the_form_follows_devices_and_type(devices, dtype, expected):
     params = make_params(dtype, devices)
     assert type(params["embedding"]) is expected
@@ -127,6 +141,30 @@ def test_the_form_follows_devices_and_type(devices, dtype, expected):
     assert isinstance(params["final_norm"], jax.Array)
 
 
+@pytest.mark.parametrize(
+    ("devices", "dtype", "are_bfloat16", "is_trained", "expected"),
+    [
+        (1, "float32", False, False, NativeMatrix),
+        (1, "float32", True, False, HalfMatrix),
+        (1, "bfloat16", True, False, NativeMatrix),
+        (1, "float32", True, True, PanelMatrix),
+        (2, "float32", True, False, DenseMatrix),
+    ],
+)
+def test_operations_in_c_have_forms_of_their_own(
+    devices, dtype, are_bfloat16, is_trained, expected
+):
+    form = cpu.choose_form(
+        jnp.dtype(dtype),
+        num_devices=devices,
+        num_bytes=0,
+        are_bfloat16=are_bfloat16,
+        is_trained=is_trained,
+    )
+    assert form is expected
+
+
+@pytest.mark.usefixtures("without_native")
 def test_declarations_are_left_as_they_are():
     specs = functions_of(CONFIG).param_specs(CONFIG)
     before = dict(specs)
@@ -139,6 +177,7 @@ def test_declarations_are_left_as_they_are():
     assert chosen[kv_proj].shape[0] == 2 * specs[kv_proj].shape[0]
 
 
+@pytest.mark.usefixtures("without_native")
 def test_a_large_model_has_no_second_form(monkeypatch):
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(make_params(devices=2)))
     monkeypatch.setattr(cpu, "MAX_BYTES", num_bytes - 1)
@@ -147,6 +186,7 @@ def test_a_large_model_has_no_second_form(monkeypatch):
     assert type(make_params()["embedding"]) is PanelMatrix
 
 
+@pytest.mark.usefixtures("without_native")
 def test_what_does_not_divide_stays_as_it_is():
     config = config_from_hf(TINY | dict(model_type="gemma2", vocab_size=128))
     params = random_params(
@@ -198,6 +238,7 @@ def logits(pieces: tuple[int, ...], *, has_panels: bool) -> np.ndarray:
     )
 
 
+@pytest.mark.usefixtures("without_native")
 @pytest.mark.parametrize("pieces", [(40, 1, 6), (72,)])
 def test_a_model_computes_the_same_bits(pieces):
     found, expected = (logits(pieces, has_panels=one) for one in (True, False))

@@ -41,7 +41,7 @@ def make_target(data: int = 1, model: int = 1) -> Target:
         name="tiny",
         folder=Path("nowhere"),
         config=config,
-        params=load_params(config, tensors, dtype=dtype, mesh=mesh),
+        params=load_params(config, tensors, dtype=dtype, mesh=mesh, is_trained=True),
         mesh=mesh,
         dtype=dtype,
     )

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,7 +31,7 @@ def make_module(reference: Any, dtype: Any = jnp.float32) -> Gemma2:
         node = loaded
         for key in path:
             node = node[str(key)]
-        variable[...] = jax.tree.leaves(node)[0]
+        variable[...] = getattr(node, "values", node)
         assert variable.shape == variable[...].shape
     return module
 
