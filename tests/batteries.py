@@ -39,6 +39,8 @@ COMPILERS = Path(sys.prefix) / "aot"
 ARGUMENTS = ("-q", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
 # Folders that own packages are found in.
 BASES = ("", "kernels", "checkpoints")
+# What every program for a CPU calls.
+NATIVE = tuple(f"kernels/jaxspec_kernels/native/*.{kind}" for kind in ("cc", "h"))
 KERNELS = ("kernels/jaxspec_kernels/", "tests/")
 PROGRAM = (*KERNELS, "jaxspec/program/", "jaxspec/models/", "jaxspec/sharding.py")
 ENGINE = (*PROGRAM, "jaxspec/engine/")
@@ -69,7 +71,8 @@ class Battery:
             for path in _imported([ROOT / file for file in self.files])
             if path.relative_to(ROOT).as_posix().startswith(self.reads)
         }
-        own.update(path for glob in self.data for path in ROOT.glob(glob))
+        globs = self.data if self.needs_compilers else (*self.data, *NATIVE)
+        own.update(path for glob in globs for path in ROOT.glob(glob))
         return sorted(own)
 
     def digest(self) -> str:

@@ -27,7 +27,11 @@ if DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Programs that engines keep where nobody says where: with those of this checkout.
-os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" / "user")
+KEPT = Path(__file__).parents[1] / ".pytest_cache"
+os.environ["XDG_CACHE_HOME"] = str(KEPT / "user")
+
+# Operations in C++, built once also for tests that have caches of their own.
+os.environ.setdefault("JAXSPEC_NATIVE", str(KEPT / "native"))
 
 # Compilers for accelerators that are not here. They live in a folder of their own, and
 # the tests that compile with them, marked `aot`, run in processes of their own (see

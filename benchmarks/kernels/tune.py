@@ -175,6 +175,8 @@ def main(arguments: Sequence[str] | None = None, timer: Timer | None = None) -> 
     implementation = options.implementation
     if implementation is None:
         implementation = dispatch.implementation_for(device.platform)
+        if implementation == "cpu":  # has no sizes to choose
+            implementation = "reference"
     path = options.output
     if path is None:
         path = Path(str(tuning.folder())) / tuning.file_name(device.device_kind)

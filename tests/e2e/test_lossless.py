@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from jaxspec_kernels import native
 from tests.e2e.lossless import PATHS, SHAPED, Cut, play
 
 SHORT = Cut(
@@ -26,6 +27,8 @@ LONG = Cut(
     alone=16,
     is_optimized=False,
 )
+# Without operations in C++, as where there is no compiler.
+XLA = replace(SHORT, num_prompts=12, num_tokens=24)
 # In bfloat16 near ties are many; optimised, as the arithmetic then is the users'.
 SHAPES = replace(LONG, proposers=tuple(SHAPED), drafts=(3,))
 ROUNDED = replace(LONG, dtype="bfloat16", is_optimized=True)
@@ -46,6 +49,22 @@ ROUNDED = replace(LONG, dtype="bfloat16", is_optimized=True)
     ],
 )
 def test_every_path_says_what_plain_decoding_says(cut):
+    check(cut)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param(XLA, id="short"),
+        pytest.param(LONG, id="long", marks=pytest.mark.battery(name="lossless")),
+    ],
+)
+def test_every_path_without_operations_in_c(cut, monkeypatch):
+    monkeypatch.setenv(native.VARIABLE, native.OFF)
+    check(cut)
+
+
+def check(cut: Cut) -> None:
     plays = list(play(cut))
     assert {one.path for one in plays} == set(PATHS)
     for one in plays:

@@ -221,3 +221,28 @@ def test_what_does_not_fit_is_refused():
             block=8,
             activation="relu",
         )
+
+
+def test_numbers_out_of_range_touch_nothing():
+    """Page ids, lengths and slots are data: what is not there is left alone."""
+    layer, rng = Layer(), np.random.default_rng(3)
+    for _ in range(20):
+        masks = jnp.asarray(rng.integers(0, 2, (2, 3, 3)).astype(bool))
+        batch = make_batch(masks if rng.integers(2) else None)
+        far = [-(2**31), -5, -1, 0, 3, 31, 32, 33, 97, 2**31 - 1]
+        regions = tuple(
+            one._replace(
+                page_table=jnp.asarray(
+                    rng.choice(far, one.page_table.shape), jnp.int32
+                ),
+                kv_len=jnp.asarray(rng.choice(far, one.kv_len.shape), jnp.int32),
+            )
+            for one in batch.regions
+        )
+        # Slots at or past their number are pads; so are negative ones, here.
+        slots = rng.choice([-7, -1, 100, 101, 2**31 - 1], batch.slots.shape)
+        given = replace(batch, regions=regions, slots=slots)
+        found, pages = layer.attend(given, implementation="cpu")
+        before = np.random.default_rng(9).normal(size=pages.shape).astype(np.float32)
+        np.testing.assert_array_equal(pages, before)
+        assert np.isfinite(found).all()

@@ -8,11 +8,11 @@ import textwrap
 import jax
 import pytest
 
-from jaxspec_kernels import dispatch
-from jaxspec_kernels.paged_attention import gpu, reference, tpu
+from jaxspec_kernels import dispatch, native
+from jaxspec_kernels.paged_attention import cpu, gpu, reference, tpu
 
 OPERATION = "paged_attention"
-ALL = {"reference": "reference", "tpu": "tpu", "gpu": "gpu"}
+ALL = {"reference": "reference", "cpu": "cpu", "tpu": "tpu", "gpu": "gpu"}
 
 
 @pytest.fixture(autouse=True)
@@ -21,10 +21,19 @@ def _forget_choices():
 
 
 @pytest.mark.parametrize(
-    ("platform", "module"), [("cpu", reference), ("tpu", tpu), ("gpu", gpu)]
+    ("platform", "is_native", "module"),
+    [
+        ("cpu", True, cpu),
+        ("cpu", False, reference),
+        ("tpu", False, tpu),
+        ("gpu", False, gpu),
+    ],
 )
-def test_none_takes_that_of_the_default_backend(platform, module, monkeypatch):
+def test_none_takes_that_of_the_default_backend(
+    platform, is_native, module, monkeypatch
+):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(native, "is_available", lambda: is_native)
     assert dispatch.choose(OPERATION, ALL, None) is module.paged_attention
 
 
@@ -69,7 +78,8 @@ def test_missing_implementation_is_not_replaced(name):
         dispatch.choose(OPERATION, {"reference": "reference"}, name)
 
 
-def test_choice_is_logged_once(caplog):
+def test_choice_is_logged_once(caplog, monkeypatch):
+    monkeypatch.setattr(native, "is_available", lambda: False)
     with caplog.at_level(logging.INFO, "jaxspec_kernels"):
         for _ in range(3):
             dispatch.choose(OPERATION, ALL, None)
