@@ -1,11 +1,12 @@
 """Operations over paged KV memory, usable by any JAX engine.
 
 Reading order: `paged_attention`, `write_kv_pages`, `rejection_sampling`,
-`panel_matmul` (what CPUs multiply with), `native` (its and attention's C++), then
-`dispatch` (which implementation runs where) and `tuning` (measured tile sizes). Each
-operation is a folder: the public function and its contract in `__init__`, the
-specification in plain jnp in `reference`, and the named shapes that tests and
-benchmarks share in `cases`. `benchmarks/kernels` of the checkout measures and tunes.
+`panel_matmul` (what CPUs multiply with), `decoder_blocks` (the halves of a layer, for
+CPUs too), `native` (the C++ of these), then `dispatch` (which implementation runs
+where) and `tuning` (measured tile sizes). Each operation is a folder: the public
+function and its contract in `__init__`, the specification in plain jnp in `reference`,
+and in `cases` the named shapes that tests and benchmarks share, where they do.
+`benchmarks/kernels` of the checkout measures and tunes.
 """
 
 from jaxspec_kernels.bits import storage_dtype
