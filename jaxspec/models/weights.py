@@ -237,8 +237,9 @@ def random_params(
     """Random parameters, placed like loaded ones: for tests and `load_format=dummy`.
 
     Each is made where it stays, its shards alone and nothing beside them, and has the
-    same values on any mesh. Matrices, which are (out, in), have a standard deviation of
-    1/sqrt(in); vectors (norm weights) are zeros.
+    same values on any mesh: bfloat16 ones where the model's files have those. Matrices,
+    which are (out, in), have a standard deviation of 1/sqrt(in); vectors (norm weights)
+    are zeros.
     """
     makers: dict[Any, Callable[[jax.Array], jax.Array]] = {}
     numbers = itertools.count()
@@ -253,6 +254,7 @@ def random_params(
                 _random_matrix,
                 shape=spec.shape,
                 dtype=dtype,
+                stored=jnp.dtype(config.stored_dtype or dtype),
                 block=spec.unit,
                 copies=spec.copies,
             )
@@ -267,7 +269,6 @@ def random_params(
         dtype=dtype,
         mesh=mesh,
         mesh_axes=mesh_axes,
-        are_bfloat16=dtype == jnp.bfloat16,
     )
 
 
@@ -276,12 +277,14 @@ def _random_matrix(
     *,
     shape: tuple[int, ...],
     dtype: jnp.dtype,
+    stored: jnp.dtype,
     block: int,
     copies: int,
 ) -> Array:
     """Uniform values by a hash of where they stand: XLA writes nothing but them.
 
     Args:
+        stored: What the values are rounded to.
         block: Rows that are repeated together, `copies` times.
     """
     row, column = (jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in (0, 1))
@@ -289,7 +292,8 @@ def _random_matrix(
         row = row // (block * copies) * block + row % block
     unit = noise.uniform(words[0], words[1], row * jnp.uint32(shape[1]) + column)
     # The standard deviation of a uniform is its width over sqrt(12).
-    return ((unit - 0.5) * jnp.float32((12 / shape[1]) ** 0.5)).astype(dtype)
+    values = (unit - 0.5) * jnp.float32((12 / shape[1]) ** 0.5)
+    return values.astype(stored).astype(dtype)
 
 
 def tensors_of(specs: Specs, params: Params) -> dict[str, np.ndarray]:

@@ -1,8 +1,10 @@
 """Parts over a whole engine: they make what a round makes, and move nothing."""
 
 import dataclasses
+import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from jaxspec.bench import parts as module
 from jaxspec.bench.measure import Batch
 from jaxspec.bench.parts import cost_ratio, measure_parts, round_bytes, round_flops
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.models.matrices import Matrix
 from jaxspec.program.tree import Tree
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.engines import generate, make_draft_of, make_engine, make_micro, tokens_of
@@ -59,9 +62,8 @@ def test_bytes_are_those_of_both_models(engine):
 
 
 def test_operations_are_those_of_every_weight_and_token(engine):
-    # In float32 every parameter of this engine is four bytes, and none is padded.
-    target = round_bytes(engine, 0, 0) // 4
-    draft = round_bytes(engine, 1, 0) // 4 - target
+    models, (own,) = engine.runner.params
+    target, draft = num_values(models), num_values(own)
     assert round_flops(engine, Tree.chain(0), 1) == 2 * target
     chain = 2 * 2 * (4 * target + 3 * draft)
     assert round_flops(engine, Tree.chain(3), 2) == chain
@@ -70,6 +72,12 @@ def test_operations_are_those_of_every_weight_and_token(engine):
     assert round_flops(engine, leaves, 2) == chain + 2 * 2 * 3 * target
     drafted = 1 + 2 * 7
     assert round_flops(engine, sides, 2) == 2 * 2 * (7 * target + drafted * draft)
+
+
+def num_values(params: Any) -> int:
+    """Of all parameters, without what a form adds."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Matrix))
+    return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 @pytest.mark.slow

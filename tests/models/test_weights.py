@@ -67,7 +67,7 @@ def load(config: ModelConfig, tensors: dict[str, np.ndarray], **options: Any) ->
 def values_of(params: Any) -> Any:
     """The tree with plain arrays, (out, in), for matrices."""
     return jax.tree.map(
-        lambda leaf: leaf.values if isinstance(leaf, Matrix) else leaf,
+        lambda leaf: getattr(leaf, "values", leaf),
         params,
         is_leaf=lambda leaf: isinstance(leaf, Matrix),
     )
@@ -315,6 +315,7 @@ def test_random_parameters_take_no_memory_but_their_own():
         weights._random_matrix,
         shape=(1024, 512),
         dtype=BFLOAT16,
+        stored=BFLOAT16,
         block=32,
         copies=2,
     )

@@ -136,12 +136,13 @@ def check_program(engine: LLMEngine, shape: StepShape) -> str:
     program = executable.as_text()
     pages = (*runner.state.target_pages, *jax.tree.leaves(runner.state.proposers))
     assert {leaf.shape for leaf in pages} < PAGE_SHAPES
-    scatters = [one for one in instructions(program) if one.opcode == "scatter"]
-    assert {one.shape for one in scatters} & PAGE_SHAPES, "the check sees no pages"
+    # XLA scatters rows into pages; what C++ writes to is one of its results.
+    writes = ("scatter", "get-tuple-element")
+    written = {one.shape for one in instructions(program) if one.opcode in writes}
+    assert written & PAGE_SHAPES, "the check sees no pages"
     assert materialized(program, PAGE_SHAPES) == []
     weights = weight_shapes(runner.params)
-    is_float32 = runner.dtype == jnp.float32
-    assert (3 in map(len, weights)) == is_float32, "the check sees no panels"
+    assert {3, 4} & set(map(len, weights)), "the check sees no panels"
     assert materialized(program, weights) == []
     return str(program)
 

@@ -44,7 +44,7 @@ def attention_block(
         tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (stream, kv_pages)),
         input_output_aliases={len(operands) - 1: 1},
     )
-    return call(
+    made, kv_pages = call(
         *operands,
         *given,
         num_queries=np.array([one.num_queries for one in regions], np.int64),
@@ -55,6 +55,7 @@ def attention_block(
         is_rounded=is_rounded,
         **_numbers(before, after),
     )
+    return made, kv_pages
 
 
 def feed_forward_block(
