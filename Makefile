@@ -97,6 +97,8 @@ pip_install = set -o pipefail; $(bin)/python -m pip install -e "$(1)" \
 $(installed): pyproject.toml | $(bin)/python
 	@echo "Installing jaxspec into $(VENV) (once; a few minutes)"
 	@$(call pip_install,.)
+	@echo "Building what CPUs run in C++ (once; some ten seconds)"
+	@$(bin)/python -c 'from jaxspec_kernels import native; native.is_available()'
 	@touch $@
 
 # Its own requirements hold TensorFlow, which the network in it does not use.
