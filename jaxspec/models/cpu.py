@@ -1,9 +1,11 @@
-"""What XLA:CPU needs to be fast and exact, kept out of the networks.
+"""What CPUs need to be fast and exact, kept out of the networks.
 
-Each has its reason and the test that fails without it. Elsewhere for want of a better
-place: the sums of norms, `jaxspec_kernels.sums` (`tests/models/test_same_bits.py`), and
-pages of bf16 as uint16, `jaxspec_kernels.bits` (`tests/program/test_step.py`). And
-proposers find the largest by maxima: XLA:CPU's argmax and top_k are many times slower.
+Matrices as operations in C++ read them, and those operations; and, where they are not
+available, what XLA:CPU needs. Each has its reason and the test that fails without it.
+Elsewhere for want of a better place: the sums of norms, `jaxspec_kernels.sums`
+(`tests/models/test_same_bits.py`), and pages of bf16 as uint16, `jaxspec_kernels.bits`
+(`tests/program/test_step.py`). And proposers find the
+largest by maxima: XLA:CPU's argmax and top_k are many times slower.
 """
 
 import functools

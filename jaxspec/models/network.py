@@ -21,7 +21,8 @@ from jaxspec.settings.model_config import ModelConfig
 
 Pages = tuple[Num[Array, "page page_size two_kv_head head_dim"], ...]
 
-# A pass over so many rows takes as long as over one: what pads fill may be used.
+# With XLA's products a pass over so many rows takes as long as over one: what pads fill
+# may be used. With those in C++ it takes somewhat longer, and nothing is padded.
 FREE_ROWS = cpu.MIN_ROWS
 
 
