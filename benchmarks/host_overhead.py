@@ -7,8 +7,8 @@ The whole engine runs (scheduler, pages, packing, unpacking, texts) with the bun
 pair's tokenizer; in place of the compiled program stands one that takes a fixed time
 and accepts a random number of drafts. Host time is what `step` takes beyond waiting for
 it; jax's own time for a launch and two copies is not in it. It is told twice: by the
-clock, which other work on the machine changes, and in CPU time of the process, which
-the goals are for. Of shorter rounds a launch may have several (`num_scheduler_steps`):
+clock, which the goals are for, and in CPU time of the process, for machines on which
+other work runs. Of shorter rounds a launch may have several (`num_scheduler_steps`):
 what is told is the time of each.
 Writes benchmarks/results/host-overhead.json.
 """
