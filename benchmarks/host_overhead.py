@@ -8,8 +8,9 @@ pair's tokenizer; in place of the compiled program stands one that takes a fixed
 and accepts a random number of drafts. Host time is what `step` takes beyond waiting for
 it; jax's own time for a launch and two copies is not in it. It is told twice: by the
 clock, which the goals are for, and in CPU time of the process, for machines on which
-other work runs. Of shorter rounds a launch may have several (`num_scheduler_steps`):
-what is told is the time of each.
+other work runs; each is the median of several measurements of the median round.
+Of shorter rounds a launch may have several (`num_scheduler_steps`): what is told is the
+time of each.
 Writes benchmarks/results/host-overhead.json.
 """
 
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from jaxspec.bench.report import record
 from jaxspec.engine.arg_utils import EngineArgs
@@ -187,45 +189,58 @@ def measure(
     return samples, cpu_samples
 
 
-def summary(samples: list[float], cpu_samples: list[float]) -> dict[str, float]:
-    ordered = sorted(samples)
+def summary(runs: list[tuple[list[float], list[float]]]) -> dict[str, Any]:
+    """The median measurement, and all: a machine's own noise is larger than a run's."""
+    elapsed = [1e3 * statistics.median(samples) for samples, _ in runs]
+    of_cpu = [1e3 * statistics.median(cpu_samples) for _, cpu_samples in runs]
+    late = [1e3 * sorted(samples)[int(0.95 * len(samples))] for samples, _ in runs]
     return {
-        "median_cpu_ms": round(1e3 * statistics.median(cpu_samples), 4),
-        "median_ms": round(1e3 * statistics.median(ordered), 4),
-        "p95_ms": round(1e3 * ordered[int(0.95 * len(ordered))], 4),
-        "rounds": len(ordered),
+        "median_cpu_ms": round(statistics.median(of_cpu), 4),
+        "median_ms": round(statistics.median(elapsed), 4),
+        "p95_ms": round(statistics.median(late), 4),
+        "medians_ms": [round(one, 4) for one in elapsed],
+        "rounds": len(runs[0][0]),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Host seconds per round.")
     parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
-    tokens = options.rounds * (NUM_DRAFT_TOKENS + 1)
+    # Room for prompts and for what is said before all decode.
+    length = 512 + PROMPT_TOKENS + options.rounds * (NUM_DRAFT_TOKENS + 1)
     kinds = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
+    engines = [
+        (round_s, steps, *make_engine(num_seqs, length, round_s, steps))
+        for num_seqs, (round_s, steps) in itertools.product(
+            NUM_SEQS, [(ROUND_S, 1), (SHORT_ROUND_S, 1), (SHORT_ROUND_S, STEPS)]
+        )
+    ]
+    cells = [
+        (round_s, steps, engine, runner, kind)
+        for round_s, steps, engine, runner in engines
+        for kind in (kinds if round_s == ROUND_S else kinds[:1])
+    ]
+    runs: list[list[Any]] = [[] for _ in cells]
+    for _ in tqdm(range(options.repeats)):
+        for own, (_, _, engine, runner, kind) in zip(runs, cells, strict=True):
+            own.append(measure(engine, runner, kind, options.rounds))
     found = []
-    for num_seqs, (round_s, steps) in itertools.product(
-        NUM_SEQS, [(ROUND_S, 1), (SHORT_ROUND_S, 1), (SHORT_ROUND_S, STEPS)]
-    ):
-        # Room for prompts and for what is said before all decode.
-        length = 512 + PROMPT_TOKENS + tokens
-        engine, runner = make_engine(num_seqs, length, round_s, steps)
-        for kind in kinds if round_s == ROUND_S else kinds[:1]:
-            values = summary(*measure(engine, runner, kind, options.rounds))
-            is_goal = round_s == ROUND_S
-            goal_ms = GOALS_MS.get((num_seqs, kind.name)) if is_goal else None
-            found.append(
-                {
-                    "num_seqs": num_seqs,
-                    "outputs": kind.name,
-                    "round_ms": 1e3 * round_s,
-                    "num_scheduler_steps": steps,
-                    "goal_ms": goal_ms,
-                }
-                | values
-            )
-            print(json.dumps(found[-1]))
+    for own, (round_s, steps, engine, _, kind) in zip(runs, cells, strict=True):
+        num_seqs, is_goal = engine.config.max_num_seqs, round_s == ROUND_S
+        found.append(
+            {
+                "num_seqs": num_seqs,
+                "outputs": kind.name,
+                "round_ms": 1e3 * round_s,
+                "num_scheduler_steps": steps,
+                "goal_ms": GOALS_MS.get((num_seqs, kind.name)) if is_goal else None,
+            }
+            | summary(own)
+        )
+        print(json.dumps(found[-1]))
     result = {"num_draft_tokens": NUM_DRAFT_TOKENS, "host": found}
     record(result, options.out, command="python -m benchmarks.host_overhead")
 

@@ -606,9 +606,10 @@ class Scheduler:
 
     def _features_with(self, request: Request) -> Features:
         """Features of launches once a request runs beside the running ones."""
-        return functools.reduce(
-            operator.or_, (one.features for one in self.running), request.features
-        )
+        # Of hundreds of requests most want the same, and looking at all comes with each
+        # that is admitted.
+        distinct = {one.features for one in self.running}
+        return functools.reduce(operator.or_, distinct, request.features)
 
     def _has_program(self, request: Request) -> bool:
         """Whether a compiled program serves a request beside the running ones.
