@@ -1,5 +1,6 @@
 """Halves of a layer in C++: exact, of a row alike whatever rows are beside it."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -246,3 +247,36 @@ def test_numbers_out_of_range_touch_nothing():
         before = np.random.default_rng(9).normal(size=pages.shape).astype(np.float32)
         np.testing.assert_array_equal(pages, before)
         assert np.isfinite(found).all()
+
+
+def test_calls_of_two_threads_at_once_keep_apart():
+    """Buffers outlive a call, and belong to its thread."""
+    hidden, rows = 96, 64
+    layer = Layer()
+    given: dict[str, Any] = dict(
+        before=layer.norm(1),
+        after=layer.norm(2),
+        gate_up_proj=layer.matrix(3, 2 * hidden, MODEL),
+        down_proj=layer.matrix(4, MODEL, hidden),
+        hidden_size=hidden,
+        block=16,
+        activation=GELU,
+        implementation="cpu",
+    )
+
+    @jax.jit
+    def half(stream: jax.Array) -> jax.Array:
+        # Many in a row, so that the threads are in C++ at the same time.
+        return jax.lax.fori_loop(
+            0, 200, lambda _, rows: jnp.tanh(feed_forward_block(rows, **given)), stream
+        )
+
+    random = np.random.default_rng(0)
+    streams = [
+        jnp.asarray(random.normal(size=(rows, MODEL)), jnp.float32) for _ in range(2)
+    ]
+    alone = [np.asarray(half(stream)) for stream in streams]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            together = pool.map(lambda one: np.asarray(half(one)), streams)
+            np.testing.assert_array_equal(list(together), alone)
