@@ -67,10 +67,21 @@ def named_in(place: str) -> Iterator[None]:
 
 
 def wrong_argument(
-    error: type[ArgumentError], name: str, allowed: str, value: object, hint: str = ""
+    error: type[ArgumentError],
+    name: str,
+    allowed: str,
+    value: object,
+    hint: str = "",
+    *,
+    told_as: str = "",
 ) -> ArgumentError:
-    """Make the error that says `name` must be `allowed`, and what it is instead."""
-    message = f"{name} must be {allowed}, got {shown(value)}. {hint}".rstrip()
+    """Make the error that says `name` must be `allowed`, and what it is instead.
+
+    Args:
+        told_as: What the message calls it, where `name` is too short for that.
+    """
+    called = told_as or name
+    message = f"{called} must be {allowed}, got {shown(value)}. {hint}".rstrip()
     return error(message, parameter=name, value=value)
 
 
@@ -115,17 +126,21 @@ def check_integer(
     low: int,
     high: int | None = None,
     hint: str = "",
+    told_as: str = "",
 ) -> int:
-    """Return `value` as an int if it is an integer in `[low, high]`; a bool is none."""
+    """Return `value` as an int if it is an integer in `[low, high]`; a bool is none.
+
+    Args:
+        told_as: As for `wrong_argument`.
+    """
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        number = int(value)
+        if number >= low and (high is None or number <= high):
+            return number
     allowed = f"an integer from {low} to {high}"
     if high is None:
         allowed = f"an integer of at least {low}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise wrong_argument(error, name, allowed, value, hint)
-    number = int(value)
-    if number < low or (high is not None and number > high):
-        raise wrong_argument(error, name, allowed, value, hint)
-    return number
+    raise wrong_argument(error, name, allowed, value, hint, told_as=told_as)
 
 
 def check_number(
@@ -198,5 +213,27 @@ def check_token_ids(error: type[ArgumentError], name: str, value: object) -> lis
         return []
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise wrong_argument(error, name, "a list of token ids", value)
-    label = f"Every id of {name}"
-    return [check_integer(error, label, token, low=0) for token in value]
+    return [check_token_id(error, name, token) for token in value]
+
+
+def check_token_id(
+    error: type[ArgumentError],
+    name: str,
+    token: object,
+    vocab_size: int | None = None,
+    *,
+    told_as: str = "",
+) -> int:
+    """Return `token`, one of the ids that `name` holds, if it can be one.
+
+    Args:
+        vocab_size: It must be below this; None if nobody knows yet.
+        told_as: As for `wrong_argument`; by default any of them.
+    """
+    high, hint = None, ""
+    if vocab_size is not None:
+        high, hint = vocab_size - 1, f"The vocabulary has {vocab_size} tokens."
+    told_as = told_as or f"Every id of {name}"
+    return check_integer(
+        error, name, token, low=0, high=high, hint=hint, told_as=told_as
+    )

@@ -14,7 +14,7 @@ import numpy as np
 from jaxspec.errors import (
     RequestError,
     UnsupportedError,
-    check_integer,
+    check_token_id,
     check_utf8,
     wrong_argument,
 )
@@ -144,10 +144,10 @@ def parse_prompt(
         )
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     if salt is not None and not (isinstance(salt, str) and salt):
-        name, allowed = "prompt['cache_salt']", "a non-empty string"
+        name, allowed = "cache_salt", "a non-empty string"
         raise wrong_argument(RequestError, name, allowed, salt)
     if salt is not None:
-        check_utf8(RequestError, "prompt['cache_salt']", salt)
+        check_utf8(RequestError, "cache_salt", salt)
     return ParsedPrompt(text=text, token_ids=token_ids, cache_salt=salt)
 
 
@@ -191,16 +191,10 @@ def _check_ids(given: Any, vocab_size: int) -> list[int]:
     if not isinstance(given, (list, tuple)) or not given:
         allowed = "a list of at least one token id"
         raise wrong_argument(RequestError, "prompt_token_ids", allowed, given)
+    name = "prompt_token_ids"
     return [
-        check_integer(
-            RequestError,
-            f"prompt_token_ids[{position}]",
-            token,
-            low=0,
-            high=vocab_size - 1,
-            hint=f"The vocabulary has {vocab_size} tokens.",
-        )
-        for position, token in enumerate(given)
+        check_token_id(RequestError, name, token, vocab_size, told_as=f"{name}[{at}]")
+        for at, token in enumerate(given)
     ]
 
 

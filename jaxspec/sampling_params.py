@@ -19,6 +19,7 @@ from jaxspec.errors import (
     check_integer,
     check_number,
     check_strings,
+    check_token_id,
     check_token_ids,
     wrong_argument,
 )
@@ -240,14 +241,7 @@ class SamplingParams:
         }
         for name, tokens in named.items():
             for token in tokens or ():
-                check_integer(
-                    RequestError,
-                    f"Every id of {name}",
-                    token,
-                    low=0,
-                    high=vocab_size - 1,
-                    hint=f"The vocabulary has {vocab_size} tokens.",
-                )
+                check_token_id(RequestError, name, token, vocab_size)
         wanted = self.num_speculative_tokens
         if wanted is not None and num_draft_tokens is not None:
             check_integer(
@@ -429,7 +423,7 @@ def _logit_bias(given: object) -> dict[int, float]:
     for key, value in given.items():
         # JSON has no integer keys: "42" is the id 42.
         token = int(key) if isinstance(key, str) and key.isdecimal() else key
-        token = check_integer(RequestError, "Every id of logit_bias", token, low=0)
+        token = check_token_id(RequestError, "logit_bias", token)
         name = f"logit_bias[{token}]"
         bias[token] = check_number(RequestError, name, value, low=-100, high=100)
     return bias

@@ -276,8 +276,9 @@ def test_ids_to_be_told_of():
     SamplingParams(logprob_token_ids=list(range(128)))
     with pytest.raises(RequestError, match="logprob_token_ids must be at most 128 ids"):
         SamplingParams(logprob_token_ids=list(range(129)))
-    with pytest.raises(RequestError, match="Every id of logprob_token_ids"):
+    with pytest.raises(RequestError, match="Every id of logprob_token_ids") as caught:
         SamplingParams(logprob_token_ids=[-1])
+    assert caught.value.parameter == "logprob_token_ids"
 
 
 def test_drafts_per_request_are_at_most_the_engines():

@@ -372,14 +372,26 @@ class EngineMetrics:
         ]
 
     def _cache(self) -> dict[str, str]:
-        """What there is to say of the pages, in vLLM's words."""
+        """What there is to say of the pages, in vLLM's words.
+
+        vLLM tells its `CacheConfig` as it is: of state-space models, shared keys and
+        offloading, which it tells as well, there is nothing here.
+        """
         config, given = self._config, self._config.given
+        share = given and given.gpu_memory_utilization
+        if share is None and self._memory is not None:
+            share = self._memory.utilization
+        num_tokens = config.num_pages * config.page_size
         told = {
             "block_size": config.page_size,
             "cache_dtype": config.dtype,
             "enable_prefix_caching": config.enable_prefix_caching,
-            "gpu_memory_utilization": given and given.gpu_memory_utilization,
+            "gpu_memory_utilization": share,
+            "is_attention_free": False,
+            "kv_cache_max_concurrency": num_tokens / config.max_model_len,
             "kv_cache_memory_bytes": given and given.kv_cache_memory_bytes,
+            "kv_cache_size_tokens": num_tokens,
+            "num_cpu_blocks": None,
             "num_gpu_blocks": config.num_pages,
             "num_gpu_blocks_override": given and given.num_pages,
             "sliding_window": getattr(config.model_config, "sliding_window", None),

@@ -127,10 +127,14 @@ async def refuse_crash(request: Request, error: Exception) -> Response:
 
 
 def _field(fault: Mapping[str, Any]) -> str | None:
-    """Name the field at fault, as "messages.0.role"."""
+    """Name the field at fault, as "messages.0.role".
+
+    Which of several types pydantic tried there, as "prompt.list[str]", is left out.
+    """
     if fault["type"] == "json_invalid":
         return None
-    return ".".join(map(str, fault["loc"][1:])) or None
+    parts = map(str, fault["loc"][1:])
+    return ".".join(one for one in parts if one != "str" and "[" not in one) or None
 
 
 def _fault(fault: Mapping[str, Any]) -> str:

@@ -3,20 +3,25 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
-from typing import Annotated, Any, no_type_check
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Annotated, Any, TypeVar, no_type_check
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from jaxspec.errors import RequestError, UnsupportedError, wrong_argument
+from jaxspec.errors import (
+    ArgumentError,
+    RequestError,
+    UnsupportedError,
+    wrong_argument,
+)
 from jaxspec.inputs import TokensPrompt
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.serve.answers.chat_completions import ChatWriter
 from jaxspec.serve.answers.completions import CompletionWriter
 from jaxspec.serve.answers.response_writers import Numbered, Writer
 from jaxspec.serve.answers.responses import ResponseWriter, is_kept
-from jaxspec.serve.bodies.params import make_beams, make_params
+from jaxspec.serve.bodies.params import field_of, make_beams, make_params
 from jaxspec.serve.bodies.protocol import (
     ChatBody,
     CompletionBody,
@@ -41,6 +46,9 @@ from jaxspec.serve.streaming import (
 
 _log = logging.getLogger(__name__)
 
+AnyBody = TypeVar("AnyBody", bound=GenerationBody)
+Answer = Callable[[Serving, AnyBody, Request], Coroutine[Any, Any, Response]]
+
 # What proxies write down for a client that left.
 CLIENT_GONE = 499
 
@@ -52,17 +60,17 @@ def generation_routes(serving: Serving) -> APIRouter:
     @router.post("/v1/completions")
     async def create_completion(body: CompletionBody, request: Request) -> Response:
         """Continue a prompt, or several."""
-        return await _respond(serving, request, _complete(serving, body, request))
+        return await _respond(serving, request, body, _complete)
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
-        return await _respond(serving, request, _chat(serving, body, request))
+        return await _respond(serving, request, body, _chat)
 
     @router.post("/v1/responses")
     async def create_response(body: ResponseBody, request: Request) -> Response:
         """Answer a conversation in OpenAI's newer form."""
-        return await _respond(serving, request, _answer(serving, body, request))
+        return await _respond(serving, request, body, _answer)
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve_response(
@@ -108,11 +116,17 @@ def generation_routes(serving: Serving) -> APIRouter:
     return router
 
 
-async def _respond(serving: Serving, request: Request, work: Any) -> Response:
+async def _respond(
+    serving: Serving, request: Request, body: AnyBody, answer: Answer[AnyBody]
+) -> Response:
+    work = answer(serving, body, request)
     try:
         response = await while_connected(request.receive, work)
     except ClientGoneError:
         return Response(status_code=CLIENT_GONE)
+    except ArgumentError as error:
+        error.parameter = field_of(body, error.parameter)
+        raise
     if ASKED in request.headers:
         load = await serving.engine.get_load()
         response.headers.update(load_header(load, request.headers[ASKED]))

@@ -9,11 +9,7 @@ from fastapi.responses import JSONResponse
 
 import jaxspec
 from jaxspec.config import EngineConfig, read_json
-from jaxspec.errors import (
-    EngineDeadError,
-    RequestError,
-    check_integer,
-)
+from jaxspec.errors import EngineDeadError, RequestError, check_token_id
 from jaxspec.serve.bodies.protocol import DetokenizeBody, TokenizeBody
 from jaxspec.serve.errors import ModelNotFoundError
 from jaxspec.serve.serving import Serving, new_id
@@ -153,9 +149,9 @@ def token_routes(serving: Serving) -> APIRouter:
         serving.check_model(body.model)
         if isinstance(tokenizer, NoTokenizer):
             raise tokenizer.missing("A text of tokens", body.tokens)
-        most = config.model_config.vocab_size - 1
         for token in body.tokens:
-            check_integer(RequestError, "Every id of tokens", token, low=0, high=most)
+            vocab_size = config.model_config.vocab_size
+            check_token_id(RequestError, "tokens", token, vocab_size)
         text = tokenizer.decode(body.tokens, skip_special_tokens=False)
         return {"prompt": text}
 

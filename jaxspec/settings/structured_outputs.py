@@ -17,6 +17,7 @@ from jaxspec.errors import (
     RequestError,
     UnsupportedError,
     check_flag,
+    named_in,
     wrong_argument,
 )
 
@@ -138,13 +139,14 @@ class StructuredOutputsConfig:
         if self.backend not in _BACKENDS:
             allowed = " or ".join(map(repr, _BACKENDS))
             hint = "Grammars are llguidance's; leave it out."
-            name = "structured_outputs_config['backend']"
-            raise wrong_argument(UnsupportedError, name, allowed, self.backend, hint)
+            raise wrong_argument(
+                UnsupportedError, "backend", allowed, self.backend, hint
+            )
         for name in ("reasoning_parser", "reasoning_parser_plugin"):
             if getattr(self, name):
                 raise UnsupportedError(
-                    f"structured_outputs_config[{name!r}]={getattr(self, name)!r} is "
-                    "not supported: Gemma 2 marks no thinking. Leave it out.",
+                    f"{name}={getattr(self, name)!r} is not supported: Gemma 2 marks "
+                    "no thinking. Leave it out.",
                     parameter=name,
                     value=getattr(self, name),
                 )
@@ -176,7 +178,8 @@ class StructuredOutputsConfig:
                 parameter=name,
                 value=given,
             )
-        return cls(**values)
+        with named_in(name):
+            return cls(**values)
 
 
 def _check_white_space(

@@ -33,6 +33,8 @@ from jaxspec.engine.memory.memory_plan import (
     ProgramFacts,
     Sizes,
 )
+from jaxspec.engine.metrics import EngineMetrics, Load
+from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.errors import ConfigError
 from jaxspec.program.plan import StepShape
 from tests.program import aot_memory, hlo
@@ -462,6 +464,24 @@ def test_a_cpus_memory_is_planned_where_the_user_says_so(monkeypatch):
 def test_a_config_made_by_hand_is_the_users():
     config = dataclasses.replace(config_of(), given=None, num_pages=9)
     assert fit(config, named_mesh("h100", config), device="h100")[0] == config
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "0.92"),
+        ({"gpu_memory_utilization": 0.5}, "0.5"),
+        ({"num_gpu_blocks_override": 9}, "None"),
+    ],
+)
+def test_metrics_tell_the_share_that_pages_were_planned_by(
+    given: dict[str, Any], told: str
+):
+    config = config_of(**given)
+    config, plan = fit(config, named_mesh("h100", config), device="h100")
+    found = EngineMetrics(config, EngineStats(), plan).read(Load())
+    (one,) = (one for one in found if one.name == "vllm:cache_config_info")
+    assert one.labels["gpu_memory_utilization"] == told
 
 
 def limit_of(*stats: dict[str, int] | None, given: GivenSizes | None = None) -> Any:

@@ -6,6 +6,7 @@ that a refusal takes is the server's own, and what streams say is known in advan
 
 import asyncio
 import json
+import re
 import statistics
 import time
 from collections.abc import Iterator
@@ -148,6 +149,7 @@ LARGE = (
     + b",".join(b'"%d":"x"' % number for number in range(MAX_FIELDS))
     + b"}}",
 )
+REQUIRED = ("messages", "input", "tokens", "prompt")
 HEADERS = {"content-type": "application/json"}
 
 
@@ -158,6 +160,7 @@ class Bad(NamedTuple):
     body: bytes | None
     method: str = "POST"
     is_chunked: bool = False
+    field: str | None = None  # to be named, where one is at fault
 
     def __str__(self) -> str:
         told = (self.body or b"")[:80]
@@ -171,7 +174,8 @@ def bad_requests() -> Iterator[Bad]:
     for name, values in wrong.items():
         for value in values:
             given = "" if name == "prompt" else '"prompt": "#", '
-            yield Bad(COMPLETIONS, f'{{{given}"{name}": {value}}}'.encode())
+            body = f'{{{given}"{name}": {value}}}'.encode()
+            yield Bad(COMPLETIONS, body, field=name)
     for path, bodies in ((CHAT, WRONG_CHATS), (RESPONSES, WRONG_RESPONSES)):
         for body in bodies:
             yield Bad(path, json.dumps(body).encode())
@@ -195,6 +199,11 @@ def bad_requests() -> Iterator[Bad]:
         yield Bad(path, None, "GET")
     for method in ("PUT", "DELETE", "PATCH"):
         yield Bad(COMPLETIONS, b"{}", method)
+
+
+def named(param: str) -> str:
+    """The field, of "logit_bias[2]" and of "messages.0.role"."""
+    return re.split(r"\W", param, maxsplit=1)[0]
 
 
 async def pieces(body: bytes) -> Any:
@@ -243,6 +252,11 @@ class Asking:
         error = response.json()["error"]
         assert error["message"]
         assert error["code"] == response.status_code
+        if response.status_code == 400 and error["param"] is not None:
+            fields = {*json.loads(bad.body or b"{}"), *REQUIRED}
+            assert named(error["param"]) in fields, error
+        if bad.field is not None and "surrogate" not in error["message"]:
+            assert named(error["param"] or "") == bad.field, error
         return self.worked_s[-1]
 
 

@@ -173,7 +173,7 @@ def test_what_a_client_calls_a_request():
         ({"temperature": 3}, "temperature"),
         ({"max_tokens": 94}, "max_tokens"),
         ({"prompt": PROMPT * 40}, "prompt"),
-        ({"prompt": [[2, 3], [99]]}, "Every id of prompt_token_ids"),
+        ({"prompt": [[2, 3], [99]]}, "prompt"),
         ({"priority": 5}, "priority"),
         ({"n": 2, "temperature": 0}, "n"),
         ({"logit_bias": {"77": 1}}, "logit_bias"),
@@ -188,8 +188,7 @@ def test_a_bad_request_is_refused_before_anything_is_said(
         whole = {"prompt": PROMPT, "stream": is_stream} | body
         response = await client.post(COMPLETIONS, json=whole)
         error = error_of(response, 400, "BadRequestError")
-        assert error["param"] is not None
-        assert parameter.split()[-1].split("[")[0] in str(error)
+        assert error["param"] == parameter
         assert len(await post(client, COMPLETIONS, prompt=PROMPT)) > 0
 
     serve_http(ask)

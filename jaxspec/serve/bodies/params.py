@@ -49,6 +49,16 @@ _NOT_OF_BEAMS: dict[str, Any] = {
 }
 # vLLM's older fields, "guided_" before names of `StructuredOutputsParams`.
 _GUIDED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
+_OLDER_FORMS = tuple(f"guided_{kind}" for kind in _GUIDED)
+# What the engine calls what requests may say in other fields, the likeliest first.
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "prompt": ("messages", "input"),
+    "prompt_token_ids": ("prompt",),
+    "max_tokens": ("max_completion_tokens", "max_output_tokens"),
+    "extra_args": ("num_speculative_tokens", "vllm_xargs"),
+    "structured_outputs": ("response_format", "text", *_OLDER_FORMS),
+    **dict.fromkeys(_GUIDED, ("structured_outputs", *_OLDER_FORMS)),
+}
 
 
 def make_params(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -89,6 +99,15 @@ def make_params(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingPa
     if body.use_beam_search:
         given["temperature"] = 1.0  # nothing is drawn; at 0 all texts would be one
     return SamplingParams(**{**defaults, **given, **own})
+
+
+def field_of(body: GenerationBody, name: str | None) -> str | None:
+    """Name the field of a request in which it says what the engine calls `name`."""
+    given = body.model_fields_set
+    root = (name or "").partition("[")[0]
+    if root in given:
+        return name
+    return next((one for one in _FIELDS.get(root, ()) if one in given), name)
 
 
 def make_beams(
@@ -245,7 +264,7 @@ def _check_guided(body: GenerationBody) -> None:
         _log.warning("guided_decoding_backend has no effect: grammars are llguidance's")
     for name, value in sorted((body.model_extra or {}).items()):
         if name.startswith("guided_") and value is not None:
-            known = ", ".join(f"guided_{kind}" for kind in _GUIDED)
+            known = ", ".join(_OLDER_FORMS)
             raise RequestError(
                 f"There is no field {name}: use structured_outputs, or one of {known}.",
                 parameter=name,
