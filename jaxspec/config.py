@@ -81,6 +81,7 @@ class EngineConfig:
 
     Attributes:
         model: Folder of the target model.
+        data_parallel_rank: Which of `data_parallel_size` engines this one is, from 0.
         num_pages: Pages of the pool that target and draft share.
         given: Which of the sizes are the user's: the others are those of a CPU until
             `jaxspec.engine.device_memory` has seen the devices. None: all of them.
@@ -112,7 +113,9 @@ class EngineConfig:
     max_logprobs: int
     batch_invariant: bool
     num_scheduler_steps: int
+    data_parallel_size: int
     model_config: ModelConfig
+    data_parallel_rank: int = 0
     given: GivenSizes | None = None
     speculative: SpeculativeConfig | None = None
     draft_model_config: ModelConfig | None = None
@@ -149,8 +152,10 @@ class EngineConfig:
             high=self.model_config.max_position_embeddings,
             hint="The upper end is the model's max_position_embeddings.",
         )
-        for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
+        sizes = ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size")
+        for name in (*sizes, "data_parallel_size"):
             check_integer(ConfigError, name, getattr(self, name), low=1)
+        assert 0 <= self.data_parallel_rank < self.data_parallel_size
         check_integer(ConfigError, "seed", self.seed, low=0, high=2**32 - 1)
         check_integer(
             ConfigError, "block_size", self.page_size, low=1, high=MAX_PAGE_SIZE

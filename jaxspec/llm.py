@@ -12,6 +12,7 @@ from typing import Any, Unpack
 from jaxspec.beam_search import BeamSearch, BeamSearchOutput, step_params
 from jaxspec.conversations import ChatOptions, Conversations, write_conversations
 from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.engine_group import EngineGroup, make_engines
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import RequestError, check_integer, refuse, wrong_argument
 from jaxspec.inputs import PromptType, join_token_ids, parse_prompt, split_prompts
@@ -66,7 +67,11 @@ class LLM:
             disable_log_stats=disable_log_stats,
             **engine_arguments,
         )
-        self.llm_engine = LLMEngine.from_engine_args(args)
+        self.llm_engine = (
+            EngineGroup(make_engines(args))
+            if args.data_parallel_size > 1
+            else LLMEngine.from_engine_args(args)
+        )
         self._request_ids = map(str, itertools.count())
         self._enqueued: list[str] = []
         self._finished: dict[str, RequestOutput] = {}
@@ -96,8 +101,9 @@ class LLM:
         self.llm_engine.set_tokenizer(tokenizer)
 
     def get_world_size(self) -> int:
-        """Return the number of devices the target is spread over."""
-        return self.llm_engine.config.tensor_parallel_size
+        """Return the number of devices that targets are spread over."""
+        config = self.llm_engine.config
+        return config.tensor_parallel_size * config.data_parallel_size
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return vLLM's defaults, changed by the model's generation_config.json."""

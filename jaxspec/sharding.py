@@ -48,6 +48,33 @@ def make_mesh(
     return Mesh(chosen.reshape(1, tensor_parallel_size // draft, draft), MESH_AXES)
 
 
+def own_devices(
+    devices: Sequence[Any],
+    tensor_parallel_size: int,
+    data_parallel_size: int = 1,
+    data_parallel_rank: int = 0,
+) -> Sequence[Any]:
+    """The devices of one of several engines: each has as many, one after the other.
+
+    Raises:
+        ConfigError: All of them together have more than there are.
+    """
+    if data_parallel_size == 1:
+        return devices
+    needed = data_parallel_size * tensor_parallel_size
+    if needed > len(devices):
+        raise ConfigError(
+            f"data_parallel_size={data_parallel_size} engines of tensor_parallel_size="
+            f"{tensor_parallel_size} need {needed} devices, and {len(devices)} "
+            f"{devices[0].platform} device(s) are present: lower data_parallel_size to "
+            f"at most {max(len(devices) // tensor_parallel_size, 1)}.",
+            parameter="data_parallel_size",
+            value=data_parallel_size,
+        )
+    first = data_parallel_rank * tensor_parallel_size
+    return devices[first : first + tensor_parallel_size]
+
+
 def num_parts(mesh: Mesh, mesh_axes: tuple[str, ...]) -> int:
     """How many devices these axes split something over."""
     return int(np.prod([mesh.shape[name] for name in mesh_axes], dtype=np.int64))

@@ -25,6 +25,7 @@ from jaxspec.engine.loader import read_tokenizer
 from jaxspec.errors import (
     ConfigError,
     RequestError,
+    UnsupportedError,
     check_integer,
     check_number,
     wrong_argument,
@@ -179,6 +180,13 @@ def open_offline(
     check_plot(options.plot)
     sampling(options, 0)
     config = change(_config(options, num_seqs))
+    if config.data_parallel_size > 1:
+        raise UnsupportedError(
+            f"--data-parallel-size {config.data_parallel_size}: this measures one "
+            "engine. `bench serve` measures a server, which may have several.",
+            parameter="data_parallel_size",
+            value=config.data_parallel_size,
+        )
     tokenizer = read_tokenizer(config)
     chosen = dataset(options).prompts(num_prompts)
     prompts = _fitting(chosen, tokenizer, config, options.output_len)

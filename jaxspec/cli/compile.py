@@ -82,6 +82,15 @@ def run(options: argparse.Namespace) -> None:
     # Programs are the same for whatever weights: none is fetched.
     config = dataclasses.replace(args, load_format="dummy").create_engine_config()
     folder = _writable(config.compilation_cache_dir)
+    for rank in range(config.data_parallel_size):
+        # Of every engine for its own devices: a program knows which it is for.
+        own = dataclasses.replace(config, data_parallel_rank=rank)
+        _fill(options, own, folder)
+
+
+def _fill(options: argparse.Namespace, config: EngineConfig, folder: Path) -> None:
+    """Compile the programs of one engine, and print what that took."""
+    described = importlib.import_module("jaxspec.engine.described")
     mesh = described.describe_mesh(options.device, config)
     memory = importlib.import_module("jaxspec.engine.device_memory")
     config, mesh, _ = memory.spread_draft(config, mesh, device=options.device)

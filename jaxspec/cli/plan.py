@@ -41,7 +41,8 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         metavar="NAME",
         help="devices that need not be here: v5e-1, v5e-8, v6e-1, h100, h200 and "
         "others (an unknown name lists them; default: those that are here). The target "
-        "is spread over all of them unless --tensor-parallel-size says otherwise",
+        "is spread over all of them, or over its part where --data-parallel-size has "
+        "several, unless --tensor-parallel-size says otherwise",
     )
     group.add_argument(
         "--compile",
@@ -77,7 +78,9 @@ def run(options: argparse.Namespace) -> None:
         # Whatever is installed, nothing runs on it: this process is the command's.
         importlib.import_module("jax").config.update("jax_platforms", "cpu")
     if options.tensor_parallel_size is None:
-        options.tensor_parallel_size = count
+        options.tensor_parallel_size = max(
+            count // max(options.data_parallel_size, 1), 1
+        )
     args = engine_args(vars(options))
     memory = importlib.import_module("jaxspec.engine.device_memory")
     plan = memory.plan_for(args, options.device, has_compiler=options.compile)

@@ -52,7 +52,7 @@ DEFAULT_MAX_MODEL_LEN = 8192
 
 # Where the fields change their subject, on a command line.
 _FIRST_SPECULATIVE, _FIRST_OTHER = "speculative_config", "quantization"
-_SHORT = {"tensor_parallel_size": "-tp"}
+_SHORT = {"tensor_parallel_size": "-tp", "data_parallel_size": "-dp"}
 _DTYPES = {
     "auto": "auto",
     "float32": "float32",
@@ -67,7 +67,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "speculative_model_quantization": (None,),
     "kv_cache_dtype": ("auto",),
     "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
     "cpu_offload_gb": (0,),
     "enable_chunked_prefill": (None, True),
     "logprobs_mode": ("raw_logprobs",),
@@ -112,6 +111,10 @@ class EngineArgs:
         kv_cache_memory_bytes: What the pages of both models take of each device, in
             place of what `gpu_memory_utilization` leaves.
         num_gpu_blocks_override: Pages of the KV memory, in place of either.
+        tensor_parallel_size: Devices that share a copy of the target.
+        data_parallel_size: Engines side by side, each with models and pages of its own
+            on `tensor_parallel_size` devices; a request goes to the least loaded. Of
+            `LLM`, `AsyncLLMEngine` and the server.
         enable_prefix_caching: Reuse the pages of prompts that begin alike (default).
         speculative_draft_tensor_parallel_size: Devices that share a copy of the draft
             model. Default: as many as the target's, or fewer where that is clearly
@@ -156,6 +159,7 @@ class EngineArgs:
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     enable_prefix_caching: bool | None = None
     scheduling_policy: str = "fcfs"
     max_logprobs: int = 20
@@ -189,7 +193,6 @@ class EngineArgs:
     speculative_model_quantization: str | None = None
     kv_cache_dtype: str = "auto"
     pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
     cpu_offload_gb: float = 0
     enable_chunked_prefill: bool | None = None
     logprobs_mode: str = "raw_logprobs"
@@ -239,6 +242,8 @@ class EngineArgs:
                 hint = "Anything else is not supported yet."
                 raise wrong_argument(UnsupportedError, name, choices, value, hint)
         check_flag(ConfigError, "disable_log_stats", self.disable_log_stats)
+        name = "data_parallel_size"
+        check_integer(ConfigError, name, self.data_parallel_size, low=1)
         check_flag(ConfigError, "batch_invariant", self.batch_invariant)
         check_flag(ConfigError, "scan_layers", self.scan_layers)
         if self.enable_prefix_caching is not None:

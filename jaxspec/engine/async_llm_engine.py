@@ -2,11 +2,16 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterable
-from typing import Any, no_type_check
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar, no_type_check
 
 from jaxspec.engine.arg_utils import AsyncEngineArgs, EngineArgs
-from jaxspec.engine.engine_thread import EngineThread, RequestOutputCollector
+from jaxspec.engine.engine_group import least_loaded, make_engines, total_load
+from jaxspec.engine.engine_thread import EngineDriver, RequestOutputCollector
+from jaxspec.engine.input_processor import Prepared
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.loader import check_level
 from jaxspec.engine.metrics import Load
@@ -25,6 +30,8 @@ from jaxspec.text.tokenizer import Tokenizer
 
 __all__ = ["AsyncEngineArgs", "AsyncLLMEngine", "EngineDeadError"]
 
+T = TypeVar("T")
+
 # Between looks at whether requests are left that a sleep waits for.
 IDLE_POLL_S = 0.02
 
@@ -38,11 +45,11 @@ class AsyncLLMEngine:
         engine: Belongs to the thread: not to be touched while requests run.
     """
 
-    def __init__(self, engine: LLMEngine):
+    def __init__(self, engine: LLMEngine, *others: LLMEngine):
+        """Take an engine, or several: a request goes to the least loaded of them."""
         self.engine = engine
-        self._collectors: dict[str, RequestOutputCollector] = {}
-        self._thread = EngineThread(engine, self._deliver, self._fail)
-        self._thread.start()
+        self._drivers = [EngineDriver(one) for one in (engine, *others)]
+        self._lock = threading.Lock()
 
     @classmethod
     def from_engine_args(
@@ -53,7 +60,7 @@ class AsyncLLMEngine:
         Args:
             usage_context: What vLLM reports; nothing is reported here.
         """
-        return cls(LLMEngine.from_engine_args(engine_args))
+        return cls(*make_engines(engine_args))
 
     @no_type_check  # `InputProcessor` checks, with better errors
     async def generate(
@@ -88,62 +95,56 @@ class AsyncLLMEngine:
         refuse("lora_request", lora_request)
         refuse("tokenization_kwargs", tokenization_kwargs or None)
         refuse("trace_headers", trace_headers or None)
-        collector = await self._add(request_id, prompt, sampling_params, priority)
-        is_finished = False
-        try:
-            while not is_finished:
-                output = await collector.get()
-                _check_sound(output)
-                is_finished = output.finished
-                yield output
-        except EngineDeadError:
-            is_finished = True
-            raise
-        finally:
-            if is_finished:
-                self._forget(collector)
-            else:
-                # Not by its id: that may be another request's by then.
-                self._thread.call(lambda engine: self._take_back(engine, collector))
-
-    @no_type_check
-    async def _add(
-        self, request_id: str, prompt: Any, params: SamplingParams, priority: int
-    ) -> RequestOutputCollector:
-        """Check a request beside the event loop, and queue it."""
-        if self._thread.dead_error is not None:
-            raise self._thread.dead_error
+        if self.errored:
+            raise self.dead_error
+        # Beside the event loop; the first engine reads for all.
         prepared = await asyncio.to_thread(
             self.engine.input_processor.prepare,
             request_id,
             prompt,
-            params,
+            sampling_params,
             priority=priority,
         )
+        params = sampling_params
         collector = RequestOutputCollector(request_id, params.output_kind, params.n)
+        with self._driver_for(prepared) as driver:
+            await _admit(driver, prepared, collector)
+            is_finished = False
+            try:
+                while not is_finished:
+                    output = await collector.get()
+                    _check_sound(output)
+                    is_finished = output.finished
+                    yield output
+            except EngineDeadError:
+                is_finished = True
+                raise
+            finally:
+                if is_finished:
+                    driver.forget(collector)
+                else:
+                    driver.take_back(collector)
 
-        def admit(engine: LLMEngine) -> None:
-            engine.admit(prepared)
-            # Before the next step, so that no output comes before it.
-            self._collectors[request_id] = collector
-
-        added = self._thread.call(admit)
+    @contextlib.contextmanager
+    def _driver_for(self, prepared: Prepared) -> Iterator[EngineDriver]:
+        """Choose who gets a request: the least loaded of those that can begin."""
+        count = len(prepared.requests)
+        with self._lock:
+            driver = self._choose(prepared.request_id)
+            driver.num_texts += count
         try:
-            await asyncio.wrap_future(added)
-        except asyncio.CancelledError:
-            # It may be too late to take it back: what was admitted is aborted.
-            self._thread.call(lambda engine: self._take_back(engine, collector))
-            raise
-        return collector
+            yield driver
+        finally:
+            with self._lock:
+                driver.num_texts -= count
 
-    def _take_back(self, engine: LLMEngine, collector: RequestOutputCollector) -> None:
-        if self._collectors.get(collector.request_id) is collector:
-            self._forget(collector)
-            engine.abort_request(collector.request_id)
-
-    def _forget(self, collector: RequestOutputCollector) -> None:
-        if self._collectors.get(collector.request_id) is collector:
-            del self._collectors[collector.request_id]
+    def _choose(self, request_id: str) -> EngineDriver:
+        for driver in self._drivers:
+            if driver.engine.is_unfinished(request_id):
+                return driver  # which refuses the id
+        return least_loaded(
+            self._drivers, lambda one: (not one.engine.is_ready, one.num_texts)
+        )
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests; their callers get a last output, of reason "abort".
@@ -151,87 +152,87 @@ class AsyncLLMEngine:
         Unknown ids are ignored.
         """
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        await self._call(lambda engine: self._abort(engine, ids))
-
-    def _abort(self, engine: LLMEngine, ids: list[str]) -> None:
-        engine.abort_request(ids)
-        for one in ids:
-            collector = self._collectors.get(one)
-            if collector is not None:
-                _call_soon(collector.loop, collector.abort)
+        await self._each_driver(lambda driver: partial(driver.abort, ids=ids))
 
     async def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
 
     async def check_health(self) -> None:
-        """Return if the engine answers.
+        """Return if the engine answers; each of several.
 
         Raises:
             EngineDeadError: It has ended.
         """
-        await self._call(lambda engine: None)
+        await self._each(lambda engine: None)
 
     @property
     def is_running(self) -> bool:
         """Whether requests are served."""
-        return self._thread.is_running
+        return all(driver.thread.is_running for driver in self._drivers)
 
     @property
     def is_stopped(self) -> bool:
-        return not self._thread.is_running
+        return not self.is_running
 
     @property
     def errored(self) -> bool:
-        """Whether the engine has ended because of errors."""
-        return self._thread.dead_error is not None
+        """Whether the engine has ended because of errors; any of several."""
+        return any(driver.thread.dead_error for driver in self._drivers)
 
     @property
     def dead_error(self) -> EngineDeadError:
         """The error that requests get then."""
-        return self._thread.dead_error or EngineDeadError()
+        found = (driver.thread.dead_error for driver in self._drivers)
+        return next(filter(None, found), EngineDeadError())
 
     @property
     def is_ready(self) -> bool:
         """Whether a plain request would start at once; see `LLMEngine`."""
-        return self.engine.is_ready
+        return any(driver.engine.is_ready for driver in self._drivers)
 
     @property
     def num_warming(self) -> int:
         """Programs that are still to be made."""
-        return self.engine.num_warming
+        return sum(driver.engine.num_warming for driver in self._drivers)
 
     @property
     def compiling(self) -> str | None:
-        """The name of the program that is being made."""
-        return self.engine.compiling
+        """The name of a program that is being made."""
+        found = (driver.engine.compiling for driver in self._drivers)
+        return next(filter(None, found), None)
 
     @property
     def choice(self) -> Choice:
-        """K as it is now, and what it should bring."""
+        """K as it is now, and what it should bring; of several, the first's."""
         return self.engine.choice
 
     async def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run."""
-        return await self._call(LLMEngine.get_num_unfinished_requests)
+        return sum(await self._each(LLMEngine.get_num_unfinished_requests))
 
     async def get_metrics(self) -> list[Metric]:
-        """Return counts and distributions since the start; see `LLMEngine`."""
-        return await self._call(LLMEngine.get_metrics)
+        """Return counts and distributions since the start; see `LLMEngine`.
+
+        Those of several engines are told apart by their label `engine`.
+        """
+        return [
+            one for found in await self._each(LLMEngine.get_metrics) for one in found
+        ]
 
     async def get_load(self) -> Load:
         """Return what the engine holds at this moment."""
-        return await self._call(LLMEngine.load)
+        return total_load(await self._each(LLMEngine.load))
 
     async def do_log_stats(self) -> None:
         """Log what happened since the last time."""
-        await self._call(LLMEngine.do_log_stats)
+        await self._each(LLMEngine.do_log_stats)
 
     async def is_tracing_enabled(self) -> bool:
         return False
 
     async def reset_prefix_cache(self) -> bool:
         """Forget the pages of ended requests; False while pages are in use."""
-        return await self._call(LLMEngine.reset_prefix_cache)
+        return all(await self._each(LLMEngine.reset_prefix_cache))
 
     @no_type_check  # it has its own checks, with better errors
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
@@ -248,40 +249,48 @@ class AsyncLLMEngine:
         hint = "" if mode != "keep" else "No text outlives the pages that are dropped."
         check_choice(RequestError, "mode", mode, ("abort", "wait"), hint)
 
-        def fall_asleep(engine: LLMEngine) -> bool:
+        def fall_asleep(driver: EngineDriver, engine: LLMEngine) -> bool:
             if mode == "abort":
-                self._abort(engine, list(self._collectors))
+                driver.abort(engine, list(driver.collectors))
             if engine.get_num_unfinished_requests():
                 return False
             engine.sleep(level)
             return True
 
-        while not await self._call(fall_asleep):
+        while mode == "wait" and await self.get_num_unfinished_requests():
+            await asyncio.sleep(IDLE_POLL_S)
+        while not all(
+            await self._each_driver(lambda driver: partial(fall_asleep, driver))
+        ):
             await asyncio.sleep(IDLE_POLL_S)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Bring back what `sleep` freed: all, or "weights" or "kv_cache" alone."""
-        await self._call(lambda engine: engine.wake_up(tags))
+        await self._each(lambda engine: engine.wake_up(tags))
 
     async def is_sleeping(self) -> bool:
         """Whether any part is off the devices."""
-        return await self._call(LLMEngine.is_sleeping)
+        return any(await self._each(LLMEngine.is_sleeping))
 
     async def pause_generation(self) -> None:
         """Take no steps until `resume_generation`; requests keep their places."""
-        self._thread.pause(is_paused=True)
+        for driver in self._drivers:
+            driver.thread.pause(is_paused=True)
 
     async def resume_generation(self) -> None:
         """Take steps again."""
-        self._thread.pause(is_paused=False)
+        for driver in self._drivers:
+            driver.thread.pause(is_paused=False)
 
     async def start_profile(self, folder: str = "jaxspec_profile") -> None:
         """Record what the devices do, for TensorBoard or Perfetto, into a folder."""
-        await self._call(lambda engine: engine.runner.start_profile(folder))
+        first = self._drivers[0].thread  # it is of the process
+        await _done(first.call(lambda engine: engine.runner.start_profile(folder)))
 
     async def stop_profile(self) -> None:
         """Write what was recorded."""
-        await self._call(lambda engine: engine.runner.stop_profile())
+        first = self._drivers[0].thread
+        await _done(first.call(lambda engine: engine.runner.stop_profile()))
 
     async def encode(self, *_: object, **__: object) -> None:
         raise NotImplementedError(
@@ -295,42 +304,35 @@ class AsyncLLMEngine:
         Args:
             timeout: Most seconds to wait for the step that is under way.
         """
-        has_stopped = self._thread.stop(timeout)
-        self._fail(EngineDeadError("The engine was shut down."))
-        if has_stopped and self._thread.dead_error is None:
-            self.engine.shutdown()
+        for driver in self._drivers:
+            driver.thread.stop(0)  # all end at once, and not one after the other
+        for driver in self._drivers:
+            driver.shutdown(timeout)
 
-    async def _call(self, function: Callable[[LLMEngine], Any]) -> Any:
-        return await asyncio.wrap_future(self._thread.call(function))
+    async def _each(self, function: Callable[[LLMEngine], T]) -> list[T]:
+        """Call a function with each engine, in its thread."""
+        return await self._each_driver(lambda driver: function)
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Pass a step's outputs to their event loops, in one call per loop."""
-        batches: dict[
-            asyncio.AbstractEventLoop,
-            list[tuple[RequestOutputCollector, RequestOutput]],
-        ] = {}
-        for output in outputs:
-            collector = self._collectors.get(output.request_id)
-            if collector is not None:
-                output.freeze()  # whoever reads it does so while the engine goes on
-                batches.setdefault(collector.loop, []).append((collector, output))
-        for loop, batch in batches.items():
-            _call_soon(loop, _put_all, batch)
+    async def _each_driver(
+        self, function_of: Callable[[EngineDriver], Callable[[LLMEngine], T]]
+    ) -> list[T]:
+        called = [one.thread.call(function_of(one)) for one in self._drivers]
+        return await asyncio.gather(*map(_done, called))
 
-    def _fail(self, error: BaseException) -> None:
-        """Pass an error to every request that it has ended, each its own exception."""
-        for collector in list(self._collectors.values()):
-            if isinstance(error, EngineDeadError):
-                passed: Exception = EngineDeadError(str(error))
-            elif self.engine.is_unfinished(collector.request_id):
-                continue
-            else:
-                passed = EngineGenerateError(
-                    f"A step failed that this request was part of: {error!r}. The "
-                    "engine goes on; send the request again."
-                )
-            passed.__cause__ = error
-            _call_soon(collector.loop, collector.fail, passed)
+
+async def _done(called: Future[T]) -> T:
+    return await asyncio.wrap_future(called)
+
+
+async def _admit(
+    driver: EngineDriver, prepared: Prepared, collector: RequestOutputCollector
+) -> None:
+    try:
+        await _done(driver.admit(prepared, collector))
+    except asyncio.CancelledError:
+        # It may be too late to take it back: what was admitted is aborted.
+        driver.take_back(collector)
+        raise
 
 
 def _check_sound(output: RequestOutput) -> None:
@@ -345,16 +347,3 @@ def _check_sound(output: RequestOutput) -> None:
             "goes on; if it happens again the weights are damaged, or the type is too "
             "small for them."
         )
-
-
-def _put_all(batch: list[tuple[RequestOutputCollector, RequestOutput]]) -> None:
-    for collector, output in batch:
-        collector.put(output)
-
-
-def _call_soon(
-    loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any
-) -> None:
-    """Call a function in an event loop, unless the loop has closed."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(function, *arguments)

@@ -23,6 +23,7 @@ from jaxspec.engine.runner import (
     build_mesh,
     choose_dtype,
     device_forms,
+    devices_of,
     has_cuda_plugin,
     pool_of,
     pool_share,
@@ -140,7 +141,7 @@ def named_mesh(name: str, config: EngineConfig) -> Mesh:
         ConfigError: They are unknown or too few.
     """
     draft = config.speculative and config.speculative.draft_tensor_parallel_size
-    devices: Any = named_devices(name)
+    devices: Any = devices_of(config, named_devices(name))
     return make_mesh(config.tensor_parallel_size, draft or None, devices)
 
 
@@ -174,7 +175,7 @@ def describe_mesh(name: str | None, config: EngineConfig) -> Mesh:
         options = dict(target_config=target, topology=f"1x1x{count}")
     topology = topologies.get_topology_desc(platform=platform, **options)
     draft = config.speculative and config.speculative.draft_tensor_parallel_size
-    devices = topology.devices
+    devices = devices_of(config, topology.devices)
     return make_mesh(config.tensor_parallel_size, draft or None, devices)
 
 

@@ -229,6 +229,8 @@ def find_facts(
     """
     first = mesh.devices.flat[0]
     limit, used = _limit_and_use(mesh, given, device)
+    if limit is not None and device is None and first.platform == "cpu":
+        limit //= config.data_parallel_size  # engines have one memory there
     is_gpu = first.platform not in ("cpu", "tpu")
     dtype = resolve_dtype(config.dtype, mesh)
 

@@ -5,16 +5,18 @@ a collector per request, in the event loop of whoever waits.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
+from jaxspec.engine.input_processor import Prepared
 from jaxspec.engine.llm_engine import LOG_INTERVAL_S, LLMEngine
-from jaxspec.errors import EngineDeadError
+from jaxspec.errors import EngineDeadError, EngineGenerateError
 from jaxspec.outputs import CompletionOutput, RequestOutput
 from jaxspec.sampling_params import RequestOutputKind
 
@@ -155,6 +157,97 @@ class EngineThread:
         self._commands.put(None)  # for a thread that waits
 
 
+class EngineDriver:
+    """One engine, the thread that steps it, and who waits for its outputs.
+
+    Attributes:
+        engine: Belongs to the thread: not to be touched while requests run.
+        collectors: By request; only the thread adds to them.
+        num_texts: Of requests that have been given to it and have not ended.
+    """
+
+    def __init__(self, engine: LLMEngine):
+        self.engine = engine
+        self.collectors: dict[str, RequestOutputCollector] = {}
+        self.num_texts = 0
+        self.thread = EngineThread(engine, self._deliver, self._fail)
+        self.thread.start()
+
+    def admit(
+        self, prepared: Prepared, collector: "RequestOutputCollector"
+    ) -> Future[Any]:
+        """Queue a request before the next step, so that no output comes before it."""
+
+        def admit(engine: LLMEngine) -> None:
+            engine.admit(prepared)
+            self.collectors[prepared.request_id] = collector
+
+        return self.thread.call(admit)
+
+    def take_back(self, collector: "RequestOutputCollector") -> None:
+        """Abort a request that nobody waits for.
+
+        Not by its id: that may be another request's by then.
+        """
+
+        def take_back(engine: LLMEngine) -> None:
+            if self.collectors.get(collector.request_id) is collector:
+                self.forget(collector)
+                engine.abort_request(collector.request_id)
+
+        self.thread.call(take_back)
+
+    def forget(self, collector: "RequestOutputCollector") -> None:
+        """Pass no more outputs of a request."""
+        if self.collectors.get(collector.request_id) is collector:
+            del self.collectors[collector.request_id]
+
+    def abort(self, engine: LLMEngine, ids: Iterable[str]) -> None:
+        """End requests, in the thread; who waits gets a last output."""
+        ids = list(ids)
+        engine.abort_request(ids)
+        for one in ids:
+            collector = self.collectors.get(one)
+            if collector is not None:
+                _call_soon(collector.loop, collector.abort)
+
+    def shutdown(self, timeout: int | float | None) -> None:
+        """End the thread, and the engine if the thread ends in time."""
+        has_stopped = self.thread.stop(timeout)
+        self._fail(EngineDeadError("The engine was shut down."))
+        if has_stopped and self.thread.dead_error is None:
+            self.engine.shutdown()
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """Pass a step's outputs to their event loops, in one call per loop."""
+        batches: dict[
+            asyncio.AbstractEventLoop,
+            list[tuple[RequestOutputCollector, RequestOutput]],
+        ] = {}
+        for output in outputs:
+            collector = self.collectors.get(output.request_id)
+            if collector is not None:
+                output.freeze()  # whoever reads it does so while the engine goes on
+                batches.setdefault(collector.loop, []).append((collector, output))
+        for loop, batch in batches.items():
+            _call_soon(loop, _put_all, batch)
+
+    def _fail(self, error: BaseException) -> None:
+        """Pass an error to every request that it has ended, each its own exception."""
+        for collector in list(self.collectors.values()):
+            if isinstance(error, EngineDeadError):
+                passed: Exception = EngineDeadError(str(error))
+            elif self.engine.is_unfinished(collector.request_id):
+                continue
+            else:
+                passed = EngineGenerateError(
+                    f"A step failed that this request was part of: {error!r}. The "
+                    "engine goes on; send the request again."
+                )
+            passed.__cause__ = error
+            _call_soon(collector.loop, collector.fail, passed)
+
+
 class RequestOutputCollector:
     """Merges the outputs of one request that its caller has not fetched yet.
 
@@ -237,3 +330,16 @@ def _emptied(completion: CompletionOutput) -> CompletionOutput:
 
 def _ended(completion: CompletionOutput) -> CompletionOutput:
     return dataclasses.replace(completion, finish_reason="abort")
+
+
+def _put_all(batch: list[tuple[RequestOutputCollector, RequestOutput]]) -> None:
+    for collector, output in batch:
+        collector.put(output)
+
+
+def _call_soon(
+    loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any
+) -> None:
+    """Call a function in an event loop, unless the loop has closed."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, *arguments)

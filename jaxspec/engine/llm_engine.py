@@ -25,6 +25,7 @@ from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.errors import (
     ConfigError,
     RequestError,
+    UnsupportedError,
     check_integer,
     refuse,
     wrong_argument,
@@ -136,8 +137,19 @@ class LLMEngine:
 
         Args:
             usage_context: What vLLM reports; nothing is reported here.
+
+        Raises:
+            UnsupportedError: They ask for several.
         """
-        return cls(engine_args.create_engine_config())
+        config = engine_args.create_engine_config()
+        if config.data_parallel_size > 1:
+            raise UnsupportedError(
+                f"data_parallel_size={config.data_parallel_size}: an LLMEngine is one "
+                "engine. LLM, AsyncLLMEngine and the server have several.",
+                parameter="data_parallel_size",
+                value=config.data_parallel_size,
+            )
+        return cls(config)
 
     @no_type_check  # `InputProcessor` checks, with better errors
     def add_request(

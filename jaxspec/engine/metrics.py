@@ -135,7 +135,10 @@ class EngineMetrics:
             memory: How its devices' memory is divided, if somebody has planned it.
         """
         self._config, self._stats, self._memory = config, stats, memory
-        self._labels = {"model_name": config.served_model_name, "engine": "0"}
+        rank, count = config.data_parallel_rank, config.data_parallel_size
+        self._labels = {"model_name": config.served_model_name, "engine": str(rank)}
+        # Of log lines, where those of several engines stand beside each other.
+        self._place = f"Engine {rank:03d}: " if count > 1 else ""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self._finished: dict[str, int] = dict.fromkeys(_FINISH_REASONS, 0)
@@ -454,8 +457,9 @@ class EngineMetrics:
         if speculative is not None and speculative.has_folder:
             causes = _HEAD_CAUSES if speculative.has_head else _CAUSES
         _log.warning(
-            "Low acceptance: the target agreed with %.0f%% of the last %d draft "
+            "%sLow acceptance: the target agreed with %.0f%% of the last %d draft "
             "tokens. K is %d now%s. Look for %s.",
+            self._place,
             100 * agreed / compared,
             compared,
             k,
@@ -484,10 +488,11 @@ class EngineMetrics:
         hits = stats.num_prefix_hits / max(stats.num_prefix_queries, 1)
         _log.log(
             level,
-            "Avg prompt throughput: %.1f tokens/s, "
+            "%sAvg prompt throughput: %.1f tokens/s, "
             "Avg generation throughput: %.1f tokens/s, Running: %d reqs, "
             "Waiting: %d reqs, GPU KV cache usage: %.1f%%, "
             "Prefix cache hit rate: %.1f%%",
+            self._place,
             fed / seconds,
             generated / seconds,
             load.num_running,
@@ -509,10 +514,11 @@ class EngineMetrics:
             for position, count in enumerate(stats.accepted_per_position)
         ]
         _log.info(
-            "SpecDecoding metrics%s: Mean acceptance length: %.2f, "
+            "%sSpecDecoding metrics%s: Mean acceptance length: %.2f, "
             "Accepted throughput: %.2f tokens/s, Drafted throughput: %.2f tokens/s, "
             "Accepted: %d tokens, Drafted: %d tokens, "
             "Per-position acceptance rate: %s, Avg Draft acceptance rate: %.1f%%",
+            self._place,
             " (synthetic acceptance)" if self._config.is_synthetic else "",
             1 + accepted / rounds,
             accepted / seconds,

@@ -43,7 +43,7 @@ from jaxspec.program.rows import init_rows, rehearsal_rows
 from jaxspec.program.state import EngineState, init_token_pages, init_zeros, page_forms
 from jaxspec.program.step import ProgramConfig
 from jaxspec.program.wire import CaughtUp, PlanLayout, StepResult
-from jaxspec.sharding import TARGET_MESH_AXES, make_mesh, replicated
+from jaxspec.sharding import TARGET_MESH_AXES, make_mesh, own_devices, replicated
 
 _log = logging.getLogger(__name__)
 
@@ -347,7 +347,23 @@ def build_mesh(config: EngineConfig) -> Mesh:
         share = pool_share(config.given and config.given.gpu_memory_utilization)
         os.environ[POOL_VARIABLES[0]] = f"{share:g}"
     draft = config.speculative and config.speculative.draft_tensor_parallel_size
-    return make_mesh(config.tensor_parallel_size, draft or None)
+    return make_mesh(
+        config.tensor_parallel_size, draft or None, devices_of(config, jax.devices())
+    )
+
+
+def devices_of(config: EngineConfig, devices: Sequence[Any]) -> Sequence[Any]:
+    """The devices that an engine may take of, of all that there are.
+
+    Raises:
+        ConfigError: They are too few for all engines beside it.
+    """
+    return own_devices(
+        devices,
+        config.tensor_parallel_size,
+        config.data_parallel_size,
+        config.data_parallel_rank,
+    )
 
 
 def has_cuda_plugin() -> bool:

@@ -15,7 +15,7 @@ import ssl
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -26,6 +26,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from jaxspec.console.ending import interrupts_end
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
+from jaxspec.engine.engine_group import make_engines
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import ConfigError
 from jaxspec.progress import watch_compiles
@@ -145,9 +146,9 @@ def run(options: Options) -> int:
     try:
         # Until the server takes signals itself, and after that.
         with interrupts_end(lambda: _release(bound, options.listening)):
-            engine = LLMEngine.from_engine_args(options.engine)
-            warm_up(engine, options.warm_up)
-            serving_engine = AsyncLLMEngine(engine)
+            engines = make_engines(options.engine)
+            warm_up(engines, options.warm_up)
+            serving_engine = AsyncLLMEngine(*engines)
             try:
                 return _serve(serving_engine, options, bound)
             finally:
@@ -196,17 +197,28 @@ def freeze_heap() -> None:
     gc.freeze()
 
 
-def warm_up(engine: LLMEngine, extent: str) -> None:
+def warm_up(engines: Sequence[LLMEngine], extent: str) -> None:
     """Have programs made before requests ask for them.
 
     Args:
         extent: "none"; "plain", what plain requests need, beside the first of them; or
             "all", before this returns.
     """
-    if extent == "plain":
-        engine.start_warm_up()
-    if extent != "all":
+    if extent == "none":
         return
+    params = _unusual(engines[0]) if extent == "all" else ()
+    for engine in engines:
+        # In a thread for that, which need not end before the process does.
+        engine.start_warm_up(params)
+    if extent == "plain":
+        return
+    for engine in engines:
+        with logging_redirect_tqdm(), watch_compiles(engine):
+            engine.wait_for_programs()
+
+
+def _unusual(engine: LLMEngine) -> list[SamplingParams]:
+    """Requests whose programs are not those of plain ones."""
     features: list[dict[str, Any]] = [
         {"logprobs": min(1, engine.config.num_logprobs)},
         {"presence_penalty": 1.0},
@@ -215,11 +227,7 @@ def warm_up(engine: LLMEngine, extent: str) -> None:
     if has_text and not engine.config.is_synthetic:
         structured = StructuredOutputsParams(json_object=True)
         features.append({"structured_outputs": structured})
-    params = [SamplingParams(**feature) for feature in features]
-    with logging_redirect_tqdm(), watch_compiles(engine):
-        # In the engine's thread for that, which need not end before the process does.
-        engine.start_warm_up(params)
-        engine.wait_for_programs()
+    return [SamplingParams(**feature) for feature in features]
 
 
 def _bind(given: Namespace) -> socket.socket:

@@ -57,6 +57,20 @@ def test_a_start_compiles_nothing_of_what_was_compiled_ahead(
     assert f"{len(names)} were there" in capsys.readouterr().out
 
 
+def test_every_engine_beside_others_has_programs_of_its_own(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        ahead,
+        "_fill",
+        lambda options, config, folder: made.append(
+            (config.data_parallel_rank, config.data_parallel_size, folder)
+        ),
+    )
+    flags = [*FLAGS, "--output", str(tmp_path), "--data-parallel-size", "2"]
+    assert command_line.main(["compile", *flags]) == 0
+    assert made == [(0, 2, tmp_path), (1, 2, tmp_path)]
+
+
 @pytest.mark.parametrize("extent", ["plain", "all"])
 def test_what_is_wanted_can_be_kept(extent):
     config = EngineArgs(**MODELS).create_engine_config()

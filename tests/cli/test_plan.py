@@ -56,6 +56,9 @@ def test_a_target_is_spread_over_the_devices_that_are_named(capsys):
     assert found["parts"]["target weights"] < 54_454_256_640 / 7.9
     one = ("google/gemma-2-2b", "--device", "v5e-8", "--tensor-parallel-size", "1")
     assert told(capsys, *one)["num_devices"] == 1
+    # Of several engines each has its part.
+    four = ("google/gemma-2-2b", "--device", "v5e-8", "--data-parallel-size", "4")
+    assert told(capsys, *four)["num_devices"] == 2
 
 
 def test_more_memory_is_more_sequences(capsys):

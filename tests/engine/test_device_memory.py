@@ -455,6 +455,9 @@ def test_a_cpus_memory_is_planned_where_the_user_says_so(monkeypatch):
     taken = plan.facts.weight_bytes + plan.workspace_bytes + plan.kv_bytes
     assert 0.95 * GIB < taken <= GIB
     assert config.num_pages == plan.num_pages
+    # Engines beside it have the same memory.
+    two = config_of(gpu_memory_utilization=0.5, data_parallel_size=2)
+    assert fit(two, mesh)[1].facts.limit_bytes == GIB
     with pytest.raises(ConfigError, match=r"max_num_seqs .* from 1 to 4, got 5"):
         fit(config_of(kv_cache_memory_bytes=4 * page, max_num_seqs=5), mesh)
     given = config_of(num_gpu_blocks_override=7, kv_cache_memory_bytes=100 * page)

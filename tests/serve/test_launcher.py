@@ -348,11 +348,11 @@ def test_what_is_compiled_unasked(monkeypatch: pytest.MonkeyPatch):
     asked: list[Any] = []
     monkeypatch.setattr(engine, "start_warm_up", lambda params=(): asked.append(params))
     monkeypatch.setattr(engine, "wait_for_programs", lambda: asked.append("wait"))
-    launcher.warm_up(engine, "none")
+    launcher.warm_up([engine], "none")
     assert asked == []
-    launcher.warm_up(engine, "plain")
+    launcher.warm_up([engine], "plain")
     assert asked == [()], "nobody waits"
-    launcher.warm_up(engine, "all")
+    launcher.warm_up([engine], "all")
     everything, wait = asked[1:]
     assert wait == "wait"
     assert any(params.logprobs is not None for params in everything)
@@ -360,7 +360,7 @@ def test_what_is_compiled_unasked(monkeypatch: pytest.MonkeyPatch):
     assert any(params.presence_penalty for params in everything)
     # What the engine would refuse is not compiled for.
     engine.tokenizer = NoTokenizer("it was left out")
-    launcher.warm_up(engine, "all")
+    launcher.warm_up([engine], "all")
     assert asked[-2]
     assert not any(params.structured_outputs for params in asked[-2])
 

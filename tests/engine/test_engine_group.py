@@ -1,0 +1,309 @@
+"""Several engines behind one's interface, each over a device of plain Python."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from jaxspec.engine.async_llm_engine import AsyncLLMEngine
+from jaxspec.engine.engine_group import EngineGroup
+from jaxspec.engine.engine_thread import MAX_FAILURES
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.errors import EngineDeadError, EngineGenerateError, RequestError
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.serve.app import make_app
+from jaxspec.serve.settings import ServerSettings
+from tests.engine.test_llm_engine import (
+    PROMPT,
+    assert_idle,
+    letters,
+    make_fake_engine,
+    said,
+)
+from tests.serving import COMPLETIONS, TurnsTokenizer
+
+COUNT = 3
+
+
+def make_engines(delay_s: float = 0.0, **changes: Any) -> list[LLMEngine]:
+    engines = []
+    for rank in range(COUNT):
+        sizes = {"data_parallel_size": COUNT, "data_parallel_rank": rank}
+        engine, runner = make_fake_engine(num_draft_tokens=3, **sizes, **changes)
+        _before_launches(runner, lambda: time.sleep(delay_s))
+        engines.append(engine)
+    return engines
+
+
+def _before_launches(runner: Any, call: Callable[[], Any]) -> None:
+    launch = runner.launch
+
+    def later(*arguments: Any) -> Any:
+        call()
+        return launch(*arguments)
+
+    runner.launch = later
+
+
+def unfinished(engines: list[LLMEngine]) -> list[int]:
+    return [engine.get_num_unfinished_requests() for engine in engines]
+
+
+def run_all(group: EngineGroup) -> dict[str, str]:
+    texts = {}
+    while group.has_unfinished_requests():
+        for output in group.step():
+            if output.finished:
+                texts[output.request_id] = output.outputs[0].text
+    return texts
+
+
+def test_requests_go_to_the_least_loaded_and_all_are_answered():
+    engines = make_engines()
+    group = EngineGroup(engines)
+    lengths = {str(number): 3 + number for number in range(10)}
+    for name, length in lengths.items():
+        group.add_request(name, PROMPT, SamplingParams(max_tokens=length))
+    assert unfinished(engines) == [4, 3, 3]
+    with pytest.raises(RequestError, match="'4' is running already"):
+        group.add_request("4", PROMPT, SamplingParams())
+    assert run_all(group) == {name: letters(said(n)) for name, n in lengths.items()}
+    assert not group.has_unfinished_requests()
+    assert all(engine.stats.num_generated_tokens for engine in engines)
+    found = [one for one in group.get_metrics() if one.name == "vllm:prompt_tokens"]
+    assert [one.labels["engine"] for one in found] == ["0", "1", "2"]
+    group.shutdown()
+    for engine in engines:
+        assert_idle(engine)
+
+
+def test_engines_step_beside_each_other():
+    engines, meeting = make_engines(), threading.Barrier(COUNT)
+    for engine in engines:
+        _before_launches(engine.runner, lambda: meeting.wait(10))
+    group = EngineGroup(engines)
+    for number in range(COUNT):
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        group.add_request(str(number), PROMPT, params)
+    assert run_all(group) == dict.fromkeys("012", letters(said(40)))
+    # No launch went on before there was one of every engine.
+    (count,) = {engine.stats.num_rounds for engine in engines}
+    assert count >= 10
+    group.shutdown()
+
+
+def test_what_a_caller_does_between_steps():
+    engines = make_engines(delay_s=0.01)
+    group = EngineGroup(engines)
+    for name in "abc":
+        group.add_request(name, PROMPT, SamplingParams(max_tokens=60))
+    group.step()
+    with pytest.raises(RequestError, match="3 requests run"):
+        group.sleep()
+    assert not group.is_sleeping()
+    group.abort_request("b")
+    assert unfinished(engines) == [1, 0, 1]
+    group.add_request("d", PROMPT, SamplingParams(max_tokens=5))
+    assert unfinished(engines) == [1, 1, 1]
+    assert run_all(group) == {
+        "a": letters(said(60)),
+        "c": letters(said(60)),
+        "d": letters(said(5)),
+    }
+    group.sleep()
+    assert [engine.is_sleeping() for engine in engines] == [True] * COUNT
+    with pytest.raises(RequestError, match="sleeps"):
+        group.add_request("e", PROMPT, SamplingParams())
+    group.wake_up()
+    assert not group.is_sleeping()
+    assert group.reset_prefix_cache()
+    group.shutdown()
+
+
+def test_a_step_that_fails_is_told_and_the_other_engines_go_on():
+    engines = make_engines()
+    _break_next(engines[1].runner)
+    group = EngineGroup(engines)
+    for name in "abc":
+        group.add_request(name, PROMPT, SamplingParams(max_tokens=9))
+    texts, errors = {}, []
+    while group.has_unfinished_requests():
+        try:
+            outputs = group.step()
+        except RuntimeError as error:
+            errors.append(str(error))
+            continue
+        texts |= {one.request_id: one.outputs[0].text for one in outputs}
+    assert errors == ["boom"]
+    assert {texts["a"], texts["c"]} == {letters(said(9))}
+    group.shutdown()
+
+
+def _break_next(runner: Any, count: int = 2) -> None:
+    """Have the next launches fail: with drafts, and again without."""
+    left = [RuntimeError("boom")] * count
+
+    def fail() -> None:
+        if left:
+            raise left.pop()
+
+    _before_launches(runner, fail)
+
+
+Use = Callable[[AsyncLLMEngine, list[LLMEngine]], Awaitable[None]]
+
+
+def serve(use: Use, *, is_idle: bool = True, **changes: Any) -> None:
+    engines = make_engines(**changes)
+    serving = AsyncLLMEngine(*engines)
+    try:
+        asyncio.run(asyncio.wait_for(use(serving, engines), 60))
+    finally:
+        serving.shutdown(10)
+    for driver in serving._drivers:
+        assert (driver.num_texts, driver.collectors) == (0, {})
+    if is_idle:
+        for engine in engines:
+            assert_idle(engine)
+
+
+async def text_of(serving: AsyncLLMEngine, name: str, count: int = 9, **more: Any):
+    params = SamplingParams(max_tokens=count, **more)
+    text = None
+    async for output in serving.generate(PROMPT, params, name):
+        text = output.outputs[0].text
+    return text
+
+
+def test_streams_of_several_engines():
+    async def use(serving: AsyncLLMEngine, engines: list[LLMEngine]) -> None:
+        asked = [
+            asyncio.ensure_future(text_of(serving, str(number), 60))
+            for number in range(2 * COUNT)
+        ]
+        while sum(unfinished(engines)) < 2 * COUNT:
+            await asyncio.sleep(0.001)
+        assert unfinished(engines) == [2] * COUNT
+        with pytest.raises(RequestError, match="'5' is running already"):
+            await text_of(serving, "5")
+        load = await serving.get_load()
+        assert load.num_running + load.num_waiting == 2 * COUNT
+        await serving.abort(["2", "3", "unknown"])
+        assert sum(unfinished(engines)) == 2 * COUNT - 2
+        texts = await asyncio.gather(*asked)
+        whole = letters(said(60))
+        assert [text == whole for text in texts] == [1, 1, 0, 0, 1, 1]
+        await serving.check_health()
+        for mode in ("abort", "wait"):
+            left = asyncio.ensure_future(text_of(serving, "left", 60))
+            while not sum(unfinished(engines)):
+                await asyncio.sleep(0.001)
+            # The others have nothing in use.
+            assert not await serving.reset_prefix_cache()
+            await serving.sleep(mode=mode)
+            assert ((await left) == whole) == (mode == "wait")
+            assert all(engine.is_sleeping() for engine in engines)
+            assert await serving.is_sleeping()
+            await serving.wake_up()
+        assert await serving.reset_prefix_cache()
+        assert await text_of(serving, "again") == letters(said(9))
+
+    serve(use, delay_s=0.005)
+
+
+class Warming(LLMEngine):
+    """Has no program for requests yet."""
+
+    @property
+    def is_ready(self) -> bool:
+        return False
+
+
+def test_who_can_begin_goes_first():
+    async def use(serving: AsyncLLMEngine, engines: list[LLMEngine]) -> None:
+        assert serving.is_ready
+        for engine in engines[:-1]:
+            engine.__class__ = Warming
+        assert serving.is_ready
+        names = [str(number) for number in range(COUNT)]
+        await asyncio.gather(*(text_of(serving, name) for name in names))
+        made = [engine.stats.num_generated_tokens for engine in engines]
+        assert made == [0, 0, 9 * COUNT]
+        engines[-1].__class__ = Warming
+        assert not serving.is_ready
+        assert await text_of(serving, "waits") == letters(said(9))
+
+    serve(use)
+
+
+def test_several_texts_weigh_as_many_requests():
+    async def use(serving: AsyncLLMEngine, engines: list[LLMEngine]) -> None:
+        params: dict[str, Any] = dict(n=3, temperature=1.0)
+        asked = [asyncio.ensure_future(text_of(serving, "many", 60, **params))]
+        await asyncio.sleep(0.05)
+        asked += [
+            asyncio.ensure_future(text_of(serving, str(number), 60))
+            for number in range(4)
+        ]
+        while sum(unfinished(engines)) < 7:
+            await asyncio.sleep(0.001)
+        assert unfinished(engines) == [3, 2, 2]
+        await asyncio.gather(*asked)
+
+    serve(use, delay_s=0.01)
+
+
+def test_one_engine_that_fails_is_not_the_end_and_one_that_ends_is():
+    async def use(serving: AsyncLLMEngine, engines: list[LLMEngine]) -> None:
+        _break_next(engines[0].runner)
+        names = [str(number) for number in range(COUNT)]
+        asked = [text_of(serving, name, 60) for name in names]
+        told = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(told[0], EngineGenerateError)
+        assert told[1:] == [letters(said(60))] * (COUNT - 1)
+        assert not serving.errored
+        assert await text_of(serving, "next") == letters(said(9))
+        _break_next(engines[0].runner, 2 * MAX_FAILURES)
+        while not serving.errored:
+            with pytest.raises((EngineGenerateError, EngineDeadError)):
+                await text_of(serving, "last")
+        assert not serving.is_running
+        with pytest.raises(EngineDeadError):
+            await serving.check_health()
+        with pytest.raises(EngineDeadError):
+            await text_of(serving, "later")
+
+    serve(use, is_idle=False)
+
+
+def test_a_server_of_several_engines():
+    async def use(serving: AsyncLLMEngine, engines: list[LLMEngine]) -> None:
+        for engine in engines:
+            engine.tokenizer = TurnsTokenizer(16)
+        app = make_app(serving, ServerSettings(server_dev_mode=True))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://s") as http:
+            body = {"prompt": PROMPT, "max_tokens": 9}
+            asked = [http.post(COMPLETIONS, json=body) for _ in range(2 * COUNT)]
+            for answer in await asyncio.gather(*asked):
+                assert answer.json()["choices"][0]["text"] == letters(said(9))
+            assert (await http.get("/health")).status_code == 200
+            lines = (await http.get("/metrics")).text.splitlines()
+            for rank in range(COUNT):
+                start = f'vllm:generation_tokens_total{{engine="{rank}",'
+                (line,) = (one for one in lines if one.startswith(start))
+                assert float(line.split()[-1]) == 18
+                start = 'vllm:cache_config_info{block_size="4",cache_dtype="float32"'
+                infos = [one for one in lines if one.startswith(start)]
+                assert f'engine="{rank}"' in infos[rank]
+            assert (await http.post("/sleep")).status_code == 200
+            assert (await http.get("/is_sleeping")).json() == {"is_sleeping": True}
+            assert (await http.post("/wake_up")).status_code == 200
+            told = await http.get("/page/server.json")
+            assert told.json()["is_ready"]
+
+    serve(use)
