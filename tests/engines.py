@@ -179,6 +179,7 @@ def make_engine(
     suffix: dict[str, Any] | None = None,
     num_side_leaves: int = 0,
     tree: str | None = None,
+    dynamic: tuple[int, int] | None = None,
     head: tuple[HeadConfig, Any] | None = None,
     acceptance_rates: tuple[float, ...] | None = None,
     scan_layers: bool = False,
@@ -192,6 +193,7 @@ def make_engine(
             prefix; beside the model's drafts or alone.
         num_side_leaves, tree: Keys of `SpeculativeConfig`; of a tree, the number of
             drafts is that of its nodes.
+        dynamic: Drafts that a dynamic tree continues at each level, and all it has.
         head: Its config, and its parameters.
         acceptance_rates: For the rule "synthetic".
         scan_layers: Of both models.
@@ -214,6 +216,8 @@ def make_engine(
             num_speculative_tokens=num_draft_tokens,
             num_side_leaves=num_side_leaves,
             speculative_token_tree=tree,
+            dynamic_tree_top_k=dynamic and dynamic[0],
+            dynamic_tree_num_nodes=dynamic and dynamic[1],
             rejection_sample_method=rule,
             synthetic_acceptance_rates=acceptance_rates,
             draft_sample_method=draft_sample_method,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from tests.mutation import Mutant, is_killed
+from tests.program.propose.test_beam import check_trees
 from tests.program.propose.test_corpus import (
     check_every_place,
     check_other_salts,
@@ -17,6 +18,7 @@ from tests.program.propose.test_corpus import (
 from tests.program.propose.test_draft_model import (
     LEAVES,
     SIDE_PATHS,
+    check_grown_drafts,
     check_self_draft,
     check_tree_drafts,
 )
@@ -280,15 +282,15 @@ MUTANTS = [
     mutant(
         "tree_positions_are_those_of_slots",
         "region.make_region",
-        "jnp.array([tree.depths], jnp.int32)",
+        "row_depths(tree)",
         "jnp.arange(count, dtype=jnp.int32)[None]",
         check=check_tree_region,
     ),
     mutant(
         "siblings_are_visible",
         "region.make_region",
-        "if not tree.is_chain:",
-        "if False:",
+        "None if tree.is_chain else",
+        "None if True else",
         check=lambda: check_tree_drafts(SIDE_PATHS),
     ),
     mutant(
@@ -301,7 +303,7 @@ MUTANTS = [
     mutant(
         "paths_are_moved_beyond_their_ends",
         "path.keep_path",
-        "(level <= jnp.asarray(tree.depths)[row][:, None])",
+        "(level <= depth_of(tree, row)[:, None])",
         "(level > 0)",
         check=check_moves,
     ),
@@ -373,10 +375,31 @@ MUTANTS = [
     ),
     mutant(
         "what_is_drawn_stands_beside_itself",
-        "propose/levels._grow",
+        "propose/levels._rank",
         "scores = jnp.where(ids == best[:, :, None], -jnp.inf, scores)",
         "scores = jnp.where(ids == vocab, -jnp.inf, scores)",
         check=lambda: check_tree_drafts(LEAVES),
+    ),
+    mutant(
+        "drafts_of_a_dynamic_tree_are_compared_by_logits",
+        "propose/levels._rank_laws",
+        "found - jax.nn.logsumexp(scores, axis=2, keepdims=True)",
+        "found",
+        check=check_grown_drafts,
+    ),
+    mutant(
+        "a_draft_models_keys_are_taken_from_the_targets_rows",
+        "path.keep_path",
+        "path = jnp.take_along_axis(fed_as, path, axis=1)",
+        "path = path + 0 * fed_as[:, :1]",
+        check=check_grown_drafts,
+    ),
+    mutant(
+        "drafts_of_a_dynamic_tree_continue_the_row_before",
+        "grown.continued",
+        "before + entry)",
+        "before + entry - 1)",
+        check=check_trees,
     ),
     mutant(
         "matches_that_have_left_a_path_go_on_beside_it",

@@ -30,6 +30,7 @@ from jaxspec.bench.summary import (
 )
 from jaxspec.config import EngineConfig
 from jaxspec.errors import ConfigError, check_integer, wrong_argument
+from jaxspec.program.tree import template_of
 from jaxspec.settings.speculation import (
     MAX_DRAFT_TOKENS,
     MAX_MODEL_DRAFT_TOKENS,
@@ -44,13 +45,16 @@ from jaxspec.token_tree import (
 )
 
 FLAG = "--forms"
-CHAIN, LEAVES, BEST, TREE = "chain", "leaves", "best", "tree"
+CHAIN, LEAVES, BEST, TREE, DYNAMIC = "chain", "leaves", "best", "tree", "dynamic"
 # The number of a form that is named without one; of a chain that is the flags' own.
-DEFAULTS = {CHAIN: 0, LEAVES: 1, BEST: 16}
+DEFAULTS = {CHAIN: 0, LEAVES: 1, BEST: 16, DYNAMIC: 16}
+# Of a dynamic tree of which the flags do not say it.
+DEFAULT_TOP_K = 4
 ALLOWED = (
-    "chain, chain=K, leaves=W (W drafts beside each of a chain's), best=N (the tree of "
-    "at most N drafts that should be the fastest, by what the forms before it have "
-    "shown) or a tree such as '[(0,), (1,), (0, 0)]'"
+    "chain, chain=K, leaves=W (W drafts beside each of a chain's), dynamic=N (the N "
+    "drafts of each round that are the most probable), best=N (the tree of at most N "
+    "drafts that should be the fastest, by what the forms before it have shown) or a "
+    "tree such as '[(0,), (1,), (0, 0)]'"
 )
 # Less than this by the fastest chain is not worth a form of its own.
 WORTH = 1.02
@@ -63,7 +67,7 @@ class Form:
     """A form of drafts, as it was named.
 
     Attributes:
-        number: K of a chain, leaves beside each of its drafts, or most of a tree's.
+        number: K of a chain, leaves beside each of its drafts, or of a tree all drafts.
     """
 
     name: str
@@ -84,7 +88,7 @@ class Form:
         if kind not in DEFAULTS or (has_number and not number.isdecimal()):
             raise wrong_argument(ConfigError, FLAG, ALLOWED, name)
         count = int(number) if has_number else DEFAULTS[kind]
-        if has_number and not count or (kind == BEST and count > MAX_NODES):
+        if has_number and not count or (kind in (BEST, DYNAMIC) and count > MAX_NODES):
             raise wrong_argument(ConfigError, FLAG, ALLOWED, name)
         return cls(name, kind, count)
 
@@ -94,19 +98,30 @@ class Form:
         Args:
             best: The tree that was chosen, for a form that is one.
         """
-        if self.kind in (CHAIN, LEAVES):
-            is_chain = self.kind == CHAIN
+        plain = replace(
+            given,
+            num_speculative_tokens=given.num_levels,
+            num_side_leaves=0,
+            speculative_token_tree=None,
+            dynamic_tree_top_k=None,
+            dynamic_tree_num_nodes=None,
+        )
+        if self.kind == CHAIN:
             return replace(
-                given,
-                num_speculative_tokens=(is_chain and self.number) or given.num_levels,
-                num_side_leaves=0 if is_chain else self.number,
-                speculative_token_tree=None,
+                plain, num_speculative_tokens=self.number or plain.num_levels
+            )
+        if self.kind == LEAVES:
+            return replace(plain, num_side_leaves=self.number)
+        if self.kind == DYNAMIC:
+            return replace(
+                plain,
+                dynamic_tree_top_k=given.dynamic_tree_top_k or DEFAULT_TOP_K,
+                dynamic_tree_num_nodes=self.number,
             )
         written = self.name if self.kind == TREE else best
         return replace(
-            given,
+            plain,
             num_speculative_tokens=len(read_paths(written)),
-            num_side_leaves=0,
             speculative_token_tree=written,
         )
 
@@ -159,8 +174,8 @@ class Found:
     @property
     def has_side_paths(self) -> bool:
         """Whether drafts beside the spine are continued."""
-        tree = self.speculative.speculative_token_tree
-        return tree is not None and any(any(path[:-1]) for path in read_paths(tree))
+        tree = template_of(self.speculative)
+        return tree is not None and tree.has_side_paths
 
     def ranks(self, cell: Cell) -> Ranks:
         """What became of the drafts of a cell, by where they stand."""
@@ -293,13 +308,12 @@ def _cell(
     runs = measured.runs[SPECULATIVE]
     acceptance = sum((run.acceptance for run in runs), Acceptance())
     ratio = speed_ups(measured, SPECULATIVE, is_decode=True)
-    parents, levels = speculative.parents, speculative.num_levels
     return Cell(
         form=form.name,
         temperature=temperature,
         batch_size=size,
-        num_levels=levels,
-        num_nodes=levels if parents is None else len(parents),
+        num_levels=speculative.num_levels,
+        num_nodes=speculative.num_nodes,
         tokens_per_round=acceptance.tokens_per_round,
         round_s=_round_s(measured, SPECULATIVE),
         plain_round_s=_round_s(measured, PLAIN),
@@ -335,6 +349,7 @@ def _as_json(found: Found) -> dict[str, Any]:
         "num_nodes": found.cells[0].num_nodes,
         "num_side_leaves": speculative.num_side_leaves,
         "speculative_token_tree": speculative.speculative_token_tree,
+        "dynamic_tree_top_k": speculative.dynamic_tree_top_k,
         "points": found.points,
         "parts": [one.as_json() for parts in found.parts.values() for one in parts],
     }

@@ -24,6 +24,7 @@ from jaxtyping import Array
 from jaxspec.bench.measure import Batch
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.models.network import build_network
+from jaxspec.program import grown
 from jaxspec.program.forward import logits_of
 from jaxspec.program.path import keep_path
 from jaxspec.program.propose.proposal import Context, Proposal
@@ -31,7 +32,7 @@ from jaxspec.program.region import make_region
 from jaxspec.program.rows import Active, append, gather, truncate
 from jaxspec.program.state import EngineState
 from jaxspec.program.step import ProgramConfig
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree import Template, Tree, template_of
 from jaxspec.program.walk import decide
 from jaxspec.sharding import TARGET_MESH_AXES
 
@@ -150,13 +151,11 @@ def _parts(
     )
 
 
-def tree_of(engine: LLMEngine, num_draft_tokens: int) -> Tree:
+def tree_of(engine: LLMEngine, num_draft_tokens: int) -> Template:
     """The drafts of a round: the engine's tree where it is as deep, else a chain."""
-    speculative = engine.config.speculative
-    if speculative is not None and speculative.parents is not None:
-        tree = Tree(speculative.parents)
-        if tree.num_levels == num_draft_tokens:
-            return tree
+    tree = template_of(engine.config.speculative)
+    if tree is not None and tree.num_levels == num_draft_tokens:
+        return tree
     return Tree.chain(num_draft_tokens)
 
 
@@ -177,12 +176,14 @@ def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
     return total
 
 
-def round_flops(engine: LLMEngine, tree: Tree, num_seqs: int) -> int:
+def round_flops(engine: LLMEngine, tree: Template, num_seqs: int) -> int:
     """Operations of a round: two for every weight and token, without attention."""
     target, proposers = engine.runner.params
     drafted = tree.num_levels
     if tree.has_side_paths and drafted:
-        drafted = 1 + (drafted - 1) * tree.num_rows  # each pass takes the whole tree
+        drafted = (
+            1 + (drafted - 1) * tree.num_draft_rows
+        )  # each pass takes the whole tree
     passes = [(target, tree.num_rows * num_seqs)]
     passes += [(own, drafted * num_seqs) for own in proposers if own is not None]
     return sum(
@@ -235,7 +236,7 @@ def _active(state: EngineState, rows: Array) -> Active:
 
 
 def _draft(
-    config: ProgramConfig, tree: Tree, params: Any, state: EngineState, rows: Array
+    config: ProgramConfig, tree: Template, params: Any, state: EngineState, rows: Array
 ) -> tuple[EngineState, Proposal]:
     context = Context(
         active=_active(state, rows),
@@ -260,7 +261,7 @@ def _draft(
 
 def verify_part(
     config: ProgramConfig,
-    tree: Tree,
+    tree: Template,
     params: Params,
     state: EngineState,
     rows: Array,
@@ -277,7 +278,7 @@ def verify_part(
         active.page_table,
         jnp.broadcast_to(active.is_active[:, None], tokens.shape),
         config.pool,
-        tree=tree,
+        tree=grown.tree_of(tree, proposal and proposal.grown),
     )
     target = build_network(config.target, params[0], config.backend(TARGET_MESH_AXES))
     hidden, pages = target.hidden(region, state.target_pages)
@@ -287,7 +288,7 @@ def verify_part(
 
 def accept_part(
     config: ProgramConfig,
-    tree: Tree,
+    tree: Template,
     params: Params,
     state: EngineState,
     rows: Array,
@@ -299,8 +300,9 @@ def accept_part(
     fed = active.last_tokens[:, 1:]
     if proposal is not None:
         fed = jnp.concatenate([fed, proposal.tokens], axis=1)
+    laid = grown.tree_of(tree, proposal and proposal.grown)
     decision = decide(
-        tree,
+        laid,
         proposal,
         fed,
         logits,
@@ -312,9 +314,9 @@ def accept_part(
         max_model_len=config.pool.max_model_len,
     )
     pages = keep_path(
-        config.target, state.target_pages, tree, decision.row, active, config.pool
+        config.target, state.target_pages, laid, decision.row, active, config.pool
     )
-    num_kept = jnp.asarray(tree.depths)[decision.row]
+    num_kept = grown.depth_of(laid, decision.row)
     emitted = truncate(decision.tokens, num_kept + 1, active)
     moved, token_pages = append(state.rows, state.token_pages, active, emitted)
     # The lengths that it would move to are told and forgotten.

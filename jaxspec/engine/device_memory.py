@@ -321,10 +321,10 @@ def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
         plain, with_prompts = CODE_BYTES[min(mesh.size, 2)]
         shapes = Shapes(config, Controller(speculative)).all(with_late=True)
         code = sum(with_prompts if shape.chunk else plain for shape in shapes)
-    parents = speculative and speculative.parents
+    num_nodes = speculative.num_nodes if speculative else 0
     return ProgramFacts(
         num_draft_tokens=config.num_draft_tokens,
-        num_beside=len(parents) - config.num_draft_tokens if parents else 0,
+        num_beside=num_nodes - config.num_draft_tokens,
         vocab_size=_part(model.vocab_size, mesh, TARGET_MESH_AXES),
         draft_vocab_size=draft_vocab,
         token_bytes=feed_forward_bytes * hidden + MODEL_WIDTH_BYTES * model.hidden_size,

@@ -329,10 +329,12 @@ class EngineMetrics:
         one after the other.
         """
         speculative = self._config.speculative
-        if speculative is None or speculative.parents is None:
+        if speculative is None or speculative.num_nodes == speculative.num_levels:
             return []
         count = self._stats.num_beside_tokens
         found: list[Metric] = [self._counter("spec_decode_num_accepted_leaves", count)]
+        if speculative.parents is None:
+            return found  # a dynamic tree has no places that stay
         ranks = count_ranks(speculative.parents, self._stats.tree_ends)
         for place, hits in ranks.items():
             labels = {

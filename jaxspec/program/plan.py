@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree import DynamicTree, Template, Tree
 
 NO_TOKEN = -1  # pads lists of ids; never a legal token
 # Prompt tokens are fed in tiles of one sequence each, right-aligned.
@@ -124,7 +124,7 @@ class StepShape:
     features: Features = Features()
     is_catch_up: bool = False
     max_rounds: int = 1
-    template: Tree | None = None
+    template: Template | None = None
 
     @classmethod
     def catch_up(cls, chunk: int) -> "StepShape":
@@ -136,18 +136,21 @@ class StepShape:
         """What logs call it: `8x5+512_sampled`, sequences x drafts + prompt tokens.
 
         Or `8x5x4_sampled`, where a launch may run four such rounds, and `8x5t10`, where
-        ten drafts are a tree of five levels.
+        ten drafts are a tree of five levels; `8x5t10k4` where it is a dynamic one.
         """
         if self.is_catch_up:
             return f"catch-up+{self.chunk}"
         chunk = f"+{self.chunk}" if self.chunk else ""
         rounds = f"x{self.max_rounds}" if self.max_rounds > 1 else ""
-        nodes = "" if self.tree.is_chain else f"t{self.tree.num_nodes}"
+        tree = self.tree
+        nodes = "" if tree.is_chain else f"t{tree.num_nodes}"
+        if isinstance(tree, DynamicTree):
+            nodes += f"k{tree.top_k}"
         size = f"{self.num_seqs}x{self.num_draft_tokens}{nodes}{rounds}{chunk}"
         return f"{size}_{self.features.name}"
 
     @property
-    def tree(self) -> Tree:
+    def tree(self) -> Template:
         """The drafts of a sequence.
 
         A chain for requests that ask something of single tokens: what they ask depends
@@ -162,7 +165,7 @@ class StepShape:
     @property
     def num_slots(self) -> int:
         """Slots from the newest token's on that sequences have reserved, at most."""
-        return (self.template or self.tree).num_rows
+        return (self.template or self.tree).num_slots
 
     @property
     def num_tiles(self) -> int:

@@ -22,6 +22,7 @@ from jaxspec.models.network import FREE_ROWS, build_network
 from jaxspec.models.params import Params
 from jaxspec.program import controls, grammar, logprobs
 from jaxspec.program.forward import Verified, forward
+from jaxspec.program.grown import tree_of
 from jaxspec.program.plan import NO_TOKEN, TILE, PoolShape, StepShape
 from jaxspec.program.propose.proposal import (
     Context,
@@ -43,7 +44,7 @@ from jaxspec.program.rows import (
     truncate,
 )
 from jaxspec.program.state import EngineState
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree import Template, Tree
 from jaxspec.program.verify import force_one, verify
 from jaxspec.program.wire import PlanLayout, result_layout
 from jaxspec.sharding import TARGET_MESH_AXES, replicated
@@ -172,9 +173,9 @@ def _run_round(
     tokens = verified.tokens
     if verified.row is not None:
         tokens = tokens[:, : shape.tree.max_emitted]
-    emitted = truncate(tokens, _num_kept(verified, shape.tree) + 1, active)
+    emitted = truncate(tokens, verified.num_kept + 1, active)
     rows, token_pages = append(launch.rows, launch.token_pages, active, emitted)
-    result = _result(emitted, verified, proposal, num_draft)
+    result = _result(emitted, verified, proposal, num_draft, shape.tree)
     if shape.chunk:
         rows, token_pages, first = _finish_prompts(
             rows,
@@ -191,6 +192,7 @@ def _run_round(
         proposer_params,
         proposers,
         launch,
+        proposal,
         verified,
         result.get("tile_token"),
         config=config,
@@ -409,7 +411,7 @@ def _verify(
     )
 
 
-def _narrower(proposers: tuple[Proposer, ...], tree: Tree) -> tuple[int, ...]:
+def _narrower(proposers: tuple[Proposer, ...], tree: Template) -> tuple[int, ...]:
     """Numbers of drafts, fewer than the tree's, for which the round has narrower forms.
 
     A form is as much of a program as the whole: there are as few as are worth it.
@@ -426,6 +428,7 @@ def _observe(
     params: tuple[Params | None, ...],
     states: tuple[Any, ...],
     launch: _Launch,
+    proposal: Proposal | None,
     verified: Verified,
     first_tokens: Int[Array, " tile"] | None,
     *,
@@ -451,7 +454,8 @@ def _observe(
                 tuple(verified.tile_streams[layer] for layer in layers)
                 if shape.chunk
                 else None,
-                _num_kept(verified, shape.tree),
+                tree_of(shape.tree, proposal and proposal.grown),
+                verified.num_kept,
                 verified.row,
                 verified.tokens,
                 next_tile_tokens,
@@ -462,18 +466,12 @@ def _observe(
     return tuple(kept)
 
 
-def _num_kept(verified: Verified, tree: Tree) -> Int[Array, " seq"]:
-    """Drafts that stayed, of the spine and beside it."""
-    if verified.row is None:
-        return verified.num_accepted
-    return jnp.asarray(tree.depths)[verified.row]
-
-
 def _result(
     emitted: Emitted,
     verified: Verified,
     proposal: Proposal | None,
     num_draft: Int[Array, " seq"],
+    tree: Template,
 ) -> dict[str, Array]:
     is_draft_broken = None if proposal is None else proposal.is_broken
     if is_draft_broken is None:
@@ -489,7 +487,9 @@ def _result(
         "is_draft_broken": is_draft_broken,
     }
     if verified.row is not None:
-        result["tree_row"] = verified.row
+        result["num_kept"] = verified.num_kept
+        if isinstance(tree, Tree):
+            result["tree_row"] = verified.row
     if verified.logprobs is not None:
         result["logprobs"] = verified.logprobs
     if verified.prompt_logprobs is not None:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.models.backend import Backend
 from jaxspec.program.controls import Adjust
+from jaxspec.program.grown import RoundTree, row_depths, row_parents
 from jaxspec.program.propose.proposal import Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.tree import Tree
@@ -36,7 +37,7 @@ class Decision(NamedTuple):
 
 
 def decide(
-    tree: Tree,
+    tree: RoundTree,
     proposal: Proposal | None,
     fed: Int[Array, "seq width"],
     logits: Float[Array, "token vocab"],
@@ -57,7 +58,7 @@ def decide(
         adjust, forced_acceptance: As for `verify`; of a chain alone.
         max_model_len: Nodes whose slots would lie behind it are not there.
     """
-    if tree.is_chain:
+    if isinstance(tree, Tree) and tree.is_chain:
         verdict = verify(
             proposal,
             logits,
@@ -91,7 +92,7 @@ def decide(
 
 
 def _walk_on(
-    tree: Tree,
+    tree: RoundTree,
     drafts: Int[Array, "seq draft"],
     rows: Float[Array, "seq width vocab"],
     verdict: Verdict,
@@ -110,7 +111,7 @@ def _walk_on(
     """
     seqs, width = drafts.shape[0], tree.max_emitted
     seq = jnp.arange(seqs, dtype=jnp.int32)
-    parents = jnp.array([tree.parents], jnp.int32) + 1
+    parents = row_parents(tree)
 
     def child_of(row: Array, token: Array) -> Array:
         """The row of a draft that continues a row with a token; 0 for none."""
@@ -149,10 +150,10 @@ def _walk_on(
 
 
 def _nodes_there(
-    tree: Tree, num_draft: Int[Array, " seq"], active: Active, max_model_len: int
+    tree: RoundTree, num_draft: Int[Array, " seq"], active: Active, max_model_len: int
 ) -> Bool[Array, "seq draft"]:
     """Drafts of levels that count, which have keys and values."""
-    depth = jnp.array([tree.depths[1:]], jnp.int32)
+    depth = row_depths(tree)[:, 1:]
     slot = jnp.arange(tree.num_nodes, dtype=jnp.int32)[None]
     slot = active.num_tokens[:, None] + slot
     is_there = (depth <= num_draft[:, None]) & (slot < max_model_len)

@@ -26,6 +26,7 @@ from jaxspec.program.plan import (
     Tile,
     columns,
 )
+from jaxspec.program.tree import Tree
 
 
 class Layout:
@@ -217,6 +218,8 @@ def _sizes(shape: StepShape) -> dict[str, int]:
     sizes["token"] = TILE
     if not shape.tree.is_chain:
         sizes["seq_of_trees"] = seqs
+        if isinstance(shape.tree, Tree):
+            sizes["seq_of_known_trees"] = seqs
     if features.num_logprobs is not None:
         sizes["told"] = num_columns(features.num_logprobs, features.num_told_ids)
     if features.num_prompt_logprobs is not None:
@@ -234,8 +237,10 @@ class StepResult:
         tokens: `[seq, K + 1]`, the first `num_emitted[s]` of row s count.
         num_draft: Draft tokens that were proposed: a lookup may find fewer than asked.
         num_accepted: Draft tokens among `tokens`, the first ones: of the spine.
-        tree_row: The tree's, of the last draft that stayed, wherever the text may have
-            ended before it; None in a chain.
+        num_kept: Drafts that stayed, of the spine and beside it, wherever the text may
+            have ended before them; None in a chain.
+        tree_row: The tree's, of the last of them; None in a chain, and where the round
+            has grown the tree.
         is_done: The sequence ended on the device.
         is_broken: The tokens mean nothing: the target's numbers were NaN or infinite.
         is_draft_broken: The draft model's were; the tokens are the target's.
@@ -259,7 +264,8 @@ class StepResult:
     tile_token: np.ndarray = _part("tile")
     tile_is_done: np.ndarray = _part("tile", bool)
     tile_is_broken: np.ndarray = _part("tile", bool)
-    tree_row: np.ndarray | None = _part("seq_of_trees", default=None)
+    num_kept: np.ndarray | None = _part("seq_of_trees", default=None)
+    tree_row: np.ndarray | None = _part("seq_of_known_trees", default=None)
     logprobs: TokenLogprobs | None = _part("seq emitted told", default=None)
     tile_logprobs: TokenLogprobs | None = _part("tile told", default=None)
     prompt_logprobs: TokenLogprobs | None = _part("tile token prompted", default=None)

@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from jaxspec.token_tree import read_paths
+from jaxspec.token_tree import MAX_NODES, read_paths
 from tests.e2e import pair
 from tests.engines import generate, make_engine, tokens_of, with_settings
 
@@ -42,13 +42,29 @@ PROPOSERS: dict[str, dict[str, Any]] = {
 }
 # Three levels; a window of the models, and a page, end anywhere in them.
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)]"
+# As large as a tree may be, eight levels deep.
+LARGEST = str(
+    [(0,) * count for count in range(1, 9)]
+    + [
+        (*(0,) * level, rank, *(0,) * more)
+        for level in range(4)
+        for rank in range(1, 4)
+        for more in range(4)
+    ]
+    + [(1, 1), (1, 2), (2, 1), (3, 1), (0, 1, 1), (0, 1, 2), (0, 2, 1), (0, 3, 1)]
+)
 SHAPED: dict[str, dict[str, Any]] = {
     "draft_model, leaves": dict(has_draft=True, num_side_leaves=2),
     "draft_model, tree": dict(has_draft=True, tree=TREE),
+    "draft_model, dynamic": dict(has_draft=True, dynamic=(3, 9)),
     "ngram, leaves": dict(has_draft=False, lookup=LOOKUP, num_side_leaves=1),
     "ngram, tree": dict(has_draft=False, lookup=LOOKUP, tree=TREE),
     "ngram+draft_model, leaves": dict(has_draft=True, lookup=LOOKUP, num_side_leaves=1),
     "suffix, leaves": dict(has_draft=False, suffix={}, num_side_leaves=1),
+}
+LARGE: dict[str, dict[str, Any]] = {
+    "draft_model, largest tree": dict(has_draft=True, tree=LARGEST),
+    "draft_model, largest dynamic": dict(has_draft=True, dynamic=(8, MAX_NODES)),
 }
 DRAFTS = (1, 2, 3, 5, 8)
 BATCHES = (1, 8, 32)
@@ -162,7 +178,7 @@ def texts_of(cut: Cut, prompts: list[list[int]], params: SamplingParams) -> Text
 
 def engine_for(cut: Cut, proposer: str, batch: int) -> LLMEngine:
     """Of the most drafts; a request asks for fewer, and the path changes settings."""
-    kind = dict((PROPOSERS | SHAPED)[proposer])
+    kind = dict((PROPOSERS | SHAPED | LARGE)[proposer])
     has_draft, tree = kind.pop("has_draft"), kind.get("tree")
     return make_engine(
         pair.target(),

@@ -315,14 +315,19 @@ SHAPED: dict[str, dict[str, Any]] = {
     "eagle3": dict(num_side_leaves=2),
     "medusa": dict(tree=TREE, num_draft_tokens=9),
     "mlp_speculator": dict(num_side_leaves=1),
+    "medusa, dynamic": dict(dynamic=(3, 9)),
 }
 
 
-@pytest.mark.parametrize("kind", ["medusa", slow("eagle3"), slow("mlp_speculator")])
-def test_drafts_stand_beside_drafts(kind):
+@pytest.mark.parametrize(
+    "name",
+    ["medusa", slow("eagle3"), slow("mlp_speculator"), slow("medusa, dynamic")],
+)
+def test_drafts_stand_beside_drafts(name):
     """Leaves of all, any tree of Medusa's: texts stay as they are."""
+    kind = name.split(",")[0]
     engine = heads.make_head_engine(
-        kind, runner=OneGreedyProgramRunner, **(SETTINGS | SHAPED[kind])
+        kind, runner=OneGreedyProgramRunner, **(SETTINGS | SHAPED[name])
     )
     params = params_of(len(prompts()), is_greedy=True)
     expected = plain_texts(is_greedy=True)

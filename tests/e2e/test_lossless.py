@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jaxspec_kernels import native
-from tests.e2e.lossless import PATHS, SHAPED, Cut, play
+from tests.e2e.lossless import LARGE, PATHS, SHAPED, Cut, play
 
 SHORT = Cut(
     num_prompts=24,
@@ -29,6 +29,8 @@ LONG = Cut(
 )
 # Without operations in C++, as where there is no compiler.
 XLA = replace(SHORT, num_prompts=12, num_tokens=24)
+# Trees in which many pages, and some windows, begin and end.
+LARGEST = replace(LONG, proposers=tuple(LARGE), drafts=(8,))
 # In bfloat16 near ties are many; optimised, as the arithmetic then is the users'.
 SHAPES = replace(LONG, proposers=tuple(SHAPED), drafts=(3,))
 ROUNDED = replace(LONG, dtype="bfloat16", is_optimized=True)
@@ -42,6 +44,7 @@ ROUNDED = replace(LONG, dtype="bfloat16", is_optimized=True)
         pytest.param(LEAVES, id="leaves", marks=pytest.mark.slow),
         pytest.param(TREES, id="trees"),
         pytest.param(SHAPES, id="shapes", marks=pytest.mark.slow),
+        pytest.param(LARGEST, id="largest", marks=pytest.mark.slow),
         pytest.param(LONG, id="long", marks=pytest.mark.battery(name="lossless")),
         pytest.param(
             ROUNDED, id="bfloat16", marks=pytest.mark.battery(name="lossless")

@@ -7,7 +7,7 @@ sequences are played at once, by the draft model's own way to grow a tree.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,13 @@ import pytest
 
 from jaxspec.models.backend import Backend
 from jaxspec.program import walk
+from jaxspec.program.grown import continued, depth_of, tree_of
 from jaxspec.program.plan import RULES
 from jaxspec.program.propose import Proposal, levels
+from jaxspec.program.propose.beam import Beam
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree import DynamicTree, Template, Tree
 from jaxspec.token_tree import leaf_paths, parents_of
 from tests.kernels.oracle import UNOPTIMISED
 from tests.laws import check_counts
@@ -37,14 +39,25 @@ BRANCHED = Tree(
 )
 # The deepest drafts do not continue the most probable one.
 ASIDE = Tree(parents_of([(0,), (1,), (1, 0), (1, 1), (1, 0, 0)]))
-TREES = {
+# Two drafts of a level are continued; of ten that are considered seven are kept.
+DYNAMIC = DynamicTree(num_levels=3, top_k=2, num_nodes=7)
+TREES: dict[str, Template] = {
     "leaves": LEAVES,
     "many leaves": MANY_LEAVES,
     "branched": BRANCHED,
     "aside": ASIDE,
+    "dynamic": DYNAMIC,
 }
 # Whose law is looked at in every run.
-SOME = ("standard", "many leaves"), ("block", "branched")
+SOME = ("standard", "many leaves"), ("block", "branched"), ("block", "dynamic")
+
+
+class Found(NamedTuple):
+    """What came of a round."""
+
+    num_accepted: Any
+    row: Any
+    depth: Any
 
 
 def start(rule: str, *, temperature: float = 1.0) -> Active:
@@ -59,19 +72,30 @@ def start(rule: str, *, temperature: float = 1.0) -> Active:
     )
 
 
-def grow(tree: Tree, draft: jax.Array, active: Active) -> Proposal:
+def grow(tree: Template, draft: jax.Array, active: Active) -> Proposal:
     """What a draft model proposes that sees the last token alone."""
+    is_dynamic = isinstance(tree, DynamicTree)
     drafts, probs = jnp.zeros((SEQS, tree.num_nodes), jnp.int32), []
+    if is_dynamic:
+        drafts = Beam.empty(tree, SEQS)
     for level in range(tree.num_levels):
-        known = jnp.concatenate([active.last_tokens[:, 1:], drafts], axis=1)
-        scores = draft[known[:, tree.branching[level]]]
+        fed = drafts.tokens if isinstance(drafts, Beam) else drafts
+        known = jnp.concatenate([active.last_tokens[:, 1:], fed], axis=1)
+        rows = continued(tree, level)[: 1 if is_dynamic and not level else None]
+        scores = draft[known[:, rows]]
         token, law = sample_draft(scores[:, 0], level, active, Backend())
         if not active.is_greedy:
             scores = levels._with_noise(scores, level, active)
-        drafts = levels._grow(tree, level, drafts, token, scores)
+        if isinstance(drafts, Beam):
+            drafts = drafts.grow(level, *levels._rank_laws(drafts.tree, token, scores))
+        else:
+            assert isinstance(tree, Tree)
+            drafts = levels._grow(tree, level, drafts, token, scores)
         probs.append(law)
-    laws = None if active.is_greedy else jnp.stack(probs, axis=1)
-    return Proposal(drafts, active.num_tokens, laws)
+    laws, grown = None if active.is_greedy else jnp.stack(probs, axis=1), None
+    if isinstance(drafts, Beam):
+        drafts, grown = drafts.best()
+    return Proposal(drafts, active.num_tokens, laws, grown=grown)
 
 
 def play_round(
@@ -80,17 +104,18 @@ def play_round(
     num_draft: jax.Array,
     laws: tuple[jax.Array, jax.Array],
     *,
-    tree: Tree,
+    tree: Template,
     max_model_len: int,
-) -> tuple[Active, jax.Array, walk.Decision]:
-    """One round of the Markov chain; the decision beside what is known after it."""
+) -> tuple[Active, jax.Array, Found]:
+    """One round of the Markov chain; what it decided beside what is known after it."""
     target, draft = map(jnp.log, laws)
     fed, proposal = active.last_tokens[:, 1:], None
     if tree.num_nodes:
         proposal = grow(tree, draft, active)
         fed = jnp.concatenate([fed, proposal.tokens], axis=1)
+    laid = tree_of(tree, proposal and proposal.grown)
     found = walk.decide(
-        tree,
+        laid,
         proposal,
         fed,
         target[fed].reshape(-1, VOCAB),
@@ -101,7 +126,8 @@ def play_round(
         forced_acceptance=None,
         max_model_len=max_model_len,
     )
-    count = jnp.asarray(tree.depths)[found.row] + 1
+    depth = depth_of(laid, found.row)
+    count = depth + 1
     offset = jnp.arange(tree.max_emitted, dtype=jnp.int32)[None]
     place = active.num_tokens[:, None] - 1 + offset
     place = jnp.where(offset < count[:, None], place, history.shape[1])
@@ -113,11 +139,11 @@ def play_round(
         num_tokens=active.num_tokens + count,
         last_tokens=jnp.repeat(newest, 2, axis=1),
     )
-    return active, history, found
+    return active, history, Found(found.num_accepted, found.row, depth)
 
 
 @functools.cache
-def program_of(tree: Tree, max_model_len: int) -> Callable[..., Any]:
+def program_of(tree: Template, max_model_len: int) -> Callable[..., Any]:
     """Rounds of a tree: whatever the rule, the laws and the wishes are."""
     return jax.jit(
         functools.partial(play_round, tree=tree, max_model_len=max_model_len),
@@ -127,7 +153,7 @@ def program_of(tree: Tree, max_model_len: int) -> Callable[..., Any]:
 
 @functools.cache
 def play(
-    tree: Tree,
+    tree: Template,
     rule: str,
     *,
     temperature: float = 1.0,
@@ -135,7 +161,7 @@ def play(
     draft: str = "other",
     max_model_len: int = FAR,
     few: bool = False,
-) -> tuple[np.ndarray, list[walk.Decision]]:
+) -> tuple[np.ndarray, list[Found]]:
     """Words of `LENGTH` tokens of all sequences, and the rounds.
 
     Args:
@@ -159,8 +185,8 @@ def play(
     return np.asarray(history)[:, :LENGTH], rounds
 
 
-def num_beside(tree: Tree, found: walk.Decision) -> np.ndarray:
-    return np.array(tree.depths)[found.row] - found.num_accepted
+def num_beside(found: Found) -> np.ndarray:
+    return found.depth - found.num_accepted
 
 
 def check_tree_law(rule: str, name: str) -> None:
@@ -168,7 +194,7 @@ def check_tree_law(rule: str, name: str) -> None:
     play.cache_clear()
     tree = TREES[name]
     words, rounds = play(tree, rule)
-    assert (num_beside(tree, rounds[0]) > 0).mean() > 0.05
+    assert (num_beside(rounds[0]) > 0).mean() > 0.05
     cell = words @ (VOCAB ** np.arange(LENGTH)[::-1])
     law = TARGET[0]
     for _ in range(LENGTH - 1):
@@ -191,7 +217,7 @@ def check_same_words(name: str, **changes: Any) -> None:
     words, rounds = play(tree, **settings)
     plain, _ = play(PLAIN, **settings)
     np.testing.assert_array_equal(words, plain)
-    beside = num_beside(tree, rounds[0])
+    beside = num_beside(rounds[0])
     assert (beside > 0).mean() > 0.02
     assert (beside >= 0).all()
 
@@ -212,27 +238,28 @@ def test_words_follow_the_law_of_the_target(rule: str, name: str):
     check_tree_law(rule, name)
 
 
-@pytest.mark.parametrize("name", ["many leaves", "branched"])
+@pytest.mark.parametrize("name", ["many leaves", "branched", "dynamic"])
 def test_words_are_those_of_plain_decoding(name: str):
     check_same_words(name)
 
 
-@pytest.mark.parametrize("name", ["branched", "aside"])
+@pytest.mark.parametrize("name", ["branched", "aside", "dynamic"])
 def test_greedy_words_are_those_of_plain_decoding(name: str):
     check_same_words(name, temperature=0.0, is_greedy=True)
 
 
-def check_few_levels() -> None:
+def check_few_levels(name: str = "branched") -> None:
     """Sequences want different numbers of levels, and get no more."""
-    check_same_words("branched", few=True)
-    _, rounds = play(BRANCHED, "coupled", few=True)
-    wanted = np.arange(SEQS) % (BRANCHED.num_levels + 1)
+    check_same_words(name, few=True)
+    _, rounds = play(TREES[name], "coupled", few=True)
+    wanted = np.arange(SEQS) % (TREES[name].num_levels + 1)
     for found in rounds:
-        assert (np.array(BRANCHED.depths)[found.row] <= wanted).all()
+        assert (found.depth <= wanted).all()
 
 
-def test_sequences_that_want_fewer_levels_get_no_more():
-    check_few_levels()
+@pytest.mark.parametrize("name", ["branched", "dynamic"])
+def test_sequences_that_want_fewer_levels_get_no_more(name: str):
+    check_few_levels(name)
 
 
 def check_last_slots() -> None:
@@ -263,4 +290,4 @@ def test_leaves_bring_more_than_the_spine_alone():
         chain = play(Tree.chain(3), rule)[1][0]
         leaves = play(MANY_LEAVES, rule)[1][0]
         np.testing.assert_array_equal(leaves.num_accepted, chain.num_accepted)
-        assert num_beside(MANY_LEAVES, leaves).mean() > 0.1
+        assert num_beside(leaves).mean() > 0.1

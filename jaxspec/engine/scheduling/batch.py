@@ -411,13 +411,13 @@ def _commit_rounds(
         launch.rows[is_counted], judged[is_counted], accepted[is_counted]
     )
     beside = np.zeros_like(accepted)
-    if result.tree_row is not None:
-        end = result.tree_row[:count]
-        kept = np.minimum(np.array(launch.shape.tree.depths)[end], emitted)
+    if result.num_kept is not None:
+        kept = np.minimum(result.num_kept[:count], emitted)
         beside = np.where(is_broken, 0, kept - accepted)
         costs.record_beside(accepted[is_counted], beside[is_counted])
+    if result.tree_row is not None:
         goes_on = is_counted & ~result.is_done[:count] & (drafts > 0)
-        stats.record_ends(drafts[goes_on], end[goes_on])
+        stats.record_ends(drafts[goes_on], result.tree_row[:count][goes_on])
     columns = zip(
         launch.decoding,
         is_there.tolist(),

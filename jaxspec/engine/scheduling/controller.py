@@ -131,11 +131,7 @@ class Controller:
         self.ladder = (0, configured) if configured else (0,)
         self.is_adaptive = bool(speculative and speculative.controller == ADAPTIVE)
         # A tree is fed whole: fewer of its levels bring less, and cost as much.
-        self._is_whole = (
-            speculative is not None
-            and speculative.speculative_token_tree is not None
-            and speculative.parents is not None
-        )
+        self._is_whole = speculative is not None and speculative.is_one_tree
         self.is_stopped = False
         self.num_drafts = configured
         self.gain: float | None = None

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from jaxspec.config import EngineConfig
 from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.program.plan import TILE, Features, StepShape
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree import Template, Tree, template_of
 
 # Prompt tokens per launch for which executables may be built, at most.
 MAX_CHUNK = 2048
@@ -77,8 +77,7 @@ class Shapes:
         programs: Programs | None = None,
     ):
         self._config, self._controller = config, controller
-        parents = config.speculative and config.speculative.parents
-        self._template = Tree(parents) if parents else None
+        self._template = template_of(config.speculative)
         self._programs = EveryProgram() if programs is None else programs
         most = INVARIANT_CHUNK if config.batch_invariant else MAX_CHUNK
         budget = min(config.max_num_batched_tokens, most)
@@ -160,7 +159,7 @@ class Shapes:
             and (shape.num_seqs > 1 or not (shape.chunk or form == GREEDY))
         }
 
-    def tree(self, num_drafts: int) -> Tree:
+    def tree(self, num_drafts: int) -> Template:
         """The tree whose rows are written in a round of so many drafts in a row.
 
         All of the engine's tree, however few levels are wanted: rows of the others may

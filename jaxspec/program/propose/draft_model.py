@@ -17,15 +17,17 @@ from jaxspec.config import EngineConfig, ModelConfig
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.network import Hidden, Network, build_network
 from jaxspec.models.params import Params
+from jaxspec.program.grown import GrownTree, RoundTree, continued
 from jaxspec.program.path import keep_path
 from jaxspec.program.plan import NO_TOKEN, TILE, PoolShape
-from jaxspec.program.propose.levels import Levels, finite_rows
+from jaxspec.program.propose.beam import Beam
+from jaxspec.program.propose.levels import Drafts, Levels, finite_rows
 from jaxspec.program.propose.proposal import Context, Model, Proposal, Seen
 from jaxspec.program.region import make_region
 from jaxspec.program.rows import Active
 from jaxspec.program.sampling import sample_draft
 from jaxspec.program.state import page_forms
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree import Template, Tree, template_of
 from jaxspec.sharding import DRAFT_MESH_AXES
 
 Pages = tuple[Array, ...]
@@ -42,8 +44,8 @@ class DraftModel(Model):
         """What an engine's configuration asks for."""
         assert config.speculative is not None
         assert config.draft_model_config is not None
-        parents = config.speculative.parents
-        kind = TreeModel if parents and Tree(parents).has_side_paths else cls
+        template = template_of(config.speculative)
+        kind = TreeModel if template and template.has_side_paths else cls
         return kind(
             config=config.draft_model_config, is_greedy=config.speculative.is_greedy
         )
@@ -118,20 +120,25 @@ class DraftModel(Model):
         model = self._model(params, context)
         seqs = active.row.shape[0]
 
-        def first(level: Array | int, drafts: Array, pages: Pages) -> tuple:
+        def first(level: Array | int, drafts: Drafts, pages: Pages) -> tuple:
             hidden, pages = model.hidden(_newest(active, pool), pages)
             newest = jax.tree.map(lambda part: part[1::2], hidden)
             return *_finite_logits(model, newest), pages
 
-        def following(level: Array | int, drafts: Array, pages: Pages) -> tuple:
+        def following(level: Array | int, drafts: Drafts, pages: Pages) -> tuple:
+            if isinstance(drafts, Beam):
+                fed, tokens = drafts.grown, drafts.tokens
+            else:
+                assert isinstance(tree, Tree)
+                fed, tokens = tree, drafts
             if not tree.has_side_paths:
-                batch = _next(drafts[:, level - 1], level, active, pool)
+                batch = _next(tokens[:, level - 1], level, active, pool)
                 hidden, pages = model.hidden(batch, pages)
                 return *_finite_logits(model, hidden), pages
-            hidden, pages = model.hidden(_whole(tree, drafts, active, pool), pages)
+            hidden, pages = model.hidden(_whole(fed, tokens, active, pool), pages)
             logits, is_broken = _finite_logits(model, _level(tree, level, hidden, seqs))
             # Of a level several rows may be continued, the spine's first.
-            return logits, is_broken[:: tree.branching.shape[1]], pages
+            return logits, is_broken[:: tree.width], pages
 
         levels = Levels(context, is_greedy=self.is_greedy, before=before)
         return levels.propose(first, following, state)
@@ -160,8 +167,11 @@ class TreeModel(DraftModel):
         """Move what belongs to drafts that stayed."""
         if seen.row is None:
             return state
-        active, pool = context.active, context.pool
-        return keep_path(self.config, state, context.tree, seen.row, active, pool)
+        active, pool, tree = context.active, context.pool, seen.tree
+        fed_as = tree.draft_rows if isinstance(tree, GrownTree) else None
+        return keep_path(
+            self.config, state, tree, seen.row, active, pool, fed_as=fed_as
+        )
 
 
 def _finite_logits(model: Network, hidden: Hidden) -> tuple[Array, Array]:
@@ -179,7 +189,7 @@ def _next(
 
 
 def _whole(
-    tree: Tree, drafts: Int[Array, "seq draft"], active: Active, pool: PoolShape
+    tree: RoundTree, drafts: Int[Array, "seq draft"], active: Active, pool: PoolShape
 ) -> TokenBatch:
     """The newest token and all drafts; no row attends to those not drawn yet."""
     tokens = jnp.concatenate([active.last_tokens[:, 1:], drafts], axis=1)
@@ -188,12 +198,12 @@ def _whole(
     return make_region(tokens, kv_len, active.page_table, is_written, pool, tree=tree)
 
 
-def _level(tree: Tree, step: Array | int, hidden: Hidden, seqs: int) -> Hidden:
+def _level(tree: Template, step: Array | int, hidden: Hidden, seqs: int) -> Hidden:
     """Of a pass over the tree: the rows that drafts of a level continue."""
-    rows = jnp.asarray(tree.branching)[step]
+    rows = continued(tree, step)
 
     def take(part: Array) -> Array:
-        nodes = part.reshape(seqs, tree.num_rows, *part.shape[1:])
+        nodes = part.reshape(seqs, tree.num_draft_rows, *part.shape[1:])
         return nodes[:, rows].reshape(-1, *part.shape[1:])
 
     return jax.tree.map(take, hidden)

@@ -43,8 +43,7 @@ class Medusa(LastRow):
 
         def following(level: Array | int, drafts: Array, kept: None) -> tuple:
             # Whatever is continued, it is by the same tokens.
-            width = 1 if tree.is_chain else tree.branching.shape[1]
-            every = jnp.repeat(logits_of(level)[:seqs], width, axis=0)
+            every = jnp.repeat(logits_of(level)[:seqs], tree.width, axis=0)
             return every, ~is_finite[:seqs], kept
 
         return first, following, None

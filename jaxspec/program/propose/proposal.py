@@ -14,9 +14,10 @@ from jaxspec.models.batch import TokenBatch
 from jaxspec.models.heads.config import HeadConfig
 from jaxspec.models.params import Params
 from jaxspec.program.controls import Adjust
+from jaxspec.program.grown import GrownTree, RoundTree
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.rows import Active
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree import Template
 
 # In place of a number of layers: after all of them, and the last norm.
 NORMALISED = -1
@@ -32,19 +33,21 @@ class Proposal(NamedTuple):
             each was certain: a point mass. Of a tree: one per level, for its spine.
         is_broken: Sequences of which a draft model made NaN or infinity, whose tokens
             do not count; None where there is no model.
+        grown: The tree, where it is the round's own; None where the program knows it.
     """
 
     tokens: Int[Array, "seq draft"]
     num_drafts: Int[Array, " seq"]
     probs: Float[Array, "seq _ vocab"] | None = None
     is_broken: Bool[Array, " seq"] | None = None
+    grown: GrownTree | None = None
 
     def first(self, count: int) -> "Proposal | None":
-        """The first drafts of every sequence; of none, no proposal."""
+        """The first drafts of every sequence, a chain; of none, no proposal."""
         if not count:
             return None
         probs = None if self.probs is None else self.probs[:, :count]
-        return self._replace(tokens=self.tokens[:, :count], probs=probs)
+        return self._replace(tokens=self.tokens[:, :count], probs=probs, grown=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +67,7 @@ class Context:
 
     active: Active
     token_pages: Int[Array, "page page_size"]
-    tree: Tree
+    tree: Template
     num_wanted: Int[Array, ""]
     pool: PoolShape
     prompts: TokenBatch | None
@@ -79,6 +82,7 @@ class Seen(NamedTuple):
     Attributes:
         nodes: By layer: of each sequence's newest token, then of its drafts.
         tiles: By layer: of prompt tokens; None in a launch without prompts.
+        tree: The drafts, as the target was fed them.
         num_accepted: Drafts of each sequence that stayed; what comes after them is of
             tokens that did not.
         row: The tree's, of the last of them; None in a chain.
@@ -91,6 +95,7 @@ class Seen(NamedTuple):
 
     nodes: tuple[Float[Array, "seq node model"], ...]
     tiles: tuple[Float[Array, "tile token model"], ...] | None
+    tree: RoundTree
     num_accepted: Int[Array, " seq"]
     row: Int[Array, " seq"] | None
     next_tokens: Int[Array, "seq node"]

@@ -1,5 +1,7 @@
 """K follows measured times and acceptance, and what it may lose is bounded."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -400,13 +402,14 @@ def test_a_text_that_changes_is_decoded_faster_than_with_any_one_k(length):
 TREE = "[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"
 
 
-def make_tree_controller(clock=lambda: 0.0) -> Controller:
-    speculative = SpeculativeConfig(
-        model="draft",
-        num_speculative_tokens=6,
-        speculative_token_tree=TREE,
-        controller=ADAPTIVE,
-    )
+TREES: list[dict[str, Any]] = [
+    {"num_speculative_tokens": 6, "speculative_token_tree": TREE},
+    {"num_speculative_tokens": 3, "dynamic_tree_top_k": 2},
+]
+
+
+def make_tree_controller(clock=lambda: 0.0, keys: Any = TREES[0]) -> Controller:
+    speculative = SpeculativeConfig(model="draft", controller=ADAPTIVE, **keys)
     return Controller(speculative, clock=clock)
 
 
@@ -426,9 +429,10 @@ def test_a_tree_is_drafted_whole_or_not_at_all(chance, best):
     assert k == best
 
 
-def test_a_tree_that_is_tried_is_tried_whole():
+@pytest.mark.parametrize("keys", TREES)
+def test_a_tree_that_is_tried_is_tried_whole(keys):
     now, seen = [0.0], set()
-    controller = make_tree_controller(lambda: now[0])
+    controller = make_tree_controller(lambda: now[0], keys)
     for _ in range(5 * LOOK_ROUNDS):
         now[0] += MIN_WAIT_S
         seen.add(

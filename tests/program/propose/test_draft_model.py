@@ -14,16 +14,17 @@ from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.plan import COUPLED, NO_TOKEN, STANDARD, TILE, PoolShape
-from jaxspec.program.propose import Context, Proposal, draft_model, levels
+from jaxspec.program.propose import Context, Proposal, Seen, draft_model, levels
 from jaxspec.program.region import make_region
 from jaxspec.program.rows import Active
-from jaxspec.program.tree import Tree
+from jaxspec.program.tree import DynamicTree, Template, Tree
 from jaxspec.token_tree import leaf_paths, parents_of
 from tests.engines import make_micro
 from tests.kernels import dense
 from tests.kernels.oracle import UNOPTIMISED
 from tests.laws import filtered_law
 from tests.oracles import PagedModel, hf_logits, load_ours, model_config
+from tests.program.propose.test_beam import paths_of, search
 from tests.rows import make_active
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -40,30 +41,39 @@ class Round(NamedTuple):
     tokens: np.ndarray  # that were known
     active: Active
     proposal: Proposal
+    config: ModelConfig
+    pool: PoolShape
+    params: Any
+    pages: Any
+
+
+def context_of(active: Active, tree: Template, pool: PoolShape) -> Context:
+    return Context(
+        active=active,
+        token_pages=jnp.zeros((1, 4), jnp.int32),
+        tree=tree,
+        num_wanted=jnp.int32(tree.num_levels),
+        pool=pool,
+        prompts=None,
+        backend=lambda axes: Backend(),
+        adjuster=lambda axes: None,
+    )
 
 
 @functools.cache
-def program_of(config: ModelConfig, pool: PoolShape, tree: Tree) -> Callable[..., Any]:
+def program_of(
+    config: ModelConfig, pool: PoolShape, tree: Template
+) -> Callable[..., Any]:
     """Drafts of a tree, whatever the rule, the text and its length are."""
 
     def run(params, pages, active):
-        context = Context(
-            active=active,
-            token_pages=jnp.zeros((1, 4), jnp.int32),
-            tree=tree,
-            num_wanted=jnp.int32(tree.num_levels),
-            pool=pool,
-            prompts=None,
-            backend=lambda axes: Backend(),
-            adjuster=lambda axes: None,
-        )
         proposer = draft_model.DraftModel(config=config)
-        return proposer.propose(params, pages, context, None)
+        return proposer.propose(params, pages, context_of(active, tree, pool), None)
 
     return jax.jit(run, compiler_options=UNOPTIMISED)
 
 
-def propose(tree: Tree, length: int, **fields: Any) -> Round:
+def propose(tree: Template, length: int, **fields: Any) -> Round:
     """Draft after a fully accepted round, when two tokens have no KV yet.
 
     Args:
@@ -89,14 +99,16 @@ def propose(tree: Tree, length: int, **fields: Any) -> Round:
     )
 
     run = program_of(paged.config, pool, tree)
-    proposal, _ = run(paged.params, paged.kv_pages, active)
+    proposal, pages = run(paged.params, paged.kv_pages, active)
     assert proposal.num_drafts.tolist() == [tree.num_levels]
-    return Round(reference, tokens, active, proposal)
+    return Round(
+        reference, tokens, active, proposal, paged.config, pool, paged.params, pages
+    )
 
 
 def check_self_draft(length: int = 13, temperature: float = 0.8) -> None:
     """A chain is the model's own text, and said to be drawn from its own law."""
-    reference, tokens, _, proposal = propose(
+    reference, tokens, _, proposal, *_ = propose(
         Tree.chain(DRAFTS), length, temperature=temperature, top_p=0.95
     )
     assert proposal.probs is not None
@@ -122,7 +134,7 @@ def check_tree_drafts(tree: Tree, length: int = 13, *, rule: int | None = None) 
     fields: dict[str, Any] = dict(temperature=0.0)
     if rule is not None:
         fields = dict(temperature=0.8, rule=rule, seed=np.array([[3, 9]], np.uint32))
-    reference, tokens, active, proposal = propose(tree, length, **fields)
+    reference, tokens, active, proposal, *_ = propose(tree, length, **fields)
     drafts = np.asarray(proposal.tokens[0])
     for row in sorted({parent + 1 for parent in tree.parents}):
         depth = tree.depths[row]
@@ -145,6 +157,94 @@ def check_tree_drafts(tree: Tree, length: int = 13, *, rule: int | None = None) 
             ranked.remove(said[0])
             ranked.insert(0, said[0])
         assert said == ranked[: len(said)], (row, way)
+
+
+DYNAMIC = DynamicTree(num_levels=3, top_k=3, num_nodes=16)
+
+
+def check_grown_drafts(length: int = 13, *, rule: int | None = None) -> None:
+    """A dynamic tree is that of a search, as HuggingFace ranks what may follow.
+
+    And so is the next round's, after a path that nobody expected: the keys and values
+    of its drafts are where those of a text would be.
+
+    Args:
+        rule: As for `check_tree_drafts`.
+    """
+    fields: dict[str, Any] = dict(temperature=0.0)
+    if rule is not None:
+        fields = dict(temperature=0.8, rule=rule, seed=np.array([[3, 9]], np.uint32))
+    first = propose(DYNAMIC, length, **fields)
+    paths = check_search(first, first.tokens, first.active, first.proposal)
+    grown = first.proposal.grown
+    assert grown is not None
+    # The deepest that has left the spine, and was continued.
+    spine, parents = DYNAMIC.num_levels, np.asarray(grown.row_parents[0])
+    beside = [row for row in range(spine, len(paths)) if parents[row - 1] > spine]
+    row = max(beside, key=lambda row: len(paths[row]))
+    assert len(paths[row]) == 3
+    tokens = np.append(first.tokens, [*paths[row], 5])
+    active = dataclasses.replace(
+        first.active,
+        num_tokens=jnp.array([len(tokens)], jnp.int32),
+        last_tokens=jnp.asarray(tokens[None, -2:], jnp.int32),
+    )
+    run = program_of(first.config, first.pool, DYNAMIC)
+    pages = draft_model.TreeModel(config=first.config).observe(
+        None,
+        first.pages,
+        context_of(first.active, DYNAMIC, first.pool),
+        Seen(
+            nodes=(),
+            tiles=None,
+            tree=grown,
+            num_accepted=grown.row_depths[:, row],
+            row=jnp.array([row]),
+            next_tokens=active.last_tokens,
+            next_tile_tokens=None,
+            first_row=None,
+        ),
+    )
+    proposal, _ = run(first.params, pages, active)
+    check_search(first, tokens, active, proposal)
+
+
+def check_search(
+    round_: Round, tokens: np.ndarray, active: Active, proposal: Proposal
+) -> list[tuple[int, ...]]:
+    """The tokens on the way to every row, if they are those of a search."""
+    assert proposal.grown is not None
+    drafts = np.asarray(proposal.tokens[0])
+    paths = paths_of(drafts, np.asarray(proposal.grown.row_parents[0]))
+
+    def law_after(path: tuple[int, ...]) -> np.ndarray:
+        known = np.append(tokens, np.array(path, int))
+        scores = hf_logits(round_.reference, known)[-1].astype(np.float64)
+        if (active.rule == COUPLED).all() and (active.temperature > 0).all():
+            place, size = active.num_tokens + len(path), len(scores)
+            noise = dense.exponential(active.seed, place, randomness.SAMPLE, size)
+            scores = scores / 0.8 - np.log(np.asarray(noise, np.float64)[0])
+        return scores - np.log(np.exp(scores).sum())
+
+    levels = DYNAMIC.num_levels
+    spine, beside = search(DYNAMIC, law_after, drafts[:levels].tolist(), levels)
+    assert paths[1 : 1 + levels] == spine
+    if proposal.probs is None or (active.rule == COUPLED).all():
+        assert spine == search(DYNAMIC, law_after, [-1] * levels, levels)[0]
+    assert set(paths[1 + levels :]) == beside
+    return paths
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_drafts_of_a_dynamic_tree_are_the_most_probable_texts(length):
+    """Over borders of pages and windows, in two rounds."""
+    check_grown_drafts(length)
+
+
+@pytest.mark.parametrize("rule", [STANDARD, COUPLED])
+def test_sampled_drafts_of_a_dynamic_tree_are_the_most_probable_texts(rule):
+    """Beside what is drawn; with the position's own noise where the target has it."""
+    check_grown_drafts(rule=rule)
 
 
 LEAVES = Tree(parents_of(leaf_paths(3, 2)))
