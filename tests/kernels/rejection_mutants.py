@@ -17,12 +17,13 @@ from jax.sharding import PartitionSpec as P
 from jaxspec_kernels.rejection_sampling import (
     BLOCK,
     STANDARD,
+    draw,
     gpu,
     passes,
     reference,
     tpu,
 )
-from jaxspec_kernels.rejection_sampling.passes import Kernels
+from jaxspec_kernels.rejection_sampling.reference import Kernels
 from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import (
     GREEDY,
@@ -49,7 +50,8 @@ def padded(one: Round) -> tuple:
 def by_reference(**settings: Any) -> Callable:
     """With the passes as they are now: defaults were bound when the code was read."""
     own = passes.statistics, passes.amounts, passes.race, passes.excess
-    return partial(reference.rejection_sampling, kernels=Kernels(*own), **settings)
+    kernels = Kernels(*own, probabilities=passes.probabilities, draw=draw.draw)
+    return partial(reference.rejection_sampling, kernels=kernels, **settings)
 
 
 IMPLEMENTATIONS: dict[str, Callable[[], Callable]] = {

@@ -16,8 +16,8 @@ from jaxspec_kernels.rejection_sampling import (
     Controls,
     rejection_sampling,
 )
-from jaxspec_kernels.rejection_sampling.passes import Kernels, Law, Slice
-from jaxspec_kernels.rejection_sampling.search import search
+from jaxspec_kernels.rejection_sampling.passes import Law, Slice
+from jaxspec_kernels.rejection_sampling.reference import Kernels
 from tests.enumeration import LARGEST_UNIFORM
 from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import GREEDY, make_round
@@ -211,7 +211,7 @@ def test_threshold_is_the_one_that_sorting_finds(dtype, counts, fan):
     wanted = share * weights.sum(axis=1)
     wanted = np.ceil(wanted) if counts else wanted
     is_searched = np.arange(rows) != 5
-    find = partial(search, whole(columns, 32), Kernels(fan=fan), counts=counts)
+    find = partial(Kernels(fan=fan).search, whole(columns, 32), counts=counts)
     found, amount = jax.jit(find, compiler_options=UNOPTIMISED)(
         logits,
         law,
@@ -242,7 +242,7 @@ def counted(*args, **more):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Slice, "read", read)
-        return rejection_sampling(*args, **more)
+        return rejection_sampling(*args, **more, implementation="reference")
 
 
 def count_tiles(one) -> int:

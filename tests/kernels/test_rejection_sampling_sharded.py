@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxspec_kernels.rejection_sampling import reference
-from jaxspec_kernels.rejection_sampling.passes import Kernels
+from jaxspec_kernels.rejection_sampling.reference import Kernels
 from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import (
     Round,

@@ -7,8 +7,9 @@ of the machine makes a library of them at the first use (some seconds), kept for
 ones. Where there is no compiler, XLA's own operations serve, and the log says so.
 
 They are described where they are used: `multiply` and `look_up` in
-`jaxspec_kernels.panel_matmul`, `attend` in `jaxspec_kernels.paged_attention`, and the
-halves of a layer in `jaxspec_kernels.decoder_blocks`.
+`jaxspec_kernels.panel_matmul`, `attend` in `jaxspec_kernels.paged_attention`, the
+halves of a layer in `jaxspec_kernels.decoder_blocks`, and passes over logits in
+`jaxspec_kernels.rejection_sampling`.
 """
 
 import ctypes
@@ -38,6 +39,13 @@ TARGETS = (
     "jaxspec_attend",
     "jaxspec_attention_block",
     "jaxspec_feed_forward_block",
+    "jaxspec_statistics",
+    "jaxspec_amounts",
+    "jaxspec_race",
+    "jaxspec_excess",
+    "jaxspec_search",
+    "jaxspec_draw",
+    "jaxspec_probabilities",
 )
 
 _FOLDER = Path(__file__).parent

@@ -26,7 +26,7 @@ __all__ = [
     "sample",
 ]
 
-_MODULES = {"reference": "reference", "cpu": "reference", "tpu": "tpu", "gpu": "gpu"}
+_MODULES = {"reference": "reference", "cpu": "cpu", "tpu": "tpu", "gpu": "gpu"}
 
 
 def rejection_sampling(

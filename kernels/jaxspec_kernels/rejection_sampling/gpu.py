@@ -23,11 +23,11 @@ from jaxspec_kernels.rejection_sampling import passes, reference
 from jaxspec_kernels.rejection_sampling.noise import exponential
 from jaxspec_kernels.rejection_sampling.passes import (
     Draft,
-    Kernels,
     Law,
     Slice,
     Statistics,
 )
+from jaxspec_kernels.rejection_sampling.reference import Kernels
 
 # 16 logits per thread, in loads of 16 bytes; 6 rows of 256,000 are 378 programs.
 TILE, NUM_WARPS = 4096, 8

@@ -401,14 +401,3 @@ def race(
     rows = logits.shape[0]
     start = jnp.zeros(rows, jnp.float32), jnp.full(rows, part.offset, jnp.int32)
     return part.walk(visit, start, logits)
-
-
-class Kernels(NamedTuple):
-    """Passes that an implementation makes in its own way, over one device's slice."""
-
-    statistics: Callable[..., Statistics] = statistics
-    amounts: Callable[..., Float[Array, "row tries"]] = amounts
-    race: Callable[..., tuple[Float[Array, " row"], Int[Array, " row"]]] = race
-    excess: Callable[..., Float[Array, "seq inner"]] = excess
-    # Parts of its range that a pass of the search tells apart. On CPU each costs a sum.
-    fan: int = 8

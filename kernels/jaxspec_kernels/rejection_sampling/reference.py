@@ -6,6 +6,7 @@ rule; then one over a single row of each sequence to draw. What no sequence asks
 not run. An implementation may bring its own `Kernels` for the passes over all rows.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxspec_kernels.rejection_sampling import passes
 from jaxspec_kernels.rejection_sampling.draw import draw
-from jaxspec_kernels.rejection_sampling.passes import Draft, Kernels, Law, Slice
+from jaxspec_kernels.rejection_sampling.passes import Draft, Law, Slice, Statistics
 from jaxspec_kernels.rejection_sampling.search import search
 
 STANDARD, BLOCK, COUPLED = 0, 1, 2
@@ -35,6 +36,33 @@ class Verdict(NamedTuple):
 
     num_accepted: Int[Array, " seq"]
     next_token: Int[Array, " seq"]
+
+
+class Kernels(NamedTuple):
+    """Passes that an implementation makes in its own way, over one device's slice.
+
+    Attributes:
+        fan: Parts of its range that a pass of the search tells apart. On CPU each costs
+            a sum.
+        find: Searches borders in its own way, without `amounts`; as `search` but for
+            its last two arguments.
+    """
+
+    statistics: Callable[..., Statistics] = passes.statistics
+    amounts: Callable[..., Float[Array, "row tries"]] = passes.amounts
+    race: Callable[..., tuple[Float[Array, " row"], Int[Array, " row"]]] = passes.race
+    excess: Callable[..., Float[Array, "seq inner"]] = passes.excess
+    fan: int = 8
+    probabilities: Callable[..., Float[Array, "row vocab"]] = passes.probabilities
+    draw: Callable[..., Int[Array, " seq"]] = draw
+    find: Callable[..., tuple[Float[Array, " row"], Float[Array, " row"]]] | None = None
+
+    @property
+    def search(
+        self,
+    ) -> Callable[..., tuple[Float[Array, " row"], Float[Array, " row"]]]:
+        """Finds the borders of top-k and top-p."""
+        return self.find or partial(search, amounts=self.amounts, fan=self.fan)
 
 
 def rejection_sampling(
@@ -134,7 +162,7 @@ def rejection_sampling(
         verdict = jax.tree.map(
             lambda left, right: jnp.where(is_drawn, left, right), drawn, chosen
         )
-        return verdict, passes.probabilities(part, logits, law) if has_probs else None
+        return verdict, kernels.probabilities(part, logits, law) if has_probs else None
 
     def without_sampling() -> tuple[Verdict, Array | None]:
         verdict = _by_choices(draft_tokens, best, num_draft, num_forced)
@@ -195,7 +223,7 @@ def _filter(
         )
         return law._replace(total=jnp.where(is_filtered, amount, law.total))
 
-    find = partial(search, part, kernels, logits)
+    find = partial(kernels.search, part, logits)
     wanted = controls.top_k.astype(jnp.float32)
     threshold, _ = find(law, wanted, is_searched=by_k, counts=True)
     law = narrowed(law, threshold, by_k)
@@ -263,7 +291,7 @@ def _by_chance(
     if num_forced is not None:
         # As if no more had been drafted: what follows is the target's own.
         num_accepted = num_draft = num_forced
-    token = draw(
+    token = kernels.draw(
         part,
         logits,
         law,

@@ -1,12 +1,13 @@
 """Finds the borders of top-k and top-p without sorting: a few passes of sums."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt32
 
-from jaxspec_kernels.rejection_sampling.passes import Kernels, Law, Slice, peak, weigh
+from jaxspec_kernels.rejection_sampling.passes import Law, Slice, peak, weigh
 
 # exp of less than this is 0 in float32, denormals included.
 UNDERFLOW = -104.0
@@ -24,13 +25,14 @@ class _Bracket(NamedTuple):
 
 def search(
     part: Slice,
-    kernels: Kernels,
     logits: Float[Array, "row vocab"],
     law: Law,
     wanted: Float[Array, " row"],
     *,
     is_searched: Bool[Array, " row"],
     counts: bool,
+    amounts: Callable[..., Float[Array, "row tries"]],
+    fan: int,
 ) -> tuple[Float[Array, " row"], Float[Array, " row"]]:
     """A logit such that what is at or above it is just enough, and how much that is.
 
@@ -43,6 +45,7 @@ def search(
 
     Args:
         wanted: Tokens, or weight as `weigh` has it.
+        amounts: Makes a pass: `passes.amounts`, or what does the same.
     """
     unused = 16 if logits.dtype == jnp.bfloat16 else 0
     room = jnp.full_like(law.total, UNDERFLOW)
@@ -51,7 +54,7 @@ def search(
         # leaves room for rounding.
         spare = (law.total - wanted) / (2 * part.whole)
         room = jnp.maximum(room, jnp.log(jnp.maximum(spare, 0.0)))
-    bracket = _widest(law, room, is_searched, unused, kernels.fan)
+    bracket = _widest(law, room, is_searched, unused, fan)
     if counts:  # how many have any weight is not known
         bracket = bracket._replace(amount=jnp.full_like(law.total, jnp.inf))
 
@@ -64,9 +67,8 @@ def search(
 
     def narrow(bracket: _Bracket) -> _Bracket:
         limits = _from_key(bracket.tries << unused)
-        amounts = kernels.amounts(part, logits, law, limits, counts=counts)
-        amounts = part.sum(amounts)
-        found = _narrowed(bracket, amounts, wanted)
+        own = amounts(part, logits, law, limits, counts=counts)
+        found = _narrowed(bracket, part.sum(own), wanted)
         # A row that is done stays as it is, whatever its neighbours go on with.
         goes_on = is_open(bracket)
         return jax.tree.map(

@@ -16,7 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec_kernels.rejection_sampling import passes, reference
-from jaxspec_kernels.rejection_sampling.passes import Kernels, Slice, Statistics
+from jaxspec_kernels.rejection_sampling.passes import Slice, Statistics
+from jaxspec_kernels.rejection_sampling.reference import Kernels
 
 # Two buffers of 32 rows of this many float32 columns are 4 MiB, a quarter of what v5e
 # gives a kernel.
