@@ -11,6 +11,7 @@ import pytest
 
 import jaxspec.engine.loader
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
+from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.llm import LLM
 from jaxspec.serve.app import make_app
 from jaxspec.serve.settings import ServerSettings
@@ -82,6 +83,7 @@ def test_what_must_call_calls_as_the_schema_says(monkeypatch: pytest.MonkeyPatch
         max_num_batched_tokens=64,
         dtype="float32",
     )
+    assert isinstance(llm.llm_engine, LLMEngine)
     engine = AsyncLLMEngine(llm.llm_engine)
 
     async def run() -> Any:

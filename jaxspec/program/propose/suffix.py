@@ -26,6 +26,7 @@ from jaxspec.program.propose.matches import (
     find_matches,
 )
 from jaxspec.program.propose.proposal import Context, Lookup, Proposal, Seen
+from jaxspec.program.tree import Tree
 from jaxspec.settings.speculation import MAX_DRAFT_TOKENS
 from jaxspec.sharding import replicated
 
@@ -89,6 +90,7 @@ class Suffix(Lookup):
         tree, matches = context.tree, self._matches(state, context)
         proposal = choose(matches, limits=self.limits, min_share=self.min_share)
         if not tree.is_chain:
+            assert isinstance(tree, Tree), "settings refuse dynamic ones"
             drafts = branch(matches, proposal.tokens, tree)
             proposal = proposal._replace(tokens=drafts)
         return proposal, state
