@@ -15,12 +15,21 @@ from pathlib import Path
 import jaxtyping
 import pytest
 
+from tests.programs import quick_flags
+
+# Bytecode is kept for the processes that tests start, and for the next run.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Read once, when jax starts, so they are set before its import. Eight devices let
 # sharded programs run on a CPU; a run on an accelerator names its own platform.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 DEVICE_FLAG = "--xla_force_host_platform_device_count"
 if DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_FLAG}=8"
+# Not for accelerators: their compilers know some of these flags as well.
+if os.environ["JAX_PLATFORMS"] == "cpu" and not os.environ.get("JAXSPEC_AOT"):
+    os.environ["XLA_FLAGS"] = quick_flags()
 
 # torch's threads wait for one another busily: with as many test processes as cores,
 # HuggingFace's tiny models took ten times as long on two threads as on one.

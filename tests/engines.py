@@ -24,6 +24,7 @@ from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
 from jaxspec.text.tokenizer import PlainTexts, Tokenizer
 from tests.defaults import DEFAULTS
 from tests.oracles import hf_tensors, make_hf_model, model_config
+from tests.programs import QUICK_COMPILER, USERS_COMPILER
 
 MICRO = dict(
     vocab_size=16,
@@ -39,18 +40,6 @@ MICRO = dict(
 
 # Share of a draft's later layers in its residual stream.
 DIMMED = 0.1
-
-# A test compiles more than it computes: a third of the time to compile, for programs
-# that are slower by as much. The long runs and what looks into programs go without.
-QUICK_COMPILER: dict[str, str | bool] = {
-    "xla_backend_optimization_level": "0",
-    "xla_cpu_use_fusion_emitters": False,
-    # Parts that are compiled at once take more together.
-    "xla_cpu_parallel_codegen_split_count": "1",
-}
-# For programs that are looked into: the instructions are those that users get, and only
-# the machine code made of them is not.
-READERS_COMPILER: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 
 # Of all tests, here and in the next run: what one has compiled, the others read.
 PROGRAMS = Path(__file__).parents[1] / ".pytest_cache" / "programs"
@@ -236,7 +225,9 @@ def make_engine(
     config = EngineConfig(**(DEFAULTS | values | SETTINGS | settings))
     kind = runner or (OneShapeRunner if has_one_shape else Runner)
     made = _make_runner(kind, config, target, draft, head and head[1])
-    if not is_optimized:
+    if is_optimized:
+        made.compiler_options = (made.compiler_options or {}) | USERS_COMPILER
+    else:
         made.compiler_options = QUICK_COMPILER
     # Every launch in its own program: what a test sees does not depend on the clock.
     made.compiles_beside = False

@@ -28,6 +28,7 @@ from jaxspec.program.region import join, make_region
 from jaxspec_checkpoints import bundled_target
 from jaxspec_kernels.bits import storage_dtype
 from tests.oracles import init_kv_pages
+from tests.programs import USERS_COMPILER
 
 NUM_LAYERS = 2
 # Longer than a block of keys and than the window, and no multiple of anything.
@@ -69,7 +70,7 @@ Part = tuple[Any, Any, Any, Any]
     jax.jit,
     static_argnums=0,
     donate_argnums=2,
-    compiler_options=compiler_options(),
+    compiler_options=(compiler_options() or {}) | USERS_COMPILER,
 )
 def run(config: ModelConfig, params: Any, pages: Any, parts: list[Part]) -> Any:
     """Logits of every row of a launch, and the pages."""

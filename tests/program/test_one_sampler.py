@@ -18,6 +18,7 @@ from jaxspec.program.plan import COUPLED
 from jaxspec.program.propose import Proposal
 from jaxspec.program.tree import Tree
 from jaxspec.program.verify import verify
+from tests.programs import USERS_COMPILER
 from tests.rows import make_active
 
 DRAFTS = 3
@@ -76,7 +77,7 @@ def put_on_borders(
             asked["min_p"][seq] = ranked[rank]
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=USERS_COMPILER)
 def play(active, logits):
     """Tokens of plain decoding, and the verdict on them as drafts."""
     seqs, width, vocab = logits.shape
