@@ -37,10 +37,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Programs that engines keep where nobody says where: with those of this checkout.
 KEPT = Path(__file__).parents[1] / ".pytest_cache"
+USERS_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 os.environ["XDG_CACHE_HOME"] = str(KEPT / "user")
 
-# Operations in C++, built once also for tests that have caches of their own.
-os.environ.setdefault("JAXSPEC_NATIVE", str(KEPT / "native"))
+# Operations in C++, as they were built when jaxspec was installed.
+os.environ.setdefault("JAXSPEC_NATIVE", str(USERS_CACHE / "jaxspec" / "native"))
 
 # Compilers for accelerators that are not here. They live in a folder of their own, and
 # the tests that compile with them, marked `aot`, run in processes of their own (see

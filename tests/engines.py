@@ -1,11 +1,13 @@
 """Whole engines over random HuggingFace models, small enough to compile in seconds."""
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import pytest
 import torch
 from jax.sharding import Mesh
 
@@ -13,6 +15,7 @@ from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import Runner, build_mesh
+from jaxspec.models import cpu
 from jaxspec.models.heads.config import HeadConfig
 from jaxspec.models.weights import load_params
 from jaxspec.outputs import RequestOutput
@@ -151,6 +154,12 @@ class QuickRunner(OneProgramRunner):
         self.compiles_beside = False
 
 
+class QuickGreedyRunner(QuickRunner):
+    """The same for greedy requests."""
+
+    is_greedy = True
+
+
 def make_engine(
     target: Any,
     draft: Any = None,
@@ -233,6 +242,15 @@ def make_engine(
     made.compiles_beside = False
     made.cache = ProgramCache(PROGRAMS)
     return _over(config, made)
+
+
+@contextlib.contextmanager
+def users_programs() -> Iterator[None]:
+    """What engines that are made meanwhile compile is what users get."""
+    options = cpu.COMPILER_OPTIONS | USERS_COMPILER
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "compiler_options", lambda: options)
+        yield
 
 
 def suffix_keys(changes: dict[str, Any]) -> dict[str, Any]:

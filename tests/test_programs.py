@@ -7,7 +7,10 @@ import sys
 from tests.programs import QUICK_COMPILER, USERS_COMPILER, flags_of, users_flags
 
 # Flags are read once in a process.
-CODE = "from jaxlib import xla_client as x; print(x.CompileOptions().SerializeAsString())"
+CODE = """
+from jaxlib import xla_client
+print(xla_client.CompileOptions().SerializeAsString())
+"""
 
 
 def options_with(flags: list[str]) -> str:

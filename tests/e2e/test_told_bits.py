@@ -18,15 +18,13 @@ from benchmarks.same_bits import (
     prompts,
     told,
 )
-from jaxspec.models import cpu
-from tests.programs import USERS_COMPILER
+from tests.engines import users_programs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_way_tells_the_same(dtype, monkeypatch):
-    options = cpu.COMPILER_OPTIONS | USERS_COMPILER
-    monkeypatch.setattr(cpu, "compiler_options", lambda: options)
+@users_programs()
+def test_every_way_tells_the_same(dtype):
     plain = make_llm(dtype=dtype)
     first = alone(plain)
     expected = told(first)

@@ -243,7 +243,9 @@ def logits(pieces: tuple[int, ...], *, has_panels: bool) -> np.ndarray:
 
 
 @pytest.mark.usefixtures("without_native")
-@pytest.mark.parametrize("pieces", [(40, 1, 6), (72,)])
+@pytest.mark.parametrize(
+    "pieces", [(40, 1, 6), pytest.param((72,), marks=pytest.mark.slow)]
+)
 def test_a_model_computes_the_same_bits(pieces):
     found, expected = (logits(pieces, has_panels=one) for one in (True, False))
     np.testing.assert_array_equal(found, expected)
