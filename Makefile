@@ -94,11 +94,13 @@ $(bin)/python:
 pip_install = set -o pipefail; $(bin)/python -m pip install -e "$(1)" \
   | awk '/^(Collecting|Processing)/ {print "  " $$2; fflush()}'
 
+build_native = echo "Building what CPUs run in C++ (once; some ten seconds)"; \
+  $(bin)/python -c 'from jaxspec_kernels import native; native.is_available()'
+
 $(installed): pyproject.toml | $(bin)/python
 	@echo "Installing jaxspec into $(VENV) (once; a few minutes)"
 	@$(call pip_install,.)
-	@echo "Building what CPUs run in C++ (once; some ten seconds)"
-	@$(bin)/python -c 'from jaxspec_kernels import native; native.is_available()'
+	@$(build_native)
 	@touch $@
 
 # Its own requirements hold TensorFlow, which the network in it does not use.
@@ -116,6 +118,7 @@ client_requirements := tests/serve/client_requirements.txt
 $(installed_test): pyproject.toml $(gemma) $(client_requirements) | $(bin)/python
 	@echo "Installing jaxspec and its test tools into $(VENV) (once; a few minutes)"
 	@$(call pip_install,.[test])
+	@$(build_native)
 	@$(bin)/python -m pip install -q --no-deps -r $(gemma) || \
 	  echo "  without google-deepmind's gemma: the tests that compare with it are skipped"
 	@rm -rf $(aot)

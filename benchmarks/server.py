@@ -21,6 +21,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.client import LONGEST_ANSWER_S, POLL_S, complete
+from jaxspec_kernels import native
 
 ROOT = Path(__file__).parents[1]
 LONGEST_START_S = 1800.0
@@ -94,8 +95,12 @@ def launched(
 
 
 def environment(checkout: Path, folder: Path | None = None) -> dict[str, str]:
-    """This process's, but for packages of one checkout, and nothing compiled before."""
+    """This process's, but for packages of one checkout, and nothing compiled before.
+
+    Operations in C++ are not: they are built when jaxspec is installed.
+    """
     own = dict(os.environ)
+    own.setdefault(native.VARIABLE, str(native.cache_folder()))
     # A cache that the user has set up would make every start a warm one.
     own.pop("JAX_COMPILATION_CACHE_DIR", None)
     parts = (checkout, checkout / "kernels", checkout / "checkpoints")
@@ -103,6 +108,14 @@ def environment(checkout: Path, folder: Path | None = None) -> dict[str, str]:
     if folder is not None:
         own["XDG_CACHE_HOME"] = str(folder / "cache")
     return own
+
+
+def install(checkout: Path) -> None:
+    """Have a checkout build what is built when it is installed, if it has that."""
+    code = "from jaxspec_kernels import native; native.is_available()"
+    words = [sys.executable, "-c", code]
+    own = environment(checkout)
+    subprocess.run(words, cwd=checkout, env=own, stderr=subprocess.DEVNULL, check=False)
 
 
 def is_ready(client: httpx.Client) -> bool:

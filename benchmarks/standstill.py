@@ -5,7 +5,7 @@
 The server is `python -m jaxspec.serve` of any checkout, with the bundled pair and its
 default flags (and those given), asked over HTTP only: so two states of the code can be
 compared.
-Sections, of which `--only` chooses:
+What is built when it is installed is built before. Sections, of which `--only` chooses:
 
 - `cold`: nothing is compiled; until the port is open, until /health is 200, until the
   first 16 tokens are answered, until nothing more compiles; programs and CPU-s.
@@ -47,6 +47,7 @@ from benchmarks.server import (
     cpu_s,
     end,
     environment,
+    install,
     launched,
     num_warming,
     read_totals,
@@ -344,6 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command, checkout = "python -m benchmarks.standstill", options.checkout
             record(result, options.json, command=command, checkout=checkout)
 
+    install(options.checkout)
     measure(options, flags, tell)
     print(table(result))
     print(json.dumps(result))

@@ -31,6 +31,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.programs import users_flags
+
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "batteries.json"
 # Where the Makefile installs compilers for TPU and GPU.
@@ -267,7 +269,11 @@ def is_due(battery: Battery) -> bool:
 
 def compilers_environment() -> dict[str, str]:
     """For a process of pytest that compiles for TPU and GPU."""
-    return os.environ | {"JAXSPEC_AOT": "1", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    return os.environ | {
+        "JAXSPEC_AOT": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "XLA_FLAGS": users_flags(),
+    }
 
 
 def run(battery: Battery, arguments: list[str]) -> int:

@@ -15,12 +15,21 @@ from pathlib import Path
 import jaxtyping
 import pytest
 
+from tests.programs import quick_flags
+
+# Bytecode is kept for the processes that tests start, and for the next run.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Read once, when jax starts, so they are set before its import. Eight devices let
 # sharded programs run on a CPU; a run on an accelerator names its own platform.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 DEVICE_FLAG = "--xla_force_host_platform_device_count"
 if DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_FLAG}=8"
+# Not for accelerators: their compilers know some of these flags as well.
+if os.environ["JAX_PLATFORMS"] == "cpu" and not os.environ.get("JAXSPEC_AOT"):
+    os.environ["XLA_FLAGS"] = quick_flags()
 
 # torch's threads wait for one another busily: with as many test processes as cores,
 # HuggingFace's tiny models took ten times as long on two threads as on one.
@@ -28,10 +37,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Programs that engines keep where nobody says where: with those of this checkout.
 KEPT = Path(__file__).parents[1] / ".pytest_cache"
+USERS_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 os.environ["XDG_CACHE_HOME"] = str(KEPT / "user")
 
-# Operations in C++, built once also for tests that have caches of their own.
-os.environ.setdefault("JAXSPEC_NATIVE", str(KEPT / "native"))
+# Operations in C++, as they were built when jaxspec was installed.
+os.environ.setdefault("JAXSPEC_NATIVE", str(USERS_CACHE / "jaxspec" / "native"))
 
 # Compilers for accelerators that are not here. They live in a folder of their own, and
 # the tests that compile with them, marked `aot`, run in processes of their own (see

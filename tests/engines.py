@@ -1,11 +1,13 @@
 """Whole engines over random HuggingFace models, small enough to compile in seconds."""
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import pytest
 import torch
 from jax.sharding import Mesh
 
@@ -13,6 +15,7 @@ from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import Runner, build_mesh
+from jaxspec.models import cpu
 from jaxspec.models.heads.config import HeadConfig
 from jaxspec.models.weights import load_params
 from jaxspec.outputs import RequestOutput
@@ -24,6 +27,7 @@ from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
 from jaxspec.text.tokenizer import PlainTexts, Tokenizer
 from tests.defaults import DEFAULTS
 from tests.oracles import hf_tensors, make_hf_model, model_config
+from tests.programs import QUICK_COMPILER, USERS_COMPILER
 
 MICRO = dict(
     vocab_size=16,
@@ -39,18 +43,6 @@ MICRO = dict(
 
 # Share of a draft's later layers in its residual stream.
 DIMMED = 0.1
-
-# A test compiles more than it computes: a third of the time to compile, for programs
-# that are slower by as much. The long runs and what looks into programs go without.
-QUICK_COMPILER: dict[str, str | bool] = {
-    "xla_backend_optimization_level": "0",
-    "xla_cpu_use_fusion_emitters": False,
-    # Parts that are compiled at once take more together.
-    "xla_cpu_parallel_codegen_split_count": "1",
-}
-# For programs that are looked into: the instructions are those that users get, and only
-# the machine code made of them is not.
-READERS_COMPILER: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
 
 # Of all tests, here and in the next run: what one has compiled, the others read.
 PROGRAMS = Path(__file__).parents[1] / ".pytest_cache" / "programs"
@@ -162,6 +154,12 @@ class QuickRunner(OneProgramRunner):
         self.compiles_beside = False
 
 
+class QuickGreedyRunner(QuickRunner):
+    """The same for greedy requests."""
+
+    is_greedy = True
+
+
 def make_engine(
     target: Any,
     draft: Any = None,
@@ -240,12 +238,23 @@ def make_engine(
     config = EngineConfig(**(DEFAULTS | values | SETTINGS | settings))
     kind = runner or (OneShapeRunner if has_one_shape else Runner)
     made = _make_runner(kind, config, target, draft, head and head[1])
-    if not is_optimized:
+    if is_optimized:
+        made.compiler_options = (made.compiler_options or {}) | USERS_COMPILER
+    else:
         made.compiler_options = QUICK_COMPILER
     # Every launch in its own program: what a test sees does not depend on the clock.
     made.compiles_beside = False
     made.cache = ProgramCache(PROGRAMS)
     return _over(config, made)
+
+
+@contextlib.contextmanager
+def users_programs() -> Iterator[None]:
+    """What engines that are made meanwhile compile is what users get."""
+    options = cpu.COMPILER_OPTIONS | USERS_COMPILER
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "compiler_options", lambda: options)
+        yield
 
 
 def suffix_keys(changes: dict[str, Any]) -> dict[str, Any]:

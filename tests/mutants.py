@@ -27,7 +27,7 @@ from tests.program.propose.test_suffix import check_chosen_suffixes
 from tests.program.test_controls import check_adjust
 from tests.program.test_path import check_moves
 from tests.program.test_region import check_tree_region
-from tests.program.test_rounds import play_round, test_joint_law_over_rounds
+from tests.program.test_rounds import SEQS, play_round, test_joint_law_over_rounds
 from tests.program.test_rows import check_forgotten_controls
 from tests.program.test_rows_append import check_append, check_truncate
 from tests.program.test_verify import BLOCK, COUPLED, STANDARD, check_mixed_batch
@@ -42,7 +42,7 @@ from tests.program.test_walk_laws import check_exact_law
 
 def check_rounds(rule: str) -> None:
     play_round.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
-    test_joint_law_over_rounds(rule)
+    test_joint_law_over_rounds(rule, SEQS)
 
 
 def check_controlled_law() -> None:

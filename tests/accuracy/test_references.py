@@ -28,8 +28,9 @@ from jaxspec_checkpoints.gemma2.published import (
 )
 from tests.accuracy import gemma_library, references
 from tests.e2e.pair import greedy_margin
-from tests.engines import QUICK_COMPILER, StubTokenizer
+from tests.engines import StubTokenizer
 from tests.oracles import PagedModel, hf_logits, load_ours, model_config
+from tests.programs import QUICK_COMPILER
 
 TOLERANCE = 1e-4
 # The window is 8: most queries of a local layer do not see the beginning.

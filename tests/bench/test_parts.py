@@ -16,7 +16,14 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.models.matrices import Matrix
 from jaxspec.program.tree import DynamicTree, Tree
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
-from tests.engines import generate, make_draft_of, make_engine, make_micro, tokens_of
+from tests.engines import (
+    OneProgramRunner,
+    generate,
+    make_draft_of,
+    make_engine,
+    make_micro,
+    tokens_of,
+)
 
 PROMPTS = [[2, 5, 6, 7], [2, 9, 4]]
 
@@ -41,7 +48,7 @@ def engine() -> LLMEngine:
         target,
         make_draft_of(target),
         num_draft_tokens=2,
-        has_one_shape=True,
+        runner=OneProgramRunner,
         max_num_seqs=2,
     )
 

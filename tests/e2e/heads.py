@@ -31,7 +31,8 @@ from jaxspec.sharding import make_mesh
 from jaxspec.train.methods import Eagle3Method, MedusaMethod, MlpSpeculatorMethod
 from jaxspec.train.target import Target
 from tests.e2e import pair
-from tests.engines import QUICK_COMPILER, make_engine
+from tests.engines import make_engine
+from tests.programs import QUICK_COMPILER
 
 VOCAB, HIDDEN = int(pair.SIZES["vocab_size"]), int(pair.SIZES["hidden_size"])
 NUM_DRAFT = 3

@@ -26,10 +26,18 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.runner import Runner
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.token_tree import MAX_NODES, read_paths
 from tests.e2e import pair
-from tests.engines import generate, make_engine, tokens_of, with_settings
+from tests.engines import (
+    OneGreedyProgramRunner,
+    OneShapeRunner,
+    generate,
+    make_engine,
+    tokens_of,
+    with_settings,
+)
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "lossless.json"
 LOOKUP = (3, 1)
@@ -82,6 +90,8 @@ class Cut:
 
     Attributes:
         alone: Of the prompts, those played at batch 1, where rounds are many.
+        has_one_program: For prompts, drafts and plain rounds, which are then slower:
+            where little is played, compiling takes longer.
     """
 
     num_prompts: int = 1000
@@ -92,6 +102,7 @@ class Cut:
     paths: tuple[str, ...] = PATHS
     alone: int = 1000
     is_optimized: bool = True
+    has_one_program: bool = False
     dtype: str = "float32"
 
     @property
@@ -101,6 +112,10 @@ class Cut:
     @property
     def pages_per_seq(self) -> int:
         return -(-self.max_model_len // PAGE_SIZE)
+
+    @property
+    def runner(self) -> type[Runner]:
+        return OneGreedyProgramRunner if self.has_one_program else OneShapeRunner
 
     def count(self, batch: int) -> int:
         """Prompts played at a batch size."""
@@ -164,7 +179,7 @@ def texts_of(cut: Cut, prompts: list[list[int]], params: SamplingParams) -> Text
         num_pages=32 * cut.pages_per_seq,
         max_model_len=cut.max_model_len,
         max_num_batched_tokens=512,
-        has_one_shape=True,
+        runner=cut.runner,
         is_optimized=cut.is_optimized,
         dtype=cut.dtype,
     )
@@ -191,7 +206,7 @@ def engine_for(cut: Cut, proposer: str, batch: int) -> LLMEngine:
         num_pages=cut.pages_per_seq * (batch + 8),
         max_model_len=cut.max_model_len,
         max_num_batched_tokens=128,
-        has_one_shape=True,
+        runner=cut.runner,
         is_optimized=cut.is_optimized,
         dtype=cut.dtype,
     )

@@ -87,7 +87,7 @@ def test_other_salts_begin_with_nothing(prompts):
         return [{"prompt_token_ids": one, "cache_salt": salt} for one in prompts]
 
     expected, first = rounds_of(engine, salted("a"), GREEDY)
-    for others in (salted("b"), salted("c"), prompts):
+    for others in (salted("b"), prompts):
         texts, again = rounds_of(engine, others, GREEDY)
         assert texts == expected
         # The table is shared: what one salt enters takes the place of another's. And

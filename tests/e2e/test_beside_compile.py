@@ -22,6 +22,7 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.serve.launcher import freeze_heap
+from tests.engines import users_programs
 
 PROMPT = {"prompt_token_ids": [2, *range(400, 430)]}
 STREAM, SPECIAL = "stream", "special"
@@ -36,16 +37,16 @@ MIN_SHARE_OF_CONTROL = 0.6
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
     """The bundled pair, with all that plain requests ask for."""
-    made = LLMEngine.from_engine_args(
-        EngineArgs(
-            model="jaxspec/tiny-gemma2",
-            speculative_model="jaxspec/tiny-gemma2-draft",
-            num_speculative_tokens=5,
-            max_num_seqs=2,
-            max_num_batched_tokens=128,
-            compilation_cache_dir=None,
-        )
+    args = EngineArgs(
+        model="jaxspec/tiny-gemma2",
+        speculative_model="jaxspec/tiny-gemma2-draft",
+        num_speculative_tokens=5,
+        max_num_seqs=2,
+        max_num_batched_tokens=128,
+        compilation_cache_dir=None,
     )
+    with users_programs():
+        made = LLMEngine.from_engine_args(args)
     num_compiles = None
     while made.runner.num_compiles != num_compiles:
         num_compiles = made.runner.num_compiles

@@ -15,7 +15,7 @@ from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.llm import LLM
 from jaxspec.serve.app import make_app
 from jaxspec.serve.settings import ServerSettings
-from tests.engines import QuickRunner
+from tests.engines import QuickGreedyRunner
 from tests.serve.answers.test_responses import client_of
 
 CITY = {
@@ -72,7 +72,7 @@ async def ask(client: openai.AsyncOpenAI) -> list[tuple[Any, Any]]:
 
 
 def test_what_must_call_calls_as_the_schema_says(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(jaxspec.engine.loader, "Runner", QuickRunner)
+    monkeypatch.setattr(jaxspec.engine.loader, "Runner", QuickGreedyRunner)
     llm = LLM(
         "jaxspec/tiny-gemma2",
         speculative_model="jaxspec/tiny-gemma2-draft",
@@ -81,6 +81,7 @@ def test_what_must_call_calls_as_the_schema_says(monkeypatch: pytest.MonkeyPatch
         max_model_len=1024,
         max_num_seqs=4,
         max_num_batched_tokens=64,
+        max_logprobs=1,
         dtype="float32",
     )
     assert isinstance(llm.llm_engine, LLMEngine)

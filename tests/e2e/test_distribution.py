@@ -15,6 +15,8 @@ import torch
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.engines import (
+    OneProgramRunner,
+    OneShapeRunner,
     generate,
     make_draft_of,
     make_engine,
@@ -54,7 +56,8 @@ def make_law_engine(target: Any, *, is_optimized: bool = False) -> LLMEngine:
         max_num_batched_tokens=512,  # of the rows a third ends in a round
         num_pages=1024,
         max_model_len=32,
-        has_one_shape=True,
+        # Nearly every round has prompts.
+        runner=OneShapeRunner if is_optimized else OneProgramRunner,
         is_optimized=is_optimized,
     )
 

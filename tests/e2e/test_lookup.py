@@ -19,6 +19,8 @@ from tests.e2e.test_distribution import LENGTH as LAW_LENGTH
 from tests.e2e.test_distribution import VOCAB, check_law, laws_of, levels_after, sample
 from tests.e2e.test_seeded import CONTROLS
 from tests.engines import (
+    OneProgramRunner,
+    OneShapeRunner,
     generate,
     make_draft_of,
     make_engine,
@@ -60,7 +62,8 @@ def make_lookup_engine(
         num_draft_tokens=NUM_SUFFIX if alone else pair.NUM_DRAFT,
         lookup=None if is_suffix else LOOKUP,
         suffix={"max_tree_depth": 2 * NUM_SUFFIX} if is_suffix else None,
-        has_one_shape=True,
+        # A draft model beside it must keep up with programs that do not run it.
+        runner=OneProgramRunner if draft is None else OneShapeRunner,
         **pair.SETTINGS,
     )
 

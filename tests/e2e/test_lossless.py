@@ -14,6 +14,7 @@ SHORT = Cut(
     drafts=(3,),
     batches=(8,),
     is_optimized=False,
+    has_one_program=True,
 )
 # Forms of a round for no drafts, few and many, and all that may happen to a request.
 SUFFIX = replace(SHORT, num_prompts=32, proposers=("suffix",), drafts=(16,))

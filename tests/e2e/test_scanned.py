@@ -24,7 +24,6 @@ from tests.checkpoints.models import write_tiny
 from tests.e2e import pair
 from tests.e2e.test_several_rounds import at_most
 from tests.engines import (
-    READERS_COMPILER,
     OneGreedyProgramRunner,
     OneProgramRunner,
     OneShapeRunner,
@@ -35,6 +34,7 @@ from tests.engines import (
 )
 from tests.oracles import make_hf_model
 from tests.program.test_step import SHARDED, materialized, num_bytes, num_parameters
+from tests.programs import READERS_COMPILER
 
 NUM_DRAFT = 3
 NUM_ROUNDS = 4  # of a launch

@@ -18,10 +18,12 @@ from benchmarks.same_bits import (
     prompts,
     told,
 )
+from tests.engines import users_programs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@users_programs()
 def test_every_way_tells_the_same(dtype):
     plain = make_llm(dtype=dtype)
     first = alone(plain)

@@ -22,10 +22,9 @@ from tests.enumeration import LARGEST_UNIFORM
 from tests.kernels.oracle import UNOPTIMISED
 from tests.kernels.rejection_rounds import GREEDY, make_round
 from tests.kernels.test_rejection_sampling import RULES, plain_controls, run, tiled
+from tests.programs import READERS_COMPILER
 
 INF = np.inf
-# The buffers are those that users get; only the machine code is made in less time.
-READERS_COMPILER: dict[str, Any] = {"xla_backend_optimization_level": 0}
 decide = jax.jit(
     rejection_sampling, static_argnames=("vocab_size",), compiler_options=UNOPTIMISED
 )

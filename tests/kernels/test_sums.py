@@ -10,6 +10,7 @@ import pytest
 
 from jaxspec.models.cpu import compiler_options
 from jaxspec_kernels.sums import row_sums
+from tests.programs import USERS_COMPILER
 
 
 def weights(rows: jax.Array) -> jax.Array:
@@ -30,7 +31,7 @@ EXAMPLES = list(zip(MAKERS, SIZES, strict=True))
 )
 def test_sums_of_rows_do_not_depend_on_their_number(make, size):
     rows = np.random.default_rng(size).normal(size=(2048, size)).astype(np.float32)
-    options = compiler_options()
+    options = (compiler_options() or {}) | USERS_COMPILER
     sums: Any = jax.jit(lambda rows: row_sums(make(rows)), compiler_options=options)
     alone = np.concatenate([sums(rows[i : i + 1]) for i in range(129)])
     expected = np.asarray(make(jnp.asarray(rows[:129])), np.float64).sum(axis=1)

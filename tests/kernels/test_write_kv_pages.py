@@ -12,6 +12,7 @@ from jaxtyping import config
 
 from jaxspec_kernels import write_kv_pages
 from jaxspec_kernels.write_kv_pages.cases import CASES, Case
+from tests.programs import READERS_COMPILER
 
 STORAGE = {"float32": np.float32, "bfloat16": jnp.bfloat16, "uint16": np.uint16}
 
@@ -100,7 +101,7 @@ def test_donated_pages_are_written_in_place(tokens, storage):
     pages = jnp.asarray(stored(given.pop("kv_pages"), storage))
     rows = {name: jnp.asarray(value) for name, value in given.items()}
     donating = partial(jax.jit, donate_argnums=0)(write_kv_pages)
-    compiled = donating.lower(pages, **rows).compile()
+    compiled = donating.lower(pages, **rows).compile(READERS_COMPILER)
     program = compiled.as_text() or ""
     copies = [line for line in program.splitlines() if " copy(" in line]
     assert not [line for line in copies if "[64,16,4,64]" in line]

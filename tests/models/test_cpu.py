@@ -29,6 +29,7 @@ from jaxspec.models.weights import choose_forms, random_params
 from jaxspec.sharding import make_mesh, replicated
 from jaxspec_kernels import native
 from tests.oracles import TINY, PagedModel
+from tests.programs import READERS_COMPILER, USERS_COMPILER
 
 MATRIX = jax.random.normal(jax.random.key(1), (192, 40))
 CONFIG = config_from_hf(
@@ -84,7 +85,9 @@ def test_every_form_is_the_matrix(form):
 def test_products_are_those_of_the_matrix_bit_for_bit(rows, shape):
     matrix = jax.random.normal(jax.random.key(2), shape)
     inputs = jax.random.normal(jax.random.key(rows), (rows, shape[1]))
-    multiply: Any = jax.jit(lambda inputs, matrix: matrix.multiply(inputs))
+    multiply: Any = jax.jit(
+        lambda inputs, matrix: matrix.multiply(inputs), compiler_options=USERS_COMPILER
+    )
     found = multiply(inputs, panelled(matrix))
     np.testing.assert_array_equal(found, multiply(inputs, DenseMatrix(matrix)))
     few = multiply(inputs[-MIN_ROWS:], panelled(matrix))
@@ -97,7 +100,7 @@ def read_by(rows: int, outputs: int, features: int = 384) -> set[str]:
     forms = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     inputs = jax.ShapeDtypeStruct((rows, features), jnp.float32)
     multiply: Any = jax.jit(lambda inputs, matrix: matrix.multiply(inputs))
-    compiled = multiply.lower(inputs, PanelMatrix(*forms)).compile()
+    compiled = multiply.lower(inputs, PanelMatrix(*forms)).compile(READERS_COMPILER)
     memory: Any = compiled.memory_analysis()
     assert memory.temp_size_in_bytes <= 1.5 * cpu.MAX_COPIED_BYTES
     read = set()
@@ -210,7 +213,8 @@ def bytes_to_look_up(form: type[DenseMatrix]) -> int:
         return jax.lax.scan(body, zeros, jnp.arange(8, dtype=jnp.int32))[0]
 
     tokens = jax.ShapeDtypeStruct((4,), jnp.int32)
-    memory: Any = jax.jit(look_up).lower(form(table), tokens).compile()
+    lowered = jax.jit(look_up).lower(form(table), tokens)
+    memory: Any = lowered.compile(READERS_COMPILER)
     return memory.memory_analysis().temp_size_in_bytes
 
 
@@ -231,7 +235,7 @@ def logits(pieces: tuple[int, ...], *, has_panels: bool) -> np.ndarray:
             params,
             is_leaf=lambda leaf: isinstance(leaf, PanelMatrix),
         )
-    model = PagedModel(CONFIG, params)
+    model = PagedModel(CONFIG, params, compiler_options=USERS_COMPILER)
     tokens = np.random.default_rng(5).integers(0, CONFIG.vocab_size, sum(pieces))
     return np.concatenate(
         [model.feed(piece) for piece in np.split(tokens, np.cumsum(pieces)[:-1])]
@@ -239,7 +243,9 @@ def logits(pieces: tuple[int, ...], *, has_panels: bool) -> np.ndarray:
 
 
 @pytest.mark.usefixtures("without_native")
-@pytest.mark.parametrize("pieces", [(40, 1, 6), (72,)])
+@pytest.mark.parametrize(
+    "pieces", [(40, 1, 6), pytest.param((72,), marks=pytest.mark.slow)]
+)
 def test_a_model_computes_the_same_bits(pieces):
     found, expected = (logits(pieces, has_panels=one) for one in (True, False))
     np.testing.assert_array_equal(found, expected)

@@ -20,7 +20,7 @@ from jaxspec.models.families import (
 from jaxspec.models.network import functions_of
 from jaxspec_checkpoints import Sizes
 from jaxspec_checkpoints.gemma2.published import published_config
-from tests.engines import QuickRunner
+from tests.engines import QuickGreedyRunner
 from tests.models import llama
 
 SIZES: dict[str, Any] = dict(
@@ -73,7 +73,7 @@ def test_a_second_family_writes_what_huggingface_does(
     tmp_path, monkeypatch, scan_layers
 ):
     """From the folder, with drafts of its own kind, target and draft of one family."""
-    monkeypatch.setattr(loader, "Runner", QuickRunner)
+    monkeypatch.setattr(loader, "Runner", QuickGreedyRunner)
     reference = write_llama(tmp_path / "target", num_layers=2)
     write_llama(tmp_path / "draft", num_layers=1)
     prompts = [[2, 17, 40], [2, 9, 3, 88, 61, 5]]

@@ -24,7 +24,6 @@ from jaxspec.models.weights import (
     random_params,
 )
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
-from tests.engines import QUICK_COMPILER
 from tests.oracles import (
     PagedModel,
     hf_logits,
@@ -34,6 +33,7 @@ from tests.oracles import (
     make_hf_model,
     model_config,
 )
+from tests.programs import QUICK_COMPILER
 
 PROMPT = np.random.default_rng(1).integers(0, 96, 50)
 # Two pairs of layers, the last of which is no copy of the first. Sizes that divide into

@@ -179,11 +179,14 @@ def lower_pair(
 
 
 def compile_pair(
-    name: str, *, layers: tuple[int | None, int | None] = (None, None)
+    name: str,
+    shape: StepShape = SHAPE,
+    *,
+    layers: tuple[int | None, int | None] = (None, None),
 ) -> tuple[Report, str]:
     """Compile 9B with a 2B draft, K = 4, 8 sequences; the report and the program."""
     start = time.monotonic()
-    lowered, params, state = lower_pair(name, layers=layers)
+    lowered, params, state = lower_pair(name, shape, layers=layers)
     with aot_tpu.no_compilation_cache():
         compiled: Any = lowered.compile()
     elapsed = time.monotonic() - start

@@ -10,13 +10,13 @@ from jaxspec.program.step import FEW
 from jaxspec.sampling_params import SamplingParams
 from tests.e2e import pair
 from tests.engines import (
-    READERS_COMPILER,
     OneProgramRunner,
     generate,
     make_engine,
     tokens_of,
 )
 from tests.program.test_step import check_program
+from tests.programs import READERS_COMPILER
 
 LOOKUP = (5, 5)
 GREEDY = Features(is_greedy=True)

@@ -20,7 +20,6 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec_kernels import write_kv_pages
 from tests.e2e import pair
 from tests.engines import (
-    READERS_COMPILER,
     OneGreedyProgramRunner,
     generate,
     make_engine,
@@ -28,6 +27,7 @@ from tests.engines import (
     with_draft,
 )
 from tests.oracles import make_hf_model
+from tests.programs import READERS_COMPILER, USERS_COMPILER
 
 PAGE_SHAPES = {
     (pair.SETTINGS["num_pages"], pair.SETTINGS["page_size"], 2, 8),
@@ -170,7 +170,7 @@ def users_engine(dtype: str) -> LLMEngine:
 @pytest.mark.slow
 def test_users_get_the_instructions_that_are_looked_into():
     texts = []
-    for options in (READERS_COMPILER, None):
+    for options in (READERS_COMPILER, USERS_COMPILER):
         runner: Any = users_engine.__wrapped__("float32").runner
         runner.compiler_options = options
         text = runner.executable(SHAPES[-2]).as_text()
@@ -254,7 +254,7 @@ def test_the_check_finds_a_copy():
 
     def program(**options: Any) -> str:
         written = jax.jit(write_kv_pages, **options).lower(pages, rows, rows, slots)
-        return str(written.compile().as_text())
+        return str(written.compile(READERS_COMPILER).as_text())
 
     assert materialized(program(donate_argnums=0), PAGE_SHAPES) == []
     (copy,) = materialized(program(), PAGE_SHAPES)

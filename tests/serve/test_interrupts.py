@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec.console.ending import INTERRUPTED
+from tests.programs import users_flags
 
 ROOT = Path(__file__).parents[2]
 # Some seconds on two cores, and as others may use them too.
@@ -44,6 +45,7 @@ class Program:
             for name, value in os.environ.items()
             if not name.startswith("JAX_COMPILATION")
         }
+        environment["XLA_FLAGS"] = users_flags()
         with self._log.open("w") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", RUN, *arguments, *cached],

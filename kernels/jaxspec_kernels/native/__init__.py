@@ -71,7 +71,7 @@ def is_available() -> bool:
 def _is_registered(given: str) -> bool:
     """Have XLA know the operations; False, and a line in the log, where that fails."""
     try:
-        library = _load(_cache_folder(given))
+        library = _load(cache_folder(given))
         for name in TARGETS:
             capsule = jax.ffi.pycapsule(getattr(library, name))
             jax.ffi.register_ffi_target(name, capsule, platform="cpu")
@@ -190,7 +190,8 @@ def _processor() -> str:
     )
 
 
-def _cache_folder(given: str) -> Path:
+def cache_folder(given: str = ON) -> Path:
+    """Where libraries are kept, as `JAXSPEC_NATIVE` says or by default."""
     if given.lower() != ON:
         return Path(given).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

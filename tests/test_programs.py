@@ -1,0 +1,37 @@
+"""What tests ask XLA for in the users' name is what users get."""
+
+import os
+import subprocess
+import sys
+
+from tests.programs import QUICK_COMPILER, USERS_COMPILER, flags_of, users_flags
+
+# Flags are read once in a process.
+CODE = """
+from jaxlib import xla_client
+print(xla_client.CompileOptions().SerializeAsString())
+"""
+
+
+def options_with(flags: list[str]) -> str:
+    """What XLA is asked for in a process with these flags."""
+    words = [sys.executable, "-c", CODE]
+    environment = os.environ | {"XLA_FLAGS": " ".join(flags)}
+    done = subprocess.run(
+        words, env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_users_options_are_xlas_defaults():
+    assert USERS_COMPILER.keys() == QUICK_COMPILER.keys()
+    defaults = options_with([])
+    assert options_with(flags_of(USERS_COMPILER)) == defaults
+    assert options_with(flags_of(QUICK_COMPILER)) != defaults
+
+
+def test_users_flags_are_those_that_the_tests_did_not_add(monkeypatch):
+    given = ["--xla_cpu_use_fusion_emitters=true", "--xla_dump_to=here"]
+    flags = [given[0], *flags_of(QUICK_COMPILER), given[1]]
+    monkeypatch.setenv("XLA_FLAGS", " ".join(flags))
+    assert users_flags().split() == given
