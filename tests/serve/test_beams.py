@@ -140,7 +140,7 @@ def test_what_goes_with_it():
         ({"repetition_penalty": 1.5}, "repetition_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"min_tokens": 1}, "min_tokens"),
-        ({"guided_regex": "a"}, "structured_outputs"),
+        ({"guided_regex": "a"}, "guided_regex"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"return_token_origins": True}, "return_token_origins"),
         ({"length_penalty": "x"}, "length_penalty"),

@@ -157,7 +157,7 @@ def test_curl():
 @needs_clients
 def test_many_streams_of_a_load_generator():
     words: list[Any] = [CLIENTS / "locust", "-f", HERE / "locust_streams.py"]
-    words += ["--headless", "-u", NUM_STREAMS, "-r", NUM_STREAMS, "-t", "8s"]
+    words += ["--headless", "-u", NUM_STREAMS, "-r", NUM_STREAMS, "-t", "12s"]
     words += ["--stop-timeout", "20s", "--json", "--loglevel", "ERROR"]
     with site_of(ENGINE) as site:
         # Slow enough that streams wait for it, and not for this machine.
