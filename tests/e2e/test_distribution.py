@@ -6,6 +6,7 @@ and several rounds each; counts against probabilities from HuggingFace's float32
 
 import copy
 import functools
+import inspect
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ CONTROLS: list[dict[str, Any]] = [
 ]
 FEWER = CONTROLS[:2]
 RULES = ("standard", "block", "seeded")
+# HuggingFace's name for keys and values, which is another since transformers 5.24.
+OLD_CACHE, NEW_CACHE = "past_key_values", "cache"
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
@@ -88,10 +91,13 @@ def levels_after(
     target: Any, prompt: list[int], length: int = LENGTH
 ) -> list[np.ndarray]:
     """Level l: logits after every continuation of l tokens, `[vocab^l, vocab]`."""
+    known = inspect.signature(target.forward).parameters
+    cache_name = NEW_CACHE if NEW_CACHE in known else OLD_CACHE
     levels = []
     with torch.no_grad():
         # All but the prompt's last token is run once.
-        start = target(torch.tensor([prompt[:-1]]), use_cache=True).past_key_values
+        first = target(torch.tensor([prompt[:-1]]), use_cache=True)
+        start = getattr(first, cache_name)
         for level in range(length):
             every = np.indices((VOCAB,) * level).reshape(level, VOCAB**level).T
             lasts = np.full((len(every), 1), prompt[-1])
@@ -100,7 +106,7 @@ def levels_after(
             for part in tokens.split(8192):
                 cache = copy.deepcopy(start)
                 cache.batch_repeat_interleave(len(part))
-                after = target(part, past_key_values=cache, logits_to_keep=1)
+                after = target(part, **{cache_name: cache}, logits_to_keep=1)
                 parts.append(after.logits[:, -1].numpy())
             levels.append(np.concatenate(parts))
     return levels

@@ -102,7 +102,11 @@ struct Paired {
   }
 };
 #else
-typedef Widened Paired;
+struct Paired : Widened {
+  static void pack(const float* row, Input* to) {
+    *to = {{widen(narrow(row[0])), widen(narrow(row[1]))}};
+  }
+};
 #endif
 
 // Outputs of `Rows` rows from `Panels` panels; `inputs` are [step, row].
