@@ -4,6 +4,7 @@ Every message says what was given, what is allowed and, where there is one, the 
 Knows nothing about which arguments exist.
 """
 
+import difflib
 import math
 import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -64,6 +65,12 @@ def named_in(place: str) -> Iterator[None]:
         raise type(error)(
             f"{place}: {error}", parameter=error.parameter, value=error.value
         ) from error
+
+
+def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """What helps whoever gave an unknown name: one that is like it, or `otherwise`."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {close[0]}?" if close else otherwise
 
 
 def wrong_argument(

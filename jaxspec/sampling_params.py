@@ -6,7 +6,6 @@ nothing about models; what an engine allows is passed to `validate_for`.
 
 import copy
 import dataclasses
-import difflib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from jaxspec.errors import (
     check_strings,
     check_token_id,
     check_token_ids,
+    nearest,
     wrong_argument,
 )
 from jaxspec.settings.structured_outputs import (
@@ -153,10 +153,7 @@ class SamplingParams:
         """Refuse unknown names with the reason, before the fields are set."""
         known = {item.name for item in dataclasses.fields(cls)}
         for name in given.keys() - known:
-            hint = _REPLACED.get(name)
-            if hint is None:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]}?" if close else "see SamplingParams."
+            hint = _REPLACED.get(name) or nearest(name, known, "see SamplingParams.")
             raise RequestError(
                 f"SamplingParams has no {name} (given {given[name]!r}): {hint}",
                 parameter=name,

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-OURS = "jaxspec"
 # Why others are ahead, by "peer" or "peer mode"; written by whoever finds it out.
 WHY = HERE / "behind.json"
 NOT_MEASURED = "Not measured yet: run `python -m benchmarks.peers` on a quiet machine."

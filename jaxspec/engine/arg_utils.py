@@ -5,7 +5,6 @@ Knows nothing about devices: sizes that depend on them are those of a CPU here, 
 """
 
 import argparse
-import difflib
 import math
 import os
 import typing
@@ -31,6 +30,7 @@ from jaxspec.errors import (
     check_choice,
     check_flag,
     check_integer,
+    nearest,
     wrong_argument,
 )
 from jaxspec.models.families import config_from_folder, family_of
@@ -225,8 +225,7 @@ class EngineArgs:
         """Refuse an unknown name with the nearest known one."""
         known = [item.name for item in fields(cls)]
         for name in sorted(given.keys() - set(known)):
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"see {cls.__name__}."
+            hint = nearest(name, known, f"see {cls.__name__}.")
             raise ConfigError(
                 f"There is no engine argument {name} (given {given[name]!r}): {hint}",
                 parameter=name,

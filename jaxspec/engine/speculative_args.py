@@ -5,13 +5,12 @@ may be mixed as long as they do not contradict each other. Knows nothing about f
 and models: `jaxspec.engine.arg_utils` looks at those.
 """
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from jaxspec.errors import ConfigError, UnsupportedError, wrong_argument
+from jaxspec.errors import ConfigError, UnsupportedError, nearest, wrong_argument
 from jaxspec.settings.speculation import (
     ALLOWED_METHODS,
     DEFAULT_PROMPT_LOOKUP,
@@ -157,8 +156,7 @@ def _normalised_keys(config: object) -> dict[str, Any]:
         elif key in known:
             hint = ""
         else:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known: {known}."
+            hint = nearest(key, known, f"known: {known}.")
         if hint:
             raise ConfigError(
                 f"speculative_config has no key {spelled!r} (given {value!r}): {hint}",

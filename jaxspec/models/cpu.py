@@ -4,8 +4,8 @@ Matrices as operations in C++ read them, and those operations; and, where they a
 available, what XLA:CPU needs. Each has its reason and the test that fails without it.
 Elsewhere for want of a better place: the sums of norms, `jaxspec_kernels.sums`
 (`tests/models/test_same_bits.py`), and pages of bf16 as uint16, `jaxspec_kernels.bits`
-(`tests/program/test_step.py`). And proposers find the
-largest by maxima: XLA:CPU's argmax and top_k are many times slower.
+(`tests/program/test_step.py`), and the largest by two maxima, not by argmax,
+`passes.lowest` (`tests/models/test_cpu.py`).
 """
 
 import functools
@@ -104,10 +104,13 @@ def with_pads(
     function: Callable[[Array], Array], rows: Float[Array, "row features"]
 ) -> Float[Array, "row out"]:
     """`function` of `MIN_ROWS` rows at least, without what it makes of pads."""
-    count = rows.shape[0]
-    if count >= MIN_ROWS:
-        return function(rows)
-    return function(jnp.pad(rows, ((0, MIN_ROWS - count), (0, 0))))[:count]
+    return function(pad_rows(rows))[: rows.shape[0]]
+
+
+def pad_rows(rows: Array) -> Array:
+    """The rows, and pads of zeros up to `MIN_ROWS`."""
+    missing = max(MIN_ROWS - rows.shape[0], 0)
+    return jnp.pad(rows, [(0, missing)] + [(0, 0)] * (rows.ndim - 1))
 
 
 def choose_form(

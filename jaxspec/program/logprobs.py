@@ -4,6 +4,8 @@ With the vocabulary split over devices each looks at its own part; a few numbers
 go between them, never a vocabulary.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -13,7 +15,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.models.network import Network
 from jaxspec.program.plan import NO_TOKEN, TILE, StepShape
 from jaxspec.program.rows import Active, ControlRows
-from jaxspec.program.wire import num_columns
+from jaxspec.program.wire import TokenLogprobs, num_columns
 from jaxspec_kernels.sums import row_sums
 
 
@@ -95,12 +97,8 @@ def _tell(
     pads = (0, 0), (0, num_top - top.shape[1])
     top = jnp.pad(logprob(top), pads, constant_values=-jnp.inf)
     ids = jnp.pad(ids, pads, constant_values=NO_TOKEN)
-
-    def bits(values: Array) -> Array:
-        return jax.lax.bitcast_convert_type(values, jnp.int32)
-
-    single = bits(logprob(own))[:, None], rank[:, None]
-    return jnp.concatenate([*single, ids, bits(top), bits(logprob(others))], axis=1)
+    made: tuple[Any, ...] = logprob(own), rank, ids, top, logprob(others)
+    return jnp.concatenate(TokenLogprobs(*made).parts(), axis=1)
 
 
 def tell_some(

@@ -94,8 +94,9 @@ def run_if(
 ) -> Kept:
     """`function(value)` where that is wanted, else `value`: a loop of one turn or none.
 
-    Not `cond`: XLA copies what both of its branches write to in place. What is computed
-    from nothing of `value` may be taken out of the loop, and done in any case.
+    Not `cond`: for a GPU XLA copies what both of its branches write to in place
+    (`tests/program/test_trees_aot.py`). What is computed from nothing of `value` may be
+    taken out of the loop, and done in any case.
     """
 
     def turn(carry: tuple[Array, Kept]) -> tuple[Array, Kept]:

@@ -53,8 +53,8 @@ from jaxspec_kernels.dispatch import implementation_for
 # State, results by round, rounds run, whether no more may follow.
 _Turn = tuple[EngineState, Array, Array, Array]
 
-# Drafts of a narrow round: with the newest token, as many rows as XLA's products take
-# no longer for than for the one row of a plain round.
+# Drafts of a narrow round: with the newest token, as many rows as take no longer than
+# the one row of a plain round.
 FEW = FREE_ROWS - 1
 
 

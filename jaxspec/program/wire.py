@@ -178,7 +178,8 @@ class TokenLogprobs(NamedTuple):
     The leading axes are those of the tokens. `own` is the token's, `rank` one more
     than the number of tokens that are more probable; `top_ids` and `top` are the most
     probable tokens, the best first, the lowest id first among equals. `chosen` are of
-    the ids that the request has chosen, in their order; junk follows.
+    the ids that the request has chosen, in their order; junk follows. The device makes
+    them as arrays of its own.
     """
 
     own: np.ndarray  # float32 [...]
@@ -187,9 +188,15 @@ class TokenLogprobs(NamedTuple):
     top: np.ndarray  # float32 [..., N]
     chosen: np.ndarray  # float32 [..., C]
 
+    def parts(self) -> list[Any]:
+        """Of a table that `read` reads, to be concatenated: `num_columns` a token."""
+        own, rank, top_ids, top, chosen = self
+        single = own.view(np.int32)[..., None], rank[..., None]
+        return [*single, top_ids, top.view(np.int32), chosen.view(np.int32)]
+
     @classmethod
     def read(cls, table: np.ndarray, num_chosen: int = 0) -> "TokenLogprobs":
-        """What `logprobs` wrote: `num_columns` numbers per token."""
+        """What `parts` are of: `num_columns` numbers per token."""
         num_top = (table.shape[-1] - num_chosen) // 2 - 1
         end = 2 + 2 * num_top
         return cls(

@@ -6,7 +6,6 @@ Knows the fields and how they may be combined; what they mean to a vocabulary is
 `jaxspec.engine.structured_output`'s.
 """
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, no_type_check
@@ -18,6 +17,7 @@ from jaxspec.errors import (
     UnsupportedError,
     check_flag,
     named_in,
+    nearest,
     wrong_argument,
 )
 
@@ -171,8 +171,7 @@ class StructuredOutputsConfig:
             raise wrong_argument(ConfigError, name, allowed, given)
         values = {str(key).replace("-", "_"): value for key, value in given.items()}
         for key in values.keys() - set(known):
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known: {known}."
+            hint = nearest(key, known, f"known: {known}.")
             raise ConfigError(
                 f"{name} has no key {key!r} (given {values[key]!r}): {hint}",
                 parameter=name,

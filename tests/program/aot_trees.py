@@ -1,11 +1,11 @@
 """Asks compilers what drafts beside drafts cost, next to a chain's.
 
 `PYTHONPATH=.venv/aot python -m tests.program.aot_trees` compiles rounds of 9B with a 2B
-draft for devices that are not there: of a chain, of side leaves, and of a tree. What
-the compilers say goes to `benchmarks/results/aot_trees.json`, a row after every
-program; those that are in the file already are left out. With names behind it, or
-beginnings of names, these are compiled again. `--table` prints the table of
-`benchmarks/README.md`.
+draft for devices that are not there: of a chain, of side leaves, of a tree, and of
+trees that grow in the round. What the compilers say goes to
+`benchmarks/results/aot_trees.json`, a row after every program; those that are in the
+file already are left out. With names behind it, or beginnings of names, these are
+compiled again. `--table` prints the table of `benchmarks/README.md`.
 
 Both models have two layers of their full width. Nothing runs: no figure is a speed.
 """
@@ -49,6 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "chain": {},
     "leaves": dict(num_side_leaves=1),
     "tree": {TREE_KEY: TREE},
+    "dynamic": dict(dynamic_tree_top_k=3, dynamic_tree_num_nodes=16),
 }
 WORD_BITS = 32
 

@@ -74,7 +74,7 @@ class LastRow(Head):
     ) -> tuple[Proposal, Array]:
         """Draw a token for every level, and the next best beside each."""
         assert params is not None, "a head came without parameters"
-        rows = pad_rows(last_rows(state, context.active))
+        rows = cpu.pad_rows(last_rows(state, context.active))
         levels = Levels(context, is_greedy=self.is_greedy, before=before)
         return levels.propose(*self.levels(params, rows, context))[0], state
 
@@ -128,9 +128,3 @@ def note_last(
     if tiles is None or seen.first_row is None:
         return last
     return last.at[seen.first_row].set(tiles[:, -1].astype(last.dtype), mode="drop")
-
-
-def pad_rows(part: Array) -> Array:
-    """Rows of a pass, as many as XLA:CPU wants at least; pads are zeros."""
-    missing = max(cpu.MIN_ROWS - part.shape[0], 0)
-    return jnp.pad(part, [(0, missing)] + [(0, 0)] * (part.ndim - 1))

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxspec.models import cpu
 from jaxspec.models.heads import mlp_speculator
 from jaxspec.models.heads.config import MlpSpeculatorConfig
 from jaxspec.models.params import Params
-from jaxspec.program.propose.last_row import LastRow, pad_rows
+from jaxspec.program.propose.last_row import LastRow
 from jaxspec.program.propose.levels import Continue, finite_rows
 from jaxspec.program.propose.proposal import Context
 
@@ -31,7 +32,7 @@ class MlpSpeculator(LastRow):
         start = mlp_speculator.start(config, rows)
 
         def run(stage: int, tokens: Array, before: Array) -> tuple:
-            padded = pad_rows(tokens)
+            padded = cpu.pad_rows(tokens)
             made = mlp_speculator.forward(config, params, stage, padded, before)
             is_finite = jnp.isfinite(made).all(axis=1)
             made = finite_rows(made, is_finite)
