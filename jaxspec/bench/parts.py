@@ -107,7 +107,10 @@ def measure_parts(
     ids = list(itertools.islice(_request_ids, len(batch.prompts)))
     try:
         for name, prompt, params in zip(ids, batch.prompts, batch.params, strict=True):
-            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+            # None ends before the last one has begun, which may wait for a program.
+            endless = params.clone()
+            endless.max_tokens, endless.ignore_eos = None, True
+            engine.add_request(name, {"prompt_token_ids": prompt}, endless)
         running = engine.scheduler.running
         while engine.has_unfinished_requests():
             engine.step()
@@ -115,6 +118,7 @@ def measure_parts(
             if len(running) == len(ids) and least >= FIRST_TOKENS:
                 break
         assert len(running) == len(ids), "requests ended before they could be timed"
+        engine.wait_for_programs()  # they would share the processor
         rows = jnp.asarray([request.row for request in running], jnp.int32)
         kv_len = sum(
             one.num_prompt_tokens + one.stats.num_generation_tokens for one in running
