@@ -58,6 +58,7 @@ from jaxspec.sharding import (
     make_mesh,
     num_parts,
 )
+from jaxspec_checkpoints.quantization import stored_bytes
 
 # What compilers fetch ahead, and small arrays: beside logits and laws, at most 202 MB
 # in `benchmarks/results/aot*.json`. XLA:CPU fetches nothing.
@@ -292,8 +293,7 @@ def compiled_temporaries(config: EngineConfig, mesh: Mesh) -> int:
 def bytes_of(forms: Any) -> int:
     """Bytes of one device that arrays of these shapes and placements take."""
     return sum(
-        math.prod(_device_shape(leaf)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(forms)
+        stored_bytes(_device_shape(leaf), leaf.dtype) for leaf in jax.tree.leaves(forms)
     )
 
 
