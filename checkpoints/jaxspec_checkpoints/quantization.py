@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxspec_checkpoints.errors import CheckpointError
-from jaxspec_checkpoints.tensor import Tensor
+from jaxspec_checkpoints.tensor import BLOCK_BYTES, Tensor
 
 INT8, INT4, FP8 = "int8", "int4", "fp8"
 # What a value is kept as, and the largest that a scheme makes. Ranges are symmetric:
@@ -23,6 +23,8 @@ VALUE_TYPES = {
     INT4: (np.dtype(ml_dtypes.int4), 7.0),
     FP8: (np.dtype(ml_dtypes.float8_e4m3fn), 448.0),
 }
+# What a checkpoint's config.json calls how it was quantized, where it can be read.
+METHODS = ("compressed-tensors", "awq", "gptq")
 # Features that share a scale, by default; None is all of an output.
 GROUP_SIZES = {INT8: None, INT4: 128, FP8: None}
 
@@ -118,14 +120,26 @@ class QuantizedTensor(Tensor):
     scales: Tensor
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of values and scales."""
+    def held_bytes(self) -> int:
+        """Bytes of values and scales; `num_bytes` are those of the numbers."""
         held = stored_bytes(self.values.shape, self.values.dtype)
         return held + self.scales.num_bytes
 
     def head(self, num_rows: int) -> "QuantizedTensor":
         """The first rows only."""
         return quantized_tensor(self.values.head(num_rows), self.scales.head(num_rows))
+
+    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
+        scales = self.scales.whole()
+        for start, rows in self.values.blocks():
+            yield start, dequantize(rows, scales[start : start + len(rows)])
+
+
+def held_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor as it is kept."""
+    if isinstance(tensor, QuantizedTensor):
+        return tensor.held_bytes
+    return tensor.num_bytes
 
 
 def quantized_tensor(values: Tensor, scales: Tensor) -> QuantizedTensor:
@@ -146,14 +160,34 @@ def quantized_tensor(values: Tensor, scales: Tensor) -> QuantizedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class _Derived(Tensor):
-    """What is made of another tensor's rows, whose hash is checked as they pass."""
-
     origin: Tensor
     make: Callable[[int, np.ndarray], np.ndarray]
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
         for start, rows in self.origin.blocks():
             yield start, self.make(start, rows)
+
+
+def derived(
+    origin: Tensor,
+    make: Callable[[int, np.ndarray], np.ndarray],
+    *,
+    shape: tuple[int, ...],
+    dtype: Any,
+) -> Tensor:
+    """What is made of another tensor's rows, whose hash is checked as they pass.
+
+    Args:
+        make: Of the first row's number and some rows, as many rows.
+    """
+    return _Derived(
+        shape=shape,
+        dtype=np.dtype(dtype),
+        source=origin.source,
+        read=lambda start, stop: make(start, origin.read(start, stop)),
+        origin=origin,
+        make=make,
+    )
 
 
 def quantized(tensor: Tensor, scheme: Scheme) -> QuantizedTensor:
@@ -181,22 +215,16 @@ def quantized(tensor: Tensor, scheme: Scheme) -> QuantizedTensor:
         is_there[start : start + len(rows)] = True
         return values
 
-    def read(start: int, stop: int) -> np.ndarray:
-        return make(start, tensor.read(start, stop))
+    values = derived(tensor, make, shape=tensor.shape, dtype=scheme.value_type)
 
     def read_scales(start: int, stop: int) -> np.ndarray:
-        if not is_there[start:stop].all():
-            read(start, stop)
+        step = max(1, BLOCK_BYTES // (4 * features))
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            if not is_there[first:last].all():
+                values.read(first, last)
         return kept[start:stop]
 
-    values = _Derived(
-        shape=tensor.shape,
-        dtype=scheme.value_type,
-        source=tensor.source,
-        read=read,
-        origin=tensor,
-        make=make,
-    )
     scales = Tensor(
         shape=form,
         dtype=np.dtype(np.float32),

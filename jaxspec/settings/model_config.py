@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, no_type_check
 
 from jaxspec.errors import ConfigError, check_flag, check_integer, wrong_argument
+from jaxspec_checkpoints import CheckpointError
+from jaxspec_checkpoints.packing import scheme_of
 from jaxspec_checkpoints.quantization import FP8, INT8, Scheme
 
 # Their names in a config.json, and here; they have no sensible default.
@@ -147,3 +149,17 @@ def stored_dtype(config: Mapping[str, Any]) -> str:
     """The type of the weights that a config.json names; "" if it is none of ours."""
     said = config.get("dtype") or config.get("torch_dtype")
     return said if said in ("float32", "bfloat16", "float16") else ""
+
+
+def stored_scheme(config: Mapping[str, Any]) -> Scheme | None:
+    """How the matrices of a checkpoint are quantized; None: not at all.
+
+    Raises:
+        ConfigError: In a way that is not read.
+    """
+    try:
+        return scheme_of(config)
+    except CheckpointError as error:
+        given = config.get("quantization_config")
+        name = "quantization_config"
+        raise ConfigError(f"{error}.", parameter=name, value=given) from error
