@@ -23,7 +23,7 @@ PROMPTS = [
 # Greedy ones and seeded ones, which share a program.
 PARAMS = [
     SamplingParams(
-        max_tokens=24, ignore_eos=True, temperature=number % 2, seed=number or None
+        max_tokens=64, ignore_eos=True, temperature=number % 2, seed=number or None
     )
     for number in range(len(PROMPTS))
 ]
@@ -85,4 +85,5 @@ def test_a_quantized_target_says_the_same_with_drafts_and_without(kind):
     said, rate = texts(quantization=kind, **drafts("int8"))
     assert said == alone
     assert 0.2 < rate < 1
-    assert (alone == plain()) == (kind == "int8")  # which rounds too finely for these
+    if kind == "int4":  # int8 is too close to say anything else so soon
+        assert alone != plain()
