@@ -124,6 +124,21 @@ def _add_model_arguments(models: argparse._ArgumentGroup) -> None:
     )
     models.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
     models.add_argument(
+        "--quantization",
+        metavar="KIND",
+        help="keep the model's matrices in int8, int4 or fp8; it changes texts",
+    )
+    models.add_argument(
+        "--speculative-model-quantization",
+        metavar="KIND",
+        help="the same for the draft model: it changes the speed alone",
+    )
+    models.add_argument(
+        "--quantize-embedding",
+        action="store_true",
+        help="keep the embedding of models that are quantized in int8",
+    )
+    models.add_argument(
         "--compilation-cache-dir",
         metavar="DIR",
         default="auto",

@@ -202,7 +202,7 @@ def test_bench_has_a_command_line_of_its_own(capsys):
 
 
 def test_serving_has_a_command_line_of_its_own(capsys):
-    assert command_line.main(["serve", "m", "--quantization", "awq"]) == 2
+    assert command_line.main(["serve", "m", "--quantization", "int3"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("python -m jaxspec serve: error: quantization")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.layout import DTYPES
+from jaxspec_checkpoints.quantization import VALUE_TYPES
 from jaxspec_checkpoints.reading import FORMATS, open_checkpoint
 from jaxspec_checkpoints.report import describe
 from jaxspec_checkpoints.writing import write_checkpoint
@@ -21,7 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(describe(checkpoint))
         else:
             write_checkpoint(
-                checkpoint, options.destination, to=options.to, dtype=options.dtype
+                checkpoint,
+                options.destination,
+                to=options.to,
+                dtype=options.dtype,
+                quantization=options.quantize,
             )
             print(f"{options.destination}: {options.to}, complete")
     except CheckpointError as error:
@@ -56,6 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--to", choices=FORMATS, required=True, help="the new format")
     convert.add_argument(
         "--dtype", choices=DTYPES, help="the new type; default: every tensor keeps its"
+    )
+    convert.add_argument(
+        "--quantize",
+        choices=VALUE_TYPES,
+        help="keep matrices of layers in 8 or 4 bits; hf and orbax",
     )
     return parser
 

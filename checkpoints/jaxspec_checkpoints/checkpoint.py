@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec_checkpoints.layout import Layout, Sizes
+from jaxspec_checkpoints.quantization import held_bytes
 from jaxspec_checkpoints.tensor import Tensor
 
 # The files beside the weights that make a folder a model, in every format.
@@ -55,8 +56,8 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors in their own types."""
-        return sum(tensor.num_bytes for tensor in self.tensors.values())
+        """Bytes of all tensors as they are kept."""
+        return sum(map(held_bytes, self.tensors.values()))
 
     @property
     def tokenizer_folder(self) -> Path:

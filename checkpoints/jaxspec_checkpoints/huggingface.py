@@ -1,6 +1,7 @@
 """HuggingFace folders: `model.safetensors`, whole or in shards with an index."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +14,7 @@ from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.files import check_inside, listing, read_json, side_files
 from jaxspec_checkpoints.layout import Layout, Sizes, check_tensors, layout_of
+from jaxspec_checkpoints.packing import PACKED_TYPES, scheme_of, unpack
 from jaxspec_checkpoints.tensor import Tensor
 
 SINGLE = "model.safetensors"
@@ -41,10 +43,12 @@ def open_huggingface(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
         raise CheckpointError(f"{folder} has no config.json; found: {listing(folder)}")
     config = read_json(found["config.json"])
     generation = found.get("generation_config.json")
-    tensors = read_tensors(folder)
+    is_quantized = scheme_of(config) is not None
+    tensors = read_tensors(folder, more_types=PACKED_TYPES if is_quantized else {})
     if config.get("tie_word_embeddings") in (None, True):
         # A copy of the embedding, written by some exporters.
         tensors.pop("lm_head.weight", None)
+    tensors = unpack(config, tensors)
     layout = layout_of(config, layouts)
     check_tensors(layout, Sizes.from_config(config), tensors)
     return Checkpoint(
@@ -130,10 +134,30 @@ def _describe(path: Path, file: Any, name: str, types: Mapping[str, Any]) -> Ten
         )
 
     def read(start: int, stop: int) -> np.ndarray:
-        return rows[start:stop]
+        # One without axes has no rows.
+        return rows[start:stop] if shape else file.get_tensor(name)
 
     dtype = np.dtype(types[kind])
+    if kind == "F8_E4M3":
+        read = _byte_reader(path, name, shape, dtype)
     return Tensor(shape=shape, dtype=dtype, source=f"{path}:{name}", read=read)
+
+
+def _byte_reader(
+    path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype
+) -> Callable[[int, int], np.ndarray]:
+    """Reads rows of a type of one byte that the library has no numpy type for."""
+    row_bytes = int(np.prod(shape[1:], dtype=np.int64))
+
+    def read(start: int, stop: int) -> np.ndarray:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            begin, _ = json.loads(file.read(size))[name]["data_offsets"]
+            file.seek(8 + size + begin + start * row_bytes)
+            found = file.read((stop - start) * row_bytes)
+        return np.frombuffer(found, dtype).reshape(-1, *shape[1:])
+
+    return read
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -147,8 +147,13 @@ def _unknown(name: str, tensor: Tensor, layout: Layout, sizes: Sizes) -> str:
 
 
 def common_dtype(tensors: Mapping[str, Tensor]) -> np.dtype:
-    """The type of most bytes, which is what a report calls the checkpoint's type."""
+    """The type of most bytes, which is what a report calls the checkpoint's type.
+
+    Of weights: not the one of packed values.
+    """
     sizes: dict[np.dtype, int] = {}
     for tensor in tensors.values():
+        if tensor.dtype.name not in DTYPES:
+            continue
         sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
     return max(sizes, key=lambda dtype: sizes[dtype])

@@ -18,6 +18,7 @@ from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.files import check_inside, listing, read_json, side_files
 from jaxspec_checkpoints.layout import Layout, Sizes, check_tensors, layout_of
+from jaxspec_checkpoints.packing import unpack
 from jaxspec_checkpoints.storage import (
     ArrayWriter,
     Slabs,
@@ -66,6 +67,7 @@ def open_own(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
         name: _tensor(folder, name, record, arrays.get(name))
         for name, record in recorded.items()
     }
+    tensors = unpack(config, tensors)
     layout = layout_of(config, layouts)
     check_tensors(layout, Sizes.from_config(config), tensors)
     generation = found.get("generation_config.json")

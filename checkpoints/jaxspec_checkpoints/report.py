@@ -4,6 +4,8 @@ import math
 
 from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.layout import Sizes, common_dtype
+from jaxspec_checkpoints.packing import scheme_of
+from jaxspec_checkpoints.quantization import QuantizedTensor, held_bytes
 
 _FORMATS = {
     "hf": "HuggingFace safetensors",
@@ -17,8 +19,17 @@ TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 def describe(checkpoint: Checkpoint) -> str:
     """Return the report as lines of `name  value`."""
     sizes = checkpoint.sizes
-    dtypes = sorted({tensor.dtype.name for tensor in checkpoint.tensors.values()})
-    main = common_dtype(checkpoint.tensors).name
+    kinds = {
+        one.values.dtype if isinstance(one, QuantizedTensor) else one.dtype
+        for one in checkpoint.tensors.values()
+    }
+    dtypes = sorted(kind.name for kind in kinds)
+    plain = {
+        name: one
+        for name, one in checkpoint.tensors.items()
+        if not isinstance(one, QuantizedTensor)
+    }
+    main = common_dtype(plain).name
     layout = checkpoint.layout
     name, title = layout.published_name(sizes), layout.title
     lines = [
@@ -40,6 +51,9 @@ def describe(checkpoint: Checkpoint) -> str:
         ("dtype", main if len(dtypes) == 1 else f"{main}, with {', '.join(dtypes)}"),
         ("files", ", ".join(checkpoint.side_files) or "no config, no tokenizer"),
     ]
+    scheme = scheme_of(checkpoint.config)
+    if scheme is not None:
+        lines.append(("quantization", scheme.describe()))
     for devices in TENSOR_PARALLEL_SIZES[1:]:
         lines.append((f"on {devices} devices", _placement(checkpoint, devices)))
     width = max(len(title) for title, _ in lines)
@@ -105,11 +119,11 @@ def _placement(checkpoint: Checkpoint, num_devices: int) -> str:
         reason = whole.get(name.split(".")[-2])
         if reason is None and name.split(".")[-2] in ("k_proj", "v_proj"):
             heads = min(num_devices, checkpoint.sizes.num_kv_heads)
-            per_device += tensor.num_bytes // heads
+            per_device += held_bytes(tensor) // heads
         elif reason is None:
-            per_device += tensor.num_bytes // num_devices
+            per_device += held_bytes(tensor) // num_devices
         else:
-            per_device += tensor.num_bytes
-            copied[reason] = copied.get(reason, 0) + tensor.num_bytes
+            per_device += held_bytes(tensor)
+            copied[reason] = copied.get(reason, 0) + held_bytes(tensor)
     parts = ", ".join(f"{reason} ({size(count)})" for reason, count in copied.items())
     return f"{size(per_device)} each; replicated: {parts}"

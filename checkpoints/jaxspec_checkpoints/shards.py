@@ -12,10 +12,12 @@ import numpy as np
 
 from jaxspec_checkpoints.casting import cast_blocks
 from jaxspec_checkpoints.layout import Sizes
+from jaxspec_checkpoints.packing import PACKED_TYPES
 from jaxspec_checkpoints.tensor import BLOCK_BYTES, Tensor
 
 MAX_SHARD_BYTES = 5 * 10**9
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_DTYPES |= {np.dtype(kind).name: name for name, kind in PACKED_TYPES.items()}
 
 
 def write_huggingface(

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,16 @@ from tqdm.auto import tqdm
 from jaxspec_checkpoints.casting import find_dtype
 from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.errors import CheckpointError
-from jaxspec_checkpoints.files import expand
+from jaxspec_checkpoints.files import expand, read_json
 from jaxspec_checkpoints.kaggle import write_kaggle
 from jaxspec_checkpoints.layout import common_dtype
 from jaxspec_checkpoints.orbax import write_own
+from jaxspec_checkpoints.packing import packed
+from jaxspec_checkpoints.quantization import (
+    VALUE_TYPES,
+    QuantizedTensor,
+    named_scheme,
+)
 from jaxspec_checkpoints.reading import INCOMPLETE
 from jaxspec_checkpoints.shards import MAX_SHARD_BYTES, write_huggingface
 
@@ -38,6 +45,7 @@ def write_checkpoint(
     *,
     to: str,
     dtype: str | None = None,
+    quantization: str | None = None,
     progress: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
@@ -50,7 +58,10 @@ def write_checkpoint(
     Args:
         destination: A folder that does not exist yet; the one above it does.
         to: "hf", "kaggle" or "orbax".
-        dtype: What the weights are cast to; None keeps them bit for bit.
+        dtype: What the weights are cast to; None keeps them bit for bit. A model that
+            is quantized becomes what it stands for, in float32 if nothing is said.
+        quantization: Quantize matrices of layers to "int8", "int4" or "fp8"; in names
+            and packing of compressed-tensors.
         progress: Show a bar with bytes per second.
         max_shard_bytes: Of one file of format "hf".
 
@@ -63,6 +74,8 @@ def write_checkpoint(
     if to not in _WRITERS:
         raise CheckpointError(f"to must be one of {', '.join(_WRITERS)}, got {to!r}")
     kind = None if dtype is None else find_dtype(dtype)
+    if quantization is not None:
+        checkpoint = _quantized(checkpoint, quantization, to=to, dtype=dtype)
     num_bytes = sum(
         tensor.num_bytes // tensor.dtype.itemsize * (kind or tensor.dtype).itemsize
         for tensor in checkpoint.tensors.values()
@@ -87,6 +100,31 @@ def write_checkpoint(
     except (OSError, ValueError) as error:
         # TensorStore reports a full disk as a ValueError.
         raise CheckpointError(f"{destination} was not written: {error}") from error
+
+
+def _quantized(
+    checkpoint: Checkpoint, kind: str, *, to: str, dtype: str | None
+) -> Checkpoint:
+    """The same model, its matrices packed.
+
+    Raises:
+        CheckpointError: There is no such quantization, or it does not go with the rest.
+    """
+    if kind not in VALUE_TYPES:
+        allowed = ", ".join(VALUE_TYPES)
+        raise CheckpointError(f"quantization must be one of {allowed}, got {kind!r}")
+    if to == "kaggle":
+        raise CheckpointError(
+            "to must be hf or orbax for a quantized model: Kaggle's format has no "
+            "place for scales"
+        )
+    if dtype is not None:
+        raise CheckpointError(
+            f"dtype={dtype!r} and quantization={kind!r} are two types for the same "
+            "matrices: give one of them"
+        )
+    config, tensors = packed(checkpoint.config, checkpoint.tensors, named_scheme(kind))
+    return replace(checkpoint, config=config, tensors=tensors)
 
 
 def _write(
@@ -139,10 +177,13 @@ def _write_side_files(
     for name, path in checkpoint.side_files.items():
         shutil.copyfile(path, folder / name)
     config = dict(checkpoint.config)
+    if any(isinstance(one, QuantizedTensor) for one in checkpoint.tensors.values()):
+        del config["quantization_config"]  # numbers are written
     config["torch_dtype"] = (kind or common_dtype(checkpoint.tensors)).name
     if "dtype" in config:
         config["dtype"] = config["torch_dtype"]
-    if config != checkpoint.config or "config.json" not in checkpoint.side_files:
+    copied = checkpoint.side_files.get("config.json")
+    if copied is None or config != read_json(copied):
         text = json.dumps(config, indent=2) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
 

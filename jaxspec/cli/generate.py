@@ -56,6 +56,9 @@ def load_engine(options: argparse.Namespace) -> LLMEngine:
         num_speculative_tokens=options.num_speculative_tokens,
         ngram_prompt_lookup_max=options.ngram_prompt_lookup_max,
         dtype=options.dtype,
+        quantization=options.quantization,
+        speculative_model_quantization=options.speculative_model_quantization,
+        quantize_embedding=options.quantize_embedding,
         max_num_seqs=1,
         compilation_cache_dir=options.compilation_cache_dir,
     )

@@ -35,6 +35,7 @@ from jaxspec.errors import (
 )
 from jaxspec.models.families import config_from_folder, family_of
 from jaxspec.models.heads.config import HeadConfig, read_dummy, read_head
+from jaxspec.settings.quantization import check_quantization, quantize_model
 from jaxspec.settings.speculation import (
     DEFAULT_DRAFT_TOKENS,
     HEADS,
@@ -51,7 +52,7 @@ DEFAULT_PAGE_SIZE = 16
 DEFAULT_MAX_MODEL_LEN = 8192
 
 # Where the fields change their subject, on a command line.
-_FIRST_SPECULATIVE, _FIRST_OTHER = "speculative_config", "quantization"
+_FIRST_SPECULATIVE, _FIRST_OTHER = "speculative_config", "kv_cache_dtype"
 _SHORT = {"tensor_parallel_size": "-tp", "data_parallel_size": "-dp"}
 _DTYPES = {
     "auto": "auto",
@@ -63,8 +64,6 @@ _DTYPES = {
 }
 # Arguments that ask for something this engine does not do, and what may be passed.
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "quantization": (None,),
-    "speculative_model_quantization": (None,),
     "kv_cache_dtype": ("auto",),
     "pipeline_parallel_size": (1,),
     "cpu_offload_gb": (0,),
@@ -98,6 +97,16 @@ class EngineArgs:
         chat_template: Used in place of the model's: a Jinja template, or the path of
             a file with one.
         dtype: "auto" is bfloat16 where the device has it. "half" becomes bfloat16.
+        quantization: How the target's matrices are kept: "int8" and "fp8" with a scale
+            for each output, "int4" with one for each group of 128 features; they are
+            quantized while they are loaded. Default: as the checkpoint has them; of one
+            that is quantized already vLLM's name of its method ("compressed-tensors",
+            "awq", "gptq") may be given as well. It changes texts: see
+            docs/quantization.md.
+        quantize_embedding: Keep the embedding, which is the LM head too, in int8, of
+            those models that are quantized.
+        speculative_model_quantization: The same as `quantization`, of the draft model:
+            it changes the speed, and no text.
         max_model_len: Default: what the model was trained for, at most 8192.
         max_num_seqs: Most requests that run at once. Default: 256 on a TPU or GPU, less
             where programs for so many would leave little for pages; 8 on a CPU.
@@ -150,6 +159,8 @@ class EngineArgs:
     download_dir: str | None = None
     served_model_name: str | list[str] | None = None
     dtype: str = "auto"
+    quantization: str | None = None
+    quantize_embedding: bool = False
     seed: int | None = 0
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -180,6 +191,7 @@ class EngineArgs:
     spec_model: str | None = None
     spec_tokens: int | None = None
     speculative_model: str | None = None
+    speculative_model_quantization: str | None = None
     num_speculative_tokens: int | None = None
     speculative_draft_tensor_parallel_size: int | None = None
     speculative_max_model_len: int | None = None
@@ -189,8 +201,6 @@ class EngineArgs:
     ngram_prompt_lookup_min: int | None = None
 
     # Only the values of `_ONLY`; anything else is an error.
-    quantization: str | None = None
-    speculative_model_quantization: str | None = None
     kv_cache_dtype: str = "auto"
     pipeline_parallel_size: int = 1
     cpu_offload_gb: float = 0
@@ -245,6 +255,8 @@ class EngineArgs:
         check_integer(ConfigError, name, self.data_parallel_size, low=1)
         check_flag(ConfigError, "batch_invariant", self.batch_invariant)
         check_flag(ConfigError, "scan_layers", self.scan_layers)
+        check_flag(ConfigError, "quantize_embedding", self.quantize_embedding)
+        check_quantization("quantization", self.quantization)
         if self.enable_prefix_caching is not None:
             name = "enable_prefix_caching"
             check_flag(ConfigError, name, self.enable_prefix_caching)
@@ -311,6 +323,7 @@ class EngineArgs:
         model = replace(model, scan_layers=self.scan_layers)
         if draft is not None:
             draft = replace(draft, scan_layers=self.scan_layers)
+        model, draft = _quantized(self, model, draft, head, speculative)
         num_pages = self.num_gpu_blocks_override
         if num_pages is None:
             dtype_bytes = MAX_DTYPE_BYTES[_DTYPES[self.dtype]]
@@ -493,6 +506,48 @@ def _without_pads(
         return model, draft
     vocab_size = min(model.vocab_size, draft.vocab_size)
     return replace(model, vocab_size=vocab_size), replace(draft, vocab_size=vocab_size)
+
+
+def _quantized(
+    args: EngineArgs,
+    model: ModelConfig,
+    draft: ModelConfig | None,
+    head: HeadConfig | None,
+    speculative: SpeculativeConfig | None,
+) -> tuple[ModelConfig, ModelConfig | None]:
+    """Both models with their matrices kept as the user or their checkpoints say.
+
+    Raises:
+        ConfigError: A checkpoint is quantized already, groups do not divide, or an
+            embedding is to be quantized and no model is.
+        NotImplementedError: A head is to be quantized.
+    """
+    kind = None if speculative is None else speculative.quantization
+    name = "speculative_model_quantization"
+    has_embedding = args.quantize_embedding
+    model = quantize_model(
+        model,
+        args.quantization,
+        has_embedding=has_embedding,
+        argument="quantization",
+        folder=args.model,
+    )
+    if draft is not None:
+        draft = quantize_model(
+            draft,
+            kind,
+            has_embedding=has_embedding,
+            argument=name,
+            folder=str(speculative and speculative.model),
+        )
+    elif head is not None and kind is not None:
+        hint = "A head is small beside its target, and stays as it is."
+        raise wrong_argument(UnsupportedError, name, "None for a head", kind, hint)
+    schemes = [one.quantization for one in (model, draft) if one is not None]
+    if has_embedding and not any(schemes):
+        hint = f"It goes with quantization or {name}, and neither model is quantized."
+        raise wrong_argument(ConfigError, "quantize_embedding", "False", True, hint)
+    return model, draft
 
 
 def _checked_dtype(dtype: str) -> str:

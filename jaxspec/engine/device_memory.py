@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxspec.config import EngineConfig, GivenSizes
+from jaxspec.config import EngineConfig, GivenSizes, ModelConfig
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.described import (
     describe,
@@ -58,6 +58,7 @@ from jaxspec.sharding import (
     make_mesh,
     num_parts,
 )
+from jaxspec_checkpoints.quantization import stored_bytes
 
 # What compilers fetch ahead, and small arrays: beside logits and laws, at most 202 MB
 # in `benchmarks/results/aot*.json`. XLA:CPU fetches nothing.
@@ -264,10 +265,14 @@ def find_facts(
         limit_share=pool_share(given.gpu_memory_utilization) if is_gpu else 1.0,
         used_bytes=used,
         target=ModelBytes(
-            weight_bytes=bytes_of(target_params), page_bytes=bytes_of(target_pages(1))
+            weight_bytes=bytes_of(target_params),
+            page_bytes=bytes_of(target_pages(1)),
+            quantization=_described(config.model_config),
         ),
         draft=ModelBytes(
-            weight_bytes=bytes_of(draft_params) + kept, page_bytes=draft_page
+            weight_bytes=bytes_of(draft_params) + kept,
+            page_bytes=draft_page,
+            quantization=_described(config.draft_model_config),
         ),
         draft_name="draft model" if config.head_config is None else "head",
         programs=_program_facts(config, mesh),
@@ -289,11 +294,15 @@ def compiled_temporaries(config: EngineConfig, mesh: Mesh) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+def _described(model: ModelConfig | None) -> str:
+    scheme = None if model is None else model.quantization
+    return "" if scheme is None else scheme.describe()
+
+
 def bytes_of(forms: Any) -> int:
     """Bytes of one device that arrays of these shapes and placements take."""
     return sum(
-        math.prod(_device_shape(leaf)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(forms)
+        stored_bytes(_device_shape(leaf), leaf.dtype) for leaf in jax.tree.leaves(forms)
     )
 
 

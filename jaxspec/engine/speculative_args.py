@@ -33,6 +33,7 @@ _SPECULATIVE_NAMES = {
     "spec_model": "model",
     "spec_tokens": "num_speculative_tokens",
     "speculative_model": "model",
+    "speculative_model_quantization": "quantization",
     "num_speculative_tokens": "num_speculative_tokens",
     "speculative_draft_tensor_parallel_size": "draft_tensor_parallel_size",
     "speculative_max_model_len": "max_model_len",
@@ -60,7 +61,6 @@ _SPECULATIVE_NO_EFFECT = (
     "disable_mqa_scorer",
 )
 _SPECULATIVE_LATER = (
-    "quantization",
     "kv_cache_dtype",
     "parallel_drafting",
     "use_heterogeneous_vocab",

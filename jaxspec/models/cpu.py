@@ -23,10 +23,19 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.matrices import DenseMatrix, Matrix, product
+from jaxspec.models.quantized import Quantized
 from jaxspec.sharding import replicated
 from jaxspec_kernels import decoder_blocks, native, panel_matmul, panel_rows
 from jaxspec_kernels.decoder_blocks import Norm, Queries
-from jaxspec_kernels.panel_matmul import from_panels, panel_form, to_panels
+from jaxspec_kernels.panel_matmul import (
+    QuantizedPanels,
+    from_panels,
+    from_quantized_panels,
+    panel_form,
+    quantized_form,
+    quantized_panels,
+    to_panels,
+)
 
 # XLA:CPU's products have from four rows on one order of sums for a row, however many
 # there are. With `row_sums`, and pads that are rows from the start, a row's bits do not
@@ -139,6 +148,17 @@ def choose_form(
     return DenseMatrix
 
 
+def choose_quantized_form(of_xla: type[Matrix], *, num_devices: int) -> type[Matrix]:
+    """The form of a model's quantized matrices on CPU devices.
+
+    Args:
+        of_xla: Where operations in C++ do not serve.
+    """
+    if num_devices == 1 and native.is_available():
+        return QuantizedMatrix
+    return of_xla
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class NativeMatrix(Matrix):
@@ -176,6 +196,11 @@ class NativeMatrix(Matrix):
         return self.dtype == jnp.bfloat16
 
     @property
+    def operand(self) -> Any:
+        """What operations are given for it."""
+        return self.panels
+
+    @property
     def values(self) -> np.ndarray:
         """The numbers themselves, (out, features), for whoever reads them."""
         return from_panels(np.asarray(self.panels), self.shape).astype(self.dtype)
@@ -186,14 +211,14 @@ class NativeMatrix(Matrix):
         """Sums are float32, of rows that are rounded to the weights' type."""
         return panel_matmul(
             inputs.astype(jnp.float32),
-            self.panels,
+            self.operand,
             num_outputs=self.out,
             is_rounded=self.is_rounded,
             implementation=CPU,
         )
 
     def rows(self, index: Int[Array, " token"]) -> Float[Array, "token features"]:
-        return panel_rows(index, self.panels, shape=self.shape, implementation=CPU)
+        return panel_rows(index, self.operand, shape=self.shape, implementation=CPU)
 
 
 @jax.tree_util.register_dataclass
@@ -216,6 +241,58 @@ class HalfMatrix(NativeMatrix):
     @property
     def dtype(self) -> jnp.dtype:
         return jnp.dtype(jnp.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class QuantizedMatrix(NativeMatrix):
+    """Values of few bits, which operations widen in registers, and their scales.
+
+    Rows are not rounded, whatever their type: they are multiplied in float32.
+
+    Attributes:
+        panels: As in `QuantizedPanels`.
+        scales: [panel, group, width], float32.
+        row_type: The type of the network's rows.
+    """
+
+    scales: Any
+    row_type: str = field(metadata=dict(static=True))
+
+    @classmethod
+    def of(cls, values: Quantized) -> "QuantizedMatrix":
+        """Cut the panels on the host, which has the CPU's arrays: nothing compiles."""
+        matrix, scales = values.values, values.scales
+        placement = replicated(matrix.sharding.mesh)
+        if isinstance(matrix, jax.ShapeDtypeStruct):
+            forms = quantized_form(matrix.shape, matrix.dtype, scales.shape[1])
+            made = QuantizedPanels(
+                *(jax.ShapeDtypeStruct(*form, sharding=placement) for form in forms)
+            )
+        else:
+            made = quantized_panels(np.asarray(matrix), np.asarray(scales))
+            made = jax.device_put(made, placement)
+        row_type = jnp.dtype(values.dtype).name
+        outputs, features = matrix.shape
+        return cls(made.values, outputs, features, made.scales, row_type)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.row_type)
+
+    @property
+    def nbytes(self) -> int:
+        return self.panels.nbytes + self.scales.nbytes
+
+    @property
+    def operand(self) -> QuantizedPanels:
+        return QuantizedPanels(self.panels, self.scales)
+
+    @property
+    def values(self) -> np.ndarray:
+        """The float32 numbers that they stand for, (out, features)."""
+        held = QuantizedPanels(np.asarray(self.panels), np.asarray(self.scales))
+        return from_quantized_panels(held, self.shape)
 
 
 def are_native(params: Mapping[str, Any]) -> bool:
@@ -241,7 +318,7 @@ def attention_block(
         kv_pages,
         before=before,
         after=after,
-        **{name: matrix.panels for name, matrix in params.items()},
+        **{name: matrix.operand for name, matrix in params.items()},
         cosine=cosine,
         sine=sine,
         slot_mapping=batch.slot_mapping,
@@ -263,7 +340,7 @@ def feed_forward_block(
     """See `jaxspec.models.layers.feed_forward_block`."""
     return decoder_blocks.feed_forward_block(
         stream,
-        **{name: matrix.panels for name, matrix in params.items()},
+        **{name: matrix.operand for name, matrix in params.items()},
         hidden_size=params["down_proj"].shape[1],
         is_rounded=params["down_proj"].is_rounded,
         implementation=CPU,

@@ -13,7 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from jaxspec.models.matrices import DenseMatrix, Matrix
+from jaxspec.models.quantized import Quantized
 from jaxspec.sharding import named_sharding
+from jaxspec_checkpoints.quantization import Scheme
 
 # A tree of matrices in their forms, and of arrays for vectors.
 Params = dict[str, Any]
@@ -30,6 +32,7 @@ class ParamSpec:
         unit: Elements of the split axis that stay on one device: a head's.
         copies: How often every `unit` of rows is repeated, for several devices.
         form: How a matrix is stored; a vector is an array.
+        scheme: How it is quantized; None: not at all.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +41,7 @@ class ParamSpec:
     unit: int = 1
     copies: int = 1
     form: type[Matrix] = DenseMatrix
+    scheme: Scheme | None = None
 
     @property
     def num_values(self) -> int:
@@ -50,7 +54,7 @@ class ParamSpec:
             mesh, self.axes, self.shape, unit=self.unit, mesh_axes=mesh_axes
         )
 
-    def wrap(self, values: Array | jax.ShapeDtypeStruct) -> Any:
+    def wrap(self, values: Array | jax.ShapeDtypeStruct | Quantized) -> Any:
         """The parameter that the network is given, of its values or their shape."""
         return values if len(self.shape) == 1 else self.form.of(values)
 

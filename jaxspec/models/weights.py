@@ -18,16 +18,23 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, UInt32
 from tqdm.auto import tqdm
 
-from jaxspec.models import cpu
+from jaxspec.models import cpu, quantized
 from jaxspec.models.families import family_of
 from jaxspec.models.matrices import DenseMatrix, ScannedMatrix
 from jaxspec.models.network import functions_of
 from jaxspec.models.params import ParamPath, Params, ParamSpec, Specs
+from jaxspec.models.quantized import Quantized, scales_sharding
 from jaxspec.models.stack import LAYERS, put, stacked_place
 from jaxspec.settings.model_config import ModelConfig
 from jaxspec.sharding import TARGET_MESH_AXES, kv_copies, num_parts
 from jaxspec_checkpoints import Sizes, Tensor, check_tensors
 from jaxspec_checkpoints.placement import place
+from jaxspec_checkpoints.quantization import (
+    QuantizedTensor,
+    Scheme,
+    quantize,
+)
+from jaxspec_checkpoints.quantization import quantized as quantize_tensor
 from jaxspec_kernels.rejection_sampling import noise
 
 # Makes one parameter's values, or their shape.
@@ -59,6 +66,7 @@ def declare(
         copies=kv_copies(config.num_q_heads, config.num_kv_heads, parts),
         are_bfloat16=are_bfloat16,
         is_trained=is_trained,
+        scheme=config.quantization,
         of_layers=ScannedMatrix if config.scan_layers else DenseMatrix,
     )
 
@@ -71,6 +79,7 @@ def choose_forms(
     copies: int,
     are_bfloat16: bool = False,
     is_trained: bool = False,
+    scheme: Scheme | None = None,
     of_layers: type[DenseMatrix] = DenseMatrix,
 ) -> Specs:
     """Declarations with the form that these devices hold each of them in.
@@ -78,7 +87,8 @@ def choose_forms(
     Args:
         copies: How often every KV head is laid out.
         are_bfloat16: The values are bfloat16 ones, whatever `dtype` says.
-        is_trained: Gradients are taken through the network.
+        is_trained: Gradients are taken through the network; nothing is quantized then.
+        scheme: How matrices of layers are quantized.
         of_layers: The form of matrices of layers, where devices leave a choice.
     """
     num_bytes = sum(spec.num_values for spec in specs.values()) * dtype.itemsize
@@ -93,6 +103,14 @@ def choose_forms(
                 are_bfloat16=are_bfloat16,
                 is_trained=is_trained,
             )
+        own = None
+        if scheme is not None and not is_trained and len(spec.shape) == 2:
+            own = scheme if path[0] == LAYERS else scheme.of_embedding
+        if own is not None:
+            form = quantized.choose_form(own, is_scanned=form is ScannedMatrix)
+            if is_cpu:
+                form = cpu.choose_quantized_form(form, num_devices=mesh.size)
+            spec = replace(spec, scheme=own)
         if len(spec.shape) == 2 and form.fits(spec.shape):
             spec = replace(spec, form=form)
         if spec.axes[0] == "kv_head":
@@ -137,7 +155,11 @@ def load_params(
             dtype=dtype,
             mesh=mesh,
             mesh_axes=mesh_axes,
-            are_bfloat16=all(one.dtype == jnp.bfloat16 for one in tensors.values()),
+            are_bfloat16=all(
+                one.dtype == jnp.bfloat16
+                for one in tensors.values()
+                if not isinstance(one, QuantizedTensor)
+            ),
             is_trained=is_trained,
         )
 
@@ -147,17 +169,32 @@ def reader(
     dtype: jnp.dtype,
     on_bytes: Callable[[int], object] = lambda count: None,
 ) -> Make:
-    """Reads parameters into their shards, cast to `dtype`."""
+    """Reads parameters into their shards, cast to `dtype` or quantized on the way."""
 
-    def read(path: ParamPath, spec: ParamSpec, sharding: NamedSharding) -> Array:
-        return place(
-            [tensors[name] for name in spec.tensors],
+    def read(path: ParamPath, spec: ParamSpec, sharding: NamedSharding) -> Any:
+        parts = [tensors[name] for name in spec.tensors]
+        rows: Any = dict(block=spec.unit // len(spec.tensors), copies=spec.copies)
+        if spec.scheme is None:
+            kind = np.dtype(dtype)
+            return place(
+                parts, sharding=sharding, dtype=kind, on_bytes=on_bytes, **rows
+            )
+        own = [quantize_tensor(part, spec.scheme) for part in parts]
+        # The values first: scales of what is quantized on the way come with them.
+        values = place(
+            [one.values for one in own],
             sharding=sharding,
-            dtype=np.dtype(dtype),
-            block=spec.unit // len(spec.tensors),
-            copies=spec.copies,
-            on_bytes=on_bytes,
+            dtype=spec.scheme.value_type,
+            **rows,
         )
+        scales = place(
+            [one.scales for one in own],
+            sharding=scales_sharding(sharding, own[0].scales.shape[1]),
+            dtype=np.dtype(np.float32),
+            **rows,
+        )
+        on_bytes(sum(part.num_bytes for part in parts))
+        return Quantized(values=values, scales=scales, dtype=dtype)
 
     return read
 
@@ -166,7 +203,17 @@ def describer(dtype: jnp.dtype) -> Make:
     """Says what shape and placement parameters have."""
 
     def describe(path: ParamPath, spec: ParamSpec, sharding: NamedSharding) -> Any:
-        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
+        form = partial(jax.ShapeDtypeStruct, spec.shape)
+        if spec.scheme is None:
+            return form(dtype, sharding=sharding)
+        groups = spec.scheme.num_groups(spec.shape[1])
+        scales = jax.ShapeDtypeStruct(
+            (spec.shape[0], groups),
+            jnp.float32,
+            sharding=scales_sharding(sharding, groups),
+        )
+        values = form(spec.scheme.value_type, sharding=sharding)
+        return Quantized(values=values, scales=scales, dtype=dtype)
 
     return describe
 
@@ -241,14 +288,14 @@ def random_params(
     which are (out, in), have a standard deviation of 1/sqrt(in); vectors (norm weights)
     are zeros.
     """
-    makers: dict[Any, Callable[[jax.Array], jax.Array]] = {}
+    makers: dict[Any, Callable[[jax.Array], Any]] = {}
     numbers = itertools.count()
 
-    def draw(path: ParamPath, spec: ParamSpec, sharding: NamedSharding) -> Array:
+    def draw(path: ParamPath, spec: ParamSpec, sharding: NamedSharding) -> Any:
         number = next(numbers)
         if len(spec.shape) == 1:
             return jnp.zeros(spec.shape, dtype, device=sharding)
-        kind = spec.shape, spec.unit, spec.copies, sharding
+        kind = spec.shape, spec.unit, spec.copies, sharding, spec.scheme
         if kind not in makers:
             make = partial(
                 _random_matrix,
@@ -258,10 +305,18 @@ def random_params(
                 block=spec.unit,
                 copies=spec.copies,
             )
+            placed: Any = sharding
+            if spec.scheme is not None:
+                make = _quantizing(make, spec.scheme)
+                groups = spec.scheme.num_groups(spec.shape[1])
+                placed = sharding, scales_sharding(sharding, groups)
             # Only a compiled function makes nothing but the shards.
-            makers[kind] = jax.jit(make, out_shardings=sharding)  # noqa: TID251
+            makers[kind] = jax.jit(make, out_shardings=placed)  # noqa: TID251
         key = jax.random.fold_in(jax.random.key(np.uint32(seed)), number)
-        return makers[kind](jax.random.key_data(key))
+        made = makers[kind](jax.random.key_data(key))
+        if spec.scheme is None:
+            return made
+        return Quantized(values=made[0], scales=made[1], dtype=dtype)
 
     return _make_all(
         config,
@@ -270,6 +325,11 @@ def random_params(
         mesh=mesh,
         mesh_axes=mesh_axes,
     )
+
+
+def _quantizing(make: Callable[[Array], Array], scheme: Scheme) -> Callable[..., Any]:
+    """The same matrix as values and scales."""
+    return lambda words: quantize(make(words), scheme, jnp)
 
 
 def _random_matrix(

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, no_type_check
 
 from jaxspec.errors import ConfigError, check_flag, check_integer, wrong_argument
+from jaxspec_checkpoints import CheckpointError
+from jaxspec_checkpoints.packing import scheme_of
+from jaxspec_checkpoints.quantization import FP8, INT8, Scheme
 
 # Their names in a config.json, and here; they have no sensible default.
 SIZES = {
@@ -35,6 +38,8 @@ class ModelConfig(ABC):
         scan_layers: Have one loop over layers that are alike in programs, in place of
             every layer by itself; parameters and pages are laid out for it. No number
             of the model's, but of what is made of it.
+        quantization: How its matrices are kept; None: in the type of the rows that they
+            are multiplied with.
     """
 
     # After so many layers their kinds begin anew: those are a turn of a loop.
@@ -53,6 +58,7 @@ class ModelConfig(ABC):
     eos_token_ids: tuple[int, ...]
     scan_layers: bool = False
     stored_dtype: str = ""
+    quantization: Scheme | None = None
 
     def __post_init__(self):
         for name in (*SIZES.values(), "max_position_embeddings"):
@@ -77,6 +83,26 @@ class ModelConfig(ABC):
             )
             allowed = f"False for a model of {self.num_layers} layers"
             raise wrong_argument(ConfigError, "scan_layers", allowed, True, hint)
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        scheme = self.quantization
+        if scheme is None or scheme.group_size is None:
+            return
+        for features in (
+            self.hidden_size,
+            self.num_q_heads * self.head_dim,
+            self.intermediate_size,
+        ):
+            if features % scheme.group_size:
+                hint = (
+                    f"Scales are shared by {scheme.group_size} features of a matrix, "
+                    f"and this model has matrices of {features}."
+                )
+                allowed = f"{INT8!r} or {FP8!r}, which need no groups,"
+                raise wrong_argument(
+                    ConfigError, "quantization", allowed, scheme.kind, hint
+                )
 
     def _check_token_id(self, name: str, token: object) -> None:
         check_integer(ConfigError, name, token, low=0, high=self.vocab_size - 1)
@@ -123,3 +149,17 @@ def stored_dtype(config: Mapping[str, Any]) -> str:
     """The type of the weights that a config.json names; "" if it is none of ours."""
     said = config.get("dtype") or config.get("torch_dtype")
     return said if said in ("float32", "bfloat16", "float16") else ""
+
+
+def stored_scheme(config: Mapping[str, Any]) -> Scheme | None:
+    """How the matrices of a checkpoint are quantized; None: not at all.
+
+    Raises:
+        ConfigError: In a way that is not read.
+    """
+    try:
+        return scheme_of(config)
+    except CheckpointError as error:
+        given = config.get("quantization_config")
+        name = "quantization_config"
+        raise ConfigError(f"{error}.", parameter=name, value=given) from error

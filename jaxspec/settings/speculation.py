@@ -17,6 +17,7 @@ from jaxspec.errors import (
     check_number,
     wrong_argument,
 )
+from jaxspec.settings.quantization import check_quantization
 from jaxspec.token_tree import (
     MAX_NODES,
     TREE_KEY,
@@ -82,6 +83,8 @@ class SpeculativeConfig:
             "eagle3", "medusa" and "mlp_speculator" are heads on the target's hidden
             states.
         model: Folder of the draft model or head; None for "ngram" and "suffix".
+        quantization: How the draft model's matrices are kept, as the engine's argument
+            of that name says of the target; None: as its checkpoint has them.
         num_speculative_tokens: Most draft tokens per step; a request may ask for fewer.
             With a tree, its drafts.
         num_side_leaves: Beside each draft, the next best tokens at its place: where the
@@ -120,6 +123,7 @@ class SpeculativeConfig:
 
     method: str = DRAFT_MODEL
     model: str | None = None
+    quantization: str | None = None
     num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS
     num_side_leaves: int = 0
     speculative_token_tree: str | Sequence[Sequence[int]] | None = None
@@ -147,6 +151,7 @@ class SpeculativeConfig:
                 UnsupportedError, "method", ALLOWED_METHODS, self.method, hint
             )
         self._check_model()
+        self._check_quantization()
         self._check_lookup()
         self._check_suffix()
         most, way_out = MAX_DRAFT_TOKENS, "leave method out"
@@ -407,6 +412,13 @@ class SpeculativeConfig:
             hint = f"For both kinds of draft, set method to {both!r}."
             allowed = f"left out for method {self.method!r}"
             raise wrong_argument(ConfigError, "model", allowed, self.model, hint)
+
+    def _check_quantization(self) -> None:
+        name, kind = "speculative_model_quantization", self.quantization
+        check_quantization(name, kind)
+        if kind is not None and not self.has_folder:
+            allowed = f"left out for method {self.method!r}, which has no weights"
+            raise wrong_argument(ConfigError, name, allowed, kind)
 
     def _check_synthetic(self) -> None:
         names = ("synthetic_acceptance_rates", "synthetic_acceptance_length")

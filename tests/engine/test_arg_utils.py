@@ -10,6 +10,7 @@ from jaxspec.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from jaxspec.engine.memory.memory_plan import MAX_CPU_KV_BYTES
 from jaxspec.errors import ConfigError
 from jaxspec.settings.structured_outputs import StructuredOutputsConfig
+from jaxspec_checkpoints.quantization import Scheme
 
 TINY: dict[str, Any] = {
     "model_type": "gemma2",
@@ -399,7 +400,7 @@ def test_a_bad_argument_beside_a_draft(
 @pytest.mark.parametrize(
     ("arguments", "given"),
     [
-        ({"quantization": "awq"}, "'awq'"),
+        ({"quantization": "int3"}, "'int3'"),
         ({"kv_cache_dtype": "fp8"}, "'fp8'"),
         ({"pipeline_parallel_size": 2}, "got 2"),
         ({"cpu_offload_gb": 4}, "got 4"),
@@ -462,9 +463,59 @@ def test_an_unknown_argument_names_the_nearest(target: str):
 
 def test_an_argument_changed_later_is_checked_again(target: str):
     args = EngineArgs(model=target)
-    args.quantization = "awq"
-    with pytest.raises(NotImplementedError, match="awq"):
+    args.quantization = "int3"
+    with pytest.raises(NotImplementedError, match="int3"):
         args.create_engine_config()
+
+
+def test_how_matrices_are_kept(target: str, draft: str):
+    config = configure(target, quantization="int8")
+    assert config.model_config.quantization == Scheme(kind="int8")
+    pair: dict[str, Any] = dict(speculative_model=draft, num_speculative_tokens=2)
+    config = configure(
+        target, speculative_model_quantization="fp8", quantize_embedding=True, **pair
+    )
+    assert config.model_config.quantization is None
+    of_draft = Scheme(kind="fp8", has_embedding=True)
+    assert config.draft_model_config.quantization == of_draft
+    as_vllm = dict(model=draft, num_speculative_tokens=2, quantization="int8")
+    config = configure(target, quantization="fp8", speculative_config=as_vllm)
+    assert config.model_config.quantization == Scheme(kind="fp8")
+    assert config.draft_model_config.quantization == Scheme(kind="int8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        ({"quantization": "awq"}, ["'awq'", "has no quantization_config"]),
+        ({"quantize_embedding": True}, ["neither model is quantized"]),
+        (
+            {"quantization": "int4"},
+            ["quantization of", "'int4'", "Scales are shared by 128 features"],
+        ),
+        (
+            {"speculative_model_quantization": "int8"},
+            ["was given without a draft model"],
+        ),
+        (
+            {
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": 2,
+                    "quantization": "int8",
+                }
+            },
+            ["speculative_model_quantization", "which has no weights"],
+        ),
+    ],
+)
+def test_matrices_that_cannot_be_kept_so(
+    target: str, arguments: dict[str, Any], texts: list[str]
+):
+    with pytest.raises(ConfigError) as caught:
+        configure(target, **arguments)
+    for text in texts:
+        assert text in str(caught.value)
 
 
 def test_two_vocabularies(tmp_path: Path, target: str):

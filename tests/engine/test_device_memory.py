@@ -77,6 +77,28 @@ def test_a_published_size_needs_no_file(size: str):
     assert facts.draft == ModelBytes()
 
 
+# Of a layer of 2B: outputs and features of its matrices.
+MATRICES = ((2048, 2304), (2048, 2304), (2304, 2048), (18432, 2304), (2304, 9216))
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "group"),
+    [("int8", 1, None), ("fp8", 1, None), ("int4", 1.5, 128)],
+)
+def test_quantized_weights_are_counted_as_they_are_held(kind, saved, group):
+    plan = plan_for(pair("2b", None, quantization=kind), "h200")
+    values = 26 * sum(outputs * features for outputs, features in MATRICES)
+    scales = 26 * sum(
+        outputs * (features // (group or features)) for outputs, features in MATRICES
+    )
+    expected = WEIGHT_BYTES["2b"] - int(saved * values) + 4 * scales
+    assert plan.facts.target.weight_bytes == expected
+    assert f"GiB  {kind} " in plan.table()
+    drafted = plan_for(pair(speculative_model_quantization=kind), "h200").facts
+    assert drafted.target == plan_for(pair(), "h200").facts.target
+    assert drafted.draft.weight_bytes == expected
+
+
 def test_9b_with_a_2b_draft_on_one_gpu():
     plan = plan_for(pair(max_num_seqs=64), "h100")
     assert plan.facts.weight_bytes == 18_483_411_968 + 5_228_683_776

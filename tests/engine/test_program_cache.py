@@ -18,6 +18,7 @@ from jaxspec.engine.structured_output import TokenMasks
 from jaxspec.models import cpu
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.propose import NGram
+from jaxspec_checkpoints.quantization import Scheme
 from tests.tiny_programs import (
     PLAN,
     SHAPE,
@@ -113,6 +114,8 @@ def test_names_follow_all_that_a_program_depends_on(tmp_path, monkeypatch):
     assert name() == names[0]
     names.append(name(shape=dataclasses.replace(SHAPE, chunk=32)))
     names.append(name(dataclasses.replace(program, proposers=(NGram(3, 2),))))
+    kept = dataclasses.replace(program.target, quantization=Scheme(kind="int8"))
+    names.append(name(dataclasses.replace(program, target=kept)))
     other = make_program(2)
     names.append(name(other, arguments=make_arguments(other.mesh)))
     longer = as_state(jax.device_put(np.ones(5, np.float32)))

@@ -37,6 +37,10 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
         ({"speculative_config": SAME | {"enforce_eager": True}}, SAME),
         ({"speculative_config": SAME | {"parallel_drafting": False}}, SAME),
         ({"speculative_config": SAME | {"quantization": None}}, SAME),
+        (
+            {"speculative_config": SAME, "speculative_model_quantization": "int8"},
+            SAME | {"quantization": "int8"},
+        ),
         # The older default acceptance rule, alone and with a draft.
         ({"spec_decoding_acceptance_method": "rejection_sampler"}, None),
         (
@@ -284,7 +288,7 @@ def test_lookups_that_contradict(arguments: dict[str, Any], texts: list[str]):
         ({"spec_method": "hydra", "spec_model": "x"}, "'eagle3', 'medusa', 'mlp_spec"),
         ({"speculative_model": "[medusa]"}, "a head, which is a small network"),
         ({"speculative_config": {"model": "[eagle]"}}, "speculative_model='[eagle]'"),
-        ({"speculative_config": SAME | {"quantization": "fp8"}}, "'fp8'"),
+        ({"speculative_config": SAME | {"kv_cache_dtype": "fp8"}}, "'fp8'"),
         ({"speculative_config": SAME | {"use-heterogeneous-vocab": True}}, "True"),
     ],
 )

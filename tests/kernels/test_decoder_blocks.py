@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec_checkpoints.quantization import Scheme, quantize
 from jaxspec_kernels.decoder_blocks import (
     GELU,
     SILU,
@@ -17,7 +18,7 @@ from jaxspec_kernels.decoder_blocks import (
     attention_block,
     feed_forward_block,
 )
-from jaxspec_kernels.panel_matmul import to_panels
+from jaxspec_kernels.panel_matmul import QuantizedPanels, quantized_panels, to_panels
 
 pytestmark = pytest.mark.usefixtures("has_native")
 PAGE_SIZE, TABLE, MODEL = 4, 8, 24
@@ -33,9 +34,13 @@ class Layer:
     pages: str = "float32"
     window: int | None = 6
     has_after: bool = True
+    scheme: Scheme | None = None  # of the panels
 
-    def matrix(self, seed: int, out: int, features: int) -> jax.Array:
+    def matrix(self, seed: int, out: int, features: int) -> Any:
         values = np.random.default_rng(seed).normal(size=(out, features))
+        if self.scheme is not None:
+            made = quantized_panels(*quantize(values / 5, self.scheme))
+            return QuantizedPanels(*map(jnp.asarray, made))
         return jnp.asarray(to_panels((values / 5).astype(jnp.dtype(self.dtype))))
 
     def norm(self, seed: int) -> Norm:
@@ -111,6 +116,7 @@ LAYERS = [
     Layer(window=None, has_after=False),
     Layer(heads=(4, 4), head_dim=16, dtype="bfloat16", pages="uint16"),
     Layer(heads=(6, 2), head_dim=34, pages="bfloat16"),
+    Layer(scheme=Scheme(kind="int8")),
 ]
 
 

@@ -19,6 +19,8 @@ _COLLECTIVES = (
     "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter",
 )  # fmt: skip
 _BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1, "s8": 1, "u8": 1}
+# More than they take: two values of 4 bits share a byte.
+_BYTES |= {"f8e4m3fn": 1, "s4": 1}
 # The result's shapes, one or several in parentheses, then the operation's name.
 _OPERATION = re.compile(r" = (\(.*?\)|\S+) ([a-z][\w-]*)\(")
 _NOTHING = (0, "u8[]", "")
@@ -148,6 +150,22 @@ def taken_out(text: str, stacks: Any) -> list[str]:
         f"{name} {kind}[{sizes}]"
         for name, kind, sizes in _written(text)
         if tuple(size for size in sizes_of(f"{kind}[{sizes}]") if size > 1) in entries
+    ]
+
+
+def dequantized(text: str, params: Any) -> list[str]:
+    """Operations that write a quantized weight as floats of 16 or 32 bits."""
+    sizes = set()
+    for leaf in jax.tree.leaves(params):
+        local = leaf.sharding.shard_shape(leaf.shape)
+        if len(local) > 1 and leaf.dtype.name in ("int8", "int4", "float8_e4m3fn"):
+            sizes.add(math.prod(local))
+    return [
+        f"{name} {kind}[{shape}]"
+        for name, kind, shape in _written(text)
+        if kind in ("bf16", "f16", "f32")
+        and name not in _NAMES
+        and math.prod(shape_of(f"{kind}[{shape}]")) in sizes
     ]
 
 

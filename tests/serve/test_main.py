@@ -30,7 +30,7 @@ def test_help_comes_without_jax(module: str):
 
 
 def test_a_wrong_value_is_told_in_one_line(capsys: pytest.CaptureFixture[str]):
-    assert program.main(["m", "--quantization", "awq"]) == 2
+    assert program.main(["m", "--quantization", "int3"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("python -m jaxspec.serve: error: quantization")
 

@@ -44,10 +44,13 @@ class ModelBytes:
 
     Attributes:
         page_bytes: Keys and values of one page, in all layers.
+        quantization: How its matrices are kept, in words; "" where they are not
+            quantized.
     """
 
     weight_bytes: int = 0
     page_bytes: int = 0
+    quantization: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,9 +237,10 @@ class MemoryPlan:
         facts, draft = self.facts, self.facts.draft
         size = facts.page_size
         has_draft = draft != ModelBytes()
-        rows = [("target weights", facts.target.weight_bytes, "")]
+        target = facts.target
+        rows = [("target weights", target.weight_bytes, target.quantization)]
         if has_draft:
-            rows.append(("draft weights", draft.weight_bytes, ""))
+            rows.append(("draft weights", draft.weight_bytes, draft.quantization))
         if facts.used_bytes:
             rows.append(("in use by others", facts.used_bytes, ""))
         how = "estimated" if facts.compiled_bytes is None else "compiled"

@@ -12,7 +12,13 @@ from jaxspec.errors import (
     check_number,
     wrong_argument,
 )
-from jaxspec.settings.model_config import SIZES, ModelConfig, end_tokens, stored_dtype
+from jaxspec.settings.model_config import (
+    SIZES,
+    ModelConfig,
+    end_tokens,
+    stored_dtype,
+    stored_scheme,
+)
 
 # The defaults of the format, for keys that writers may leave out.
 _DEFAULTS = {
@@ -83,6 +89,7 @@ class Gemma2Config(ModelConfig):
             rope_theta=_rope_theta(config),
             eos_token_ids=end_tokens(config, generation or {}),
             stored_dtype=stored_dtype(config),
+            quantization=stored_scheme(config),
         )
 
     def window(self, layer: int) -> int | None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxspec_kernels import dispatch
+from jaxspec_kernels.panel_matmul import Panels
 
 __all__ = ["GELU", "SILU", "Norm", "Queries", "attention_block", "feed_forward_block"]
 
@@ -46,9 +47,9 @@ def attention_block(
     *,
     before: Norm,
     after: Norm | None,
-    q_proj: Num[Array, "q_panel ..."],
-    kv_proj: Num[Array, "kv_panel ..."],
-    o_proj: Num[Array, "o_panel ..."],
+    q_proj: Panels,
+    kv_proj: Panels,
+    o_proj: Panels,
     cosine: Float[Array, "row half"],
     sine: Float[Array, "row half"],
     slot_mapping: Int[Array, " row"],
@@ -78,7 +79,8 @@ def attention_block(
         slot_mapping: As of `write_kv_pages`.
         regions: The rows, from the first on; those in none attend to nothing.
         scale, soft_cap, window: As of `paged_attention`.
-        is_rounded: Rows are rounded to bfloat16 before each product.
+        is_rounded: Rows are rounded to bfloat16 before each product with bfloat16
+            panels, and queries before they meet keys.
         implementation: A name to force; None is that of jax's default backend.
 
     Raises:
@@ -122,8 +124,8 @@ def feed_forward_block(
     *,
     before: Norm,
     after: Norm | None,
-    gate_up_proj: Num[Array, "gate_up_panel ..."],
-    down_proj: Num[Array, "down_panel ..."],
+    gate_up_proj: Panels,
+    down_proj: Panels,
     hidden_size: int,
     block: int,
     activation: str,

@@ -9,6 +9,8 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxspec_kernels import native
 from jaxspec_kernels.decoder_blocks import GELU, Norm, Queries
+from jaxspec_kernels.panel_matmul import Panels
+from jaxspec_kernels.panel_matmul.cpu import operands as of_panels
 
 
 def attention_block(
@@ -17,9 +19,9 @@ def attention_block(
     *,
     before: Norm,
     after: Norm | None,
-    q_proj: Num[Array, "q_panel ..."],
-    kv_proj: Num[Array, "kv_panel ..."],
-    o_proj: Num[Array, "o_panel ..."],
+    q_proj: Panels,
+    kv_proj: Panels,
+    o_proj: Panels,
     cosine: Float[Array, "row half"],
     sine: Float[Array, "row half"],
     slot_mapping: Int[Array, " row"],
@@ -37,7 +39,9 @@ def attention_block(
         mask = one.ancestor_mask
         none = jnp.zeros((0, 0, 0), bool)
         given += [one.page_table, one.kv_len, none if mask is None else mask]
-    operands = stream, before.weight, _weight(after), q_proj, kv_proj, o_proj
+    operands = stream, before.weight, _weight(after)
+    for panels in (q_proj, kv_proj, o_proj):
+        operands = *operands, *of_panels(panels)
     operands = *operands, cosine, sine, slot_mapping, kv_pages
     call = jax.ffi.ffi_call(
         "jaxspec_attention_block",
@@ -63,8 +67,8 @@ def feed_forward_block(
     *,
     before: Norm,
     after: Norm | None,
-    gate_up_proj: Num[Array, "gate_up_panel ..."],
-    down_proj: Num[Array, "down_panel ..."],
+    gate_up_proj: Panels,
+    down_proj: Panels,
     hidden_size: int,
     block: int,
     activation: str,
@@ -77,8 +81,8 @@ def feed_forward_block(
         stream,
         before.weight,
         _weight(after),
-        gate_up_proj,
-        down_proj,
+        *of_panels(gate_up_proj),
+        *of_panels(down_proj),
         hidden=np.int64(hidden_size),
         block=np.int64(block),
         is_gelu=activation == GELU,

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxspec_kernels.decoder_blocks import GELU, Norm, Queries
 from jaxspec_kernels.paged_attention.reference import paged_attention
+from jaxspec_kernels.panel_matmul import Panels
 from jaxspec_kernels.panel_matmul.reference import panel_matmul
 from jaxspec_kernels.write_kv_pages.reference import write_kv_pages
 
@@ -18,9 +19,9 @@ def attention_block(
     *,
     before: Norm,
     after: Norm | None,
-    q_proj: Num[Array, "q_panel ..."],
-    kv_proj: Num[Array, "kv_panel ..."],
-    o_proj: Num[Array, "o_panel ..."],
+    q_proj: Panels,
+    kv_proj: Panels,
+    o_proj: Panels,
     cosine: Float[Array, "row half"],
     sine: Float[Array, "row half"],
     slot_mapping: Int[Array, " row"],
@@ -36,7 +37,7 @@ def attention_block(
     rows, model = stream.shape
     normed = _norm(before, stream)
 
-    def multiply(inputs: Array, panels: Array, outputs: int) -> Array:
+    def multiply(inputs: Array, panels: Panels, outputs: int) -> Array:
         return panel_matmul(inputs, panels, num_outputs=outputs, is_rounded=is_rounded)
 
     query = multiply(normed, q_proj, num_q_heads * head_dim)
@@ -72,8 +73,8 @@ def feed_forward_block(
     *,
     before: Norm,
     after: Norm | None,
-    gate_up_proj: Num[Array, "gate_up_panel ..."],
-    down_proj: Num[Array, "down_panel ..."],
+    gate_up_proj: Panels,
+    down_proj: Panels,
     hidden_size: int,
     block: int,
     activation: str,

@@ -110,8 +110,10 @@ void write_row(const float* key_value, const float* cosine, const float* sine,
 
 ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
                           ffi::AnyBuffer before, ffi::AnyBuffer after,
-                          ffi::AnyBuffer q_proj, ffi::AnyBuffer kv_proj,
-                          ffi::AnyBuffer o_proj, ffi::Buffer<ffi::F32> cosine,
+                          ffi::AnyBuffer q_proj, ffi::Buffer<ffi::F32> q_scales,
+                          ffi::AnyBuffer kv_proj, ffi::Buffer<ffi::F32> kv_scales,
+                          ffi::AnyBuffer o_proj, ffi::Buffer<ffi::F32> o_scales,
+                          ffi::Buffer<ffi::F32> cosine,
                           ffi::Buffer<ffi::F32> sine, ffi::Buffer<ffi::S32> slots,
                           ffi::AnyBuffer kv_pages, ffi::RemainingArgs regions,
                           ffi::ResultBuffer<ffi::F32> made,
@@ -139,9 +141,9 @@ ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
       static_cast<int64_t>(sine.element_count()) != rows * half ||
       static_cast<int64_t>(slots.element_count()) != rows)
     return refuse("positions are of other rows");
-  const Panels to_queries = panels_of(q_proj, queries_size, model, is_rounded);
-  const Panels to_keys = panels_of(kv_proj, keys_size, model, is_rounded);
-  const Panels from_heads = panels_of(o_proj, model, queries_size, is_rounded);
+  const Panels to_queries = panels_of(q_proj, q_scales, queries_size, model, is_rounded);
+  const Panels to_keys = panels_of(kv_proj, kv_scales, keys_size, model, is_rounded);
+  const Panels from_heads = panels_of(o_proj, o_scales, model, queries_size, is_rounded);
   if (!to_queries.values || !to_keys.values || !from_heads.values)
     return refuse("matrices do not fit");
   static thread_local Norm first, last;
@@ -226,7 +228,10 @@ Floats silu(Floats x) { return x / (splat(1.0f) + exp(-x)); }
 
 ffi::Error FeedForwardBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
                             ffi::AnyBuffer before, ffi::AnyBuffer after,
-                            ffi::AnyBuffer gate_up_proj, ffi::AnyBuffer down_proj,
+                            ffi::AnyBuffer gate_up_proj,
+                            ffi::Buffer<ffi::F32> gate_up_scales,
+                            ffi::AnyBuffer down_proj,
+                            ffi::Buffer<ffi::F32> down_scales,
                             ffi::ResultBuffer<ffi::F32> made, int64_t hidden,
                             int64_t block, bool is_gelu, float epsilon, float offset,
                             bool is_rounded) {
@@ -238,8 +243,8 @@ ffi::Error FeedForwardBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
     return refuse("rows have other axes");
   const int64_t rows = form[0], model = form[1];
   if (hidden < 1 || block < 1 || hidden % block) return refuse("blocks do not divide");
-  const Panels in = panels_of(gate_up_proj, 2 * hidden, model, is_rounded);
-  const Panels out = panels_of(down_proj, model, hidden, is_rounded);
+  const Panels in = panels_of(gate_up_proj, gate_up_scales, 2 * hidden, model, is_rounded);
+  const Panels out = panels_of(down_proj, down_scales, model, hidden, is_rounded);
   if (!in.values || !out.values) return refuse("matrices do not fit");
   static thread_local Norm first, last;
   if (!first.set(before, model, offset, epsilon) ||
@@ -295,8 +300,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_attention_block, jaxspec::AttentionBlock,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
@@ -319,7 +327,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_feed_forward_block, jaxspec::FeedForwardBl
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Attr<int64_t>("hidden")
                                   .Attr<int64_t>("block")

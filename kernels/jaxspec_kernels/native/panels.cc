@@ -5,6 +5,10 @@
 // result has accumulators of its own, and its features are added up in their order: its
 // bits do not depend on how many rows there are, nor on the threads. Where outputs or
 // features do not fill the last panel or pair, zeros do.
+//
+// Quantized values are widened to float32 in registers. Sums of a group of features are
+// multiplied by the group's scales and added up, one group after the other: the order
+// is fixed as well.
 #include <algorithm>
 #include <cstdint>
 #include <utility>
@@ -34,12 +38,14 @@ constexpr int64_t kMinBytesPerThread = 1 << 17;
 
 // How one kind of matrix lies, and what a step over its features is.
 //
-// kFeatures: Those of one step. Input: What a row has for it.
+// kFeatures: Those of one step. kValues: What an output has for them. kIsScaled: Whether
+// there are scales. Input: What a row has for a step.
 
 struct Float32 {
   typedef float Value;
   typedef float Input;
-  static constexpr int kFeatures = 1;
+  static constexpr int kFeatures = 1, kValues = 1;
+  static constexpr bool kIsScaled = false;
 
   static void pack(const float* row, Input* to) { *to = *row; }
   template <int Rows, int Vectors>
@@ -59,7 +65,8 @@ struct Widened {
   typedef struct {
     float values[2];
   } Input;
-  static constexpr int kFeatures = 2;
+  static constexpr int kFeatures = 2, kValues = 2;
+  static constexpr bool kIsScaled = false;
 
   static void pack(const float* row, Input* to) { *to = {{row[0], row[1]}}; }
   template <int Rows, int Vectors>
@@ -82,7 +89,8 @@ struct Widened {
 struct Paired {
   typedef Bfloat16 Value;
   typedef uint32_t Input;
-  static constexpr int kFeatures = 2;
+  static constexpr int kFeatures = 2, kValues = 2;
+  static constexpr bool kIsScaled = false;
 
   static void pack(const float* row, Input* to) {
     *to = narrow(row[0]).bits | static_cast<uint32_t>(narrow(row[1]).bits) << 16;
@@ -109,20 +117,121 @@ struct Paired : Widened {
 };
 #endif
 
+// Whole numbers of 8 bits.
+struct Int8 {
+  typedef int8_t Value;
+  typedef float Input;
+  static constexpr int kFeatures = 1, kValues = 1;
+  static constexpr bool kIsScaled = true;
+
+  static Floats widened(const Value* values) { return to_floats(load_bytes(values)); }
+  static float widened(Value value, int64_t) { return value; }
+  static void pack(const float* row, Input* to) { *to = *row; }
+  template <int Rows, int Vectors>
+  static inline void add(const Value* values, const Input* inputs,
+                         Floats (*sums)[Vectors], int first) {
+    for (int vector = 0; vector < kVectors; ++vector) {
+      const Floats value = widened(values + vector * kLanes);
+      for (int row = 0; row < Rows; ++row)
+        sums[row][first + vector] += splat(inputs[row]) * value;
+    }
+  }
+};
+
+// Floats of 8 bits, e4m3: a sign, four bits of an exponent that is 7 too large, three of
+// a fraction. Weights have no NaN.
+struct Float8 {
+  typedef uint8_t Value;
+  typedef float Input;
+  static constexpr int kFeatures = 1, kValues = 1;
+  static constexpr bool kIsScaled = true;
+
+  static Floats widened(const Value* values) {
+    const Ints bits = load_bytes(values), size = bits & 0x7f;
+    // float32's exponent is 127 too large. Denormal ones are eighths of 2^-6; threads
+    // of XLA may take denormal floats as zeros, so that they are not made of those.
+    const Floats normal = (Floats)((size << 20) + (120 << 23));
+    const Floats small = to_floats(size) * (1.0f / 512);
+    const Floats found = select(size < 8, small, normal);
+    return (Floats)((Ints)found | (bits & INT32_MIN));
+  }
+  static float widened(Value value, int64_t) {
+    Value lanes[kLanes] = {value};
+    return widened(lanes)[0];
+  }
+  static void pack(const float* row, Input* to) { *to = *row; }
+  template <int Rows, int Vectors>
+  static inline void add(const Value* values, const Input* inputs,
+                         Floats (*sums)[Vectors], int first) {
+    for (int vector = 0; vector < kVectors; ++vector) {
+      const Floats value = widened(values + vector * kLanes);
+      for (int row = 0; row < Rows; ++row)
+        sums[row][first + vector] += splat(inputs[row]) * value;
+    }
+  }
+};
+
+// Whole numbers of 4 bits, of two features: the first has the lower ones.
+struct Int4 {
+  typedef uint8_t Value;
+  typedef struct {
+    float values[2];
+  } Input;
+  static constexpr int kFeatures = 2, kValues = 1;
+  static constexpr bool kIsScaled = true;
+
+  static float widened(Value value, int64_t feature) {
+    const int8_t bits = static_cast<int8_t>(feature % 2 ? value : value << 4);
+    return bits >> 4;
+  }
+  static void pack(const float* row, Input* to) { *to = {{row[0], row[1]}}; }
+  template <int Rows, int Vectors>
+  static inline void add(const Value* values, const Input* inputs,
+                         Floats (*sums)[Vectors], int first) {
+    for (int vector = 0; vector < kVectors; ++vector) {
+      const Ints pairs = load_bytes(values + vector * kLanes);
+      const Floats even = to_floats((pairs << 28) >> 28), odd = to_floats(pairs >> 4);
+      for (int row = 0; row < Rows; ++row) {
+        sums[row][first + vector] += splat(inputs[row].values[0]) * even;
+        sums[row][first + vector] += splat(inputs[row].values[1]) * odd;
+      }
+    }
+  }
+};
+
 // Outputs of `Rows` rows from `Panels` panels; `inputs` are [step, row].
 //
 // steps: Of the panels' features. first: The first output. outputs: [row, num_outputs].
+// scales: Of the first of these panels, [panel, group, output].
 template <typename Kind, int Rows, int Panels>
-void multiply_panels(const typename Kind::Value* panels, int64_t steps,
-                     const typename Kind::Input* inputs, float* outputs, int64_t first,
-                     int64_t num_outputs) {
+void multiply_panels(const typename Kind::Value* panels, const float* scales,
+                     int64_t groups, int64_t steps, const typename Kind::Input* inputs,
+                     float* outputs, int64_t first, int64_t num_outputs) {
   Floats sums[Rows][Panels * kVectors] = {};
-  const int64_t size = steps * Kind::kFeatures * kWidth;
-  for (int64_t step = 0; step < steps; ++step)
-    for (int panel = 0; panel < Panels; ++panel)
-      Kind::template add<Rows, Panels * kVectors>(
-          panels + panel * size + step * Kind::kFeatures * kWidth,
-          inputs + step * Rows, sums, panel * kVectors);
+  const int64_t size = steps * Kind::kValues * kWidth;
+  auto add = [&](Floats(*to)[Panels * kVectors], int64_t begin, int64_t end) {
+    for (int64_t step = begin; step < end; ++step)
+      for (int panel = 0; panel < Panels; ++panel)
+        Kind::template add<Rows, Panels * kVectors>(
+            panels + panel * size + step * Kind::kValues * kWidth,
+            inputs + step * Rows, to, panel * kVectors);
+  };
+  if constexpr (Kind::kIsScaled) {
+    for (int64_t group = 0; group < groups; ++group) {
+      Floats own[Rows][Panels * kVectors] = {};
+      add(own, steps * group / groups, steps * (group + 1) / groups);
+      for (int panel = 0; panel < Panels; ++panel)
+        for (int vector = 0; vector < kVectors; ++vector) {
+          const Floats scale =
+              load(scales + (panel * groups + group) * kWidth + vector * kLanes);
+          for (int row = 0; row < Rows; ++row)
+            sums[row][panel * kVectors + vector] +=
+                own[row][panel * kVectors + vector] * scale;
+        }
+    }
+  } else {
+    add(sums, 0, steps);
+  }
   for (int row = 0; row < Rows; ++row)
     for (int vector = 0; vector < Panels * kVectors; ++vector) {
       const int64_t at = first + vector * kLanes;
@@ -136,18 +245,21 @@ void multiply_panels(const typename Kind::Value* panels, int64_t steps,
 
 // The same for panels `first` to `last`.
 template <typename Kind, int Rows>
-void multiply_rows(const typename Kind::Value* panels, int64_t first, int64_t last,
-                   int64_t steps, const typename Kind::Input* inputs, float* outputs,
+void multiply_rows(const typename Kind::Value* panels, const float* scales,
+                   int64_t groups, int64_t first, int64_t last, int64_t steps,
+                   const typename Kind::Input* inputs, float* outputs,
                    int64_t num_outputs) {
   constexpr int kPanels = panels_at_once(Rows);
-  const int64_t size = steps * Kind::kFeatures * kWidth;
+  const int64_t size = steps * Kind::kValues * kWidth;
   int64_t panel = first;
   for (; panel + kPanels <= last; panel += kPanels)
-    multiply_panels<Kind, Rows, kPanels>(panels + panel * size, steps, inputs, outputs,
-                                         panel * kWidth, num_outputs);
+    multiply_panels<Kind, Rows, kPanels>(
+        panels + panel * size, scales + panel * groups * kWidth, groups, steps, inputs,
+        outputs, panel * kWidth, num_outputs);
   for (; panel < last; ++panel)
-    multiply_panels<Kind, Rows, 1>(panels + panel * size, steps, inputs, outputs,
-                                   panel * kWidth, num_outputs);
+    multiply_panels<Kind, Rows, 1>(panels + panel * size,
+                                   scales + panel * groups * kWidth, groups, steps,
+                                   inputs, outputs, panel * kWidth, num_outputs);
 }
 
 template <typename Kind, int... Rows>
@@ -205,12 +317,13 @@ void multiply_kind(ffi::ThreadPool& pool, const Panels& panels, const float* inp
       const int64_t start = groups.start(group);
       function_for<Kind>(groups.size(group),
                          std::make_integer_sequence<int, kMostRows>())(
-          values, first, last, steps, packed + start * steps,
+          values, panels.scales, panels.groups, first, last, steps,
+          packed + start * steps,
           outputs + start * panels.outputs, panels.outputs);
     }
   };
   const int64_t panel_bytes =
-      steps * Kind::kFeatures * kWidth * sizeof(typename Kind::Value);
+      steps * Kind::kValues * kWidth * sizeof(typename Kind::Value);
   const int64_t bytes = num_panels * panel_bytes * groups.count;
   const int64_t useful = std::max<int64_t>(bytes / kMinBytesPerThread, 1);
   const int64_t threads = std::min<int64_t>({pool.num_threads(), useful, num_panels});
@@ -233,9 +346,10 @@ void multiply_kind(ffi::ThreadPool& pool, const Panels& panels, const float* inp
 
 }  // namespace
 
-Panels panels_of(ffi::AnyBuffer buffer, int64_t outputs, int64_t features,
-                 bool is_rounded) {
-  const auto form = buffer.dimensions();
+Panels panels_of(ffi::AnyBuffer buffer, ffi::Buffer<ffi::F32> scales, int64_t outputs,
+                 int64_t features, bool is_rounded) {
+  const auto form = buffer.dimensions(), form_of_scales = scales.dimensions();
+  const auto type = buffer.element_type();
   Panels found{};
   int64_t held = 0;  // features, with those that fill a pair
   if (buffer.element_type() == ffi::F32 && form.size() == 3 && form[2] == kWidth) {
@@ -245,6 +359,17 @@ Panels panels_of(ffi::AnyBuffer buffer, int64_t outputs, int64_t features,
              form[2] == kWidth && form[3] == 2) {
     found.kind = is_rounded ? Panels::kPaired : Panels::kWidened, held = 2 * form[1];
     if (held != features && held != features + 1) return found;
+  } else if ((type == ffi::S8 || type == ffi::F8E4M3FN || type == ffi::U8) &&
+             form.size() == 3 && form[2] == kWidth) {
+    found.kind = type == ffi::S8   ? Panels::kInt8
+                 : type == ffi::U8 ? Panels::kInt4
+                                   : Panels::kFloat8;
+    const int64_t together = type == ffi::U8 ? 2 : 1;
+    if (form_of_scales.size() != 3 || form_of_scales[0] != form[0] ||
+        form_of_scales[1] < 1 || form_of_scales[2] != kWidth)
+      return found;
+    found.scales = scales.typed_data(), found.groups = form_of_scales[1];
+    if (together * form[1] != features || form[1] % found.groups) return found;
   } else {
     return found;
   }
@@ -265,18 +390,24 @@ void multiply(ffi::ThreadPool& pool, const Panels& panels, const float* inputs,
       return multiply_kind<Widened>(pool, panels, inputs, num_rows, outputs);
     case Panels::kPaired:
       return multiply_kind<Paired>(pool, panels, inputs, num_rows, outputs);
+    case Panels::kInt8:
+      return multiply_kind<Int8>(pool, panels, inputs, num_rows, outputs);
+    case Panels::kInt4:
+      return multiply_kind<Int4>(pool, panels, inputs, num_rows, outputs);
+    case Panels::kFloat8:
+      return multiply_kind<Float8>(pool, panels, inputs, num_rows, outputs);
   }
 }
 
 namespace {
 
 ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> inputs,
-                    ffi::AnyBuffer panels, ffi::ResultBuffer<ffi::F32> outputs,
-                    bool is_rounded) {
+                    ffi::AnyBuffer panels, ffi::Buffer<ffi::F32> scales,
+                    ffi::ResultBuffer<ffi::F32> outputs, bool is_rounded) {
   const auto rows = inputs.dimensions(), made = outputs->dimensions();
   if (rows.size() != 2 || made.size() != 2 || made[0] != rows[0])
     return ffi::Error::InvalidArgument("multiply: rows do not fit each other");
-  const Panels matrix = panels_of(panels, made[1], rows[1], is_rounded);
+  const Panels matrix = panels_of(panels, scales, made[1], rows[1], is_rounded);
   if (!matrix.values)
     return ffi::Error::InvalidArgument("multiply: shapes do not fit each other");
   multiply(pool, matrix, inputs.typed_data(), rows[0], outputs->typed_data());
@@ -284,30 +415,59 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> inputs,
 }
 
 ffi::Error LookUp(ffi::Buffer<ffi::S32> index, ffi::AnyBuffer panels,
-                  ffi::ResultBuffer<ffi::F32> rows, int64_t num_outputs) {
+                  ffi::Buffer<ffi::F32> scales, ffi::ResultBuffer<ffi::F32> rows,
+                  int64_t num_outputs) {
   const auto count = index.dimensions(), made = rows->dimensions();
   if (count.size() != 1 || made.size() != 2 || made[0] != count[0])
     return ffi::Error::InvalidArgument("look_up: rows do not fit each other");
   const int64_t features = made[1];
-  const Panels matrix = panels_of(panels, num_outputs, features, false);
+  const Panels matrix = panels_of(panels, scales, num_outputs, features, false);
   if (!matrix.values)
     return ffi::Error::InvalidArgument("look_up: shapes do not fit each other");
-  auto run = [&](auto* values, int64_t together) {
-    const int64_t size = (features + together - 1) / together * together * kWidth;
+  // `together`: features of a step, `count_of`: what an output has for them.
+  auto run = [&](auto* values, int64_t together, int64_t count_of, auto widened) {
+    const int64_t steps = (features + together - 1) / together;
     for (int64_t number = 0; number < count[0]; ++number) {
       const int64_t output =
           std::clamp<int64_t>(index.typed_data()[number], 0, num_outputs - 1);
-      auto* from = values + output / kWidth * size + output % kWidth * together;
+      const int64_t panel = output / kWidth, place = output % kWidth;
+      auto* from = values + (panel * steps * kWidth + place) * count_of;
       float* to = rows->typed_data() + number * features;
       for (int64_t feature = 0; feature < features; ++feature)
-        to[feature] =
-            widen(from[feature / together * together * kWidth + feature % together]);
+        to[feature] = widened(from[feature / together * count_of * kWidth +
+                                   feature % together * (count_of - 1)],
+                              feature);
+      if (!matrix.scales) continue;
+      const int64_t size = features / matrix.groups;
+      for (int64_t feature = 0; feature < features; ++feature)
+        to[feature] *=
+            matrix.scales[(panel * matrix.groups + feature / size) * kWidth + place];
     }
   };
-  if (matrix.kind == Panels::kFloat32)
-    run(static_cast<const float*>(matrix.values), 1);
-  else
-    run(static_cast<const Bfloat16*>(matrix.values), 2);
+  auto plain = [](auto value, int64_t) { return widen(value); };
+  const void* values = matrix.values;
+  switch (matrix.kind) {
+    case Panels::kFloat32:
+      run(static_cast<const float*>(values), 1, 1, plain);
+      break;
+    case Panels::kWidened:
+    case Panels::kPaired:
+      run(static_cast<const Bfloat16*>(values), 2, 2, plain);
+      break;
+    case Panels::kInt8:
+      run(static_cast<const int8_t*>(values), 1, 1,
+          [](int8_t value, int64_t feature) { return Int8::widened(value, feature); });
+      break;
+    case Panels::kInt4:
+      run(static_cast<const uint8_t*>(values), 2, 1,
+          [](uint8_t value, int64_t feature) { return Int4::widened(value, feature); });
+      break;
+    case Panels::kFloat8:
+      run(static_cast<const uint8_t*>(values), 1, 1, [](uint8_t value, int64_t feature) {
+        return Float8::widened(value, feature);
+      });
+      break;
+  }
   return ffi::Error::Success();
 }
 
@@ -319,11 +479,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_multiply, jaxspec::Multiply,
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Attr<bool>("is_rounded"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_look_up, jaxspec::LookUp,
                               xla::ffi::Ffi::Bind()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Attr<int64_t>("num_outputs"));

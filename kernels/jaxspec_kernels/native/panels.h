@@ -11,15 +11,20 @@ namespace jaxspec {
 constexpr int64_t kPanelWidth = 32;
 
 struct Panels {
-  // float32; bfloat16 for rows of float32; bfloat16 for rows that are rounded to it.
-  enum Kind { kFloat32, kWidened, kPaired } kind;
+  // float32; bfloat16 for rows of float32; bfloat16 for rows that are rounded to it;
+  // and quantized values, which have scales.
+  enum Kind { kFloat32, kWidened, kPaired, kInt8, kInt4, kFloat8 } kind;
   const void* values;  // null where a buffer is no such matrix
   int64_t outputs, features;
+  const float* scales;  // [panel, group, kPanelWidth]
+  int64_t groups;
 };
 
 // The (outputs, features) matrix that a buffer holds.
-Panels panels_of(xla::ffi::AnyBuffer buffer, int64_t outputs, int64_t features,
-                 bool is_rounded);
+//
+// scales: Nothing, but for quantized values.
+Panels panels_of(xla::ffi::AnyBuffer buffer, xla::ffi::Buffer<xla::ffi::F32> scales,
+                 int64_t outputs, int64_t features, bool is_rounded);
 
 // Products of [row, features] with the transposed matrix: [row, outputs].
 void multiply(xla::ffi::ThreadPool& pool, const Panels& panels, const float* inputs,

@@ -22,6 +22,7 @@ typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+typedef int8_t Bytes __attribute__((vector_size(kLanes)));
 
 // Bits of a bfloat16: the upper half of a float's.
 struct Bfloat16 {
@@ -51,6 +52,23 @@ inline Floats load(const Bfloat16* from) {
   return found;
 #endif
 }
+
+// As many numbers of 8 bits, with their signs.
+inline Ints load_bytes(const void* from) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepi8_epi32(
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepi8_epi32(
+      _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+  Bytes bytes;
+  std::memcpy(&bytes, from, sizeof(bytes));
+  return __builtin_convertvector(bytes, Ints);
+#endif
+}
+
+inline Floats to_floats(Ints values) { return __builtin_convertvector(values, Floats); }
 
 inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof(values)); }
 

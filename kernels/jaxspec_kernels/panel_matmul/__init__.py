@@ -2,20 +2,95 @@
 
 In panels: of `WIDTH` outputs, float32 values of one feature lie side by side, as
 [panel, features, WIDTH]; bfloat16 values of two features do, in pairs, as
-[panel, pair, WIDTH, 2]. Zeros fill the last panel, and the last pair.
+[panel, pair, WIDTH, 2]. Zeros fill the last panel, and the last pair. Those of a
+quantized matrix are `QuantizedPanels`.
 """
 
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 from jaxspec_kernels import dispatch
 
-__all__ = ["WIDTH", "from_panels", "panel_form"]
-__all__ += ["panel_matmul", "panel_rows", "to_panels"]
+__all__ = ["WIDTH", "Panels", "QuantizedPanels", "from_panels", "from_quantized_panels"]
+__all__ += ["panel_form", "panel_matmul", "panel_rows", "quantized_form"]
+__all__ += ["quantized_panels", "to_panels"]
 
 # Outputs of one panel.
 WIDTH = 32
 _MODULES = {"reference": "reference", "cpu": "cpu"}
+# Values of quantized panels; of the last kind one is two values of 4 bits.
+_VALUES = (jnp.int8, jnp.float8_e4m3fn, jnp.uint8)
+
+
+class QuantizedPanels(NamedTuple):
+    """Values of 8 or 4 bits, and the scale of each output and group of features.
+
+    Attributes:
+        values: int8 or float8_e4m3fn, [panel, features, WIDTH]; or those of 4 bits, of
+            two features in a uint8, the first in its lower half:
+            [panel, pair, WIDTH].
+        scales: float32, [panel, group, WIDTH].
+    """
+
+    values: Any
+    scales: Any
+
+
+Panels = Num[Array, "..."] | QuantizedPanels
+
+
+def quantized_form(
+    shape: tuple[int, ...], dtype: Any, num_groups: int
+) -> tuple[tuple[tuple[int, ...], Any], tuple[tuple[int, ...], Any]]:
+    """Shapes and types of the panels of quantized [out, features] values.
+
+    Raises:
+        ValueError: Values of 4 bits without a partner.
+    """
+    (outputs, features), is_half = shape, dtype == jnp.int4
+    if features % (2 * num_groups if is_half else num_groups):
+        raise ValueError(
+            f"{num_groups} groups of {features} features: whole groups are needed, of "
+            "an even number of values of 4 bits"
+        )
+    count = -(-outputs // WIDTH)
+    values = (count, features // (2 if is_half else 1), WIDTH)
+    kind = jnp.uint8 if is_half else dtype
+    return (values, kind), ((count, num_groups, WIDTH), jnp.float32)
+
+
+def quantized_panels(values: np.ndarray, scales: np.ndarray) -> QuantizedPanels:
+    """[out, features] values and [out, group] scales in panels, on the host."""
+    (_, kind), _ = quantized_form(values.shape, values.dtype, scales.shape[1])
+    if kind == jnp.uint8:
+        bits = values.astype(np.int8).view(np.uint8) & 0xF
+        values = bits[:, ::2] | bits[:, 1::2] << 4
+    panels = _split(values, -(-len(values) // WIDTH) * WIDTH)
+    return QuantizedPanels(panels, to_panels(np.asarray(scales, np.float32)))
+
+
+def from_quantized_panels(
+    panels: QuantizedPanels, shape: tuple[int, ...]
+) -> np.ndarray:
+    """The float32 numbers that they stand for, (out, features), on the host."""
+    values = np.moveaxis(panels.values, 2, 1).reshape(-1, panels.values.shape[1])
+    if values.dtype == np.uint8:
+        pairs = np.stack([values << 4, values & 0xF0], axis=2).view(np.int8) >> 4
+        values = pairs.reshape(len(values), -1)
+    scales = from_panels(panels.scales, (shape[0], panels.scales.shape[1]))
+    numbers = values[: shape[0]].astype(np.float32)
+    numbers = numbers.reshape(*scales.shape, -1) * scales[:, :, None]
+    return numbers.reshape(shape)
+
+
+def _split(values: np.ndarray, num_rows: int) -> np.ndarray:
+    """[row, column] in panels of rows, zeros for those that are missing."""
+    values = np.pad(values, ((0, num_rows - len(values)), (0, 0)))
+    split = values.reshape(-1, WIDTH, values.shape[1])
+    return np.ascontiguousarray(np.moveaxis(split, 1, 2))
 
 
 def panel_form(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
@@ -50,7 +125,7 @@ def from_panels(panels: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 def panel_matmul(
     inputs: Float[Array, "row features"],
-    panels: Num[Array, "panel ..."],
+    panels: Panels,
     *,
     num_outputs: int,
     is_rounded: bool = False,
@@ -62,7 +137,8 @@ def panel_matmul(
 
     Args:
         inputs: float32.
-        panels: float32 or bfloat16, widened to float32 as they are read.
+        panels: float32 or bfloat16, widened to float32 as they are read; or quantized,
+            widened likewise: sums of a group are multiplied by its scales.
         num_outputs: The matrix's own, without those that fill the last panel.
         is_rounded: Rows are rounded to bfloat16 first, where the panels are bfloat16:
             processors have faster products of those.
@@ -79,7 +155,7 @@ def panel_matmul(
 
 def panel_rows(
     index: Int[Array, " row"],
-    panels: Num[Array, "panel ..."],
+    panels: Panels,
     *,
     shape: tuple[int, ...],
     implementation: str | None = None,
@@ -100,11 +176,28 @@ def panel_rows(
     return run(index, panels, shape=shape)
 
 
-def _check(panels: Array, shape: tuple[int, ...]) -> None:
+def _check(panels: Panels, shape: tuple[int, ...]) -> None:
+    if isinstance(panels, QuantizedPanels):
+        return _check_quantized(panels, shape)
     needed = panel_form(shape, panels.dtype.itemsize)
     if panels.shape != needed:
         raise ValueError(
             f"{panels.dtype} panels {panels.shape} for a matrix of {shape[0]} outputs "
             f"and {shape[1]} features: {needed} are needed, [panel, features, {WIDTH}] "
             f"of float32 or [panel, pair of features, {WIDTH}, 2] of bfloat16"
+        )
+
+
+def _check_quantized(panels: QuantizedPanels, shape: tuple[int, ...]) -> None:
+    values, scales = panels
+    groups, is_half = scales.shape[1], values.dtype == jnp.uint8
+    kind = jnp.dtype(jnp.int4) if is_half else values.dtype
+    needed = quantized_form(shape, kind, groups)
+    found = (values.shape, values.dtype), (scales.shape, scales.dtype)
+    if values.dtype not in _VALUES or found != needed:
+        raise ValueError(
+            f"{values.dtype} panels {values.shape} with {scales.dtype} scales "
+            f"{scales.shape} for a matrix of {shape[0]} outputs and {shape[1]} "
+            f"features: {needed} are needed, of a type among "
+            f"{', '.join(jnp.dtype(kind).name for kind in _VALUES)}"
         )

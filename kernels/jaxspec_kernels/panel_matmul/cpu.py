@@ -1,20 +1,28 @@
 """Products with panels in C++: every weight is read once for a dozen rows.
 
 bfloat16 is widened in registers: float32 arithmetic at half the bytes, which XLA:CPU
-has no form for.
+has no form for. So are quantized values, at a quarter or an eighth.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
 from jaxspec_kernels import native
+from jaxspec_kernels.panel_matmul import Panels, QuantizedPanels
+
+
+def operands(panels: Panels) -> tuple[Array, Array]:
+    """Values and scales as operations take them; no scales where there are none."""
+    if isinstance(panels, QuantizedPanels):
+        return panels.values, panels.scales
+    return panels, jnp.zeros((0,), jnp.float32)
 
 
 def panel_matmul(
     inputs: Float[Array, "row features"],
-    panels: Num[Array, "panel ..."],
+    panels: Panels,
     *,
     num_outputs: int,
     is_rounded: bool,
@@ -23,12 +31,12 @@ def panel_matmul(
     native.require("panel_matmul")
     made = jax.ShapeDtypeStruct((inputs.shape[0], num_outputs), jnp.float32)
     call = jax.ffi.ffi_call("jaxspec_multiply", made)
-    return call(inputs, panels, is_rounded=is_rounded)
+    return call(inputs, *operands(panels), is_rounded=is_rounded)
 
 
 def panel_rows(
     index: Int[Array, " row"],
-    panels: Num[Array, "panel ..."],
+    panels: Panels,
     *,
     shape: tuple[int, ...],
 ) -> Float[Array, "row features"]:
@@ -36,4 +44,4 @@ def panel_rows(
     native.require("panel_rows")
     made = jax.ShapeDtypeStruct((index.shape[0], shape[1]), jnp.float32)
     call = jax.ffi.ffi_call("jaxspec_look_up", made)
-    return call(index, panels, num_outputs=np.int64(shape[0]))
+    return call(index, *operands(panels), num_outputs=np.int64(shape[0]))

@@ -1,0 +1,231 @@
+"""What quantization does to the bundled pair: its texts' likelihood, bytes and speed.
+
+Of every form of the target: perplexity of documents that training did not see, KL
+divergence of its distributions from those of the weights as they are, and how often
+both want the same token. Of pairs of forms, on a CPU at batch 1: tokens per second,
+plain and with drafts, and acceptance. Prints a line per row and writes
+benchmarks/results/quantization-cpu.json. See benchmarks/README.md.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import lzma
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm.auto import tqdm
+
+from benchmarks.cpu_pair import DRAFT, TARGET, header, make_engine, warn_unless_quiet
+from benchmarks.measure import PromptRuns, run_prompts, summarise
+from benchmarks.prompts import bundled
+from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.model_folders import model_folder
+from jaxspec.models.families import config_from_folder
+from jaxspec.models.network import build_network
+from jaxspec.models.weights import load_params
+from jaxspec.sharding import make_mesh
+from jaxspec.text.tokenizer import Tokenizer
+from jaxspec.train.rows import RowsBackend, no_keys, rows_batch
+from jaxspec_checkpoints import open_checkpoint
+from jaxspec_checkpoints.quantization import VALUE_TYPES, named_scheme
+
+PATH = Path(__file__).parent / "results" / "quantization-cpu.json"
+GREEDY = {"temperature": 0.0}
+# Kind, and whether the embedding is kept in int8 as well.
+Form = tuple[str | None, bool]
+FORMS: tuple[Form, ...] = (
+    (None, False),
+    *itertools.product(VALUE_TYPES, (False, True)),
+)
+# Forms of target and draft; the option of embeddings is for both.
+PAIRS: tuple[tuple[str | None, str | None, bool], ...] = (
+    (None, None, False),
+    (None, "int8", False),
+    (None, "int8", True),
+    (None, "int4", True),
+    ("int8", "int8", False),
+    ("int8", "int8", True),
+    ("int4", "int4", True),
+)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--corpus", type=Path, required=True, help="folder with valid.jsonl.xz")
+    add("--documents", type=int, default=40, help="about as many, of all domains")
+    add("--length", type=int, default=256, help="tokens of a piece of a document")
+    add("--rows", type=int, default=4, help="pieces that are read together")
+    add("--num-tokens", type=int, default=128, help="new tokens of every request")
+    add("--num-prompts", type=int, default=8, help="about as many, evenly chosen")
+    add("--num-speculative-tokens", type=int, default=4)
+    add("--repeats", type=int, default=5, help="runs of every prompt in every mode")
+    add("--dtype", default="float32")
+    add("--skip-speed", action="store_true", help="only what is read")
+    add("--output", type=Path, default=PATH)
+    return parser
+
+
+def main() -> None:
+    options = make_parser().parse_args()
+    device = warn_unless_quiet()
+    result: dict[str, Any] = {"quality": list(measure_quality(options)), "speed": []}
+    engines = (
+        [] if options.skip_speed else [engine_of(*pair, options) for pair in PAIRS]
+    )
+    if engines:
+        every = list(bundled("prompts.jsonl"))
+        prompts = every[:: max(len(every) // options.num_prompts, 1)]
+        for row in measure_speed(engines, prompts, options):
+            result["speed"].append(row)
+            print(json.dumps(row))
+    engine = engines[0] if engines else make_engine(options)
+    result = header("quantization", engine, options, device) | {"draft": DRAFT} | result
+    options.output.write_text(json.dumps(result) + "\n", encoding="utf-8")
+
+
+def measure_quality(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for every form, the one without quantization first."""
+    folder = model_folder(TARGET, "model")
+    pieces = read_pieces(options, Tokenizer.from_folder(str(folder)))
+    plain = Reader(folder, None, has_embedding=False, options=options)
+    for kind, has_embedding in FORMS:
+        reader = plain
+        if kind is not None:
+            reader = Reader(folder, kind, has_embedding=has_embedding, options=options)
+        told = "weights as they are" if kind is None else kind
+        sums = np.zeros(3)
+        for start in tqdm(range(0, len(pieces), options.rows), desc=told):
+            sums += plain.compare(reader, pieces[start : start + options.rows])
+        count = pieces.shape[0] * (pieces.shape[1] - 1)
+        row = {
+            "kind": kind,
+            "has_int8_embedding": has_embedding,
+            "weight_bytes": reader.num_bytes,
+            "num_tokens": count,
+            "perplexity": math.exp(sums[0] / count),
+            "kl_nats_per_token": sums[1] / count,
+            "share_of_same_first": sums[2] / count,
+        }
+        print(json.dumps(row))
+        yield row
+
+
+def read_pieces(options: argparse.Namespace, tokenizer: Tokenizer) -> np.ndarray:
+    """Whole pieces of documents that are evenly chosen: [piece, token]."""
+    with lzma.open(options.corpus / "valid.jsonl.xz", "rt", encoding="utf-8") as lines:
+        texts = [json.loads(line)["text"] for line in lines]
+    pieces = []
+    for text in texts[:: max(len(texts) // options.documents, 1)]:
+        tokens = tokenizer.encode(text)
+        for start in range(0, len(tokens) - options.length + 1, options.length):
+            pieces.append(tokens[start : start + options.length])
+    whole = len(pieces) // options.rows * options.rows
+    if not whole:
+        raise SystemExit(
+            f"too few documents of {options.length} tokens: lower --length"
+        )
+    return np.array(pieces[:whole], np.int32)
+
+
+class Reader:
+    """The target in one form, which reads rows of text."""
+
+    def __init__(
+        self,
+        folder: Path,
+        kind: str | None,
+        *,
+        has_embedding: bool,
+        options: argparse.Namespace,
+    ):
+        config = config_from_folder(folder)
+        if kind is not None:
+            scheme = named_scheme(kind, has_embedding=has_embedding)
+            config = dataclasses.replace(config, quantization=scheme)
+        tensors, dtype = open_checkpoint(folder).tensors, jnp.dtype(options.dtype)
+        self._params = load_params(config, tensors, dtype=dtype, mesh=make_mesh(1))
+
+        def log_probs(params: Any, tokens: jax.Array) -> jax.Array:
+            network = build_network(config, params, RowsBackend())
+            empty = no_keys(tokens, config.num_kv_heads, config.head_dim, dtype)
+            hidden, _ = network.hidden(rows_batch(tokens), (empty,) * config.num_layers)
+            return jax.nn.log_softmax(network.logits(hidden.rows), axis=-1)
+
+        self._run = jax.jit(log_probs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all parameters, as they are held."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
+
+    def compare(self, other: "Reader", tokens: np.ndarray) -> np.ndarray:
+        """Sums over tokens: the other's loss, KL(self || other), and same firsts."""
+        ours, theirs = (
+            np.asarray(one._run(one._params, jnp.asarray(tokens)))
+            .reshape(*tokens.shape, -1)[:, :-1]
+            .astype(np.float64)
+            for one in (self, other)
+        )
+        loss = -np.take_along_axis(theirs, tokens[:, 1:, None], axis=2).sum()
+        divergence = (np.exp(ours) * (ours - theirs)).sum()
+        same = (ours.argmax(axis=2) == theirs.argmax(axis=2)).sum()
+        return np.array([loss, divergence, same])
+
+
+def measure_speed(
+    engines: list[LLMEngine],
+    prompts: list[tuple[str, str]],
+    options: argparse.Namespace,
+) -> Iterator[dict[str, Any]]:
+    """A row for every pair of forms; all engines take turns at every prompt."""
+    runs: list[list[PromptRuns]] = [[] for _ in PAIRS]
+    for prompt in tqdm(prompts, desc="prompts"):
+        for engine, own in zip(engines, runs, strict=True):
+            own += run_prompts(engine, [prompt], options, GREEDY)
+    first = summarise(runs[0])
+    for pair, engine, own in zip(PAIRS, engines, runs, strict=True):
+        target, draft, has_embedding = pair
+        found = summarise(own)
+        facts = engine.runner.memory.facts
+        yield {
+            "target": target,
+            "draft": draft,
+            "has_int8_embedding": has_embedding,
+            "target_bytes": facts.target.weight_bytes,
+            "draft_bytes": facts.draft.weight_bytes,
+            **found,
+            "plain_ratio": found["plain_tokens_per_s"] / first["plain_tokens_per_s"],
+            "speculative_ratio": found["speculative_tokens_per_s"]
+            / first["speculative_tokens_per_s"],
+        }
+
+
+def engine_of(
+    target: str | None,
+    draft: str | None,
+    has_embedding: bool,
+    options: argparse.Namespace,
+) -> LLMEngine:
+    return make_engine(
+        options,
+        quantization=target,
+        quantize_embedding=has_embedding,
+        speculative_config={
+            "model": DRAFT,
+            "quantization": draft,
+            "num_speculative_tokens": options.num_speculative_tokens,
+            "controller": "fixed",
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,493 @@
+"""Owns how quantized matrices lie in files: names, packing and zero points.
+
+Three published forms are read: those of compressed-tensors, AutoAWQ ("awq") and
+AutoGPTQ ("gptq"). Ours is the first of them: `packed` writes what vLLM reads as well.
+
+Activations are never quantized here. Of checkpoints that were made for it the weights
+are read, and the scales of activations left aside.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import ml_dtypes
+import numpy as np
+
+from jaxspec_checkpoints.errors import CheckpointError
+from jaxspec_checkpoints.layout import DTYPES
+from jaxspec_checkpoints.quantization import (
+    FP8,
+    INT4,
+    INT8,
+    METHODS,
+    QuantizedTensor,
+    Scheme,
+    derived,
+    quantized,
+    quantized_tensor,
+)
+from jaxspec_checkpoints.tensor import Tensor
+
+COMPRESSED, AWQ, GPTQ = METHODS
+# The formats of safetensors' names of types, beside those of weights.
+PACKED_TYPES = {
+    "I8": np.int8,
+    "I32": np.int32,
+    "I64": np.int64,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+}
+# Of numbers in a 32-bit word, which output each is of: AutoAWQ's order.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+# What files say of activations.
+_ASIDE = ("input_scale", "input_zero_point")
+_PACK, _PLAIN_INTS, _FLOATS = "pack-quantized", "int-quantized", "float-quantized"
+
+
+def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
+    """How the content of a `config.json` says that matrices are kept; None if plainly.
+
+    Raises:
+        CheckpointError: In a way that is not read here.
+    """
+    given = config.get("quantization_config")
+    if given is None:
+        return None
+    method = given.get("quant_method") if isinstance(given, Mapping) else given
+    if method not in METHODS:
+        allowed = ", ".join(map(repr, METHODS))
+        raise CheckpointError(
+            f"config.json: the quant_method of quantization_config must be one of "
+            f"{allowed}, got {method!r:.80}"
+        )
+    if method == COMPRESSED:
+        return _compressed_scheme(given)
+    bits, size = given.get("bits"), given.get("group_size", -1)
+    if bits != 4 and (method, bits) != (GPTQ, 8):
+        _refuse(method, "bits", "4", bits)
+    if not isinstance(size, int) or (size < 1 and size != -1):
+        _refuse(method, "group_size", "a size, or -1", size)
+    if given.get("desc_act"):
+        _refuse(method, "desc_act", "false (features in their order)", True)
+    if method == AWQ and given.get("version", "gemm") != "gemm":
+        _refuse(method, "version", "'gemm'", given["version"])
+    skipped = given.get("modules_to_not_convert") or []
+    if any(name not in ("lm_head", "embed_tokens") for name in skipped):
+        _refuse(method, "modules_to_not_convert", "'lm_head' alone", skipped)
+    is_symmetric = given.get("sym", True)
+    if method == AWQ:
+        is_symmetric = not given.get("zero_point", True)
+    if bits == 8 and not is_symmetric:
+        _refuse(method, "sym", "true for 8 bits", False)
+    # Less their zero points, values have five bits.
+    kind = INT4 if bits == 4 and is_symmetric else INT8
+    return Scheme(kind=kind, group_size=None if size == -1 else size, method=method)
+
+
+def _compressed_scheme(given: Mapping[str, Any]) -> Scheme:
+    groups = given.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        _refuse(COMPRESSED, "config_groups", "one group of all layers", groups)
+    [group] = groups.values()
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping) or group.get("targets") != ["Linear"]:
+        _refuse(COMPRESSED, "config_groups", "weights of ['Linear']", groups)
+    ignored = given.get("ignore") or []
+    if any(name not in ("lm_head", "model.embed_tokens") for name in ignored):
+        _refuse(COMPRESSED, "ignore", "['lm_head']", ignored)
+    if given.get("kv_cache_scheme") is not None:
+        _refuse(COMPRESSED, "kv_cache_scheme", "null", given["kv_cache_scheme"])
+    form, bits = group.get("format") or given.get("format"), weights.get("num_bits")
+    kinds = {
+        (_PACK, "int", 4): INT4,
+        (_PACK, "int", 8): INT8,
+        (_PLAIN_INTS, "int", 8): INT8,
+        (_FLOATS, "float", 8): FP8,
+    }
+    kind = kinds.get((form, weights.get("type", "int"), bits))
+    if kind is None:
+        allowed = ", ".join(f"{form} of {bits} bits" for form, _, bits in kinds)
+        _refuse(COMPRESSED, "format", allowed, f"{form} of {bits} bits")
+    if weights.get("actorder") == "group":
+        _refuse(COMPRESSED, "actorder", "null or 'weight'", "group")
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    if strategy is None:
+        strategy = "group" if size not in (None, -1) else "tensor"
+    if strategy not in ("tensor", "channel", "group"):
+        _refuse(COMPRESSED, "strategy", "tensor, channel or group", strategy)
+    if strategy != "group":
+        size = None
+    elif not isinstance(size, int) or size < 1:
+        _refuse(COMPRESSED, "group_size", "a size", size)
+    if not weights.get("symmetric", True):
+        if kind != INT4:
+            _refuse(COMPRESSED, "symmetric", "true for 8 bits", False)
+        kind = INT8
+    return Scheme(kind=kind, group_size=size, method=COMPRESSED)
+
+
+def _refuse(method: str, name: str, allowed: str, value: Any) -> NoReturn:
+    raise CheckpointError(
+        f"config.json: {name} of a checkpoint quantized by {method} must be {allowed}, "
+        f"got {value!r:.120}"
+    )
+
+
+def unpack(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The tensors of a file by their canonical names, quantized ones as matrices.
+
+    Nothing but shapes and group indices is read.
+
+    Raises:
+        CheckpointError: Parts of a matrix are missing or do not fit each other, or a
+            matrix of a layer is not quantized.
+    """
+    scheme = scheme_of(config)
+    if scheme is None:
+        return dict(tensors)
+    modules: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        modules.setdefault(module, {})[part] = tensor
+    read = {COMPRESSED: _compressed, AWQ: _awq, GPTQ: _gptq}[scheme.method or ""]
+    found: dict[str, Tensor] = {}
+    last = _Last()
+    for module, parts in modules.items():
+        plain = parts.get("weight")
+        is_float = plain is not None and plain.dtype.name in DTYPES
+        if is_float and "weight_scale" not in parts:
+            assert plain is not None
+            if ".layers." in module and len(plain.shape) == 2:
+                raise CheckpointError(
+                    f"tensor '{module}.weight' is not quantized, and config.json says "
+                    f"that all layers are ({plain.source})"
+                )
+            found |= {f"{module}.{part}": one for part, one in parts.items()}
+            continue
+        needed = _Parts(module, {k: v for k, v in parts.items() if k not in _ASIDE})
+        made = read(needed, scheme, config["quantization_config"], last)
+        needed.check_empty()
+        found[f"{module}.weight"] = made
+    return found
+
+
+class _Parts:
+    """The tensors of one matrix, each of which is taken once."""
+
+    def __init__(self, module: str, tensors: dict[str, Tensor]):
+        self.module, self._tensors = module, tensors
+
+    def take(self, name: str) -> Tensor:
+        """Raises `CheckpointError` where it is missing."""
+        if name not in self._tensors:
+            raise CheckpointError(
+                f"the checkpoint has no tensor '{self.module}.{name}'; of the same "
+                f"matrix there are {', '.join(sorted(self._tensors)) or 'none'}"
+            )
+        return self._tensors.pop(name)
+
+    def maybe(self, name: str) -> Tensor | None:
+        return self._tensors.pop(name, None)
+
+    def check_empty(self) -> None:
+        """Raises `CheckpointError` for what has no part in a matrix."""
+        for name, tensor in self._tensors.items():
+            raise CheckpointError(
+                f"tensor '{self.module}.{name}' is no part of a quantized matrix "
+                f"({tensor.source})"
+            )
+
+
+class _Last:
+    """The matrix that was unpacked last: rows of it are asked for one by one."""
+
+    def __init__(self):
+        self._key: object = None
+        self._value: Any = None
+
+    def get(self, key: str, make: Callable[[], Any]) -> Any:
+        if key != self._key:
+            self._key = self._value = None  # never two of them
+            self._key, self._value = key, make()
+        return self._value
+
+
+def unpacked_words(
+    words: np.ndarray, bits: int, order: tuple[int, ...] | None = None
+) -> np.ndarray:
+    """Numbers without signs of the 32-bit words of each row, the lowest bits first.
+
+    Args:
+        order: Which number of a word's each of its parts is.
+    """
+    count = 32 // bits
+    shifts = np.arange(count, dtype=np.uint32) * np.uint32(bits)
+    if order is not None:
+        shifts = shifts[np.argsort(order)]
+    parts = words.view(np.uint32)[:, :, None] >> shifts & np.uint32((1 << bits) - 1)
+    return parts.astype(np.uint8).reshape(len(words), -1)
+
+
+def packed_words(values: np.ndarray, bits: int) -> np.ndarray:
+    """The inverse of `unpacked_words`; zeros fill the last word."""
+    count = 32 // bits
+    values = np.pad(values, ((0, 0), (0, -values.shape[1] % count)))
+    parts = values.astype(np.uint32).reshape(len(values), -1, count)
+    shifts = np.arange(count, dtype=np.uint32) * np.uint32(bits)
+    return np.bitwise_or.reduce(parts << shifts, axis=2).view(np.int32)
+
+
+def _compressed(
+    parts: _Parts, scheme: Scheme, given: Mapping[str, Any], last: _Last
+) -> QuantizedTensor:
+    """See https://github.com/vllm-project/compressed-tensors."""
+    [group] = given["config_groups"].values()
+    bits = group["weights"]["num_bits"]
+    if (group.get("format") or given.get("format")) != _PACK:
+        values = parts.take("weight")
+        if values.dtype != scheme.value_type:
+            raise CheckpointError(
+                f"tensor '{parts.module}.weight' has type {values.dtype.name}, "
+                f"config.json says {scheme.value_type.name} ({values.source})"
+            )
+        _check_zeros(parts)
+        return quantized_tensor(values, _scales(parts, scheme, values.shape))
+    words, form = parts.take("weight_packed"), parts.take("weight_shape")
+    shape = tuple(int(size) for size in form.whole())
+    most = words.shape[1] * (32 // bits)
+    if len(shape) != 2 or shape[0] != words.shape[0] or shape[1] > most:
+        raise CheckpointError(
+            f"tensor '{parts.module}.weight_packed' of shape {words.shape} cannot hold "
+            f"a matrix of {shape} ({words.source})"
+        )
+    parts.maybe("weight_g_idx")
+    zeros, offset = parts.maybe("weight_zero_point"), 1 << (bits - 1)
+    num_groups = scheme.num_groups(shape[1])
+
+    def zeros_of(start: int, stop: int) -> np.ndarray:
+        assert zeros is not None
+        every = unpacked_words(np.ascontiguousarray(zeros.whole().T), bits).T
+        return every[start:stop].astype(np.int16) - offset
+
+    def make(start: int, rows: np.ndarray) -> np.ndarray:
+        found = unpacked_words(rows, bits)[:, : shape[1]].astype(np.int16) - offset
+        if zeros is not None:
+            found = found.reshape(len(rows), num_groups, -1)
+            found = found - zeros_of(start, start + len(rows))[:, :, None]
+        return _narrowed(found.reshape(len(rows), -1), scheme, words)
+
+    values = derived(words, make, shape=shape, dtype=scheme.value_type)
+    return quantized_tensor(values, _scales(parts, scheme, shape))
+
+
+def _narrowed(values: np.ndarray, scheme: Scheme, origin: Tensor) -> np.ndarray:
+    """Whole numbers in the scheme's type; raises where it does not have one."""
+    least, most = (-8, 7) if scheme.kind == INT4 else (-128, 127)
+    if values.size and not least <= values.min() <= values.max() <= most:
+        raise CheckpointError(
+            f"{origin.source} has values from {values.min()} to {values.max()}, which "
+            f"{scheme.kind} has not: the zero points are not those that config.json "
+            "says"
+        )
+    return values.astype(scheme.value_type)
+
+
+def _check_zeros(parts: _Parts) -> None:
+    zeros = parts.maybe("weight_zero_point")
+    if zeros is not None and zeros.whole().astype(np.float32).any():
+        raise CheckpointError(
+            f"tensor '{parts.module}.weight_zero_point' is not zero: only packed "
+            f"matrices may have zero points ({zeros.source})"
+        )
+
+
+def _scales(parts: _Parts, scheme: Scheme, shape: tuple[int, ...]) -> Tensor:
+    """[out, group] scales in float32; one of a whole matrix is that of every output."""
+    given = parts.take("weight_scale")
+    form = shape[0], scheme.num_groups(shape[1])
+    is_one = int(np.prod(given.shape, dtype=np.int64)) == 1 and form != (1, 1)
+    if not is_one and given.shape != form:
+        raise CheckpointError(
+            f"tensor '{parts.module}.weight_scale' has shape {given.shape}, a matrix "
+            f"of {shape} needs {form} ({given.source})"
+        )
+
+    if not is_one:
+        return derived(
+            given,
+            lambda start, rows: rows.astype(np.float32),
+            shape=form,
+            dtype=np.float32,
+        )
+
+    def read(start: int, stop: int) -> np.ndarray:
+        one = given.read(0, 1).astype(np.float32).reshape(1, 1)
+        return np.broadcast_to(one, (stop - start, form[1])).copy()
+
+    return Tensor(
+        shape=form, dtype=np.dtype(np.float32), source=given.source, read=read
+    )
+
+
+def _awq(
+    parts: _Parts, scheme: Scheme, given: Mapping[str, Any], last: _Last
+) -> QuantizedTensor:
+    """AutoAWQ: [features, outputs / 8] words, outputs in an order of their own."""
+    words, scales = parts.take("qweight"), parts.take("scales")
+    zeros = parts.maybe("qzeros")
+    shape = words.shape[1] * 8, words.shape[0]
+
+    def unpacked() -> np.ndarray:
+        found = unpacked_words(words.whole(), 4, _AWQ_ORDER).astype(np.int16)
+        if zeros is None:
+            return found - 8
+        return _less(found, unpacked_words(zeros.whole(), 4, _AWQ_ORDER))
+
+    return _transposed(parts, scheme, shape, words, scales, unpacked, last)
+
+
+def _gptq(
+    parts: _Parts, scheme: Scheme, given: Mapping[str, Any], last: _Last
+) -> QuantizedTensor:
+    """AutoGPTQ: [features / 8, outputs] words, and zero points that lack one."""
+    words, scales, zeros = (
+        parts.take(name) for name in ("qweight", "scales", "qzeros")
+    )
+    bits, order = given["bits"], parts.maybe("g_idx")
+    shape = words.shape[1], words.shape[0] * (32 // bits)
+    size = scheme.group_size or shape[1]
+    if order is not None and (order.whole() != np.arange(shape[1]) // size).any():
+        raise CheckpointError(
+            f"tensor '{parts.module}.g_idx' has groups of features in an order of "
+            f"their own, which is not supported ({order.source})"
+        )
+    is_newer = given.get("checkpoint_format") == "gptq_v2"
+
+    def unpacked() -> np.ndarray:
+        found = unpacked_words(np.ascontiguousarray(words.whole().T), bits).T
+        offsets = unpacked_words(zeros.whole(), bits).astype(np.int16)
+        if not is_newer:
+            offsets = offsets + 1 & (1 << bits) - 1
+        return _less(found.astype(np.int16), offsets)
+
+    return _transposed(parts, scheme, shape, words, scales, unpacked, last)
+
+
+def _less(values: np.ndarray, zeros: np.ndarray) -> np.ndarray:
+    """[feature, out] values less the [group, out] zero points."""
+    groups = values.reshape(len(zeros), -1, values.shape[1])
+    return (groups - zeros.astype(np.int16)[:, None]).reshape(values.shape)
+
+
+def _transposed(
+    parts: _Parts,
+    scheme: Scheme,
+    shape: tuple[int, int],
+    words: Tensor,
+    scales: Tensor,
+    unpacked: Callable[[], np.ndarray],
+    last: _Last,
+) -> QuantizedTensor:
+    """A matrix of a file in which features are rows."""
+    form = shape[0], scheme.num_groups(shape[1])
+    if scales.shape != form[::-1]:
+        raise CheckpointError(
+            f"tensor '{parts.module}.scales' has shape {scales.shape}, a matrix of "
+            f"{shape} needs {form[::-1]} ({scales.source})"
+        )
+
+    def whole() -> np.ndarray:
+        return np.ascontiguousarray(_narrowed(unpacked(), scheme, words).T)
+
+    def read(start: int, stop: int) -> np.ndarray:
+        return last.get(parts.module, whole)[start:stop]
+
+    def read_scales(start: int, stop: int) -> np.ndarray:
+        return scales.whole().T[start:stop].astype(np.float32)
+
+    values = Tensor(
+        shape=shape, dtype=scheme.value_type, source=words.source, read=read
+    )
+    return quantized_tensor(
+        values,
+        Tensor(
+            shape=form,
+            dtype=np.dtype(np.float32),
+            source=scales.source,
+            read=read_scales,
+        ),
+    )
+
+
+def packed(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], scheme: Scheme
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The content of a `config.json` and the tensors of a model that is quantized.
+
+    As compressed-tensors has them; matrices are quantized while they are read.
+
+    Raises:
+        CheckpointError: It is quantized already, or groups do not divide a matrix.
+    """
+    if config.get("quantization_config") is not None:
+        raise CheckpointError(
+            "the model is quantized already: convert the one that it was made of"
+        )
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".layers." not in name or len(tensor.shape) != 2:
+            found[name] = tensor
+            continue
+        own, base = quantized(tensor, scheme), name.removesuffix("weight")
+        if scheme.kind == FP8:
+            found |= {name: own.values, f"{base}weight_scale": own.scales}
+            continue
+        bits = 4 if scheme.kind == INT4 else 8
+        found[f"{base}weight_packed"] = _words(own.values, bits)
+        found[f"{base}weight_scale"] = own.scales
+        form = np.array(tensor.shape, np.int64)
+        found[f"{base}weight_shape"] = Tensor(
+            shape=(2,),
+            dtype=form.dtype,
+            source=f"{tensor.source} (shape)",
+            read=lambda start, stop, form=form: form[start:stop],
+        )
+    return dict(config) | {"quantization_config": _told(scheme)}, found
+
+
+def _words(values: Tensor, bits: int) -> Tensor:
+    """Values in 32-bit words, row by row, as numbers without signs."""
+    num_rows, features = values.shape
+
+    def make(start: int, rows: np.ndarray) -> np.ndarray:
+        return packed_words(rows.astype(np.int16) + (1 << (bits - 1)), bits)
+
+    return derived(
+        values, make, shape=(num_rows, -(-features * bits // 32)), dtype=np.int32
+    )
+
+
+def _told(scheme: Scheme) -> dict[str, Any]:
+    weights = dict(
+        num_bits=4 if scheme.kind == INT4 else 8,
+        type="float" if scheme.kind == FP8 else "int",
+        symmetric=True,
+        strategy="channel" if scheme.group_size is None else "group",
+        group_size=scheme.group_size,
+        dynamic=False,
+    )
+    group = dict(
+        targets=["Linear"],
+        weights=weights,
+        input_activations=None,
+        output_activations=None,
+    )
+    return dict(
+        quant_method=COMPRESSED,
+        format=_FLOATS if scheme.kind == FP8 else _PACK,
+        quantization_status="compressed",
+        ignore=["lm_head"],
+        kv_cache_scheme=None,
+        config_groups=dict(group_0=group),
+    )

@@ -1,0 +1,213 @@
+"""Forms of quantized matrices: what XLA multiplies, and how their parts are placed.
+
+Products read the values as they lie: XLA converts them within the fusion of the dot, so
+that no matrix of the rows' type is ever written (`tests/models/test_quantized_aot.py`).
+A CPU's forms are in `jaxspec.models.cpu`.
+"""
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxspec.models.matrices import Matrix, product
+from jaxspec_checkpoints.quantization import Scheme, stored_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantized:
+    """A matrix as it is read: placed arrays, or what stands for them.
+
+    Attributes:
+        values: [out, features], of the scheme's type.
+        scales: [out, group], float32.
+        dtype: What rows are rounded to before they are multiplied with it.
+    """
+
+    values: Any
+    scales: Any
+    dtype: jnp.dtype
+
+
+def scales_sharding(sharding: NamedSharding, num_groups: int) -> NamedSharding:
+    """Where the [out, group] scales are of values that lie so.
+
+    With their outputs; and with their features, where groups divide as those do.
+    """
+    outputs, features = sharding.spec
+    names = (features,) if isinstance(features, str) else features or ()
+    parts = int(np.prod([sharding.mesh.shape[name] for name in names], dtype=np.int64))
+    split = features if num_groups % parts == 0 else None
+    return NamedSharding(sharding.mesh, PartitionSpec(outputs, split))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class ScaledMatrix(Matrix):
+    """A scale for each output: products of the values are multiplied by it.
+
+    Attributes:
+        values: [out, features], int8, int4 or float8_e4m3fn.
+        scales: [out], float32.
+        row_type: What rows are rounded to.
+    """
+
+    values: Any
+    scales: Any
+    row_type: str = field(metadata=dict(static=True))
+
+    @classmethod
+    def of(cls, values: Quantized) -> "ScaledMatrix":
+        scales, row_type = values.scales, jnp.dtype(values.dtype).name
+        placement = NamedSharding(
+            scales.sharding.mesh, PartitionSpec(scales.sharding.spec[0])
+        )
+        if isinstance(scales, jax.ShapeDtypeStruct):
+            scales = scales.update(shape=scales.shape[:1], sharding=placement)
+        else:
+            scales = _reshaped(scales, _first_column, placement)
+        return cls(values.values, scales, row_type)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.row_type)
+
+    @property
+    def nbytes(self) -> int:
+        return stored_bytes(self.values.shape, self.values.dtype) + self.scales.nbytes
+
+    def multiply(
+        self, inputs: Float[Array, "token features"]
+    ) -> Float[Array, "token out"]:
+        """All values are numbers of the rows' type: converting them is exact."""
+        outputs = product(
+            inputs.astype(self.dtype),
+            self.values.astype(self.dtype),
+            (((1,), (1,)), ((), ())),
+        )
+        return outputs * self.scales[None]
+
+    def rows(self, index: Int[Array, " token"]) -> Float[Array, "token features"]:
+        values = self.values.at[index].get(mode="clip").astype(jnp.float32)
+        return values * self.scales.at[index].get(mode="clip")[:, None]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class GroupedMatrix(Matrix):
+    """Scales for groups of features: each group is a product of its own.
+
+    Groups are the leading axis, and a batch of the dot: of an (out, features) matrix a
+    TPU would copy the values into this order, on every call.
+
+    Attributes:
+        values: [group, feature of the group, out].
+        scales: [group, out], float32.
+        row_type: What rows are rounded to.
+    """
+
+    values: Any
+    scales: Any
+    row_type: str = field(metadata=dict(static=True))
+
+    @classmethod
+    def of(cls, values: Quantized) -> "GroupedMatrix":
+        """Reorder on the devices; the matrix is there twice, and no other."""
+        matrix, scales = values.values, values.scales
+        outputs, features = scales.sharding.spec
+        mesh, groups = scales.sharding.mesh, scales.shape[1]
+        size = matrix.shape[1] // groups
+        of_values = NamedSharding(mesh, PartitionSpec(features, None, outputs))
+        of_scales = NamedSharding(mesh, PartitionSpec(features, outputs))
+        row_type = jnp.dtype(values.dtype).name
+        if isinstance(matrix, jax.ShapeDtypeStruct):
+            form = groups, size, matrix.shape[0]
+            return cls(
+                matrix.update(shape=form, sharding=of_values),
+                scales.update(shape=(groups, matrix.shape[0]), sharding=of_scales),
+                row_type,
+            )
+        split = functools.partial(_groups_first, num_groups=groups)
+        return cls(
+            _reshaped(matrix, split, of_values),
+            _reshaped(scales, jnp.transpose, of_scales),
+            row_type,
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        groups, size, outputs = self.values.shape
+        return outputs, groups * size
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.row_type)
+
+    @property
+    def nbytes(self) -> int:
+        return stored_bytes(self.values.shape, self.values.dtype) + self.scales.nbytes
+
+    def multiply(
+        self, inputs: Float[Array, "token features"]
+    ) -> Float[Array, "token out"]:
+        """Sums of groups are float32, and so is their sum."""
+        groups, size, _ = self.values.shape
+        split = inputs.astype(self.dtype).reshape(-1, groups, size)
+        outputs = product(  # [group, token, out]
+            split, self.values.astype(self.dtype), (((2,), (1,)), ((1,), (0,)))
+        )
+        return (outputs * self.scales[:, None]).sum(axis=0)
+
+    def rows(self, index: Int[Array, " token"]) -> Float[Array, "token features"]:
+        values = self.values.at[:, :, index].get(mode="clip").astype(jnp.float32)
+        scales = self.scales.at[:, index].get(mode="clip")[:, None]
+        return (values * scales).transpose(2, 0, 1).reshape(len(index), -1)
+
+
+class _Apart:
+    """See `jaxspec.models.matrices.ScannedMatrix`."""
+
+    def multiply(self: Any, inputs: Array) -> Array:
+        """As of a matrix by itself."""
+        return jax.lax.optimization_barrier(super().multiply(inputs))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class ScannedScaledMatrix(_Apart, ScaledMatrix):
+    """One of a stack, of which a loop over layers takes one after the other."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class ScannedGroupedMatrix(_Apart, GroupedMatrix):
+    """One of a stack, of which a loop over layers takes one after the other."""
+
+
+def choose_form(scheme: Scheme, *, is_scanned: bool) -> type[Matrix]:
+    """The form that XLA multiplies."""
+    if scheme.group_size is None:
+        return ScannedScaledMatrix if is_scanned else ScaledMatrix
+    return ScannedGroupedMatrix if is_scanned else GroupedMatrix
+
+
+def _first_column(scales: Array) -> Array:
+    return scales[:, 0]
+
+
+def _groups_first(values: Array, num_groups: int) -> Array:
+    return values.reshape(len(values), num_groups, -1).transpose(1, 2, 0)
+
+
+def _reshaped(array: Array, make: Any, sharding: NamedSharding) -> Array:
+    # Only a compiled function makes nothing but the shards.
+    return jax.jit(make, out_shardings=sharding)(array)  # noqa: TID251

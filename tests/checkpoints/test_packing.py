@@ -1,0 +1,359 @@
+"""Published quantized checkpoints are read as what torch makes of them.
+
+Files are packed here word by word, as the libraries describe it, and dequantized in
+torch from the numbers before they were packed.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from jaxspec.errors import ConfigError
+from jaxspec.models.families import config_from_folder
+from jaxspec.models.weights import load_params
+from jaxspec.sharding import make_mesh
+from jaxspec_checkpoints import CheckpointError, open_checkpoint
+from jaxspec_checkpoints.__main__ import main
+from jaxspec_checkpoints.packing import packed_words, scheme_of, unpacked_words
+from jaxspec_checkpoints.quantization import (
+    QuantizedTensor,
+    Scheme,
+    dequantize,
+    named_scheme,
+    quantize,
+)
+from jaxspec_checkpoints.report import describe
+from jaxspec_checkpoints.writing import write_checkpoint
+from tests.checkpoints.models import tiny_config, tiny_tensors
+
+GROUP = 32
+SIZES = dict(
+    hidden_size=64,
+    intermediate_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    num_hidden_layers=1,
+    vocab_size=128,
+)
+CONFIG = tiny_config("2b", **SIZES)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+Parts = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+def into_words(
+    values: torch.Tensor, bits: int, order: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Columns in 32-bit words, the first of each in its lowest bits."""
+    count = 32 // bits
+    order = order or range(count)
+    words = torch.zeros(values.shape[0], values.shape[1] // count, dtype=torch.int64)
+    for word in range(words.shape[1]):
+        for place in range(count):
+            one = values[:, word * count + order[place]].to(torch.int64)
+            words[:, word] |= (one & (1 << bits) - 1) << bits * place
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def whole_numbers(shape: tuple[int, ...], low: int, high: int) -> torch.Tensor:
+    return torch.randint(low, high + 1, shape, dtype=torch.int32)
+
+
+def scales_of(*shape: int) -> torch.Tensor:
+    return (torch.rand(shape) / 50 + 0.001).to(torch.float16)
+
+
+def spread(groups: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """[out, group] numbers for every feature, in float32."""
+    return groups.float().repeat_interleave(shape[1] // groups.shape[1], dim=1)
+
+
+def compressed_packed(bits: int, size: int | None, has_zeros: bool) -> Any:
+    def make(shape: tuple[int, int]) -> Parts:
+        half = 1 << bits - 1
+        values = whole_numbers(shape, -half, half - 1)
+        form = shape[0], shape[1] // (size or shape[1])
+        scales, zeros = scales_of(*form).to(torch.bfloat16), torch.zeros(form)
+        parts = {
+            "weight_packed": into_words(values + half, bits),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(shape),
+        }
+        if has_zeros:
+            zeros = whole_numbers(form, -half, half - 1)
+            words = into_words((zeros + half).T, bits).T.contiguous()
+            parts["weight_zero_point"] = words
+        return parts, (values - spread(zeros, shape)) * spread(scales, shape)
+
+    return make
+
+
+def compressed_bytes(kind: torch.dtype, is_tensor: bool) -> Any:
+    def make(shape: tuple[int, int]) -> Parts:
+        if kind == torch.int8:
+            values = whole_numbers(shape, -128, 127).to(kind)
+        else:
+            values = (torch.randn(shape) * 40).to(kind)
+        scales = scales_of(1) if is_tensor else scales_of(shape[0], 1)
+        parts = {"weight": values, "weight_scale": scales}
+        if is_tensor:
+            parts["input_scale"] = torch.tensor(0.5)
+        return parts, values.float() * scales.float()
+
+    return make
+
+
+def awq(shape: tuple[int, int]) -> Parts:
+    values, form = whole_numbers(shape, 0, 15), (shape[0], shape[1] // GROUP)
+    zeros, scales = whole_numbers(form, 0, 15), scales_of(*form)
+    parts = {
+        "qweight": into_words(values.T, 4, AWQ_ORDER),
+        "qzeros": into_words(zeros.T, 4, AWQ_ORDER),
+        "scales": scales.T.contiguous(),
+    }
+    return parts, (values - spread(zeros, shape)) * spread(scales, shape)
+
+
+def gptq(bits: int, size: int | None, is_symmetric: bool, lacks: int) -> Any:
+    def make(shape: tuple[int, int]) -> Parts:
+        most = (1 << bits) - 1
+        form = shape[0], shape[1] // (size or shape[1])
+        zeros = torch.full(form, 1 << bits - 1, dtype=torch.int32)
+        if not is_symmetric:
+            zeros = whole_numbers(form, 1, most)
+        values, scales = whole_numbers(shape, 0, most), scales_of(*form)
+        parts = {
+            "qweight": into_words(values, bits).T.contiguous(),
+            "qzeros": into_words((zeros - lacks).T, bits),
+            "scales": scales.T.contiguous(),
+            "g_idx": (torch.arange(shape[1]) // (size or shape[1])).to(torch.int32),
+        }
+        return parts, (values - spread(zeros, shape)) * spread(scales, shape)
+
+    return make
+
+
+def of_compressed(form: str, **weights: Any) -> dict[str, Any]:
+    group = dict(targets=["Linear"], weights=dict(symmetric=True) | weights)
+    return dict(
+        quant_method="compressed-tensors",
+        format=form,
+        ignore=["lm_head"],
+        config_groups=dict(group_0=group),
+    )
+
+
+IN_GROUPS = dict(num_bits=4, type="int", strategy="group", group_size=GROUP)
+AWQ = dict(quant_method="awq", bits=4, group_size=GROUP, zero_point=True)
+GPTQ = dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=False, sym=True)
+FORMS: dict[str, tuple[dict[str, Any], Any, Scheme]] = {
+    "w8a16": (
+        of_compressed("pack-quantized", num_bits=8, type="int", strategy="channel"),
+        compressed_packed(8, None, has_zeros=False),
+        Scheme(kind="int8", method="compressed-tensors"),
+    ),
+    "w4a16": (
+        of_compressed("pack-quantized", **IN_GROUPS),
+        compressed_packed(4, GROUP, has_zeros=False),
+        Scheme(kind="int4", group_size=GROUP, method="compressed-tensors"),
+    ),
+    "w4a16 with zero points": (
+        of_compressed("pack-quantized", **IN_GROUPS, symmetric=False),
+        compressed_packed(4, GROUP, has_zeros=True),
+        Scheme(kind="int8", group_size=GROUP, method="compressed-tensors"),
+    ),
+    "w8a8": (
+        of_compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
+        compressed_bytes(torch.int8, is_tensor=False),
+        Scheme(kind="int8", method="compressed-tensors"),
+    ),
+    "FP8": (
+        of_compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+        compressed_bytes(torch.float8_e4m3fn, is_tensor=False),
+        Scheme(kind="fp8", method="compressed-tensors"),
+    ),
+    "FP8 of whole tensors": (
+        of_compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
+        compressed_bytes(torch.float8_e4m3fn, is_tensor=True),
+        Scheme(kind="fp8", method="compressed-tensors"),
+    ),
+    "awq": (AWQ, awq, Scheme(kind="int8", group_size=GROUP, method="awq")),
+    "gptq": (
+        GPTQ,
+        gptq(4, GROUP, is_symmetric=True, lacks=1),
+        Scheme(kind="int4", group_size=GROUP, method="gptq"),
+    ),
+    "gptq with zero points": (
+        GPTQ | dict(sym=False, checkpoint_format="gptq_v2"),
+        gptq(4, GROUP, is_symmetric=False, lacks=0),
+        Scheme(kind="int8", group_size=GROUP, method="gptq"),
+    ),
+    "gptq of 8 bits": (
+        GPTQ | dict(bits=8, group_size=-1),
+        gptq(8, None, is_symmetric=True, lacks=1),
+        Scheme(kind="int8", method="gptq"),
+    ),
+}
+
+
+def write(
+    folder: Path, given: dict[str, Any], make: Callable[[Any], Parts]
+) -> dict[str, np.ndarray]:
+    """A folder with a quantized model; the numbers that it stands for."""
+    torch.manual_seed(0)
+    folder.mkdir()
+    files: dict[str, torch.Tensor] = {}
+    expected = {}
+    for name, array in tiny_tensors(CONFIG).items():
+        if ".layers." in name and array.ndim == 2:
+            parts, numbers = make(array.shape)
+            module = name.removesuffix(".weight")
+            files |= {f"{module}.{part}": one for part, one in parts.items()}
+            expected[name] = numbers.numpy()
+        else:
+            files[name] = torch.from_numpy(array)
+            expected[name] = array
+    save_file(files, folder / "model.safetensors")
+    content = CONFIG | dict(quantization_config=given, torch_dtype="float32")
+    (folder / "config.json").write_text(json.dumps(content))
+    return expected
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_published_matrices_are_what_torch_makes_of_them(name, tmp_path):
+    given, make, scheme = FORMS[name]
+    expected = write(tmp_path / "model", given, make)
+    checkpoint = open_checkpoint(tmp_path / "model")
+    assert scheme_of(checkpoint.config) == scheme
+    assert scheme.describe() in describe(checkpoint)
+    for tensor, numbers in expected.items():
+        found = checkpoint.tensors[tensor]
+        np.testing.assert_array_equal(found.whole(), numbers)
+        if isinstance(found, QuantizedTensor):
+            np.testing.assert_array_equal(found.read(3, 9), numbers[3:9])
+    assert (
+        sum(isinstance(one, QuantizedTensor) for one in checkpoint.tensors.values())
+        == 7
+    )
+    config = config_from_folder(tmp_path / "model")
+    assert config.quantization == scheme
+    params = load_params(
+        config, checkpoint.tensors, dtype=jnp.dtype("float32"), mesh=make_mesh(1)
+    )
+    q_proj = params["layers"]["0"]["attention"]["q_proj"]
+    expected_q = expected["model.layers.0.self_attn.q_proj.weight"]
+    index = jnp.arange(len(expected_q))
+    np.testing.assert_array_equal(q_proj.rows(index), expected_q)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (dict(quant_method="bitsandbytes"), "got 'bitsandbytes'"),
+        (AWQ | dict(bits=3), "bits of a checkpoint quantized by awq must be 4, got 3"),
+        (AWQ | dict(version="gemv"), "must be 'gemm', got 'gemv'"),
+        (GPTQ | dict(desc_act=True), "desc_act"),
+        (of_compressed("marlin-24", **IN_GROUPS), "got 'marlin-24 of 4 bits'"),
+        (of_compressed("pack-quantized", **IN_GROUPS, actorder="group"), "actorder"),
+        (
+            of_compressed("pack-quantized", **IN_GROUPS) | dict(ignore=["re:.*0"]),
+            "ignore",
+        ),
+        (GPTQ | dict(group_size=48), "matrices of 64"),
+    ],
+)
+def test_other_schemes_are_refused_before_anything_is_read(given, text, tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps(CONFIG | dict(quantization_config=given))
+    )
+    with pytest.raises(ConfigError, match=text):
+        config_from_folder(tmp_path)
+
+
+def test_what_is_not_as_config_json_says_is_named(tmp_path):
+    given, make, _ = FORMS["w4a16"]
+
+    def opened(name: str, other: Callable[[Any], Parts]) -> Any:
+        write(tmp_path / name, given, other)
+        return open_checkpoint(tmp_path / name)
+
+    def lacking(shape: Any) -> Parts:
+        parts, numbers = make(shape)
+        del parts["weight_scale"]
+        return parts, numbers
+
+    with pytest.raises(
+        CheckpointError, match="no tensor 'model.layers.0.*weight_scale"
+    ):
+        opened("lacking", lacking)
+    with pytest.raises(CheckpointError, match="is not quantized, and config.json says"):
+        opened("plain", lambda shape: ({"weight": torch.zeros(shape)}, torch.zeros(1)))
+    with pytest.raises(CheckpointError, match=r"needs \(64, 4\)"):
+        opened("coarse", compressed_packed(4, None, has_zeros=False))
+    zeros = opened("zeros", compressed_packed(4, GROUP, has_zeros=True))
+    with pytest.raises(CheckpointError, match="which int4 has not"):
+        zeros.tensors["model.layers.0.self_attn.q_proj.weight"].whole()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_words_are_packed_as_they_are_unpacked(bits):
+    values = np.random.default_rng(0).integers(0, 1 << bits, (3, 21))
+    words = packed_words(values, bits)
+    assert words.dtype == np.int32
+    np.testing.assert_array_equal(unpacked_words(words, bits)[:, :21], values)
+    whole = torch.from_numpy(np.pad(values, ((0, 0), (0, -21 % (32 // bits)))))
+    np.testing.assert_array_equal(words, into_words(whole, bits).numpy())
+
+
+@pytest.mark.parametrize(
+    ("kind", "to"), [("int8", "orbax"), ("int4", "hf"), ("fp8", "hf"), ("fp8", "orbax")]
+)
+def test_what_is_converted_is_read_back(kind, to, tmp_path, monkeypatch):
+    plain = tmp_path / "plain"
+    config = tiny_config("2b", **SIZES | dict(hidden_size=128, head_dim=32))
+    plain.mkdir()
+    arrays = tiny_tensors(config)
+    save_file(
+        {k: torch.from_numpy(v) for k, v in arrays.items()}, plain / "model.safetensors"
+    )
+    (plain / "config.json").write_text(json.dumps(config | dict(torch_dtype="float32")))
+    made = tmp_path / "made"
+    command = ["convert", str(plain), str(made), "--to", to, "--quantize", kind]
+    assert main(command) == 0
+    checkpoint, scheme = open_checkpoint(made), named_scheme(kind)
+    assert scheme_of(checkpoint.config) == replace(scheme, method="compressed-tensors")
+    for name, array in arrays.items():
+        expected = array
+        if ".layers." in name and array.ndim == 2:
+            expected = dequantize(*quantize(array, scheme))
+        np.testing.assert_array_equal(checkpoint.tensors[name].whole(), expected)
+    assert checkpoint.num_parameters == sum(map(np.size, arrays.values()))
+    assert checkpoint.num_bytes < 0.6 * sum(array.nbytes for array in arrays.values())
+    # Numbers again, for whoever cannot read it.
+    write_checkpoint(checkpoint, tmp_path / "again", to="hf", progress=False)
+    again = open_checkpoint(tmp_path / "again")
+    assert "quantization_config" not in again.config
+    name = "model.layers.0.mlp.down_proj.weight"
+    expected = dequantize(*quantize(arrays[name], scheme))
+    np.testing.assert_array_equal(again.tensors[name].whole(), expected)
+
+
+def test_a_conversion_that_cannot_work_is_refused(tmp_path):
+    write(tmp_path / "model", *FORMS["awq"][:2])
+    quantized = open_checkpoint(tmp_path / "model")
+    to: Any = dict(quantization="int8", progress=False)
+    with pytest.raises(CheckpointError, match="is quantized already"):
+        write_checkpoint(quantized, tmp_path / "a", to="hf", **to)
+    with pytest.raises(CheckpointError, match="no place for scales"):
+        write_checkpoint(quantized, tmp_path / "a", to="kaggle", **to)
+    with pytest.raises(CheckpointError, match="two types for the same"):
+        write_checkpoint(quantized, tmp_path / "a", to="hf", dtype="float32", **to)
+    assert not (tmp_path / "a").exists()

@@ -1,0 +1,224 @@
+"""Quantized matrices: each form is the numbers it stands for, wherever they lie."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.errors import ConfigError
+from jaxspec.models import cpu
+from jaxspec.models.gemma2.network import param_specs
+from jaxspec.models.matrices import DenseMatrix, Matrix
+from jaxspec.models.quantized import GroupedMatrix, Quantized, ScaledMatrix
+from jaxspec.models.weights import abstract_params, load_params, random_params
+from jaxspec.settings.model_config import ModelConfig
+from jaxspec.sharding import make_mesh
+from jaxspec_checkpoints import CheckpointError, in_memory
+from jaxspec_checkpoints.quantization import (
+    FP8,
+    INT4,
+    INT8,
+    QuantizedTensor,
+    Scheme,
+    dequantize,
+    named_scheme,
+    quantize,
+    quantized,
+)
+from tests.models.test_weights import make_config, make_tensors
+from tests.oracles import PagedModel
+
+FLOAT32 = jnp.dtype(jnp.float32)
+# The tests' model has too few features for groups of 128.
+SCHEMES = [
+    Scheme(kind=INT8),
+    Scheme(kind=INT4, group_size=16, has_embedding=True),
+    Scheme(kind=FP8),
+]
+FORMS = [
+    (ScaledMatrix, SCHEMES[0]),
+    (ScaledMatrix, SCHEMES[2]),
+    (GroupedMatrix, SCHEMES[1]),
+    (GroupedMatrix, Scheme(kind=INT8, group_size=16)),
+    (cpu.QuantizedMatrix, SCHEMES[0]),
+    (cpu.QuantizedMatrix, SCHEMES[1]),
+]
+
+
+def test_values_are_the_nearest_of_their_scale():
+    rows = np.random.default_rng(0).normal(size=(5, 32)).astype(np.float32)
+    rows[3] = 0
+    for scheme, steps in ((SCHEMES[0], 127), (SCHEMES[1], 7)):
+        values, scales = quantize(rows, scheme)
+        assert values.dtype == scheme.value_type
+        groups = rows.reshape(5, scheme.num_groups(32), -1)
+        step = np.abs(groups).max(axis=2) / steps
+        error = dequantize(values, scales).reshape(groups.shape) - groups
+        assert (np.abs(error) <= 0.5001 * step[:, :, None]).all()
+        # The largest is exact, but for the rounding of the scale.
+        assert (
+            np.abs(values.astype(int)).reshape(groups.shape).max(axis=2)[:3].min()
+            == steps
+        )
+    values, scales = quantize(rows, SCHEMES[2])
+    found = dequantize(values, scales)
+    small = np.abs(rows) < scales * 2.0**-6
+    assert (
+        np.abs(found - rows) <= np.where(small, scales * 2.0**-9, abs(rows) / 15)
+    ).all()
+
+
+@pytest.mark.parametrize(("form", "scheme"), FORMS)
+def test_every_form_is_the_numbers_it_stands_for(form, scheme):
+    matrix = np.random.default_rng(1).normal(size=(70, 48))
+    values, scales = quantize(matrix, scheme)
+    placement = jax.NamedSharding(make_mesh(1), jax.P(None, None))
+    held = [jax.device_put(one, placement) for one in (values, scales)]
+    one = form.of(Quantized(values=held[0], scales=held[1], dtype=FLOAT32))
+    expected = dequantize(values, scales)
+    assert (one.shape, one.dtype) == ((70, 48), FLOAT32)
+    item = 0.5 if scheme.kind == INT4 else 1
+    rows = 96 if form is cpu.QuantizedMatrix else 70  # whole panels
+    assert one.nbytes == rows * (48 * item + 4 * scheme.num_groups(48))
+    index = jnp.array([3, 69, 500])
+    np.testing.assert_allclose(one.rows(index), expected[[3, 69, 69]], rtol=1e-7)
+    inputs = jnp.asarray(np.random.default_rng(2).normal(size=(5, 48)), FLOAT32)
+    products = np.asarray(inputs, np.float64) @ expected.T.astype(np.float64)
+    np.testing.assert_allclose(one.multiply(inputs), products, atol=1e-4)
+    if form is cpu.QuantizedMatrix:
+        np.testing.assert_array_equal(one.values, expected)
+
+
+def config_of(scheme: Scheme | None, **changes: Any) -> Any:
+    return replace(make_config(**changes), quantization=scheme)
+
+
+def numbers_of(scheme: Scheme, config: ModelConfig) -> dict[str, np.ndarray]:
+    """The tensors that a quantized model stands for."""
+    found = {}
+    for name, array in make_tensors(config).items():
+        own = scheme
+        if name == "model.embed_tokens.weight":
+            own = scheme.of_embedding
+        if array.ndim == 2 and own is not None:
+            array = dequantize(*quantize(array, own))
+        found[name] = array
+    return found
+
+
+def logits_of(config: Any, tensors: Any, devices: int) -> np.ndarray:
+    mesh = make_mesh(devices)
+    params = load_params(config, in_memory(tensors), dtype=FLOAT32, mesh=mesh)
+    return PagedModel(config, params).feed(np.arange(3, 12))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("devices", "is_scanned"), [(1, False), (4, False), (4, True)])
+def test_a_quantized_model_is_the_model_of_its_numbers(scheme, devices, is_scanned):
+    config = config_of(scheme)
+    scanned = replace(config, scan_layers=is_scanned)
+    found = logits_of(scanned, make_tensors(config), devices)
+    plain = replace(config, quantization=None)
+    expected = logits_of(plain, numbers_of(scheme, config), 1)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert np.abs(found - logits_of(plain, make_tensors(config), 1)).max() > 1e-3
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_parts_are_placed_alike_however_they_come(scheme, devices, is_scanned):
+    config = config_of(scheme)
+    config = replace(config, scan_layers=is_scanned)
+    given: Any = dict(dtype=FLOAT32, mesh=make_mesh(devices))
+    trees = [
+        load_params(config, in_memory(make_tensors(config)), **given),
+        random_params(config, seed=3, **given),
+        abstract_params(config, **given),
+    ]
+    forms = [
+        [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(tree)]
+        for tree in trees
+    ]
+    assert forms[0] == forms[1] == forms[2]
+    layer = trees[0]["layers"]["1"]
+    if devices > 1 and not is_scanned:
+        out = layer["feed_forward"]["down_proj"]  # features are split
+        spec = out.values.sharding.spec
+        if scheme.group_size is not None:
+            assert spec[0] == out.scales.sharding.spec[0] == ("model", "replica")
+        q_proj = layer["attention"]["q_proj"]  # outputs are
+        assert q_proj.scales.sharding.spec[-1] == ("model", "replica")
+    embedding = trees[0]["embedding"]
+    assert isinstance(embedding, Matrix)
+    is_plain = isinstance(embedding, DenseMatrix) or type(embedding) in (
+        cpu.NativeMatrix,
+        cpu.HalfMatrix,
+    )
+    assert is_plain != scheme.has_embedding
+
+
+def test_the_devices_of_a_random_model_do_not_change_it():
+    config = config_of(SCHEMES[0])
+    made = [
+        random_params(config, seed=3, dtype=FLOAT32, mesh=make_mesh(count))
+        for count in (1, 2)
+    ]
+    q_proj, same = (tree["layers"]["0"]["attention"]["q_proj"] for tree in made)
+    numbers = dequantize(np.asarray(same.values), np.asarray(same.scales)[:, None])
+    np.testing.assert_array_equal(q_proj.values, numbers)
+
+
+def test_trained_models_are_not_quantized():
+    config = config_of(SCHEMES[0])
+    params = load_params(
+        config,
+        in_memory(make_tensors(config)),
+        dtype=FLOAT32,
+        mesh=make_mesh(1),
+        is_trained=True,
+    )
+    kinds = {type(params["layers"]["0"]["attention"][name]) for name in ("q_proj",)}
+    assert not kinds & {ScaledMatrix, cpu.QuantizedMatrix}
+
+
+def test_scales_are_read_with_values_or_alone():
+    rows = np.random.default_rng(0).normal(size=(9, 32)).astype(np.float32)
+    tensor = in_memory({"a": rows})["a"]
+    reads = []
+
+    def read(start: int, stop: int) -> np.ndarray:
+        reads.append((start, stop))
+        return tensor.read(start, stop)
+
+    made = quantized(replace(tensor, read=read), SCHEMES[1])
+    assert isinstance(made, QuantizedTensor)
+    values, scales = quantize(rows, SCHEMES[1])
+    np.testing.assert_array_equal(made.scales.read(2, 4), scales[2:4])
+    assert reads == [(2, 4)]
+    np.testing.assert_array_equal(made.values.whole(), values)
+    np.testing.assert_array_equal(made.scales.whole(), scales)
+    assert reads == [(2, 4), (0, 9)]
+    np.testing.assert_array_equal(made.whole(), dequantize(values, scales))
+    assert made.held_bytes == 9 * 32 // 2 + 9 * 2 * 4
+    assert made.num_bytes == 9 * 32 * 4
+    np.testing.assert_array_equal(made.head(2).whole(), made.whole()[:2])
+
+
+def test_damage_is_found_in_what_is_quantized():
+    rows = np.ones((4, 16), np.float32)
+    tensor = replace(in_memory({"a": rows})["a"], sha256="0" * 64)
+    with pytest.raises(CheckpointError, match="was damaged"):
+        quantized(tensor, SCHEMES[0]).values.whole()
+
+
+def test_groups_that_do_not_divide_are_refused():
+    with pytest.raises(ConfigError, match="matrices of 48"):
+        config_of(named_scheme(INT4))
+    assert param_specs(config_of(named_scheme(INT8)))
+    with pytest.raises(CheckpointError, match="groups of 128 do not divide the 48"):
+        tensor = in_memory({"a": np.zeros((2, 48), np.float32)})["a"]
+        quantized(tensor, named_scheme(INT4))
