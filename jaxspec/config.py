@@ -19,6 +19,7 @@ from jaxspec.errors import (
     check_number,
     wrong_argument,
 )
+from jaxspec.settings.model_config import MASK_TOKEN
 from jaxspec.settings.model_config import (
     ModelConfig as ModelConfig,  # where vLLM has it
 )
@@ -202,6 +203,15 @@ class EngineConfig:
             raise ConfigError(
                 "Target and draft must share one vocabulary: the target has "
                 f"{target_vocab} tokens, the draft {draft_vocab}. {PAIR_HINT}",
+                parameter="speculative_model",
+                value=speculative.model,
+            )
+        if speculative.is_parallel and self.draft_model_config.mask_token_id is None:
+            raise ConfigError(
+                f"method {speculative.method!r} needs a draft model that was trained "
+                f"to propose several tokens in one pass: the config.json of "
+                f"{speculative.model} names no {MASK_TOKEN}. `python -m jaxspec.train "
+                "pard` makes one; 'draft_model' takes any model of the vocabulary.",
                 parameter="speculative_model",
                 value=speculative.model,
             )

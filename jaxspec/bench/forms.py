@@ -31,11 +31,7 @@ from jaxspec.bench.summary import (
 from jaxspec.config import EngineConfig
 from jaxspec.errors import ConfigError, check_integer, wrong_argument
 from jaxspec.program.tree import template_of
-from jaxspec.settings.speculation import (
-    MAX_DRAFT_TOKENS,
-    MAX_MODEL_DRAFT_TOKENS,
-    SpeculativeConfig,
-)
+from jaxspec.settings.speculation import SpeculativeConfig
 from jaxspec.token_tree import (
     MAX_NODES,
     Hits,
@@ -411,8 +407,7 @@ def _choose(form: Form, done: Sequence[Found]) -> str | None:
     seconds = round_cost(
         (one, found.has_side_paths) for found in done for one in found.parts[size]
     )
-    has_model = done[0].speculative.has_draft_model
-    levels = MAX_MODEL_DRAFT_TOKENS if has_model else MAX_DRAFT_TOKENS
+    levels = done[0].speculative.max_levels
     best = best_tree(rates, seconds, num_nodes=form.number, num_levels=levels)
     if not best.paths:
         print(f"{form.name}: no drafts, by what was measured before it.\n")

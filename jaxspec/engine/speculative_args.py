@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from jaxspec.errors import ConfigError, UnsupportedError, nearest, wrong_argument
+from jaxspec.errors import (
+    ConfigError,
+    UnsupportedError,
+    check_flag,
+    nearest,
+    wrong_argument,
+)
 from jaxspec.settings.speculation import (
     ALLOWED_METHODS,
     DEFAULT_PROMPT_LOOKUP,
@@ -19,6 +25,7 @@ from jaxspec.settings.speculation import (
     METHODS,
     NGRAM,
     NGRAM_AND_MODEL,
+    PARD,
     SOURCES_OF_DRAFTS,
     SUFFIX,
     SUFFIX_AND_MODEL,
@@ -62,12 +69,13 @@ _SPECULATIVE_NO_EFFECT = (
 _SPECULATIVE_LATER = (
     "quantization",
     "kv_cache_dtype",
-    "parallel_drafting",
     "use_heterogeneous_vocab",
     "num_speculative_tokens_per_batch_size",
     "posterior_threshold",
     "posterior_alpha",
 )
+# vLLM's way to say that a draft model makes all drafts in one pass.
+_PARALLEL = "parallel_drafting"
 
 
 def merge_speculative_arguments(
@@ -144,7 +152,12 @@ def _normalised_keys(config: object) -> dict[str, Any]:
     """Check the keys of `speculative_config`; drop the ones set to None."""
     if config is None:
         return {}
-    known = (*_SPECULATIVE_KEYS, *_SPECULATIVE_NO_EFFECT, *_SPECULATIVE_LATER)
+    known = (
+        *_SPECULATIVE_KEYS,
+        _PARALLEL,
+        *_SPECULATIVE_NO_EFFECT,
+        *_SPECULATIVE_LATER,
+    )
     if not isinstance(config, Mapping):
         allowed = "a dict with keys among " + ", ".join(known)
         raise wrong_argument(ConfigError, "speculative_config", allowed, config)
@@ -179,6 +192,8 @@ def _normalised_keys(config: object) -> dict[str, Any]:
 def _settle_method(merged: dict[str, Any]) -> None:
     """Give n-gram drafts one spelling; refuse what goes with another method."""
     method, model = merged.get("method"), merged.get("model")
+    if _PARALLEL in merged:
+        method = _settle_parallel(method, merged.pop(_PARALLEL))
     if method in _NGRAM_METHODS:
         method = NGRAM
     if model in _NGRAM_MODELS:
@@ -211,6 +226,24 @@ def _settle_method(merged: dict[str, Any]) -> None:
     _refuse_keys_of_others(merged, method or DRAFT_MODEL)
     if method is not None:
         merged["method"] = method
+
+
+def _settle_parallel(method: Any, is_parallel: Any) -> Any:
+    """The method that vLLM's `parallel_drafting` makes of another."""
+    check_flag(ConfigError, _PARALLEL, is_parallel)
+    if is_parallel == (method == PARD):
+        return method
+    if not is_parallel:
+        raise ConfigError(
+            f"{_PARALLEL}=False contradicts method={PARD!r}; give one of them.",
+            parameter=_PARALLEL,
+            value=is_parallel,
+        )
+    if method not in (None, DRAFT_MODEL):
+        hint = "Only a draft model proposes several tokens in one pass."
+        allowed = f"left out for method {method!r}"
+        raise wrong_argument(UnsupportedError, _PARALLEL, allowed, is_parallel, hint)
+    return PARD
 
 
 def _refuse_keys_of_others(merged: Mapping[str, Any], method: str) -> None:

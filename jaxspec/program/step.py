@@ -301,7 +301,7 @@ def _context(
         active=launch.active,
         token_pages=launch.token_pages,
         tree=shape.tree,
-        num_wanted=launch.fields["decode_draft"].max(initial=0),
+        wanted=launch.fields["decode_draft"],
         pool=config.pool,
         prompts=launch.batch(config.pool) if shape.chunk else None,
         backend=config.backend,

@@ -41,10 +41,21 @@ MAX_CACHED_REQUESTS = 4096
 
 NGRAM, NGRAM_AND_MODEL, DRAFT_MODEL = "ngram", "ngram+draft_model", "draft_model"
 SUFFIX, SUFFIX_AND_MODEL = "suffix", "suffix+draft_model"
+# A draft model that proposes all drafts in one pass, in the places of mask tokens.
+PARD = "pard"
+MODELS = (DRAFT_MODEL, PARD)
 # Heads: small networks on the target's hidden states.
 EAGLE3, MEDUSA, MLP_SPECULATOR = "eagle3", "medusa", "mlp_speculator"
 HEADS = (EAGLE3, MEDUSA, MLP_SPECULATOR)
-METHODS = (NGRAM, NGRAM_AND_MODEL, SUFFIX, SUFFIX_AND_MODEL, *HEADS, DRAFT_MODEL)
+METHODS = (
+    NGRAM,
+    NGRAM_AND_MODEL,
+    SUFFIX,
+    SUFFIX_AND_MODEL,
+    *HEADS,
+    PARD,
+    DRAFT_MODEL,
+)
 ALLOWED_METHODS = ", ".join(map(repr, METHODS[:-1])) + f" or {DRAFT_MODEL!r}"
 LOOKUP_KEYS = ("prompt_lookup_max", "prompt_lookup_min")
 SUFFIX_DEFAULTS: dict[str, Any] = {
@@ -54,7 +65,7 @@ SUFFIX_DEFAULTS: dict[str, Any] = {
     "suffix_decoding_max_cached_requests": 0,
 }
 # Whose drafts may continue any other.
-ANY_TREE = (DRAFT_MODEL, MEDUSA)
+ANY_TREE = (DRAFT_MODEL, MEDUSA, PARD)
 DYNAMIC_KEYS = ("dynamic_tree_top_k", "dynamic_tree_num_nodes")
 # What drafts come from, for errors.
 SOURCES_OF_DRAFTS = (
@@ -75,12 +86,13 @@ class SpeculativeConfig:
     """How drafts are proposed and judged.
 
     Attributes:
-        method: "draft_model"; "ngram" copies what followed the same tokens earlier in
-            the sequence, "suffix" as many of them as the match's length and other
-            matches promise; "ngram+draft_model" and "suffix+draft_model" ask the model
-            where nothing matches, the latter also where only a few tokens match;
-            "eagle3", "medusa" and "mlp_speculator" are heads on the target's hidden
-            states.
+        method: "draft_model"; "pard" is one that was trained to make all drafts in one
+            pass (vLLM's `parallel_drafting`); "ngram" copies what followed the same
+            tokens earlier in the sequence, "suffix" as many of them as the match's
+            length and other matches promise; "ngram+draft_model" and
+            "suffix+draft_model" ask the model where nothing matches, the latter also
+            where only a few tokens match; "eagle3", "medusa" and "mlp_speculator" are
+            heads on the target's hidden states.
         model: Folder of the draft model or head; None for "ngram" and "suffix".
         num_speculative_tokens: Most draft tokens per step; a request may ask for fewer.
             With a tree, its drafts.
@@ -149,9 +161,8 @@ class SpeculativeConfig:
         self._check_model()
         self._check_lookup()
         self._check_suffix()
-        most, way_out = MAX_DRAFT_TOKENS, "leave method out"
-        if self.has_folder:
-            most, way_out = MAX_MODEL_DRAFT_TOKENS, "name no draft model"
+        most = self.max_levels
+        way_out = "name no draft model" if self.has_folder else "leave method out"
         if self.speculative_token_tree is None:
             check_integer(
                 ConfigError,
@@ -275,7 +286,26 @@ class SpeculativeConfig:
     @property
     def has_draft_model(self) -> bool:
         """Whether a second network proposes, alone or where nothing matches."""
-        return DRAFT_MODEL in self.method.split("+")
+        return not set(MODELS).isdisjoint(self.method.split("+"))
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether one pass of a draft model makes all drafts."""
+        return self.method == PARD
+
+    @property
+    def has_one_pass(self) -> bool:
+        """Whether weights of what proposes are read once, however many the drafts."""
+        return self.method in (PARD, MEDUSA)
+
+    @property
+    def max_levels(self) -> int:
+        """Most drafts in a row that there may be.
+
+        Where each takes a pass, fewer.
+        """
+        has_passes = self.has_folder and not self.is_parallel
+        return MAX_MODEL_DRAFT_TOKENS if has_passes else MAX_DRAFT_TOKENS
 
     @property
     def has_head(self) -> bool:

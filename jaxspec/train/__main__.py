@@ -19,6 +19,7 @@ METHODS = {
     "eagle3": "an EAGLE-3 head: one layer over three of the target's hidden states",
     "medusa": "Medusa heads: a residual network for each place ahead",
     "mlp_speculator": "an MLP speculator: a chain of small stages",
+    "pard": "a draft model that makes all drafts in one pass, in the places of masks",
     "draft": "a draft model of the target's family, distilled from it",
 }
 
@@ -185,10 +186,22 @@ def _add_draft(group: argparse._ArgumentGroup) -> None:
         _number(group, f"--{name}", None, "of a new model")
 
 
+def _add_pard(group: argparse._ArgumentGroup) -> None:
+    _number(group, "--passes", 5, "drafts that one pass makes")
+    _number(
+        group,
+        "--mask-token",
+        None,
+        "the token in the places of drafts (default: the target's padding token)",
+    )
+    _add_draft(group)
+
+
 _OWN = {
     "eagle3": _add_eagle3,
     "medusa": _add_medusa,
     "mlp_speculator": _add_mlp_speculator,
+    "pard": _add_pard,
     "draft": _add_draft,
 }
 

@@ -1,4 +1,4 @@
-"""What is trained: three kinds of heads, and draft models.
+"""What is trained: heads, and draft models.
 
 A method says which of the target's layers it looks at, how its parameters begin, what
 it makes of rows of text in each of its passes, and how it is written to a folder. Pass
@@ -257,24 +257,29 @@ class MlpSpeculatorMethod(_Head):
 class DraftMethod:
     """A small model of the target's family, distilled from it.
 
+    One that is to make several drafts at once (PARD) has as many passes over a text. In
+    the first it is given the text; in the others masks, each in the place of a draft:
+    behind a token t they see what came up to t, and the masks of the passes before.
+
     Attributes:
         hf_config: Content of its config.json.
         start: Canonical tensors to begin with; None draws random ones.
+        num_passes: Drafts that it makes at once; of more than one, the config has a
+            mask token.
+
+    References: An et al. 2025, arXiv:2504.18583.
     """
 
     config: ModelConfig
     hf_config: Mapping[str, Any]
     start: Mapping[str, Tensor] | None = None
+    num_passes: int = 1
 
     offset: ClassVar[int] = 0
 
     @property
     def layers(self) -> tuple[int, ...]:
         return ()
-
-    @property
-    def num_passes(self) -> int:
-        return 1
 
     def init(self, target: Target, seed: int, token_ids: np.ndarray | None) -> Params:
         """Those to begin with; or random matrices, and the target's embedding.
@@ -316,11 +321,19 @@ class DraftMethod:
         tokens: Int[Array, "row token"],
         states: States,
     ) -> list[Float[Array, "row_token model"]]:
-        config = self.config
-        network = build_network(config, params, RowsBackend())
-        keys = no_keys(tokens, config.num_kv_heads, config.head_dim, FLOAT32)
-        hidden, _ = network.hidden(rows_batch(tokens), (keys,) * config.num_layers)
-        return [hidden.rows]
+        config, count = self.config, self.num_passes
+        keys = no_keys(
+            tokens, config.num_kv_heads, config.head_dim, FLOAT32, num_passes=count
+        )
+        pages, found = (keys,) * config.num_layers, []
+        for number in range(count):
+            if number:
+                assert config.mask_token_id is not None
+                tokens = jnp.full_like(tokens, config.mask_token_id)
+            network = build_network(config, params, RowsBackend(number=number))
+            hidden, pages = network.hidden(rows_batch(tokens, number), pages)
+            found.append(hidden.rows)
+        return found
 
     def logits(
         self,

@@ -29,6 +29,7 @@ from jaxspec.models.heads.config import (
     default_layers,
 )
 from jaxspec.models.weights import load_params
+from jaxspec.settings.model_config import MASK_TOKEN
 from jaxspec.sharding import MESH_AXES
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.methods import (
@@ -122,6 +123,8 @@ def make_method(options: argparse.Namespace, config: Any, folder: Path) -> Metho
     }
     if options.method == "draft":
         return _draft(options, config, folder)
+    if options.method == "pard":
+        return _pard(options, config, folder)
     method = make[options.method](options, config)
     method.config.check_target(config)
     return method
@@ -224,6 +227,22 @@ def _draft(options: argparse.Namespace, config: Any, folder: Path) -> DraftMetho
     new = {key: value for key, value in content.items() if key != "layer_types"}
     new |= sizes
     return DraftMethod(config=config_from_hf(new), hf_config=new)
+
+
+def _pard(options: argparse.Namespace, config: Any, folder: Path) -> DraftMethod:
+    """A draft model with a mask token, by default one that no text has."""
+    draft = _draft(options, config, folder)
+    mask = options.mask_token
+    if mask is None:
+        mask = config.pad_token_id
+    last = config.vocab_size - 1
+    check_integer(ConfigError, "mask_token", mask, low=0, high=last)
+    return dataclasses.replace(
+        draft,
+        config=dataclasses.replace(draft.config, mask_token_id=mask),
+        hf_config={**draft.hf_config, MASK_TOKEN: mask},
+        num_passes=check_integer(ConfigError, "passes", options.passes, low=2),
+    )
 
 
 def load_target(options: argparse.Namespace, folder: Path, config: Any) -> Target:

@@ -72,6 +72,22 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
                 "synthetic_acceptance_length": 3.5,
             },
         ),
+        # All drafts in one pass: vLLM's way to say so, and our name of it.
+        (
+            {"speculative_config": SAME | {"parallel_drafting": True}},
+            SAME | {"method": "pard"},
+        ),
+        (
+            {
+                "spec_method": "draft_model",
+                "speculative_config": SAME | {"parallel-drafting": True},
+            },
+            SAME | {"method": "pard"},
+        ),
+        (
+            {"spec_method": "pard", "speculative_config": SAME},
+            SAME | {"method": "pard"},
+        ),
         # n-gram drafts: the first generation must say the most, and the fewest is 1 ...
         ({"speculative_model": "[ngram]", "ngram_prompt_lookup_max": 4}, lookup(4, 1)),
         (
@@ -285,6 +301,13 @@ def test_lookups_that_contradict(arguments: dict[str, Any], texts: list[str]):
         ({"speculative_model": "[medusa]"}, "a head, which is a small network"),
         ({"speculative_config": {"model": "[eagle]"}}, "speculative_model='[eagle]'"),
         ({"speculative_config": SAME | {"quantization": "fp8"}}, "'fp8'"),
+        (
+            {
+                "spec_method": "eagle3",
+                "speculative_config": SAME | {"parallel_drafting": True},
+            },
+            "parallel_drafting must be left out for method 'eagle3'",
+        ),
         ({"speculative_config": SAME | {"use-heterogeneous-vocab": True}}, "True"),
     ],
 )

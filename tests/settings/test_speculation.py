@@ -21,6 +21,7 @@ DEPTH, FACTOR, PROB, CACHED = SUFFIX_DEFAULTS
         ("ngram+draft_model", LOOKUP | {"model": "draft"}, True, True),
         ("suffix", SUFFIX_DEFAULTS, True, False),
         ("suffix+draft_model", SUFFIX_DEFAULTS | {"model": "draft"}, True, True),
+        ("pard", {"model": "draft"}, False, True),
         ("eagle3", {"model": "head"}, False, False),
         ("medusa", {"model": "head"}, False, False),
         ("mlp_speculator", {"model": "head"}, False, False),

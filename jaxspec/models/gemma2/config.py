@@ -12,7 +12,13 @@ from jaxspec.errors import (
     check_number,
     wrong_argument,
 )
-from jaxspec.settings.model_config import SIZES, ModelConfig, end_tokens, stored_dtype
+from jaxspec.settings.model_config import (
+    MASK_TOKEN,
+    SIZES,
+    ModelConfig,
+    end_tokens,
+    stored_dtype,
+)
 
 # The defaults of the format, for keys that writers may leave out.
 _DEFAULTS = {
@@ -82,6 +88,7 @@ class Gemma2Config(ModelConfig):
             **values,
             rope_theta=_rope_theta(config),
             eos_token_ids=end_tokens(config, generation or {}),
+            mask_token_id=config.get(MASK_TOKEN),
             stored_dtype=stored_dtype(config),
         )
 

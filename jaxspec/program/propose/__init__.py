@@ -8,6 +8,7 @@ from jaxspec.program.propose.eagle3 import Eagle3
 from jaxspec.program.propose.medusa import Medusa
 from jaxspec.program.propose.mlp_speculator import MlpSpeculator
 from jaxspec.program.propose.ngram import NGram
+from jaxspec.program.propose.pard import Pard
 from jaxspec.program.propose.proposal import (
     Context,
     Observer,
@@ -26,6 +27,7 @@ __all__ = [
     "MlpSpeculator",
     "NGram",
     "Observer",
+    "Pard",
     "Proposal",
     "Proposer",
     "Seen",
@@ -36,6 +38,7 @@ __all__ = [
 # By the names of which a method is made: "ngram+draft_model" asks both, in this order.
 PROPOSERS: dict[str, Callable[[EngineConfig], Proposer]] = {
     "draft_model": DraftModel.of,
+    "pard": Pard.of,
     "ngram": NGram.of,
     "suffix": Suffix.of,
     "eagle3": Eagle3.of,
