@@ -45,8 +45,9 @@ SUFFIX, SUFFIX_AND_MODEL = "suffix", "suffix+draft_model"
 PARD = "pard"
 MODELS = (DRAFT_MODEL, PARD)
 # Heads: small networks on the target's hidden states.
-EAGLE3, MEDUSA, MLP_SPECULATOR = "eagle3", "medusa", "mlp_speculator"
-HEADS = (EAGLE3, MEDUSA, MLP_SPECULATOR)
+EAGLE, EAGLE3 = "eagle", "eagle3"
+MEDUSA, MLP_SPECULATOR = "medusa", "mlp_speculator"
+HEADS = (EAGLE, EAGLE3, MEDUSA, MLP_SPECULATOR)
 METHODS = (
     NGRAM,
     NGRAM_AND_MODEL,
@@ -91,8 +92,8 @@ class SpeculativeConfig:
             tokens earlier in the sequence, "suffix" as many of them as the match's
             length and other matches promise; "ngram+draft_model" and
             "suffix+draft_model" ask the model where nothing matches, the latter also
-            where only a few tokens match; "eagle3", "medusa" and "mlp_speculator" are
-            heads on the target's hidden states.
+            where only a few tokens match; "eagle", "eagle3", "medusa" and
+            "mlp_speculator" are heads on the target's hidden states.
         model: Folder of the draft model or head; None for "ngram" and "suffix".
         num_speculative_tokens: Most draft tokens per step; a request may ask for fewer.
             With a tree, its drafts.
@@ -338,9 +339,8 @@ class SpeculativeConfig:
         if self.num_levels > most:
             allowed = f"a tree of at most {most} levels for method {self.method!r}"
             raise wrong_argument(ConfigError, TREE_KEY, allowed, written)
-        if self.method in (EAGLE3, MLP_SPECULATOR) and has_side_paths(
-            parents_of(paths)
-        ):
+        are_leaves = self.has_head and self.method not in ANY_TREE
+        if are_leaves and has_side_paths(parents_of(paths)):
             allowed = f"a chain with leaves beside it for method {self.method!r}"
             hint = (
                 f"Only the chain of first choices is continued; {MEDUSA!r} and draft "

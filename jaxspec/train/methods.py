@@ -17,14 +17,21 @@ from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.families import family_of
-from jaxspec.models.heads import eagle3, medusa, mlp_speculator
+from jaxspec.models.heads import eagle, eagle3, medusa, mlp_speculator
 from jaxspec.models.heads.config import (
     Eagle3Config,
+    EagleConfig,
     HeadConfig,
+    LayerConfig,
     MedusaConfig,
     MlpSpeculatorConfig,
 )
-from jaxspec.models.heads.weights import TOKEN_IDS, init_head, save_head
+from jaxspec.models.heads.weights import (
+    TOKEN_IDS,
+    functions_of_head,
+    init_head,
+    save_head,
+)
 from jaxspec.models.matrices import DenseMatrix, Matrix
 from jaxspec.models.network import build_network, functions_of
 from jaxspec.models.params import Params
@@ -118,15 +125,71 @@ class _Head:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Method(_Head):
+class _LayerMethod(_Head):
     """Training-time test: each pass goes on from what the one before it made.
 
     Attributes:
         num_passes: How many drafts ahead are trained.
     """
 
-    config: Eagle3Config
+    config: LayerConfig
     num_passes: int = 3
+
+    def _rows(self, params: Params, states: States) -> Float[Array, "row_token model"]:
+        """What the first pass is given of the target."""
+        raise NotImplementedError
+
+    def hidden(
+        self,
+        params: Params,
+        embedding: Matrix,
+        tokens: Int[Array, "row token"],
+        states: States,
+    ) -> list[Float[Array, "row_token model"]]:
+        config, network = self.config, functions_of_head(self.config)
+        row = self._rows(params, states)
+        keys = no_keys(
+            tokens,
+            config.num_kv_heads,
+            config.head_dim,
+            FLOAT32,
+            num_passes=self.num_passes,
+        )
+        found = []
+        for number in range(self.num_passes):
+            batch = rows_batch(shifted(tokens, self.offset + number), number)
+            embedded = network.embed(params, batch.tokens, embedding)
+            row, keys = network.forward(
+                config, params, batch, embedded, row, keys, RowsBackend(number=number)
+            )
+            found.append(row)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleMethod(_LayerMethod):
+    """What the layer makes is to stand for the target's last hidden states."""
+
+    config: EagleConfig
+
+    def _rows(self, params: Params, states: States) -> Float[Array, "row_token model"]:
+        return states.rows.reshape(-1, states.rows.shape[-1]).astype(jnp.float32)
+
+    def logits(
+        self,
+        params: Params,
+        embedding: Matrix,
+        number: int,
+        hidden: Float[Array, "row_token model"],
+    ) -> Float[Array, "row_token draft_vocab"]:
+        return eagle.logits(self.config, params, hidden, embedding)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Method(_LayerMethod):
+    """The layer sees three of the target's, and has a matrix of logits of its own."""
+
+    config: Eagle3Config
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -148,35 +211,13 @@ class Eagle3Method(_Head):
             params["norm"] = jax.device_put(scale, params["norm"].sharding)
         return params
 
-    def hidden(
-        self,
-        params: Params,
-        embedding: Matrix,
-        tokens: Int[Array, "row token"],
-        states: States,
-    ) -> list[Float[Array, "row_token model"]]:
-        config, width = self.config, states.streams.shape[-1]
+    def _rows(self, params: Params, states: States) -> Float[Array, "row_token model"]:
+        width = states.streams.shape[-1]
         streams = [
             states.streams[:, :, layer].reshape(-1, width).astype(jnp.float32)
             for layer in range(states.streams.shape[2])
         ]
-        row = eagle3.fuse(config, params, streams)
-        keys = no_keys(
-            tokens,
-            config.num_kv_heads,
-            config.head_dim,
-            FLOAT32,
-            num_passes=self.num_passes,
-        )
-        found = []
-        for number in range(self.num_passes):
-            batch = rows_batch(shifted(tokens, self.offset + number), number)
-            embedded = eagle3.embed(params, batch.tokens, embedding)
-            row, keys = eagle3.forward(
-                config, params, batch, embedded, row, keys, RowsBackend(number=number)
-            )
-            found.append(row)
-        return found
+        return eagle3.fuse(self.config, params, streams)
 
     def logits(
         self,

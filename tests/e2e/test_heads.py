@@ -203,7 +203,7 @@ def test_an_eagle3_head_that_goes_by_tokens_is_accepted_whole():
 STEM = [5, 9, 33, 12, 8, 40, 7, 22, 19, 3, 50, 31, 6, 17, 60, 25]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", slow("medusa")])
+@pytest.mark.parametrize("kind", ["eagle3", slow("eagle"), slow("medusa")])
 def test_a_cached_page_is_only_found_with_the_token_after_it(kind):
     """A head's row at a page's end is made of that token; of Medusa's nothing is."""
     engine = engine_of(kind)
@@ -211,7 +211,7 @@ def test_a_cached_page_is_only_found_with_the_token_after_it(kind):
     assert len(STEM) % size == 0
     tails = [[4, 4], [21, 30, 4], [4, 44]]
     # All pages but the last; where the next token is the same, that too.
-    pages = [0, 3, 4] if kind == "eagle3" else [0, 4, 4]
+    pages = [0, 4, 4] if kind == "medusa" else [0, 3, 4]
     for tail, count in zip(tails, pages, strict=True):
         heads.heard()
         prompt = STEM + tail
@@ -256,6 +256,8 @@ def micro_head(kind: str) -> Any:
         target_hidden_size=MICRO["hidden_size"], vocab_size=MICRO["vocab_size"]
     )
     sizes["draft_vocab_size"] = MICRO["vocab_size"]
+    if kind == "eagle":
+        sizes |= dict(hidden_size=MICRO["hidden_size"], has_embedding=False)
     if kind == "eagle3":
         sizes |= dict(
             hidden_size=MICRO["hidden_size"],
@@ -312,6 +314,7 @@ def test_leaves_follow_the_target_as_well(kind):
 
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)]"
 SHAPED: dict[str, dict[str, Any]] = {
+    "eagle": dict(num_side_leaves=2),
     "eagle3": dict(num_side_leaves=2),
     "medusa": dict(tree=TREE, num_draft_tokens=9),
     "mlp_speculator": dict(num_side_leaves=1),
@@ -321,7 +324,13 @@ SHAPED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "name",
-    ["medusa", slow("eagle3"), slow("mlp_speculator"), slow("medusa, dynamic")],
+    [
+        "medusa",
+        slow("eagle"),
+        slow("eagle3"),
+        slow("mlp_speculator"),
+        slow("medusa, dynamic"),
+    ],
 )
 def test_drafts_stand_beside_drafts(name):
     """Leaves of all, any tree of Medusa's: texts stay as they are."""
@@ -408,7 +417,7 @@ def test_eight_devices_say_the_same(kind, draft_devices):
     params = [replace_tokens(GREEDY, 16)] * 3
     expected = tokens_of(generate(make_engine(model), some, params))
     config, _ = micro_head(kind)
-    if kind == "eagle3":
+    if kind in ("eagle", "eagle3"):
         config = replace(config, num_q_heads=8, num_kv_heads=2)
     engine = heads.split_engine(model, config, draft_devices)
     assert tokens_of(generate(engine, some, params)) == expected

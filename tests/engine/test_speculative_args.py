@@ -296,7 +296,7 @@ def test_lookups_that_contradict(arguments: dict[str, Any], texts: list[str]):
 @pytest.mark.parametrize(
     ("arguments", "given"),
     [
-        ({"spec_method": "eagle", "spec_model": "x"}, "'eagle'"),
+        ({"spec_method": "eagle2", "spec_model": "x"}, "'eagle2'"),
         ({"spec_method": "hydra", "spec_model": "x"}, "'eagle3', 'medusa', 'mlp_spec"),
         ({"speculative_model": "[medusa]"}, "a head, which is a small network"),
         ({"speculative_config": {"model": "[eagle]"}}, "speculative_model='[eagle]'"),

@@ -22,6 +22,7 @@ DEPTH, FACTOR, PROB, CACHED = SUFFIX_DEFAULTS
         ("suffix", SUFFIX_DEFAULTS, True, False),
         ("suffix+draft_model", SUFFIX_DEFAULTS | {"model": "draft"}, True, True),
         ("pard", {"model": "draft"}, False, True),
+        ("eagle", {"model": "head"}, False, False),
         ("eagle3", {"model": "head"}, False, False),
         ("medusa", {"model": "head"}, False, False),
         ("mlp_speculator", {"model": "head"}, False, False),
@@ -35,7 +36,7 @@ def test_methods(method: str, keys: dict, *, has_lookup: bool, has_draft_model: 
     assert config.has_folder is ("model" in keys)
 
 
-@pytest.mark.parametrize("method", ["eagle", "hydra", "ngram,draft_model", None])
+@pytest.mark.parametrize("method", ["eagle2", "hydra", "ngram,draft_model", None])
 def test_other_methods_are_not_supported(method: Any):
     with pytest.raises(NotImplementedError, match=f"'draft_model', got {method!r}"):
         SpeculativeConfig(model="draft", method=method)

@@ -36,7 +36,7 @@ def states_of(target: Target, method, tokens) -> States:
     return target.reader(method.layers)(tokens)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa", "mlp"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa", "mlp"])
 def test_a_saved_head_is_loaded_as_it_was_trained(tmp_path, kind):
     method, target = getattr(tiny, f"{kind}_method")(), tiny.make_target()
     ids = np.arange(0, 2 * tiny.DRAFT_VOCAB, 2)
@@ -67,7 +67,8 @@ def test_a_saved_head_is_loaded_as_it_was_trained(tmp_path, kind):
         passes(loaded, target.embedding, tokens, states),
         strict=True,
     ):
-        np.testing.assert_allclose(one, other, atol=1e-4)
+        # EAGLE has no norm before its logits, which are in the thousands.
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
     content = json.loads((tmp_path / "head" / "config.json").read_text())
     if kind == "eagle3":
         verifier = content["speculators_config"]["verifier"]

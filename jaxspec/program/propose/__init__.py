@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from jaxspec.config import EngineConfig
 from jaxspec.program.propose.draft_model import DraftModel
+from jaxspec.program.propose.eagle import Eagle
 from jaxspec.program.propose.eagle3 import Eagle3
 from jaxspec.program.propose.medusa import Medusa
 from jaxspec.program.propose.mlp_speculator import MlpSpeculator
@@ -22,6 +23,7 @@ __all__ = [
     "PROPOSERS",
     "Context",
     "DraftModel",
+    "Eagle",
     "Eagle3",
     "Medusa",
     "MlpSpeculator",
@@ -41,6 +43,7 @@ PROPOSERS: dict[str, Callable[[EngineConfig], Proposer]] = {
     "pard": Pard.of,
     "ngram": NGram.of,
     "suffix": Suffix.of,
+    "eagle": Eagle.of,
     "eagle3": Eagle3.of,
     "medusa": Medusa.of,
     "mlp_speculator": MlpSpeculator.of,
