@@ -30,12 +30,14 @@ from jaxspec.settings.speculation import (
     SUFFIX,
     SUFFIX_AND_MODEL,
     SUFFIX_DEFAULTS,
+    TYPICAL,
+    TYPICAL_DEFAULTS,
     SpeculativeConfig,
 )
 from jaxspec.token_tree import TREE_KEY, read_paths
 
 # Argument -> key of speculative_config.
-_SPECULATIVE_NAMES = {
+SPECULATIVE_NAMES = {
     "spec_method": "method",
     "spec_model": "model",
     "spec_tokens": "num_speculative_tokens",
@@ -45,8 +47,15 @@ _SPECULATIVE_NAMES = {
     "speculative_max_model_len": "max_model_len",
     "speculative_disable_by_batch_size": "disable_by_batch_size",
     "spec_decoding_acceptance_method": "rejection_sample_method",
+    "typical_acceptance_sampler_posterior_threshold": "posterior_threshold",
+    "typical_acceptance_sampler_posterior_alpha": "posterior_alpha",
     "ngram_prompt_lookup_max": "prompt_lookup_max",
     "ngram_prompt_lookup_min": "prompt_lookup_min",
+}
+# vLLM's older names of rules that decide which drafts stay.
+_OLD_RULES = {
+    "rejection_sampler": "standard",
+    "typical_acceptance_sampler": TYPICAL,
 }
 # vLLM's spellings of n-gram drafts, as a model and as a method.
 _NGRAM_MODELS = ("ngram", "[ngram]")
@@ -71,8 +80,6 @@ _SPECULATIVE_LATER = (
     "kv_cache_dtype",
     "use_heterogeneous_vocab",
     "num_speculative_tokens_per_batch_size",
-    "posterior_threshold",
-    "posterior_alpha",
 )
 # vLLM's way to say that a draft model makes all drafts in one pass.
 _PARALLEL = "parallel_drafting"
@@ -95,12 +102,12 @@ def merge_speculative_arguments(
     given = {}
     for key, value in _normalised_keys(config).items():
         given[key] = (f"speculative_config[{key!r}]", value)
-    for name, key in _SPECULATIVE_NAMES.items():
+    for name, key in SPECULATIVE_NAMES.items():
         value = arguments.get(name)
         if value is None:
             continue
         if name == "spec_decoding_acceptance_method":
-            value = "standard"
+            value = _OLD_RULES[value]
         source, other = given.setdefault(key, (name, value))
         if other != value:
             raise ConfigError(
@@ -139,6 +146,8 @@ def merge_speculative_arguments(
         if merged["suffix_decoding_max_cached_requests"]:
             # Texts may not depend on others' answers: see `SpeculativeConfig`.
             merged.setdefault("rejection_sample_method", "coupled")
+    if merged.get("rejection_sample_method") == TYPICAL:
+        merged = TYPICAL_DEFAULTS | merged
     if TREE_KEY in merged:
         # vLLM's meaning: every draft of the tree counts.
         count = len(read_paths(merged[TREE_KEY]))

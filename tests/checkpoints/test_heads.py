@@ -91,9 +91,7 @@ def test_two_spellings_of_one_tensor_are_refused(tmp_path):
 
 
 def test_what_is_no_head_says_what_one_is():
-    expected = (
-        "holds no head .*'gemma2'.*target's hidden states.*eagle, eagle3, medusa"
-    )
+    expected = "holds no head .*'gemma2'.*target's hidden states.*eagle, eagle3, medusa"
     with pytest.raises(CheckpointError, match=expected):
         read_head_config(bundled_draft())
 

@@ -427,7 +427,7 @@ def test_a_bad_argument_beside_a_draft(
         ({"stream_interval": 4}, "got 4"),
         ({"load_format": "gguf"}, "'gguf'"),
         ({"hf_overrides": {"head_dim": 8}}, "'head_dim'"),
-        ({"spec_decoding_acceptance_method": "typical_acceptance_sampler"}, "typical"),
+        ({"spec_decoding_acceptance_method": "greedy"}, "'greedy'"),
     ],
 )
 def test_what_the_engine_does_not_do(
