@@ -210,7 +210,7 @@ def run(options: argparse.Namespace) -> None:
             result = offline.new_result("spec")
             result["device"] = offline.device()
             offline.print_label()
-        done.append(_measure(offline, form))
+        done.append(measure(offline, form))
         offline.engine.shutdown()
         print(_told(done[-1], result["device"]), end="\n\n", flush=True)
     cells = [cell for found in done for cell in found.cells]
@@ -238,7 +238,7 @@ def _open(options: argparse.Namespace, form: Form, best: str | None) -> Offline:
     return open_offline(options, num_prompts=number, num_seqs=sizes[-1], change=change)
 
 
-def _measure(offline: Offline, form: Form) -> Found:
+def measure(offline: Offline, form: Form) -> Found:
     """All batch sizes and temperatures with the drafts of one form."""
     sizes, temperatures = sweep_of(offline.options)
     # Drafts are measured whether they pay or not.
