@@ -19,6 +19,7 @@ from jaxspec.errors import (
     check_number,
     wrong_argument,
 )
+from jaxspec.settings.model_config import MASK_TOKEN
 from jaxspec.settings.model_config import (
     ModelConfig as ModelConfig,  # where vLLM has it
 )
@@ -205,6 +206,15 @@ class EngineConfig:
                 parameter="speculative_model",
                 value=speculative.model,
             )
+        if speculative.is_parallel and self.draft_model_config.mask_token_id is None:
+            raise ConfigError(
+                f"method {speculative.method!r} needs a draft model that was trained "
+                f"to propose several tokens in one pass: the config.json of "
+                f"{speculative.model} names no {MASK_TOKEN}. `python -m jaxspec.train "
+                "pard` makes one; 'draft_model' takes any model of the vocabulary.",
+                parameter="speculative_model",
+                value=speculative.model,
+            )
 
     def _check_head(self, speculative: SpeculativeConfig) -> None:
         head = self.head_config
@@ -253,6 +263,11 @@ class EngineConfig:
         if speculative is None:
             return False
         return speculative.rejection_sample_method == SYNTHETIC
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether texts that are sampled without a seed leave the target's law."""
+        return self.speculative is not None and self.speculative.is_lossy
 
     @property
     def num_draft_tokens(self) -> int:

@@ -22,7 +22,7 @@ from jaxspec.outputs import RequestOutput
 from jaxspec.program.plan import StepPlan, StepShape
 from jaxspec.program.wire import CaughtUp, StepResult
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.settings.speculation import FIXED, SUFFIX_DEFAULTS
+from jaxspec.settings.speculation import FIXED, SUFFIX_DEFAULTS, TYPICAL_DEFAULTS
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
 from jaxspec.text.tokenizer import PlainTexts, Tokenizer
 from tests.defaults import DEFAULTS
@@ -175,6 +175,7 @@ def make_engine(
     draft_tensor_parallel_size: int = 1,
     lookup: tuple[int, int] | None = None,
     suffix: dict[str, Any] | None = None,
+    mask_token_id: int | None = None,
     num_side_leaves: int = 0,
     tree: str | None = None,
     dynamic: tuple[int, int] | None = None,
@@ -189,6 +190,7 @@ def make_engine(
         lookup: Most and fewest tokens of n-gram drafts, beside the model's or alone.
         suffix: What suffix drafts have instead of the defaults, by keys without their
             prefix; beside the model's drafts or alone.
+        mask_token_id: Of a draft that makes all drafts in one pass.
         num_side_leaves, tree: Keys of `SpeculativeConfig`; of a tree, the number of
             drafts is that of its nodes.
         dynamic: Drafts that a dynamic tree continues at each level, and all it has.
@@ -199,7 +201,8 @@ def make_engine(
         is_optimized: Compile as for users, not as soon as possible.
         settings: Of `EngineConfig`, in place of `SETTINGS`.
     """
-    kinds = {"ngram": lookup, "suffix": suffix, "draft_model": draft}
+    of_model = "draft_model" if mask_token_id is None else "pard"
+    kinds = {"ngram": lookup, "suffix": suffix, of_model: draft}
     names = [name for name, kind in kinds.items() if kind is not None]
     if head is not None:
         names.append(head[0].kind)
@@ -217,6 +220,7 @@ def make_engine(
             dynamic_tree_top_k=dynamic and dynamic[0],
             dynamic_tree_num_nodes=dynamic and dynamic[1],
             rejection_sample_method=rule,
+            **(TYPICAL_DEFAULTS if rule == "typical" else {}),
             synthetic_acceptance_rates=acceptance_rates,
             draft_sample_method=draft_sample_method,
             disable_by_batch_size=disable_by_batch_size,
@@ -231,7 +235,11 @@ def make_engine(
         model_config=model_config(target, scan_layers=scan_layers),
         speculative=speculative,
         draft_model_config=(
-            None if draft is None else model_config(draft, scan_layers=scan_layers)
+            None
+            if draft is None
+            else model_config(
+                draft, scan_layers=scan_layers, mask_token_id=mask_token_id
+            )
         ),
         head_config=head and head[0],
     )

@@ -125,6 +125,10 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/program/propose/test_ngram.py",
         "one match is a lookup; several: test_suffix.py beside it",
     ),
+    "jaxspec/program/propose/eagle.py": (
+        "tests/e2e/test_heads.py",
+        "its drafts are held against a replay of whole texts",
+    ),
     "jaxspec/program/propose/eagle3.py": (
         "tests/e2e/test_heads.py",
         "its drafts are held against a replay of whole texts",

@@ -38,7 +38,7 @@ from tests.notebooks import (
     trees,
 )
 
-NAMES = ("quickstart", "how_it_works", "colab_tpu", "kaggle_tpu")
+NAMES = ("quickstart", "how_it_works", "train_a_head", "colab_tpu", "kaggle_tpu")
 LOADING = ("quickstart", "colab_tpu", "kaggle_tpu")
 
 # Published sizes: bytes of the weights in bfloat16, as the index files on the Hugging
@@ -292,6 +292,28 @@ def test_how_it_works(tmp_path):
     )
     assert int(kept[0]) > int(kept[1]), "the round has left the chain"
     assert num_pictures(book) == 6
+
+
+@pytest.mark.slow
+def test_train_a_head(tmp_path):
+    book = execute(
+        "train_a_head",
+        tmp_path,
+        **dict(NUM_TOKENS=6_000, LENGTH=48, STEPS=16, MAX_TOKENS=24),
+    )
+    text = printed(book)
+    before, after = (
+        [float(rate) for rate in rates.split(", ")]
+        for rates in re.findall(
+            r"^held-out acceptance \w+ \d+ steps: (.*)$", text, re.M
+        )
+    )
+    assert len(before) == len(after) == 3
+    assert all(late > early + 0.02 for early, late in zip(before, after, strict=True))
+    assert "the same text for 4 of 4 prompts" in text
+    (tokens,) = re.findall(r"^(\d\.\d\d) tokens from each pass", text, re.M)
+    assert 1 < float(tokens) <= 4
+    assert num_pictures(book) == 1
 
 
 @pytest.mark.slow

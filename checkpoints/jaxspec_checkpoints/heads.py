@@ -21,13 +21,18 @@ from jaxspec_checkpoints.files import expand, listing, read_json, readable
 from jaxspec_checkpoints.huggingface import INTEGERS, SINGLE, read_tensors
 from jaxspec_checkpoints.tensor import Tensor
 
-EAGLE3, MEDUSA, MLP_SPECULATOR = "eagle3", "medusa", "mlp_speculator"
-KINDS = (EAGLE3, MEDUSA, MLP_SPECULATOR)
+EAGLE, EAGLE3, MEDUSA, MLP_SPECULATOR = "eagle", "eagle3", "medusa", "mlp_speculator"
+KINDS = (EAGLE, EAGLE3, MEDUSA, MLP_SPECULATOR)
 
 # Of a file that some writers of Medusa heads use in place of model.safetensors.
 _MEDUSA_FILE = "medusa_lm_head.safetensors"
 # A writer's spelling, and vLLM's. The first pattern that fits a name is applied.
 _SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
+    EAGLE: (
+        (r"fusion_fc\.(.*)", r"fc.\1"),
+        (r"transformer\.(.*)", r"layers.0.\1"),
+        (r"model\.(.*)", r"\1"),
+    ),
     EAGLE3: (
         (r"(?:model\.)?midlayer\.(.*)", r"layers.0.\1"),
         (r"model\.(.*)", r"\1"),
@@ -42,6 +47,8 @@ _SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 # What the target has already, or what follows from other tensors.
 _IGNORED = re.compile(r"t2d|verifier_(norm|lm_head)\.weight|.*rotary_emb\.inv_freq")
+# The same of one kind: its matrix of logits is a copy of the target's.
+_COPIES = {EAGLE: {"lm_head.weight"}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +78,13 @@ def kind_of_head(config: Mapping[str, Any]) -> str | None:
     names = {str(name) for name in config.get("architectures") or ()}
     if any("eagle3" in name.lower() for name in names):
         return EAGLE3
+    is_eagle = any("eagle" in name.lower() for name in names)
+    # The paper's own code, and whoever writes like it, calls the head a Llama.
+    is_layer = config.get("model_type") == "llama" and (
+        config.get("num_hidden_layers") == 1
+    )
+    if is_eagle or is_layer or config.get("model_type") == EAGLE:
+        return EAGLE
     if config.get("model_type") in (MEDUSA, MLP_SPECULATOR):
         return str(config["model_type"])
     return MEDUSA if "medusa_num_heads" in config else None
@@ -115,7 +129,7 @@ def open_head(folder: str | Path) -> HeadFiles:
     tensors: dict[str, Tensor] = {}
     for name, tensor in found.items():
         ours = _our_spelling(kind, name)
-        if _IGNORED.fullmatch(ours):
+        if _IGNORED.fullmatch(ours) or ours in _COPIES.get(kind, ()):
             continue
         if ours in tensors:
             raise CheckpointError(

@@ -99,9 +99,18 @@ def _add_spec(parser: argparse.ArgumentParser) -> None:
         "the fastest by what the forms before it have shown",
     )
     add(
+        "--all-methods",
+        nargs="*",
+        metavar="FOLDER",
+        help="compare every way to propose drafts in place of values of K, an engine "
+        "for each: n-grams, suffixes, the draft model that the flags name, alone and "
+        "with these, and the heads and draft models in these folders",
+    )
+    add(
         "--num-prompts",
         type=int,
-        help="of --forms: they run a batch at a time (default: the largest batch)",
+        help="of --forms and --all-methods: they run a batch at a time (default: the "
+        "largest batch)",
     )
     add(
         "--batch-sizes",

@@ -31,11 +31,7 @@ from jaxspec.bench.summary import (
 from jaxspec.config import EngineConfig
 from jaxspec.errors import ConfigError, check_integer, wrong_argument
 from jaxspec.program.tree import template_of
-from jaxspec.settings.speculation import (
-    MAX_DRAFT_TOKENS,
-    MAX_MODEL_DRAFT_TOKENS,
-    SpeculativeConfig,
-)
+from jaxspec.settings.speculation import SpeculativeConfig
 from jaxspec.token_tree import (
     MAX_NODES,
     Hits,
@@ -214,7 +210,7 @@ def run(options: argparse.Namespace) -> None:
             result = offline.new_result("spec")
             result["device"] = offline.device()
             offline.print_label()
-        done.append(_measure(offline, form))
+        done.append(measure(offline, form))
         offline.engine.shutdown()
         print(_told(done[-1], result["device"]), end="\n\n", flush=True)
     cells = [cell for found in done for cell in found.cells]
@@ -242,7 +238,7 @@ def _open(options: argparse.Namespace, form: Form, best: str | None) -> Offline:
     return open_offline(options, num_prompts=number, num_seqs=sizes[-1], change=change)
 
 
-def _measure(offline: Offline, form: Form) -> Found:
+def measure(offline: Offline, form: Form) -> Found:
     """All batch sizes and temperatures with the drafts of one form."""
     sizes, temperatures = sweep_of(offline.options)
     # Drafts are measured whether they pay or not.
@@ -411,8 +407,7 @@ def _choose(form: Form, done: Sequence[Found]) -> str | None:
     seconds = round_cost(
         (one, found.has_side_paths) for found in done for one in found.parts[size]
     )
-    has_model = done[0].speculative.has_draft_model
-    levels = MAX_MODEL_DRAFT_TOKENS if has_model else MAX_DRAFT_TOKENS
+    levels = done[0].speculative.max_levels
     best = best_tree(rates, seconds, num_nodes=form.number, num_levels=levels)
     if not best.paths:
         print(f"{form.name}: no drafts, by what was measured before it.\n")

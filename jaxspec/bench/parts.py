@@ -172,7 +172,10 @@ def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
     target, proposers = engine.runner.params
     passes: list[tuple[Any, Any, int]] = [(engine.config.model_config, target, 1)]
     draft = engine.config.draft_model_config or engine.config.head_config
-    passes += [(draft, own, num_draft_tokens) for own in proposers if own is not None]
+    speculative = engine.config.speculative
+    has_one_pass = speculative is not None and speculative.has_one_pass
+    drafted = min(num_draft_tokens, 1) if has_one_pass else num_draft_tokens
+    passes += [(draft, own, drafted) for own in proposers if own is not None]
     total, item = 0, engine.runner.dtype.itemsize
     for model, params, count in passes:
         weights = sum(matrix.nbytes for matrix in _matrices(params))
@@ -246,7 +249,7 @@ def _draft(
         active=_active(state, rows),
         token_pages=state.token_pages,
         tree=tree,
-        num_wanted=jnp.int32(tree.num_levels),
+        wanted=jnp.full(rows.shape, tree.num_levels, jnp.int32),
         pool=config.pool,
         prompts=None,
         backend=config.backend,

@@ -2,7 +2,8 @@
 
 Plain decoding and every K run in turn for every batch size and temperature; what is
 compared is decoding with the whole batch running, prompts excluded. With `--forms`
-drafts in several forms are compared instead: see `forms`.
+drafts in several forms are compared instead, with `--all-methods` all ways to propose
+some: see `forms` and `methods`.
 """
 
 import argparse
@@ -10,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspec.bench import forms
+from jaxspec.bench import forms, methods
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.measure import Measured
 from jaxspec.bench.offline import PLAIN, Offline, open_offline, sweep_of
@@ -68,6 +69,9 @@ def run(options: argparse.Namespace) -> None:
         ArgumentError: A flag cannot work; nothing was run.
         BenchError: Nothing that was measured means anything.
     """
+    if options.all_methods is not None:
+        methods.run(options)
+        return
     if options.forms:
         forms.run(options)
         return

@@ -76,7 +76,11 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "runner": ("auto", "generate"),
     "convert": ("auto", "none"),
     "load_format": ("auto", "safetensors", "orbax", "dummy"),
-    "spec_decoding_acceptance_method": (None, "rejection_sampler"),
+    "spec_decoding_acceptance_method": (
+        None,
+        "rejection_sampler",
+        "typical_acceptance_sampler",
+    ),
 }
 
 

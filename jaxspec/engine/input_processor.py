@@ -240,11 +240,13 @@ class InputProcessor:
         if params.num_speculative_tokens is not None:
             num_draft = min(num_draft, params.num_speculative_tokens)
         metrics = None
+        seed, rule = self._seed_and_rule(params)
         if num_draft:
             metrics = RequestSpecDecodeMetrics.empty(
-                config.num_draft_tokens, is_synthetic=config.is_synthetic
+                config.num_draft_tokens,
+                is_synthetic=config.is_synthetic,
+                is_lossy=bool(params.temperature) and rule == RULES["typical"],
             )
-        seed, rule = self._seed_and_rule(params)
         stop_ids = self._stop_ids(params)
         controls = make_controls(params, self._tokenizer, stop_ids)
         grammar = self._begin_text(params, num_prompt, stop_ids)

@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from jaxspec.errors import ConfigError, UnsupportedError, nearest, wrong_argument
+from jaxspec.errors import (
+    ConfigError,
+    UnsupportedError,
+    check_flag,
+    nearest,
+    wrong_argument,
+)
 from jaxspec.settings.speculation import (
     ALLOWED_METHODS,
     DEFAULT_PROMPT_LOOKUP,
@@ -19,16 +25,19 @@ from jaxspec.settings.speculation import (
     METHODS,
     NGRAM,
     NGRAM_AND_MODEL,
+    PARD,
     SOURCES_OF_DRAFTS,
     SUFFIX,
     SUFFIX_AND_MODEL,
     SUFFIX_DEFAULTS,
+    TYPICAL,
+    TYPICAL_DEFAULTS,
     SpeculativeConfig,
 )
 from jaxspec.token_tree import TREE_KEY, read_paths
 
 # Argument -> key of speculative_config.
-_SPECULATIVE_NAMES = {
+SPECULATIVE_NAMES = {
     "spec_method": "method",
     "spec_model": "model",
     "spec_tokens": "num_speculative_tokens",
@@ -39,8 +48,15 @@ _SPECULATIVE_NAMES = {
     "speculative_max_model_len": "max_model_len",
     "speculative_disable_by_batch_size": "disable_by_batch_size",
     "spec_decoding_acceptance_method": "rejection_sample_method",
+    "typical_acceptance_sampler_posterior_threshold": "posterior_threshold",
+    "typical_acceptance_sampler_posterior_alpha": "posterior_alpha",
     "ngram_prompt_lookup_max": "prompt_lookup_max",
     "ngram_prompt_lookup_min": "prompt_lookup_min",
+}
+# vLLM's older names of rules that decide which drafts stay.
+_OLD_RULES = {
+    "rejection_sampler": "standard",
+    "typical_acceptance_sampler": TYPICAL,
 }
 # vLLM's spellings of n-gram drafts, as a model and as a method.
 _NGRAM_MODELS = ("ngram", "[ngram]")
@@ -62,12 +78,11 @@ _SPECULATIVE_NO_EFFECT = (
 )
 _SPECULATIVE_LATER = (
     "kv_cache_dtype",
-    "parallel_drafting",
     "use_heterogeneous_vocab",
     "num_speculative_tokens_per_batch_size",
-    "posterior_threshold",
-    "posterior_alpha",
 )
+# vLLM's way to say that a draft model makes all drafts in one pass.
+_PARALLEL = "parallel_drafting"
 
 
 def merge_speculative_arguments(
@@ -87,12 +102,12 @@ def merge_speculative_arguments(
     given = {}
     for key, value in _normalised_keys(config).items():
         given[key] = (f"speculative_config[{key!r}]", value)
-    for name, key in _SPECULATIVE_NAMES.items():
+    for name, key in SPECULATIVE_NAMES.items():
         value = arguments.get(name)
         if value is None:
             continue
         if name == "spec_decoding_acceptance_method":
-            value = "standard"
+            value = _OLD_RULES[value]
         source, other = given.setdefault(key, (name, value))
         if other != value:
             raise ConfigError(
@@ -131,6 +146,8 @@ def merge_speculative_arguments(
         if merged["suffix_decoding_max_cached_requests"]:
             # Texts may not depend on others' answers: see `SpeculativeConfig`.
             merged.setdefault("rejection_sample_method", "coupled")
+    if merged.get("rejection_sample_method") == TYPICAL:
+        merged = TYPICAL_DEFAULTS | merged
     if TREE_KEY in merged:
         # vLLM's meaning: every draft of the tree counts.
         count = len(read_paths(merged[TREE_KEY]))
@@ -144,7 +161,12 @@ def _normalised_keys(config: object) -> dict[str, Any]:
     """Check the keys of `speculative_config`; drop the ones set to None."""
     if config is None:
         return {}
-    known = (*_SPECULATIVE_KEYS, *_SPECULATIVE_NO_EFFECT, *_SPECULATIVE_LATER)
+    known = (
+        *_SPECULATIVE_KEYS,
+        _PARALLEL,
+        *_SPECULATIVE_NO_EFFECT,
+        *_SPECULATIVE_LATER,
+    )
     if not isinstance(config, Mapping):
         allowed = "a dict with keys among " + ", ".join(known)
         raise wrong_argument(ConfigError, "speculative_config", allowed, config)
@@ -179,6 +201,8 @@ def _normalised_keys(config: object) -> dict[str, Any]:
 def _settle_method(merged: dict[str, Any]) -> None:
     """Give n-gram drafts one spelling; refuse what goes with another method."""
     method, model = merged.get("method"), merged.get("model")
+    if _PARALLEL in merged:
+        method = _settle_parallel(method, merged.pop(_PARALLEL))
     if method in _NGRAM_METHODS:
         method = NGRAM
     if model in _NGRAM_MODELS:
@@ -211,6 +235,24 @@ def _settle_method(merged: dict[str, Any]) -> None:
     _refuse_keys_of_others(merged, method or DRAFT_MODEL)
     if method is not None:
         merged["method"] = method
+
+
+def _settle_parallel(method: Any, is_parallel: Any) -> Any:
+    """The method that vLLM's `parallel_drafting` makes of another."""
+    check_flag(ConfigError, _PARALLEL, is_parallel)
+    if is_parallel == (method == PARD):
+        return method
+    if not is_parallel:
+        raise ConfigError(
+            f"{_PARALLEL}=False contradicts method={PARD!r}; give one of them.",
+            parameter=_PARALLEL,
+            value=is_parallel,
+        )
+    if method not in (None, DRAFT_MODEL):
+        hint = "Only a draft model proposes several tokens in one pass."
+        allowed = f"left out for method {method!r}"
+        raise wrong_argument(UnsupportedError, _PARALLEL, allowed, is_parallel, hint)
+    return PARD
 
 
 def _refuse_keys_of_others(merged: Mapping[str, Any], method: str) -> None:

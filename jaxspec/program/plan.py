@@ -35,8 +35,14 @@ VOCAB_WORDS = -1
 # A row, an index in the row's page table, a page id.
 PageUpdate = tuple[int, int, int]
 
-STANDARD, BLOCK, COUPLED = 0, 1, 2
-RULES = {"standard": STANDARD, "block": BLOCK, "coupled": COUPLED}
+# The last one is lossy: see `jaxspec.program.verify.Typical`.
+STANDARD, BLOCK, COUPLED, TYPICAL = 0, 1, 2, 3
+RULES = {
+    "standard": STANDARD,
+    "block": BLOCK,
+    "coupled": COUPLED,
+    "typical": TYPICAL,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ from jaxspec.program.rows import (
 )
 from jaxspec.program.state import EngineState
 from jaxspec.program.tree import Template, Tree
-from jaxspec.program.verify import force_one, verify
+from jaxspec.program.verify import Typical, force_one, verify
 from jaxspec.program.wire import PlanLayout, result_layout
 from jaxspec.sharding import TARGET_MESH_AXES, replicated
 from jaxspec_kernels.dispatch import implementation_for
@@ -67,6 +67,7 @@ class ProgramConfig:
             plain decoding.
         mesh: The devices, whose platform chooses the kernels.
         mask_source: Host callback that returns grammar masks; None without grammars.
+        typical: The lossy rule, where it was asked for.
     """
 
     target: ModelConfig
@@ -74,6 +75,7 @@ class ProgramConfig:
     pool: PoolShape
     mesh: Mesh
     mask_source: grammar.MaskSource | None = None
+    typical: Typical | None = None
 
     def backend(self, mesh_axes: tuple[str, ...]) -> Backend:
         """Where a model runs whose heads are split over these axes."""
@@ -301,7 +303,7 @@ def _context(
         active=launch.active,
         token_pages=launch.token_pages,
         tree=shape.tree,
-        num_wanted=launch.fields["decode_draft"].max(initial=0),
+        wanted=launch.fields["decode_draft"],
         pool=config.pool,
         prompts=launch.batch(config.pool) if shape.chunk else None,
         backend=config.backend,
@@ -408,6 +410,7 @@ def _verify(
         shape=shape,
         chosen=logprobs.chosen_ids(launch.rows.controls, launch.active, shape=shape),
         forced_acceptance=forced_acceptance,
+        typical=config.typical,
     )
 
 

@@ -58,8 +58,9 @@ def health_routes(serving: Serving) -> APIRouter:
 
 
 def what_is_made_up(config: EngineConfig) -> dict[str, bool]:
-    """Say that texts mean nothing, where that is so: nothing, otherwise."""
+    """Say that texts mean nothing or are lossy, where that is so; nothing, else."""
     told = {
+        "lossy_acceptance": config.is_lossy,
         "synthetic_acceptance": config.is_synthetic,
         "random_weights": config.load_format == "dummy",
     }

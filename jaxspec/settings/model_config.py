@@ -24,6 +24,8 @@ SIZES = {
     "num_key_value_heads": "num_kv_heads",
     "head_dim": "head_dim",
 }
+# AMD's name of `mask_token_id` in a config.json, and vLLM's.
+MASK_TOKEN = "pard_token"
 
 
 # No checks by jaxtyping in the tests: the class has its own, with better errors.
@@ -34,6 +36,8 @@ class ModelConfig(ABC):
 
     Attributes:
         eos_token_ids: Any of these ends a text.
+        mask_token_id: What stands in places whose tokens are to be proposed, in the one
+            pass of a draft model that was trained for it (PARD); None of others.
         stored_dtype: Type of the weights in their files; "" where that is not said.
         scan_layers: Have one loop over layers that are alike in programs, in place of
             every layer by itself; parameters and pages are laid out for it. No number
@@ -56,6 +60,7 @@ class ModelConfig(ABC):
     pad_token_id: int
     bos_token_id: int
     eos_token_ids: tuple[int, ...]
+    mask_token_id: int | None = None
     scan_layers: bool = False
     stored_dtype: str = ""
     quantization: Scheme | None = None
@@ -65,6 +70,8 @@ class ModelConfig(ABC):
             check_integer(ConfigError, name, getattr(self, name), low=1)
         for name in ("pad_token_id", "bos_token_id"):
             self._check_token_id(name, getattr(self, name))
+        if self.mask_token_id is not None:
+            self._check_token_id(MASK_TOKEN, self.mask_token_id)
         for token in self.eos_token_ids:
             self._check_token_id("eos_token_id", token)
         if self.num_q_heads % self.num_kv_heads:

@@ -42,10 +42,22 @@ MAX_CACHED_REQUESTS = 4096
 
 NGRAM, NGRAM_AND_MODEL, DRAFT_MODEL = "ngram", "ngram+draft_model", "draft_model"
 SUFFIX, SUFFIX_AND_MODEL = "suffix", "suffix+draft_model"
+# A draft model that proposes all drafts in one pass, in the places of mask tokens.
+PARD = "pard"
+MODELS = (DRAFT_MODEL, PARD)
 # Heads: small networks on the target's hidden states.
-EAGLE3, MEDUSA, MLP_SPECULATOR = "eagle3", "medusa", "mlp_speculator"
-HEADS = (EAGLE3, MEDUSA, MLP_SPECULATOR)
-METHODS = (NGRAM, NGRAM_AND_MODEL, SUFFIX, SUFFIX_AND_MODEL, *HEADS, DRAFT_MODEL)
+EAGLE, EAGLE3 = "eagle", "eagle3"
+MEDUSA, MLP_SPECULATOR = "medusa", "mlp_speculator"
+HEADS = (EAGLE, EAGLE3, MEDUSA, MLP_SPECULATOR)
+METHODS = (
+    NGRAM,
+    NGRAM_AND_MODEL,
+    SUFFIX,
+    SUFFIX_AND_MODEL,
+    *HEADS,
+    PARD,
+    DRAFT_MODEL,
+)
 ALLOWED_METHODS = ", ".join(map(repr, METHODS[:-1])) + f" or {DRAFT_MODEL!r}"
 LOOKUP_KEYS = ("prompt_lookup_max", "prompt_lookup_min")
 SUFFIX_DEFAULTS: dict[str, Any] = {
@@ -55,7 +67,7 @@ SUFFIX_DEFAULTS: dict[str, Any] = {
     "suffix_decoding_max_cached_requests": 0,
 }
 # Whose drafts may continue any other.
-ANY_TREE = (DRAFT_MODEL, MEDUSA)
+ANY_TREE = (DRAFT_MODEL, MEDUSA, PARD)
 DYNAMIC_KEYS = ("dynamic_tree_top_k", "dynamic_tree_num_nodes")
 # What drafts come from, for errors.
 SOURCES_OF_DRAFTS = (
@@ -66,6 +78,10 @@ SOURCES_OF_DRAFTS = (
 )
 # The rule that judges nothing: acceptance is given, and texts mean nothing.
 SYNTHETIC = "synthetic"
+# The lossy rule: the target's probability of a draft decides alone. Its two numbers are
+# the published ones, by vLLM's names.
+TYPICAL = "typical"
+TYPICAL_DEFAULTS = {"posterior_threshold": 0.09, "posterior_alpha": 0.3}
 ADAPTIVE, FIXED = "adaptive", "fixed"
 
 
@@ -76,12 +92,13 @@ class SpeculativeConfig:
     """How drafts are proposed and judged.
 
     Attributes:
-        method: "draft_model"; "ngram" copies what followed the same tokens earlier in
-            the sequence, "suffix" as many of them as the match's length and other
-            matches promise; "ngram+draft_model" and "suffix+draft_model" ask the model
-            where nothing matches, the latter also where only a few tokens match;
-            "eagle3", "medusa" and "mlp_speculator" are heads on the target's hidden
-            states.
+        method: "draft_model"; "pard" is one that was trained to make all drafts in one
+            pass (vLLM's `parallel_drafting`); "ngram" copies what followed the same
+            tokens earlier in the sequence, "suffix" as many of them as the match's
+            length and other matches promise; "ngram+draft_model" and
+            "suffix+draft_model" ask the model where nothing matches, the latter also
+            where only a few tokens match; "eagle", "eagle3", "medusa" and
+            "mlp_speculator" are heads on the target's hidden states.
         model: Folder of the draft model or head; None for "ngram" and "suffix".
         quantization: How the draft model's matrices are kept, as the engine's argument
             of that name says of the target; None: as its checkpoint has them.
@@ -102,11 +119,15 @@ class SpeculativeConfig:
         rejection_sample_method: Rule that decides which draft tokens stay, for requests
             that sample without a seed; those with one are "coupled". "block" samples
             from the same distribution as "standard" and keeps at least as many, on
-            average. "synthetic" is for benchmarks: as many stay as one of the next two
-            says.
+            average. "typical", of "medusa" alone, is LOSSY: texts that are sampled
+            without a seed no longer follow the target. "synthetic" is for benchmarks:
+            as many stay as one of the next two says.
         synthetic_acceptance_rates: Entry i is how often all drafts up to the i-th stay.
         synthetic_acceptance_length: Tokens per step on average, the target's own
             included; as many whole drafts always stay, and the next one sometimes.
+        posterior_threshold, posterior_alpha: Of "typical": a draft stays if the
+            target's probability of it is above the first, or above the second times
+            exp(-H) of the target's entropy H there.
         draft_sample_method: Draw drafts from the draft's distribution, or its argmax.
         disable_by_batch_size: With more running requests, none is drafted for.
         max_model_len: Sequences longer than this are not drafted for.
@@ -133,6 +154,8 @@ class SpeculativeConfig:
     rejection_sample_method: str = "block"
     synthetic_acceptance_rates: Sequence[float] | None = None
     synthetic_acceptance_length: float | None = None
+    posterior_threshold: float | None = None
+    posterior_alpha: float | None = None
     draft_sample_method: str = "probabilistic"
     disable_by_batch_size: int | None = None
     max_model_len: int | None = None
@@ -154,9 +177,8 @@ class SpeculativeConfig:
         self._check_quantization()
         self._check_lookup()
         self._check_suffix()
-        most, way_out = MAX_DRAFT_TOKENS, "leave method out"
-        if self.has_folder:
-            most, way_out = MAX_MODEL_DRAFT_TOKENS, "name no draft model"
+        most = self.max_levels
+        way_out = "name no draft model" if self.has_folder else "leave method out"
         if self.speculative_token_tree is None:
             check_integer(
                 ConfigError,
@@ -173,7 +195,13 @@ class SpeculativeConfig:
         self._check_leaves()
         self._check_dynamic()
         choices = {
-            "rejection_sample_method": ("standard", "block", "coupled", SYNTHETIC),
+            "rejection_sample_method": (
+                "standard",
+                "block",
+                "coupled",
+                TYPICAL,
+                SYNTHETIC,
+            ),
             "draft_sample_method": ("probabilistic", "greedy"),
             "controller": (ADAPTIVE, FIXED),
         }
@@ -188,6 +216,7 @@ class SpeculativeConfig:
             if getattr(self, name) is not None:
                 check_integer(ConfigError, name, getattr(self, name), low=low)
         self._check_synthetic()
+        self._check_typical()
 
     @cached_property
     def parents(self) -> tuple[int, ...] | None:
@@ -273,6 +302,20 @@ class SpeculativeConfig:
         )
 
     @property
+    def is_lossy(self) -> bool:
+        """Whether texts that are sampled without a seed leave the target's law."""
+        return self.rejection_sample_method == TYPICAL
+
+    @property
+    def typical_acceptance(self) -> tuple[float, float] | None:
+        """Threshold and alpha of the lossy rule; None where it was not asked for."""
+        if not self.is_lossy:
+            return None
+        assert self.posterior_threshold is not None
+        assert self.posterior_alpha is not None
+        return self.posterior_threshold, self.posterior_alpha
+
+    @property
     def is_greedy(self) -> bool:
         """Whether drafts are the argmax, also of requests that sample."""
         return self.draft_sample_method == "greedy"
@@ -280,7 +323,26 @@ class SpeculativeConfig:
     @property
     def has_draft_model(self) -> bool:
         """Whether a second network proposes, alone or where nothing matches."""
-        return DRAFT_MODEL in self.method.split("+")
+        return not set(MODELS).isdisjoint(self.method.split("+"))
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether one pass of a draft model makes all drafts."""
+        return self.method == PARD
+
+    @property
+    def has_one_pass(self) -> bool:
+        """Whether weights of what proposes are read once, however many the drafts."""
+        return self.method in (PARD, MEDUSA)
+
+    @property
+    def max_levels(self) -> int:
+        """Most drafts in a row that there may be.
+
+        Where each takes a pass, fewer.
+        """
+        has_passes = self.has_folder and not self.is_parallel
+        return MAX_MODEL_DRAFT_TOKENS if has_passes else MAX_DRAFT_TOKENS
 
     @property
     def has_head(self) -> bool:
@@ -313,9 +375,8 @@ class SpeculativeConfig:
         if self.num_levels > most:
             allowed = f"a tree of at most {most} levels for method {self.method!r}"
             raise wrong_argument(ConfigError, TREE_KEY, allowed, written)
-        if self.method in (EAGLE3, MLP_SPECULATOR) and has_side_paths(
-            parents_of(paths)
-        ):
+        are_leaves = self.has_head and self.method not in ANY_TREE
+        if are_leaves and has_side_paths(parents_of(paths)):
             allowed = f"a chain with leaves beside it for method {self.method!r}"
             hint = (
                 f"Only the chain of first choices is continued; {MEDUSA!r} and draft "
@@ -446,6 +507,24 @@ class SpeculativeConfig:
             most = rates[place - 1] if place else 1
             name = f"{names[0]}[{place}]"
             check_number(ConfigError, name, rate, low=0, high=most)
+
+    def _check_typical(self) -> None:
+        """Refuse the lossy rule but of the method that it was published for."""
+        names = tuple(TYPICAL_DEFAULTS)
+        if not self.is_lossy:
+            self._check_left_out(names, f"rejection_sample_method={TYPICAL!r}")
+            return
+        if self.method != MEDUSA:
+            raise wrong_argument(
+                UnsupportedError,
+                "rejection_sample_method",
+                f"lossless for method {self.method!r}",
+                TYPICAL,
+                f"It gives up the target's law, and is there for {MEDUSA!r} alone.",
+            )
+        for name in names:
+            low: dict[str, Any] = dict(low=0, high=1, open_low=True)
+            check_number(ConfigError, name, getattr(self, name), **low)
 
     def _check_lookup(self) -> None:
         if not self.has_lookup or self.has_suffix:

@@ -16,9 +16,11 @@ from jaxspec.errors import ConfigError
 
 PROG = "python -m jaxspec.train"
 METHODS = {
+    "eagle": "an EAGLE head: one layer over the target's last hidden state",
     "eagle3": "an EAGLE-3 head: one layer over three of the target's hidden states",
     "medusa": "Medusa heads: a residual network for each place ahead",
     "mlp_speculator": "an MLP speculator: a chain of small stages",
+    "pard": "a draft model that makes all drafts in one pass, in the places of masks",
     "draft": "a draft model of the target's family, distilled from it",
 }
 
@@ -143,8 +145,13 @@ def _layers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def _add_eagle3(group: argparse._ArgumentGroup) -> None:
+def _add_eagle(group: argparse._ArgumentGroup) -> None:
     _number(group, "--passes", 3, "drafts ahead that are trained")
+    _number(group, "--intermediate-size", None, "of the layer (default: the target's)")
+
+
+def _add_eagle3(group: argparse._ArgumentGroup) -> None:
+    _add_eagle(group)
     group.add_argument(
         "--layers",
         type=_layers,
@@ -158,7 +165,6 @@ def _add_eagle3(group: argparse._ArgumentGroup) -> None:
         None,
         "tokens that the head can propose, the most frequent (default: 32000, or all)",
     )
-    _number(group, "--intermediate-size", None, "of the layer (default: the target's)")
 
 
 def _add_medusa(group: argparse._ArgumentGroup) -> None:
@@ -185,10 +191,23 @@ def _add_draft(group: argparse._ArgumentGroup) -> None:
         _number(group, f"--{name}", None, "of a new model")
 
 
+def _add_pard(group: argparse._ArgumentGroup) -> None:
+    _number(group, "--passes", 5, "drafts that one pass makes")
+    _number(
+        group,
+        "--mask-token",
+        None,
+        "the token in the places of drafts (default: the target's padding token)",
+    )
+    _add_draft(group)
+
+
 _OWN = {
+    "eagle": _add_eagle,
     "eagle3": _add_eagle3,
     "medusa": _add_medusa,
     "mlp_speculator": _add_mlp_speculator,
+    "pard": _add_pard,
     "draft": _add_draft,
 }
 

@@ -1,4 +1,4 @@
-"""What is trained: three kinds of heads, and draft models.
+"""What is trained: heads, and draft models.
 
 A method says which of the target's layers it looks at, how its parameters begin, what
 it makes of rows of text in each of its passes, and how it is written to a folder. Pass
@@ -17,14 +17,21 @@ from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Float, Int
 
 from jaxspec.models.families import family_of
-from jaxspec.models.heads import eagle3, medusa, mlp_speculator
+from jaxspec.models.heads import eagle, eagle3, medusa, mlp_speculator
 from jaxspec.models.heads.config import (
     Eagle3Config,
+    EagleConfig,
     HeadConfig,
+    LayerConfig,
     MedusaConfig,
     MlpSpeculatorConfig,
 )
-from jaxspec.models.heads.weights import TOKEN_IDS, init_head, save_head
+from jaxspec.models.heads.weights import (
+    TOKEN_IDS,
+    functions_of_head,
+    init_head,
+    save_head,
+)
 from jaxspec.models.matrices import DenseMatrix, Matrix
 from jaxspec.models.network import build_network, functions_of
 from jaxspec.models.params import Params
@@ -118,15 +125,71 @@ class _Head:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Method(_Head):
+class _LayerMethod(_Head):
     """Training-time test: each pass goes on from what the one before it made.
 
     Attributes:
         num_passes: How many drafts ahead are trained.
     """
 
-    config: Eagle3Config
+    config: LayerConfig
     num_passes: int = 3
+
+    def _rows(self, params: Params, states: States) -> Float[Array, "row_token model"]:
+        """What the first pass is given of the target."""
+        raise NotImplementedError
+
+    def hidden(
+        self,
+        params: Params,
+        embedding: Matrix,
+        tokens: Int[Array, "row token"],
+        states: States,
+    ) -> list[Float[Array, "row_token model"]]:
+        config, network = self.config, functions_of_head(self.config)
+        row = self._rows(params, states)
+        keys = no_keys(
+            tokens,
+            config.num_kv_heads,
+            config.head_dim,
+            FLOAT32,
+            num_passes=self.num_passes,
+        )
+        found = []
+        for number in range(self.num_passes):
+            batch = rows_batch(shifted(tokens, self.offset + number), number)
+            embedded = network.embed(params, batch.tokens, embedding)
+            row, keys = network.forward(
+                config, params, batch, embedded, row, keys, RowsBackend(number=number)
+            )
+            found.append(row)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleMethod(_LayerMethod):
+    """What the layer makes is to stand for the target's last hidden states."""
+
+    config: EagleConfig
+
+    def _rows(self, params: Params, states: States) -> Float[Array, "row_token model"]:
+        return states.rows.reshape(-1, states.rows.shape[-1]).astype(jnp.float32)
+
+    def logits(
+        self,
+        params: Params,
+        embedding: Matrix,
+        number: int,
+        hidden: Float[Array, "row_token model"],
+    ) -> Float[Array, "row_token draft_vocab"]:
+        return eagle.logits(self.config, params, hidden, embedding)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Method(_LayerMethod):
+    """The layer sees three of the target's, and has a matrix of logits of its own."""
+
+    config: Eagle3Config
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -148,35 +211,13 @@ class Eagle3Method(_Head):
             params["norm"] = jax.device_put(scale, params["norm"].sharding)
         return params
 
-    def hidden(
-        self,
-        params: Params,
-        embedding: Matrix,
-        tokens: Int[Array, "row token"],
-        states: States,
-    ) -> list[Float[Array, "row_token model"]]:
-        config, width = self.config, states.streams.shape[-1]
+    def _rows(self, params: Params, states: States) -> Float[Array, "row_token model"]:
+        width = states.streams.shape[-1]
         streams = [
             states.streams[:, :, layer].reshape(-1, width).astype(jnp.float32)
             for layer in range(states.streams.shape[2])
         ]
-        row = eagle3.fuse(config, params, streams)
-        keys = no_keys(
-            tokens,
-            config.num_kv_heads,
-            config.head_dim,
-            FLOAT32,
-            num_passes=self.num_passes,
-        )
-        found = []
-        for number in range(self.num_passes):
-            batch = rows_batch(shifted(tokens, self.offset + number), number)
-            embedded = eagle3.embed(params, batch.tokens, embedding)
-            row, keys = eagle3.forward(
-                config, params, batch, embedded, row, keys, RowsBackend(number=number)
-            )
-            found.append(row)
-        return found
+        return eagle3.fuse(self.config, params, streams)
 
     def logits(
         self,
@@ -257,24 +298,29 @@ class MlpSpeculatorMethod(_Head):
 class DraftMethod:
     """A small model of the target's family, distilled from it.
 
+    One that is to make several drafts at once (PARD) has as many passes over a text. In
+    the first it is given the text; in the others masks, each in the place of a draft:
+    behind a token t they see what came up to t, and the masks of the passes before.
+
     Attributes:
         hf_config: Content of its config.json.
         start: Canonical tensors to begin with; None draws random ones.
+        num_passes: Drafts that it makes at once; of more than one, the config has a
+            mask token.
+
+    References: An et al. 2025, arXiv:2504.18583.
     """
 
     config: ModelConfig
     hf_config: Mapping[str, Any]
     start: Mapping[str, Tensor] | None = None
+    num_passes: int = 1
 
     offset: ClassVar[int] = 0
 
     @property
     def layers(self) -> tuple[int, ...]:
         return ()
-
-    @property
-    def num_passes(self) -> int:
-        return 1
 
     def init(self, target: Target, seed: int, token_ids: np.ndarray | None) -> Params:
         """Those to begin with; or random matrices, and the target's embedding.
@@ -316,11 +362,19 @@ class DraftMethod:
         tokens: Int[Array, "row token"],
         states: States,
     ) -> list[Float[Array, "row_token model"]]:
-        config = self.config
-        network = build_network(config, params, RowsBackend())
-        keys = no_keys(tokens, config.num_kv_heads, config.head_dim, FLOAT32)
-        hidden, _ = network.hidden(rows_batch(tokens), (keys,) * config.num_layers)
-        return [hidden.rows]
+        config, count = self.config, self.num_passes
+        keys = no_keys(
+            tokens, config.num_kv_heads, config.head_dim, FLOAT32, num_passes=count
+        )
+        pages, found = (keys,) * config.num_layers, []
+        for number in range(count):
+            if number:
+                assert config.mask_token_id is not None
+                tokens = jnp.full_like(tokens, config.mask_token_id)
+            network = build_network(config, params, RowsBackend(number=number))
+            hidden, pages = network.hidden(rows_batch(tokens, number), pages)
+            found.append(hidden.rows)
+        return found
 
     def logits(
         self,

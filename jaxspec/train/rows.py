@@ -74,7 +74,8 @@ class RowsBackend(Backend):
         first, *later = [(one[..., 0, :], one[..., 1, :]) for one in seen]
         grouped = query.astype(jnp.float32) * scale
         grouped = grouped.reshape(rows, length, kv_heads, -1, head_dim)
-        window = window or length
+        # Positions of a later pass are as much further on as its number.
+        window = length + self.number if window is None else window
 
         def cap(scores: Array) -> Array:
             return (
@@ -105,7 +106,7 @@ class RowsBackend(Backend):
                 grouped[:, start:stop],
                 (first[0][:, begin:stop], first[1][:, begin:stop]),
                 [(key[:, start:stop], value[:, start:stop]) for key, value in later],
-                (distance >= 0) & (distance < window),
+                (distance >= 0) & (distance + self.number < window),
             )
             mixed.append(part)
         whole = jnp.concatenate(mixed, axis=1)

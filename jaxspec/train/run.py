@@ -23,17 +23,20 @@ from jaxspec.llm import LLM
 from jaxspec.models.families import config_from_folder, config_from_hf, layouts
 from jaxspec.models.heads.config import (
     Eagle3Config,
+    EagleConfig,
     HeadConfig,
     MedusaConfig,
     MlpSpeculatorConfig,
     default_layers,
 )
 from jaxspec.models.weights import load_params
+from jaxspec.settings.model_config import MASK_TOKEN
 from jaxspec.sharding import MESH_AXES
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.methods import (
     DraftMethod,
     Eagle3Method,
+    EagleMethod,
     MedusaMethod,
     Method,
     MlpSpeculatorMethod,
@@ -116,12 +119,15 @@ def run(options: argparse.Namespace) -> Trainer:
 def make_method(options: argparse.Namespace, config: Any, folder: Path) -> Method:
     """What is trained, in the sizes that the options and the target say."""
     make = {
+        "eagle": _eagle,
         "eagle3": _eagle3,
         "medusa": _medusa,
         "mlp_speculator": _mlp_speculator,
     }
     if options.method == "draft":
         return _draft(options, config, folder)
+    if options.method == "pard":
+        return _pard(options, config, folder)
     method = make[options.method](options, config)
     method.config.check_target(config)
     return method
@@ -136,21 +142,36 @@ def _common(config: Any, draft_vocab_size: int | None) -> dict[str, Any]:
     )
 
 
+def _layer(options: argparse.Namespace, config: Any) -> dict[str, Any]:
+    """A decoder layer with the sizes of the target's."""
+    return dict(
+        hidden_size=config.hidden_size,
+        intermediate_size=options.intermediate_size or config.intermediate_size,
+        num_q_heads=config.num_q_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_theta=config.rope_theta,
+        max_position_embeddings=config.max_position_embeddings,
+    )
+
+
+def _eagle(options: argparse.Namespace, config: Any) -> EagleMethod:
+    common = _common(config, config.vocab_size)
+    return EagleMethod(
+        num_passes=check_integer(ConfigError, "passes", options.passes, low=1),
+        config=EagleConfig(**common, **_layer(options, config)),
+    )
+
+
 def _eagle3(options: argparse.Namespace, config: Any) -> Eagle3Method:
     layers = options.layers or default_layers(config.num_layers)
     return Eagle3Method(
         num_passes=check_integer(ConfigError, "passes", options.passes, low=1),
         config=Eagle3Config(
             **_common(config, options.draft_vocab_size),
-            hidden_size=config.hidden_size,
-            intermediate_size=options.intermediate_size or config.intermediate_size,
-            num_q_heads=config.num_q_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_theta=config.rope_theta,
+            **_layer(options, config),
             target_layers=tuple(layers),
-            max_position_embeddings=config.max_position_embeddings,
         ),
     )
 
@@ -224,6 +245,22 @@ def _draft(options: argparse.Namespace, config: Any, folder: Path) -> DraftMetho
     new = {key: value for key, value in content.items() if key != "layer_types"}
     new |= sizes
     return DraftMethod(config=config_from_hf(new), hf_config=new)
+
+
+def _pard(options: argparse.Namespace, config: Any, folder: Path) -> DraftMethod:
+    """A draft model with a mask token, by default one that no text has."""
+    draft = _draft(options, config, folder)
+    mask = options.mask_token
+    if mask is None:
+        mask = config.pad_token_id
+    last = config.vocab_size - 1
+    check_integer(ConfigError, "mask_token", mask, low=0, high=last)
+    return dataclasses.replace(
+        draft,
+        config=dataclasses.replace(draft.config, mask_token_id=mask),
+        hf_config={**draft.hf_config, MASK_TOKEN: mask},
+        num_passes=check_integer(ConfigError, "passes", options.passes, low=2),
+    )
 
 
 def load_target(options: argparse.Namespace, folder: Path, config: Any) -> Target:

@@ -29,6 +29,11 @@ def write(folder, config, names):
     ("config", "kind"),
     [
         (dict(speculators_model_type="eagle3"), "eagle3"),
+        (dict(speculators_model_type="eagle"), "eagle"),
+        (dict(architectures=["EagleLlamaForCausalLM"]), "eagle"),
+        (dict(model_type="eagle"), "eagle"),
+        (dict(architectures=["LlamaForCausalLM"], model_type="llama"), None),
+        (dict(model_type="llama", num_hidden_layers=1), "eagle"),
         (dict(architectures=["LlamaForCausalLMEagle3"], model_type="llama"), "eagle3"),
         (dict(architectures=["Eagle3LlamaForCausalLM"]), "eagle3"),
         (dict(model_type="medusa"), "medusa"),
@@ -86,7 +91,7 @@ def test_two_spellings_of_one_tensor_are_refused(tmp_path):
 
 
 def test_what_is_no_head_says_what_one_is():
-    expected = "holds no head .*'gemma2'.*a target's hidden states.*eagle3, medusa, mlp"
+    expected = "holds no head .*'gemma2'.*target's hidden states.*eagle, eagle3, medusa"
     with pytest.raises(CheckpointError, match=expected):
         read_head_config(bundled_draft())
 

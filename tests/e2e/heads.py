@@ -21,6 +21,7 @@ import torch
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.models.heads.config import (
     Eagle3Config,
+    EagleConfig,
     HeadConfig,
     MedusaConfig,
     MlpSpeculatorConfig,
@@ -28,7 +29,12 @@ from jaxspec.models.heads.config import (
 from jaxspec.models.heads.weights import TOKEN_IDS, random_head
 from jaxspec.program import step
 from jaxspec.sharding import make_mesh
-from jaxspec.train.methods import Eagle3Method, MedusaMethod, MlpSpeculatorMethod
+from jaxspec.train.methods import (
+    Eagle3Method,
+    EagleMethod,
+    MedusaMethod,
+    MlpSpeculatorMethod,
+)
 from jaxspec.train.target import Target
 from tests.e2e import pair
 from tests.engines import make_engine
@@ -36,8 +42,9 @@ from tests.programs import QUICK_COMPILER
 
 VOCAB, HIDDEN = int(pair.SIZES["vocab_size"]), int(pair.SIZES["hidden_size"])
 NUM_DRAFT = 3
-KINDS = ("eagle3", "medusa", "mlp_speculator")
+KINDS = ("eagle", "eagle3", "medusa", "mlp_speculator")
 METHODS: dict[str, Any] = {
+    "eagle": functools.partial(EagleMethod, num_passes=NUM_DRAFT),
     "eagle3": functools.partial(Eagle3Method, num_passes=NUM_DRAFT),
     "medusa": MedusaMethod,
     "mlp_speculator": MlpSpeculatorMethod,
@@ -59,7 +66,6 @@ def config_of(kind: str, **changes: Any) -> Any:
         both |= dict(num_stages=NUM_DRAFT, inner_size=24)
         return MlpSpeculatorConfig(**both | changes)
     both |= dict(
-        draft_vocab_size=48,
         hidden_size=HIDDEN,
         intermediate_size=12,
         num_q_heads=2,
@@ -67,6 +73,12 @@ def config_of(kind: str, **changes: Any) -> Any:
         head_dim=8,
         rms_norm_eps=1e-6,
         rope_theta=10000.0,
+    )
+    if kind == "eagle":
+        both |= dict(has_embedding=True, has_bias=True)
+        return EagleConfig(**both | changes)
+    both |= dict(
+        draft_vocab_size=48,
         target_layers=(0, 1, 2),
         norm_before_residual=True,
         has_embedding=True,
@@ -301,6 +313,10 @@ def right_params(kind: str, config: Any, *, is_second: bool = False) -> Any:
     random = np.random.default_rng(3)
     if kind == "mlp_speculator":
         return settled(config, _right_stages(config, rows, cycle, after, random))
+    if kind == "eagle":
+        # It looks up what the target makes of each token, and adds nothing.
+        look_up = np.concatenate([np.eye(HIDDEN), np.zeros((HIDDEN, HIDDEN))], axis=1)
+        return settled(config, {("embedding",): rows, ("fc", "weight"): look_up})
     values = {
         ("norm",): np.ones(HIDDEN),
         ("layer", "hidden_norm"): np.ones(HIDDEN),

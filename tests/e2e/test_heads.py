@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.engine import loader
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import Runner
@@ -41,6 +42,7 @@ from tests.engines import (
     with_params,
     with_settings,
 )
+from tests.laws import check_counts
 
 LENGTH = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
@@ -203,7 +205,7 @@ def test_an_eagle3_head_that_goes_by_tokens_is_accepted_whole():
 STEM = [5, 9, 33, 12, 8, 40, 7, 22, 19, 3, 50, 31, 6, 17, 60, 25]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", slow("medusa")])
+@pytest.mark.parametrize("kind", ["eagle3", slow("eagle"), slow("medusa")])
 def test_a_cached_page_is_only_found_with_the_token_after_it(kind):
     """A head's row at a page's end is made of that token; of Medusa's nothing is."""
     engine = engine_of(kind)
@@ -211,7 +213,7 @@ def test_a_cached_page_is_only_found_with_the_token_after_it(kind):
     assert len(STEM) % size == 0
     tails = [[4, 4], [21, 30, 4], [4, 44]]
     # All pages but the last; where the next token is the same, that too.
-    pages = [0, 3, 4] if kind == "eagle3" else [0, 4, 4]
+    pages = [0, 4, 4] if kind == "medusa" else [0, 3, 4]
     for tail, count in zip(tails, pages, strict=True):
         heads.heard()
         prompt = STEM + tail
@@ -256,6 +258,8 @@ def micro_head(kind: str) -> Any:
         target_hidden_size=MICRO["hidden_size"], vocab_size=MICRO["vocab_size"]
     )
     sizes["draft_vocab_size"] = MICRO["vocab_size"]
+    if kind == "eagle":
+        sizes |= dict(hidden_size=MICRO["hidden_size"], has_embedding=False)
     if kind == "eagle3":
         sizes |= dict(
             hidden_size=MICRO["hidden_size"],
@@ -300,6 +304,52 @@ def test_every_position_follows_the_target(kind, rule):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_leaves", [0, 2])
+def test_the_lossy_rule_is_lossy_and_says_so(num_leaves, caplog):
+    """Of requests without a seed: greedy and seeded texts stay the target's."""
+    engine = make_engine(
+        make_micro(seed=3),
+        head=micro_head("medusa"),
+        num_draft_tokens=NUM_DRAFT,
+        num_side_leaves=num_leaves,
+        rule="typical",
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+        num_pages=1024,
+        max_model_len=32,
+        runner=OneProgramRunner,
+    )
+    seeded = sample(engine, "seeded", 700, every=FEWER)
+    for controls, tokens in zip(FEWER, seeded, strict=True):
+        check_law(tokens, laws_of(levels(), controls), ("seeded", controls))
+    fresh, prompt = with_settings(engine, seed=11), [LAW_PROMPT]
+    params = SamplingParams(temperature=0.7, max_tokens=5, ignore_eos=True)
+    outputs = generate(fresh, prompt * 2000, params)
+    tokens, laws = (
+        np.array(tokens_of(outputs)),
+        laws_of(levels(), dict(temperature=0.7)),
+    )
+    # The first token comes with the prompt; what follows drafts is not the target's.
+    check_counts(np.bincount(tokens[:, 0], minlength=16), laws[0], "first")
+    with pytest.raises(AssertionError):
+        check_law(tokens, laws, "lossy")
+    counts = outputs[0].outputs[0].spec_decode_metrics
+    assert counts is not None and counts.is_lossy
+    (own,) = generate(fresh, prompt, replace_tokens(GREEDY, 5))
+    counts = own.outputs[0].spec_decode_metrics
+    assert counts is not None and not counts.is_lossy
+    (plain,) = generate(make_engine(make_micro(seed=3)), prompt, GREEDY)
+    assert tokens_of([own])[0] == tokens_of([plain])[0][:5]
+    with caplog.at_level("INFO"):
+        fresh.do_log_stats()
+        loader._warn_of_what_is_made_up(fresh.config)
+    assert "'typical' is LOSSY" in caplog.text
+    assert "(typical acceptance, lossy)" in caplog.text
+    told = {one.name for one in fresh.get_metrics()}
+    assert "jaxspec:lossy_acceptance_info" in told
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_leaves_follow_the_target_as_well(kind):
     engine = law_engine(kind, has_leaves=True)
@@ -312,6 +362,7 @@ def test_leaves_follow_the_target_as_well(kind):
 
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)]"
 SHAPED: dict[str, dict[str, Any]] = {
+    "eagle": dict(num_side_leaves=2),
     "eagle3": dict(num_side_leaves=2),
     "medusa": dict(tree=TREE, num_draft_tokens=9),
     "mlp_speculator": dict(num_side_leaves=1),
@@ -321,7 +372,13 @@ SHAPED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "name",
-    ["medusa", slow("eagle3"), slow("mlp_speculator"), slow("medusa, dynamic")],
+    [
+        "medusa",
+        slow("eagle"),
+        slow("eagle3"),
+        slow("mlp_speculator"),
+        slow("medusa, dynamic"),
+    ],
 )
 def test_drafts_stand_beside_drafts(name):
     """Leaves of all, any tree of Medusa's: texts stay as they are."""
@@ -408,7 +465,7 @@ def test_eight_devices_say_the_same(kind, draft_devices):
     params = [replace_tokens(GREEDY, 16)] * 3
     expected = tokens_of(generate(make_engine(model), some, params))
     config, _ = micro_head(kind)
-    if kind == "eagle3":
+    if kind in ("eagle", "eagle3"):
         config = replace(config, num_q_heads=8, num_kv_heads=2)
     engine = heads.split_engine(model, config, draft_devices)
     assert tokens_of(generate(engine, some, params)) == expected

@@ -177,6 +177,25 @@ def test_speculation_by_every_generation_is_one_config(target: str, draft: str):
     assert configs[0].draft_model_config.num_layers == 2
 
 
+def test_drafts_of_one_pass_want_a_model_with_a_mask(target: str, tmp_path: Path):
+    """AMD's name of it in the folder; a model that has none proposes one by one."""
+    parallel = write_model(tmp_path / "parallel", num_hidden_layers=2, pard_token=3)
+    keys: dict[str, Any] = {"model": parallel, "num_speculative_tokens": 12}
+    config = configure(target, speculative_config=keys | {"parallel_drafting": True})
+    assert config == configure(target, speculative_config=keys | {"method": "pard"})
+    assert config.draft_model_config is not None
+    assert config.draft_model_config.mask_token_id == 3
+    assert config.num_draft_tokens == 12
+    with pytest.raises(ConfigError, match="names no pard_token.*jaxspec.train pard"):
+        configure(
+            target,
+            speculative_config=keys | {"method": "pard", "model": target},
+        )
+    outside = write_model(tmp_path / "outside", pard_token=TINY["vocab_size"])
+    with pytest.raises(ConfigError, match="pard_token must be an integer from 0 to"):
+        configure(target, speculative_config=keys | {"model": outside})
+
+
 def test_layers_of_both_models_are_scanned_where_that_is_asked_for(
     target: str, draft: str
 ):
@@ -409,7 +428,7 @@ def test_a_bad_argument_beside_a_draft(
         ({"stream_interval": 4}, "got 4"),
         ({"load_format": "gguf"}, "'gguf'"),
         ({"hf_overrides": {"head_dim": 8}}, "'head_dim'"),
-        ({"spec_decoding_acceptance_method": "typical_acceptance_sampler"}, "typical"),
+        ({"spec_decoding_acceptance_method": "greedy"}, "'greedy'"),
     ],
 )
 def test_what_the_engine_does_not_do(

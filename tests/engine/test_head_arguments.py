@@ -20,6 +20,7 @@ from jaxspec.engine.scheduling.shapes import Shapes
 from jaxspec.errors import ConfigError, UnsupportedError
 from jaxspec.models.heads.config import (
     Eagle3Config,
+    EagleConfig,
     MedusaConfig,
     MlpSpeculatorConfig,
 )
@@ -45,6 +46,11 @@ LAYER: dict[str, Any] = dict(
 )
 EAGLE3: Any = Eagle3Config(**SIZES | LAYER)
 CONFIGS: dict[str, Any] = {
+    "eagle": EagleConfig(
+        **SIZES
+        | {name: one for name, one in LAYER.items() if name != "target_layers"}
+        | dict(draft_vocab_size=VOCAB)
+    ),
     "eagle3": EAGLE3,
     "medusa": MedusaConfig(**SIZES, num_heads=3),
     "mlp_speculator": MlpSpeculatorConfig(**SIZES, num_stages=2, inner_size=32),
@@ -121,7 +127,7 @@ def test_a_tree_deeper_than_medusas_heads_is_refused(folders):
     assert caught.value.parameter == "speculative_token_tree"
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mlp_speculator"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mlp_speculator"])
 def test_a_tree_that_a_head_cannot_grow_is_refused(folders, kind):
     tree = "[(0,), (1,), (0, 0), (1, 0)]"
     with pytest.raises(UnsupportedError, match=f"leaves beside it.*{kind}") as caught:
@@ -204,7 +210,7 @@ def test_memory_has_the_bytes_of_a_head_and_of_its_pages(folders, kind):
     kept = 4 * HIDDEN * config.max_num_seqs
     assert facts.draft.weight_bytes == bytes_of(form) + kept
     assert facts.draft.page_bytes == head.kv_bytes_per_token(4) * config.page_size
-    assert (facts.draft.page_bytes > 0) == (kind == "eagle3")
+    assert (facts.draft.page_bytes > 0) == (kind in ("eagle", "eagle3"))
     assert facts.programs.draft_vocab_size == VOCAB
     _, plan = fit(config, mesh)
     assert "draft weights" in plan.table()

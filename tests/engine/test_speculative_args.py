@@ -4,7 +4,7 @@ import pytest
 
 from jaxspec.engine.speculative_args import merge_speculative_arguments as merge
 from jaxspec.errors import ConfigError
-from jaxspec.settings.speculation import SUFFIX_DEFAULTS
+from jaxspec.settings.speculation import SUFFIX_DEFAULTS, TYPICAL_DEFAULTS
 
 SAME = {"model": "draft", "num_speculative_tokens": 5}
 
@@ -75,6 +75,48 @@ def lookup(most: int, fewest: int, method: str = "ngram") -> dict[str, Any]:
                 "rejection_sample_method": "synthetic",
                 "synthetic_acceptance_length": 3.5,
             },
+        ),
+        # The lossy rule, by both of its names, with the published numbers or others.
+        (
+            {
+                "spec_method": "medusa",
+                "speculative_config": SAME | {"rejection_sample_method": "typical"},
+            },
+            SAME
+            | TYPICAL_DEFAULTS
+            | {"method": "medusa", "rejection_sample_method": "typical"},
+        ),
+        (
+            {
+                "speculative_model": "draft",
+                "num_speculative_tokens": 5,
+                "spec_method": "medusa",
+                "spec_decoding_acceptance_method": "typical_acceptance_sampler",
+                "typical_acceptance_sampler_posterior_alpha": 0.4,
+            },
+            SAME
+            | {
+                "method": "medusa",
+                "rejection_sample_method": "typical",
+                "posterior_threshold": 0.09,
+                "posterior_alpha": 0.4,
+            },
+        ),
+        # All drafts in one pass: vLLM's way to say so, and our name of it.
+        (
+            {"speculative_config": SAME | {"parallel_drafting": True}},
+            SAME | {"method": "pard"},
+        ),
+        (
+            {
+                "spec_method": "draft_model",
+                "speculative_config": SAME | {"parallel-drafting": True},
+            },
+            SAME | {"method": "pard"},
+        ),
+        (
+            {"spec_method": "pard", "speculative_config": SAME},
+            SAME | {"method": "pard"},
         ),
         # n-gram drafts: the first generation must say the most, and the fewest is 1 ...
         ({"speculative_model": "[ngram]", "ngram_prompt_lookup_max": 4}, lookup(4, 1)),
@@ -284,11 +326,18 @@ def test_lookups_that_contradict(arguments: dict[str, Any], texts: list[str]):
 @pytest.mark.parametrize(
     ("arguments", "given"),
     [
-        ({"spec_method": "eagle", "spec_model": "x"}, "'eagle'"),
+        ({"spec_method": "eagle2", "spec_model": "x"}, "'eagle2'"),
         ({"spec_method": "hydra", "spec_model": "x"}, "'eagle3', 'medusa', 'mlp_spec"),
         ({"speculative_model": "[medusa]"}, "a head, which is a small network"),
         ({"speculative_config": {"model": "[eagle]"}}, "speculative_model='[eagle]'"),
         ({"speculative_config": SAME | {"kv_cache_dtype": "fp8"}}, "'fp8'"),
+        (
+            {
+                "spec_method": "eagle3",
+                "speculative_config": SAME | {"parallel_drafting": True},
+            },
+            "parallel_drafting must be left out for method 'eagle3'",
+        ),
         ({"speculative_config": SAME | {"use-heterogeneous-vocab": True}}, "True"),
     ],
 )

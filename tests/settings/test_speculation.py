@@ -6,7 +6,11 @@ from typing import Any
 import pytest
 
 from jaxspec.errors import ConfigError, UnsupportedError
-from jaxspec.settings.speculation import SUFFIX_DEFAULTS, SpeculativeConfig
+from jaxspec.settings.speculation import (
+    SUFFIX_DEFAULTS,
+    TYPICAL_DEFAULTS,
+    SpeculativeConfig,
+)
 from jaxspec.token_tree import MAX_NODES
 
 LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -21,6 +25,8 @@ DEPTH, FACTOR, PROB, CACHED = SUFFIX_DEFAULTS
         ("ngram+draft_model", LOOKUP | {"model": "draft"}, True, True),
         ("suffix", SUFFIX_DEFAULTS, True, False),
         ("suffix+draft_model", SUFFIX_DEFAULTS | {"model": "draft"}, True, True),
+        ("pard", {"model": "draft"}, False, True),
+        ("eagle", {"model": "head"}, False, False),
         ("eagle3", {"model": "head"}, False, False),
         ("medusa", {"model": "head"}, False, False),
         ("mlp_speculator", {"model": "head"}, False, False),
@@ -34,10 +40,34 @@ def test_methods(method: str, keys: dict, *, has_lookup: bool, has_draft_model: 
     assert config.has_folder is ("model" in keys)
 
 
-@pytest.mark.parametrize("method", ["eagle", "hydra", "ngram,draft_model", None])
+@pytest.mark.parametrize("method", ["eagle2", "hydra", "ngram,draft_model", None])
 def test_other_methods_are_not_supported(method: Any):
     with pytest.raises(NotImplementedError, match=f"'draft_model', got {method!r}"):
         SpeculativeConfig(model="draft", method=method)
+
+
+TYPICAL: dict[str, Any] = TYPICAL_DEFAULTS | {"rejection_sample_method": "typical"}
+
+
+def test_the_lossy_rule_is_of_medusa_alone_and_by_name_alone():
+    found = SpeculativeConfig(method="medusa", model="head", **TYPICAL)
+    assert found.is_lossy
+    assert found.typical_acceptance == (0.09, 0.3)
+    others: list[dict[str, Any]] = [
+        {"method": "eagle3", "model": "head"},
+        {"model": "draft"},
+        {"method": "suffix"} | SUFFIX_DEFAULTS,
+    ]
+    for keys in others:
+        assert not SpeculativeConfig(**keys).is_lossy
+        told = "rejection_sample_method must be lossless.*'typical'.*'medusa' alone"
+        with pytest.raises(UnsupportedError, match=told):
+            SpeculativeConfig(**keys | TYPICAL)
+    with pytest.raises(ConfigError, match="posterior_alpha must be left out"):
+        SpeculativeConfig(method="medusa", model="head", posterior_alpha=0.3)
+    with pytest.raises(ConfigError, match="posterior_threshold must be a .*, got 0"):
+        changed = TYPICAL | {"posterior_threshold": 0}
+        SpeculativeConfig(method="medusa", model="head", **changed)
 
 
 @pytest.mark.parametrize(

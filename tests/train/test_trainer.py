@@ -97,7 +97,15 @@ def test_a_mesh_trains_to_the_same_parameters(kind):
         np.testing.assert_allclose(many.acceptance()[name], values, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa", pytest.param("mlp", marks=slow)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "eagle3",
+        "medusa",
+        pytest.param("mlp", marks=slow),
+        pytest.param("eagle", marks=slow),
+    ],
+)
 def test_acceptance_on_other_text_rises(kind):
     method = getattr(tiny, f"{kind}_method")()
     trainer = make_trainer(method, steps=40, learning_rate=1e-2)

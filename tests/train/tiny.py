@@ -11,12 +11,18 @@ from jax.sharding import Mesh
 
 from jaxspec.models.heads.config import (
     Eagle3Config,
+    EagleConfig,
     MedusaConfig,
     MlpSpeculatorConfig,
 )
 from jaxspec.models.weights import load_params
 from jaxspec.sharding import MESH_AXES
-from jaxspec.train.methods import Eagle3Method, MedusaMethod, MlpSpeculatorMethod
+from jaxspec.train.methods import (
+    Eagle3Method,
+    EagleMethod,
+    MedusaMethod,
+    MlpSpeculatorMethod,
+)
 from jaxspec.train.target import Target
 from jaxspec.train.text import Text, pack
 from tests.oracles import TINY, hf_tensors, make_hf_model, model_config
@@ -57,20 +63,26 @@ def make_text(rows: int, seed: int = 0) -> Text:
     return pack(documents, LENGTH)
 
 
+LAYER: dict[str, Any] = dict(
+    target_hidden_size=HIDDEN,
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    intermediate_size=32,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+)
+
+
+def eagle_method() -> EagleMethod:
+    config = EagleConfig(**LAYER, draft_vocab_size=VOCAB)
+    return EagleMethod(config=config, num_passes=2)
+
+
 def eagle3_method(**changes: Any) -> Eagle3Method:
-    sizes: dict[str, Any] = dict(
-        target_hidden_size=HIDDEN,
-        vocab_size=VOCAB,
-        draft_vocab_size=DRAFT_VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=32,
-        num_q_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        target_layers=(1, 2, 4),
-    )
+    sizes = LAYER | dict(draft_vocab_size=DRAFT_VOCAB, target_layers=(1, 2, 4))
     config: Any = Eagle3Config(**sizes | changes)
     return Eagle3Method(config=config, num_passes=2)
 

@@ -22,9 +22,10 @@ class RowTable:
     """Rows of the device's state and the requests in them.
 
     A draft model lags behind prompts and rounds without it, since it has keys and
-    values only for tokens of its own passes. Its first pass of a round takes two
-    tokens; with more than 2 in `num_draft_uncached`, a request decodes without drafts
-    until a launch has brought the draft model up to date:
+    values only for tokens of its own passes. The first pass of a round takes the two
+    newest tokens, or as many as a round may add, where one pass makes all drafts
+    (`num_fed`); with more in `num_draft_uncached`, a request decodes without drafts
+    until a launch has brought the draft model up to date. With two:
 
         launch                 uncached tokens, at most
         prompt of 20 tokens    21  and the sampled token
@@ -53,8 +54,19 @@ class RowTable:
         kind: Index into `kinds`, the features that decoding needs.
     """
 
-    def __init__(self, num_rows: int, longest_drafted: int = 2**31 - 1):
-        """Make free rows; sequences of `longest_drafted` tokens get no drafts."""
+    def __init__(
+        self,
+        num_rows: int,
+        longest_drafted: int = 2**31 - 1,
+        num_parallel: int | None = None,
+    ):
+        """Make free rows.
+
+        Args:
+            longest_drafted: Sequences of so many tokens get no drafts.
+            num_parallel: Drafts that one pass of a draft model makes, of the sequences
+                that want some; None where it makes them one by one, of all.
+        """
 
         def integers(fill: int = 0) -> np.ndarray:
             return np.full(num_rows, fill, np.int64)
@@ -74,6 +86,8 @@ class RowTable:
         self.num_draft, self.num_draft_uncached = integers(), integers(1)
         self.kind = integers()
         self._longest_drafted = longest_drafted
+        self.num_fed = 2 if num_parallel is None else num_parallel + 1
+        self._feeds_all = num_parallel is None
         self.num_admitted = 0
 
     def admit(self, request: Request, longest: int) -> None:
@@ -142,7 +156,7 @@ class RowTable:
 
     def lags(self, rows: np.ndarray) -> np.ndarray:
         """Whether the draft model has to catch up before a row gets drafts."""
-        return self.num_draft_uncached[rows] > 2
+        return self.num_draft_uncached[rows] > self.num_fed
 
     def awaits_draft(self, rows: np.ndarray) -> np.ndarray:
         """Whether a row lags, and drafts are still of use to it."""
@@ -188,14 +202,28 @@ class RowTable:
         self.ahead[rows] += num_rounds * (drafts + 1)
 
     def draft(
-        self, rows: np.ndarray, num_draft_tokens: int, num_rounds: int = 1
+        self,
+        rows: np.ndarray,
+        drafts: np.ndarray,
+        num_draft_tokens: int,
+        num_rounds: int = 1,
     ) -> None:
-        """Update the draft model's lag for a launch."""
+        """Update the draft model's lag for a launch.
+
+        Args:
+            drafts: Of each row.
+            num_draft_tokens: That the program has room for.
+        """
         gap = self.num_draft_uncached[rows]
         if num_draft_tokens:
-            # A drafting round leaves at most its last draft and the target's token,
-            # but does not fill what it finds open before.
-            self.num_draft_uncached[rows] = np.where(gap <= 2, 2, gap + num_rounds)
+            # A drafting round leaves at most its last draft and the target's token, or
+            # all that it adds, but does not fill what it finds open before.
+            is_fed = gap <= self.num_fed
+            if not self._feeds_all:
+                is_fed &= drafts > 0
+            self.num_draft_uncached[rows] = np.where(
+                is_fed, self.num_fed, gap + num_rounds
+            )
         else:
             self.num_draft_uncached[rows] = gap + num_rounds
 

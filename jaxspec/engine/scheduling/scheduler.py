@@ -94,7 +94,12 @@ class Scheduler:
         speculative = config.speculative
         longest_drafted = speculative.max_model_len if speculative else None
         longest_drafted = longest_drafted or config.max_model_len
-        self.rows = RowTable(config.max_num_seqs, longest_drafted)
+        is_parallel = speculative is not None and speculative.is_parallel
+        self.rows = RowTable(
+            config.max_num_seqs,
+            longest_drafted,
+            config.num_draft_tokens if is_parallel else None,
+        )
         self.shapes = Shapes(config, controller, programs)
         self.waiting = WaitingQueue(config.scheduling_policy)
         self.running: list[Request] = []
@@ -656,7 +661,7 @@ class Scheduler:
         drafts = table.possible_drafts(rows, wanted)
         table.launch(rows, drafts, num_rounds)
         if self._has_draft_model:
-            table.draft(rows, shape.num_draft_tokens, num_rounds)
+            table.draft(rows, drafts, shape.num_draft_tokens, num_rounds)
         self.controller.repeat(num_rounds - 1)
         listed = rows.tolist()
         decoding = table.owners_of(listed)

@@ -13,6 +13,7 @@ from jaxspec.errors import (
     wrong_argument,
 )
 from jaxspec.settings.model_config import (
+    MASK_TOKEN,
     SIZES,
     ModelConfig,
     end_tokens,
@@ -88,6 +89,7 @@ class Gemma2Config(ModelConfig):
             **values,
             rope_theta=_rope_theta(config),
             eos_token_ids=end_tokens(config, generation or {}),
+            mask_token_id=config.get(MASK_TOKEN),
             stored_dtype=stored_dtype(config),
             quantization=stored_scheme(config),
         )

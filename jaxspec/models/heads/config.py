@@ -18,6 +18,7 @@ from jaxspec.errors import (
 from jaxspec.settings.model_config import ModelConfig
 from jaxspec_checkpoints import CheckpointError, Tensor
 from jaxspec_checkpoints.heads import (
+    EAGLE,
     EAGLE3,
     MEDUSA,
     MLP_SPECULATOR,
@@ -125,17 +126,13 @@ class HeadConfig(ABC):
 
 @no_type_check
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config(HeadConfig):
-    """One decoder layer over a token's embedding and fused hidden states.
+class LayerConfig(HeadConfig):
+    """A decoder layer of Llama's, with keys and values of its own.
 
     Attributes:
-        target_layers: After how many of the target's layers its residual stream is
-            taken; None where the file leaves it to the target's size.
-        norm_before_residual: Whether the layer adds to the normalised hidden state.
         has_embedding: Whether it has token embeddings of its own, not the target's.
     """
 
-    kind: ClassVar[str] = EAGLE3
     has_pages: ClassVar[bool] = True
 
     hidden_size: int
@@ -145,8 +142,6 @@ class Eagle3Config(HeadConfig):
     head_dim: int
     rms_norm_eps: float
     rope_theta: float
-    target_layers: tuple[int, ...] | None = None
-    norm_before_residual: bool = False
     has_embedding: bool = False
     max_position_embeddings: int = 8192
 
@@ -154,8 +149,7 @@ class Eagle3Config(HeadConfig):
         super().__post_init__()
         for name in _LAYER_SIZES.values():
             check_integer(ConfigError, name, getattr(self, name), low=1)
-        for name in ("norm_before_residual", "has_embedding"):
-            check_flag(ConfigError, name, getattr(self, name))
+        check_flag(ConfigError, "has_embedding", self.has_embedding)
         check_number(ConfigError, "rms_norm_eps", self.rms_norm_eps, low=0)
         check_number(ConfigError, "rope_theta", self.rope_theta, low=0, open_low=True)
         if self.num_q_heads % self.num_kv_heads:
@@ -163,61 +157,23 @@ class Eagle3Config(HeadConfig):
             raise wrong_argument(
                 ConfigError, "num_attention_heads", allowed, self.num_q_heads
             )
-        if self.target_layers is not None and (
-            len(self.target_layers) != NUM_TARGET_LAYERS
-            or any(type(layer) is not int or layer < 0 for layer in self.target_layers)
-        ):
-            allowed = f"{NUM_TARGET_LAYERS} numbers of layers"
-            raise wrong_argument(
-                ConfigError, _LAYER_IDS, allowed, list(self.target_layers)
-            )
         if not self.has_embedding and self.hidden_size != self.target_hidden_size:
             raise ConfigError(
-                f"This eagle3 head has hidden_size={self.hidden_size} and no "
+                f"This {self.kind} head has hidden_size={self.hidden_size} and no "
                 "embed_tokens.weight, and the target's embeddings are "
                 f"{self.target_hidden_size} wide.",
                 parameter="hidden_size",
                 value=self.hidden_size,
             )
 
-    @classmethod
-    def from_file(
-        cls, config: Mapping[str, Any], names: Collection[str]
-    ) -> "Eagle3Config":
-        """See `HeadConfig.from_file`."""
-        layer = config.get("transformer_layer_config", config)
-        if not isinstance(layer, Mapping):
-            allowed = "an object"
-            raise wrong_argument(
-                ConfigError, "transformer_layer_config", allowed, layer
-            )
-        _refuse_variants(config, layer)
-        _require(layer, *_LAYER_SIZES, "vocab_size")
-        sizes = {ours: layer[theirs] for theirs, ours in _LAYER_SIZES.items()}
-        kv_heads = layer.get("num_key_value_heads") or layer["num_attention_heads"]
-        width = layer["hidden_size"] // max(1, layer["num_attention_heads"])
-        is_speculators = layer is not config
-        return cls(
-            **sizes,
-            num_kv_heads=kv_heads,
-            head_dim=layer.get("head_dim") or width,
-            vocab_size=layer["vocab_size"],
-            draft_vocab_size=config.get("draft_vocab_size") or layer["vocab_size"],
-            target_hidden_size=config.get("target_hidden_size") or layer["hidden_size"],
-            target_layers=_target_layers(config),
-            has_embedding="embed_tokens.weight" in names,
-            # vLLM takes it for true where a file of speculators leaves it out.
-            norm_before_residual=bool(
-                config.get("norm_before_residual", is_speculators)
-            ),
-            rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
-            rope_theta=_rope_theta(layer),
-            max_position_embeddings=layer.get("max_position_embeddings") or 8192,
-        )
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """See `HeadConfig.kv_bytes_per_token`."""
+        return 2 * self.num_kv_heads * self.head_dim * dtype_bytes
 
-    def to_file(self) -> dict[str, Any]:
+    def layer_to_file(self) -> dict[str, Any]:
+        """The layer, as HuggingFace would write a Llama of it."""
         layer = {theirs: getattr(self, ours) for theirs, ours in _LAYER_SIZES.items()}
-        layer |= dict(
+        return layer | dict(
             model_type="llama",
             architectures=["LlamaForCausalLM"],
             num_key_value_heads=self.num_kv_heads,
@@ -232,10 +188,140 @@ class Eagle3Config(HeadConfig):
             mlp_bias=False,
             tie_word_embeddings=False,
         )
+
+
+def _layer_from_file(
+    config: Mapping[str, Any], names: Collection[str]
+) -> tuple[dict[str, Any], bool]:
+    """The layer of a `config.json`, and whether speculators has written it."""
+    layer = config.get("transformer_layer_config", config)
+    if not isinstance(layer, Mapping):
+        allowed = "an object"
+        raise wrong_argument(ConfigError, "transformer_layer_config", allowed, layer)
+    _refuse_variants(config, layer)
+    _require(layer, *_LAYER_SIZES, "vocab_size")
+    values = {ours: layer[theirs] for theirs, ours in _LAYER_SIZES.items()}
+    kv_heads = layer.get("num_key_value_heads") or layer["num_attention_heads"]
+    width = layer["hidden_size"] // max(1, layer["num_attention_heads"])
+    values |= dict(
+        num_kv_heads=kv_heads,
+        head_dim=layer.get("head_dim") or width,
+        vocab_size=layer["vocab_size"],
+        has_embedding="embed_tokens.weight" in names,
+        rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
+        rope_theta=_rope_theta(layer),
+        max_position_embeddings=layer.get("max_position_embeddings") or 8192,
+    )
+    return values, layer is not config
+
+
+@no_type_check
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(LayerConfig):
+    """The layer over a token's embedding and the target's last hidden state.
+
+    Attributes:
+        has_bias: Whether the matrix that joins the two has one.
+    """
+
+    kind: ClassVar[str] = EAGLE
+
+    has_bias: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_flag(ConfigError, "has_bias", self.has_bias)
+        if self.hidden_size != self.target_hidden_size:
+            allowed = f"target_hidden_size={self.target_hidden_size}"
+            hint = "What the head makes stands for the target's hidden states."
+            raise wrong_argument(
+                ConfigError, "hidden_size", allowed, self.hidden_size, hint
+            )
+        if self.is_trimmed:
+            allowed = f"vocab_size={self.vocab_size}"
+            hint = "The matrix of logits is the target's."
+            raise wrong_argument(
+                ConfigError, "draft_vocab_size", allowed, self.draft_vocab_size, hint
+            )
+
+    @classmethod
+    def from_file(
+        cls, config: Mapping[str, Any], names: Collection[str]
+    ) -> "EagleConfig":
+        """See `HeadConfig.from_file`."""
+        values, _ = _layer_from_file(config, names)
+        return cls(
+            **values,
+            draft_vocab_size=values["vocab_size"],
+            target_hidden_size=values["hidden_size"],
+            has_bias="fc.bias" in names or bool(config.get("fusion_bias")),
+        )
+
+    def to_file(self) -> dict[str, Any]:
+        # `bias` is what the paper's own code asks for.
+        return self.layer_to_file() | dict(bias=self.has_bias)
+
+
+@no_type_check
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(LayerConfig):
+    """The layer over a token's embedding and fused hidden states.
+
+    Attributes:
+        target_layers: After how many of the target's layers its residual stream is
+            taken; None where the file leaves it to the target's size.
+        norm_before_residual: Whether the layer adds to the normalised hidden state.
+    """
+
+    kind: ClassVar[str] = EAGLE3
+
+    target_layers: tuple[int, ...] | None = None
+    norm_before_residual: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        name = "norm_before_residual"
+        check_flag(ConfigError, name, self.norm_before_residual)
+        if self.target_layers is not None and (
+            len(self.target_layers) != NUM_TARGET_LAYERS
+            or any(type(layer) is not int or layer < 0 for layer in self.target_layers)
+        ):
+            allowed = f"{NUM_TARGET_LAYERS} numbers of layers"
+            raise wrong_argument(
+                ConfigError, _LAYER_IDS, allowed, list(self.target_layers)
+            )
+
+    @classmethod
+    def from_file(
+        cls, config: Mapping[str, Any], names: Collection[str]
+    ) -> "Eagle3Config":
+        """See `HeadConfig.from_file`."""
+        values, is_speculators = _layer_from_file(config, names)
+        nested = config.get("eagle_config") or {}
+        if isinstance(nested, Mapping) and nested.get("use_aux_hidden_state") is False:
+            raise UnsupportedError(
+                "eagle_config.use_aux_hidden_state=false: the head is not shown layers "
+                "of the target, and this network fuses three.",
+                parameter="use_aux_hidden_state",
+                value=False,
+            )
+        return cls(
+            **values,
+            draft_vocab_size=config.get("draft_vocab_size") or values["vocab_size"],
+            target_hidden_size=config.get("target_hidden_size")
+            or values["hidden_size"],
+            target_layers=_target_layers(config),
+            # vLLM takes it for true where a file of speculators leaves it out.
+            norm_before_residual=bool(
+                config.get("norm_before_residual", is_speculators)
+            ),
+        )
+
+    def to_file(self) -> dict[str, Any]:
         content: dict[str, Any] = dict(
             architectures=["Eagle3Speculator"],
             speculators_model_type=EAGLE3,
-            transformer_layer_config=layer,
+            transformer_layer_config=self.layer_to_file(),
             draft_vocab_size=self.draft_vocab_size,
             target_hidden_size=self.target_hidden_size,
             norm_before_residual=self.norm_before_residual,
@@ -243,10 +329,6 @@ class Eagle3Config(HeadConfig):
         if self.target_layers is not None:
             content[_LAYER_IDS] = list(self.target_layers)
         return content
-
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """See `HeadConfig.kv_bytes_per_token`."""
-        return 2 * self.num_kv_heads * self.head_dim * dtype_bytes
 
     def layers_of(self, target: ModelConfig) -> tuple[int, ...]:
         """After how many layers the target's residual stream is taken."""
@@ -284,6 +366,7 @@ _FIXED = {
     "norm_before_fc": False,
     "norm_output": False,
     "fc_norm": False,
+    "layernorms": False,
 }
 
 
@@ -326,14 +409,6 @@ def _refuse_variants(config: Mapping[str, Any], layer: Mapping[str, Any]) -> Non
         if given not in (computed, None):
             hint = "The head's network computes nothing else."
             raise wrong_argument(UnsupportedError, name, repr(computed), given, hint)
-    nested = config.get("eagle_config") or {}
-    if isinstance(nested, Mapping) and nested.get("use_aux_hidden_state") is False:
-        raise UnsupportedError(
-            "eagle_config.use_aux_hidden_state=false: the head is not shown layers of "
-            "the target, and this network fuses three.",
-            parameter="use_aux_hidden_state",
-            value=False,
-        )
 
 
 def _rope_theta(layer: Mapping[str, Any]) -> float:
@@ -502,7 +577,8 @@ class MlpSpeculatorConfig(HeadConfig):
 
 
 CONFIGS: dict[str, type[HeadConfig]] = {
-    config.kind: config for config in (Eagle3Config, MedusaConfig, MlpSpeculatorConfig)
+    config.kind: config
+    for config in (EagleConfig, Eagle3Config, MedusaConfig, MlpSpeculatorConfig)
 }
 
 

@@ -17,7 +17,11 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.heads.config import NUM_TARGET_LAYERS, Eagle3Config
+from jaxspec.models.heads.config import (
+    NUM_TARGET_LAYERS,
+    Eagle3Config,
+    LayerConfig,
+)
 from jaxspec.models.layers import (
     attend,
     feed_forward_block,
@@ -29,58 +33,77 @@ from jaxspec.models.matrices import Matrix
 from jaxspec.models.params import Params, ParamSpec, Specs
 from jaxspec_kernels.decoder_blocks import SILU, Norm
 
+# Norms beside the one between attention and the feed-forward block.
 _VECTORS = {
     ("layer", "hidden_norm"): "layers.0.hidden_norm",
     ("layer", "input_norm"): "layers.0.input_layernorm",
-    ("layer", "post_attention_norm"): "layers.0.post_attention_layernorm",
     ("norm",): "norm",
 }
 
 
 def param_specs(config: Eagle3Config) -> Specs:
     """Every parameter: shape, logical axes, what stays together, tensors."""
-    model, hidden, head = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.num_q_heads * head, config.num_kv_heads * head
-    attention, mlp = ("layer", "attention"), ("layer", "feed_forward")
-    at, both = "layers.0.", 2 * model  # the layer sees embedding and hidden state
-
-    def matrix(
-        rows: int, columns: int, axes: tuple[str, str], *names: str, unit: int = 1
-    ) -> ParamSpec:
-        tensors = tuple(f"{name}.weight" for name in names)
-        return ParamSpec(shape=(rows, columns), axes=axes, unit=unit, tensors=tensors)
-
-    q, k, v, o = (f"{at}self_attn.{name}_proj" for name in "qkvo")
-    gate, up, down = (f"{at}mlp.{name}_proj" for name in ("gate", "up", "down"))
-    blocks = 2 * gate_block(hidden)
-    fused = NUM_TARGET_LAYERS * config.target_hidden_size
+    model, fused = config.hidden_size, NUM_TARGET_LAYERS * config.target_hidden_size
     specs: Specs = {
-        ("fc",): matrix(model, fused, ("model", "model"), "fc"),
-        (*attention, "q_proj"): matrix(
-            queries, both, ("q_head", "model"), q, unit=head
-        ),
-        (*attention, "kv_proj"): matrix(
-            2 * keys, both, ("kv_head", "model"), k, v, unit=2 * head
-        ),
-        (*attention, "o_proj"): matrix(
-            model, queries, ("model", "q_head"), o, unit=head
-        ),
-        (*mlp, "gate_up_proj"): matrix(
-            2 * hidden, model, ("hidden", "model"), gate, up, unit=blocks
-        ),
-        (*mlp, "down_proj"): matrix(model, hidden, ("model", "hidden"), down),
-        ("lm_head",): matrix(
+        ("fc",): matrix_spec(model, fused, ("model", "model"), "fc"),
+        # The layer sees embedding and hidden state.
+        **layer_specs(config, 2 * model),
+        ("lm_head",): matrix_spec(
             config.draft_vocab_size, model, ("vocab", "model"), "lm_head"
         ),
     }
-    if config.has_embedding:
-        specs["embedding",] = matrix(
-            config.vocab_size, model, ("vocab", "model"), "embed_tokens"
-        )
     for path, name in _VECTORS.items():
         tensors = (f"{name}.weight",)
         specs[path] = ParamSpec(shape=(model,), axes=("model",), tensors=tensors)
     return specs
+
+
+def layer_specs(config: LayerConfig, width: int) -> Specs:
+    """Of a decoder layer of Llama's, and of the tokens' embedding if there is one.
+
+    Args:
+        width: Of the rows that attention is made of.
+    """
+    model, hidden, head = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_q_heads * head, config.num_kv_heads * head
+    attention, mlp = ("layer", "attention"), ("layer", "feed_forward")
+    at = "layers.0."
+    q, k, v, o = (f"{at}self_attn.{name}_proj" for name in "qkvo")
+    gate, up, down = (f"{at}mlp.{name}_proj" for name in ("gate", "up", "down"))
+    blocks = 2 * gate_block(hidden)
+    specs: Specs = {
+        (*attention, "q_proj"): matrix_spec(
+            queries, width, ("q_head", "model"), q, unit=head
+        ),
+        (*attention, "kv_proj"): matrix_spec(
+            2 * keys, width, ("kv_head", "model"), k, v, unit=2 * head
+        ),
+        (*attention, "o_proj"): matrix_spec(
+            model, queries, ("model", "q_head"), o, unit=head
+        ),
+        (*mlp, "gate_up_proj"): matrix_spec(
+            2 * hidden, model, ("hidden", "model"), gate, up, unit=blocks
+        ),
+        (*mlp, "down_proj"): matrix_spec(model, hidden, ("model", "hidden"), down),
+        ("layer", "post_attention_norm"): ParamSpec(
+            shape=(model,),
+            axes=("model",),
+            tensors=(f"{at}post_attention_layernorm.weight",),
+        ),
+    }
+    if config.has_embedding:
+        specs["embedding",] = matrix_spec(
+            config.vocab_size, model, ("vocab", "model"), "embed_tokens"
+        )
+    return specs
+
+
+def matrix_spec(
+    rows: int, columns: int, axes: tuple[str, str], *names: str, unit: int = 1
+) -> ParamSpec:
+    """A matrix of the tensors with these names, one below the other."""
+    tensors = tuple(f"{name}.weight" for name in names)
+    return ParamSpec(shape=(rows, columns), axes=axes, unit=unit, tensors=tensors)
 
 
 def fuse(

@@ -12,9 +12,10 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.heads import eagle3, medusa, mlp_speculator
+from jaxspec.models.heads import eagle, eagle3, medusa, mlp_speculator
 from jaxspec.models.heads.config import (
     Eagle3Config,
+    EagleConfig,
     HeadConfig,
     MedusaConfig,
     MlpSpeculatorConfig,
@@ -74,6 +75,40 @@ class Eagle3(_Head):
     ) -> Float[Array, "row draft_vocab"]:
         """Logits of the layer's output, over the head's own vocabulary."""
         return eagle3.logits(self.config, self.params(), hidden)
+
+
+class Eagle(_Head):
+    """See `jaxspec.models.heads.eagle`."""
+
+    config: EagleConfig
+
+    def __call__(
+        self,
+        batch: TokenBatch,
+        hidden: Float[Array, "row model"],
+        kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+        embedding: Float[Array, "vocab model"],
+        backend: Backend = Backend(),  # noqa: B008 frozen
+    ) -> tuple[Float[Array, "row model"], Array]:
+        """Run the layer; its output and the updated pages.
+
+        Args:
+            embedding: The target's, for a head that has none.
+        """
+        params = self.params()
+        embedded = eagle.embed(params, batch.tokens, DenseMatrix(embedding))
+        return eagle.forward(
+            self.config, params, batch, embedded, hidden, kv_pages, backend
+        )
+
+    def logits(
+        self,
+        hidden: Float[Array, "row model"],
+        embedding: Float[Array, "vocab model"],
+    ) -> Float[Array, "row vocab"]:
+        """Logits of the layer's output, by the target's matrix."""
+        target = DenseMatrix(embedding)
+        return eagle.logits(self.config, self.params(), hidden, target)
 
 
 class Medusa(_Head):

@@ -18,8 +18,8 @@ from jaxtyping import Array, Float
 
 from jaxspec.errors import ConfigError
 from jaxspec.models.heads.config import (
-    Eagle3Config,
     HeadConfig,
+    LayerConfig,
     MlpSpeculatorConfig,
     read_head,
 )
@@ -44,7 +44,7 @@ _OFFSETS, _IDS = "d2t", "token_map"
 
 
 def functions_of_head(config: HeadConfig) -> Any:
-    """The network of a kind of head: `eagle3`, `medusa` or `mlp_speculator`."""
+    """The network of a kind of head: the module of its name."""
     return importlib.import_module(f"jaxspec.models.heads.{config.kind}")
 
 
@@ -53,7 +53,7 @@ def declare_head(
 ) -> Specs:
     """All parameters in the form in which these devices hold them."""
     copies = 1
-    if isinstance(config, Eagle3Config):
+    if isinstance(config, LayerConfig):
         parts = num_parts(mesh, mesh_axes)
         copies = kv_copies(config.num_q_heads, config.num_kv_heads, parts)
     specs = functions_of_head(config).param_specs(config)

@@ -4,10 +4,12 @@ from collections.abc import Callable
 
 from jaxspec.config import EngineConfig
 from jaxspec.program.propose.draft_model import DraftModel
+from jaxspec.program.propose.eagle import Eagle
 from jaxspec.program.propose.eagle3 import Eagle3
 from jaxspec.program.propose.medusa import Medusa
 from jaxspec.program.propose.mlp_speculator import MlpSpeculator
 from jaxspec.program.propose.ngram import NGram
+from jaxspec.program.propose.pard import Pard
 from jaxspec.program.propose.proposal import (
     Context,
     Observer,
@@ -21,11 +23,13 @@ __all__ = [
     "PROPOSERS",
     "Context",
     "DraftModel",
+    "Eagle",
     "Eagle3",
     "Medusa",
     "MlpSpeculator",
     "NGram",
     "Observer",
+    "Pard",
     "Proposal",
     "Proposer",
     "Seen",
@@ -36,8 +40,10 @@ __all__ = [
 # By the names of which a method is made: "ngram+draft_model" asks both, in this order.
 PROPOSERS: dict[str, Callable[[EngineConfig], Proposer]] = {
     "draft_model": DraftModel.of,
+    "pard": Pard.of,
     "ngram": NGram.of,
     "suffix": Suffix.of,
+    "eagle": Eagle.of,
     "eagle3": Eagle3.of,
     "medusa": Medusa.of,
     "mlp_speculator": MlpSpeculator.of,

@@ -20,8 +20,8 @@ from jaxspec.config import EngineConfig
 from jaxspec.models import cpu
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.heads import eagle3
-from jaxspec.models.heads.config import Eagle3Config
-from jaxspec.models.heads.weights import to_target_vocab
+from jaxspec.models.heads.config import Eagle3Config, LayerConfig
+from jaxspec.models.heads.weights import functions_of_head, to_target_vocab
 from jaxspec.models.params import Params
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose.last_row import (
@@ -49,7 +49,7 @@ class Eagle3(Head):
         target_layers: After how many of the target's layers they are taken.
     """
 
-    config: Eagle3Config
+    config: LayerConfig
     target_layers: tuple[int, ...]
 
     @classmethod
@@ -101,7 +101,7 @@ class Eagle3(Head):
         def read(hidden: Array) -> tuple[Array, Array]:
             is_finite = jnp.isfinite(hidden).all(axis=1)
             rows = finite_rows(hidden, is_finite)
-            return self._logits(own, rows, context.pool.vocab_size), ~is_finite
+            return self._logits(own, rows, context), ~is_finite
 
         def first(level: Array | int, drafts: Array, kept: _State) -> tuple:
             return *read(kept[1]), kept
@@ -167,7 +167,7 @@ class Eagle3(Head):
 
         def fuse(rows: Array) -> Array:
             parts = jnp.split(rows, len(streams), axis=1)
-            return eagle3.fuse(self.config, params, parts)
+            return self._network.fuse(self.config, params, parts)
 
         return cpu.with_pads(fuse, joined)
 
@@ -185,24 +185,29 @@ class Eagle3(Head):
         missing = padded.tokens.shape[0] - count
         tokens = jnp.maximum(padded.tokens, 0)  # pads have none
         target = {} if context.target is None else context.target
-        found, pages = eagle3.forward(
+        found, pages = self._network.forward(
             self.config,
             params,
             padded,
-            eagle3.embed(params, tokens, target["embedding"]),
+            self._network.embed(params, tokens, target["embedding"]),
             jnp.pad(hidden, ((0, missing), (0, 0))),
             pages,
             context.backend(DRAFT_MESH_AXES),
         )
         return found[:count], pages
 
+    @property
+    def _network(self) -> Any:
+        """The functions of the head's kind."""
+        return functions_of_head(self.config)
+
     def _logits(
-        self, params: Params, hidden: Float[Array, "row model"], vocab_size: int
+        self, params: Params, hidden: Float[Array, "row model"], context: Context
     ) -> Float[Array, "row vocab"]:
         """Over the target's vocabulary."""
-        found = cpu.with_pads(
-            lambda rows: eagle3.logits(self.config, params, rows), hidden
-        )
+        assert isinstance(self.config, Eagle3Config)
+        config, vocab_size = self.config, context.pool.vocab_size
+        found = cpu.with_pads(lambda rows: eagle3.logits(config, params, rows), hidden)
         return jnp.maximum(to_target_vocab(params, found, vocab_size), LOWEST)
 
 

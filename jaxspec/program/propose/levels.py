@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.models.backend import Backend
 from jaxspec.program import randomness
 from jaxspec.program.controls import Adjust
+from jaxspec.program.plan import MAX_GROUP_BYTES
 from jaxspec.program.propose.beam import Beam
 from jaxspec.program.propose.proposal import Context, Proposal
 from jaxspec.program.rows import Active
@@ -134,6 +135,31 @@ class Levels:
             return drafts.grow(level, *_rank_laws(tree, token, scores)), probs
         assert isinstance(tree, Tree)
         return _grow(tree, level, drafts, token, scores), probs
+
+
+def logits_by_level(
+    make: Callable[[Float[Array, "row model"]], Float[Array, "row vocab"]],
+    rows: Float[Array, "level row model"],
+    vocab_size: int,
+) -> Callable[[Array | int], Float[Array, "row vocab"]]:
+    """Logits of a level, whose rows are there for all levels.
+
+    Of all levels in one product, which reads the matrix once; where they would be too
+    large an array, of each when it is drawn.
+
+    Args:
+        make: Logits of any rows.
+    """
+    levels, count, _ = rows.shape
+    if 4 * levels * count * vocab_size > MAX_GROUP_BYTES:
+        return lambda level: make(entry_of(rows, level))
+    every = make(rows.reshape(levels * count, -1)).reshape(levels, count, -1)
+    return lambda level: entry_of(every, level)
+
+
+def entry_of(every: Array, level: Array | int) -> Array:
+    """What belongs to a level, of an array by level."""
+    return jax.lax.dynamic_index_in_dim(every, level, keepdims=False)
 
 
 def finite_rows(

@@ -16,9 +16,8 @@ from jaxspec.models.heads import medusa
 from jaxspec.models.heads.config import MedusaConfig
 from jaxspec.models.heads.weights import to_target_vocab
 from jaxspec.models.params import Params
-from jaxspec.program.plan import MAX_GROUP_BYTES
 from jaxspec.program.propose.last_row import LOWEST, LastRow
-from jaxspec.program.propose.levels import Continue
+from jaxspec.program.propose.levels import Continue, entry_of, logits_by_level
 from jaxspec.program.propose.proposal import Context
 
 
@@ -54,7 +53,7 @@ class Medusa(LastRow):
         """Logits of a level, over the target's vocabulary."""
         config, vocab = self.config, context.pool.vocab_size
         assert context.target is not None, "nobody has the matrix of logits"
-        shared, (levels, count, _) = context.target["embedding"], found.shape
+        shared = context.target["embedding"]
 
         def widen(logits: Array) -> Array:
             return jnp.maximum(to_target_vocab(params, logits, vocab), LOWEST)
@@ -62,16 +61,7 @@ class Medusa(LastRow):
         def one_head(head: int, rows: Array) -> Array:
             return widen(medusa.logits(config, params, head, rows, shared))
 
-        if config.lm_heads < 2 and 4 * levels * count * vocab <= MAX_GROUP_BYTES:
-            # One product: the matrix is the largest there is, and is read once.
-            joined = found.reshape(levels * count, -1)
-            every = one_head(0, joined).reshape(levels, count, -1)
-            return functools.partial(_entry, every)
-        heads = [functools.partial(one_head, head) for head in range(levels)]
         if config.lm_heads < 2:
-            return lambda level: heads[0](_entry(found, level))
-        return lambda level: jax.lax.switch(level, heads, _entry(found, level))
-
-
-def _entry(every: Array, level: Array | int) -> Array:
-    return jax.lax.dynamic_index_in_dim(every, level, keepdims=False)
+            return logits_by_level(functools.partial(one_head, 0), found, vocab)
+        heads = [functools.partial(one_head, head) for head in range(len(found))]
+        return lambda level: jax.lax.switch(level, heads, entry_of(found, level))

@@ -56,7 +56,8 @@ class Context:
 
     Attributes:
         tree: Room for drafts.
-        num_wanted: The most drafts, one after the other, that any sequence wants.
+        wanted: Drafts, one after the other, that each sequence wants; 0 also where the
+            model that makes them lacks tokens.
         prompts: Tokens of the launch that are no sequence's newest: of prompts, for
             whoever looks into the target, or what a draft model has to catch up with.
             None in a launch without.
@@ -68,12 +69,17 @@ class Context:
     active: Active
     token_pages: Int[Array, "page page_size"]
     tree: Template
-    num_wanted: Int[Array, ""]
+    wanted: Int[Array, " seq"]
     pool: PoolShape
     prompts: TokenBatch | None
     backend: Callable[[tuple[str, ...]], Backend]
     adjuster: Callable[[tuple[str, ...]], Adjust | None]
     target: Params | None = None
+
+    @property
+    def num_wanted(self) -> Int[Array, ""]:
+        """The most that any sequence wants."""
+        return self.wanted.max(initial=0)
 
 
 class Seen(NamedTuple):

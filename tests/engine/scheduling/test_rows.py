@@ -43,7 +43,7 @@ def test_bounds_hold_whatever_the_device_does(rounds, unread):
             drafts, emitted = 0, 1
         played.append((drafts, emitted))
         table.launch(row, np.array([drafts]))
-        table.draft(row, width)
+        table.draft(row, np.full(1, width), width)
         known += emitted
         # A drafting round fills the two newest tokens and its drafts but the last: of
         # what comes of it, the target's token and the last draft are lacking.
@@ -80,7 +80,7 @@ def test_bounds_hold_where_not_all_rounds_run(launches, unread):
     table.num_draft_uncached[row] = lacking
     for drafts, most, emitted in launches:
         table.launch(row, np.array([drafts]), most)
-        table.draft(row, 0, most)
+        table.draft(row, np.zeros(1), 0, most)
         known += sum(emitted)
         lacking += len(emitted)
         assert table.num_draft_uncached[row][0] >= lacking
@@ -155,8 +155,19 @@ def test_bounds_count_what_is_launched_and_unread():
 def test_what_the_draft_model_lacks(widths, gap):
     table, row = one_row(make_request())
     for width in widths:
-        table.draft(row, width)
+        table.draft(row, np.full(1, width), width)
     assert table.num_draft_uncached[row].tolist() == [gap]
+
+
+def test_one_pass_for_all_drafts_takes_what_a_round_may_have_added():
+    table, rows = RowTable(4, num_parallel=3), np.arange(4)
+    table.num_draft_uncached[:] = [1, 4, 5, 4]
+    assert table.lags(rows).tolist() == [False, False, True, False]
+    # Whoever wants no drafts is not fed.
+    table.draft(rows, np.array([3, 1, 0, 0]), 3)
+    assert table.num_draft_uncached.tolist() == [4, 4, 6, 5]
+    table.draft(rows, np.zeros(4), 0)
+    assert table.num_draft_uncached.tolist() == [5, 5, 7, 6]
 
 
 def test_who_can_go_on():
@@ -188,8 +199,8 @@ def test_a_row_given_up_forgets_all_but_unread_launches():
     row = np.array([first.row])
     assert table.features(row) == Features(num_logprobs=5)
     table.launch(row, np.array([2]))
-    table.draft(row, 0)
-    table.draft(row, 0)
+    table.draft(row, np.zeros(1), 0)
+    table.draft(row, np.zeros(1), 0)
     owner = table.owner[row].copy()
     table.release(first)
     assert (first.row, first.num_unread) == (-1, 1)

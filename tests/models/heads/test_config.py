@@ -8,6 +8,7 @@ from jaxspec.errors import ConfigError, UnsupportedError
 from jaxspec.models.heads.config import (
     CONFIGS,
     Eagle3Config,
+    EagleConfig,
     MedusaConfig,
     MlpSpeculatorConfig,
     default_layers,
@@ -17,6 +18,7 @@ from tests.models.heads import torch_heads as theirs
 from tests.models.heads.targets import target_config
 
 HEADS = {
+    "eagle": EagleConfig.from_file(theirs.eagle_config(), ()),
     "eagle3": Eagle3Config.from_file(theirs.speculators_config(), ()),
     "medusa": MedusaConfig(
         target_hidden_size=theirs.HIDDEN,

@@ -7,12 +7,13 @@ import pytest
 from flax import nnx
 
 from jaxspec.models.heads import eagle3, medusa, mlp_speculator
-from jaxspec.models.heads.module import Eagle3, Medusa, MlpSpeculator
+from jaxspec.models.heads.module import Eagle, Eagle3, Medusa, MlpSpeculator
 from jaxspec.models.heads.weights import init_head
 from jaxspec.models.matrices import DenseMatrix
 from jaxspec.sharding import make_mesh
 from tests.models.heads import torch_heads as theirs
 from tests.models.heads.test_config import HEADS
+from tests.models.heads.test_eagle import one_pass as eagle_pass
 from tests.models.heads.test_eagle3 import PAGE_SIZE, one_pass, rows_at
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -59,6 +60,21 @@ def test_eagle3():
     np.testing.assert_array_equal(
         module.logits(found), eagle3.logits(module.config, params, wanted)
     )
+
+
+@pytest.mark.slow
+def test_eagle():
+    config = HEADS["eagle"]
+    module, params = filled(Eagle(config, FLOAT32), config)
+    pages = jnp.zeros((8, PAGE_SIZE, 2 * theirs.KV_HEADS, theirs.HEAD_DIM))
+    batch, target = rows_at(0, 4), DenseMatrix(EMBEDDING)
+    found, after = nnx.jit(Eagle.__call__)(module, batch, ROWS, pages, EMBEDDING)
+    wanted, _, logits = eagle_pass(
+        config, params, batch, batch.tokens, target, ROWS, pages
+    )
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert np.abs(after).max() > 0
+    np.testing.assert_allclose(module.logits(found, EMBEDDING), logits, atol=1e-4)
 
 
 def test_medusa():

@@ -34,7 +34,7 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Path
     return folder
 
 
-# EAGLE-3
+# EAGLE and EAGLE-3
 
 
 def eagle3_tensors(layer: str = "layers.0.") -> dict[str, torch.Tensor]:
@@ -118,6 +118,59 @@ def rotated(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.cat([turned.real, turned.imag], -1)
 
 
+def eagle_tensors(form: str = "papers", *, has_bias: bool = False) -> dict[str, Any]:
+    """`form` is `papers`, or `speculators`, which has a copy of the target's matrix."""
+    queries, keys = Q_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    fc, layer = "fc.", "layers.0."
+    if form == "speculators":
+        fc, layer = "fusion_fc.", "transformer."
+    shapes: dict[str, Any] = {
+        fc + "weight": (HIDDEN, 2 * HIDDEN),
+        layer + "self_attn.q_proj.weight": (queries, HIDDEN),
+        layer + "self_attn.k_proj.weight": (keys, HIDDEN),
+        layer + "self_attn.v_proj.weight": (keys, HIDDEN),
+        layer + "self_attn.o_proj.weight": (HIDDEN, queries),
+        layer + "mlp.gate_proj.weight": (INNER, HIDDEN),
+        layer + "mlp.up_proj.weight": (INNER, HIDDEN),
+        layer + "mlp.down_proj.weight": (HIDDEN, INNER),
+        layer + "post_attention_layernorm.weight": (HIDDEN,),
+    }
+    if has_bias:
+        shapes[fc + "bias"] = (HIDDEN,)
+    if form == "speculators":
+        shapes["lm_head.weight"] = (VOCAB, HIDDEN)
+    return random_tensors(shapes)
+
+
+def eagle_config(form: str = "papers", **changes: Any) -> dict[str, Any]:
+    if form == "papers":
+        return layer_config() | dict(architectures=["LlamaForCausalLM"]) | changes
+    content: dict[str, Any] = dict(
+        architectures=["EagleSpeculator"],
+        speculators_model_type="eagle",
+        transformer_layer_architecture="LlamaDecoderLayer",
+        transformer_layer_config=layer_config(),
+        layernorms=False,
+        fusion_bias=False,
+    )
+    return content | changes
+
+
+def eagle_rows(
+    tensors: dict[str, torch.Tensor], embedded: torch.Tensor, hidden: torch.Tensor
+) -> torch.Tensor:
+    """The layer's output for a whole sequence of rows at positions 0, 1, ..."""
+    names = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
+    own = {}
+    for name, value in tensors.items():
+        for theirs, ours in names.items():
+            name = ours + name.removeprefix(theirs) if theirs in name else name
+        own[name.removeprefix("layers.0.")] = value
+    stream = torch.cat([embedded, hidden], -1) @ own["fc.weight"].T
+    stream = stream + own.get("fc.bias", torch.zeros(HIDDEN))
+    return after_attention(own, stream, attention(own, stream))
+
+
 def eagle3_rows(
     tensors: dict[str, torch.Tensor],
     embedded: torch.Tensor,
@@ -134,9 +187,15 @@ def eagle3_rows(
     }
     normed = rms_norm(hidden, own["hidden_norm.weight"])
     both = torch.cat([rms_norm(embedded, own["input_layernorm.weight"]), normed], -1)
-    count, positions = len(both), torch.arange(len(both))
+    residual = normed if norm_before_residual else hidden
+    return after_attention(own, residual, attention(own, both))
+
+
+def attention(own: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """What heads of a Llama's layer see of the rows before each, its own included."""
+    count, positions = len(rows), torch.arange(len(rows))
     query, key, value = (
-        (both @ own[f"self_attn.{name}_proj.weight"].T).view(count, -1, HEAD_DIM)
+        (rows @ own[f"self_attn.{name}_proj.weight"].T).view(count, -1, HEAD_DIM)
         for name in "qkv"
     )
     query, key = rotated(query, positions), rotated(key, positions)
@@ -144,8 +203,13 @@ def eagle3_rows(
     key, value = (part.repeat_interleave(group, 1) for part in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) / HEAD_DIM**0.5
     scores = scores.masked_fill(positions > positions[:, None], -math.inf)
-    mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
-    residual = normed if norm_before_residual else hidden
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
+
+
+def after_attention(
+    own: dict[str, torch.Tensor], residual: torch.Tensor, mixed: torch.Tensor
+) -> torch.Tensor:
+    """The rest of the layer."""
     stream = residual + mixed @ own["self_attn.o_proj.weight"].T
     inner = rms_norm(stream, own["post_attention_layernorm.weight"])
     gate = torch.nn.functional.silu(inner @ own["mlp.gate_proj.weight"].T)

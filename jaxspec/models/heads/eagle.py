@@ -1,0 +1,106 @@
+"""The EAGLE head: one decoder layer over a token's embedding and the target's last row.
+
+A row of it is about a token and the target's last hidden state at the token before,
+normalised: what logits are made of. A matrix joins the two, and what the layer makes of
+that stands for the target's hidden state at the token: the target's own matrix says
+what comes next, and the next pass goes on from it. Keys and values lie as those of an
+EAGLE-3 head.
+
+The layer is Llama's without its first norm. EAGLE-1 and EAGLE-2 have the same head, and
+other trees. References: Li et al. 2024, arXiv:2401.15077 and arXiv:2406.16858.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Num
+
+from jaxspec.models.backend import Backend
+from jaxspec.models.batch import TokenBatch
+from jaxspec.models.heads.config import EagleConfig
+from jaxspec.models.heads.eagle3 import embed as embed
+from jaxspec.models.heads.eagle3 import layer_specs, matrix_spec
+from jaxspec.models.layers import attend, feed_forward_block, rope_tables
+from jaxspec.models.matrices import Matrix
+from jaxspec.models.params import Params, ParamSpec, Specs
+from jaxspec_kernels.decoder_blocks import SILU, Norm
+
+
+def param_specs(config: EagleConfig) -> Specs:
+    """Every parameter: shape, logical axes, what stays together, tensors."""
+    model = config.hidden_size
+    specs = {
+        ("fc", "weight"): matrix_spec(model, 2 * model, ("model", "model"), "fc"),
+        **layer_specs(config, model),
+    }
+    if config.has_bias:
+        specs["fc", "bias"] = ParamSpec(
+            shape=(model,), axes=("model",), tensors=("fc.bias",)
+        )
+    return specs
+
+
+def fuse(
+    config: EagleConfig,
+    params: Params,
+    streams: Sequence[Float[Array, "row target_model"]],
+) -> Float[Array, "row model"]:
+    """The target's last hidden states, normalised, as they are."""
+    (rows,) = streams
+    return rows
+
+
+def forward(
+    config: EagleConfig,
+    params: Params,
+    batch: TokenBatch,
+    embedded: Float[Array, "row model"],
+    hidden: Float[Array, "row model"],
+    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    backend: Backend,
+) -> tuple[Float[Array, "row model"], Array]:
+    """Run the layer; returns its output, which is the next pass's `hidden`, and pages.
+
+    Args:
+        batch: `tokens` is not read: they are in `embedded`.
+        hidden: At the token before, the target's or of an earlier pass.
+    """
+    own = params["layer"]
+    joined = jnp.concatenate([embedded.astype(hidden.dtype), hidden], axis=-1)
+    stream = params["fc"]["weight"].multiply(joined)
+    if config.has_bias:
+        stream += params["fc"]["bias"].astype(stream.dtype)[None]
+    mixed, kv_pages = attend(
+        own["attention"],
+        stream,
+        kv_pages,
+        batch=batch,
+        tables=rope_tables(batch.positions, config.head_dim, config.rope_theta),
+        num_q_heads=config.num_q_heads,
+        scale=config.head_dim**-0.5,
+        backend=backend,
+    )
+    stream = feed_forward_block(
+        own["feed_forward"],
+        stream + mixed,
+        before=Norm(own["post_attention_norm"], config.rms_norm_eps),
+        after=None,
+        activation=SILU,
+        backend=backend,
+    )
+    return stream, kv_pages
+
+
+def logits(
+    config: EagleConfig,
+    params: Params,
+    hidden: Float[Array, "row model"],
+    target: Matrix,
+) -> Float[Array, "row vocab"]:
+    """Logits of the layer's output.
+
+    Args:
+        target: The target's matrix of logits. Its soft cap is left out, as other
+            engines do: a cap keeps the order.
+    """
+    return target.multiply(hidden)

@@ -1,0 +1,43 @@
+"""The EAGLE head proposes: fed as EAGLE-3's is, and its logits are the target's.
+
+It is shown the target's last hidden states, normalised: what logits are made of.
+"""
+
+from dataclasses import dataclass
+
+from jaxtyping import Array, Float
+
+from jaxspec.config import EngineConfig
+from jaxspec.models import cpu
+from jaxspec.models.heads import eagle
+from jaxspec.models.heads.config import EagleConfig
+from jaxspec.models.params import Params
+from jaxspec.program.propose.eagle3 import Eagle3
+from jaxspec.program.propose.proposal import NORMALISED, Context
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle(Eagle3):
+    """One layer over the target's last hidden states, with pages of its own."""
+
+    config: EagleConfig
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "Eagle":
+        """What an engine's configuration asks for."""
+        assert config.speculative is not None
+        return cls(
+            config=config.head_config,
+            target_layers=(NORMALISED,),
+            is_greedy=config.speculative.is_greedy,
+        )
+
+    def _logits(
+        self, params: Params, hidden: Float[Array, "row model"], context: Context
+    ) -> Float[Array, "row vocab"]:
+        """By the target's matrix."""
+        assert context.target is not None, "nobody has the matrix of logits"
+        target = context.target["embedding"]
+        return cpu.with_pads(
+            lambda rows: eagle.logits(self.config, params, rows, target), hidden
+        )

@@ -1,0 +1,108 @@
+"""A draft model proposes all drafts in one pass, in the places of mask tokens (PARD).
+
+The pass takes the newest tokens, as many as a round may have added, and behind them one
+mask fewer than there are drafts: the row of the newest token says the first draft, each
+mask's the next. What stands in the pages for masks is written over by the next pass,
+which is fed the tokens that came in their places: nothing else is ever read there.
+
+No draft has seen those before it, so that what a level's drafts continue does not
+matter, and trees of any shape cost no more than a chain. The law that a draft was drawn
+from is known all the same: by the text before the round, it is independent of others.
+
+References: An et al. 2025, arXiv:2504.18583.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxspec.config import EngineConfig
+from jaxspec.models.batch import TokenBatch
+from jaxspec.models.params import Params
+from jaxspec.program import history
+from jaxspec.program.propose.draft_model import DraftModel, Pages
+from jaxspec.program.propose.levels import Levels, finite_rows, logits_by_level
+from jaxspec.program.propose.proposal import Context, Proposal
+from jaxspec.program.region import make_region
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pard(DraftModel):
+    """A draft model that was trained to fill in masks."""
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "Pard":
+        """What an engine's configuration asks for."""
+        assert config.speculative is not None
+        assert config.draft_model_config is not None
+        return cls(
+            config=config.draft_model_config, is_greedy=config.speculative.is_greedy
+        )
+
+    def propose(
+        self,
+        params: Params | None,
+        state: Pages,
+        context: Context,
+        before: Proposal | None,
+    ) -> tuple[Proposal, Pages]:
+        """Draw all levels from the rows of one pass.
+
+        A sequence that wants no drafts is not fed: the model may lack earlier tokens
+        of it, and what it made of the newest then would be wrong.
+
+        Args:
+            before: Drafts that take the place of the model's own, as far as they count.
+        """
+        tree, active = context.tree, context.active
+        seqs, num_levels = active.row.shape[0], tree.num_levels
+        model = self._model(params, context)
+        hidden, pages = model.hidden(self._masked(context), state)
+
+        def by_level(part: Array) -> Array:
+            rows = part.reshape(seqs, -1, *part.shape[1:])
+            return rows[:, -num_levels:].swapaxes(0, 1)
+
+        # Rows of sequences that are not fed are nobody's.
+        is_finite = by_level(hidden.is_finite).all(axis=0) | (context.wanted == 0)
+        rows = finite_rows(hidden.rows, hidden.is_finite)
+        logits_of = logits_by_level(
+            model.logits, by_level(rows), context.pool.vocab_size
+        )
+
+        def first(level: Array | int, drafts: Array, kept: Pages) -> tuple:
+            return logits_of(level), ~is_finite, kept
+
+        def following(level: Array | int, drafts: Array, kept: Pages) -> tuple:
+            return jnp.repeat(logits_of(level), tree.width, axis=0), ~is_finite, kept
+
+        levels = Levels(context, is_greedy=self.is_greedy, before=before)
+        proposal, _ = levels.propose(first, following, ())
+        return proposal, pages
+
+    def _masked(self, context: Context) -> TokenBatch:
+        """The newest tokens of every sequence, and masks behind them.
+
+        Those that the model has keys and values for are fed once more: how many a round
+        has added is data, and how wide the pass is is not.
+        """
+        active, tree, mask = context.active, context.tree, self.config.mask_token_id
+        assert mask is not None, "the model has no mask token"
+        seqs = active.row.shape[0]
+        back = jnp.arange(-tree.max_emitted, 0, dtype=jnp.int32)[None]
+        newest: Int[Array, "seq token"] = history.read(
+            context.token_pages,
+            active.page_table,
+            jnp.maximum(active.num_tokens[:, None] + back, 0),
+        )
+        masks = jnp.full((seqs, tree.num_levels - 1), mask, jnp.int32)
+        is_fed = active.is_active & (context.wanted > 0)
+        tokens = jnp.concatenate([newest, masks], axis=1)
+        return make_region(
+            tokens,
+            active.num_tokens + tree.num_levels - 1,
+            active.page_table,
+            jnp.broadcast_to(is_fed[:, None], tokens.shape),
+            context.pool,
+        )

@@ -1,0 +1,104 @@
+"""All drafts come of one pass, each by its own law; what needs none is left alone."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.models.backend import Backend
+from jaxspec.program import history
+from jaxspec.program.plan import PoolShape
+from jaxspec.program.propose import Context, Pard
+from jaxspec.program.tree import Tree
+from tests.engines import make_micro
+from tests.kernels.oracle import UNOPTIMISED
+from tests.laws import filtered_law
+from tests.oracles import PagedModel, hf_logits, load_ours, model_config
+from tests.rows import make_active
+
+MASK, DRAFTS = 15, 3
+
+
+def propose(length: int, num_known: int, **fields: Any) -> tuple[Any, ...]:
+    """Drafts where the model has fed the first tokens, with what was in their place.
+
+    Args:
+        fields: Of the only sequence; `wanted` of the context.
+    """
+    reference = make_micro()
+    tokens = np.random.default_rng(length).integers(3, 15, length)
+    paged = PagedModel(
+        model_config(reference, mask_token_id=MASK),
+        load_ours(reference),
+        compiler_options=UNOPTIMISED,
+    )
+    if num_known:
+        paged.feed(tokens[:num_known])
+    # Masks of an earlier round.
+    paged.feed(np.full(2, MASK))
+    pool = PoolShape(
+        num_rows=1,
+        num_pages=paged.num_pages,
+        page_size=paged.page_size,
+        max_model_len=paged.num_pages * paged.page_size,
+        vocab_size=paged.config.vocab_size,
+    )
+    table = jnp.asarray(paged.page_table)
+    place = jnp.arange(length, dtype=jnp.int32)[None]
+    token_pages = history.write(
+        jnp.full((pool.num_pages, pool.page_size), 7, jnp.int32),
+        table,
+        place,
+        jnp.asarray(tokens[None], jnp.int32),
+        jnp.ones_like(place, bool),
+    )
+    wanted = fields.pop("wanted", DRAFTS)
+    active = dataclasses.replace(
+        make_active(1, num_tokens=length, **fields), page_table=table
+    )
+
+    def run(params: Any, pages: Any, token_pages: Any, active: Any) -> Any:
+        context = Context(
+            active=active,
+            token_pages=token_pages,
+            tree=Tree.chain(DRAFTS),
+            wanted=jnp.array([wanted], jnp.int32),
+            pool=pool,
+            prompts=None,
+            backend=lambda axes: Backend(),
+            adjuster=lambda axes: None,
+        )
+        return Pard(config=paged.config).propose(params, pages, context, None)
+
+    before = jax.tree.map(np.asarray, paged.kv_pages)
+    run = jax.jit(run, compiler_options=UNOPTIMISED)
+    found, pages = run(paged.params, paged.kv_pages, token_pages, active)
+    masked = np.append(tokens, [MASK] * (DRAFTS - 1))
+    return found, hf_logits(reference, masked)[length - 1 :], before, pages
+
+
+@pytest.mark.parametrize(
+    ("length", "num_known"),
+    # A round that added all it could, over a page's border; and a text of two tokens.
+    [(13, 9), pytest.param(2, 0, marks=pytest.mark.slow)],
+)
+def test_each_draft_is_drawn_from_its_own_law(length, num_known):
+    found, logits, *_ = propose(length, num_known, temperature=0.8, top_p=0.95)
+    laws = [filtered_law(row, 0.8, top_p=np.float32(0.95)) for row in logits]
+    np.testing.assert_allclose(found.probs[0], laws, atol=1e-4)
+    drafts = np.asarray(found.tokens[0])
+    assert (np.array(laws)[np.arange(DRAFTS), drafts] > 0).all()
+    assert found.num_drafts.tolist() == [DRAFTS]
+    assert not found.is_broken.any()
+
+
+def test_a_sequence_that_wants_no_drafts_is_not_fed():
+    """The model lacks its tokens: what it made of the newest others would find."""
+    found, _, before, after = propose(13, 3, wanted=0, temperature=0.0)
+    assert found.num_drafts.tolist() == [0]
+    assert not found.is_broken.any()
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one, other)
