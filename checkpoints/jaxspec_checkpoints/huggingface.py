@@ -133,11 +133,12 @@ def _describe(path: Path, file: Any, name: str, types: Mapping[str, Any]) -> Ten
             f"{', '.join(types)} ({path})"
         )
 
-    def read(start: int, stop: int) -> np.ndarray:
+    def read_rows(start: int, stop: int) -> np.ndarray:
         # One without axes has no rows.
         return rows[start:stop] if shape else file.get_tensor(name)
 
     dtype = np.dtype(types[kind])
+    read: Callable[[int, int], np.ndarray] = read_rows
     if kind == "F8_E4M3":
         read = _byte_reader(path, name, shape, dtype)
     return Tensor(shape=shape, dtype=dtype, source=f"{path}:{name}", read=read)

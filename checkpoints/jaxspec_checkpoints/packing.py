@@ -97,7 +97,7 @@ def _compressed_scheme(given: Mapping[str, Any]) -> Scheme:
     if given.get("kv_cache_scheme") is not None:
         _refuse(COMPRESSED, "kv_cache_scheme", "null", given["kv_cache_scheme"])
     form, bits = group.get("format") or given.get("format"), weights.get("num_bits")
-    kinds = {
+    kinds: dict[Any, str] = {
         (_PACK, "int", 4): INT4,
         (_PACK, "int", 8): INT8,
         (_PLAIN_INTS, "int", 8): INT8,

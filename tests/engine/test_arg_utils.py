@@ -496,10 +496,12 @@ def test_how_matrices_are_kept(target: str, draft: str):
     )
     assert config.model_config.quantization is None
     of_draft = Scheme(kind="fp8", has_embedding=True)
+    assert config.draft_model_config is not None
     assert config.draft_model_config.quantization == of_draft
     as_vllm = dict(model=draft, num_speculative_tokens=2, quantization="int8")
     config = configure(target, quantization="fp8", speculative_config=as_vllm)
     assert config.model_config.quantization == Scheme(kind="fp8")
+    assert config.draft_model_config is not None
     assert config.draft_model_config.quantization == Scheme(kind="int8")
 
 
