@@ -82,7 +82,8 @@ def eagle_method() -> EagleMethod:
 
 
 def eagle3_method(**changes: Any) -> Eagle3Method:
-    sizes = LAYER | dict(draft_vocab_size=DRAFT_VOCAB, target_layers=(1, 2, 4))
+    own = dict(draft_vocab_size=DRAFT_VOCAB, target_layers=(1, 2, 4))
+    sizes: dict[str, Any] = LAYER | own
     config: Any = Eagle3Config(**sizes | changes)
     return Eagle3Method(config=config, num_passes=2)
 
