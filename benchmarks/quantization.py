@@ -194,7 +194,9 @@ def measure_speed(
     for pair, engine, own in zip(PAIRS, engines, runs, strict=True):
         target, draft, has_embedding = pair
         found = summarise(own)
-        facts = engine.runner.memory.facts
+        plan = engine.runner.memory
+        assert plan is not None, "an engine was made without a memory plan"
+        facts = plan.facts
         yield {
             "target": target,
             "draft": draft,

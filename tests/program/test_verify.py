@@ -293,10 +293,11 @@ def test_typical_acceptance_of_a_vocabulary_in_parts():
     tokens = np.where(is_best, laws.argmax(axis=2), tokens)
     num_draft = jnp.full(40, DRAFTS, jnp.int32)
     given = jnp.asarray(tokens, jnp.int32), jnp.asarray(laws), num_draft
-    whole = NUMBERS.length(*given, None)
+    length: Any = NUMBERS.length
+    whole = length(*given, None)
     split = PartitionSpec(None, None, "model")
     parts = jax.shard_map(
-        lambda *some: NUMBERS.length(*some, ("model",)),
+        lambda *some: length(*some, ("model",)),
         mesh=Mesh(np.array(jax.devices()[:4]), ("model",)),
         in_specs=(PartitionSpec(), split, PartitionSpec()),
         out_specs=PartitionSpec(),

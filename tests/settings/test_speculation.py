@@ -66,7 +66,7 @@ def test_the_lossy_rule_is_of_medusa_alone_and_by_name_alone():
     with pytest.raises(ConfigError, match="posterior_alpha must be left out"):
         SpeculativeConfig(method="medusa", model="head", posterior_alpha=0.3)
     with pytest.raises(ConfigError, match="posterior_threshold must be a .*, got 0"):
-        changed = TYPICAL | {"posterior_threshold": 0}
+        changed: dict[str, Any] = TYPICAL | {"posterior_threshold": 0}
         SpeculativeConfig(method="medusa", model="head", **changed)
 
 

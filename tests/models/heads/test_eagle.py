@@ -1,6 +1,7 @@
 """The EAGLE head equals a torch head that reads the same files, pass by pass."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +97,7 @@ def test_what_is_not_computed_or_for_another_target_is_named(
 
 def test_a_head_of_another_width_or_vocabulary_stands_for_nothing():
     """Its layer's output is to be what the target makes logits of."""
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         target_hidden_size=32,
         vocab_size=50,
         draft_vocab_size=50,
