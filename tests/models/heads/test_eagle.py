@@ -112,5 +112,6 @@ def test_a_head_of_another_width_or_vocabulary_stands_for_nothing():
     )
     with pytest.raises(ConfigError, match="hidden_size must be target_hidden_size=32"):
         EagleConfig(**sizes)
+    sizes |= dict(hidden_size=32, draft_vocab_size=20)
     with pytest.raises(ConfigError, match="draft_vocab_size must be vocab_size=50"):
-        EagleConfig(**sizes | dict(hidden_size=32, draft_vocab_size=20))
+        EagleConfig(**sizes)
