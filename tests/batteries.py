@@ -174,6 +174,11 @@ BATTERIES = (
         (*ENGINE, "benchmarks/compile_costs.py"),
         "benchmarks/results/aot_trees.json",
     ),
+    _aot(
+        "quantized",
+        "tests/models/test_quantized_aot.py",
+        (*ENGINE, "benchmarks/compile_costs.py"),
+    ),
     _aot("h200", "tests/program/test_h200_aot.py", (*PROGRAM, "benchmarks/h200.py")),
 )
 

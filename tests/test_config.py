@@ -226,7 +226,7 @@ def test_an_unusable_file_is_named(tmp_path: Path, content: str):
         ({"num_speculative_tokens": 0}, "got 0", "from 1 to 8"),
         ({"num_speculative_tokens": 9}, "got 9", "from 1 to 8"),
         ({"num_speculative_tokens": True}, "True", "an integer"),
-        ({"rejection_sample_method": "typical"}, "'typical'", "'block'"),
+        ({"rejection_sample_method": "typicl"}, "'typicl'", "'block'"),
         ({"draft_sample_method": "best"}, "'best'", "'probabilistic', 'greedy'"),
         ({"disable_by_batch_size": 1}, "got 1", "at least 2"),
         ({"max_model_len": 0}, "got 0", "at least 1"),

@@ -104,6 +104,8 @@ def read_head_config(folder: str | Path) -> tuple[str, Mapping[str, Any]]:
             )
         config = read_json(folder / "config.json")
     kind = kind_of_head(config)
+    if kind == EAGLE and not _may_join(folder):
+        kind = None
     if kind not in KINDS:
         what = "no head" if kind is None else f"a head of kind {kind!r}"
         raise CheckpointError(
@@ -112,6 +114,18 @@ def read_head_config(folder: str | Path) -> tuple[str, Mapping[str, Any]]:
             f"hidden states, trained for that target: {', '.join(KINDS)}."
         )
     return kind, config
+
+
+def _may_join(folder: Path) -> bool:
+    """Whether a folder may hold what joins a token with a hidden state: EAGLE's `fc`.
+
+    Without, it is a model of one layer, whose config.json says the same.
+    """
+    try:
+        names = read_tensors(folder, more_types=INTEGERS)
+    except CheckpointError:  # no safetensors, of which whoever reads them tells
+        return True
+    return any(_our_spelling(EAGLE, name) == "fc.weight" for name in names)
 
 
 def open_head(folder: str | Path) -> HeadFiles:

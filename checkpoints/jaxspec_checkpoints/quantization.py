@@ -6,7 +6,7 @@ block by block while they are read, so that a model is never there in both forms
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -162,6 +162,11 @@ def quantized_tensor(values: Tensor, scales: Tensor) -> QuantizedTensor:
 class _Derived(Tensor):
     origin: Tensor
     make: Callable[[int, np.ndarray], np.ndarray]
+
+    def head(self, num_rows: int) -> Tensor:
+        """The first rows only."""
+        shape = num_rows, *self.shape[1:]
+        return replace(self, shape=shape, origin=self.origin.head(num_rows))
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
         for start, rows in self.origin.blocks():

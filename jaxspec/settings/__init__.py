@@ -1,5 +1,6 @@
 """Parts of an engine's configuration, `jaxspec.config`.
 
-`model_config` is a network's numbers, `speculation` how drafts are made and judged,
+`model_config` is a network's numbers, `quantization` which forms its matrices may be
+asked for in, `speculation` how drafts are made and judged,
 `structured_outputs` what holds for forms of texts.
 """

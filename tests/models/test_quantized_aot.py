@@ -15,26 +15,30 @@ from jaxspec.engine.described import describe, describe_mesh
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.step import lower_step
 from jaxspec_checkpoints.quantization import stored_bytes
+from tests.batteries import members
 from tests.kernels import aot_gpu, aot_tpu
 from tests.program import hlo
 
 # One kind of layer and the other: bfloat16 takes 85 MB of `gate_up_proj`, and int8
 # 4.7 MB of the smallest matrix: on a TPU there is room for no second one of any.
 NUM_LAYERS = 2
-TEMP_BYTES = {"v5e-1": 2**22, "v5e-4": 2**22, "h200": 2**26}
+TEMP_BYTES = {"v5e-1": 2**22, "h200": 2**26}
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
     ("devices", "kind"),
-    [
-        ("v5e-1", "int8"),
-        pytest.param("v5e-1", "int4", marks=pytest.mark.slow),
-        pytest.param("v5e-1", "fp8", marks=pytest.mark.slow),
-        pytest.param("v5e-4", "int4", marks=pytest.mark.slow),
-        pytest.param("h200", "int8", marks=pytest.mark.slow),
-        pytest.param("h200", "fp8", marks=pytest.mark.slow),
-    ],
+    members(
+        "quantized",
+        [
+            ("v5e-1", "int8"),
+            ("v5e-1", "int4"),
+            ("v5e-1", "fp8"),
+            ("h200", "int8"),
+            ("h200", "fp8"),
+        ],
+        is_example=lambda case: case == ("v5e-1", "int8"),
+    ),
 )
 def test_no_matrix_of_2b_is_widened_in_memory(devices, kind):
     reason = aot_gpu.missing() if devices == "h200" else aot_tpu.MISSING
@@ -45,7 +49,6 @@ def test_no_matrix_of_2b_is_widened_in_memory(devices, kind):
         num_layers=NUM_LAYERS,
         quantization=kind,
         dtype="bfloat16",
-        tensor_parallel_size=4 if devices == "v5e-4" else 1,
         max_num_seqs=8,
         num_gpu_blocks_override=512,
     )
