@@ -1,5 +1,7 @@
 """What may be asked of a model's matrices, and of one that is quantized already."""
 
+from typing import Any
+
 import pytest
 
 from jaxspec.errors import ConfigError, UnsupportedError
@@ -12,7 +14,9 @@ MODEL = config_from_hf(TINY | dict(model_type="gemma2", hidden_size=128, head_di
 
 
 def quantize(model, kind, **changes):
-    given = dict(has_embedding=False, argument="quantization", folder="model")
+    given: dict[str, Any] = dict(
+        has_embedding=False, argument="quantization", folder="model"
+    )
     return quantize_model(model, kind, **given | changes)
 
 
