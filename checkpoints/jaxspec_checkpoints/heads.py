@@ -123,7 +123,7 @@ def _may_join(folder: Path) -> bool:
     """
     try:
         names = read_tensors(folder, more_types=INTEGERS)
-    except CheckpointError:  # no safetensors, of which whoever reads them tells
+    except CheckpointError:  # `open_head` says what is wrong with its files
         return True
     return any(_our_spelling(EAGLE, name) == "fc.weight" for name in names)
 

@@ -107,7 +107,8 @@ def measure_parts(
     ids = list(itertools.islice(_request_ids, len(batch.prompts)))
     try:
         for name, prompt, params in zip(ids, batch.prompts, batch.params, strict=True):
-            # None ends before the last one has begun, which may wait for a program.
+            # No request may end before the last one has begun: it may wait for a
+            # program.
             endless = params.clone()
             endless.max_tokens, endless.ignore_eos = None, True
             engine.add_request(name, {"prompt_token_ids": prompt}, endless)

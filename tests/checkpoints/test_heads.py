@@ -102,6 +102,16 @@ def test_an_unknown_head_is_named(tmp_path):
         open_head(tmp_path)
 
 
+def test_a_model_of_one_layer_is_no_head(tmp_path):
+    """Heads of EAGLE's own code have its config.json, and `fc` besides."""
+    layer = dict(model_type="llama", num_hidden_layers=1)
+    head = write(tmp_path / "head", layer, ["fc.weight", "layers.0.mlp.up_proj.weight"])
+    assert read_head_config(head)[0] == "eagle"
+    model = write(tmp_path / "model", layer, ["model.layers.0.mlp.up_proj.weight"])
+    with pytest.raises(CheckpointError, match="holds no head"):
+        read_head_config(model)
+
+
 def test_pickles_are_not_opened(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dict(model_type="medusa")))
     (tmp_path / "medusa_lm_head.pt").touch()
