@@ -2,11 +2,13 @@
 //
 // Each query head of each token is a row by itself: it meets the keys that it sees in
 // their order, with sums of its own. Its bits do not depend on how many queries there
-// are, how a tree's drafts lie, where pages are, nor on the threads.
+// are, how a tree's drafts lie, where pages are, nor on the threads. What rows share is
+// reading: queries beside each other multiply with the same keys while these are in
+// registers.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "attention.h"
@@ -22,21 +24,37 @@ namespace ffi = xla::ffi;
 // Multiplications of one call from which on a second thread is of use.
 constexpr int64_t kMinWorkPerThread = 1 << 18;
 
-// Slots of the keys that a query sees, in their order.
+// Rows of one pass over keys: their sums fill the registers.
+constexpr int kMostRows = kLanes == 16 ? 6 : 2;
+// Vectors of a value that are added up together.
+constexpr int kVectors = 4;
+// Queries of one part: they share what is read of keys.
+constexpr int64_t kMostQueries = 16;
+// Scores of one part, in bytes: they stay in a core's cache.
+constexpr int64_t kMostScores = 1 << 18;
+constexpr float kNothing = -1e30f;
+
+// Positions from `first` on, before `last`.
+struct Range {
+  int64_t first, last;
+  int64_t count() const { return std::max<int64_t>(last - first, 0); }
+};
+
+// What a query of a chain sees.
+Range range_of(const Attention& given, int64_t kv_len, int64_t query) {
+  const int64_t position = kv_len - given.queries + query;
+  const int64_t first =
+      given.window ? std::max<int64_t>(position - given.window + 1, 0) : 0;
+  return {first, std::min(position + 1, given.table * given.page_size)};
+}
+
+// Slots of the keys that a query of a tree sees, in their order.
 void see(std::vector<int64_t>& seen, const Attention& given, int64_t kv_len,
          int64_t query, const bool* mask) {
   seen.clear();
   const int64_t window = given.window, queries = given.queries;
   const int64_t start = kv_len - queries;  // slot of the first query
   const int64_t capacity = given.table * given.page_size;
-  if (mask == nullptr) {
-    const int64_t position = start + query;
-    const int64_t first =
-        window ? std::max<int64_t>(position - window + 1, 0) : 0;
-    for (int64_t key = first; key <= std::min(position, capacity - 1); ++key)
-      seen.push_back(key);
-    return;
-  }
   auto depth_of = [&](int64_t node) {
     int64_t depth = -1;
     for (int64_t other = 0; other < queries; ++other)
@@ -55,106 +73,281 @@ void see(std::vector<int64_t>& seen, const Attention& given, int64_t kv_len,
   }
 }
 
-// The rows of one KV head of one token: `group` query heads.
-template <typename Query, typename Value>
-void attend_token(const Attention& given, const std::vector<int64_t>& seen,
-                  const Query* query, const int32_t* page_table, int64_t kv_head,
-                  Query* mixed, std::vector<float>& scratch) {
-  const int64_t group = given.q_heads / given.kv_heads, size = given.head_dim;
-  const int64_t count = seen.size();
-  if (!count) {
-    for (int64_t i = 0; i < group * size; ++i) put(mixed + i, 0.0f);
-    return;
+// As many keys as there are lanes, feature by feature: to[feature * kLanes + key].
+template <typename Value>
+void turn(const Value* const* keys, int64_t size, float* to) {
+  for (int64_t at = 0; at < size; at += kLanes) {
+    const int64_t count = std::min<int64_t>(size - at, kLanes);
+    Floats rows[kLanes];
+    for (int key = 0; key < kLanes; ++key) rows[key] = load_some(keys[key] + at, count);
+    transpose(rows);
+    for (int64_t row = 0; row < count; ++row) store(to + (at + row) * kLanes, rows[row]);
   }
-  const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
-  scratch.assign(group * (padded + 2 * size + 1), 0.0f);
-  float* scores = scratch.data();
-  float* scaled = scores + group * padded;
-  float* sums = scaled + group * size;
-  float* totals = sums + group * size;
-  for (int64_t i = 0; i < group * size; ++i)
-    scaled[i] = widen(query[i]) * given.scale;
-  const Value* kv_pages = static_cast<const Value*>(given.kv_pages);
-  const int64_t stride = 2 * given.kv_heads * size;
-  auto row_of = [&](int64_t slot) {
-    const int64_t page = std::clamp<int64_t>(page_table[slot / given.page_size], 0,
-                                             given.pages - 1);
-    return kv_pages + (page * given.page_size + slot % given.page_size) * stride +
-           2 * kv_head * size;
+}
+
+// Products of rows with the keys of a block, a lane for each. Of a row, products of even
+// features are added up, those of odd ones, and the two sums.
+template <int Rows>
+void score(const float* rows, const float* block, int64_t size, Floats* found) {
+  Floats even[Rows] = {}, odd[Rows] = {};
+  for (int64_t at = 0; at + 1 < size; at += 2) {
+    const Floats first = load(block + at * kLanes);
+    const Floats second = load(block + (at + 1) * kLanes);
+    for (int row = 0; row < Rows; ++row) {
+      even[row] += splat(rows[row * size + at]) * first;
+      odd[row] += splat(rows[row * size + at + 1]) * second;
+    }
+  }
+  if (size % 2) {
+    const Floats last = load(block + (size - 1) * kLanes);
+    for (int row = 0; row < Rows; ++row)
+      even[row] += splat(rows[row * size + size - 1]) * last;
+  }
+  for (int row = 0; row < Rows; ++row) found[row] = even[row] + odd[row];
+}
+
+// Adds `count` values, each times a row's weight for it, to the sums of rows; in the
+// order of positions, a feature by itself. `lanes`: Of the last vector; all, where it
+// is whole.
+template <int Rows, int Vectors, bool IsWhole, typename Value>
+void mix_some(const Value* const* values, int64_t at, const float* const* weights,
+              int64_t count, float* sums, int64_t size, int64_t lanes) {
+  auto size_of = [lanes](int vector) {
+    return IsWhole || vector + 1 < Vectors ? int64_t{kLanes} : lanes;
   };
-  for (int64_t i = 0; i < count; ++i) {
-    const Value* key = row_of(seen[i]);
-    for (int64_t head = 0; head < group; ++head)
-      scores[head * padded + i] = dot(scaled + head * size, key, size);
-  }
-  constexpr float kNothing = -1e30f;
-  for (int64_t head = 0; head < group; ++head) {
-    float* row = scores + head * padded;
-    Floats most = splat(kNothing);
-    for (int64_t i = 0; i < padded; i += kLanes) {
-      Floats score = load(row + i);
-      if (given.soft_cap != 0)
-        score = tanh(score / given.soft_cap) * given.soft_cap;
-      store(row + i, score);
-    }
-    for (int64_t i = count; i < padded; ++i) row[i] = kNothing;
-    for (int64_t i = 0; i < padded; i += kLanes) {
-      const Floats score = load(row + i);
-      most = select(score > most, score, most);
-    }
-    const float maximum = max_of(most);
-    Floats total = {};
-    for (int64_t i = 0; i < padded; i += kLanes) {
-      Floats weight = exp(load(row + i) - splat(maximum));
-      weight = select(load(row + i) == splat(kNothing), Floats{}, weight);
-      store(row + i, weight);
-      total += weight;
-    }
-    totals[head] = sum_of(total);
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    const Value* value = row_of(seen[i]) + size;
-    for (int64_t head = 0; head < group; ++head) {
-      const float weight = scores[head * padded + i];
-      float* sum = sums + head * size;
-      int64_t d = 0;
-      for (; d + kLanes <= size; d += kLanes)
-        store(sum + d, load(sum + d) + splat(weight) * load(value + d));
-      for (; d < size; ++d) sum[d] += weight * widen(value[d]);
+  Floats own[Rows][Vectors];
+  for (int row = 0; row < Rows; ++row)
+    for (int vector = 0; vector < Vectors; ++vector)
+      own[row][vector] =
+          load_some(sums + row * size + at + vector * kLanes, size_of(vector));
+  for (int64_t key = 0; key < count; ++key) {
+    Floats value[Vectors];
+    for (int vector = 0; vector < Vectors; ++vector)
+      value[vector] = load_some(values[key] + at + vector * kLanes, size_of(vector));
+    for (int row = 0; row < Rows; ++row) {
+      const Floats weight = splat(weights[row][key]);
+      for (int vector = 0; vector < Vectors; ++vector)
+        own[row][vector] += weight * value[vector];
     }
   }
-  for (int64_t head = 0; head < group; ++head)
-    for (int64_t d = 0; d < size; ++d)
-      put(mixed + head * size + d, sums[head * size + d] / totals[head]);
+  for (int row = 0; row < Rows; ++row)
+    for (int vector = 0; vector < Vectors; ++vector)
+      store_some(sums + row * size + at + vector * kLanes, own[row][vector],
+                 size_of(vector));
+}
+
+template <int Rows, typename Value>
+void mix(const Value* const* values, const float* const* weights, int64_t count,
+         float* sums, int64_t size) {
+  if (count < 1) return;
+  int64_t at = 0;
+  for (; at + kVectors * kLanes <= size; at += kVectors * kLanes)
+    mix_some<Rows, kVectors, true>(values, at, weights, count, sums, size, kLanes);
+  for (; at < size; at += kLanes)
+    mix_some<Rows, 1, false>(values, at, weights, count, sums, size,
+                             std::min<int64_t>(size - at, kLanes));
+}
+
+// Calls run(first, integral constant of how many) for groups of `count` rows.
+template <typename Run>
+void for_rows(int64_t count, const Run& run) {
+  int64_t first = 0;
+  for (; first + kMostRows <= count; first += kMostRows)
+    run(first, std::integral_constant<int, kMostRows>());
+  constexpr int kHalf = kMostRows / 2;
+  for (; first + kHalf <= count; first += kHalf)
+    run(first, std::integral_constant<int, kHalf>());
+  for (; first < count; ++first) run(first, std::integral_constant<int, 1>());
+}
+
+// Weights of scores, which they replace, and their sum. `count` is above 0; there is
+// room for a whole vector.
+float to_weights(float* scores, int64_t count, float soft_cap) {
+  const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
+  Floats most = splat(kNothing);
+  std::fill(scores + count, scores + padded, 0.0f);
+  if (soft_cap != 0)
+    for (int64_t i = 0; i < padded; i += kLanes)
+      store(scores + i, tanh(load(scores + i) / soft_cap) * soft_cap);
+  std::fill(scores + count, scores + padded, kNothing);
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    const Floats score = load(scores + i);
+    most = select(score > most, score, most);
+  }
+  const float maximum = max_of(most);
+  Floats total = {};
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    Floats weight = exp(load(scores + i) - splat(maximum));
+    weight = select(load(scores + i) == splat(kNothing), Floats{}, weight);
+    store(scores + i, weight);
+    total += weight;
+  }
+  return sum_of(total);
+}
+
+// What queries of one sequence find at one KV head.
+//
+// A row is a query head of a token. `ranges` says which of `keys`, those that any of
+// the tokens sees, each token sees itself. Afterwards `keys` are the values.
+template <typename Query, typename Value>
+void attend_rows_of(const Attention& given, std::vector<const Value*>& keys,
+                    const Range* ranges, int64_t tokens, const Query* query,
+                    Query* mixed, std::vector<float>& scratch) {
+  const int64_t group = given.q_heads / given.kv_heads, size = given.head_dim;
+  const int64_t rows = tokens * group, stride = given.q_heads * size;
+  const int64_t count = keys.size();
+  const int64_t padded = count + 2 * kLanes;
+  scratch.resize(rows * (padded + 2 * size) + kLanes * size);
+  float* scores = scratch.data();
+  float* scaled = scores + rows * padded;
+  float* sums = scaled + rows * size;
+  float* block = sums + rows * size;
+  std::fill(sums, sums + rows * size, 0.0f);
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t i = 0; i < size; ++i)
+      scaled[row * size + i] =
+          widen(query[row / group * stride + row % group * size + i]) * given.scale;
+  for (int64_t at = 0; at < count; at += kLanes) {
+    const Value* own[kLanes];
+    for (int64_t key = 0; key < kLanes; ++key)
+      own[key] = keys[std::min(at + key, count - 1)];
+    turn(own, size, block);
+    for_rows(rows, [&](int64_t first, auto number) {
+      constexpr int kRows = number.value;
+      // Tokens later in a chain begin and end no earlier.
+      if (ranges[first / group].first >= at + kLanes ||
+          ranges[(first + kRows - 1) / group].last <= at)
+        return;
+      Floats found[kRows];
+      score<kRows>(scaled + first * size, block, size, found);
+      for (int row = 0; row < kRows; ++row) {
+        const Range range = ranges[(first + row) / group];
+        float* to = scores + (first + row) * padded - range.first;
+        const int64_t begin = std::max(range.first, at);
+        const int64_t end = std::min(range.last, at + kLanes);
+        if (begin == at && end == at + kLanes) {
+          store(to + at, found[row]);
+        } else if (begin < end) {
+          float lanes[kLanes];
+          store(lanes, found[row]);
+          std::copy(lanes + begin - at, lanes + end - at, to + begin);
+        }
+      }
+    });
+  }
+  // From here on what was looked for is what is taken: values lie behind their keys.
+  for (const Value*& key : keys) key += size;
+  for_rows(rows, [&](int64_t first, auto number) {
+    constexpr int kRows = number.value;
+    float totals[kRows];
+    Range all{0, count};
+    for (int row = 0; row < kRows; ++row) {
+      const Range range = ranges[(first + row) / group];
+      all = {std::max(all.first, range.first), std::min(all.last, range.last)};
+      totals[row] = range.count() ? to_weights(scores + (first + row) * padded,
+                                               range.count(), given.soft_cap)
+                                  : 0.0f;
+    }
+    // What all of them see is read once, and what only some see by each of these.
+    if (!all.count()) all = {0, 0};
+    auto mix_row = [&](int row, int64_t begin, int64_t end) {
+      const float* own = scores + (first + row) * padded -
+                         ranges[(first + row) / group].first + begin;
+      mix<1>(keys.data() + begin, &own, end - begin, sums + (first + row) * size,
+             size);
+    };
+    const float* weights[kRows];
+    for (int row = 0; row < kRows; ++row) {
+      const Range range = ranges[(first + row) / group];
+      weights[row] = scores + (first + row) * padded - range.first + all.first;
+      if (all.count()) mix_row(row, range.first, all.first);
+    }
+    mix<kRows>(keys.data() + all.first, weights, all.count(), sums + first * size,
+               size);
+    for (int row = 0; row < kRows; ++row) {
+      const Range range = ranges[(first + row) / group];
+      mix_row(row, all.count() ? all.last : range.first, range.last);
+      Query* to =
+          mixed + (first + row) / group * stride + (first + row) % group * size;
+      const float* sum = sums + (first + row) * size;
+      for (int64_t i = 0; i < size; ++i)
+        put(to + i, range.count() ? sum[i] / totals[row] : 0.0f);
+    }
+  });
 }
 
 template <typename Query, typename Value>
 void attend_all(ffi::ThreadPool& pool, const Attention& given, const Query* query,
                 Query* mixed) {
   const int64_t group = given.q_heads / given.kv_heads, queries = given.queries;
-  // Queries of one part: a prompt's are many.
-  constexpr int64_t kMostQueries = 16;
   const int64_t blocks = (queries + kMostQueries - 1) / kMostQueries;
+  const int64_t capacity = given.table * given.page_size;
   auto run = [&](int64_t part) {
     static thread_local std::vector<int64_t> seen;
     static thread_local std::vector<float> scratch;
+    static thread_local std::vector<const Value*> keys;
     const int64_t block = part % blocks, kv_head = part / blocks % given.kv_heads;
     const int64_t seq = part / blocks / given.kv_heads;
+    const int32_t* page_table = given.page_table + seq * given.table;
     const bool* own = given.mask ? given.mask + seq * queries * queries : nullptr;
-    const int64_t last = std::min((block + 1) * kMostQueries, queries);
-    for (int64_t token = block * kMostQueries; token < last; ++token) {
-      see(seen, given, given.kv_len[seq], token, own);
+    const int64_t stride = 2 * given.kv_heads * given.head_dim;
+    auto key_at = [&](int64_t slot) {
+      const int64_t page = std::clamp<int64_t>(page_table[slot / given.page_size], 0,
+                                               given.pages - 1);
+      return static_cast<const Value*>(given.kv_pages) +
+             (page * given.page_size + slot % given.page_size) * stride +
+             2 * kv_head * given.head_dim;
+    };
+    auto attend_tokens = [&](const Range* ranges, int64_t token, int64_t tokens) {
       const int64_t at =
           ((seq * queries + token) * given.q_heads + kv_head * group) * given.head_dim;
-      attend_token<Query, Value>(given, seen, query + at,
-                                 given.page_table + seq * given.table, kv_head,
-                                 mixed + at, scratch);
+      attend_rows_of<Query, Value>(given, keys, ranges, tokens, query + at, mixed + at,
+                                   scratch);
+    };
+    const int64_t last = queries * (block + 1) / blocks;
+    int64_t token = queries * block / blocks;
+    while (token < last) {
+      keys.clear();
+      if (own != nullptr) {
+        see(seen, given, given.kv_len[seq], token, own);
+        for (const int64_t slot : seen) keys.push_back(key_at(slot));
+        const Range range{0, static_cast<int64_t>(keys.size())};
+        attend_tokens(&range, token, 1);
+        ++token;
+        continue;
+      }
+      Range ranges[kMostQueries];
+      const Range first = range_of(given, given.kv_len[seq], token);
+      Range all = first;
+      int64_t tokens = 0;
+      for (; token + tokens < last; ++tokens) {
+        const Range range = range_of(given, given.kv_len[seq], token + tokens);
+        // Those that see nothing come first, and stay among themselves.
+        if ((range.count() == 0) != (first.count() == 0)) break;
+        const int64_t needs = (range.last - first.first) * (tokens + 1) * group;
+        if (tokens && needs * int64_t{sizeof(float)} > kMostScores) break;
+        ranges[tokens] = range;
+        all.last = range.last;
+      }
+      if (!all.count()) all = {0, 0};
+      for (int64_t i = 0; i < tokens; ++i)
+        ranges[i] = all.count() ? Range{ranges[i].first - all.first,
+                                        ranges[i].last - all.first}
+                                : Range{0, 0};
+      for (int64_t slot = all.first; slot < all.last;) {
+        const int64_t end =
+            std::min((slot / given.page_size + 1) * given.page_size, all.last);
+        for (const Value* key = key_at(slot); slot < end; ++slot, key += stride)
+          keys.push_back(key);
+      }
+      attend_tokens(ranges, token, tokens);
+      token += tokens;
     }
   };
   const int64_t parts = given.seqs * given.kv_heads * blocks;
   int64_t tokens = 0;
   for (int64_t seq = 0; seq < given.seqs; ++seq)
-    tokens += std::clamp<int64_t>(given.kv_len[seq], 0, given.table * given.page_size);
+    tokens += std::clamp<int64_t>(given.kv_len[seq], 0, capacity);
   const int64_t work = 2 * tokens * queries * given.q_heads * given.head_dim;
   if (work < 2 * kMinWorkPerThread) {
     for (int64_t part = 0; part < parts; ++part) run(part);

@@ -26,9 +26,12 @@ namespace ffi = xla::ffi;
 
 constexpr int64_t kWidth = kPanelWidth;
 constexpr int kVectors = kWidth / kLanes;  // of one panel
-// Rows that are multiplied together: as many accumulators as there are registers for,
-// beside the matrix's own vectors.
-constexpr int kMostRows = kLanes == 16 ? 12 : 4;
+// Rows that are multiplied together: accumulators, the matrix's own vectors and what is
+// widened of them fill the registers. With twelve rows of 32 registers, compilers keep
+// some of them in memory: 0.8 of the speed.
+constexpr int most_rows(bool is_widened) {
+  return kLanes < 16 ? 4 : is_widened ? 6 : 9;
+}
 // With few rows several panels at once, so that sums do not wait for each other.
 constexpr int panels_at_once(int rows) {
   return kLanes < 16 ? 1 : rows <= 2 ? 4 : rows <= 6 ? 2 : 1;
@@ -39,13 +42,14 @@ constexpr int64_t kMinBytesPerThread = 1 << 17;
 // How one kind of matrix lies, and what a step over its features is.
 //
 // kFeatures: Those of one step. kValues: What an output has for them. kIsScaled: Whether
-// there are scales. Input: What a row has for a step.
+// there are scales. kMostRows: Rows at once. Input: What a row has for a step.
 
 struct Float32 {
   typedef float Value;
   typedef float Input;
   static constexpr int kFeatures = 1, kValues = 1;
   static constexpr bool kIsScaled = false;
+  static constexpr int kMostRows = most_rows(true);
 
   static void pack(const float* row, Input* to) { *to = *row; }
   template <int Rows, int Vectors>
@@ -67,6 +71,7 @@ struct Widened {
   } Input;
   static constexpr int kFeatures = 2, kValues = 2;
   static constexpr bool kIsScaled = false;
+  static constexpr int kMostRows = most_rows(true);
 
   static void pack(const float* row, Input* to) { *to = {{row[0], row[1]}}; }
   template <int Rows, int Vectors>
@@ -91,6 +96,7 @@ struct Paired {
   typedef uint32_t Input;
   static constexpr int kFeatures = 2, kValues = 2;
   static constexpr bool kIsScaled = false;
+  static constexpr int kMostRows = most_rows(false);
 
   static void pack(const float* row, Input* to) {
     *to = narrow(row[0]).bits | static_cast<uint32_t>(narrow(row[1]).bits) << 16;
@@ -123,6 +129,7 @@ struct Int8 {
   typedef float Input;
   static constexpr int kFeatures = 1, kValues = 1;
   static constexpr bool kIsScaled = true;
+  static constexpr int kMostRows = most_rows(true);
 
   static Floats widened(const Value* values) { return to_floats(load_bytes(values)); }
   static float widened(Value value, int64_t) { return value; }
@@ -145,6 +152,7 @@ struct Float8 {
   typedef float Input;
   static constexpr int kFeatures = 1, kValues = 1;
   static constexpr bool kIsScaled = true;
+  static constexpr int kMostRows = most_rows(true);
 
   static Floats widened(const Value* values) {
     const Ints bits = load_bytes(values), size = bits & 0x7f;
@@ -179,6 +187,7 @@ struct Int4 {
   } Input;
   static constexpr int kFeatures = 2, kValues = 1;
   static constexpr bool kIsScaled = true;
+  static constexpr int kMostRows = most_rows(true);
 
   static float widened(Value value, int64_t feature) {
     const int8_t bits = static_cast<int8_t>(feature % 2 ? value : value << 4);
@@ -273,8 +282,8 @@ auto function_for(int64_t rows, std::integer_sequence<int, Rows...>) {
 struct Groups {
   int64_t num_rows, count;
 
-  explicit Groups(int64_t num_rows)
-      : num_rows(num_rows), count((num_rows + kMostRows - 1) / kMostRows) {}
+  Groups(int64_t num_rows, int most)
+      : num_rows(num_rows), count((num_rows + most - 1) / most) {}
 
   int64_t start(int64_t group) const { return num_rows * group / count; }
   int64_t size(int64_t group) const { return start(group + 1) - start(group); }
@@ -305,7 +314,7 @@ template <typename Kind>
 void multiply_kind(ffi::ThreadPool& pool, const Panels& panels, const float* inputs,
                    int64_t num_rows, float* outputs) {
   const auto* values = static_cast<const typename Kind::Value*>(panels.values);
-  const Groups groups(num_rows);
+  const Groups groups(num_rows, Kind::kMostRows);
   const int64_t steps = (panels.features + Kind::kFeatures - 1) / Kind::kFeatures;
   const int64_t num_panels = (panels.outputs + kWidth - 1) / kWidth;
   static thread_local std::vector<typename Kind::Input> buffer;
@@ -316,7 +325,7 @@ void multiply_kind(ffi::ThreadPool& pool, const Panels& panels, const float* inp
     for (int64_t group = 0; group < groups.count; ++group) {
       const int64_t start = groups.start(group);
       function_for<Kind>(groups.size(group),
-                         std::make_integer_sequence<int, kMostRows>())(
+                         std::make_integer_sequence<int, Kind::kMostRows>())(
           values, panels.scales, panels.groups, first, last, steps,
           packed + start * steps,
           outputs + start * panels.outputs, panels.outputs);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -71,6 +72,65 @@ inline Ints load_bytes(const void* from) {
 inline Floats to_floats(Ints values) { return __builtin_convertvector(values, Floats); }
 
 inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof(values)); }
+
+// The first `count` lanes; the others are 0.
+template <typename Value>
+inline Floats load_some(const Value* from, int64_t count) {
+  if (count >= kLanes) return load(from);
+  Value lanes[kLanes] = {};
+  for (int64_t lane = 0; lane < count; ++lane) lanes[lane] = from[lane];
+  return load(lanes);
+}
+
+inline void store_some(float* to, Floats values, int64_t count) {
+  if (count >= kLanes) return store(to, values);
+  float lanes[kLanes];
+  store(lanes, values);
+  for (int64_t lane = 0; lane < count; ++lane) to[lane] = lanes[lane];
+}
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define JAXSPEC_CAN_SHUFFLE
+#endif
+#endif
+
+#if defined(JAXSPEC_CAN_SHUFFLE)
+// Exchanges the upper lanes of the first with the lower ones of the second, in blocks of
+// `Half` lanes.
+template <int Half, int... Lane>
+inline void exchange(Floats& first, Floats& second, std::integer_sequence<int, Lane...>) {
+  const Floats lower = __builtin_shufflevector(
+      first, second, (Lane & Half ? kLanes + Lane - Half : Lane)...);
+  second = __builtin_shufflevector(first, second,
+                                   (Lane & Half ? kLanes + Lane : Lane + Half)...);
+  first = lower;
+}
+
+template <int Half>
+inline void exchange_all(Floats (&rows)[kLanes]) {
+  if constexpr (Half > 0) {
+    for (int row = 0; row < kLanes; ++row)
+      if (!(row & Half))
+        exchange<Half>(rows[row], rows[row | Half],
+                       std::make_integer_sequence<int, kLanes>());
+    exchange_all<Half / 2>(rows);
+  }
+}
+#endif
+
+// Rows become columns.
+inline void transpose(Floats (&rows)[kLanes]) {
+#if defined(JAXSPEC_CAN_SHUFFLE)
+  exchange_all<kLanes / 2>(rows);
+#else
+  float from[kLanes][kLanes], to[kLanes][kLanes];
+  std::memcpy(from, rows, sizeof(from));
+  for (int row = 0; row < kLanes; ++row)
+    for (int lane = 0; lane < kLanes; ++lane) to[lane][row] = from[row][lane];
+  std::memcpy(rows, to, sizeof(to));
+#endif
+}
 
 inline float widen(float value) { return value; }
 
