@@ -138,7 +138,9 @@ def test_parts_are_timed_and_move_nothing(engine, monkeypatch):
 def test_requests_that_end_soon_go_on_until_they_are_timed(engine):
     """As where one of them waits for a program, and the others do not."""
     soon = params_of(max_tokens=module.FIRST_TOKENS - 1)
-    (plain,) = measure_parts(engine, Batch(PROMPTS, params=[soon] * 2), [0], calls=1)
+    (plain,) = measure_parts(
+        engine, Batch(prompts=PROMPTS, params=[soon] * 2), [0], calls=1
+    )
     assert plain.num_seqs == 2
     engine.scheduler.check_idle()
 

@@ -36,8 +36,10 @@ constexpr int most_rows(bool is_widened) {
 constexpr int panels_at_once(int rows) {
   return kLanes < 16 ? 1 : rows <= 2 ? 4 : rows <= 6 ? 2 : 1;
 }
-// Of the matrix, for one thread: handing work to another takes some microseconds.
-constexpr int64_t kMinBytesPerThread = 1 << 17;
+// Of the matrix, for one thread: handing work to another takes some microseconds. With
+// one row or two, reading is all there is to do, and one core does most of it: a second
+// takes time from whatever prepares the next launch, where cores are few.
+constexpr int64_t kMinBytesPerThread = 1 << 17, kMinBytesRead = 1 << 20;
 
 // How one kind of matrix lies, and what a step over its features is.
 //
@@ -334,7 +336,8 @@ void multiply_kind(ffi::ThreadPool& pool, const Panels& panels, const float* inp
   const int64_t panel_bytes =
       steps * Kind::kValues * kWidth * sizeof(typename Kind::Value);
   const int64_t bytes = num_panels * panel_bytes * groups.count;
-  const int64_t useful = std::max<int64_t>(bytes / kMinBytesPerThread, 1);
+  const int64_t least = num_rows <= 2 ? kMinBytesRead : kMinBytesPerThread;
+  const int64_t useful = std::max<int64_t>(bytes / least, 1);
   const int64_t threads = std::min<int64_t>({pool.num_threads(), useful, num_panels});
   // Parts that stay in a core's cache while groups of rows pass by, and more of them
   // than threads: one that begins late does less. Of few rows every value is read once.
