@@ -406,9 +406,12 @@ def _commit_rounds(
     # A sequence that had ended before this round says nothing about its drafts, and one
     # that ends in it nothing about those after the end.
     is_counted = is_there & (emitted > 0)
-    judged = np.where(result.is_done[:count], accepted, drafts)
+    judged, wanted = (
+        np.where(result.is_done[:count], accepted, some)[is_counted]
+        for some in (drafts, launch.drafts)
+    )
     costs.record_acceptance(
-        launch.rows[is_counted], judged[is_counted], accepted[is_counted]
+        launch.rows[is_counted], judged, accepted[is_counted], wanted
     )
     beside = np.zeros_like(accepted)
     if result.num_kept is not None:

@@ -214,7 +214,9 @@ class Controller:
             else:
                 times = np.array(known)
                 self._compare(wanted, acceptance(), beside(), times, catch_up_s)
-                trial = most if self._is_whole else 1
+                # As many as cost no more than the fewest.
+                fewest = times[most if self._is_whole else 1]
+                trial = int(np.flatnonzero(times <= HYSTERESIS * fewest)[-1])
                 self._try(now, trial, is_trial=before > 0, can_ask=can_ask)
                 self._remeasure(len(wanted), now)
         if (before > 0) != (self.num_drafts > 0):
@@ -226,11 +228,7 @@ class Controller:
         self._rounds_left -= num_rounds
 
     def _try(self, now: float, trial: int, *, is_trial: bool, can_ask: bool) -> None:
-        """Make so many drafts for a few rounds where that alone tells what they bring.
-
-        Args:
-            trial: The fewest that can be made.
-        """
+        """Make `trial` drafts for some rounds where only that tells what they bring."""
         if self.num_drafts:
             self._account.pass_trial()
         elif is_trial:

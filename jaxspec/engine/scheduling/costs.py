@@ -60,8 +60,9 @@ class Costs:
         self.seconds: dict[Round, float] = {}
         self._has_run: set[Round] = set()
         self.num_compared, self.num_agreed = 0, 0.0
-        # [row, draft]: rounds that reached a position, and that accepted its draft; in
-        # the last rows the sums over all requests of a kind.
+        # [row, draft]: rounds that wanted a draft of a position once those before it
+        # were accepted, and that accepted it; in the last rows the sums over all
+        # requests of a kind.
         self._reached = np.zeros((num_rows + len(Kind), max_draft_tokens))
         self._accepted = np.zeros_like(self._reached)
         self._kind = np.zeros(num_rows, np.int64)
@@ -132,25 +133,34 @@ class Costs:
         self._kind[row], self._is_typical[row] = kind, is_typical
 
     def record_acceptance(
-        self, rows: np.ndarray, drafts: np.ndarray, accepted: np.ndarray
+        self,
+        rows: np.ndarray,
+        drafts: np.ndarray,
+        accepted: np.ndarray,
+        wanted: np.ndarray | None = None,
     ) -> None:
         """Count one round; an entry per request.
 
         Args:
-            drafts: Draft tokens that were verified; requests without any do not count.
+            drafts: Draft tokens that were verified.
             accepted: The first of them, those that stayed.
+            wanted: Draft tokens that were to be made, where a lookup may have found
+                fewer: what it does not find brings as little as what is rejected.
+                Requests for which none were wanted do not count.
         """
-        has_drafts = drafts > 0
-        if not has_drafts.any():
+        wanted = drafts if wanted is None else wanted
+        is_wanted = wanted > 0
+        if not is_wanted.any():
             return
-        rows = rows[has_drafts]
+        rows, accepted = rows[is_wanted], accepted[is_wanted, None]
         position = np.arange(self._reached.shape[1])
-        is_accepted = position < accepted[has_drafts, None]
+        is_accepted = position < accepted
         # The first draft, and each that follows an accepted one.
-        is_reached = position <= accepted[has_drafts, None]
-        is_reached &= position < drafts[has_drafts, None]
-        self.num_compared += int(is_reached.sum())
+        is_reached = position <= accepted
+        is_compared = is_reached & (position < drafts[is_wanted, None])
+        self.num_compared += int(is_compared.sum())
         self.num_agreed += int(is_accepted.sum())
+        is_reached &= position < wanted[is_wanted, None]
         self._add(rows, is_reached, is_accepted)
 
     def record_beside(self, accepted: np.ndarray, beside: np.ndarray) -> None:

@@ -292,6 +292,14 @@ def test_where_nobody_can_be_asked_drafts_are_tried_now_and_then():
     assert set(asked.chosen[LOOK_ROUNDS:]) == {0}
 
 
+def test_a_trial_makes_all_the_drafts_that_cost_no_more():
+    """As of lookups, whose verification takes the same time for one draft or five."""
+    world = World([1e-3, 2.0e-3, 2.01e-3, 2.02e-3, 2.05e-3, 4e-3], 0.0)
+    while world.now < 20:
+        world.round(can_ask=False)
+    assert {k for k in world.chosen[100:] if k} == {4}
+
+
 def test_a_plain_round_is_timed_again_now_and_then():
     world = World(TIMES, 0.9)
     while world.now < 5 * REFRESH_S:

@@ -92,6 +92,23 @@ def test_drafts_are_compared_up_to_the_first_rejection(rounds):
     costs.check()
 
 
+def test_what_a_lookup_does_not_find_brings_nothing():
+    """Rounds that find no draft say that more of them would be rounds for nothing."""
+    costs, row = make_costs(), np.array([0])
+    for found, stays in [(0, 0), (2, 2), (0, 0), (2, 1)] * 20:
+        costs.record_acceptance(
+            row, np.array([found]), np.array([stays]), np.array([DRAFTS])
+        )
+        costs.check()
+    rates = costs.acceptance(row)[0]
+    # Found every second time; then the first always stays, the second half the time.
+    assert rates[0] == pytest.approx(0.5, abs=0.05)
+    assert rates[1] == pytest.approx(0.5, abs=0.1)
+    assert (rates[2:] < rates[1]).all()
+    # Told is what was verified.
+    assert (costs.num_compared, costs.num_agreed) == (80, 60)
+
+
 def test_a_request_in_a_row_does_not_inherit_the_acceptance_of_the_one_before():
     costs = make_costs()
     for _ in range(20):
