@@ -19,6 +19,7 @@ from jaxspec.errors import (
     check_number,
     wrong_argument,
 )
+from jaxspec.settings.hosts import HostsConfig
 from jaxspec.settings.model_config import MASK_TOKEN
 from jaxspec.settings.model_config import (
     ModelConfig as ModelConfig,  # where vLLM has it
@@ -91,6 +92,7 @@ class EngineConfig:
         generation_defaults: Sampling parameters that the model folder recommends.
         compilation_cache_dir: Where compiled programs are kept; None for nowhere.
         structured_outputs: What holds for forms of texts where requests say nothing.
+        hosts: Of a target over several processes; None: this one is all.
     """
 
     model: str
@@ -123,6 +125,7 @@ class EngineConfig:
     head_config: Any = None
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
+    hosts: HostsConfig | None = None
 
     def __post_init__(self):
         check_choice(ConfigError, "dtype", self.dtype, DTYPES)
@@ -157,6 +160,15 @@ class EngineConfig:
         for name in (*sizes, "data_parallel_size"):
             check_integer(ConfigError, name, getattr(self, name), low=1)
         assert 0 <= self.data_parallel_rank < self.data_parallel_size
+        if self.hosts is not None and self.data_parallel_size > 1:
+            hint = "Engines side by side are servers of their own, each with its hosts."
+            raise wrong_argument(
+                ConfigError,
+                "data_parallel_size",
+                f"1 with nnodes={self.hosts.nnodes}",
+                self.data_parallel_size,
+                hint,
+            )
         check_integer(ConfigError, "seed", self.seed, low=0, high=2**32 - 1)
         check_integer(
             ConfigError, "block_size", self.page_size, low=1, high=MAX_PAGE_SIZE

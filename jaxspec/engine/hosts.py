@@ -1,0 +1,591 @@
+"""The channel from the process that has the engine to those that do the same.
+
+Owns who takes part, and one ordered stream of commands: which programs are compiled
+and launched, with which plans. Knows nothing of jax. Placement and restarts are
+others' business, Kubernetes' or the user's: when one process ends, all of them do.
+
+What travels is JSON and vectors of int32, never pickles, and each message is signed
+with a key that both sides make from the secret they share and from numbers that each
+has drawn: nobody else can add, change, repeat or leave out one. It is not encrypted.
+"""
+
+import dataclasses
+import hashlib
+import hmac
+import json
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxspec.config import EngineConfig
+from jaxspec.errors import ConfigError, EngineDeadError
+from jaxspec.program.plan import Features, StepShape
+from jaxspec.program.tree import DynamicTree, Tree
+from jaxspec.settings.hosts import HostsConfig
+
+_log = logging.getLogger(__name__)
+
+# A process that has not been heard of for three of these is taken for dead. One that
+# ends is noticed at once: its connection is closed.
+HEARTBEAT_S = 10
+# How a process ends when another one has.
+HOST_LOST = 1
+# For whoever has connected to say who it is.
+HELLO_S = 10
+# Between two attempts to reach a leader that does not listen yet.
+RETRY_S = 0.25
+MAGIC = b"jaxspec hosts 1\n"
+NUMBER_BYTES = TAG_BYTES = 32
+# A message: its number, the bytes of its JSON and of its vector, those, its signature.
+_HEADER = struct.Struct("!QII")
+# Far above any plan, far below what would fill a memory.
+MAX_MESSAGE_BYTES = 2**28
+_VECTOR = np.dtype("<i4")
+# Of a configuration what may be another on each host: paths, and what only the
+# leader does.
+LOCAL_FIELDS = ("model", "tokenizer", "served_model_name", "chat_template")
+LOCAL_FIELDS += ("compilation_cache_dir", "disable_log_stats", "generation_defaults")
+LOCAL_FIELDS += ("structured_outputs", "speculative.model", "hosts.node_rank")
+LOCAL_FIELDS += ("hosts.master_addr", "hosts.headless", "hosts.secret_file")
+LOCAL_FIELDS += ("hosts.timeout_s",)
+_MAX_FACT = 120
+
+
+class HostsError(Exception):
+    """A message that nobody who knows the secret has sent, or no whole one."""
+
+
+class Command(NamedTuple):
+    """What the leader does next, and those that follow with it."""
+
+    number: int
+    name: str
+    values: dict[str, Any]
+    vector: np.ndarray | None
+
+
+class Connection:
+    """Signed messages over a socket, each with the number after the one before."""
+
+    def __init__(self, stream: socket.socket, *, sends: bytes, receives: bytes):
+        """Take over a connected socket.
+
+        Args:
+            sends, receives: The keys of both directions.
+        """
+        self._stream = stream
+        self._sends, self._receives = sends, receives
+        self._num_sent = self._num_received = 0
+
+    def send(self, content: bytes, vector: bytes = b"") -> None:
+        """Write one message.
+
+        Raises:
+            OSError: Nobody is there any more.
+        """
+        header = _HEADER.pack(self._num_sent, len(content), len(vector))
+        self._num_sent += 1
+        body = header + content + vector
+        self._stream.sendall(body + _sign(self._sends, body))
+
+    def receive(self) -> tuple[dict[str, Any], np.ndarray | None]:
+        """Read one message.
+
+        Raises:
+            EOFError: The other side has closed the connection.
+            HostsError: It was not signed with the secret, or is not the next one.
+            OSError: The connection is broken, or it took too long.
+        """
+        header = self._read(_HEADER.size)
+        number, num_content, num_vector = _HEADER.unpack(header)
+        if num_content + num_vector > MAX_MESSAGE_BYTES:
+            raise HostsError("its message is too long")
+        body = header + self._read(num_content + num_vector)
+        tag = self._read(TAG_BYTES)
+        if not hmac.compare_digest(tag, _sign(self._receives, body)):
+            raise HostsError("its message is not signed with the same secret")
+        if number != self._num_received:
+            raise HostsError(f"message {number} came for {self._num_received}")
+        self._num_received += 1
+        end = _HEADER.size + num_content
+        vector = None
+        if num_vector:
+            vector = np.frombuffer(body, _VECTOR, offset=end).astype(np.int32)
+        return json.loads(body[_HEADER.size : end]), vector
+
+    def close(self) -> None:
+        """Close it, also for a thread that reads."""
+        with suppress(OSError):  # the other side may have been first
+            self._stream.shutdown(socket.SHUT_RDWR)
+        self._stream.close()
+
+    def set_timeout(self, seconds: float | int | None) -> None:
+        """Have `receive` wait so long; None for as long as it takes."""
+        self._stream.settimeout(seconds)
+
+    def _read(self, count: int) -> bytes:
+        return _read(self._stream, count)
+
+
+def _read(stream: socket.socket, count: int) -> bytes:
+    parts, left = [], count
+    while left:
+        part = stream.recv(min(left, 2**20))
+        if not part:
+            raise EOFError("the connection was closed")
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def _sign(key: bytes, message: bytes) -> bytes:
+    return hmac.digest(key, message, "sha256")
+
+
+def connect(stream: socket.socket, secret: bytes, *, is_leader: bool) -> Connection:
+    """Draw a number, read the other side's, and make keys of both.
+
+    Raises:
+        HostsError: The other side speaks something else.
+        EOFError, OSError: It has gone, or says nothing.
+    """
+    own = secrets.token_bytes(NUMBER_BYTES)
+    stream.sendall(MAGIC + own)
+    told = _read(stream, len(MAGIC) + NUMBER_BYTES)
+    if not told.startswith(MAGIC):
+        raise HostsError("it is no jaxspec of this version")
+    other = told[len(MAGIC) :]
+    numbers = own + other if is_leader else other + own
+    down = _sign(secret, b"from the leader" + numbers)
+    up = _sign(secret, b"to the leader" + numbers)
+    sends, receives = (down, up) if is_leader else (up, down)
+    return Connection(stream, sends=sends, receives=receives)
+
+
+def facts_of(config: EngineConfig, others: Mapping[str, object]) -> dict[str, str]:
+    """What must be the same in all processes, by name.
+
+    Args:
+        others: What is no part of the configuration: versions, sources.
+    """
+    found = dict(_flat("", config))
+    for name in LOCAL_FIELDS:
+        found.pop(name, None)
+    models = {"weights of the target": config.model}
+    if config.speculative is not None and config.speculative.model is not None:
+        models["weights of the draft"] = config.speculative.model
+    for name, folder in models.items():
+        files = sorted(Path(folder).glob("*.safetensors"))
+        found[name] = [(path.name, path.stat().st_size) for path in files]
+    return {name: _fact(value) for name, value in {**found, **others}.items()}
+
+
+def _flat(prefix: str, record: Any) -> list[tuple[str, object]]:
+    """The fields of a record, and of records in it, by dotted names."""
+    found: list[tuple[str, object]] = []
+    for one in dataclasses.fields(record):
+        name, value = prefix + one.name, getattr(record, one.name)
+        if dataclasses.is_dataclass(value) and name not in LOCAL_FIELDS:
+            found += _flat(f"{name}.", value)
+        else:
+            found.append((name, value))
+    return found
+
+
+def _fact(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    if len(text) <= _MAX_FACT:
+        return text
+    return f"{text[:_MAX_FACT]}... ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
+
+
+def difference(leader: Mapping[str, str], other: Mapping[str, str]) -> str | None:
+    """The first by name that two processes do not have in common, in words, or None."""
+    for name in sorted({*leader, *other}):
+        if leader.get(name) != other.get(name):
+            theirs, ours = other.get(name, "not set"), leader.get(name, "not set")
+            return f"{name}: {theirs} there, and {ours} at the leader"
+    return None
+
+
+def shape_values(shape: StepShape) -> dict[str, Any]:
+    """A shape as JSON; `shape_of` reads it."""
+    values = dataclasses.asdict(shape)
+    if shape.template is not None:
+        values["template"]["kind"] = type(shape.template).__name__
+    return values
+
+
+def shape_of(values: Mapping[str, Any]) -> StepShape:
+    """The shape that `shape_values` has written."""
+    features, template = Features(**values["features"]), values["template"]
+    if template is not None:
+        template = dict(template)
+        if template.pop("kind") == Tree.__name__:
+            template = Tree(parents=tuple(template["parents"]))
+        else:
+            template = DynamicTree(**template)
+    return StepShape(**{**values, "features": features, "template": template})
+
+
+def end_process(reason: str) -> None:
+    """End this process: a launch of it waits for one that will not come.
+
+    XLA has no way to give that up, so there is nothing left to be closed in order.
+    """
+    _log.critical("%s This process ends too: start all of them again.", reason)
+    logging.shutdown()
+    os._exit(HOST_LOST)
+
+
+class Followers:
+    """The leader's side: the processes that do what it does.
+
+    Every command is sent before the leader does the same, so that none waits for it in
+    a collective that the others never hear of. Any thread may send.
+    """
+
+    def __init__(
+        self,
+        connections: Mapping[int, tuple[Connection, str]],
+        on_loss: Callable[[str], None] = end_process,
+    ):
+        """Take the connections, and the addresses, of all ranks.
+
+        Args:
+            on_loss: Called, in a thread, with what has happened to a process.
+        """
+        self._connections, self._on_loss = dict(connections), on_loss
+        self._sending = threading.Lock()
+        self._changed = threading.Condition()
+        self._answers: dict[int, dict[int, dict[str, Any]]] = {}
+        self._number = 0
+        self._ended: str | None = None
+        for rank in self._connections:
+            threading.Thread(
+                target=self._listen, args=(rank,), name="jaxspec-hosts", daemon=True
+            ).start()
+
+    @classmethod
+    def gather(
+        cls,
+        hosts: HostsConfig,
+        facts: Mapping[str, str],
+        on_loss: Callable[[str], None] = end_process,
+    ) -> "Followers":
+        """Wait for all processes, and see that they are alike.
+
+        Raises:
+            ConfigError: One is missing, is there twice, or differs; or the address
+                cannot be listened on. All that have come are told so.
+        """
+        secret = hosts.read_secret()
+        found: dict[int, tuple[Connection, str]] = {}
+        with _listening(hosts) as listener:
+            try:
+                _accept_all(listener, hosts, secret, facts, found)
+            except ConfigError as error:
+                for connection, _ in found.values():
+                    with suppress(OSError):
+                        connection.send(_json({"refused": str(error)}))
+                    connection.close()
+                raise
+        for connection, _ in found.values():
+            connection.send(_json({"accepted": True}))
+        _log.info("All %d processes are there", hosts.nnodes)
+        return cls(found, on_loss)
+
+    def send(
+        self, name: str, values: Mapping[str, Any], vector: np.ndarray | None = None
+    ) -> int:
+        """Have all do something; returns the number of the command.
+
+        Raises:
+            EngineDeadError: A process has ended.
+        """
+        data = b"" if vector is None else vector.astype(_VECTOR).tobytes()
+        with self._sending:
+            if self._ended is not None:
+                raise EngineDeadError(self._ended)
+            self._number += 1
+            content = {"number": self._number, "name": name, "values": values}
+            text = _json(content)
+            for rank, (connection, _) in self._connections.items():
+                try:
+                    connection.send(text, data)
+                except OSError as error:
+                    self._lose(rank, str(error))
+                    raise EngineDeadError(self._ended or "") from error
+            return self._number
+
+    def wait(self, number: int) -> list[dict[str, Any]]:
+        """Wait until all have done a command; returns what they answer, by rank.
+
+        Raises:
+            EngineDeadError: A process has ended.
+        """
+        with self._changed:
+            while len(self._answers.get(number, {})) < len(self._connections):
+                if self._ended is not None:
+                    raise EngineDeadError(self._ended)
+                self._changed.wait()
+            answers = self._answers.pop(number)
+        return [answers[rank] for rank in sorted(answers)]
+
+    def end(self) -> None:
+        """Let all end as they would by themselves; nothing is sent any more."""
+        with suppress(EngineDeadError):  # they have ended already
+            self.send("end", {})
+        self._close("The engine has ended, and those that followed it.")
+
+    def break_off(self, reason: str) -> None:
+        """Have all end at once: this process has not done what it told them to do."""
+        self._close(reason)
+
+    def _close(self, reason: str) -> bool:
+        """Hear and say no more; False where that was so already."""
+        with self._changed:
+            if self._ended is not None:
+                return False
+            self._ended = reason
+            self._changed.notify_all()
+        for connection, _ in self._connections.values():
+            connection.close()
+        return True
+
+    def _listen(self, rank: int) -> None:
+        """Take in what a process answers, until it goes."""
+        connection = self._connections[rank][0]
+        while True:
+            try:
+                message, _ = connection.receive()
+            except (EOFError, OSError, HostsError) as error:
+                self._lose(rank, str(error))
+                return
+            if "failed" in message:
+                self._lose(rank, message["failed"])
+                return
+            with self._changed:
+                answers = self._answers.setdefault(message["number"], {})
+                answers[rank] = message["values"]
+                self._changed.notify_all()
+
+    def _lose(self, rank: int, why: str) -> None:
+        address = self._connections[rank][1]
+        reason = f"The process of node_rank={rank} ({address}) has ended: {why}."
+        if self._close(reason):
+            self._on_loss(reason)
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _listening(hosts: HostsConfig) -> socket.socket:
+    where = f"{hosts.master_addr}:{hosts.plans_port}"
+    listener = None
+    try:
+        found = socket.getaddrinfo(
+            hosts.master_addr, hosts.plans_port, type=socket.SOCK_STREAM
+        )
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(hosts.nnodes)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise ConfigError(
+            f"The leader cannot listen on {where}: {error}. master_addr must be an "
+            "address of process 0's host, and master_port and the one after it free.",
+            parameter="master_addr",
+            value=hosts.master_addr,
+        ) from error
+    return listener
+
+
+def _accept_all(
+    listener: socket.socket,
+    hosts: HostsConfig,
+    secret: bytes,
+    facts: Mapping[str, str],
+    found: dict[int, tuple[Connection, str]],
+) -> None:
+    """Fill `found` with one connection of every rank."""
+    where = f"{hosts.master_addr}:{hosts.plans_port}"
+    deadline = time.monotonic() + hosts.timeout_s
+    while len(found) < hosts.nnodes - 1:
+        listener.settimeout(max(deadline - time.monotonic(), 0.001))
+        try:
+            stream, peer = listener.accept()
+        except TimeoutError as error:
+            missing = [one for one in range(1, hosts.nnodes) if one not in found]
+            raise ConfigError(
+                f"After {hosts.timeout_s} s nobody has come to {where} with node_rank "
+                f"{', '.join(map(str, missing))}: see that those processes run, and "
+                "reach that address, or raise distributed_timeout_seconds.",
+                parameter="nnodes",
+                value=hosts.nnodes,
+            ) from error
+        _accept(stream, f"{peer[0]}:{peer[1]}", hosts, secret, facts, found)
+
+
+def _accept(
+    stream: socket.socket,
+    address: str,
+    hosts: HostsConfig,
+    secret: bytes,
+    facts: Mapping[str, str],
+    found: dict[int, tuple[Connection, str]],
+) -> None:
+    """Take in one process; who does not know the secret is left outside.
+
+    Raises:
+        ConfigError: It knows the secret, and cannot take part.
+    """
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stream.settimeout(HELLO_S)
+    try:
+        connection = connect(stream, secret, is_leader=True)
+        hello, _ = connection.receive()
+    except (EOFError, OSError, HostsError) as error:
+        _log.warning("%s wanted to take part, and was refused: %s", address, error)
+        stream.close()
+        return
+    rank = hello["node_rank"]
+    connection.set_timeout(None)
+    # Told to this one too, should it be refused.
+    is_twice = rank in found
+    found[-1 if is_twice else rank] = connection, address
+    if is_twice:
+        raise ConfigError(
+            f"Two processes have node_rank={rank}: {found[rank][1]} and {address}. "
+            f"Each needs its own, from 1 to {hosts.nnodes - 1}.",
+            parameter="node_rank",
+            value=rank,
+        )
+    differs = difference(facts, hello["facts"])
+    if differs is not None:
+        raise ConfigError(
+            f"The process of node_rank={rank} ({address}) differs in {differs}. All "
+            "must be started with the same arguments, versions and weights.",
+            parameter=differs.partition(":")[0],
+        )
+
+
+class Leader:
+    """A follower's side: commands from the leader, in order."""
+
+    def __init__(
+        self, connection: Connection, on_loss: Callable[[str], None] = end_process
+    ):
+        """Take the connection.
+
+        Args:
+            on_loss: Called, in a thread, when the leader has ended without a word.
+        """
+        self._connection, self._on_loss = connection, on_loss
+        self._sending = threading.Lock()
+        self._is_closed = False
+
+    @classmethod
+    def find(
+        cls,
+        hosts: HostsConfig,
+        facts: Mapping[str, str],
+        on_loss: Callable[[str], None] = end_process,
+    ) -> "Leader":
+        """Reach the leader, and wait until it has seen that all are alike.
+
+        Raises:
+            ConfigError: There is no leader there, or it refuses this process.
+        """
+        secret, where = hosts.read_secret(), f"{hosts.master_addr}:{hosts.plans_port}"
+        deadline = time.monotonic() + hosts.timeout_s
+        stream = _reach(hosts, where, deadline)
+        try:
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            stream.settimeout(HELLO_S)
+            connection = connect(stream, secret, is_leader=False)
+            hello = {"node_rank": hosts.node_rank, "facts": dict(facts)}
+            connection.send(_json(hello))
+            # The others may come late; the leader says when it does not wait any more.
+            connection.set_timeout(hosts.timeout_s + HELLO_S)
+            answer, _ = connection.receive()
+        except (EOFError, OSError, HostsError) as error:
+            stream.close()
+            raise ConfigError(
+                f"The leader at {where} does not take node_rank={hosts.node_rank}: "
+                f"{error}. hosts_secret_file must have the same content on all hosts; "
+                "the leader's log says more.",
+                parameter="hosts_secret_file",
+                value=hosts.secret_file,
+            ) from error
+        if "refused" in answer:
+            connection.close()
+            raise ConfigError(answer["refused"], parameter="node_rank")
+        connection.set_timeout(None)
+        return cls(connection, on_loss)
+
+    def receive(self) -> Command:
+        """Wait for the next command.
+
+        Raises:
+            EOFError: The leader has ended, and `on_loss` did not end this process.
+        """
+        try:
+            message, vector = self._connection.receive()
+        except (EOFError, OSError, HostsError) as error:
+            if not self._is_closed:
+                self._on_loss(f"The leader has ended: {error}.")
+            raise EOFError(str(error)) from error
+        return Command(message["number"], message["name"], message["values"], vector)
+
+    def answer(self, command: Command, values: Mapping[str, Any]) -> None:
+        """Say that a command has been done."""
+        self._send({"number": command.number, "values": values})
+
+    def fail(self, reason: str) -> None:
+        """Say why this process ends."""
+        self._send({"failed": reason})
+
+    def _send(self, content: Mapping[str, Any]) -> None:
+        # If the leader has gone, `receive` says so.
+        with self._sending, suppress(OSError):
+            self._connection.send(_json(content))
+
+    def close(self) -> None:
+        """End the connection."""
+        self._is_closed = True
+        self._connection.close()
+
+
+def _reach(hosts: HostsConfig, where: str, deadline: float) -> socket.socket:
+    """Connect to the leader as soon as it listens."""
+    address = hosts.master_addr, hosts.plans_port
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return socket.create_connection(address, timeout=max(left, 0.001))
+        except OSError as error:
+            if time.monotonic() + RETRY_S < deadline:
+                time.sleep(RETRY_S)
+                continue
+            raise ConfigError(
+                f"After {hosts.timeout_s} s nobody listens on {where}: {error}. "
+                "master_addr and master_port must be those of the process with "
+                "node_rank=0, and it must run.",
+                parameter="master_addr",
+                value=hosts.master_addr,
+            ) from error

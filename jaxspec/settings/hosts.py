@@ -1,0 +1,156 @@
+"""Owns what a process has to know of the others where a target is spread over hosts.
+
+The arguments have vLLM's names, but for the secret. Knows nothing of sockets.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import no_type_check
+
+from jaxspec.errors import ConfigError, check_flag, check_integer, wrong_argument
+
+MAX_HOSTS = 1024
+# The channel of plans has the port after the one that jax.distributed has.
+MAX_MASTER_PORT = 2**16 - 2
+# As long as jax waits for its own processes.
+DEFAULT_TIMEOUT_S = 300
+MIN_SECRET_BYTES = 16
+
+
+@no_type_check
+@dataclass(frozen=True, kw_only=True)
+class HostsConfig:
+    """One of several processes that run one target; the others' differ in few fields.
+
+    Attributes:
+        nnodes: Processes, one on each host.
+        node_rank: Which one this is. 0, the leader, has the engine and the server.
+        master_addr: The leader's address, as all of them reach it.
+        master_port: Of jax.distributed there; the port after it is the plans'.
+        headless: Of those that follow, which serve nobody.
+        secret_file: Holds what all of them know, and nobody else.
+        timeout_s: How long one waits for the others at the start.
+    """
+
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    headless: bool
+    secret_file: str
+    timeout_s: int = DEFAULT_TIMEOUT_S
+
+    def __post_init__(self):
+        check_integer(ConfigError, "nnodes", self.nnodes, low=2, high=MAX_HOSTS)
+        check_integer(
+            ConfigError,
+            "node_rank",
+            self.node_rank,
+            low=0,
+            high=self.nnodes - 1,
+            hint=f"There are nnodes={self.nnodes} processes, and the leader is 0.",
+        )
+        check_integer(
+            ConfigError,
+            "master_port",
+            self.master_port,
+            low=1,
+            high=MAX_MASTER_PORT,
+            hint="The port after it is used as well.",
+        )
+        name, address = "master_addr", self.master_addr
+        if not isinstance(address, str) or not address.strip():
+            allowed = "the leader's host name or address"
+            raise wrong_argument(ConfigError, name, allowed, address)
+        name = "distributed_timeout_seconds"
+        check_integer(ConfigError, name, self.timeout_s, low=1)
+        check_flag(ConfigError, "headless", self.headless)
+        if self.headless != self.is_follower:
+            advice = "add --headless: only process 0 has an engine and a server"
+            if self.headless:
+                advice = "leave --headless out: process 0 has the engine and the server"
+            raise ConfigError(
+                f"headless={self.headless} does not go with node_rank="
+                f"{self.node_rank}: {advice}.",
+                parameter="headless",
+                value=self.headless,
+            )
+
+    @classmethod
+    def read(
+        cls,
+        *,
+        nnodes: int,
+        node_rank: int,
+        master_addr: str,
+        master_port: int,
+        headless: bool,
+        hosts_secret_file: str | None,
+        distributed_timeout_seconds: int | None,
+    ) -> "HostsConfig | None":
+        """Check the engine's arguments; None where one process is all there is.
+
+        Raises:
+            ConfigError: They cannot work, or one is missing.
+        """
+        check_integer(ConfigError, "nnodes", nnodes, low=1, high=MAX_HOSTS)
+        if nnodes == 1:
+            for name, value in (("node_rank", node_rank), ("headless", headless)):
+                if value:
+                    hint = "Say with nnodes how many processes there are."
+                    allowed = f"{type(value)()!r} where nnodes is 1"
+                    raise wrong_argument(ConfigError, name, allowed, value, hint)
+            return None
+        if hosts_secret_file is None:
+            raise ConfigError(
+                f"nnodes={nnodes} needs hosts_secret_file: a file with the same "
+                f"{MIN_SECRET_BYTES} bytes or more on every host, by which processes "
+                "know each other. `openssl rand -hex 32` makes some.",
+                parameter="hosts_secret_file",
+                value=None,
+            )
+        timeout_s = distributed_timeout_seconds
+        return cls(
+            nnodes=nnodes,
+            node_rank=node_rank,
+            master_addr=master_addr,
+            master_port=master_port,
+            headless=headless,
+            secret_file=hosts_secret_file,
+            timeout_s=DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s,
+        )
+
+    @property
+    def is_follower(self) -> bool:
+        """Whether this process does what another one says."""
+        return self.node_rank > 0
+
+    @property
+    def plans_port(self) -> int:
+        """Where the leader listens for those that follow."""
+        return self.master_port + 1
+
+    def read_secret(self) -> bytes:
+        """Read what all processes know; white space around it does not count.
+
+        Raises:
+            ConfigError: The file cannot be read, or holds too little.
+        """
+        name, path = "hosts_secret_file", self.secret_file
+        try:
+            secret = Path(path).read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(
+                f"{name} {path!r} cannot be read: {error.strerror}. Every host needs "
+                "it, with the same content.",
+                parameter=name,
+                value=path,
+            ) from error
+        if len(secret) < MIN_SECRET_BYTES:
+            raise ConfigError(
+                f"{name} {path!r} holds {len(secret)} bytes, and must hold "
+                f"{MIN_SECRET_BYTES} at least: `openssl rand -hex 32` makes some.",
+                parameter=name,
+                value=path,
+            )
+        return secret

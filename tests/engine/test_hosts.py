@@ -1,0 +1,416 @@
+"""Who takes part in a target over several hosts, and what they hear: without jax."""
+
+import contextlib
+import dataclasses
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxspec.engine import hosts as channel
+from jaxspec.engine.hosts import (
+    Connection,
+    Followers,
+    HostsError,
+    Leader,
+    connect,
+    difference,
+    facts_of,
+    shape_of,
+    shape_values,
+)
+from jaxspec.errors import ConfigError, EngineDeadError
+from jaxspec.program.plan import Features, StepShape
+from jaxspec.program.tree import DynamicTree, Tree
+from jaxspec.settings.hosts import HostsConfig
+from tests.loops import make_config
+
+FACTS = {"max_model_len": "128", "sources": "aa"}
+
+
+def free_port() -> int:
+    """The first of two ports that nobody has."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            with contextlib.suppress(OSError):
+                second.bind(("127.0.0.1", port + 1))
+                return port
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Callable[..., HostsConfig]:
+    path = tmp_path / "secret"
+    path.write_text("a secret of all processes")
+    port = free_port()
+
+    def make(rank: int, **changes: Any) -> HostsConfig:
+        given: dict[str, Any] = dict(
+            nnodes=3,
+            node_rank=rank,
+            master_addr="127.0.0.1",
+            master_port=port,
+            headless=rank > 0,
+            secret_file=str(path),
+            timeout_s=20,
+        )
+        return HostsConfig(**(given | changes))
+
+    return make
+
+
+def together(*functions: Callable[[], Any]) -> list[Any]:
+    """Call functions at the same time; what each returns or raises."""
+    results: list[Any] = [None] * len(functions)
+
+    def call(index: int) -> None:
+        try:
+            results[index] = functions[index]()
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            results[index] = error
+
+    threads = [
+        threading.Thread(target=call, args=(index,)) for index in range(len(functions))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return results
+
+
+class Losses(list[str]):
+    """What a side was told of the end of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_one = threading.Event()
+
+    def __call__(self, reason: str) -> None:
+        self.append(reason)
+        self.has_one.set()
+
+
+@contextlib.contextmanager
+def three(
+    make: Callable[..., HostsConfig],
+) -> Iterator[tuple[Followers, list[Leader], Losses]]:
+    """A leader and two that follow; what the leader hears of their end."""
+    losses = Losses()
+    followers, *leaders = together(
+        lambda: Followers.gather(make(0), FACTS, losses),
+        lambda: Leader.find(make(1), FACTS, Losses()),
+        lambda: Leader.find(make(2), FACTS, Losses()),
+    )
+    for one in (followers, *leaders):
+        if isinstance(one, Exception):
+            raise one
+    try:
+        yield followers, leaders, losses
+    finally:
+        followers.break_off("the test is over")
+        for leader in leaders:
+            leader.close()
+
+
+Ends = Callable[..., tuple[Connection, Connection, socket.socket]]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """Makes both ends of a connection; gives the leader's socket as well."""
+    with contextlib.ExitStack() as stack:
+
+        def make(secret: bytes, other: bytes | None = None) -> Any:
+            left, right = socket.socketpair()
+            for one in (left, right):
+                stack.enter_context(one).settimeout(10)
+            return *together(
+                lambda: connect(left, secret, is_leader=True),
+                lambda: connect(right, other or secret, is_leader=False),
+            ), left
+
+        yield make
+
+
+class Kept:
+    """In place of a socket: what would be sent."""
+
+    def __init__(self, sent: list[bytes]):
+        self._sent = sent
+
+    def sendall(self, data: bytes) -> None:
+        self._sent.append(data)
+
+
+def test_messages_come_in_order_with_their_vectors(ends: Ends):
+    leader, follower, _ = ends(b"s" * 16)
+    vector = np.array([0, -1, 2**31 - 1, -(2**31)], np.int32)
+    leader.send(b'{"a":1}', vector.astype("<i4").tobytes())
+    leader.send(b'{"a":2}')
+    message, received = follower.receive()
+    assert message == {"a": 1} and received is not None
+    assert received.dtype == np.int32 and received.tolist() == vector.tolist()
+    assert follower.receive() == ({"a": 2}, None)
+    follower.send(b'{"b":[]}')
+    assert leader.receive() == ({"b": []}, None)
+    leader.close()
+    with pytest.raises(EOFError):
+        follower.receive()
+
+
+def test_another_secret_is_noticed_on_both_sides(ends: Ends):
+    leader, follower, _ = ends(b"s" * 16, b"t" * 16)
+    leader.send(b"{}")
+    follower.send(b"{}")
+    for one in (leader, follower):
+        with pytest.raises(HostsError, match="not signed with the same secret"):
+            one.receive()
+
+
+@pytest.mark.parametrize("place", [0, 7, 12, -1])
+def test_a_changed_byte_is_noticed(ends: Ends, place: int):
+    leader, follower, stream = ends(b"s" * 16)
+    sent: list[bytes] = []
+    kept: Any = leader
+    kept._stream = Kept(sent)
+    leader.send(b'{"launch":1}')
+    changed = bytearray(sent[0])
+    changed[place] ^= 1
+    if place == 12:
+        assert changed != sent[0]
+    follower.set_timeout(0.2)
+    stream.sendall(bytes(changed))
+    with pytest.raises((HostsError, TimeoutError)):
+        follower.receive()
+
+
+def test_a_message_cannot_be_sent_again_nor_left_out(ends: Ends):
+    leader, follower, stream = ends(b"s" * 16)
+    sent: list[bytes] = []
+    kept: Any = leader
+    kept._stream = Kept(sent)
+    for number in range(3):
+        leader.send(b'{"n":%d}' % number)
+    stream.sendall(sent[0])
+    assert follower.receive() == ({"n": 0}, None)
+    stream.sendall(sent[2])
+    with pytest.raises(HostsError, match="message 2 came for 1"):
+        follower.receive()
+    again, other, stream = ends(b"s" * 16)
+    # The keys of another connection are others.
+    stream.sendall(sent[0])
+    with pytest.raises(HostsError, match="not signed"):
+        other.receive()
+    again.close()
+
+
+def test_what_a_leader_sends_is_no_answer(ends: Ends):
+    leader, follower, _ = ends(b"s" * 16)
+    assert leader._sends != leader._receives
+    assert (leader._sends, leader._receives) == (follower._receives, follower._sends)
+
+
+def test_commands_reach_all_and_answers_come_by_rank(hosts: Any):
+    with three(hosts) as (followers, leaders, losses):
+        vector = np.arange(5, dtype=np.int32)
+        number = followers.send("launch", {"x": 1}, vector)
+        for index, leader in enumerate(leaders):
+            command = leader.receive()
+            assert command[:3] == (number, "launch", {"x": 1})
+            assert command.vector is not None and command.vector.tolist() == [*range(5)]
+            leader.answer(command, {"rank": index + 1})
+        assert followers.wait(number) == [{"rank": 1}, {"rank": 2}]
+        followers.end()
+        assert [leader.receive().name for leader in leaders] == ["end", "end"]
+        with pytest.raises(EngineDeadError, match="has ended"):
+            followers.send("launch", {})
+        assert not losses
+
+
+def test_whoever_sends_all_hear_the_same_order(hosts: Any):
+    with three(hosts) as (followers, leaders, _):
+
+        def send() -> list[int]:
+            return [followers.send("launch", {}) for _ in range(50)]
+
+        def receive(leader: Leader) -> list[int]:
+            return [leader.receive().number for _ in range(150)]
+
+        *sent, first, second = together(
+            *[send] * 3, *[lambda one=one: receive(one) for one in leaders]
+        )
+        assert sorted(sum(sent, [])) == [*range(1, 151)]
+        assert first == second == [*range(1, 151)]
+
+
+def test_the_end_of_one_is_told_and_ends_what_waits(hosts: Any):
+    with three(hosts) as (followers, leaders, losses):
+        number = followers.send("compile", {})
+        leaders[1].close()
+        with pytest.raises(EngineDeadError, match=r"node_rank=2 \(127.0.0.1:\d+\) has"):
+            followers.wait(number)
+        assert losses.has_one.wait(10)
+        with pytest.raises(EngineDeadError, match="node_rank=2"):
+            followers.send("launch", {})
+
+
+def test_a_process_can_say_why_it_ends(hosts: Any):
+    with three(hosts) as (followers, leaders, losses):
+        leaders[0].fail("no memory is left")
+        assert losses.has_one.wait(10)
+        assert "node_rank=1" in losses[0] and "no memory is left" in losses[0]
+
+
+def test_the_end_of_the_leader_is_told(hosts: Any):
+    with three(hosts) as (followers, leaders, _):
+        told: Any = leaders[0]._on_loss
+        followers.break_off("it is out of step")
+        with pytest.raises(EOFError):
+            leaders[0].receive()
+        assert told == ["The leader has ended: the connection was closed."]
+        leaders[1].close()
+        with pytest.raises(EOFError):
+            leaders[1].receive()
+        assert not leaders[1]._on_loss, "it has gone by itself"
+
+
+def test_a_stranger_is_left_outside(hosts: Any, tmp_path: Path):
+    other = tmp_path / "other"
+    other.write_text("another secret of somebody")
+
+    def knock() -> str:
+        for config in (hosts(1, secret_file=str(other)), hosts(2)):
+            with socket.create_connection(("127.0.0.1", config.plans_port)) as plain:
+                plain.sendall(b"GET / HTTP/1.1\r\nHost: leader\r\n\r\n" + b" " * 64)
+                plain.recv(1)
+        with pytest.raises(ConfigError) as caught:
+            Leader.find(hosts(1, secret_file=str(other)), FACTS)
+        return str(caught.value)
+
+    def arrive() -> list[Leader]:
+        ready.wait(10)
+        told.append(knock())
+        return together(
+            lambda: Leader.find(hosts(1), FACTS), lambda: Leader.find(hosts(2), FACTS)
+        )
+
+    ready, told = threading.Event(), list[str]()
+    listening = channel._listening
+
+    def listen(config: HostsConfig) -> socket.socket:
+        made = listening(config)
+        ready.set()
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channel, "_listening", listen)
+        followers, leaders = together(
+            lambda: Followers.gather(hosts(0), FACTS, Losses()), arrive
+        )
+    assert isinstance(followers, Followers)
+    assert "hosts_secret_file must have the same content" in told[0]
+    followers.end()
+    for leader in leaders:
+        leader.close()
+
+
+def test_a_difference_is_named_to_all(hosts: Any):
+    other = FACTS | {"max_model_len": "64"}
+    results = together(
+        lambda: Followers.gather(hosts(0), FACTS),
+        lambda: Leader.find(hosts(1), FACTS),
+        lambda: Leader.find(hosts(2), other),
+    )
+    for result in results:
+        if isinstance(result, ConfigError) and "hosts_secret_file" in str(result):
+            continue  # it came when the leader had gone
+        assert isinstance(result, ConfigError), result
+        assert "node_rank=2" in str(result)
+        assert "max_model_len: 64 there, and 128 at the leader" in str(result)
+
+
+def test_a_rank_that_is_there_twice(hosts: Any):
+    results = together(
+        lambda: Followers.gather(hosts(0), FACTS),
+        lambda: Leader.find(hosts(1), FACTS),
+        lambda: Leader.find(hosts(1), FACTS),
+    )
+    for result in results:
+        assert isinstance(result, ConfigError), result
+        assert "Two processes have node_rank=1: 127.0.0.1:" in str(result)
+
+
+def test_who_is_missing_is_said_with_the_address(hosts: Any):
+    config = hosts(0, timeout_s=1)
+    where = f"127.0.0.1:{config.plans_port}"
+    leader, follower = together(
+        lambda: Followers.gather(config, FACTS), lambda: Leader.find(hosts(2), FACTS)
+    )
+    for result in (leader, follower):
+        message = f"After 1 s nobody has come to {where} with node_rank 1:"
+        assert isinstance(result, ConfigError) and message in str(result)
+    with pytest.raises(
+        ConfigError, match=f"After 1 s nobody listens on {where}: .*ref"
+    ):
+        Leader.find(hosts(1, timeout_s=1), FACTS)
+
+
+def test_an_address_that_is_not_the_leaders(hosts: Any):
+    with pytest.raises(
+        ConfigError, match=r"cannot listen on 192\.0\.2\.1:.*master_addr"
+    ):
+        Followers.gather(hosts(0, master_addr="192.0.2.1"), FACTS)
+
+
+def test_the_first_difference_by_name():
+    assert difference(FACTS, dict(FACTS)) is None
+    assert difference({"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}) == (
+        "b: 3 there, and 2 at the leader"
+    )
+    assert difference({}, {"c": "4"}) == "c: 4 there, and not set at the leader"
+
+
+def test_every_field_of_a_configuration_is_a_fact(hosts: Any):
+    config = dataclasses.replace(make_config(num_draft_tokens=3), hosts=hosts(1))
+    versions = {"jax": "1"}
+    facts = facts_of(config, versions)
+    assert facts["jax"] == "1" and facts["hosts.nnodes"] == "3"
+    assert facts["model_config.hidden_size"] == repr(config.model_config.hidden_size)
+    for item in dataclasses.fields(config):
+        known = [name for name in facts if name.partition(".")[0] == item.name]
+        assert known or item.name in channel.LOCAL_FIELDS, item.name
+    leader = dataclasses.replace(config, hosts=hosts(0), model="/elsewhere")
+    assert facts_of(leader, versions) == facts
+    wider = dataclasses.replace(config, max_num_seqs=config.max_num_seqs + 1)
+    differs = difference(facts, facts_of(wider, versions))
+    assert differs is not None and differs.startswith("max_num_seqs: ")
+
+
+def test_long_facts_differ_by_their_ends():
+    long = "x" * 500
+    assert channel._fact(long) != channel._fact(long + "y")
+    assert len(channel._fact(long)) < 160
+
+
+@pytest.mark.parametrize(
+    "template",
+    [None, Tree((-1, 0, -1)), DynamicTree(num_levels=2, top_k=2, num_nodes=4)],
+)
+def test_shapes_come_through(template: Any):
+    shape = StepShape(
+        num_seqs=8,
+        num_draft_tokens=2,
+        chunk=64,
+        features=Features(is_greedy=True, num_logprobs=3),
+        max_rounds=4,
+        template=template,
+    )
+    again = shape_of(channel.json.loads(channel._json(shape_values(shape))))
+    assert again == shape and hash(again) == hash(shape)
