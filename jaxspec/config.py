@@ -89,6 +89,8 @@ class EngineConfig:
             `jaxspec.engine.device_memory` has seen the devices. None: all of them.
         head_config: Of a head in place of a draft model: a `HeadConfig` of
             `jaxspec.models.heads.config`.
+        draft_token_ids: What a draft model may propose whose vocabulary is trimmed,
+            ascending; None: all tokens.
         generation_defaults: Sampling parameters that the model folder recommends.
         compilation_cache_dir: Where compiled programs are kept; None for nowhere.
         structured_outputs: What holds for forms of texts where requests say nothing.
@@ -123,6 +125,7 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
     draft_model_config: ModelConfig | None = None
     head_config: Any = None
+    draft_token_ids: tuple[int, ...] | None = field(default=None, repr=False)
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
     hosts: HostsConfig | None = None
@@ -203,6 +206,8 @@ class EngineConfig:
         assert has_model == (self.draft_model_config is not None)
         has_head = speculative is not None and speculative.has_head
         assert has_head == (self.head_config is not None)
+        draft, ids = self.draft_model_config, self.draft_token_ids
+        assert (ids and len(ids)) == (draft and draft.draft_vocab_size)
         if speculative is not None:
             self._check_draft_devices(speculative)
             if self.head_config is not None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +180,7 @@ def make_engine(
     tree: str | None = None,
     dynamic: tuple[int, int] | None = None,
     head: tuple[HeadConfig, Any] | None = None,
+    kept: Sequence[int] | None = None,
     acceptance_rates: tuple[float, ...] | None = None,
     scan_layers: bool = False,
     **settings: Any,
@@ -195,6 +196,7 @@ def make_engine(
             drafts is that of its nodes.
         dynamic: Drafts that a dynamic tree continues at each level, and all it has.
         head: Its config, and its parameters.
+        kept: Tokens that a draft model may propose, where its vocabulary is trimmed.
         acceptance_rates: For the rule "synthetic".
         scan_layers: Of both models.
         has_one_shape: Run every launch in the largest shape: far fewer compilations.
@@ -207,7 +209,7 @@ def make_engine(
     if head is not None:
         names.append(head[0].kind)
     assert (not names) == (num_draft_tokens == 0)
-    speculative = None
+    speculative, num_kept = None, None if kept is None else len(kept)
     if num_draft_tokens:
         speculative = SpeculativeConfig(
             method="+".join(names),
@@ -227,6 +229,7 @@ def make_engine(
             controller=controller,
             draft_tensor_parallel_size=draft_tensor_parallel_size,
             **({} if suffix is None else suffix_keys(suffix)),
+            draft_vocab_size=num_kept,
         )
     values: dict[str, Any] = dict(
         model="target",
@@ -238,9 +241,13 @@ def make_engine(
             None
             if draft is None
             else model_config(
-                draft, scan_layers=scan_layers, mask_token_id=mask_token_id
+                draft,
+                scan_layers=scan_layers,
+                mask_token_id=mask_token_id,
+                draft_vocab_size=num_kept,
             )
         ),
+        draft_token_ids=None if kept is None else tuple(sorted(kept)),
         head_config=head and head[0],
     )
     config = EngineConfig(**(DEFAULTS | values | SETTINGS | settings))
@@ -280,15 +287,21 @@ def _make_runner(
 ) -> Runner:
     mesh = build_mesh(config)
 
-    def load(model: Any, axes: tuple[str, ...]) -> Any:
+    def load(model: Any, axes: tuple[str, ...], **options: Any) -> Any:
         scan_layers = config.model_config.scan_layers
         return load_weights(
-            model, jnp.dtype(config.dtype), mesh, axes, scan_layers=scan_layers
+            model,
+            jnp.dtype(config.dtype),
+            mesh,
+            axes,
+            scan_layers=scan_layers,
+            **options,
         )
 
     draft_params = head_params
     if draft is not None:
-        draft_params = load(draft, DRAFT_MESH_AXES)
+        kept = config.draft_token_ids
+        draft_params = load(draft, DRAFT_MESH_AXES, token_ids=kept)
     return kind(config, mesh, load(target, TARGET_MESH_AXES), draft_params)
 
 
@@ -299,11 +312,21 @@ def load_weights(
     axes: tuple[str, ...],
     *,
     scan_layers: bool = False,
+    token_ids: Sequence[int] | None = None,
 ) -> Any:
     """A HuggingFace model's weights in the form in which an engine has them."""
-    config = model_config(model, scan_layers=scan_layers)
+    config = model_config(
+        model,
+        scan_layers=scan_layers,
+        draft_vocab_size=None if token_ids is None else len(token_ids),
+    )
     return load_params(
-        config, hf_tensors(model), dtype=dtype, mesh=mesh, mesh_axes=axes
+        config,
+        hf_tensors(model),
+        dtype=dtype,
+        mesh=mesh,
+        mesh_axes=axes,
+        token_ids=token_ids,
     )
 
 

@@ -81,16 +81,12 @@ def hf_tensors(model: Any) -> dict[str, Tensor]:
     return in_memory({name: value.detach().numpy() for name, value in named})
 
 
-def model_config(
-    model: Any, *, scan_layers: bool = False, mask_token_id: int | None = None
-) -> ModelConfig:
-    """Our config of a HuggingFace model."""
+def model_config(model: Any, **changes: Any) -> ModelConfig:
+    """Our config of a HuggingFace model; `changes` are fields of it."""
     config = config_from_hf(
         model.config.to_dict() | {"architectures": ["Gemma2ForCausalLM"]}
     )
-    return dataclasses.replace(
-        config, scan_layers=scan_layers, mask_token_id=mask_token_id
-    )
+    return dataclasses.replace(config, **changes)
 
 
 def init_kv_pages(

@@ -9,6 +9,8 @@ from jaxspec_checkpoints.layout import Layout, Sizes
 from jaxspec_checkpoints.quantization import held_bytes
 from jaxspec_checkpoints.tensor import Tensor
 
+# Of a draft: its tokens, most frequent first. See `jaxspec_checkpoints.trimming`.
+TOKEN_MAP = "draft_token_map.json"
 # The files beside the weights that make a folder a model, in every format.
 SIDE_FILES = (
     "config.json",
@@ -18,6 +20,7 @@ SIDE_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    TOKEN_MAP,
 )
 
 

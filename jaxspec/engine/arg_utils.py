@@ -45,6 +45,7 @@ from jaxspec.settings.speculation import (
     SpeculativeConfig,
 )
 from jaxspec.settings.structured_outputs import StructuredOutputsConfig
+from jaxspec.settings.trimming import kept_tokens
 from jaxspec_checkpoints import CheckpointError
 from jaxspec_checkpoints.heads import read_head_config
 
@@ -328,6 +329,12 @@ class EngineArgs:
         if draft is not None:
             draft = replace(draft, scan_layers=self.scan_layers)
         model, draft = _quantized(self, model, draft, head, speculative)
+        kept = None
+        if draft is not None and speculative is not None:
+            is_dummy = self.load_format == "dummy"
+            kept = kept_tokens(speculative, model, draft, is_dummy=is_dummy)
+            if kept is not None:
+                draft = replace(draft, draft_vocab_size=len(kept))
         num_pages = self.num_gpu_blocks_override
         if num_pages is None:
             dtype_bytes = MAX_DTYPE_BYTES[_DTYPES[self.dtype]]
@@ -367,6 +374,7 @@ class EngineArgs:
             speculative=speculative,
             draft_model_config=draft,
             head_config=head,
+            draft_token_ids=kept,
             generation_defaults=_generation_defaults(self, folder),
             enable_prefix_caching=self.enable_prefix_caching is not False,
             max_logprobs=_max_logprobs(self.max_logprobs, model.vocab_size),

@@ -24,6 +24,7 @@ from jaxspec.models.families import family_of, layouts
 from jaxspec.models.heads.weights import load_head, random_head
 from jaxspec.models.params import Params
 from jaxspec.models.weights import load_params, random_params
+from jaxspec.settings.trimming import check_special_tokens
 from jaxspec.sharding import DRAFT_MESH_AXES, Mesh
 from jaxspec.text.tokenizer import NoTokenizer, Tokenizer, check_same_tokenizer
 from jaxspec_checkpoints import CheckpointError, Tensor, model_files, open_checkpoint
@@ -49,7 +50,8 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
         their folder has none.
 
     Raises:
-        ConfigError: A tokenizer cannot be read, or they differ.
+        ConfigError: A tokenizer cannot be read, they differ, or a trimmed draft lacks
+            special tokens.
     """
     if config.skip_tokenizer_init:
         return NoTokenizer("skip_tokenizer_init=True")
@@ -69,6 +71,8 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
             parameter="tokenizer",
             value=config.tokenizer,
         )
+    if config.draft_token_ids is not None:
+        check_special_tokens(config.draft_token_ids, tokenizer.special_tokens)
     folder = config.speculative and config.speculative.model
     if folder is not None:
         # A draft without a tokenizer of its own was trained for the target's.
@@ -175,6 +179,7 @@ def _read_weights(
                 dtype=dtype,
                 mesh=mesh,
                 mesh_axes=DRAFT_MESH_AXES,
+                token_ids=config.draft_token_ids,
                 progress="Loading draft",
             )
     except CheckpointError as error:
@@ -193,6 +198,7 @@ def _random_weights(
         return target, None
     # Of its own: with the target's sizes it would be the target.
     options |= dict(seed=config.seed ^ 1, mesh_axes=DRAFT_MESH_AXES)
+    options |= dict(token_ids=config.draft_token_ids)
     return target, random_params(config.draft_model_config, **options)
 
 
@@ -272,6 +278,10 @@ class Sleep:
         if not self._runner.program.proposers:
             # No drafts, or they were left out after a launch that failed.
             config = dataclasses.replace(
-                config, draft_model_config=None, head_config=None, speculative=None
+                config,
+                draft_model_config=None,
+                head_config=None,
+                draft_token_ids=None,
+                speculative=None,
             )
         return load_weights(config, self._runner.mesh)

@@ -3,8 +3,9 @@
 Reading order: `batch` (what a forward pass is given), `network` (what the program asks
 of one), `gemma2`, made of `layers` that a `stack` runs, `params` and `weights` (how
 parameters are declared, read and made), `matrices` and `quantized` (the forms they lie
-in), `backend` (kernels and devices), `cpu`. `heads` are small networks on a target's
-hidden states; `variables` shows parameters to Flax.
+in), `trimmed` (a draft's head cut to some tokens), `backend` (kernels and devices),
+`cpu`. `heads` are small networks on a target's hidden states; `variables` shows
+parameters to Flax.
 """
 
 import importlib

@@ -17,6 +17,7 @@ from jaxspec.models.batch import TokenBatch
 from jaxspec.models.families import family_of
 from jaxspec.models.matrices import Matrix
 from jaxspec.models.params import Params, Specs
+from jaxspec.models.trimmed import to_target_vocab
 from jaxspec.settings.model_config import ModelConfig
 
 Pages = tuple[Num[Array, "page page_size two_kv_head head_dim"], ...]
@@ -62,8 +63,11 @@ class Functions(Protocol):
 
     def logits(
         self, config: Any, params: Params, rows: Float[Array, "row model"]
-    ) -> Float[Array, "row vocab"]:
-        """Float32 logits of normalised rows."""
+    ) -> Float[Array, "row _"]:
+        """Float32 logits of normalised rows, a column for each row of the head.
+
+        The head is `params["head"]` where there is one, else the embedding.
+        """
         ...
 
 
@@ -88,12 +92,16 @@ class Network:
         return jax.tree.map(lambda part: part[:count], hidden), kv_pages
 
     def logits(self, rows: Float[Array, "row model"]) -> Float[Array, "row vocab"]:
-        """Float32 logits of normalised rows."""
-        if self._are_rows_apart:
+        """Float32 logits of normalised rows, over the whole vocabulary."""
+
+        def multiply(rows: Array) -> Array:
             return self.functions.logits(self.config, self.params, rows)
-        return cpu.with_pads(
-            lambda padded: self.functions.logits(self.config, self.params, padded), rows
-        )
+
+        if self._are_rows_apart:
+            found = multiply(rows)
+        else:
+            found = cpu.with_pads(multiply, rows)
+        return to_target_vocab(self.params, found, self.config.vocab_size)
 
     @property
     def _are_rows_apart(self) -> bool:

@@ -5,7 +5,7 @@ files and bringing each device its shard is `jaxspec_checkpoints`' business.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,12 @@ from jaxspec.models.network import functions_of
 from jaxspec.models.params import ParamPath, Params, ParamSpec, Specs
 from jaxspec.models.quantized import Quantized, scales_sharding
 from jaxspec.models.stack import LAYERS, put, stacked_place
+from jaxspec.models.trimmed import (
+    put_token_id_forms,
+    put_token_ids,
+    trimmed_specs,
+    with_kept_rows,
+)
 from jaxspec.settings.model_config import ModelConfig
 from jaxspec.sharding import TARGET_MESH_AXES, kv_copies, num_parts
 from jaxspec_checkpoints import Sizes, Tensor, check_tensors
@@ -60,7 +66,7 @@ def declare(
     if are_bfloat16 is None:
         are_bfloat16 = config.stored_dtype == jnp.dtype(jnp.bfloat16).name
     return choose_forms(
-        functions_of(config).param_specs(config),
+        trimmed_specs(config, functions_of(config).param_specs(config)),
         dtype=dtype,
         mesh=mesh,
         copies=kv_copies(config.num_q_heads, config.num_kv_heads, parts),
@@ -127,12 +133,14 @@ def load_params(
     dtype: jnp.dtype,
     mesh: Mesh,
     mesh_axes: tuple[str, ...] = TARGET_MESH_AXES,
+    token_ids: Sequence[int] | None = None,
     progress: str | None = None,
     is_trained: bool = False,
 ) -> Params:
     """Read canonical tensors into their shards, cast to `dtype`; the params tree.
 
     Args:
+        token_ids: Of a trimmed head, the tokens that it keeps, ascending.
         progress: Title of a progress bar; it appears when loading takes a while.
         is_trained: Gradients will be taken through the network.
 
@@ -141,6 +149,8 @@ def load_params(
             config says (nothing was read then), or its bytes are damaged.
     """
     check_tensors(family_of(config).layout, _sizes(config), tensors)
+    specs = functions_of(config).param_specs(config)
+    tensors = with_kept_rows(config, specs, tensors, token_ids)
     with tqdm(
         total=sum(tensor.num_bytes for tensor in tensors.values()),
         desc=progress,
@@ -149,7 +159,7 @@ def load_params(
         delay=1.0,  # a small model is there before anyone wonders
         disable=progress is None,
     ) as bar:
-        return _make_all(
+        params = _make_all(
             config,
             reader(tensors, dtype, on_bytes=bar.update),
             dtype=dtype,
@@ -162,6 +172,9 @@ def load_params(
             ),
             is_trained=is_trained,
         )
+    if token_ids is not None:
+        put_token_ids(params, token_ids, mesh)
+    return params
 
 
 def reader(
@@ -268,9 +281,12 @@ def abstract_params(
     mesh_axes: tuple[str, ...] = TARGET_MESH_AXES,
 ) -> Params:
     """Shapes and placement of parameters, for compiling before there are any."""
-    return _make_all(
+    params = _make_all(
         config, describer(dtype), dtype=dtype, mesh=mesh, mesh_axes=mesh_axes
     )
+    if config.draft_vocab_size is not None:
+        put_token_id_forms(params, config.draft_vocab_size, mesh)
+    return params
 
 
 def random_params(
@@ -280,6 +296,7 @@ def random_params(
     dtype: jnp.dtype,
     mesh: Mesh,
     mesh_axes: tuple[str, ...] = TARGET_MESH_AXES,
+    token_ids: Sequence[int] | None = None,
 ) -> Params:
     """Random parameters, placed like loaded ones: for tests and `load_format=dummy`.
 
@@ -287,7 +304,11 @@ def random_params(
     same values on any mesh: bfloat16 ones where the model's files have those. Matrices,
     which are (out, in), have a standard deviation of 1/sqrt(in); vectors (norm weights)
     are zeros.
+
+    Args:
+        token_ids: As of `load_params`.
     """
+    assert config.draft_vocab_size == (token_ids and len(token_ids))
     makers: dict[Any, Callable[[jax.Array], Any]] = {}
     numbers = itertools.count()
 
@@ -318,13 +339,16 @@ def random_params(
             return made
         return Quantized(values=made[0], scales=made[1], dtype=dtype)
 
-    return _make_all(
+    params = _make_all(
         config,
         draw,
         dtype=dtype,
         mesh=mesh,
         mesh_axes=mesh_axes,
     )
+    if token_ids is not None:
+        put_token_ids(params, token_ids, mesh)
+    return params
 
 
 def _quantizing(make: Callable[[Array], Array], scheme: Scheme) -> Callable[..., Any]:

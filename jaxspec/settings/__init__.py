@@ -2,6 +2,6 @@
 
 `model_config` is a network's numbers, `quantization` which forms its matrices may be
 asked for in, `speculation` how drafts are made and judged,
-`structured_outputs` what holds for forms of texts, `hosts` who takes part where several
-processes run one target.
+`trimming` which tokens a draft of a trimmed vocabulary keeps, `structured_outputs` what
+holds for forms of texts, `hosts` who takes part where several processes run one target.
 """

@@ -38,6 +38,8 @@ class ModelConfig(ABC):
         eos_token_ids: Any of these ends a text.
         mask_token_id: What stands in places whose tokens are to be proposed, in the one
             pass of a draft model that was trained for it (PARD); None of others.
+        draft_vocab_size: Of a draft whose vocabulary is trimmed, rows of its head: the
+            tokens that it can propose; None: all.
         stored_dtype: Type of the weights in their files; "" where that is not said.
         scan_layers: Have one loop over layers that are alike in programs, in place of
             every layer by itself; parameters and pages are laid out for it. No number
@@ -61,6 +63,7 @@ class ModelConfig(ABC):
     bos_token_id: int
     eos_token_ids: tuple[int, ...]
     mask_token_id: int | None = None
+    draft_vocab_size: int | None = None
     scan_layers: bool = False
     stored_dtype: str = ""
     quantization: Scheme | None = None
@@ -72,6 +75,9 @@ class ModelConfig(ABC):
             self._check_token_id(name, getattr(self, name))
         if self.mask_token_id is not None:
             self._check_token_id(MASK_TOKEN, self.mask_token_id)
+        if self.draft_vocab_size is not None:
+            name, most = "draft_vocab_size", self.vocab_size
+            check_integer(ConfigError, name, self.draft_vocab_size, low=1, high=most)
         for token in self.eos_token_ids:
             self._check_token_id("eos_token_id", token)
         if self.num_q_heads % self.num_kv_heads:

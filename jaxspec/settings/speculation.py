@@ -102,6 +102,12 @@ class SpeculativeConfig:
         model: Folder of the draft model or head; None for "ngram" and "suffix".
         quantization: How the draft model's matrices are kept, as the engine's argument
             of that name says of the target; None: as its checkpoint has them.
+        draft_vocab_size: Tokens that a draft model may propose, the most frequent ones
+            (FR-Spec): its head is cut to those, which makes a pass cheaper, and no text
+            another. None: all, or all that `draft_token_map` names.
+        draft_token_map: JSON file of token ids, most frequent first, for a head that is
+            cut. Default: `draft_token_map.json` in the draft model's folder, which
+            `python -m jaxspec_checkpoints trim` writes.
         num_speculative_tokens: Most draft tokens per step; a request may ask for fewer.
             With a tree, its drafts.
         num_side_leaves: Beside each draft, the next best tokens at its place: where the
@@ -145,6 +151,8 @@ class SpeculativeConfig:
     method: str = DRAFT_MODEL
     model: str | None = None
     quantization: str | None = None
+    draft_vocab_size: int | None = None
+    draft_token_map: str | None = None
     num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS
     num_side_leaves: int = 0
     speculative_token_tree: str | Sequence[Sequence[int]] | None = None
@@ -175,6 +183,7 @@ class SpeculativeConfig:
             )
         self._check_model()
         self._check_quantization()
+        self._check_trimmed()
         self._check_lookup()
         self._check_suffix()
         most = self.max_levels
@@ -324,6 +333,11 @@ class SpeculativeConfig:
     def has_draft_model(self) -> bool:
         """Whether a second network proposes, alone or where nothing matches."""
         return not set(MODELS).isdisjoint(self.method.split("+"))
+
+    @property
+    def is_trimmed(self) -> bool:
+        """Whether a draft model's head is cut to some of the tokens."""
+        return self.draft_vocab_size is not None or self.draft_token_map is not None
 
     @property
     def is_parallel(self) -> bool:
@@ -480,6 +494,19 @@ class SpeculativeConfig:
         if kind is not None and not self.has_folder:
             allowed = f"left out for method {self.method!r}, which has no weights"
             raise wrong_argument(ConfigError, name, allowed, kind)
+
+    def _check_trimmed(self) -> None:
+        for name in ("draft_vocab_size", "draft_token_map"):
+            value = getattr(self, name)
+            if value is not None and not self.has_draft_model:
+                allowed = f"left out for method {self.method!r}"
+                hint = "It cuts the head of a draft model."
+                if self.has_head:
+                    hint = "A head's own files say which tokens it can propose."
+                raise wrong_argument(ConfigError, name, allowed, value, hint)
+        if self.draft_vocab_size is not None:
+            name = "draft_vocab_size"
+            check_integer(ConfigError, name, self.draft_vocab_size, low=1)
 
     def _check_synthetic(self) -> None:
         names = ("synthetic_acceptance_rates", "synthetic_acceptance_length")

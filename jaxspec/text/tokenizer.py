@@ -98,6 +98,14 @@ class Tokenizer:
             return ()
         return (self.pieces.special[self._turns.markers[1]],)
 
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of what begins, ends and pads texts and marks turns, by their pieces."""
+        ids = [self.bos_token_id, self.eos_token_id, self.pad_token_id]
+        if self.has_turns and self._turns is not None:
+            ids += [self.pieces.special[piece] for piece in self._turns.markers]
+        return {self.id_to_piece(token): token for token in ids if token >= 0}
+
     def encode(
         self,
         text: str,

@@ -27,7 +27,6 @@ from jaxspec.models.heads.config import (
     MlpSpeculatorConfig,
 )
 from jaxspec.models.heads.weights import (
-    TOKEN_IDS,
     functions_of_head,
     init_head,
     save_head,
@@ -35,6 +34,7 @@ from jaxspec.models.heads.weights import (
 from jaxspec.models.matrices import DenseMatrix, Matrix
 from jaxspec.models.network import build_network, functions_of
 from jaxspec.models.params import Params
+from jaxspec.models.trimmed import TOKEN_IDS
 from jaxspec.models.weights import load_params, tensors_of
 from jaxspec.settings.model_config import ModelConfig
 from jaxspec.sharding import TARGET_MESH_AXES

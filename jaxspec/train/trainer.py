@@ -29,8 +29,8 @@ from jaxspec.errors import (
     check_number,
     wrong_argument,
 )
-from jaxspec.models.heads.weights import TOKEN_IDS
 from jaxspec.models.params import Params
+from jaxspec.models.trimmed import TOKEN_IDS
 from jaxspec.sharding import replicated
 from jaxspec.train.losses import LOSSES, Comparison, compare, loss_of, mean
 from jaxspec.train.methods import Method

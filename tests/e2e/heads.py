@@ -26,7 +26,8 @@ from jaxspec.models.heads.config import (
     MedusaConfig,
     MlpSpeculatorConfig,
 )
-from jaxspec.models.heads.weights import TOKEN_IDS, random_head
+from jaxspec.models.heads.weights import random_head
+from jaxspec.models.trimmed import TOKEN_IDS
 from jaxspec.program import step
 from jaxspec.sharding import make_mesh
 from jaxspec.train.methods import (

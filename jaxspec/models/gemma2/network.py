@@ -131,8 +131,11 @@ def forward(
 
 def logits(
     config: Gemma2Config, params: Params, rows: Float[Array, "row model"]
-) -> Float[Array, "row vocab"]:
-    """Soft-capped float32 logits of normalised rows, through the tied embedding."""
-    found = params["embedding"].multiply(rows)
+) -> Float[Array, "row _"]:
+    """Soft-capped float32 logits of normalised rows.
+
+    Through the tied embedding, or a trimmed head (`jaxspec.models.trimmed`).
+    """
+    found = params.get("head", params["embedding"]).multiply(rows)
     cap = config.final_logit_softcapping
     return found if cap is None else jnp.tanh(found / cap) * cap

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxspec.errors import ConfigError
 from jaxspec.models.heads.config import (
@@ -24,6 +24,7 @@ from jaxspec.models.heads.config import (
     read_head,
 )
 from jaxspec.models.params import ParamPath, Params, ParamSpec, Specs
+from jaxspec.models.trimmed import TOKEN_IDS, put_token_id_forms, put_token_ids
 from jaxspec.models.weights import (
     Make,
     choose_forms,
@@ -33,11 +34,9 @@ from jaxspec.models.weights import (
     tensors_of,
 )
 from jaxspec.settings.model_config import ModelConfig
-from jaxspec.sharding import DRAFT_MESH_AXES, kv_copies, num_parts, replicated
+from jaxspec.sharding import DRAFT_MESH_AXES, kv_copies, num_parts
 from jaxspec_checkpoints import CheckpointError, Tensor
 from jaxspec_checkpoints.heads import EAGLE3, write_head
-
-TOKEN_IDS = "token_ids"
 
 # Tensors of token ids: how far from its own number a token's is, or the id itself.
 _OFFSETS, _IDS = "d2t", "token_map"
@@ -101,7 +100,7 @@ def _make_head(
         dict(make_each(specs, make, mesh=mesh, mesh_axes=mesh_axes))
     )
     if token_ids is not None:
-        params[TOKEN_IDS] = jax.device_put(token_ids, replicated(mesh))
+        put_token_ids(params, token_ids, mesh)
     return params
 
 
@@ -191,9 +190,7 @@ def abstract_head(
     specs = declare_head(config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes)
     params = _make_head(specs, describer(dtype), None, mesh, mesh_axes)
     if config.is_trimmed:
-        params[TOKEN_IDS] = jax.ShapeDtypeStruct(
-            (config.draft_vocab_size,), jnp.int32, sharding=replicated(mesh)
-        )
+        put_token_id_forms(params, config.draft_vocab_size, mesh)
     return params
 
 
@@ -303,13 +300,3 @@ def save_head(
             arrays[_IDS] = ids
     content["torch_dtype"] = jnp.dtype(dtype).name
     write_head(folder, content, arrays)
-
-
-def to_target_vocab(
-    params: Params, logits: Float[Array, "row draft_vocab"], vocab_size: int
-) -> Float[Array, "row vocab"]:
-    """Logits over the target's vocabulary: -inf for what a head cannot propose."""
-    if TOKEN_IDS not in params:
-        return logits
-    nothing = jnp.full((logits.shape[0], vocab_size), -jnp.inf, logits.dtype)
-    return nothing.at[:, params[TOKEN_IDS]].set(logits)

@@ -21,11 +21,11 @@ from jaxspec.models import cpu
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.heads import eagle3
 from jaxspec.models.heads.config import Eagle3Config, LayerConfig
-from jaxspec.models.heads.weights import functions_of_head, to_target_vocab
+from jaxspec.models.heads.weights import functions_of_head
 from jaxspec.models.params import Params
+from jaxspec.models.trimmed import to_target_vocab
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.propose.last_row import (
-    LOWEST,
     last_forms,
     last_rows,
     note_last,
@@ -208,7 +208,7 @@ class Eagle3(Head):
         assert isinstance(self.config, Eagle3Config)
         config, vocab_size = self.config, context.pool.vocab_size
         found = cpu.with_pads(lambda rows: eagle3.logits(config, params, rows), hidden)
-        return jnp.maximum(to_target_vocab(params, found, vocab_size), LOWEST)
+        return to_target_vocab(params, found, vocab_size)
 
 
 def _flat(part: Float[Array, "some token model"]) -> Float[Array, "row model"]:

@@ -27,11 +27,6 @@ from jaxspec.program.propose.proposal import (
 from jaxspec.program.rows import Active
 from jaxspec.sharding import replicated
 
-# Logits of tokens that a head cannot propose. Finite: where a grammar allows none of
-# those that it can, one of the allowed is drawn, and not of nothing. By no temperature
-# does a law see the difference.
-LOWEST = -1e9
-
 
 @dataclass(frozen=True, kw_only=True)
 class LastRow(Head):

@@ -14,9 +14,9 @@ from jaxtyping import Array, Float
 
 from jaxspec.models.heads import medusa
 from jaxspec.models.heads.config import MedusaConfig
-from jaxspec.models.heads.weights import to_target_vocab
 from jaxspec.models.params import Params
-from jaxspec.program.propose.last_row import LOWEST, LastRow
+from jaxspec.models.trimmed import to_target_vocab
+from jaxspec.program.propose.last_row import LastRow
 from jaxspec.program.propose.levels import Continue, entry_of, logits_by_level
 from jaxspec.program.propose.proposal import Context
 
@@ -56,7 +56,7 @@ class Medusa(LastRow):
         shared = context.target["embedding"]
 
         def widen(logits: Array) -> Array:
-            return jnp.maximum(to_target_vocab(params, logits, vocab), LOWEST)
+            return to_target_vocab(params, logits, vocab)
 
         def one_head(head: int, rows: Array) -> Array:
             return widen(medusa.logits(config, params, head, rows, shared))

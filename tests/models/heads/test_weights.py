@@ -12,14 +12,13 @@ from safetensors.numpy import load_file
 
 from jaxspec.errors import ConfigError
 from jaxspec.models.heads.weights import (
-    TOKEN_IDS,
     abstract_head,
     init_head,
     load_head,
     save_head,
     tensor_shapes,
-    to_target_vocab,
 )
+from jaxspec.models.trimmed import TOKEN_IDS
 from jaxspec.sharding import make_mesh
 from tests.models.heads import torch_heads as theirs
 from tests.models.heads.targets import target_config
@@ -101,15 +100,6 @@ def test_a_head_is_split_over_devices(folder):
     assert split["lm_head"].values.addressable_shards[0].data.shape == (10, 24)
     for name in ("fc", "lm_head"):
         np.testing.assert_array_equal(split[name].values, whole[name].values)
-
-
-def test_tokens_that_a_head_cannot_say_have_no_chance():
-    params = {TOKEN_IDS: jnp.array([4, 1], jnp.int32)}
-    found = to_target_vocab(params, jnp.array([[0.5, 2.0]]), 5)
-    inf = np.inf
-    np.testing.assert_array_equal(found, [[-inf, 2.0, -inf, -inf, 0.5]])
-    whole = jnp.ones((1, 5))
-    assert to_target_vocab({}, whole, 5) is whole
 
 
 def without(name, tensors):

@@ -1,0 +1,106 @@
+"""Owns token maps: the tokens that a draft may propose, most frequent first.
+
+A map is a JSON file, beside a draft's weights or anywhere: of a list of token ids the
+first so many are kept, so that one file serves every size. Knows nothing of networks.
+
+References: Zhao et al. 2025, arXiv:2502.14856 (FR-Spec).
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxspec_checkpoints.errors import CheckpointError
+from jaxspec_checkpoints.files import expand, readable
+from jaxspec_checkpoints.quantization import QuantizedTensor, quantized_tensor
+from jaxspec_checkpoints.tensor import BLOCK_BYTES, Tensor
+
+# The key of the ids, where a map is an object that says more.
+_IDS = "token_ids"
+
+
+def read_token_map(path: str | Path, vocab_size: int) -> list[int]:
+    """Read the ids of a map, in its order.
+
+    Args:
+        vocab_size: Tokens that there are; no id may be beyond.
+
+    Raises:
+        CheckpointError: It is no such file, or names a token twice or one that is none.
+    """
+    path = expand(path)
+    with readable(path):
+        if not path.is_file():
+            raise CheckpointError(f"{path} is no file")
+        if path.suffix in (".pt", ".bin", ".pth"):
+            raise CheckpointError(
+                f"{path} is a pickle, which can run anything: write its ids as a JSON "
+                "list, most frequent first"
+            )
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (RecursionError, ValueError) as error:
+            raise CheckpointError(f"{path} must be readable JSON: {error}") from error
+    ids = content.get(_IDS) if isinstance(content, dict) else content
+    are_ids = isinstance(ids, list) and all(type(one) is int for one in ids)
+    if not are_ids or not ids:
+        raise CheckpointError(
+            f"{path} must hold a JSON list of token ids, or an object with one as "
+            f"{_IDS!r}, most frequent first; got {content!r:.80}"
+        )
+    wrong = [one for one in ids if not 0 <= one < vocab_size]
+    if wrong:
+        raise CheckpointError(
+            f"{path} names token {wrong[0]}; the vocabulary has {vocab_size}, from 0"
+        )
+    if len(set(ids)) < len(ids):
+        known: set[int] = set()
+        twice = next(one for one in ids if one in known or known.add(one))
+        raise CheckpointError(f"{path} names token {twice} twice")
+    return ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows(Tensor):
+    origin: Tensor
+    ids: np.ndarray
+
+    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
+        # All of the origin is read, so that its hash is checked.
+        for start, rows in self.origin.blocks():
+            first, stop = np.searchsorted(self.ids, (start, start + len(rows)))
+            if first < stop:
+                yield int(first), rows[self.ids[first:stop] - start]
+
+
+def rows_of(tensor: Tensor, ids: Sequence[int]) -> Tensor:
+    """Some rows of a matrix, in ascending order of their numbers."""
+    chosen = np.asarray(ids, np.int64)
+    assert len(chosen) and (np.diff(chosen) > 0).all(), "rows are not ascending"
+    assert chosen[0] >= 0 and chosen[-1] < tensor.shape[0], "there are no such rows"
+    if isinstance(tensor, QuantizedTensor):
+        values, scales = rows_of(tensor.values, ids), rows_of(tensor.scales, ids)
+        return quantized_tensor(values, scales)
+    step = max(1, BLOCK_BYTES * tensor.shape[0] // max(1, tensor.num_bytes))
+
+    def read(start: int, stop: int) -> np.ndarray:
+        found, wanted = [], chosen[start:stop]
+        while len(wanted):
+            # As far as a block of rows reaches.
+            count = int(np.searchsorted(wanted, wanted[0] + step))
+            some, wanted = wanted[:count], wanted[count:]
+            rows = tensor.read(int(some[0]), int(some[-1]) + 1)
+            found.append(rows[some - some[0]])
+        return np.concatenate(found)
+
+    return _Rows(
+        shape=(len(chosen), *tensor.shape[1:]),
+        dtype=tensor.dtype,
+        source=tensor.source,
+        read=read,
+        origin=tensor,
+        ids=chosen,
+    )

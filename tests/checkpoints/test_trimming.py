@@ -1,0 +1,63 @@
+"""Rows of a tensor that a trimmed head keeps, read from wherever its weights are."""
+
+import dataclasses
+import hashlib
+
+import numpy as np
+import pytest
+
+from jaxspec_checkpoints import CheckpointError, in_memory, trimming
+from jaxspec_checkpoints import tensor as tensors
+from jaxspec_checkpoints.quantization import Scheme, quantized
+from jaxspec_checkpoints.trimming import rows_of
+
+KEPT = [0, 3, 4, 5, 17, 40, 41, 99]
+VALUES = np.random.default_rng(0).normal(size=(100, 8)).astype(np.float32)
+
+
+@pytest.fixture(name="whole", params=[32, 200, 10_000])
+def _whole(request, monkeypatch):
+    """In blocks of a row, of six rows and of all."""
+    monkeypatch.setattr(tensors, "BLOCK_BYTES", request.param)
+    monkeypatch.setattr(trimming, "BLOCK_BYTES", request.param)
+    return in_memory({"table": VALUES})["table"]
+
+
+def test_they_are_the_rows_of_these_numbers(whole):
+    found = rows_of(whole, KEPT)
+    assert found.shape == (len(KEPT), 8)
+    np.testing.assert_array_equal(found.whole(), VALUES[KEPT])
+    for start, stop in [(0, 8), (2, 3), (3, 7), (7, 8)]:
+        np.testing.assert_array_equal(found.read(start, stop), VALUES[KEPT[start:stop]])
+
+
+def test_no_more_is_read_at_a_time_than_a_block(whole):
+    reads = []
+
+    def read(start, stop):
+        reads.append(stop - start)
+        return VALUES[start:stop]
+
+    rows_of(dataclasses.replace(whole, read=read), KEPT).read(0, len(KEPT))
+    assert max(reads) <= max(1, trimming.BLOCK_BYTES // 32)
+
+
+@pytest.mark.parametrize("group_size", [None, 4])
+def test_rows_of_a_quantized_matrix_are_quantized_alike(whole, group_size):
+    scheme = Scheme(kind="int8", group_size=group_size)
+    matrix = quantized(whole, scheme)
+    expected = matrix.whole()[KEPT]
+    found = rows_of(quantized(whole, scheme), KEPT)
+    np.testing.assert_array_equal(found.whole(), expected)
+    again = quantized(rows_of(whole, KEPT), scheme)
+    np.testing.assert_array_equal(again.values.whole(), matrix.values.whole()[KEPT])
+    np.testing.assert_array_equal(again.scales.whole(), matrix.scales.whole()[KEPT])
+
+
+def test_damage_is_found_also_where_nothing_is_kept(whole):
+    digest = hashlib.sha256(VALUES.tobytes()).hexdigest()
+    sound = rows_of(dataclasses.replace(whole, sha256=digest), KEPT)
+    np.testing.assert_array_equal(sound.whole(), VALUES[KEPT])
+    damaged = rows_of(dataclasses.replace(whole, sha256="0" * 64), KEPT[:2])
+    with pytest.raises(CheckpointError, match="damaged"):
+        damaged.whole()

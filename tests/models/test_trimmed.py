@@ -1,0 +1,135 @@
+"""A trimmed head says of tokens that it keeps what the whole one says, and no other."""
+
+import dataclasses
+from dataclasses import fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.models import families
+from jaxspec.models.network import build_network
+from jaxspec.models.trimmed import LOWEST, TOKEN_IDS, to_target_vocab
+from jaxspec.models.weights import abstract_params, load_params, random_params
+from jaxspec.sharding import DRAFT_MESH_AXES, make_mesh
+from jaxspec_checkpoints import Sizes, in_memory, tensor_shapes
+from jaxspec_checkpoints.quantization import named_scheme, quantized
+from jaxspec_kernels import native
+from tests.models import llama
+from tests.models.test_weights import CONFIG, TENSORS, make_config
+
+# Of 96: neither the first nor in one piece, and two devices have as many each.
+KEPT = (0, 1, 2, 7, 31, 32, 50, 51, 64, 93, 94, 95)
+TRIMMED = dataclasses.replace(CONFIG, draft_vocab_size=len(KEPT))
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def test_tokens_that_a_head_cannot_say_have_no_chance():
+    params = {TOKEN_IDS: jnp.array([1, 4], jnp.int32)}
+    found = to_target_vocab(params, jnp.array([[0.5, 2.0]]), 5)
+    np.testing.assert_array_equal(found, [[LOWEST, 0.5, LOWEST, LOWEST, 2.0]])
+    law = jax.nn.softmax(found / 1e4)
+    np.testing.assert_array_equal(law[0, jnp.array([0, 2, 3])], 0)
+    whole = jnp.ones((1, 5))
+    assert to_target_vocab({}, whole, 5) is whole
+
+
+def logits_of(config: Any, tensors: Any, **options: Any) -> np.ndarray:
+    given: dict[str, Any] = dict(dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1))
+    params = load_params(config, tensors, **(given | options))
+    rows = np.random.default_rng(1).normal(size=(6, config.hidden_size))
+    network = build_network(config, params)
+    return np.asarray(network.logits(jnp.asarray(rows, jnp.float32)))
+
+
+def check_equal(whole: Any, tensors: Any, **options: Any) -> None:
+    trimmed = dataclasses.replace(whole, draft_vocab_size=len(KEPT))
+    expected = logits_of(whole, tensors, **options)
+    found = logits_of(trimmed, tensors, token_ids=KEPT, **options)
+    np.testing.assert_allclose(found[:, KEPT], expected[:, KEPT], atol=1e-5)
+    assert (np.delete(found, KEPT, axis=1) == LOWEST).all()
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "int4", "fp8"])
+@pytest.mark.parametrize("has_operations", [True, False])
+def test_logits_of_what_is_kept_are_the_whole_heads(kind, has_operations, monkeypatch):
+    """In whatever form the matrices are, of the embedding too."""
+    if not has_operations:
+        monkeypatch.setenv(native.VARIABLE, native.OFF)
+    config, tensors = CONFIG, TENSORS
+    if kind is not None:
+        # Groups of int4 are of 128 features.
+        sizes = dict(hidden_size=128, num_attention_heads=16, intermediate_size=128)
+        config = make_config(**sizes)
+        scheme = named_scheme(kind, has_embedding=True)
+        config = dataclasses.replace(config, quantization=scheme)
+        tensors = random_tensors(config, tensor_shapes)
+    check_equal(config, in_memory(tensors))
+
+
+def random_tensors(config: Any, shapes_of: Any) -> Any:
+    sizes = Sizes(**{one.name: getattr(config, one.name) for one in fields(Sizes)})
+    random = np.random.default_rng(2)
+    return {
+        name: random.normal(size=shape).astype(np.float32)
+        for name, shape in shapes_of(sizes).items()
+    }
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_it_is_split_over_devices(dtype):
+    options: dict[str, Any] = dict(dtype=jnp.dtype(dtype), mesh=make_mesh(8, 2))
+    check_equal(CONFIG, in_memory(TENSORS), mesh_axes=DRAFT_MESH_AXES, **options)
+    params = load_params(
+        TRIMMED,
+        in_memory(TENSORS),
+        mesh_axes=DRAFT_MESH_AXES,
+        token_ids=KEPT,
+        **options,
+    )
+    shards = params["head"].values.addressable_shards
+    assert {one.data.shape for one in shards} == {(len(KEPT) // 2, CONFIG.hidden_size)}
+
+
+def test_an_embedding_that_is_quantized_already_gives_its_rows():
+    scheme = named_scheme("int8")
+    read = in_memory(TENSORS)
+    read[EMBEDDING] = quantized(read[EMBEDDING], scheme)
+    config = dataclasses.replace(
+        CONFIG, quantization=named_scheme("int8", has_embedding=True)
+    )
+    check_equal(config, read)
+
+
+def test_a_head_of_its_own_is_cut_in_place(monkeypatch):
+    """The embedding is for tokens that go in: it stays what it is."""
+    monkeypatch.setitem(families.FAMILIES, "llama", llama.FAMILY)
+    sizes: Any = {
+        item.name: getattr(CONFIG, item.name)
+        for item in fields(llama.LlamaConfig)
+        if hasattr(CONFIG, item.name)
+    }
+    config = llama.LlamaConfig(**sizes)
+    check_equal(config, in_memory(random_tensors(config, llama.tensor_shapes)))
+
+
+def test_read_random_and_abstract_parameters_are_alike():
+    options: dict[str, Any] = dict(dtype=jnp.dtype(jnp.float32), mesh=make_mesh(1))
+    made = [
+        load_params(TRIMMED, in_memory(TENSORS), token_ids=KEPT, **options),
+        random_params(TRIMMED, seed=3, token_ids=KEPT, **options),
+        abstract_params(TRIMMED, **options),
+    ]
+    forms = [
+        [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(tree)]
+        for tree in made
+    ]
+    assert forms[0] == forms[1] == forms[2]
+    assert len(set(map(jax.tree.structure, made))) == 1
+    # Those of the whole model, and nothing else, but for the head.
+    whole = random_params(CONFIG, seed=3, **options)
+    for name in ("head", TOKEN_IDS):
+        del made[1][name]
+    jax.tree.map(np.testing.assert_array_equal, made[1], whole)
