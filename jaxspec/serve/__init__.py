@@ -12,4 +12,5 @@ Reading order:
    the client is connected, and `response_store` keeps responses.
 4. `server_info`, `metrics`, `load_report`: what the server tells about itself; `page`
    shows it. `development`: how developers put it to sleep.
+5. `ray_app`: the same application in replicas that Ray Serve runs.
 """

@@ -1,5 +1,8 @@
 """Owns the application: all endpoints behind all checks, over one engine."""
 
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
@@ -16,10 +19,17 @@ from jaxspec.serve.serving import Serving
 from jaxspec.serve.settings import ServerSettings
 
 
-def make_app(engine: AsyncLLMEngine, settings: ServerSettings) -> FastAPI:
+def make_app(
+    engine: AsyncLLMEngine,
+    settings: ServerSettings,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
+) -> FastAPI:
     """Make the application; it neither starts nor ends the engine.
 
     Its `state.serving` is what the endpoints share.
+
+    Args:
+        lifespan: What is around the application's life, for whoever runs it.
     """
     has_docs = not settings.disable_fastapi_docs
     app = FastAPI(
@@ -28,6 +38,7 @@ def make_app(engine: AsyncLLMEngine, settings: ServerSettings) -> FastAPI:
         docs_url="/docs" if has_docs else None,
         redoc_url=None,
         openapi_url="/openapi.json" if has_docs else None,
+        lifespan=lifespan,
     )
     serving = app.state.serving = Serving(engine, settings)
     counts = HttpMetrics()

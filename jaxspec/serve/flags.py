@@ -7,9 +7,9 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -28,6 +28,8 @@ _ASKS_FOR_DRAFTS += ("speculative_model",)
 _LISTS = ("api_keys", "allowed_origins", "allowed_methods", "allowed_headers")
 # Fields of the settings whose flags have other names, as vLLM's do.
 _RENAMED = {"api_keys": "api_key"}
+# Where every value is text.
+_SAID = {"true": True, "false": False}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,29 @@ def read_flags(prog: str, arguments: Sequence[str]) -> Options:
         arguments = [*_from_file(Path(config.config), parser), *arguments]
     given = parser.parse_args(arguments)
     return _options(given)
+
+
+def read_values(prog: str, values: Mapping[str, Any]) -> Options:
+    """Read flags by their names, as a file has them.
+
+    Args:
+        prog: What the values are for, as errors call it.
+        values: By name, with or without dashes; "true" and "false" are flags as well.
+
+    Raises:
+        ConfigError: There is no such flag, or a value cannot work.
+        UnsupportedError: One asks for what the engine does not do.
+    """
+    parser = make_parser(prog, _ValuesParser)
+    allowed = "flags of `python -m jaxspec.serve` by name"
+    return _options(parser.parse_args([*_written(values, parser, prog, allowed)]))
+
+
+class _ValuesParser(CommandParser):
+    """Raises where a command line would end the program."""
+
+    def _refuse(self, message: str, unknown: Sequence[str] = ()) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}.", parameter=None, value=None)
 
 
 def _options(given: argparse.Namespace) -> Options:
@@ -166,11 +191,25 @@ def _from_file(path: Path, parser: argparse.ArgumentParser) -> Iterator[str]:
         return
     if not isinstance(content, dict):
         raise wrong_argument(ConfigError, "--config", allowed, content)
-    for key, value in content.items():
+    yield from _written(content, parser, str(path), allowed)
+
+
+def _written(
+    values: Mapping[str, Any], parser: argparse.ArgumentParser, place: str, allowed: str
+) -> Iterator[str]:
+    """Write flags by name as a command line has them.
+
+    Args:
+        place: Where they stand, which the error for an unknown one begins with.
+    """
+    actions = parser._option_string_actions
+    for key, value in values.items():
         flag = f"--{key}".replace("_", "-")
-        if flag not in parser._option_string_actions or flag == "--config":
+        if flag not in actions or flag in ("--config", "--help"):
             hint = "See --help for the flags there are."
-            raise wrong_argument(ConfigError, f"{path}", allowed, key, hint)
+            raise wrong_argument(ConfigError, place, allowed, key, hint)
+        if isinstance(actions[flag], argparse.BooleanOptionalAction):
+            value = _SAID.get(value, value) if isinstance(value, str) else value
         if isinstance(value, bool):
             yield flag if value else flag.replace("--", "--no-", 1)
         elif isinstance(value, list) and not _holds_objects(value):
@@ -185,9 +224,9 @@ def _holds_objects(values: list[Any]) -> bool:
     return any(isinstance(value, (dict, list)) for value in values)
 
 
-def make_parser(prog: str) -> CommandParser:
+def make_parser(prog: str, kind: type[CommandParser] = CommandParser) -> CommandParser:
     """Make the parser of the whole command line."""
-    parser = CommandParser(
+    parser = kind(
         prog=prog,
         description="Serve a Gemma 2 model with OpenAI's API. Without a model: the "
         "bundled pair.",
@@ -202,6 +241,13 @@ def make_parser(prog: str) -> CommandParser:
     _add_settings(parser.add_argument_group("answers and limits"))
     AsyncEngineArgs.add_cli_args(parser)
     return parser
+
+
+def listening_flags() -> frozenset[str]:
+    """Name the flags of the socket, as `Options.listening` has them."""
+    parser = argparse.ArgumentParser(add_help=False)
+    _add_listening(parser.add_argument_group())
+    return frozenset(action.dest for action in parser._actions)
 
 
 def _add_listening(group: argparse._ArgumentGroup) -> None:

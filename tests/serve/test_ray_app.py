@@ -1,0 +1,175 @@
+"""What Ray Serve is asked for, and a replica's life without Ray."""
+
+import asyncio
+import json
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
+from jaxspec.errors import ConfigError, EngineDeadError
+from jaxspec.serve import ray_app
+from jaxspec.serve.flags import listening_flags
+from jaxspec.serve.ray_app import Placement, Replica, build, read_arguments
+from tests.engine.test_llm_engine import letters, make_fake_engine, said
+from tests.serving import COMPLETIONS, PROMPT, TurnsTokenizer, post
+
+
+def test_alone_it_is_the_bundled_pair_once():
+    options, placement = read_arguments({})
+    engine = options.engine
+    assert (engine.model, engine.speculative_model) == (BUNDLED_TARGET, BUNDLED_DRAFT)
+    assert placement == Placement()
+
+
+def test_a_command_line_and_a_file_say_the_same():
+    scaling = {"min_replicas": 1, "max_replicas": 4}
+    named: dict[str, Any] = {
+        "model": "m",
+        "served_model_name": "gemma",
+        "speculative_model": "d",
+        "num_speculative_tokens": 3,
+        "max_num_seqs": 12,
+        "enable_prefix_caching": False,
+        "enable_auto_tool_choice": True,
+        "speculative_config": {"method": "ngram"},
+        "allowed_origins": ["a", "b"],
+        "shutdown_timeout": 9,
+        "autoscaling_config": scaling,
+        "session_affinity": True,
+        "metrics_port": 8001,
+    }
+    text = {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in named.items()
+    }
+    options, placement = read_arguments(named)
+    assert read_arguments(text)[1] == placement
+    read, of_text = read_arguments(text)[0], options
+    assert (read.engine, read.settings) == (of_text.engine, of_text.settings)
+    assert read.shutdown_timeout == options.shutdown_timeout == 9
+    assert options.settings.served_model_names == ("gemma",)
+    assert options.settings.allowed_origins == ("a", "b")
+    assert options.settings.enable_auto_tool_choice
+    assert options.engine.enable_prefix_caching is False
+    assert options.engine.speculative_config == {"method": "ngram"}
+    assert placement.autoscaling_config == scaling
+    assert placement.session_affinity
+    # So many as its batch holds, where that is said.
+    assert (placement.max_ongoing_requests, placement.metrics_port) == (12, 8001)
+    named["max_ongoing_requests"] = 40
+    assert read_arguments(named)[1].max_ongoing_requests == 40
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"modle": "m"}, "'modle'"),
+        ({"help": True}, "'help'"),
+        ({"num_speculative_tokens": "many"}, "num-speculative-tokens"),
+        ({"enable_auto_tool_choice": "perhaps"}, "enable-auto-tool-choice"),
+        ({"enable_request_id_headers": "true"}, "twice"),
+        ({"num_replicas": 0}, "num_replicas must be"),
+        ({"num_replicas": "two"}, "num_replicas must be"),
+        ({"num_replicas": 2, "autoscaling_config": {}}, "initial_replicas"),
+        ({"autoscaling_config": "[1]"}, "autoscaling_config must be a mapping"),
+        ({"ray_actor_options": "gpu"}, "ray_actor_options must be a mapping"),
+        ({"session_affinity": "perhaps"}, "session_affinity must be"),
+        ({"metrics_port": 0}, "metrics_port must be"),
+        *[
+            ({name.replace("_", "-"): "x"}, "Ray Serve, which listens itself")
+            for name in sorted(listening_flags() - {"uvicorn_log_level"})
+        ],
+    ],
+)
+def test_wrong_arguments(given: dict[str, Any], told: str):
+    with pytest.raises(ConfigError) as caught:
+        read_arguments(given)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    for name in ("ray", "ray.serve"):
+        monkeypatch.setitem(sys.modules, name, None)  # not to be imported
+    with pytest.raises(ConfigError, match=r"pip install '\.\[ray\]'") as caught:
+        build({"model": "m"})
+    assert "\n" not in str(caught.value)
+    # What is wrong with the arguments is told before.
+    with pytest.raises(ConfigError, match="modle"):
+        build({"modle": "m"})
+
+
+@pytest.fixture
+def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
+    """One that Ray has just made, over a device of plain Python.
+
+    The first port for its metrics is taken, as by another replica of the machine.
+    """
+    engine, _ = make_fake_engine(num_draft_tokens=3)
+    engine.tokenizer = TurnsTokenizer(16)
+    monkeypatch.setattr(ray_app, "make_engines", lambda arguments: [engine])
+    monkeypatch.setattr(ray_app, "set_up_log", lambda level: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        arguments = {"warm_up": "none", "metrics_port": port, "served_model_name": "g"}
+        made = Replica(*read_arguments(arguments))
+        yield made
+        made.engine.shutdown(10)
+
+
+def test_a_replica_serves_and_tells_its_metrics(replica: Any):
+    port = replica._placement.metrics_port
+
+    async def live() -> None:
+        app = await replica.__serve_build_asgi_app__()
+        await replica.check_health()
+        transport = httpx.ASGITransport(app)
+        client = httpx.AsyncClient(transport=transport, base_url="http://server")
+        async with app.router.lifespan_context(app), client:
+            answer = await post(client, COMPLETIONS, prompt=PROMPT, max_tokens=9)
+            assert answer["choices"][0]["text"] == letters(said(9))
+            assert answer["model"] == "g"
+            url = f"http://127.0.0.1:{port + 1}"
+            async with httpx.AsyncClient(base_url=url) as scraper:
+                told = (await scraper.get("/metrics")).text
+                assert 'vllm:request_success_total{engine="0"' in told
+                assert (await scraper.get("/health")).status_code == 200
+                # Nobody is served there.
+                body = {"model": "g", "prompt": "a"}
+                assert (await scraper.post(COMPLETIONS, json=body)).status_code == 404
+        # Ray has ended it: so has the engine, and the port is free.
+        assert not replica.engine.is_running
+        socket.create_server(("127.0.0.1", port + 1)).close()
+
+    asyncio.run(live())
+
+
+def test_what_is_made_in_the_background_is_waited_for(replica: Any):
+    async def live() -> None:
+        app = await replica.__serve_build_asgi_app__()
+        transport = httpx.ASGITransport(app)
+        client = httpx.AsyncClient(transport=transport, base_url="http://server")
+        begun = asyncio.Event()
+
+        async def work() -> None:
+            begun.set()
+            await asyncio.sleep(0.3)
+
+        async with client, app.router.lifespan_context(app):
+            await app.state.serving.background.start("one", work())
+        assert begun.is_set()
+        assert "one" not in app.state.serving.background
+
+    asyncio.run(live())
+
+
+def test_a_replica_is_unhealthy_once_its_engine_has_ended(replica: Replica):
+    asyncio.run(replica.check_health())
+    replica.engine._drivers[0].thread.dead_error = EngineDeadError("boom")
+    with pytest.raises(EngineDeadError, match="boom"):
+        asyncio.run(replica.check_health())
