@@ -9,6 +9,7 @@ PYTEST_ARGS ?=
 bin := $(VENV)/bin
 installed := $(VENV)/.installed
 installed_test := $(VENV)/.installed-test
+installed_ray := $(VENV)/.installed-ray
 
 # Tests run in a process more than there are cores, as some wait; four at most, as each
 # takes a few GB. They stay in order, so that those of a file share models and compiled
@@ -68,7 +69,7 @@ test: $(installed_test)
 # that compile for TPU and GPU could not run with the other tests: see tests/conftest.py.
 run_batteries := $(bin)/python -m tests.batteries
 
-test-all: $(installed_test)
+test-all: $(installed_test) $(installed_ray)
 	@$(pytest) -m "not battery and not aot" $(PYTEST_ARGS)
 	@$(run_batteries) --all $(PYTEST_ARGS)
 
@@ -132,3 +133,19 @@ $(installed_test): pyproject.toml $(gemma) $(client_requirements) | $(bin)/pytho
 	  rm -rf $(clients); \
 	  echo "  without litellm and locust: the tests of those clients are skipped"; }
 	@touch $(installed) $@
+
+# Ray has many requirements of its own, and only slow tests run it.
+ray := $(VENV)/ray
+ray_extra = $$($(bin)/python -c 'import tomllib; print(*tomllib.load(open( \
+  "pyproject.toml", "rb"))["project"]["optional-dependencies"]["ray"])')
+site = import sysconfig; print(sysconfig.get_path("purelib"))
+
+$(installed_ray): pyproject.toml | $(installed_test)
+	@echo "Installing Ray Serve into $(ray) (once; a minute)"
+	@rm -rf $(ray)
+	@{ $(bin)/python -m venv $(ray) && \
+	  $(bin)/python -c '$(site)' > "$$($(ray)/bin/python -c '$(site)')/jaxspec.pth" && \
+	  $(ray)/bin/python -m pip install -q $(ray_extra); } || { \
+	  rm -rf $(ray); \
+	  echo "  without Ray: the tests of replicas under Ray Serve are skipped"; }
+	@touch $@

@@ -24,6 +24,7 @@ def venv(tmp_path):
     (tmp_path / "bin" / "python").write_text(PYTHON)
     (tmp_path / "bin" / "python").chmod(0o755)
     (tmp_path / ".installed-test").touch()
+    (tmp_path / ".installed-ray").touch()
     return tmp_path
 
 

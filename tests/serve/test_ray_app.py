@@ -1,10 +1,15 @@
-"""What Ray Serve is asked for, and a replica's life without Ray."""
+"""What Ray Serve is asked for, a replica's life without Ray, and replicas under Ray."""
 
 import asyncio
+import importlib.util
 import json
+import shutil
 import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +21,7 @@ from jaxspec.serve import ray_app
 from jaxspec.serve.flags import listening_flags
 from jaxspec.serve.ray_app import Placement, Replica, build, read_arguments
 from tests.engine.test_llm_engine import letters, make_fake_engine, said
+from tests.programs import ROOT, quick_environment
 from tests.serving import COMPLETIONS, PROMPT, TurnsTokenizer, post
 
 
@@ -173,3 +179,87 @@ def test_a_replica_is_unhealthy_once_its_engine_has_ended(replica: Replica):
     replica.engine._drivers[0].thread.dead_error = EngineDeadError("boom")
     with pytest.raises(EngineDeadError, match="boom"):
         asyncio.run(replica.check_health())
+
+
+# An environment of Ray's own, or this one.
+RAYS = Path(sys.prefix) / "ray" / "bin" / "python"
+# Ray listens on all interfaces: it is given a network that has only this machine in it,
+# and processes that end with the first of them.
+ALONE = "unshare --net --pid --fork --kill-child --mount-proc".split()
+RUN = 'ip link set lo up && exec "$0" -m tests.serve.ray_calls "$1"'
+LIMIT_S = 900
+FOLDERS = (".", "kernels", "checkpoints")
+
+
+@pytest.fixture(scope="module")
+def told() -> Iterator[dict[str, Any]]:
+    """What happened to replicas under Ray."""
+    here = importlib.util.find_spec("ray")
+    python = sys.executable if here else RAYS
+    if not here and not RAYS.exists():
+        pytest.skip("no Ray here: `make test-all` installs it into .venv/ray")
+    allowed = subprocess.run([*ALONE, "true"], capture_output=True, text=True)
+    if allowed.returncode:
+        pytest.skip(f"no network of its own for Ray: {allowed.stderr.strip()}")
+    # The paths of Ray's sockets must be short.
+    folder = tempfile.mkdtemp(prefix="ray")
+    try:
+        done = subprocess.run(
+            [*ALONE, "sh", "-c", RUN, str(python), folder],
+            cwd=ROOT,
+            env=quick_environment()
+            | {
+                # Where Ray keeps a key.
+                "HOME": folder,
+                "JAXSPEC_TEST_DELAY": f"{folder}/delay",
+                "PYTHONPATH": ":".join(str(ROOT / one) for one in FOLDERS),
+                "RAY_USAGE_STATS_ENABLED": "0",
+            },
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+    finally:
+        shutil.rmtree(folder)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    yield json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_replicas_say_what_one_process_says(told: dict[str, Any]):
+    assert told["models"] == ["gemma"]
+    assert len(set(told["texts"])) >= 5
+    for name in ("from_replicas", "after_replacement", "after_all"):
+        assert told[name] == told["texts"], name
+    assert told["masked_from_replicas"] == told["masked_texts"]
+    assert all("hats and" in one for one in told["masked_texts"])
+    # Both had a part in it.
+    assert len(told["answered"]) == 2
+    assert min(told["answered"].values()) > 0
+    assert sum(told["answered"].values()) == len(told["texts"])
+
+
+@pytest.mark.slow
+def test_a_session_stays_with_a_replica(told: dict[str, Any]):
+    before, after = told["answered_before_session"], told["answered_with_session"]
+    more = sorted(after[port] - before[port] for port in before)
+    assert more == [0, 6]
+
+
+@pytest.mark.slow
+def test_a_killed_replica_loses_its_own_texts_only(told: dict[str, Any]):
+    before, lost = told["running_before_kill"], told["ran_on_the_killed"]
+    assert len(before) == 2
+    assert sum(before.values()) == 4
+    kept = {"same": 4 - lost, "cut": lost}
+    assert told["after_kill"] == {kind: n for kind, n in kept.items() if n}
+
+
+@pytest.mark.slow
+def test_a_replica_that_goes_ends_its_texts_before(told: dict[str, Any]):
+    assert sum(told["running_before_scaling"].values()) == 4
+    assert told["states_while_draining"] == {"RUNNING": 1, "STOPPING": 1}
+    # Both still ran some.
+    assert min(told["running_while_draining"].values()) > 0
+    assert told["unfinished_while_draining"] == 4
+    assert told["after_scaling"] == {"same": 4}
