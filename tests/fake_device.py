@@ -386,6 +386,7 @@ class FakeRunner(Runner):
         self.compiles_beside = False
         self.compiler = Compiler(lambda shape: None)
         self.temporary_bytes = self.code_bytes = 0
+        self.followers: Any = None
 
     def drop_pages(self) -> None:
         self.events.append(("drop_pages", self.num_launches))
@@ -401,6 +402,9 @@ class FakeRunner(Runner):
 
     def restore_weights(self, loaded: Any) -> None:
         self.events.append(("restore_weights", int(loaded is None)))
+
+    def leave(self) -> None:
+        self.events.append(("leave", self.num_launches))
 
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         self.events.append(("launch", self.num_launches))

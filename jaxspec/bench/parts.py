@@ -23,6 +23,7 @@ from jaxtyping import Array
 
 from jaxspec.bench.measure import Batch
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.errors import UnsupportedError
 from jaxspec.models.network import build_network
 from jaxspec.program import grown
 from jaxspec.program.forward import logits_of
@@ -103,7 +104,17 @@ def measure_parts(
         engine: Is idle, and is so again afterwards.
         batch: As many requests as can run at a time, at most.
         ladder: Values of K; 0 is a plain round.
+
+    Raises:
+        UnsupportedError: Several hosts have the model.
     """
+    if engine.runner.followers is not None:
+        raise UnsupportedError(
+            "The parts of a round are programs beside the engine's, of which processes "
+            "on other hosts do not hear: with nnodes above 1 they cannot be timed.",
+            parameter="nnodes",
+            value=len(engine.runner.followers) + 1,
+        )
     ids = list(itertools.islice(_request_ids, len(batch.prompts)))
     try:
         for name, prompt, params in zip(ids, batch.prompts, batch.params, strict=True):

@@ -35,6 +35,7 @@ from jaxspec.errors import (
 )
 from jaxspec.models.families import config_from_folder, family_of
 from jaxspec.models.heads.config import HeadConfig, read_dummy, read_head
+from jaxspec.settings.hosts import HostsConfig
 from jaxspec.settings.quantization import check_quantization, quantize_model
 from jaxspec.settings.speculation import (
     DEFAULT_DRAFT_TOKENS,
@@ -129,6 +130,18 @@ class EngineArgs:
         data_parallel_size: Engines side by side, each with models and pages of its own
             on `tensor_parallel_size` devices; a request goes to the least loaded. Of
             `LLM`, `AsyncLLMEngine` and the server.
+        nnodes: Hosts that share a copy of the target, with a process on each, started
+            with the same arguments; all their devices together are
+            `tensor_parallel_size`.
+        node_rank: Which of them this process is, from 0. That one has the engine and
+            the server; the others are `python -m jaxspec.serve --headless`.
+        master_addr: The address of process 0, as all of them reach it.
+        master_port: Of jax.distributed on that address; the next one is used as well.
+        headless: Do as process 0 does, and serve nobody.
+        hosts_secret_file: Has the same content on every host, 16 bytes or more, by
+            which the processes know each other.
+        distributed_timeout_seconds: How long they wait for each other at the start.
+            Default: 300.
         enable_prefix_caching: Reuse the pages of prompts that begin alike (default).
         speculative_draft_tensor_parallel_size: Devices that share a copy of the draft
             model. Default: as many as the target's, or fewer where that is clearly
@@ -176,6 +189,13 @@ class EngineArgs:
     num_gpu_blocks_override: int | None = None
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
+    headless: bool = False
+    hosts_secret_file: str | None = None
+    distributed_timeout_seconds: int | None = None
     enable_prefix_caching: bool | None = None
     scheduling_policy: str = "fcfs"
     max_logprobs: int = 20
@@ -302,6 +322,22 @@ class EngineArgs:
         names = [item.name for item in fields(cls)]
         return cls(**{name: getattr(args, name) for name in names})
 
+    def read_hosts(self) -> HostsConfig | None:
+        """Read what is said of several hosts; None where nothing is.
+
+        Raises:
+            ConfigError: It cannot work.
+        """
+        return HostsConfig.read(
+            nnodes=self.nnodes,
+            node_rank=self.node_rank,
+            master_addr=self.master_addr,
+            master_port=self.master_port,
+            headless=self.headless,
+            hosts_secret_file=self.hosts_secret_file,
+            distributed_timeout_seconds=self.distributed_timeout_seconds,
+        )
+
     def create_engine_config(self) -> EngineConfig:
         """Read the model folders, fill in the defaults and check the whole.
 
@@ -382,6 +418,7 @@ class EngineArgs:
             structured_outputs=StructuredOutputsConfig.read(
                 self.structured_outputs_config
             ),
+            hosts=self.read_hosts(),
         )
         return EngineConfig(**values)
 

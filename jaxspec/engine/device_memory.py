@@ -10,6 +10,7 @@ import json
 import math
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,9 @@ from jaxspec.sharding import (
     num_parts,
 )
 from jaxspec_checkpoints.quantization import stored_bytes
+
+# Of other processes, what `own_memory` says of each.
+Others = Sequence[tuple[int | None, int]]
 
 # What compilers fetch ahead, and small arrays: beside logits and laws, at most 202 MB
 # in `benchmarks/results/aot*.json`. XLA:CPU fetches nothing.
@@ -127,12 +131,17 @@ def _with_published(args: EngineArgs, folder: Path) -> EngineArgs:
 
 
 def spread_draft(
-    config: EngineConfig, mesh: Mesh, *, device: str | None = None
+    config: EngineConfig,
+    mesh: Mesh,
+    *,
+    device: str | None = None,
+    others: Others = (),
 ) -> tuple[EngineConfig, Mesh, DraftSharding | None]:
     """Choose how many devices share a copy of the draft model, if nobody has said it.
 
     Args:
         device: The name of devices that are not here.
+        others: What processes of other hosts have found; see `own_memory`.
 
     Returns:
         The configuration with that number, the same devices as a mesh for it, and what
@@ -157,7 +166,7 @@ def spread_draft(
         if mesh.size % devices:
             continue
         one, one_mesh = with_size(devices)
-        facts = find_facts(one, one_mesh, given, device)
+        facts = find_facts(one, one_mesh, given, device, others)
         try:
             num_pages = _planned(one, facts).num_pages
         except ConfigError:
@@ -186,17 +195,20 @@ def fit(
     *,
     device: str | None = None,
     compiled_bytes: int | None = None,
+    others: Others = (),
 ) -> tuple[EngineConfig, MemoryPlan]:
     """Plan the memory of a mesh's devices, and give an engine the sizes of the plan.
 
     Args:
         device: The name of devices that are not here.
         compiled_bytes: Temporaries of the largest program, if it has been compiled.
+        others: What processes of other hosts have found; see `own_memory`.
 
     Raises:
         ConfigError: It does not fit.
     """
-    facts = find_facts(config, mesh, config.given or GivenSizes(), device)
+    given = config.given or GivenSizes()
+    facts = find_facts(config, mesh, given, device, others)
     facts = dataclasses.replace(facts, compiled_bytes=compiled_bytes)
     plan = _planned(config, facts)
     fitted = dataclasses.replace(
@@ -221,7 +233,11 @@ def _planned(config: EngineConfig, facts: MemoryFacts) -> MemoryPlan:
 
 
 def find_facts(
-    config: EngineConfig, mesh: Mesh, given: GivenSizes, device: str | None = None
+    config: EngineConfig,
+    mesh: Mesh,
+    given: GivenSizes,
+    device: str | None = None,
+    others: Others = (),
 ) -> MemoryFacts:
     """Everything that a plan for these devices follows from.
 
@@ -229,7 +245,9 @@ def find_facts(
         ConfigError: Nobody knows how much the devices hold, or the name is unknown.
     """
     first = mesh.devices.flat[0]
-    limit, used = _limit_and_use(mesh, given, device)
+    found = [_limit_and_use(mesh, given, device), *others]
+    limit = min((one for one, _ in found if one is not None), default=None)
+    used = max(one for _, one in found)
     if limit is not None and device is None and first.platform == "cpu":
         limit //= config.data_parallel_size  # engines have one memory there
     is_gpu = first.platform not in ("cpu", "tpu")
@@ -280,6 +298,15 @@ def find_facts(
         max_model_len=config.max_model_len,
         layer_page_values=math.prod(_device_shape(target_pages(1)[0])),
     )
+
+
+def own_memory(config: EngineConfig, mesh: Mesh) -> tuple[int | None, int]:
+    """What programs may take of this process's devices, and what is taken, in bytes.
+
+    Raises:
+        ConfigError: Nobody knows how much the devices hold.
+    """
+    return _limit_and_use(mesh, config.given or GivenSizes(), None)
 
 
 def compiled_temporaries(config: EngineConfig, mesh: Mesh) -> int:

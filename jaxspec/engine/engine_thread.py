@@ -102,6 +102,9 @@ class EngineThread:
                 continue
             try:
                 outputs = self._engine.step()
+            except EngineDeadError as error:
+                _log.exception("The engine cannot go on")
+                self._end_all(error, is_last=True)
             except Exception as error:  # noqa: BLE001 - callers get it
                 failures += 1
                 _log.exception("A step failed: the requests it was for have ended")

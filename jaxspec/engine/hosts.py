@@ -15,6 +15,7 @@ import hmac
 import json
 import logging
 import os
+import queue
 import secrets
 import socket
 import struct
@@ -44,6 +45,8 @@ HOST_LOST = 1
 HELLO_S = 10
 # Between two attempts to reach a leader that does not listen yet.
 RETRY_S = 0.25
+# The last command.
+END = "end"
 MAGIC = b"jaxspec hosts 1\n"
 NUMBER_BYTES = TAG_BYTES = 32
 # A message: its number, the bytes of its JSON and of its vector, those, its signature.
@@ -271,10 +274,14 @@ class Followers:
         self._answers: dict[int, dict[int, dict[str, Any]]] = {}
         self._number = 0
         self._ended: str | None = None
+        self._is_over = False
         for rank in self._connections:
             threading.Thread(
                 target=self._listen, args=(rank,), name="jaxspec-hosts", daemon=True
             ).start()
+
+    def __len__(self) -> int:
+        return len(self._connections)
 
     @classmethod
     def gather(
@@ -331,11 +338,15 @@ class Followers:
     def wait(self, number: int) -> list[dict[str, Any]]:
         """Wait until all have done a command; returns what they answer, by rank.
 
+        Nothing, once they have ended as they were told to.
+
         Raises:
             EngineDeadError: A process has ended.
         """
         with self._changed:
             while len(self._answers.get(number, {})) < len(self._connections):
+                if self._is_over:
+                    return []
                 if self._ended is not None:
                     raise EngineDeadError(self._ended)
                 self._changed.wait()
@@ -344,8 +355,11 @@ class Followers:
 
     def end(self) -> None:
         """Let all end as they would by themselves; nothing is sent any more."""
-        with suppress(EngineDeadError):  # they have ended already
-            self.send("end", {})
+        try:
+            self.send(END, {})
+        except EngineDeadError:
+            return  # they have ended already
+        self._is_over = True
         self._close("The engine has ended, and those that followed it.")
 
     def break_off(self, reason: str) -> None:
@@ -498,6 +512,10 @@ class Leader:
         self._connection, self._on_loss = connection, on_loss
         self._sending = threading.Lock()
         self._is_closed = False
+        self._commands: queue.SimpleQueue[Command | str] = queue.SimpleQueue()
+        # Of its own: who does the commands may wait in a collective for a leader that
+        # has ended.
+        threading.Thread(target=self._listen, name="jaxspec-hosts", daemon=True).start()
 
     @classmethod
     def find(
@@ -544,13 +562,27 @@ class Leader:
         Raises:
             EOFError: The leader has ended, and `on_loss` did not end this process.
         """
-        try:
-            message, vector = self._connection.receive()
-        except (EOFError, OSError, HostsError) as error:
-            if not self._is_closed:
-                self._on_loss(f"The leader has ended: {error}.")
-            raise EOFError(str(error)) from error
-        return Command(message["number"], message["name"], message["values"], vector)
+        command = self._commands.get()
+        if isinstance(command, str):
+            self._commands.put(command)
+            raise EOFError(command)
+        return command
+
+    def _listen(self) -> None:
+        """Take in commands until the last one."""
+        while True:
+            try:
+                message, vector = self._connection.receive()
+            except (EOFError, OSError, HostsError) as error:
+                reason = f"The leader has ended: {error}."
+                if not self._is_closed:
+                    self._on_loss(reason)
+                self._commands.put(reason)
+                return
+            number, name = message["number"], message["name"]
+            self._commands.put(Command(number, name, message["values"], vector))
+            if name == END:
+                return
 
     def answer(self, command: Command, values: Mapping[str, Any]) -> None:
         """Say that a command has been done."""

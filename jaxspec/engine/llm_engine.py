@@ -24,6 +24,7 @@ from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.errors import (
     ConfigError,
+    EngineDeadError,
     RequestError,
     UnsupportedError,
     check_integer,
@@ -243,6 +244,14 @@ class LLMEngine:
     def _restart(self, error: Exception) -> list[RequestOutput]:
         """Begin again after a launch that failed; its tokens are dropped."""
         self._launched.clear()
+        if self.runner.followers is not None:
+            # The others do not know that a launch has failed here, nor can they go back
+            # to what was before.
+            self.runner.followers.break_off(f"A launch failed: {error!r}")
+            raise EngineDeadError(
+                f"A launch failed, and processes of several hosts cannot begin again "
+                f"by themselves: {error!r}. Start all of them again."
+            ) from error
         has_drafts = self.controller.limit(1) > 0
         if has_drafts:
             _log.error("A launch failed, maybe for what drafts need", exc_info=error)
@@ -573,13 +582,15 @@ class LLMEngine:
     def shutdown(self) -> None:
         """End all requests, wait for the device and free its memory.
 
-        The engine sleeps then: `wake_up` reads the weights again.
+        The engine sleeps then: `wake_up` reads the weights again. Of several hosts the
+        processes end.
         """
         self.runner.compiler.stop()
         self.abort_request(self.output_processor.callers_of(self.output_processor))
         self._drain()
         self.reset_prefix_cache()
         self._sleep.begin(2)
+        self.runner.leave()
 
     def _drain(self) -> None:
         """Wait for what was launched for requests that have all ended."""

@@ -3,6 +3,7 @@
 Owns what happens once, at the start, and what an idle engine does to sleep and wake up.
 """
 
+import atexit
 import dataclasses
 import logging
 from collections.abc import Mapping
@@ -10,9 +11,16 @@ from pathlib import Path
 from typing import Any, no_type_check
 
 from jaxspec.config import EngineConfig
-from jaxspec.engine.device_memory import fit, spread_draft
-from jaxspec.engine.program_cache import ProgramCache
-from jaxspec.engine.runner import Runner, build_mesh, choose_dtype
+from jaxspec.engine.device_memory import fit, own_memory, spread_draft
+from jaxspec.engine.hosts import Followers, Leader, facts_of
+from jaxspec.engine.program_cache import ProgramCache, facts
+from jaxspec.engine.runner import (
+    Runner,
+    build_mesh,
+    choose_dtype,
+    join,
+    resolve_dtype,
+)
 from jaxspec.errors import (
     ConfigError,
     RequestError,
@@ -39,6 +47,9 @@ _LOAD_FORMATS = {
     "safetensors": ("hf",),
     "orbax": ("kaggle", "orbax"),
 }
+# What the leader decides for all hosts.
+_DECIDED = ("dtype", "max_num_seqs", "max_num_batched_tokens", "num_pages")
+_DRAFT_DEVICES = "draft_tensor_parallel_size"
 _PARTS: tuple[str, ...] = ("weights", "kv_cache")
 
 
@@ -84,16 +95,50 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
 def make_runner(config: EngineConfig) -> Runner:
     """Load both models onto the mesh that the configuration asks for.
 
+    Where the target is spread over hosts, the other processes are waited for, and hear
+    what is decided here.
+
     Returns:
         A runner whose `config` has the devices' sizes where the user has given none.
 
     Raises:
         ConfigError: They do not fit on the devices, which is found before anything is
-            read; or a checkpoint is incomplete or damaged.
+            read; a checkpoint is incomplete or damaged; or a process is missing, or
+            differs.
     """
+    hosts, followers = config.hosts, None
+    if hosts is not None:
+        if hosts.is_follower:
+            raise ConfigError(
+                f"node_rank={hosts.node_rank} has no engine of its own: start it with "
+                "`python -m jaxspec.serve --headless` and the same arguments.",
+                parameter="node_rank",
+                value=hosts.node_rank,
+            )
+        followers = Followers.gather(hosts, facts_of(config, facts()))
+        try:
+            join(hosts)
+            return _make_leading(config, followers)
+        except BaseException as error:
+            followers.break_off(f"The leader could not start: {error!r}")
+            raise
+    return _make_leading(config, None)
+
+
+def _make_leading(config: EngineConfig, followers: Followers | None) -> Runner:
+    """Decide the sizes, have all others hear of them, and load the models."""
     _warn_of_what_is_made_up(config)
-    config, mesh, sharding = spread_draft(config, build_mesh(config))
-    config, plan = fit(config, mesh)
+    mesh, others = build_mesh(config), []
+    if followers is not None:
+        told = followers.wait(followers.send("tell_memory", {}))
+        others = [(one["limit_bytes"], one["used_bytes"]) for one in told]
+    config, mesh, sharding = spread_draft(config, mesh, others=others)
+    config, plan = fit(config, mesh, others=others)
+    if followers is not None:
+        # What "auto" means is found on the host, and may be another on the next one.
+        dtype = str(resolve_dtype(config.dtype, mesh))
+        config = dataclasses.replace(config, dtype=dtype)
+        followers.send("load", _decided(config))
     plan = dataclasses.replace(plan, draft_sharding=sharding)
     _log.info("%s", plan.table())
     if config.head_config is not None and config.speculative is not None:
@@ -102,11 +147,53 @@ def make_runner(config: EngineConfig) -> Runner:
             config.head_config.describe(),
             config.speculative.model,
         )
-    runner = Runner(config, mesh, *load_weights(config, mesh))
+    runner = _load(config, mesh, followers)
     runner.memory = plan
+    if followers is not None:
+        # For scripts that end without a word to their engine.
+        atexit.register(runner.leave)
+    return runner
+
+
+def _load(config: EngineConfig, mesh: Mesh, followers: Followers | None) -> Runner:
+    runner = Runner(config, mesh, *load_weights(config, mesh), followers)
     folder = config.compilation_cache_dir
     runner.cache = ProgramCache(None if folder is None else Path(folder))
     return runner
+
+
+def _decided(config: EngineConfig) -> dict[str, Any]:
+    """What devices have a say in; `make_following_runner` takes it over."""
+    values = {name: getattr(config, name) for name in _DECIDED}
+    if config.speculative is not None:
+        devices = config.speculative.draft_tensor_parallel_size
+        values[_DRAFT_DEVICES] = devices
+    return values
+
+
+def make_following_runner(config: EngineConfig, leader: Leader) -> Runner:
+    """Load both models' parts for this host's devices, as the leader has decided.
+
+    Raises:
+        ConfigError: A checkpoint is incomplete or damaged, or devices do not fit.
+    """
+    assert config.hosts is not None
+    join(config.hosts)
+    mesh = build_mesh(config)
+    command = leader.receive()
+    assert command.name == "tell_memory", command
+    limit, used = own_memory(config, mesh)
+    leader.answer(command, {"limit_bytes": limit, "used_bytes": used})
+    command = leader.receive()
+    assert command.name == "load", command
+    decided = dict(command.values)
+    devices = decided.pop(_DRAFT_DEVICES, None)
+    if config.speculative is not None:
+        decided["speculative"] = dataclasses.replace(
+            config.speculative, draft_tensor_parallel_size=devices
+        )
+    config = dataclasses.replace(config, **decided)
+    return _load(config, build_mesh(config), None)
 
 
 def _warn_of_what_is_made_up(config: EngineConfig) -> None:
@@ -247,8 +334,9 @@ class Sleep:
         level = check_level(level)
         if self._asleep:
             return
-        self._runner.drop_pages()
-        self._runner.drop_weights(keep=level == 1)
+        with self._runner.together("sleep", {"level": level}):
+            self._runner.drop_pages()
+            self._runner.drop_weights(keep=level == 1)
         self._asleep, self.level = set(_PARTS), level
 
     @no_type_check  # it has its own check, with a better error
@@ -264,11 +352,12 @@ class Sleep:
             raise wrong_argument(RequestError, "tags", allowed, tags)
         for tag in wanted:
             check_choice(RequestError, "tags", tag, _PARTS)
-        if "weights" in self._asleep.intersection(wanted):
-            again = None if self.level == 1 else self._read_again()
-            self._runner.restore_weights(again)
-        if "kv_cache" in self._asleep.intersection(wanted):
-            self._runner.restore_pages()
+        with self._runner.together("wake_up", {"tags": list(wanted)}):
+            if "weights" in self._asleep.intersection(wanted):
+                again = None if self.level == 1 else self._read_again()
+                self._runner.restore_weights(again)
+            if "kv_cache" in self._asleep.intersection(wanted):
+                self._runner.restore_pages()
         self._asleep.difference_update(wanted)
         if not self._asleep:
             self.level = 0

@@ -295,6 +295,7 @@ def _digest(
     program = dataclasses.replace(program, mask_source=None)
     digest = hashlib.sha256(_sources())
     for part in (
+        _part_of(mesh),
         *_settings(),
         *_about(list(mesh.devices.flat)),
         *(list(mesh.shape.items()), mesh.axis_types),
@@ -304,12 +305,34 @@ def _digest(
     return digest.hexdigest()
 
 
+def _part_of(mesh: Mesh) -> tuple[int, int]:
+    """Which of the processes that a program runs in this one is, and of how many.
+
+    They may have one folder, and each has an executable for its own devices.
+    """
+    count = len({device.process_index for device in mesh.devices.flat})
+    return (jax.process_index() if count > 1 else 0), count
+
+
 def _parts(sharding: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
     """What of an array each device has, however that was said."""
     if sharding.is_fully_replicated:
         return None
     indices = sharding.devices_indices_map(shape)
     return [indices[device] for device in mesh.devices.flat]
+
+
+def facts() -> dict[str, object]:
+    """What programs depend on beside their configuration, by name: of all processes.
+
+    Devices are left out, for which jax would look.
+    """
+    versions, settings, flags = _settings()
+    assert isinstance(versions, tuple) and isinstance(settings, list)
+    found: dict[str, object] = dict(zip(("jax", "jaxlib"), versions, strict=True))
+    found |= {f"jax.config.{name}": value for name, value in settings}
+    found |= {"XLA_FLAGS": flags, "sources": _sources().hex()}
+    return found
 
 
 def _settings() -> list[object]:

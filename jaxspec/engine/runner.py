@@ -7,7 +7,8 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,6 +19,7 @@ from jax.sharding import Mesh
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.compiler import Compiler
+from jaxspec.engine.hosts import HEARTBEAT_S, Followers, shape_values
 from jaxspec.engine.memory.memory_plan import (
     DEFAULT_UTILIZATION,
     MemoryPlan,
@@ -44,7 +46,14 @@ from jaxspec.program.state import EngineState, init_token_pages, init_zeros, pag
 from jaxspec.program.step import ProgramConfig
 from jaxspec.program.verify import Typical
 from jaxspec.program.wire import CaughtUp, PlanLayout, StepResult
-from jaxspec.sharding import TARGET_MESH_AXES, make_mesh, own_devices, replicated
+from jaxspec.settings.hosts import HostsConfig
+from jaxspec.sharding import (
+    TARGET_MESH_AXES,
+    make_mesh,
+    own_devices,
+    put,
+    replicated,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +72,7 @@ class Runner:
         num_launches: Programs launched so far.
         token_masks: Host callback that computes grammar masks for the programs.
         cache: Where programs are read from, and kept.
+        followers: Processes of other hosts, which do all that this one does.
         memory: How the devices' memory was planned, if it was.
         temporary_bytes, code_bytes: Of the largest program, and of all, on one device:
             as compilers tell; 0 where memory is not planned by a limit.
@@ -74,8 +84,9 @@ class Runner:
         mesh: Mesh,
         target_params: Params,
         draft_params: Params | None,
+        followers: Followers | None = None,
     ):
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh, self.followers = config, mesh, followers
         self.dtype = resolve_dtype(config.dtype, mesh)
         self.token_masks = TokenMasks(config.model_config.vocab_size)
         self._plan_placement = replicated(mesh)
@@ -94,10 +105,10 @@ class Runner:
         self.memory: MemoryPlan | None = None
         self.temporary_bytes = self.code_bytes = 0
         self._has_warned = False
-        self._host_params: tuple[Params, tuple[Params | None, ...]] | None = None
+        self._host_params: Any = None
 
     def _init_state(self) -> EngineState:
-        rows, token_pages = jax.device_put(
+        rows, token_pages = put(
             (init_rows(self.pool), init_token_pages(self.pool)), replicated(self.mesh)
         )
         return EngineState(
@@ -112,7 +123,7 @@ class Runner:
         chances = speculative and speculative.forced_acceptance
         if not chances:
             return None
-        return jax.device_put(np.array(chances, np.float32), replicated(self.mesh))
+        return put(np.array(chances, np.float32), replicated(self.mesh))
 
     @property
     def num_compiles(self) -> int:
@@ -134,10 +145,14 @@ class Runner:
         return self.compiler.get(shape)[0]
 
     def _make(self, shape: StepShape) -> tuple[Callable[..., Any], PlanLayout]:
-        layout = PlanLayout(shape, self.pool)
+        layout, number = PlanLayout(shape, self.pool), 0
+        if self.followers is not None:
+            number = self.followers.send("compile", shape_values(shape))
         arguments = (*self.params, self.state)
         built = self.cache.build(self.program, shape, arguments, self.compiler_options)
         self._compare_with_plan(built.executable)
+        if self.followers is not None:
+            self.followers.wait(number)  # launches would wait, and pass for slow ones
         return built.executable, layout
 
     def _compare_with_plan(self, executable: Any) -> None:
@@ -184,20 +199,54 @@ class Runner:
 
     def launch(self, plan: StepPlan, shape: StepShape) -> jax.Array:
         """Start a program; returns its result vector, not yet computed."""
-        result = self._start(plan, shape)
+        _, layout = self.compiler.get(shape)
+        for state in plan.grammars.values():
+            self.token_masks.add(state)
+        vector = layout.pack(plan)
+        with self.together("launch", shape_values(shape), vector):
+            return self.launch_vector(vector, shape)
+
+    def launch_vector(self, vector: np.ndarray, shape: StepShape) -> jax.Array:
+        """Start a program with a plan as it travels; see `launch`."""
+        result = self._start(vector, shape)
         self.num_launches += 1
         return result
 
-    def _start(self, plan: StepPlan, shape: StepShape) -> jax.Array:
-        step, layout = self.compiler.get(shape)
+    @contextmanager
+    def together(
+        self, name: str, values: Mapping[str, Any], vector: np.ndarray | None = None
+    ) -> Iterator[None]:
+        """Have the followers do what is done in this block, if there are any.
+
+        They hear of it before: a collective waits for all. What fails here they would
+        wait for without end, so that they are let go.
+
+        Raises:
+            EngineDeadError: One of them has ended.
+        """
+        if self.followers is None:
+            yield
+            return
+        try:
+            self.followers.send(name, values, vector)
+            yield
+        except BaseException as error:
+            self.followers.break_off(f"The leader failed in {name!r}: {error!r}")
+            raise
+
+    def leave(self) -> None:
+        """End what several hosts do together; the followers' processes end."""
+        if self.followers is not None:
+            self.followers.end()
+            leave()
+
+    def _start(self, vector: np.ndarray, shape: StepShape) -> jax.Array:
+        step, _ = self.compiler.get(shape)
         if self.state.rows.num_tokens.is_deleted():
             # An interrupt fell between the donation and the assignment below. The
             # engine has ended all requests, so an empty state is the right one.
             self.state = self._init_state()
-        for state in plan.grammars.values():
-            self.token_masks.add(state)
-        vector = layout.pack(plan)
-        device_plan = jax.device_put(vector, self._plan_placement)
+        device_plan = put(vector, self._plan_placement)
         self.state, result = step(*self.params, self.state, device_plan)
         return result
 
@@ -209,22 +258,36 @@ class Runner:
         Args:
             pages: May be written to, and have room for some tokens more than `context`.
         """
+        values = dict(
+            shape=shape_values(round_.shape),
+            num_drafts=round_.num_drafts,
+            pages=list(map(int, pages)),
+            context=context,
+            num_runs=num_runs,
+        )
+        with self.together("rehearse", values):
+            return self._rehearse(round_, pages, context, num_runs)
+
+    def _rehearse(
+        self, round_: Round, pages: Sequence[int], context: int, num_runs: int
+    ) -> float:
         shape, pool = round_.shape, self.pool
         kept = self.state.rows
         temperature = 0.0 if shape.features.is_greedy else 1.0
         made = rehearsal_rows(pool, pages, context, temperature)
-        rows = jax.device_put(made, replicated(self.mesh))
+        rows = put(made, replicated(self.mesh))
         self.state = dataclasses.replace(self.state, rows=rows)
         tile = Tile(row=0, start=0, tokens=np.zeros(TILE, np.int32), is_last=False)
         plan = StepPlan(
             decode=[(row, round_.num_drafts) for row in range(shape.num_seqs)],
             tiles=[tile] * shape.num_tiles,
         )
+        vector = self.compiler.get(shape)[1].pack(plan)
         seconds = []
         try:
             for _ in range(num_runs + 1):
                 start = time.perf_counter()
-                jax.block_until_ready((self._start(plan, shape), self.state))
+                jax.block_until_ready((self._start(vector, shape), self.state))
                 seconds.append(time.perf_counter() - start)
         finally:
             self.state = dataclasses.replace(self.state, rows=kept)
@@ -256,7 +319,7 @@ class Runner:
 
     def drop_weights(self, *, keep: bool) -> None:
         """Free the weights' memory on the devices; `keep` leaves them on the host."""
-        self._host_params = jax.device_get(self.params) if keep else None
+        self._host_params = jax.tree.map(_to_host, self.params) if keep else None
         jax.tree.map(lambda array: array.delete(), self.params)
 
     def restore_weights(self, loaded: tuple[Params, Params | None] | None) -> None:
@@ -264,8 +327,7 @@ class Runner:
         if loaded is None:
             assert self._host_params is not None, "the weights were not kept"
             # Arrays that were deleted still know where they lay.
-            placements = jax.tree.map(lambda array: array.sharding, self.params)
-            self.params = jax.device_put(self._host_params, placements)
+            self.params = jax.tree.map(_from_host, self.params, self._host_params)
         else:
             target, draft = loaded
             self.params = target, proposer_params(self.program, draft)
@@ -278,6 +340,36 @@ class Runner:
     def stop_profile(self) -> None:
         """Write what was recorded."""
         jax.profiler.stop_trace()
+
+
+def _to_host(array: jax.Array) -> "_HostParts":
+    """Copy what this process has of an array, each part once."""
+    parts = {}
+    for shard in array.addressable_shards:
+        place = _place(shard.index)
+        if place not in parts:
+            parts[place] = np.asarray(shard.data)
+    return _HostParts(parts)
+
+
+def _from_host(array: jax.Array, kept: "_HostParts") -> jax.Array:
+    """Bring an array back to where it was deleted from."""
+    return jax.make_array_from_callback(
+        array.shape, array.sharding, lambda index: kept.parts[_place(index)]
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _HostParts:
+    """Parts of an array by their places: a leaf of a tree."""
+
+    parts: dict[Any, np.ndarray]
+
+
+def _place(
+    index: tuple[slice, ...] | None,
+) -> tuple[tuple[int | None, int | None], ...]:
+    return tuple((part.start, part.stop) for part in index or ())
 
 
 def options_of(config: EngineConfig, mesh: Mesh) -> dict[str, str | bool] | None:
@@ -346,15 +438,87 @@ def build_mesh(config: EngineConfig) -> Mesh:
 
     If jax has not looked for devices yet, it takes as much of a GPU as the
     configuration says, and not the share that it has by default.
+
+    Raises:
+        ConfigError: There are too few devices, or, of several hosts, not all are taken.
     """
     is_said = any(os.environ.get(name) for name in POOL_VARIABLES)
     if has_cuda_plugin() and not is_said:
         share = pool_share(config.given and config.given.gpu_memory_utilization)
         os.environ[POOL_VARIABLES[0]] = f"{share:g}"
     draft = config.speculative and config.speculative.draft_tensor_parallel_size
+    devices = jax.devices()
+    if config.hosts is not None:
+        devices = _hosts_devices(config, config.hosts, devices)
     return make_mesh(
-        config.tensor_parallel_size, draft or None, devices_of(config, jax.devices())
+        config.tensor_parallel_size, draft or None, devices_of(config, devices)
     )
+
+
+def join(hosts: HostsConfig) -> None:
+    """Have jax see the devices of all hosts; nothing may have asked for devices yet.
+
+    Raises:
+        ConfigError: The leader's port is taken, or a process has not come.
+    """
+    # Its handler of SIGTERM would take the place of the server's.
+    jax.config.update("jax_enable_preemption_service", False)
+    where = f"{hosts.master_addr}:{hosts.master_port}"
+    try:
+        jax.distributed.initialize(
+            where,
+            hosts.nnodes,
+            hosts.node_rank,
+            cluster_detection_method="deactivate",
+            # Not on all networks of the host, which is jax's default.
+            coordinator_bind_address=where,
+            initialization_timeout=hosts.timeout_s,
+            # Two are missed, and the third is too late.
+            heartbeat_timeout_seconds=2 * HEARTBEAT_S,
+            shutdown_timeout_seconds=3 * HEARTBEAT_S,
+        )
+    except RuntimeError as error:
+        raise ConfigError(
+            f"jax.distributed cannot start at {where}: {error}. master_port must be "
+            "free there, and all processes must reach it.",
+            parameter="master_port",
+            value=hosts.master_port,
+        ) from error
+
+
+def leave() -> None:
+    """Take back `join`: each process waits for all others, and may end then.
+
+    Without it, one that ends would be taken for lost by those that go on.
+    """
+    jax.distributed.shutdown()
+
+
+def _hosts_devices(
+    config: EngineConfig, hosts: HostsConfig, devices: Sequence[Any]
+) -> list[Any]:
+    """All devices, those of a process side by side, the leader's first.
+
+    A grammar's program asks the first device's process for masks; and a draft model
+    over as many devices as a host has stays within hosts.
+    """
+    if jax.process_index() != hosts.node_rank:
+        raise ConfigError(
+            f"node_rank={hosts.node_rank}, and these devices are those of process "
+            f"{jax.process_index()}: on TPUs, node_rank is the host's number in its "
+            "slice (TPU_WORKER_ID).",
+            parameter="node_rank",
+            value=hosts.node_rank,
+        )
+    if config.tensor_parallel_size != len(devices):
+        raise ConfigError(
+            f"tensor_parallel_size={config.tensor_parallel_size}, and {hosts.nnodes} "
+            f"processes have {len(devices)} devices together, all of which take part: "
+            f"set it to {len(devices)}.",
+            parameter="tensor_parallel_size",
+            value=config.tensor_parallel_size,
+        )
+    return sorted(devices, key=lambda one: (one.process_index, one.id))
 
 
 def devices_of(config: EngineConfig, devices: Sequence[Any]) -> Sequence[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from jaxspec.models.batch import TokenBatch
@@ -145,7 +146,7 @@ def _put(whole: Any, part: Any, entry: int) -> Any:
         return whole
     # Only a compiled function writes into what it is given.
     write = jax.jit(_write, donate_argnums=0, out_shardings=whole.sharding)  # noqa: TID251
-    return write(whole, part, jnp.int32(entry))
+    return write(whole, part, np.int32(entry))
 
 
 def _write(whole: Array, part: Array, entry: Array) -> Array:

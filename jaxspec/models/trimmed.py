@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.models.params import Params, Specs
 from jaxspec.settings.model_config import ModelConfig
-from jaxspec.sharding import replicated
+from jaxspec.sharding import put, replicated
 from jaxspec_checkpoints import Tensor
 from jaxspec_checkpoints.trimming import rows_of
 
@@ -79,7 +79,7 @@ def put_token_ids(
 ) -> None:
     """Add the table of a trimmed vocabulary to a tree, on every device."""
     ids = np.asarray(token_ids, np.int32)
-    params[TOKEN_IDS] = jax.device_put(ids, replicated(mesh))
+    params[TOKEN_IDS] = put(ids, replicated(mesh))
 
 
 def put_token_id_forms(params: Params, count: int, mesh: Mesh) -> None:

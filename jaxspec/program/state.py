@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from jaxspec.config import ModelConfig
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.rows import Rows
-from jaxspec.sharding import kv_copies, named_sharding, num_parts
+from jaxspec.sharding import kv_copies, named_sharding, num_parts, put
 from jaxspec_kernels import storage_dtype
 
 Kept = TypeVar("Kept")
@@ -114,7 +114,7 @@ def _zeros(form: jax.ShapeDtypeStruct) -> Array:
     assert form.sharding is not None
     if all(device.platform == "cpu" for device in form.sharding.device_set):
         # Nothing travels, and nothing is compiled for it.
-        return jax.device_put(np.zeros(form.shape, form.dtype), form.sharding)
+        return put(np.zeros(form.shape, form.dtype), form.sharding)
     return jnp.zeros(form.shape, form.dtype, device=form.sharding)
 
 

@@ -27,6 +27,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from jaxspec.console.ending import interrupts_end
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.engine.engine_group import make_engines
+from jaxspec.engine.follow import Follower
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import ConfigError
 from jaxspec.progress import watch_compiles
@@ -135,11 +136,16 @@ class Warming:
 def run(options: Options) -> int:
     """Serve until a signal comes or the engine ends; returns the exit status.
 
+    A process that follows another host's serves nobody, and ends with that one.
+
     Raises:
         ConfigError: An argument cannot work, or the address is taken.
         NotImplementedError: An argument asks for what the engine does not do.
     """
     set_up_log(options.listening.uvicorn_log_level)
+    hosts = options.engine.read_hosts()
+    if hosts is not None and hosts.is_follower:
+        return _follow(options)
     # What cannot work is found before minutes of compiling.
     _check_tls(options.listening)
     bound = _bind(options.listening)
@@ -155,6 +161,38 @@ def run(options: Options) -> int:
                 serving_engine.shutdown(LAST_WORDS_S)
     finally:
         _release(bound, options.listening)
+
+
+def _follow(options: Options) -> int:
+    """Do as the leader does, on this host's devices."""
+    with interrupts_end():
+        follower = Follower.start(options.engine.create_engine_config())
+    with _leader_decides():
+        follower.run()
+    return 0
+
+
+@contextmanager
+def _leader_decides() -> Iterator[None]:
+    """Leave the end to the leader: requests of its would end with this process.
+
+    Where a group of hosts is stopped, all of them get a signal at once.
+    """
+    seen: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if seen:
+            os._exit(128 + number)
+        seen.append(number)
+        _log.warning("This process ends with the leader; a second signal ends it now")
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {one: signal.signal(one, handle) for one in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def set_up_log(level: str) -> None:

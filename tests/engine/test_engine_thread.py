@@ -128,6 +128,14 @@ def test_one_failure_after_the_other_is_the_end(running: Running):
     assert not running.loop.is_running
 
 
+def test_an_engine_that_says_it_is_dead_is_not_asked_again(running: Running):
+    running.engine.errors = [EngineDeadError("a host is gone")]
+    running.add(1)
+    (dead,) = running.failures
+    assert running.loop.dead_error is dead
+    assert str(dead.__cause__) == "a host is gone"
+
+
 def test_an_idle_loop_still_looks_after_the_log(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jaxspec.engine.engine_thread.LOG_INTERVAL_S", 0.01)
     idle = Running()

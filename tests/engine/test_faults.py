@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
+from jaxspec.engine.hosts import Followers
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.errors import EngineDeadError
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from tests.engine.test_llm_engine import assert_idle, make_fake_engine, run_all, said
@@ -128,3 +130,28 @@ def test_a_request_can_break_after_some_text():
     assert completion.token_ids == said(len(completion.token_ids), text)
     assert POISON not in completion.token_ids
     assert_idle(engine)
+
+
+class Gone(Followers):
+    """In place of processes on other hosts: why they were let go."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def break_off(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+@pytest.mark.parametrize("where", ["launch", "fetch"])
+def test_a_failure_ends_an_engine_over_several_hosts(where: str):
+    """With drafts as well: what failed here may not have failed there."""
+    engine, fake = make_fake_engine(num_draft_tokens=3)
+    followers = fake.followers = Gone()
+    add(engine)
+    fail(fake, where, after=2)
+    with pytest.raises(
+        EngineDeadError, match="cannot begin again .* Start all of them"
+    ):
+        run_all(engine)
+    assert followers.reasons == ["A launch failed: RuntimeError('the device is gone')"]
+    assert fake.device.has_draft

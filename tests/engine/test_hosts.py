@@ -270,15 +270,17 @@ def test_a_process_can_say_why_it_ends(hosts: Any):
 
 def test_the_end_of_the_leader_is_told(hosts: Any):
     with three(hosts) as (followers, leaders, _):
-        told: Any = leaders[0]._on_loss
-        followers.break_off("it is out of step")
-        with pytest.raises(EOFError):
-            leaders[0].receive()
-        assert told == ["The leader has ended: the connection was closed."]
+        told, left = (one._on_loss for one in leaders)
+        assert isinstance(told, Losses) and isinstance(left, Losses)
         leaders[1].close()
         with pytest.raises(EOFError):
             leaders[1].receive()
-        assert not leaders[1]._on_loss, "it has gone by itself"
+        followers.break_off("it is out of step")
+        with pytest.raises(EOFError):
+            leaders[0].receive()
+        assert told.has_one.wait(10)
+        assert told == ["The leader has ended: the connection was closed."]
+        assert not left, "it has gone by itself"
 
 
 def test_a_stranger_is_left_outside(hosts: Any, tmp_path: Path):

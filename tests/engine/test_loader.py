@@ -5,7 +5,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock
 
 import jax
 import numpy as np
@@ -22,12 +22,14 @@ from jaxspec.engine.loader import Sleep
 from jaxspec.engine.runner import Runner
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.settings.hosts import HostsConfig
 from jaxspec_checkpoints import bundled_draft, bundled_target, open_checkpoint
 from jaxspec_checkpoints.layout import EMBEDDING
 from jaxspec_checkpoints.writing import write_checkpoint
 from tests.checkpoints.models import write_tiny
 from tests.e2e import pair
 from tests.engines import generate, make_engine, tokens_of
+from tests.loops import make_config
 
 SIZES: dict[str, Any] = dict(max_model_len=64, max_num_seqs=2, dtype="float32")
 VOCABULARY: dict[str, Any] = dict(vocab_size=8192)  # of the bundled tokenizer
@@ -308,7 +310,7 @@ def test_a_draft_model_that_was_left_out_is_not_read_again(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, has_drafts
 ):
     """After a launch that failed no program reads it."""
-    runner, read = Mock(spec=Runner), []
+    runner, read = MagicMock(spec=Runner), []
     runner.mesh = engine.runner.mesh
     proposers = engine.runner.program.proposers if has_drafts else ()
     runner.program = dataclasses.replace(engine.runner.program, proposers=proposers)
@@ -365,3 +367,26 @@ def test_another_level(engine: LLMEngine, level: int):
 def test_another_tag(engine: LLMEngine):
     with pytest.raises(RequestError, match="'weights', 'kv_cache', got 'all'"):
         engine.wake_up(tags=["weights", "all"])
+
+
+def of_hosts(rank: int) -> HostsConfig:
+    return HostsConfig(
+        nnodes=2,
+        node_rank=rank,
+        master_addr="127.0.0.1",
+        master_port=1,
+        headless=rank > 0,
+        secret_file="missing",
+    )
+
+
+def test_a_process_that_follows_has_no_engine():
+    config = dataclasses.replace(make_config(), hosts=of_hosts(1))
+    with pytest.raises(ConfigError, match="node_rank=1 has no engine of its own"):
+        loader.make_runner(config)
+
+
+def test_a_leader_without_the_secret_does_not_start():
+    config = dataclasses.replace(make_config(), hosts=of_hosts(0))
+    with pytest.raises(ConfigError, match="hosts_secret_file 'missing' cannot be read"):
+        loader.make_runner(config)

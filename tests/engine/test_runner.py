@@ -1,13 +1,18 @@
 """The device side: kept executables, one launch and one copy each way a round."""
 
+import dataclasses
 import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.engine import program_cache
+from jaxspec.engine import program_cache, runner
+from jaxspec.engine.hosts import Followers, shape_values
+from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import build_mesh, choose_dtype
 from jaxspec.errors import ConfigError
@@ -15,6 +20,7 @@ from jaxspec.models import cpu
 from jaxspec.program.plan import Features, StepPlan, StepShape
 from jaxspec.program.wire import StepResult
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
+from jaxspec.settings.hosts import HostsConfig
 from tests.e2e import pair
 from tests.engines import (
     OneProgramRunner,
@@ -233,3 +239,111 @@ def test_a_second_start_compiles_nothing_but_grammars(num_draft, tmp_path, monke
     assert 0 < len(compiled) < len(both)
     kept = {shape for shape in both if not shape.features.has_grammar}
     assert len(kept) == len(list(tmp_path.iterdir())) > 0
+
+
+class Told(Followers):
+    """In place of processes on other hosts: what they are told, and what is done."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def send(
+        self, name: str, values: Mapping[str, Any], vector: np.ndarray | None = None
+    ) -> int:
+        self.events.append((name, dict(values)))
+        return len(self.events)
+
+    def wait(self, number: int) -> list[dict[str, Any]]:
+        self.events.append(f"waited for {number}")
+        return []
+
+    def break_off(self, reason: str) -> None:
+        self.events.append(reason)
+
+    def names(self) -> list[str]:
+        return [one if isinstance(one, str) else one[0] for one in self.events]
+
+
+@pytest.fixture
+def told() -> Iterator[tuple[LLMEngine, Told]]:
+    """An idle engine with others that do as it does."""
+    engine = pair.engine()
+    followers = engine.runner.followers = Told()
+    yield engine, followers
+    engine.runner.followers = None
+
+
+def test_followers_hear_of_launches_before_they_are_done(told):
+    engine, followers = told
+    start, before = engine.runner._start, engine.runner.num_launches
+
+    def started(vector, shape):
+        followers.events.append("started")
+        return start(vector, shape)
+
+    engine.runner._start = started
+    try:
+        generate(engine, [[2, 5, 6]], [TRAFFIC[0]])
+    finally:
+        del engine.runner._start
+    count = engine.runner.num_launches - before
+    assert [one for one in followers.names() if one != "compile"][: 2 * count] == (
+        ["launch", "started"] * count
+    )
+
+
+def test_followers_hear_of_programs_and_are_waited_for(told):
+    engine, followers = told
+    shape = StepShape(num_seqs=2, num_draft_tokens=0, chunk=0)
+    engine.runner.compiler.clear()
+    engine.runner.executable(shape)
+    assert followers.events == [("compile", shape_values(shape)), "waited for 1"]
+
+
+def test_followers_sleep_and_wake_up_with_the_leader(told):
+    engine, followers = told
+    engine.sleep(1)
+    engine.wake_up(["weights"])
+    engine.wake_up()
+    assert followers.events == [
+        ("sleep", {"level": 1}),
+        ("wake_up", {"tags": ["weights"]}),
+        ("wake_up", {"tags": ["weights", "kv_cache"]}),
+    ]
+
+
+def test_followers_are_let_go_where_the_leader_fails(told):
+    engine, followers = told
+    with pytest.raises(ZeroDivisionError):
+        with engine.runner.together("launch", {}):
+            raise ZeroDivisionError("at the device")
+    assert followers.events[1:] == [
+        "The leader failed in 'launch': ZeroDivisionError('at the device')"
+    ]
+
+
+def test_a_target_over_hosts_takes_all_devices_in_order():
+    class Device(NamedTuple):
+        process_index: int
+        id: int
+
+    devices = [Device(1, 2), Device(0, 1), Device(1, 3), Device(0, 0)]
+    hosts = HostsConfig(
+        nnodes=2,
+        node_rank=0,
+        master_addr="127.0.0.1",
+        master_port=1,
+        headless=False,
+        secret_file="",
+    )
+    config = make_config()
+    with pytest.raises(ConfigError, match="2 processes have 4 devices .*set it to 4"):
+        runner._hosts_devices(
+            dataclasses.replace(config, tensor_parallel_size=2), hosts, devices
+        )
+    config = dataclasses.replace(config, tensor_parallel_size=4)
+    found = runner._hosts_devices(config, hosts, devices)
+    assert found == [Device(0, 0), Device(0, 1), Device(1, 2), Device(1, 3)]
+    other = dataclasses.replace(hosts, node_rank=1, headless=True)
+    with pytest.raises(ConfigError, match="node_rank=1, and these .* process 0"):
+        runner._hosts_devices(config, other, devices)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
@@ -34,7 +33,7 @@ from jaxspec.models.weights import (
     tensors_of,
 )
 from jaxspec.settings.model_config import ModelConfig
-from jaxspec.sharding import DRAFT_MESH_AXES, kv_copies, num_parts
+from jaxspec.sharding import DRAFT_MESH_AXES, kv_copies, num_parts, put
 from jaxspec_checkpoints import CheckpointError, Tensor
 from jaxspec_checkpoints.heads import EAGLE3, write_head
 
@@ -215,8 +214,8 @@ def init_head(
     def make(path: ParamPath, spec: ParamSpec, sharding: NamedSharding) -> Array:
         is_shift = len(spec.shape) == 1 and path[-1] == "bias"
         if is_shift or (len(spec.shape) > 1 and path[0] == "blocks"):
-            return jax.device_put(np.zeros(spec.shape, np.float32), sharding)
-        return jax.device_put(draw(spec), sharding)
+            return put(np.zeros(spec.shape, np.float32), sharding)
+        return put(draw(spec), sharding)
 
     if config.is_trimmed:
         assert token_ids is not None and token_ids.shape == (config.draft_vocab_size,)
@@ -240,7 +239,7 @@ def random_head(
     draw, ids = _drawer(seed), None
 
     def make(path: ParamPath, spec: ParamSpec, sharding: NamedSharding) -> Array:
-        return jax.device_put(draw(spec).astype(dtype), sharding)
+        return put(draw(spec).astype(dtype), sharding)
 
     if config.is_trimmed:
         ids = np.arange(config.draft_vocab_size, dtype=np.int32)

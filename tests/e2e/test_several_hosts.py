@@ -1,0 +1,175 @@
+"""One target over processes that stand for hosts says what one process says.
+
+Over loopback, on a CPU: each process has two of XLA's host devices.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints.models import write_tiny
+from tests.engine.test_hosts import free_port
+from tests.programs import quick_environment
+
+ROOT = Path(__file__).parents[2]
+DEVICES_EACH = 2
+# Two processes on two cores, and other tests beside them.
+PATIENCE_S = 540
+DRAFTS = 3
+
+
+def environment(num_devices: int) -> dict[str, str]:
+    found = quick_environment()
+    flag = f"--xla_force_host_platform_device_count={num_devices}"
+    kept = [
+        one for one in found["XLA_FLAGS"].split() if "platform_device_count" not in one
+    ]
+    path = os.pathsep.join(str(ROOT / name) for name in ("", "kernels", "checkpoints"))
+    return found | {"XLA_FLAGS": " ".join([*kept, flag]), "PYTHONPATH": path}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose draft is itself: most drafts stay."""
+    folder = tmp_path_factory.mktemp("hosts") / "target"
+    write_tiny(folder, family="2b", vocab_size=8192, sliding_window=16)
+    return folder
+
+
+def arguments(model: Path, *, num_devices: int, **changes: Any) -> dict[str, Any]:
+    """Of the engine, in the names of `EngineArgs`."""
+    return (
+        dict(
+            model=str(model),
+            speculative_model=str(model),
+            num_speculative_tokens=DRAFTS,
+            tensor_parallel_size=num_devices,
+            dtype="float32",
+            max_model_len=128,
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            block_size=4,
+            num_gpu_blocks_override=160,
+        )
+        | changes
+    )
+
+
+def flags(values: dict[str, Any]) -> list[str]:
+    """The same as flags of the server."""
+    found: list[str] = []
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        text = json.dumps(value) if isinstance(value, dict) else str(value)
+        found += [flag] if value is True else [f"{flag}={text}"]
+    return found
+
+
+class Hosts:
+    """Processes of one test, and what they have written."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.started = folder, dict[str, subprocess.Popen[bytes]]()
+        secret = folder / "secret"
+        secret.write_text("known to all that take part")
+        self.shared: dict[str, Any] = dict(
+            nnodes=2, master_port=free_port(), hosts_secret_file=str(secret)
+        )
+
+    def start(self, name: str, command: list[str], num_devices: int) -> None:
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self.started[name] = subprocess.Popen(
+                [sys.executable, *command],
+                env=environment(num_devices),
+                cwd=self.folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def lead(
+        self, given: dict[str, Any], num_devices: int, name: str = "leader"
+    ) -> Path:
+        """Start a process with an engine; where its result will be."""
+        path, result = self.folder / f"{name}.json", self.folder / f"{name}-result"
+        path.write_text(json.dumps(given | {"result": str(result)}))
+        self.start(name, ["-m", "tests.e2e.several_hosts", str(path)], num_devices)
+        return result
+
+    def follow(self, values: dict[str, Any]) -> None:
+        more = self.shared | {"node_rank": 1, "headless": True}
+        command = ["-m", "jaxspec.serve", *flags(values | more)]
+        self.start("follower", command, DEVICES_EACH)
+
+    def wait(self, name: str, timeout_s: float | int = PATIENCE_S) -> int:
+        try:
+            return self.started[name].wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            logs = "\n".join(f"--- {one}\n{self.log(one)}" for one in self.started)
+            pytest.fail(f"{name} has not ended after {timeout_s} s\n{logs}")
+
+    def wait_for(self, name: str, text: str) -> None:
+        """Wait until a process has logged something."""
+        deadline = time.monotonic() + PATIENCE_S
+        while text not in self.log(name):
+            assert self.started[name].poll() is None, self.log(name)
+            assert time.monotonic() < deadline, self.log(name)
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    made = Hosts(tmp_path)
+    try:
+        yield made
+    finally:
+        for process in made.started.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGCONT)
+            process.kill()
+            process.wait()
+
+
+def result_of(hosts: Hosts, name: str, path: Path) -> dict[str, Any]:
+    assert hosts.wait(name) == 0, hosts.log(name)
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("controller", ["fixed", "adaptive"])
+def test_two_processes_say_what_one_says(hosts: Hosts, model: Path, controller: str):
+    values = arguments(
+        model,
+        num_devices=2 * DEVICES_EACH,
+        speculative_config={"controller": controller},
+    )
+    work = dict(warms_up=True, sleeps=[1, 2])
+    alone = hosts.lead(
+        work | {"arguments": values}, num_devices=2 * DEVICES_EACH, name="alone"
+    )
+    expected = result_of(hosts, "alone", alone)
+    path = hosts.lead(work | {"arguments": values | hosts.shared}, DEVICES_EACH)
+    hosts.follow(values)
+    found = result_of(hosts, "leader", path)
+    assert hosts.wait("follower") == 0, hosts.log("follower")
+    for name in ("texts", "after sleep 1", "after sleep 2"):
+        assert found[name] == expected[name], name
+    assert found["texts"][:2] == found["after sleep 2"]
+    assert found["num_accepted"] > 0
+    # Masks are asked for, of the leader alone.
+    assert found["num_questions"] > 0
+    end = f"The leader has ended in order after {found['num_launches']} launches"
+    assert end in hosts.log("follower")
+    if controller == "adaptive":
+        assert found["num_rehearsed"] > 0 and len(found["ks"]) > 1
