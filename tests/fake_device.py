@@ -403,9 +403,6 @@ class FakeRunner(Runner):
     def restore_weights(self, loaded: Any) -> None:
         self.events.append(("restore_weights", int(loaded is None)))
 
-    def leave(self) -> None:
-        self.events.append(("leave", self.num_launches))
-
     def launch(self, plan: StepPlan, shape: StepShape) -> Any:
         self.events.append(("launch", self.num_launches))
         self.plans.append((plan, shape))
