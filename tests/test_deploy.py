@@ -3,10 +3,12 @@
 Nothing here builds an image or talks to a cluster.
 """
 
+import copy
 import json
-import re
+import os
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import jsonschema
 import pytest
 import yaml
 
+from jaxspec.serve import ray_app
 from jaxspec.serve.app import make_app
 from jaxspec.serve.flags import make_parser
 from jaxspec.serve.launcher import LAST_WORDS_S
@@ -83,8 +86,45 @@ def objects(name: str) -> dict[str, Any]:
 
 
 REPLICAS, POOLED = objects("replicas.yaml"), objects("inferencepool.yaml")
+(RAY,) = objects("rayservice.yaml").values()
+RAY_CONFIG = yaml.safe_load(RAY["spec"]["serveConfigV2"])
+((WORKERS,), HEAD) = (
+    RAY["spec"]["rayClusterConfig"][name]
+    for name in ("workerGroupSpecs", "headGroupSpec")
+)
+(WORKER,) = WORKERS["template"]["spec"]["containers"]
 POD = REPLICAS["Deployment"]["spec"]["template"]
 (SERVER,) = POD["spec"]["containers"]
+
+
+def definition(name: str, version: str) -> Any:
+    """The schema of a kind that is no part of Kubernetes, as its project publishes it.
+
+    They are of a megabyte and more, and lie beside the checkout where there are any.
+    """
+    path = ROOT.parent / "shared" / "k8s" / name
+    if not path.exists():
+        pytest.skip(f"no {path} here")
+    # The C++ parser reads it in a second, the other in twenty.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    versions = yaml.load(path.read_text(), loader)["spec"]["versions"]
+    (found,) = (one for one in versions if one["name"] == version)
+    return strict(found["schema"]["openAPIV3Schema"])
+
+
+def strict(schema: Any) -> Any:
+    """A schema that refuses what it does not know, as an API server warns of it."""
+    if isinstance(schema, list):
+        return [strict(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    known = {name: strict(one) for name, one in schema.items()}
+    is_open = schema.get("x-kubernetes-preserve-unknown-fields")
+    if isinstance(schema.get("properties"), dict) and not is_open:
+        known.setdefault("additionalProperties", False)
+    return known
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -112,12 +152,7 @@ def test_the_image_has_what_the_wheel_is_made_of():
     assert sources == needed
 
 
-def test_extras_of_the_image_are_extras_of_the_project():
-    run = told("RUN")
-    extras = set(PROJECT["project"]["optional-dependencies"])
-    (always,) = re.findall(r"extras=([a-z,]+)", run)[:1]
-    assert set(always.split(",")) <= extras
-    assert {"tpu", "cuda"} <= extras
+def test_the_image_has_a_python_that_the_project_takes():
     assert told("ARG") == "EXTRA=cpu"
     version = told("FROM").removeprefix("python:").removesuffix("-slim")
     least = PROJECT["project"]["requires-python"].removeprefix(">=")
@@ -197,6 +232,85 @@ def test_the_pool_is_what_the_inference_extension_takes():
             jsonschema.validate(pool["spec"] | wrong, POOL)
 
 
+def test_kuberay_takes_the_ray_service():
+    schema = definition("rayservice.yaml", RAY["apiVersion"].partition("/")[2])
+    whole = {"apiVersion", "kind", "metadata", "spec"}
+    assert set(RAY) == whole
+    # Of `metadata` a definition says nothing: Kubernetes knows it.
+    schema["properties"]["metadata"] = {"required": ["name"]}
+    jsonschema.validate(RAY, schema)
+    for change in ("specs", "spec.rayClusterConfigs", "spec.rayClusterConfig.hosts"):
+        wrong = copy.deepcopy(RAY)
+        *path, name = change.split(".")
+        place = wrong
+        for one in path:
+            place = place[one]
+        place[name] = {}
+        with pytest.raises(
+            jsonschema.ValidationError, match=f"'{name}' was unexpected"
+        ):
+            jsonschema.validate(wrong, schema)
+
+
+def test_ray_serves_the_application_that_there_is():
+    (application,) = RAY_CONFIG["applications"]
+    module, _, name = application["import_path"].partition(":")
+    assert (module, getattr(ray_app, name)) == (ray_app.__name__, ray_app.build)
+    options, placement = ray_app.read_arguments(application["args"])
+    assert options.engine.speculative_model is not None
+    chips = options.engine.tensor_parallel_size
+    limits = WORKER["resources"]["limits"]
+    assert limits["google.com/tpu"] == str(chips)
+    assert placement.ray_actor_options is not None
+    assert placement.ray_actor_options["resources"] == {"TPU": chips}
+    assert placement.ray_actor_options["num_cpus"] <= int(limits["cpu"])
+    # A replica takes all chips of a worker: there are never more than workers.
+    (deployment,) = application["deployments"]
+    assert deployment["name"] == ray_app.NAME
+    scaling = deployment["autoscaling_config"]
+    assert scaling["max_replicas"] == WORKERS["maxReplicas"]
+    assert scaling["min_replicas"] == WORKERS["minReplicas"] == WORKERS["replicas"]
+    assert scaling["target_ongoing_requests"] < placement.max_ongoing_requests
+    ports = {one["name"]: one["containerPort"] for one in WORKER["ports"]}
+    listening = RAY_CONFIG["http_options"]
+    assert ports == {"serve": listening["port"], "metrics": placement.metrics_port}
+    assert listening["host"] == placement.metrics_host == "0.0.0.0"
+    grace = WORKERS["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace > options.shutdown_timeout + LAST_WORDS_S
+
+
+def test_ray_has_an_image_with_ray():
+    extra = PROJECT["project"]["optional-dependencies"]["ray"]
+    (least,) = (one.removeprefix("ray[serve]>=") for one in extra)
+    version = RAY["spec"]["rayClusterConfig"]["rayVersion"]
+    assert version.split(".")[:2] == least.split(".")
+    (head,) = HEAD["template"]["spec"]["containers"]
+    assert head["image"] == WORKER["image"]
+    user = told("USER").partition(":")[0]
+    for spec in (HEAD["template"]["spec"], WORKERS["template"]["spec"]):
+        assert str(spec["securityContext"]["runAsUser"]) == user
+    folders = {one["mountPath"] for one in WORKER["volumeMounts"]}
+    assert folders == set(json.loads(told("VOLUME")))
+
+
+@pytest.mark.parametrize(
+    ("extra", "extras", "package"),
+    [
+        ("cpu", "hub,kaggle", "g++"),
+        ("tpu", "hub,kaggle,tpu", ""),
+        ("cuda,ray", "hub,kaggle,cuda,ray", "wget"),
+    ],
+)
+def test_what_an_image_is_made_of(extra: str, extras: str, package: str):
+    """The first lines of its `RUN`, in a shell."""
+    begin = told("RUN").partition("&& if")[0]
+    said = f'EXTRA={extra}; {begin}; echo "$extras $package"'
+    done = subprocess.run(["sh", "-ec", said], capture_output=True, text=True)
+    assert done.stdout.strip() == f"{extras} {package}".strip(), done.stderr
+    known = PROJECT["project"]["optional-dependencies"]
+    assert set(extras.split(",")) <= set(known)
+
+
 @pytest.mark.parametrize("kind", REPLICAS)
 def test_kubernetes_takes_the_replicas(kind: str):
     schemas = pytest.importorskip("kubernetes_validate")
@@ -207,7 +321,8 @@ def test_kubernetes_takes_the_replicas(kind: str):
 
 
 def test_the_linter_of_dockerfiles_has_no_complaints():
-    linter = shutil.which("hadolint")
+    places = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    linter = shutil.which("hadolint", path=places)
     if linter is None:
         pytest.skip("no hadolint here")
     command = [linter, "--failure-threshold", "warning", DEPLOY / "Dockerfile"]

@@ -22,8 +22,10 @@ from typing import Any
 import httpx
 import openai
 import ray
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
+from ray.serve.schema import ServeDeploySchema
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.serve.flags import Options
@@ -31,6 +33,7 @@ from jaxspec.serve.ray_app import (
     NAME,
     Placement,
     Replica,
+    build,
     make_application,
     read_arguments,
 )
@@ -169,6 +172,16 @@ def begin_streams(
     return futures
 
 
+def manifest() -> list[str]:
+    """Have Ray read the manifest for KubeRay; returns what it imports."""
+    service = yaml.safe_load(Path("deploy/rayservice.yaml").read_text())
+    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    applications = ServeDeploySchema.model_validate(config).applications
+    for one in applications:
+        build(one.args)
+    return [one.import_path for one in applications]
+
+
 def main() -> None:
     """Do all of it, and print what happened."""
     short = [(one, how | {"max_tokens": 40}) for one in PROMPTS for how in SHORT] * 2
@@ -178,7 +191,7 @@ def main() -> None:
         (PROMPTS[number % 3], SHORT[number % 2] | {"max_tokens": LONG})
         for number in range(NUM_STREAMS)
     ]
-    told: dict[str, Any] = {}
+    told: dict[str, Any] = {"manifest": manifest()}
     grammar = StructuredOutputsParams(regex=REGEX)
     whole = alone(
         [

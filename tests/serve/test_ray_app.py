@@ -240,6 +240,11 @@ def test_replicas_say_what_one_process_says(told: dict[str, Any]):
 
 
 @pytest.mark.slow
+def test_ray_reads_the_manifest(told: dict[str, Any]):
+    assert told["manifest"] == [f"{ray_app.__name__}:{build.__name__}"]
+
+
+@pytest.mark.slow
 def test_a_session_stays_with_a_replica(told: dict[str, Any]):
     before, after = told["answered_before_session"], told["answered_with_session"]
     more = sorted(after[port] - before[port] for port in before)
