@@ -61,6 +61,8 @@ LOCAL_FIELDS += ("compilation_cache_dir", "disable_log_stats", "generation_defau
 LOCAL_FIELDS += ("structured_outputs", "speculative.model", "hosts.node_rank")
 LOCAL_FIELDS += ("hosts.master_addr", "hosts.headless", "hosts.secret_file")
 LOCAL_FIELDS += ("hosts.timeout_s",)
+# Fields that users give by another name.
+_ARGUMENTS = {"page_size": "block_size", "num_pages": "num_gpu_blocks_override"}
 _MAX_FACT = 120
 
 
@@ -217,7 +219,9 @@ def difference(leader: Mapping[str, str], other: Mapping[str, str]) -> str | Non
     for name in sorted({*leader, *other}):
         if leader.get(name) != other.get(name):
             theirs, ours = other.get(name, "not set"), leader.get(name, "not set")
-            return f"{name}: {theirs} there, and {ours} at the leader"
+            called = name.removeprefix("given.")
+            called = _ARGUMENTS.get(called, called)
+            return f"{called}: {theirs} there, and {ours} at the leader"
     return None
 
 

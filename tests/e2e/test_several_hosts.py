@@ -9,13 +9,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from jaxspec.engine.hosts import HEARTBEAT_S, HOST_LOST
 from tests.checkpoints.models import write_tiny
 from tests.engine.test_hosts import free_port
 from tests.programs import quick_environment
@@ -173,3 +176,129 @@ def test_two_processes_say_what_one_says(hosts: Hosts, model: Path, controller: 
     assert end in hosts.log("follower")
     if controller == "adaptive":
         assert found["num_rehearsed"] > 0 and len(found["ks"]) > 1
+
+
+@contextlib.contextmanager
+def serve(hosts: Hosts, model: Path) -> Iterator[httpx.Client]:
+    """Start a server and a process that follows; a client once texts come."""
+    values = arguments(model, num_devices=2 * DEVICES_EACH)
+    port = free_port()
+    command = ["-m", "jaxspec.serve", *flags(values | hosts.shared), f"--port={port}"]
+    hosts.start("leader", command, DEVICES_EACH)
+    hosts.follow(values)
+    hosts.wait_for("leader", "Requests are served")
+    url = f"http://127.0.0.1:{port}"
+    with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+        assert complete(client, 8).status_code == 200
+        yield client
+
+
+def complete(client: httpx.Client, num_tokens: int) -> httpx.Response:
+    body: dict[str, Any] = dict(
+        prompt=[2, 5, 9], max_tokens=num_tokens, ignore_eos=True
+    )
+    return client.post("/v1/completions", json=body)
+
+
+@contextlib.contextmanager
+def load(client: httpx.Client) -> Iterator[list[object]]:
+    """Four threads that ask for one text after the other; what became of each."""
+    ends, over = list[object](), threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            try:
+                ends.append(complete(client, 64).status_code)
+            except httpx.TransportError as error:
+                ends.append(error)
+                return
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while len(ends) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    try:
+        yield ends
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("who", "number"),
+    [
+        ("follower", signal.SIGKILL),
+        ("leader", signal.SIGKILL),
+        ("follower", signal.SIGSTOP),
+    ],
+)
+def test_the_end_of_one_is_the_end_of_all(
+    hosts: Hosts, model: Path, who: str, number: signal.Signals
+):
+    other = {"follower": "leader", "leader": "follower"}[who]
+    with serve(hosts, model) as client, load(client) as ends:
+        assert ends[:4] == [200] * 4
+        hosts.started[who].send_signal(number)
+        start = time.monotonic()
+        status = hosts.wait(other)
+        took_s = time.monotonic() - start
+    assert took_s < 3 * HEARTBEAT_S, hosts.log(other)
+    assert status != 0
+    if number == signal.SIGKILL:
+        # At once, and in words: the connection was closed.
+        assert status == HOST_LOST and took_s < HEARTBEAT_S, hosts.log(other)
+        called = "The process of node_rank=1" if who == "follower" else "The leader"
+        assert called in hosts.log(other)
+        assert "This process ends too: start all of them again." in hosts.log(other)
+    print(f"{other} has ended {took_s:.1f} s after {number.name} to {who}: {status}")
+
+
+@pytest.mark.slow
+def test_a_group_that_is_told_to_end_ends_in_order(hosts: Hosts, model: Path):
+    """All get the signal at once, and the follower lets requests end."""
+    with serve(hosts, model) as client:
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(complete(client, 100)))
+        asking.start()
+        time.sleep(0.5)
+        for process in hosts.started.values():
+            process.send_signal(signal.SIGTERM)
+        asking.join()
+    assert hosts.wait("leader") == 0, hosts.log("leader")
+    assert hosts.wait("follower") == 0, hosts.log("follower")
+    assert answers[0].json()["usage"]["completion_tokens"] == 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(max_num_seqs=5), "differs in max_num_seqs: 5 there, and 4 at the leader"),
+        (dict(block_size=8), "differs in block_size: 8 there, and 4 at the leader"),
+    ],
+)
+def test_another_command_line_starts_nothing(
+    hosts: Hosts, model: Path, changes: dict[str, Any], message: str
+):
+    values = arguments(model, num_devices=2 * DEVICES_EACH)
+    hosts.lead({"arguments": values | hosts.shared}, DEVICES_EACH)
+    hosts.follow(values | changes)
+    assert hosts.wait("leader", 120) == 1
+    assert hosts.wait("follower", 120) == 2
+    for name in ("leader", "follower"):
+        assert message in " ".join(hosts.log(name).split()), hosts.log(name)
+
+
+@pytest.mark.slow
+def test_devices_that_are_left_out_are_named(hosts: Hosts, model: Path):
+    values = arguments(model, num_devices=2)
+    hosts.lead({"arguments": values | hosts.shared}, DEVICES_EACH)
+    hosts.follow(values)
+    assert hosts.wait("leader", 120) != 0
+    assert hosts.wait("follower", 120) != 0
+    message = "tensor_parallel_size=2, and 2 processes have 4 devices together"
+    assert message in hosts.log("leader")

@@ -376,6 +376,8 @@ def test_the_first_difference_by_name():
     assert difference({"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}) == (
         "b: 3 there, and 2 at the leader"
     )
+    told = difference({"given.num_pages": "4"}, {"given.num_pages": "5"})
+    assert told == "num_gpu_blocks_override: 5 there, and 4 at the leader"
     assert difference({}, {"c": "4"}) == "c: 4 there, and not set at the leader"
 
 
