@@ -9,10 +9,12 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxspec.console.command import CommandParser, run_command
+from jaxspec.console.command import CommandParser, json_flag, run_command
 from jaxspec.console.ending import end, interrupts_end
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET, model_folder
 from jaxspec.errors import ArgumentError
+from jaxspec.settings.speculation import DEFAULT_DRAFT_TOKENS
+from jaxspec.token_tree import TREE_KEY
 from jaxspec_checkpoints.sources import is_remote
 
 _MODULES = {"generate": "jaxspec.cli.generate", "chat": "jaxspec.cli.chat"}
@@ -24,6 +26,9 @@ _OWN = {
     "bench": "jaxspec.bench.__main__",
 }
 PROG = "python -m jaxspec"
+# Keys of --speculative-config in place of flags.
+_NAMING_DRAFTS = {"model", "method"}
+_SAYING_HOW_MANY = {"num_speculative_tokens", TREE_KEY}
 
 
 def make_parser(prog: str = PROG) -> CommandParser:
@@ -119,8 +124,13 @@ def _add_model_arguments(models: argparse._ArgumentGroup) -> None:
         "--num-speculative-tokens",
         metavar="K",
         type=int,
-        default=5,
-        help="draft tokens per round (default: %(default)s)",
+        help=f"draft tokens per round (default: {DEFAULT_DRAFT_TOKENS})",
+    )
+    models.add_argument(
+        "--speculative-config",
+        metavar="JSON",
+        type=json_flag,
+        help="what else there is to say of drafts, as '{\"draft_vocab_size\": 2048}'",
     )
     models.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
     models.add_argument(
@@ -200,15 +210,21 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
 
 
 def _choose_models(options: argparse.Namespace) -> None:
-    """Settle the models: the bundled pair where none is named.
+    """Settle the models and how many drafts: the bundled pair where none is named.
 
     Raises:
         ArgumentError: There is a target without a draft, or no such folder.
     """
+    config = options.speculative_config
+    given = set(config) if isinstance(config, dict) else set()
+    if options.num_speculative_tokens is None and not given & _SAYING_HOW_MANY:
+        options.num_speculative_tokens = DEFAULT_DRAFT_TOKENS
+    has_drafts = options.speculative_model is not None or bool(given & _NAMING_DRAFTS)
     if options.model is None:
         options.model = BUNDLED_TARGET
-        options.speculative_model = options.speculative_model or BUNDLED_DRAFT
-    if options.speculative_model is None:
+        if not has_drafts:
+            options.speculative_model, has_drafts = BUNDLED_DRAFT, True
+    if not has_drafts:
         if not is_remote(options.model):
             model_folder(options.model, "--model")  # what is missing is told first
         raise ArgumentError(

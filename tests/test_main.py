@@ -11,6 +11,7 @@ import pytest
 
 from jaxspec import __main__ as command_line
 from jaxspec.cli import chat, generate
+from jaxspec.engine.model_folders import model_folder
 from tests.programs import quick_environment
 
 ROOT = Path(__file__).parents[1]
@@ -107,6 +108,24 @@ def test_a_chat_has_the_same_models_or_a_servers(monkeypatch):
     assert command_line.main(["chat", "--model", "x"]) == 2
 
 
+def test_drafts_may_be_named_in_a_config(monkeypatch):
+    seen: list[argparse.Namespace] = []
+    monkeypatch.setattr(generate, "run", seen.append)
+    folder = str(model_folder("jaxspec/tiny-gemma2", "--model"))
+    for arguments in (
+        ["--speculative-config", '{"draft_vocab_size": 2048}'],
+        ["--speculative-config", '{"method": "suffix", "num_speculative_tokens": 9}'],
+        ["--model", folder, "--speculative-config", '{"model": "x"}'],
+    ):
+        assert command_line.main(["generate", "hi", *arguments]) == 0
+    found = [(one.speculative_model, one.num_speculative_tokens) for one in seen]
+    assert found == [("jaxspec/tiny-gemma2-draft", 5), (None, None), (None, 5)]
+    assert seen[0].speculative_config == {"draft_vocab_size": 2048}
+    flag = ["--speculative-config", "{"]
+    with pytest.raises(SystemExit):
+        command_line.main(["generate", "hi", *flag])
+
+
 @pytest.mark.slow
 def test_the_bundled_pair_talks():
     flags = ("--max-tokens", "8", "--num-speculative-tokens", "1", "--ignore-eos")
@@ -126,6 +145,9 @@ def test_the_bundled_pair_talks():
         (["--temperature", "9"], r"temperature must be a number in \[0, 2\], got 9"),
         (["--max-tokens", "0"], "max_tokens must be an integer of at least 1, got 0"),
         (["--num-speculative-tokens", "9"], "from 1 to 8, got 9"),
+        (["--speculative-config", '{"draft_vocab_size": 9000}'], "to 8191, got 9000"),
+        (["--speculative-config", '{"draft_vocab": 9}'], "no key 'draft_vocab'"),
+        (["--speculative-config", "[]"], "speculative_config must be a dict"),
         (["--dtype", "int8"], "dtype must be one of .* got 'int8'"),
         (["--speculative-model", "none"], "speculative_model must be .* got 'none'"),
         (["--speculative-model", "[ngram]"], "requires ngram_prompt_lookup_max"),

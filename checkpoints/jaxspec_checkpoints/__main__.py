@@ -1,10 +1,12 @@
-"""`python -m jaxspec_checkpoints inspect PATH` and `convert SRC DST --to FORMAT`."""
+"""`python -m jaxspec_checkpoints`: look at checkpoints, convert them, trim drafts."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxspec_checkpoints.checkpoint import TOKEN_MAP
+from jaxspec_checkpoints.counting import count_tokens, write_token_map
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.layout import DTYPES
 from jaxspec_checkpoints.quantization import VALUE_TYPES
@@ -20,6 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         checkpoint = open_checkpoint(options.source)
         if options.command == "inspect":
             print(describe(checkpoint))
+        elif options.command == "trim":
+            counts = count_tokens(checkpoint, options.texts)
+            path = options.output or checkpoint.folder / TOKEN_MAP
+            write_token_map(path, counts)
+            print(f"{path}: all tokens, most frequent first\n{counts.report()}")
         else:
             write_checkpoint(
                 checkpoint,
@@ -66,6 +73,28 @@ def _parser() -> argparse.ArgumentParser:
         "--quantize",
         choices=VALUE_TYPES,
         help="keep matrices of layers in 8 or 4 bits; hf and orbax",
+    )
+    trim = commands.add_parser(
+        "trim",
+        help="write which tokens of a draft model are frequent in texts",
+        description="Count the tokens of texts, and write them into a map, most "
+        "frequent first, special ones before all. With it a draft model's head can be "
+        "cut: speculative_config={'draft_vocab_size': N} keeps the first N.",
+    )
+    trim.add_argument("source", type=Path, metavar="PATH", help="a draft's folder")
+    trim.add_argument(
+        "texts",
+        type=Path,
+        nargs="+",
+        metavar="TEXT",
+        help="files: .jsonl with text, or prompt and completion; anything else is text "
+        "itself; either may be .xz",
+    )
+    trim.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"a file that does not exist yet (default: {TOKEN_MAP} in PATH)",
     )
     return parser
 

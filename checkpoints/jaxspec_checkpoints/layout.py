@@ -65,6 +65,7 @@ class Layout:
         title: What people call the family.
         tensor_shapes: Shape of every tensor of a model, by its canonical name.
         published: Sizes of the models that there are, by their names.
+        turn_markers: Pieces that begin and end a turn of a chat, where it has any.
         pad_rows: That some formats have after the vocabulary; no token has them.
         config_of: The `config.json` of a published model, by a name that it has in a
             hub; None for names of no such model.
@@ -73,6 +74,7 @@ class Layout:
     title: str
     tensor_shapes: Callable[[Sizes], dict[str, tuple[int, ...]]]
     published: Mapping[str, Sizes] = field(default_factory=dict)
+    turn_markers: tuple[str, ...] = ()
     pad_rows: int = 0
     config_of: Callable[[str], dict[str, Any] | None] = lambda name: None
 

@@ -19,7 +19,7 @@ from jaxspec_checkpoints.quantization import QuantizedTensor, quantized_tensor
 from jaxspec_checkpoints.tensor import BLOCK_BYTES, Tensor
 
 # The key of the ids, where a map is an object that says more.
-_IDS = "token_ids"
+IDS = "token_ids"
 
 
 def read_token_map(path: str | Path, vocab_size: int) -> list[int]:
@@ -44,12 +44,12 @@ def read_token_map(path: str | Path, vocab_size: int) -> list[int]:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (RecursionError, ValueError) as error:
             raise CheckpointError(f"{path} must be readable JSON: {error}") from error
-    ids = content.get(_IDS) if isinstance(content, dict) else content
+    ids = content.get(IDS) if isinstance(content, dict) else content
     are_ids = isinstance(ids, list) and all(type(one) is int for one in ids)
     if not are_ids or not ids:
         raise CheckpointError(
             f"{path} must hold a JSON list of token ids, or an object with one as "
-            f"{_IDS!r}, most frequent first; got {content!r:.80}"
+            f"{IDS!r}, most frequent first; got {content!r:.80}"
         )
     wrong = [one for one in ids if not 0 <= one < vocab_size]
     if wrong:

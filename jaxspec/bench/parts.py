@@ -25,6 +25,7 @@ from jaxspec.bench.measure import Batch
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import UnsupportedError
 from jaxspec.models.network import build_network
+from jaxspec.models.trimmed import EMBEDDING, HEAD, TOKEN_IDS
 from jaxspec.program import grown
 from jaxspec.program.forward import logits_of
 from jaxspec.program.path import keep_path
@@ -213,6 +214,10 @@ def round_flops(engine: LLMEngine, tree: Template, num_seqs: int) -> int:
 
 
 def _matrices(params: Any) -> list[Any]:
+    """What a pass multiplies by; of an embedding beside a head it reads single rows."""
+    if HEAD in params:
+        unread = EMBEDDING, TOKEN_IDS
+        params = {name: one for name, one in params.items() if name not in unread}
     return jax.tree.leaves(params, is_leaf=lambda node: hasattr(node, "nbytes"))
 
 

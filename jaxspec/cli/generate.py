@@ -53,6 +53,7 @@ def load_engine(options: argparse.Namespace) -> LLMEngine:
     args = EngineArgs(
         model=options.model,
         speculative_model=options.speculative_model,
+        speculative_config=options.speculative_config,
         num_speculative_tokens=options.num_speculative_tokens,
         ngram_prompt_lookup_max=options.ngram_prompt_lookup_max,
         dtype=options.dtype,
@@ -64,7 +65,10 @@ def load_engine(options: argparse.Namespace) -> LLMEngine:
     )
     config = args.create_engine_config()
     start = time.monotonic()
-    _progress(f"Loading {options.model} and {options.speculative_model} ... ")
+    drafts = options.speculative_model
+    if drafts is None and config.speculative is not None:
+        drafts = config.speculative.model or config.speculative.method
+    _progress(f"Loading {options.model} and {drafts} ... ")
     engine = LLMEngine(config)
     _progress(f"{time.monotonic() - start:.1f} s\n")
     return engine
@@ -197,7 +201,7 @@ def _setting(
         how = f"temperature {params.temperature:g}, seed {params.seed}"
     return (
         f"{options.model}, {runner.dtype} on {device.platform}, "
-        f"K = {options.num_speculative_tokens}, {how}"
+        f"K = {engine.config.num_draft_tokens}, {how}"
     )
 
 

@@ -49,6 +49,8 @@ from jaxspec.engine.scheduling.shapes import Shapes
 from jaxspec.errors import ConfigError
 from jaxspec.models.families import published_config
 from jaxspec.models.heads.weights import abstract_head
+from jaxspec.models.params import Params
+from jaxspec.models.trimmed import EMBEDDING, HEAD
 from jaxspec.models.weights import abstract_params
 from jaxspec.program.propose import proposers_of
 from jaxspec.program.state import page_forms
@@ -175,7 +177,7 @@ def spread_draft(
             estimate(
                 speeds,
                 devices=devices,
-                weight_bytes=facts.draft.weight_bytes,
+                read_bytes=facts.draft.weight_bytes - facts.draft.unread_bytes,
                 num_layers=draft.num_layers,
                 hidden_size=draft.hidden_size,
                 num_seqs=given.max_num_seqs or ACCELERATOR_SIZES.num_seqs,
@@ -285,12 +287,13 @@ def find_facts(
         target=ModelBytes(
             weight_bytes=bytes_of(target_params),
             page_bytes=bytes_of(target_pages(1)),
-            quantization=_described(config.model_config),
+            form=_described(config.model_config),
         ),
         draft=ModelBytes(
             weight_bytes=bytes_of(draft_params) + kept,
             page_bytes=draft_page,
-            quantization=_described(config.draft_model_config),
+            unread_bytes=_unread_bytes(draft_params),
+            form=_described(config.draft_model_config),
         ),
         draft_name="draft model" if config.head_config is None else "head",
         programs=_program_facts(config, mesh),
@@ -322,8 +325,18 @@ def compiled_temporaries(config: EngineConfig, mesh: Mesh) -> int:
 
 
 def _described(model: ModelConfig | None) -> str:
-    scheme = None if model is None else model.quantization
-    return "" if scheme is None else scheme.describe()
+    if model is None:
+        return ""
+    said = [] if model.quantization is None else [model.quantization.describe()]
+    if model.draft_vocab_size is not None:
+        kept, whole = model.draft_vocab_size, model.vocab_size
+        said.append(f"a head of {kept:,} of {whole:,} tokens")
+    return ", ".join(said)
+
+
+def _unread_bytes(params: Params | None) -> int:
+    """Of the embedding, where there is a head beside it that logits are made by."""
+    return bytes_of(params[EMBEDDING]) if params and HEAD in params else 0
 
 
 def bytes_of(forms: Any) -> int:

@@ -68,6 +68,24 @@ def test_bytes_are_those_of_both_models(engine):
     assert cost_ratio(engine) == one / plain
 
 
+def test_of_a_trimmed_draft_the_embedding_is_not_read(engine):
+    """Its head is, of as many rows as it keeps."""
+    target, kept = make_micro(seed=3), [1, 4, 9, 12]
+    trimmed = make_engine(
+        target, make_draft_of(target), num_draft_tokens=3, kept=kept, max_num_seqs=2
+    )
+    whole = round_bytes(engine, 1, 0) - round_bytes(engine, 0, 0)
+    found = round_bytes(trimmed, 1, 0) - round_bytes(trimmed, 0, 0)
+    _, (draft,) = engine.runner.params
+    _, (own,) = trimmed.runner.params
+    assert draft is not None and own is not None
+    assert whole - found == draft["embedding"].nbytes - own["head"].nbytes
+    chain, cut = Tree.chain(1), 16 - len(kept)
+    assert (
+        round_flops(engine, chain, 1) - round_flops(trimmed, chain, 1) == 2 * cut * 16
+    )
+
+
 def test_operations_are_those_of_every_weight_and_token(engine):
     models, (own,) = engine.runner.params
     target, draft = num_values(models), num_values(own)

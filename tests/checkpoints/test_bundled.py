@@ -5,7 +5,10 @@ import numpy as np
 import pytest
 
 from jaxspec.models.families import config_from_folder
+from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_draft, bundled_target, open_checkpoint
+from jaxspec_checkpoints.checkpoint import TOKEN_MAP
+from jaxspec_checkpoints.trimming import read_token_map
 
 FOLDERS = {"target": bundled_target, "draft": bundled_draft}
 
@@ -27,6 +30,16 @@ def test_pair_shares_its_tokens():
     assert configs[0].eos_token_ids == configs[1].eos_token_ids
     tokenizers = [folder / "tokenizer.model" for folder in (target, draft)]
     assert tokenizers[0].read_bytes() == tokenizers[1].read_bytes()
+
+
+def test_the_draft_says_which_tokens_are_frequent():
+    """All of them, those that its head must have first."""
+    config = config_from_folder(bundled_draft())
+    ids = read_token_map(bundled_draft() / TOKEN_MAP, config.vocab_size)
+    assert sorted(ids) == list(range(config.vocab_size))
+    tokenizer = Tokenizer.from_folder(bundled_draft())
+    special = {*tokenizer.special_tokens.values(), *config.eos_token_ids}
+    assert special <= set(ids[:6])
 
 
 def test_draft_is_the_smaller_model():

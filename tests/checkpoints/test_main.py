@@ -9,6 +9,8 @@ import pytest
 
 from jaxspec_checkpoints import bundled_target, open_checkpoint
 from jaxspec_checkpoints.__main__ import main
+from jaxspec_checkpoints.checkpoint import TOKEN_MAP
+from jaxspec_checkpoints.trimming import read_token_map
 from tests.checkpoints.models import write_tiny
 
 
@@ -49,6 +51,24 @@ def test_a_destination_that_exists_stays_as_it_is(tmp_path, capsys):
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["mine"]
 
 
+def test_trim_writes_a_map_beside_the_weights(tmp_path, capsys):
+    write_tiny(tmp_path / "draft", family="2b", vocab_size=8192)
+    (tmp_path / "some.txt").write_text("some words, some more words")
+    arguments = ["trim", str(tmp_path / "draft"), str(tmp_path / "some.txt")]
+    assert main(arguments) == 0
+    assert "draft_vocab_size   2,048 has 100.00 %" in capsys.readouterr().out
+    made = tmp_path / "draft" / TOKEN_MAP
+    assert len(read_token_map(made, 8192)) == 8192
+    assert main(arguments) == 1
+    assert "--output" in capsys.readouterr().err
+    assert main([*arguments, "--output", str(tmp_path / "other.json")]) == 0
+    assert (tmp_path / "other.json").read_bytes() == made.read_bytes()
+    # It goes where the model goes.
+    copy = [str(tmp_path / "draft"), str(tmp_path / "copy"), "--to", "orbax"]
+    assert main(["convert", *copy]) == 0
+    assert (tmp_path / "copy" / TOKEN_MAP).read_bytes() == made.read_bytes()
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -57,6 +77,7 @@ def test_a_destination_that_exists_stays_as_it_is(tmp_path, capsys):
         ["convert", "a", "b"],
         ["convert", "a", "b", "--to", "pickle"],
         ["convert", "a", "b", "--to", "hf", "--dtype", "int8"],
+        ["trim", "a"],
     ],
 )
 def test_wrong_usage_ends_with_2(arguments, capsys):

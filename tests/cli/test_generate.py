@@ -228,6 +228,7 @@ def test_a_whole_run(engine, monkeypatch, capsys):
         model="jaxspec/tiny-gemma2",
         speculative_model="jaxspec/tiny-gemma2-draft",
         num_speculative_tokens=2,
+        speculative_config={"draft_vocab_size": 2048},
         ngram_prompt_lookup_max=None,
         dtype="float32",
         quantization=None,

@@ -64,6 +64,7 @@ LARGEST = str(
 SHAPED: dict[str, dict[str, Any]] = {
     "draft_model, leaves": dict(has_draft=True, num_side_leaves=2),
     "draft_model, tree": dict(has_draft=True, tree=TREE),
+    "draft_model, trimmed": dict(has_draft=True, kept=pair.KEPT),
     "draft_model, dynamic": dict(has_draft=True, dynamic=(3, 9)),
     "ngram, leaves": dict(has_draft=False, lookup=LOOKUP, num_side_leaves=1),
     "ngram, tree": dict(has_draft=False, lookup=LOOKUP, tree=TREE),

@@ -36,6 +36,9 @@ SIZES = dict(
     final_logit_softcapping=8.0,
 )
 NUM_DRAFT = 3
+# What a trimmed draft may propose, half of 64: runs and single tokens, neither from the
+# first on nor to the last.
+KEPT = sorted({1, *range(5, 12), *range(20, 30), *range(31, 60, 3), 50, 53, 61, 62})
 # Few shapes: two rows, one tile a launch. Two of the longest requests do not fit into
 # the pages together. That a row alone says the same in a program of one row is tested
 # in test_general_programs.py and tests/test_inside.py.

@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxspec import LLM
+from jaxspec.engine import loader
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.sampling_params import SamplingParams, StructuredOutputsParams
 from jaxspec.sharding import make_mesh
-from tests.e2e import heads, pair
+from tests.e2e import heads, pair, test_quantized
 from tests.e2e.lossless import TREE
+from tests.e2e.pair import KEPT
 from tests.e2e.test_distribution import (
     FEWER,
     PROMPT,
@@ -27,6 +31,7 @@ from tests.e2e.test_distribution import (
 from tests.engines import (
     FIRST_CHARACTER,
     OneProgramRunner,
+    QuickGreedyRunner,
     generate,
     make_draft_of,
     make_engine,
@@ -37,8 +42,6 @@ from tests.engines import (
 from tests.oracles import hf_logits
 
 LENGTH = 32
-# Half of 64: runs and single ones, neither from the first on nor to the last.
-KEPT = sorted({1, *range(5, 12), *range(20, 30), *range(31, 60, 3), 61, 62, 53, 50})
 SETTINGS: dict[str, Any] = pair.settings(num_draft_tokens=pair.NUM_DRAFT, kept=KEPT)
 # Of 16, for the small models of `tests.e2e.test_distribution`.
 MICRO_KEPT = [1, 3, 4, 5, 8, 9, 11, 14]
@@ -264,3 +267,52 @@ def test_bfloat16_says_the_same_with_and_without():
     expected = tokens_of(generate(plain, prompts(), params))
     assert tokens_of(generate(engine, prompts(), params)) == expected
     assert engine.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_embedding"),
+    [
+        ("int8", True),
+        pytest.param("int4", False, marks=pytest.mark.slow),
+        pytest.param("int4", True, marks=pytest.mark.slow),
+        pytest.param(None, False, marks=pytest.mark.slow),
+    ],
+)
+def test_the_bundled_draft_says_the_same_with_a_quarter_of_its_head(
+    kind, has_embedding
+):
+    """By the map in its folder, quantized or not; and it loses few drafts."""
+    whole, trimmed = test_quantized.drafts(kind), test_quantized.drafts(kind)
+    trimmed["speculative_config"]["draft_vocab_size"] = 2048
+    options: dict[str, Any] = dict(quantize_embedding=has_embedding)
+    said, rate = test_quantized.texts(**trimmed, **options)
+    assert said == test_quantized.plain()
+    before, whole_rate = test_quantized.texts(**whole, **options)
+    assert said == before
+    assert whole_rate - 0.08 < rate < 1
+
+
+def test_a_trimmed_head_is_there_again_after_a_sleep():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "Runner", QuickGreedyRunner)
+        config = {"model": BUNDLED_DRAFT, "draft_vocab_size": 2048}
+        llm = LLM(
+            BUNDLED_TARGET,
+            dtype="float32",
+            max_model_len=64,
+            max_num_seqs=1,
+            max_num_batched_tokens=32,
+            speculative_config=config | {"num_speculative_tokens": 2},
+        )
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    found = []
+    for level in (None, 1, 2):
+        if level is not None:
+            llm.sleep(level=level)
+            llm.wake_up()
+        (output,) = llm.generate(["The quick brown fox"], params, use_tqdm=False)
+        counts = llm.llm_engine.stats
+        found.append((output.outputs[0].token_ids, counts.num_accepted_tokens))
+    assert found[0][0] == found[1][0] == found[2][0]
+    first = found[0][1]
+    assert [accepted for _, accepted in found] == [first, 2 * first, 3 * first]

@@ -99,6 +99,43 @@ def test_quantized_weights_are_counted_as_they_are_held(kind, saved, group):
     assert drafted.draft.weight_bytes == expected
 
 
+def test_a_trimmed_head_is_counted_beside_the_embedding():
+    plain, plan = (
+        plan_for(pair(speculative_config=config, max_num_seqs=64), "h100")
+        for config in (None, {"draft_vocab_size": 32768})
+    )
+    head = 32768 * 2304 * 2
+    before, draft = plain.facts.draft, plan.facts.draft
+    # And the ids of its rows.
+    assert draft.weight_bytes == before.weight_bytes + head + 4 * 32768
+    assert (before.unread_bytes, draft.unread_bytes) == (0, 256000 * 2304 * 2)
+    assert plan.facts.target == plain.facts.target
+    assert "GiB  a head of 32,768 of 256,000 tokens" in plan.table()
+    options: dict[str, Any] = dict(
+        speculative_config={"draft_vocab_size": 32768},
+        speculative_model_quantization="int8",
+        quantize_embedding=True,
+    )
+    told = plan_for(pair(**options), "h100").table()
+    assert "int8 per output, embedding int8 per row, a head of 32,768" in told
+
+
+def test_what_a_draft_does_not_read_does_not_slow_it_down():
+    config: dict[str, Any] = {"draft_vocab_size": 32768}
+    plans = [
+        plan_for(pair("27b", tensor_parallel_size=8, speculative_config=one), "v5e-8")
+        for one in (None, config)
+    ]
+    whole, trimmed = (
+        plan.draft_sharding.sizes[0] for plan in plans if plan.draft_sharding
+    )
+    assert whole.devices == trimmed.devices == 8
+    # The head's part of 256,000 rows, in place of them; and the ids, on every device.
+    saved = (256000 - 32768) * 2304 * 2 // 8 - 4 * 32768
+    ratio = trimmed.read_s / whole.read_s
+    assert ratio == pytest.approx(1 - saved / plans[0].facts.draft.weight_bytes)
+
+
 def test_9b_with_a_2b_draft_on_one_gpu():
     plan = plan_for(pair(max_num_seqs=64), "h100")
     assert plan.facts.weight_bytes == 18_483_411_968 + 5_228_683_776

@@ -9,6 +9,7 @@ from typing import Any
 from jaxspec_checkpoints.layout import EMBEDDING, Layout, Sizes
 
 VOCAB_SIZE = 256000
+TURN_MARKERS = ("<start_of_turn>", "<end_of_turn>")
 # Rows that the Flax trees have after the vocabulary; no token has them.
 PAD_ROWS = 128
 
@@ -132,6 +133,7 @@ GEMMA2 = Layout(
     title="Gemma 2",
     tensor_shapes=tensor_shapes,
     published=_SIZES,
+    turn_markers=TURN_MARKERS,
     pad_rows=PAD_ROWS,
     config_of=_config_of,
 )

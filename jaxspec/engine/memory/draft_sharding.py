@@ -49,7 +49,7 @@ def estimate(
     speeds: Speeds,
     *,
     devices: int,
-    weight_bytes: int,
+    read_bytes: int,
     num_layers: int,
     hidden_size: int,
     num_seqs: int,
@@ -58,7 +58,7 @@ def estimate(
     """Estimate a pass of a draft model that so many devices share.
 
     Args:
-        weight_bytes: On one device.
+        read_bytes: Of its weights, by one device in every pass.
         num_seqs: Of the largest batch.
     """
     rows = min(num_seqs, TYPICAL_SEQS)
@@ -66,7 +66,7 @@ def estimate(
     one = speeds.all_reduce_s(SUM_BYTES * rows * hidden_size, devices)
     return DraftSize(
         devices=devices,
-        read_s=weight_bytes / speeds.memory,
+        read_s=read_bytes / speeds.memory,
         sum_s=count * one,
         num_pages=num_pages,
     )

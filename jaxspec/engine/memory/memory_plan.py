@@ -44,13 +44,16 @@ class ModelBytes:
 
     Attributes:
         page_bytes: Keys and values of one page, in all layers.
-        quantization: How its matrices are kept, in words; "" where they are not
+        unread_bytes: Of its weights, what a pass looks rows up in and does not read:
+            the embedding, where the head is a matrix of its own.
+        form: How its matrices are kept, in words; "" where they are all there and not
             quantized.
     """
 
     weight_bytes: int = 0
     page_bytes: int = 0
-    quantization: str = ""
+    unread_bytes: int = 0
+    form: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,9 +241,9 @@ class MemoryPlan:
         size = facts.page_size
         has_draft = draft != ModelBytes()
         target = facts.target
-        rows = [("target weights", target.weight_bytes, target.quantization)]
+        rows = [("target weights", target.weight_bytes, target.form)]
         if has_draft:
-            rows.append(("draft weights", draft.weight_bytes, draft.quantization))
+            rows.append(("draft weights", draft.weight_bytes, draft.form))
         if facts.used_bytes:
             rows.append(("in use by others", facts.used_bytes, ""))
         how = "estimated" if facts.compiled_bytes is None else "compiled"

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.errors import RequestError, one_of, wrong_argument
+from jaxspec_checkpoints.gemma2.published import TURN_MARKERS
 
-START_OF_TURN = "<start_of_turn>"
-END_OF_TURN = "<end_of_turn>"
+START_OF_TURN, END_OF_TURN = TURN_MARKERS
 
 # Their names in a request, and in Gemma's turns.
 _ROLES = {"user": "user", "assistant": "model", "model": "model"}
@@ -15,7 +15,7 @@ _ROLES = {"user": "user", "assistant": "model", "model": "model"}
 class Gemma2Turns:
     """Turns between markers, begun by the user; there is no system's."""
 
-    markers: tuple[str, str] = (START_OF_TURN, END_OF_TURN)
+    markers: tuple[str, str] = TURN_MARKERS
     roles: tuple[str, ...] = tuple(_ROLES)
 
     def write(

@@ -26,7 +26,7 @@ def of_2b(devices: int, speeds: Speeds | None = V5E, **changes: Any) -> DraftSiz
     assert speeds is not None
     values: dict[str, Any] = dict(
         devices=devices,
-        weight_bytes=WEIGHT_BYTES[devices],
+        read_bytes=WEIGHT_BYTES[devices],
         num_layers=26,
         hidden_size=2304,
         num_seqs=8,
@@ -62,7 +62,7 @@ def test_a_small_draft_is_whole_on_every_device():
     """4 MB are read in 5 us; 14 sums over eight devices take 180."""
     small: dict[str, Any] = dict(num_layers=1, hidden_size=64, num_pages=100)
     sizes = [
-        of_2b(devices, weight_bytes=4 * 10**6 // devices, **small)
+        of_2b(devices, read_bytes=4 * 10**6 // devices, **small)
         for devices in (8, 4, 2, 1)
     ]
     assert choose(sizes).devices == 1

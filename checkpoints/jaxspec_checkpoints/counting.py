@@ -1,0 +1,234 @@
+"""Owns how often tokens come in texts: what `python -m jaxspec_checkpoints trim` does.
+
+A draft that proposes the frequent ones alone loses few drafts and most of its head.
+Texts should be of the kind that is asked for, best what the target itself writes.
+
+References: Zhao et al. 2025, arXiv:2502.14856 (FR-Spec).
+"""
+
+import json
+import lzma
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sentencepiece
+import tokenizers
+from tqdm.auto import tqdm
+
+from jaxspec_checkpoints.checkpoint import Checkpoint
+from jaxspec_checkpoints.errors import CheckpointError
+from jaxspec_checkpoints.files import expand, readable
+from jaxspec_checkpoints.trimming import IDS
+
+# Characters that are cut into tokens together.
+_BATCH_CHARACTERS = 1 << 20
+# Of a JSON line: its text, or a prompt and what came after it.
+_KEYS = ("text", "prompt", "completion")
+Encode = Callable[[list[str]], Iterable[list[int]]]
+# Shares of a vocabulary that the report tells of.
+_SHARES = (16, 8, 4, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """How often every token has come.
+
+    Attributes:
+        special: Tokens that a map begins with, however often they come: what begins,
+            ends and pads texts, and what marks turns.
+        frequency: [token], int64.
+        num_texts: That were counted.
+    """
+
+    special: list[int]
+    frequency: np.ndarray
+    num_texts: int
+
+    @property
+    def ranked(self) -> list[int]:
+        """All tokens: the special ones, then the most frequent; of equals the lower.
+
+        Pieces are learned in an order of their own, which is not how often they come in
+        anybody's texts: of tokens that never came nothing is known, and they are last.
+        """
+        rest = np.argsort(-self.frequency, kind="stable").tolist()
+        return list(dict.fromkeys([*self.special, *rest]))
+
+    def share_of(self, size: int) -> float:
+        """Of all counted tokens, how many are among the first `size` of the map."""
+        total = self.frequency.sum()
+        return float(self.frequency[self.ranked[:size]].sum() / total)
+
+    def report(self) -> str:
+        """Shares of the texts that smaller vocabularies have."""
+        vocab_size = len(self.frequency)
+        lines = [
+            f"{self.frequency.sum():,} tokens of {self.num_texts:,} texts; "
+            f"{np.count_nonzero(self.frequency):,} of {vocab_size:,} came"
+        ]
+        for share in _SHARES:
+            size = vocab_size // share
+            lines.append(
+                f"draft_vocab_size {size:>7,} has {100 * self.share_of(size):6.2f} % "
+                "of them"
+            )
+        return "\n".join(lines)
+
+
+def count_tokens(
+    checkpoint: Checkpoint, paths: Sequence[str | Path], *, progress: bool = True
+) -> Counts:
+    """Count the tokens of texts as a model's tokenizer cuts them.
+
+    Args:
+        paths: `.jsonl` files of objects with a `text`, or with `prompt` and
+            `completion`; any other file is a text, as UTF-8. Both may be `.xz`.
+
+    Raises:
+        CheckpointError: The model has no tokenizer, or a file is no such thing.
+    """
+    encode, special = _tokenizer(checkpoint)
+    vocab_size = checkpoint.sizes.vocab_size
+    frequency, num_texts = np.zeros(vocab_size, np.int64), 0
+    texts = (text for path in paths for text in read_texts(path))
+    with tqdm(desc="Counting", unit=" texts", disable=not progress) as bar:
+        for some in _batches(texts):
+            ids = np.fromiter((one for row in encode(some) for one in row), np.int64)
+            beyond = ids[ids >= vocab_size]
+            if beyond.size:
+                raise CheckpointError(
+                    f"the tokenizer of {checkpoint.folder} makes token {beyond[0]}, and"
+                    f" its model has {vocab_size}: they are not of one model"
+                )
+            frequency += np.bincount(ids, minlength=vocab_size)
+            num_texts += len(some)
+            bar.update(len(some))
+    if not frequency.any():
+        raise CheckpointError("there is nothing to count: the texts are empty")
+    special = [one for one in special if 0 <= one < vocab_size]
+    return Counts(special=special, frequency=frequency, num_texts=num_texts)
+
+
+def read_texts(path: str | Path) -> Iterator[str]:
+    """Yield the texts of a file, one after the other.
+
+    Raises:
+        CheckpointError: It cannot be read, or a line is no object with a text.
+    """
+    path = expand(path)
+    is_packed = path.suffix == ".xz"
+    is_json = path.suffixes[-2 if is_packed else -1 :][:1] == [".jsonl"]
+    with readable(path):
+        try:
+            with (lzma.open if is_packed else open)(
+                path, "rt", encoding="utf-8"
+            ) as lines:
+                for number, line in enumerate(lines, start=1):
+                    if is_json and line.strip():
+                        yield _text_of(line, f"{path}, line {number},")
+                    elif not is_json:
+                        yield line
+        except (lzma.LZMAError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path} is no text: {error}") from error
+
+
+def _text_of(line: str, where: str) -> str:
+    try:
+        document: Any = json.loads(line)
+    except (RecursionError, ValueError) as error:
+        raise CheckpointError(f"{where} is no JSON: {error}") from error
+    document = document if isinstance(document, dict) else {}
+    found = [document.get(key) for key in _KEYS]
+    parts = [one for one in found if isinstance(one, str)]
+    if not parts:
+        raise CheckpointError(
+            f"{where} must be a JSON object with one of {', '.join(_KEYS)}, got "
+            f"{line.strip():.80}"
+        )
+    return "".join(parts)
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch, length = list[str](), 0
+    for text in texts:
+        batch.append(text)
+        length += len(text)
+        if length >= _BATCH_CHARACTERS:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch
+
+
+def _tokenizer(checkpoint: Checkpoint) -> tuple[Encode, list[int]]:
+    """What cuts texts, and the ids of special tokens, each once."""
+    files = checkpoint.side_files
+    named = ("<pad>", "<eos>", "<bos>", "<unk>", *checkpoint.layout.turn_markers)
+    try:
+        if "tokenizer.model" in files:
+            encode, special = _of_model(files["tokenizer.model"].read_bytes(), named)
+        elif "tokenizer.json" in files:
+            encode, special = _of_json(files["tokenizer.json"].read_bytes(), named)
+        else:
+            raise CheckpointError(
+                f"{checkpoint.folder} has no tokenizer.model and no tokenizer.json, "
+                "which texts are cut by"
+            )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"the tokenizer of {checkpoint.folder} cannot be read: {error}"
+        ) from error
+    for source in (checkpoint.config, checkpoint.generation_config):
+        for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
+            given = source.get(name)
+            special += given if isinstance(given, list) else [given]
+    return encode, [one for one in dict.fromkeys(special) if isinstance(one, int)]
+
+
+def _of_model(content: bytes, named: Sequence[str]) -> tuple[Encode, list[Any]]:
+    processor = sentencepiece.SentencePieceProcessor()
+    processor.LoadFromSerializedProto(content)
+    unknown = processor.unk_id()
+    found = [processor.piece_to_id(piece) for piece in named]
+    special = [processor.pad_id(), processor.eos_id(), processor.bos_id(), unknown]
+    return processor.encode, special + [one for one in found if one != unknown]
+
+
+def _of_json(content: bytes, named: Sequence[str]) -> tuple[Encode, list[Any]]:
+    library = tokenizers.Tokenizer.from_buffer(content)
+    library.no_truncation()
+    library.no_padding()
+
+    def encode(texts: list[str]) -> Iterable[list[int]]:
+        rows = library.encode_batch_fast(texts, add_special_tokens=False)
+        return (row.ids for row in rows)
+
+    return encode, [library.token_to_id(piece) for piece in named]
+
+
+def write_token_map(path: str | Path, counts: Counts) -> None:
+    """Write a map of all tokens into a new file, whole or not at all.
+
+    Raises:
+        CheckpointError: The file exists already, or cannot be written.
+    """
+    path = expand(path).absolute()
+    if os.path.lexists(path):
+        raise CheckpointError(
+            f"{path} exists already: name another file with --output, or delete it"
+        )
+    content = {
+        "num_texts": counts.num_texts,
+        "num_tokens": int(counts.frequency.sum()),
+        IDS: counts.ranked,
+    }
+    with readable(path):
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".trim.") as folder:
+            made = Path(folder) / path.name
+            made.write_text(json.dumps(content) + "\n", encoding="utf-8")
+            made.rename(path)
