@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.replicas import alone
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
 from jaxspec.errors import ConfigError, EngineDeadError
 from jaxspec.serve import ray_app
@@ -183,10 +184,6 @@ def test_a_replica_is_unhealthy_once_its_engine_has_ended(replica: Replica):
 
 # An environment of Ray's own, or this one.
 RAYS = Path(sys.prefix) / "ray" / "bin" / "python"
-# Ray listens on all interfaces: it is given a network that has only this machine in it,
-# and processes that end with the first of them.
-ALONE = "unshare --net --pid --fork --kill-child --mount-proc".split()
-RUN = 'ip link set lo up && exec "$0" -m tests.serve.ray_calls "$1"'
 LIMIT_S = 900
 FOLDERS = (".", "kernels", "checkpoints")
 
@@ -198,14 +195,15 @@ def told() -> Iterator[dict[str, Any]]:
     python = sys.executable if here else RAYS
     if not here and not RAYS.exists():
         pytest.skip("no Ray here: `make test-all` installs it into .venv/ray")
-    allowed = subprocess.run([*ALONE, "true"], capture_output=True, text=True)
+    # Ray listens on all interfaces.
+    allowed = subprocess.run(alone(["true"]), capture_output=True, text=True)
     if allowed.returncode:
         pytest.skip(f"no network of its own for Ray: {allowed.stderr.strip()}")
     # The paths of Ray's sockets must be short.
     folder = tempfile.mkdtemp(prefix="ray")
     try:
         done = subprocess.run(
-            [*ALONE, "sh", "-c", RUN, str(python), folder],
+            alone([str(python), "-m", "tests.serve.ray_calls", folder]),
             cwd=ROOT,
             env=quick_environment()
             | {
