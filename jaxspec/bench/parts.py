@@ -215,7 +215,7 @@ def round_flops(engine: LLMEngine, tree: Template, num_seqs: int) -> int:
 
 def _matrices(params: Any) -> list[Any]:
     """What a pass multiplies by; of an embedding beside a head it reads single rows."""
-    if HEAD in params:
+    if {EMBEDDING, HEAD} <= params.keys():
         unread = EMBEDDING, TOKEN_IDS
         params = {name: one for name, one in params.items() if name not in unread}
     return jax.tree.leaves(params, is_leaf=lambda node: hasattr(node, "nbytes"))

@@ -336,7 +336,8 @@ def _described(model: ModelConfig | None) -> str:
 
 def _unread_bytes(params: Params | None) -> int:
     """Of the embedding, where there is a head beside it that logits are made by."""
-    return bytes_of(params[EMBEDDING]) if params and HEAD in params else 0
+    is_apart = params is not None and {EMBEDDING, HEAD} <= params.keys()
+    return bytes_of(params[EMBEDDING]) if params and is_apart else 0
 
 
 def bytes_of(forms: Any) -> int:
