@@ -14,6 +14,7 @@ import json
 import lzma
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,21 @@ from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.rows import RowsBackend, no_keys, rows_batch
 from jaxspec_checkpoints import open_checkpoint
 from jaxspec_checkpoints.quantization import VALUE_TYPES, named_scheme
+from jaxspec_kernels.bits import ScaledPages, from_storage, to_storage
 
+# What keys and values are brought to where they are kept in eight bits.
+KV_POOLS: dict[str, Any] = {
+    "int8": ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0)),
+    "fp8": jnp.zeros(0, jnp.float8_e4m3fn),
+}
 PATH = Path(__file__).parent / "results" / "quantization-cpu.json"
 GREEDY = {"temperature": 0.0}
-# Kind, and whether the embedding is kept in int8 as well.
-Form = tuple[str | None, bool]
+# Kind, whether the embedding is kept in int8 as well, and what keys and values are.
+Form = tuple[str | None, bool, str]
 FORMS: tuple[Form, ...] = (
-    (None, False),
-    *itertools.product(VALUE_TYPES, (False, True)),
+    (None, False, "auto"),
+    *((*form, "auto") for form in itertools.product(VALUE_TYPES, (False, True))),
+    *((None, False, kind) for kind in KV_POOLS),
 )
 # Forms of target and draft; the option of embeddings is for both.
 PAIRS: tuple[tuple[str | None, str | None, bool], ...] = (
@@ -95,12 +103,16 @@ def measure_quality(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for every form, the one without quantization first."""
     folder = model_folder(TARGET, "model")
     pieces = read_pieces(options, Tokenizer.from_folder(str(folder)))
-    plain = Reader(folder, None, has_embedding=False, options=options)
-    for kind, has_embedding in FORMS:
-        reader = plain
-        if kind is not None:
-            reader = Reader(folder, kind, has_embedding=has_embedding, options=options)
-        told = "weights as they are" if kind is None else kind
+    plain = Reader(folder, None, has_embedding=False, kv_kind="auto", options=options)
+    for kind, has_embedding, kv_kind in FORMS:
+        reader = Reader(
+            folder,
+            kind,
+            has_embedding=has_embedding,
+            kv_kind=kv_kind,
+            options=options,
+        )
+        told = f"weights {kind or 'as they are'}, keys and values {kv_kind}"
         sums = np.zeros(3)
         for start in tqdm(range(0, len(pieces), options.rows), desc=told):
             sums += plain.compare(reader, pieces[start : start + options.rows])
@@ -108,6 +120,7 @@ def measure_quality(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         row = {
             "kind": kind,
             "has_int8_embedding": has_embedding,
+            "kv_cache_dtype": kv_kind,
             "weight_bytes": reader.num_bytes,
             "num_tokens": count,
             "perplexity": math.exp(sums[0] / count),
@@ -135,6 +148,21 @@ def read_pieces(options: argparse.Namespace, tokenizer: Tokenizer) -> np.ndarray
     return np.array(pieces[:whole], np.int32)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoundedRows(RowsBackend):
+    """Keys and values as pages would hold them: each depends on its token alone."""
+
+    kv_kind: str
+
+    def write(
+        self, kv_pages: Any, key: Any, value: Any, slot_mapping: Any, num_q_heads: int
+    ) -> Any:
+        pool = KV_POOLS.get(self.kv_kind)
+        if pool is not None:
+            key, value = (from_storage(to_storage(one, pool)) for one in (key, value))
+        return super().write(kv_pages, key, value, slot_mapping, num_q_heads)
+
+
 class Reader:
     """The target in one form, which reads rows of text."""
 
@@ -144,6 +172,7 @@ class Reader:
         kind: str | None,
         *,
         has_embedding: bool,
+        kv_kind: str,
         options: argparse.Namespace,
     ):
         config = config_from_folder(folder)
@@ -153,8 +182,10 @@ class Reader:
         tensors, dtype = open_checkpoint(folder).tensors, jnp.dtype(options.dtype)
         self._params = load_params(config, tensors, dtype=dtype, mesh=make_mesh(1))
 
+        backend = RoundedRows(kv_kind=kv_kind)
+
         def log_probs(params: Any, tokens: jax.Array) -> jax.Array:
-            network = build_network(config, params, RowsBackend())
+            network = build_network(config, params, backend)
             empty = no_keys(tokens, config.num_kv_heads, config.head_dim, dtype)
             hidden, _ = network.hidden(rows_batch(tokens), (empty,) * config.num_layers)
             return jax.nn.log_softmax(network.logits(hidden.rows), axis=-1)

@@ -30,6 +30,11 @@ from jaxspec.token_tree import TREE_KEY
 from jaxspec_checkpoints import CheckpointError, files, model_files
 
 DTYPES = ("auto", "float32", "bfloat16")
+# What pages of keys and values hold: "auto" is what weights are.
+KV_INT8, KV_FP8 = "int8", "fp8"
+KV_CACHE_DTYPES = ("auto", KV_INT8, KV_FP8)
+# Bytes of a number, and of the scale that a head's numbers of one token share.
+KV_BYTES = {KV_INT8: (1, 4), KV_FP8: (1, 0)}
 SCHEDULING_POLICIES = ("fcfs", "priority")
 # What "auto" becomes is known on the device only; float32 is the larger outcome.
 MAX_DTYPE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}
@@ -119,6 +124,7 @@ class EngineConfig:
     batch_invariant: bool
     num_scheduler_steps: int
     data_parallel_size: int
+    kv_cache_dtype: str
     model_config: ModelConfig
     data_parallel_rank: int = 0
     given: GivenSizes | None = None
@@ -132,6 +138,8 @@ class EngineConfig:
 
     def __post_init__(self):
         check_choice(ConfigError, "dtype", self.dtype, DTYPES)
+        name = "kv_cache_dtype"
+        check_choice(ConfigError, name, self.kv_cache_dtype, KV_CACHE_DTYPES)
         check_choice(
             ConfigError,
             "scheduling_policy",

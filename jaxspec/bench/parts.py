@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxspec.bench.measure import Batch
+from jaxspec.config import KV_BYTES
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import UnsupportedError
 from jaxspec.models.network import build_network
@@ -189,10 +190,12 @@ def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
     has_one_pass = speculative is not None and speculative.has_one_pass
     drafted = min(num_draft_tokens, 1) if has_one_pass else num_draft_tokens
     passes += [(draft, own, drafted) for own in proposers if own is not None]
-    total, item = 0, engine.runner.dtype.itemsize
+    weights = engine.runner.dtype.itemsize, 0
+    widths = KV_BYTES.get(engine.config.kv_cache_dtype, weights)
+    total = 0
     for model, params, count in passes:
         weights = sum(matrix.nbytes for matrix in _matrices(params))
-        total += count * (weights + kv_len * model.kv_bytes_per_token(item))
+        total += count * (weights + kv_len * model.kv_bytes_per_token(*widths))
     return total
 
 

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any, Self, no_type_check
 
 from jaxspec.config import (
+    KV_BYTES,
+    KV_CACHE_DTYPES,
+    KV_FP8,
     MAX_DTYPE_BYTES,
     MAX_LOGPROBS,
     EngineConfig,
@@ -54,7 +57,7 @@ DEFAULT_PAGE_SIZE = 16
 DEFAULT_MAX_MODEL_LEN = 8192
 
 # Where the fields change their subject, on a command line.
-_FIRST_SPECULATIVE, _FIRST_OTHER = "speculative_config", "kv_cache_dtype"
+_FIRST_SPECULATIVE, _FIRST_OTHER = "speculative_config", "pipeline_parallel_size"
 _SHORT = {"tensor_parallel_size": "-tp", "data_parallel_size": "-dp"}
 _DTYPES = {
     "auto": "auto",
@@ -64,9 +67,9 @@ _DTYPES = {
     "half": "bfloat16",
     "float16": "bfloat16",
 }
+_KV_DTYPES = {name: name for name in KV_CACHE_DTYPES} | {"fp8_e4m3": KV_FP8}
 # Arguments that ask for something this engine does not do, and what may be passed.
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "kv_cache_dtype": ("auto",),
     "pipeline_parallel_size": (1,),
     "cpu_offload_gb": (0,),
     "enable_chunked_prefill": (None, True),
@@ -126,6 +129,10 @@ class EngineArgs:
         kv_cache_memory_bytes: What the pages of both models take of each device, in
             place of what `gpu_memory_utilization` leaves.
         num_gpu_blocks_override: Pages of the KV memory, in place of either.
+        kv_cache_dtype: What keys and values of all models are kept as: "auto" is the
+            type of the weights; "int8", with a scale for each token and head, and
+            "fp8" (or "fp8_e4m3"), without scales, take half of bfloat16's memory. They
+            change texts: see docs/quantization.md.
         tensor_parallel_size: Devices that share a copy of the target.
         data_parallel_size: Engines side by side, each with models and pages of its own
             on `tensor_parallel_size` devices; a request goes to the least loaded. Of
@@ -187,6 +194,7 @@ class EngineArgs:
     gpu_memory_utilization: float | None = None
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
+    kv_cache_dtype: str = "auto"
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     nnodes: int = 1
@@ -226,7 +234,6 @@ class EngineArgs:
     ngram_prompt_lookup_min: int | None = None
 
     # Only the values of `_ONLY`; anything else is an error.
-    kv_cache_dtype: str = "auto"
     pipeline_parallel_size: int = 1
     cpu_offload_gb: float = 0
     enable_chunked_prefill: bool | None = None
@@ -286,6 +293,8 @@ class EngineArgs:
             name = "enable_prefix_caching"
             check_flag(ConfigError, name, self.enable_prefix_caching)
         check_choice(ConfigError, "dtype", self.dtype, tuple(_DTYPES))
+        name = "kv_cache_dtype"
+        check_choice(ConfigError, name, self.kv_cache_dtype, tuple(_KV_DTYPES))
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -373,12 +382,13 @@ class EngineArgs:
                 draft = replace(draft, draft_vocab_size=len(kept))
         num_pages = self.num_gpu_blocks_override
         if num_pages is None:
-            dtype_bytes = MAX_DTYPE_BYTES[_DTYPES[self.dtype]]
-            num_bytes = model.kv_bytes_per_token(dtype_bytes)
+            weights = MAX_DTYPE_BYTES[_DTYPES[self.dtype]], 0
+            widths = KV_BYTES.get(_KV_DTYPES[self.kv_cache_dtype], weights)
+            num_bytes = model.kv_bytes_per_token(*widths)
             if draft is not None:
-                num_bytes += draft.kv_bytes_per_token(dtype_bytes)
+                num_bytes += draft.kv_bytes_per_token(*widths)
             if head is not None:
-                num_bytes += head.kv_bytes_per_token(dtype_bytes)
+                num_bytes += head.kv_bytes_per_token(*widths)
             num_pages = default_cpu_pages(
                 math.ceil(max_model_len / sizes["block_size"]),
                 sizes["max_num_seqs"],
@@ -393,6 +403,7 @@ class EngineArgs:
             tokenizer=str(_tokenizer_folder(self, folder)),
             served_model_name=_served_name(self),
             dtype=_checked_dtype(self.dtype),
+            kv_cache_dtype=_KV_DTYPES[self.kv_cache_dtype],
             max_model_len=max_model_len,
             max_num_seqs=sizes["max_num_seqs"],
             max_num_batched_tokens=_or(

@@ -299,7 +299,7 @@ def find_facts(
         programs=_program_facts(config, mesh),
         page_size=config.page_size,
         max_model_len=config.max_model_len,
-        layer_page_values=math.prod(_device_shape(target_pages(1)[0])),
+        layer_page_values=math.prod(_device_shape(jax.tree.leaves(target_pages(1))[0])),
     )
 
 

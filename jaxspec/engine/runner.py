@@ -395,6 +395,7 @@ def pool_of(config: EngineConfig) -> PoolShape:
         page_size=config.page_size,
         max_model_len=config.max_model_len,
         vocab_size=config.model_config.vocab_size,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
 from jaxspec.models.batch import Region
 from jaxspec.sharding import num_parts
 from jaxspec_kernels import paged_attention, write_kv_pages
+from jaxspec_kernels.bits import KvPages
 from jaxspec_kernels.dispatch import resolve
 
 
@@ -59,12 +60,12 @@ class Backend:
 
     def write(
         self,
-        kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+        kv_pages: KvPages,
         key: Float[Array, "token kv_head head_dim"],
         value: Float[Array, "token kv_head head_dim"],
         slot_mapping: Int[Array, " token"],
         num_q_heads: int,
-    ) -> Num[Array, "page page_size two_kv_head head_dim"]:
+    ) -> KvPages:
         """See `write_kv_pages`."""
         axes = self._head_axes(num_q_heads, key.shape[1])
         pages, heads = PartitionSpec(None, None, axes), PartitionSpec(None, axes)
@@ -80,7 +81,7 @@ class Backend:
     def attend(
         self,
         query: Float[Array, "seq token q_head head_dim"],
-        kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+        kv_pages: KvPages,
         region: Region,
         *,
         scale: float,

@@ -19,13 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.matrices import DenseMatrix, Matrix, product
 from jaxspec.models.quantized import Quantized
 from jaxspec.sharding import replicated
 from jaxspec_kernels import decoder_blocks, native, panel_matmul, panel_rows
+from jaxspec_kernels.bits import KvPages
 from jaxspec_kernels.decoder_blocks import Norm, Queries
 from jaxspec_kernels.panel_matmul import (
     QuantizedPanels,
@@ -303,14 +304,14 @@ def are_native(params: Mapping[str, Any]) -> bool:
 def attention_block(
     params: Mapping[str, Any],
     stream: Float[Array, "row model"],
-    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    kv_pages: KvPages,
     *,
     before: Norm,
     after: Norm | None,
     batch: TokenBatch,
     tables: tuple[Array, Array],
     **settings: Any,
-) -> tuple[Float[Array, "row model"], Array]:
+) -> tuple[Float[Array, "row model"], KvPages]:
     """See `jaxspec.models.layers.attention_block`."""
     cosine, sine = (table[:, 0] for table in tables)
     return decoder_blocks.attention_block(

@@ -5,12 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
 from jaxspec.models import cpu
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.params import Params
+from jaxspec_kernels.bits import KvPages
 from jaxspec_kernels.decoder_blocks import GELU, Norm
 from jaxspec_kernels.sums import row_sums
 
@@ -87,7 +88,7 @@ def gated_feed_forward(
 def attend(
     params: Params,
     inputs: Float[Array, "row features"],
-    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    kv_pages: KvPages,
     *,
     batch: TokenBatch,
     tables: Tables,
@@ -96,7 +97,7 @@ def attend(
     soft_cap: float | None = None,
     window: int | None = None,
     backend: Backend,
-) -> tuple[Float[Array, "row model"], Array]:
+) -> tuple[Float[Array, "row model"], KvPages]:
     """Write the new keys and values, then attend; returns (output, kv_pages).
 
     Grouped-query attention. Rows in no region are pads.
@@ -138,13 +139,13 @@ def attend(
 def attention_block(
     params: Params,
     stream: Float[Array, "row model"],
-    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    kv_pages: KvPages,
     *,
     before: Norm,
     after: Norm,
     backend: Backend,
     **settings: Any,
-) -> tuple[Float[Array, "row model"], Array]:
+) -> tuple[Float[Array, "row model"], KvPages]:
     """`stream + after(attend(before(stream)))`, and the pages.
 
     Args:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
-from jaxtyping import Array, Bool, Float, Num
+from jaxtyping import Array, Bool, Float
 
 from jaxspec.models import cpu
 from jaxspec.models.backend import Backend
@@ -19,8 +19,9 @@ from jaxspec.models.matrices import Matrix
 from jaxspec.models.params import Params, Specs
 from jaxspec.models.trimmed import to_target_vocab
 from jaxspec.settings.model_config import ModelConfig
+from jaxspec_kernels.bits import KvPages
 
-Pages = tuple[Num[Array, "page page_size two_kv_head head_dim"], ...]
+Pages = tuple[KvPages, ...]
 
 # With XLA's products a pass over so many rows takes as long as over one: what pads fill
 # may be used. With those in C++ it takes somewhat longer, and nothing is padded.

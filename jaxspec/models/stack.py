@@ -18,10 +18,11 @@ from jaxtyping import Array, Int
 from jaxspec.models.batch import TokenBatch
 from jaxspec.models.params import ParamPath, Params
 from jaxspec.settings.model_config import ModelConfig
+from jaxspec_kernels.bits import KvPages
 
 LAYERS = "layers"  # their parameters' place in the tree
 # Of a layer's number, parameters, input, batch and pages: its output, and the pages.
-Layer = Callable[[int, Params, Array, TokenBatch, Array], tuple[Array, Array]]
+Layer = Callable[[int, Params, Array, TokenBatch, KvPages], tuple[Array, KvPages]]
 
 
 def run_layers(
@@ -29,9 +30,9 @@ def run_layers(
     params: Params,
     stream: Array,
     batch: TokenBatch,
-    kv_pages: tuple[Array, ...],
+    kv_pages: tuple[KvPages, ...],
     layer: Layer,
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+) -> tuple[tuple[Array, ...], tuple[KvPages, ...]]:
     """Run all layers, one after the other.
 
     Args:
@@ -58,15 +59,15 @@ def _scan(
     params: Params,
     stream: Array,
     batch: TokenBatch,
-    kv_pages: tuple[Array, ...],
+    kv_pages: tuple[KvPages, ...],
     layer: Layer,
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+) -> tuple[tuple[Array, ...], tuple[KvPages, ...]]:
     """The same by a loop; the pools are its state, so that it writes them in place."""
     turns, period = config.num_turns, config.period
 
     def turn(
-        carry: tuple[Array, tuple[Array, ...]], given: tuple[Array, Params]
-    ) -> tuple[tuple[Array, tuple[Array, ...]], tuple[Array, ...]]:
+        carry: tuple[Array, tuple[KvPages, ...]], given: tuple[Array, Params]
+    ) -> tuple[tuple[Array, tuple[KvPages, ...]], tuple[Array, ...]]:
         (stream, pools), (number, own) = carry, given
         here = _batch_of(batch, number, turns, pools[0].shape)
         streams, updated = [], []

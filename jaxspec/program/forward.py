@@ -25,8 +25,9 @@ from jaxspec.program.state import run_if
 from jaxspec.program.tree import Tree
 from jaxspec.program.verify import Typical
 from jaxspec.program.walk import decide
+from jaxspec_kernels.bits import KvPages
 
-Pages = tuple[Array, ...]
+Pages = tuple[KvPages, ...]
 
 
 class Verified(NamedTuple):

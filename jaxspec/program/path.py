@@ -14,8 +14,9 @@ from jaxspec.program.grown import RoundTree, depth_of, path_to
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.rows import Active
 from jaxspec.program.state import run_if
+from jaxspec_kernels.bits import KvPages
 
-Pages = tuple[Array, ...]
+Pages = tuple[KvPages, ...]
 
 
 def keep_path(
@@ -61,7 +62,7 @@ def keep_path(
     source, target = (_in_turns(slots(one), turns, pool) for one in (path, level))
 
     def move(pages: Pages) -> Pages:
-        return tuple(_copy(one, source, target) for one in pages)
+        return jax.tree.map(lambda one: _copy(one, source, target), pages)
 
     return run_if(is_moved.any(), move, pages)
 

@@ -194,6 +194,8 @@ class PoolShape:
         page_size: Tokens per page.
         max_model_len: Tokens per sequence.
         vocab_size: Of the target, and so of its draft.
+        kv_cache_dtype: What pages of keys and values hold: a name of
+            `jaxspec.config.KV_CACHE_DTYPES`.
     """
 
     num_rows: int
@@ -201,6 +203,7 @@ class PoolShape:
     page_size: int
     max_model_len: int
     vocab_size: int
+    kv_cache_dtype: str = "auto"
 
     @property
     def table_len(self) -> int:

@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.config import ModelConfig
+from jaxspec.config import KV_FP8, KV_INT8, ModelConfig
+from jaxspec.errors import UnsupportedError, wrong_argument
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.rows import Rows
 from jaxspec.sharding import kv_copies, named_sharding, num_parts, put
 from jaxspec_kernels import storage_dtype
+from jaxspec_kernels.bits import FP8, KvPages, ScaledPages
 
 Kept = TypeVar("Kept")
 
@@ -27,7 +29,7 @@ class EngineState:
 
     rows: Rows
     token_pages: Int[Array, "page page_size"]  # known tokens, prompt and output
-    target_pages: tuple[Num[Array, "page page_size two_kv_head head_dim"], ...]
+    target_pages: tuple[KvPages, ...]
     proposers: tuple[Any, ...]  # what each keeps between launches
     # Chance of each draft to stay if those before it do; None: the rules decide.
     forced_acceptance: Float[Array, " chance"] | None = None
@@ -39,8 +41,8 @@ def page_forms(
     pool: PoolShape,
     mesh: Mesh,
     mesh_axes: tuple[str, ...],
-) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes and placement of a model's pages: one array per layer.
+) -> tuple[Any, ...]:
+    """Shapes and placement of a model's pages: one array, or `ScaledPages`, per layer.
 
     Where layers are scanned, those of a kind have theirs in one array, one after the
     other.
@@ -56,7 +58,7 @@ def page_forms(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         num_pages=num_pages,
-        page_size=pool.page_size,
+        pool=pool,
         dtype=dtype,
         mesh=mesh,
         mesh_axes=mesh_axes,
@@ -70,23 +72,41 @@ def layer_pages(
     num_kv_heads: int,
     head_dim: int,
     num_pages: int,
-    page_size: int,
+    pool: PoolShape,
     dtype: jnp.dtype,
     mesh: Mesh,
     mesh_axes: tuple[str, ...],
-) -> jax.ShapeDtypeStruct:
-    """Shape and placement of one array of pages.
+) -> Any:
+    """Shape and placement of the pages of one layer, or of layers that share them.
 
     Args:
+        num_pages: Those of the pool, for each layer.
         dtype: The type of the weights.
+
+    Returns:
+        Of an array, or `ScaledPages` of two.
     """
     heads = num_kv_heads
     heads *= kv_copies(num_q_heads, num_kv_heads, num_parts(mesh, mesh_axes))
-    shape = (num_pages, page_size, 2 * heads, head_dim)
+    shape = (num_pages, pool.page_size, 2 * heads, head_dim)
     names = ("page", None, "kv_head", None)
-    placement = named_sharding(mesh, names, shape, unit=2, mesh_axes=mesh_axes)
-    stored = storage_dtype(dtype, mesh.devices.flat[0].platform)
-    return jax.ShapeDtypeStruct(shape, stored, sharding=placement)
+
+    def form(dtype: Any, num_axes: int) -> Any:
+        own = shape[:num_axes]
+        placement = named_sharding(
+            mesh, names[:num_axes], own, unit=2, mesh_axes=mesh_axes
+        )
+        return jax.ShapeDtypeStruct(own, dtype, sharding=placement)
+
+    platform = mesh.devices.flat[0].platform
+    if platform != "cpu" and pool.kv_cache_dtype != "auto":
+        allowed = f"'auto' on a {platform.upper()}"
+        name, value = "kv_cache_dtype", pool.kv_cache_dtype
+        raise wrong_argument(UnsupportedError, name, allowed, value)
+    if pool.kv_cache_dtype == KV_INT8:
+        return ScaledPages(form(jnp.int8, 4), form(jnp.float32, 3))
+    kept = FP8 if pool.kv_cache_dtype == KV_FP8 else dtype
+    return form(storage_dtype(kept, platform), 4)
 
 
 def run_if(

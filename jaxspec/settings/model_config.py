@@ -139,9 +139,15 @@ class ModelConfig(ABC):
         """Turns of a loop over all layers."""
         return self.num_layers // self.period
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes of keys and values of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+    def kv_bytes_per_token(self, dtype_bytes: int, scale_bytes: int = 0) -> int:
+        """Return the bytes of keys and values of one token in all layers.
+
+        Args:
+            dtype_bytes: Of a number.
+            scale_bytes: Of what a head's keys, or its values, are multiplied with.
+        """
+        head_bytes = self.head_dim * dtype_bytes + scale_bytes
+        return 2 * self.num_layers * self.num_kv_heads * head_bytes
 
 
 def end_tokens(

@@ -420,7 +420,6 @@ def test_a_bad_argument_beside_a_draft(
     ("arguments", "given"),
     [
         ({"quantization": "int3"}, "'int3'"),
-        ({"kv_cache_dtype": "fp8"}, "'fp8'"),
         ({"pipeline_parallel_size": 2}, "got 2"),
         ({"cpu_offload_gb": 4}, "got 4"),
         ({"enable_chunked_prefill": False}, "got False"),

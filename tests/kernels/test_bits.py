@@ -1,4 +1,4 @@
-"""Bits of bfloat16 in uint16 go in and come out unchanged."""
+"""What pools keep of rows: bits of floats unchanged, and eight bits of each number."""
 
 import jax
 import jax.numpy as jnp
@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from jaxspec_kernels import paged_attention, write_kv_pages
-from jaxspec_kernels.bits import from_storage, storage_dtype, to_storage
+from jaxspec_kernels.bits import ScaledPages, from_storage, storage_dtype, to_storage
 
-UINT16 = jnp.dtype(jnp.uint16)
+UINT16, UINT8 = jnp.zeros(0, jnp.uint16), jnp.zeros(0, jnp.uint8)
+FP8 = jnp.float8_e4m3fn
 
 
 @pytest.mark.parametrize(
@@ -19,9 +20,12 @@ UINT16 = jnp.dtype(jnp.uint16)
         (jnp.bfloat16, "gpu", jnp.bfloat16),
         (jnp.float32, "cpu", jnp.float32),
         (jnp.float32, "tpu", jnp.float32),
+        (FP8, "cpu", jnp.uint8),
+        (FP8, "tpu", FP8),
+        (FP8, "gpu", FP8),
     ],
 )
-def test_only_bfloat16_on_cpu_is_kept_as_bits(dtype, platform, expected):
+def test_bfloat16_and_fp8_are_kept_as_bits_on_a_cpu_alone(dtype, platform, expected):
     assert storage_dtype(jnp.dtype(dtype), platform) == jnp.dtype(expected)
 
 
@@ -47,23 +51,60 @@ def test_values_go_in_rounded_to_nearest_even():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_float_pools_hold_values(dtype):
     rows = jax.random.normal(jax.random.key(0), (4, 3))
-    kept = to_storage(rows, jnp.dtype(dtype))
+    kept = to_storage(rows, jnp.zeros(0, dtype))
     assert kept.dtype == dtype
     np.testing.assert_array_equal(kept, rows.astype(dtype))
     assert from_storage(kept).dtype == jnp.float32
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.float8_e5m2])
 def test_other_types_of_pages_are_refused(dtype):
     """Keys would be cut to whole numbers, in silence."""
     pages = jnp.zeros((2, 4, 2, 8), dtype)
     rows, slots = jnp.ones((1, 1, 8)), jnp.zeros(1, jnp.int32)
-    with pytest.raises(NotImplementedError, match="quantised pages are not there yet"):
+    with pytest.raises(NotImplementedError, match="or as `ScaledPages` of int8"):
         write_kv_pages(pages, rows, rows, slots)
-    with pytest.raises(NotImplementedError, match="quantised pages are not there yet"):
+    with pytest.raises(NotImplementedError, match="or as `ScaledPages` of int8"):
         paged_attention(
             rows[:, None], pages, jnp.zeros((1, 2), jnp.int32), slots + 1, scale=1.0
         )
+
+
+def test_fp8_is_rounded_to_nearest_even_and_ends_at_its_largest_number():
+    kinds = np.concatenate([np.geomspace(1e-4, 500, 999), [0, 464, 1e30, np.inf]])
+    values = np.concatenate([kinds, -kinds]).astype(np.float32)
+    found = np.asarray(from_storage(to_storage(jnp.asarray(values), UINT8)))
+    expected = np.clip(values, -448, 448).astype(FP8).astype(np.float32)
+    np.testing.assert_array_equal(found, expected)
+    assert found[-1] == -448
+    assert np.isnan(from_storage(to_storage(jnp.array([jnp.nan]), UINT8)))
+
+
+def test_int8_is_off_by_half_a_step_of_its_own_scale():
+    rows = np.random.default_rng(0).normal(size=(5, 3, 16)).astype(np.float32)
+    rows *= np.geomspace(1e-6, 1e6, 15).reshape(5, 3, 1)
+    rows[1, 2] = 0
+    pool = ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0))
+    kept = to_storage(jnp.asarray(rows), pool)
+    assert kept.values.dtype == jnp.int8 and kept.scales.shape == (5, 3)
+    largest = np.abs(rows).max(axis=2)
+    np.testing.assert_allclose(kept.scales, largest / 127, rtol=1e-6)
+    off = np.abs(np.asarray(from_storage(kept)) - rows).max(axis=2)
+    assert (off <= 0.501 * largest / 127).all()
+    # Of one row alone the same bits: a token's depend on no other token.
+    alone = to_storage(jnp.asarray(rows[3:4]), pool)
+    np.testing.assert_array_equal(alone.values, kept.values[3:4])
+    np.testing.assert_array_equal(alone.scales, kept.scales[3:4])
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_a_row_that_is_none_of_numbers_is_none_in_int8_either(broken):
+    rows = np.ones((2, 4), np.float32)
+    rows[0, 1] = broken
+    pool = ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0))
+    found = np.asarray(from_storage(to_storage(jnp.asarray(rows), pool)))
+    assert not np.isfinite(found[0]).any()
+    np.testing.assert_array_equal(found[1], 1)
 
 
 def test_float16_pages_are_read():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec_checkpoints.quantization import Scheme, quantize
+from jaxspec_kernels.bits import ScaledPages, from_storage, to_storage
 from jaxspec_kernels.decoder_blocks import (
     GELU,
     SILU,
@@ -22,6 +23,12 @@ from jaxspec_kernels.panel_matmul import QuantizedPanels, quantized_panels, to_p
 
 pytestmark = pytest.mark.usefixtures("has_native")
 PAGE_SIZE, TABLE, MODEL = 4, 8, 24
+POOLS: dict[str, Any] = {
+    name: jnp.zeros(0, name) for name in ("float32", "bfloat16", "uint16", "uint8")
+}
+POOLS["int8"] = ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0))
+# What pages may be off where the last bit of float32 is.
+PAGE_STEPS = {"float32": 1e-6, "bfloat16": 1e-2, "uint16": 1e-2, "uint8": 0.13}
 
 
 @dataclass(frozen=True)
@@ -53,9 +60,7 @@ class Layer:
         pages = np.random.default_rng(9).normal(
             size=(num_pages, PAGE_SIZE, 2 * self.heads[1], self.head_dim)
         )
-        held = jnp.asarray(pages, self.pages if self.pages != "uint16" else "bfloat16")
-        if self.pages == "uint16":
-            held = jax.lax.bitcast_convert_type(held, jnp.uint16)
+        held = to_storage(jnp.asarray(pages, jnp.float32), POOLS[self.pages])
         angles = batch.positions[:, None] / 7 ** np.arange(self.head_dim // 2)[None]
         given: dict[str, Any] = dict(
             before=self.norm(1),
@@ -117,6 +122,11 @@ LAYERS = [
     Layer(heads=(4, 4), head_dim=16, dtype="bfloat16", pages="uint16"),
     Layer(heads=(6, 2), head_dim=34, pages="bfloat16"),
     Layer(scheme=Scheme(kind="int8")),
+    Layer(pages="uint8"),
+    Layer(heads=(4, 4), head_dim=16, dtype="bfloat16", pages="uint8", window=None),
+    Layer(pages="int8"),
+    Layer(heads=(6, 2), head_dim=34, pages="int8", window=None),
+    Layer(heads=(4, 4), head_dim=16, dtype="bfloat16", pages="int8"),
 ]
 
 
@@ -133,14 +143,9 @@ def test_attention_equals_the_reference(layer, is_tree):
     # bfloat16 rounds what differs in the last bit of float32 up or down.
     most = 2e-2 if layer.dtype == "bfloat16" else 2e-5
     np.testing.assert_allclose(found, expected, atol=most)
-    if layer.pages == "uint16":
-        pages, expected_pages = (
-            jax.lax.bitcast_convert_type(one, jnp.bfloat16)
-            for one in (pages, expected_pages)
-        )
-    least = 1e-6 if layer.pages == "float32" else 1e-2
+    least = PAGE_STEPS.get(layer.pages, 0.02)
     np.testing.assert_allclose(
-        pages.astype(jnp.float32), expected_pages.astype(jnp.float32), atol=least
+        from_storage(pages), from_storage(expected_pages), atol=least
     )
 
 
@@ -177,8 +182,9 @@ def test_the_feed_forward_network_equals_the_reference(
         np.testing.assert_array_equal(run("cpu", stream[:count]), found[:count])
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it():
-    layer, batch = Layer(), make_batch()
+@pytest.mark.parametrize("pages", ["float32", "uint8", "int8"])
+def test_a_row_does_not_depend_on_the_rows_beside_it(pages):
+    layer, batch = Layer(pages=pages), make_batch()
     whole, _ = layer.attend(batch, implementation="cpu")
     part = replace(
         batch,
@@ -191,13 +197,21 @@ def test_a_row_does_not_depend_on_the_rows_beside_it():
     np.testing.assert_array_equal(alone, whole[6:11])
 
 
-def test_donated_pages_are_written_where_they_lie():
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_donated_pages_are_written_where_they_lie(is_scaled):
     layer, batch = Layer(), make_batch()
-    pages = jnp.zeros((25, PAGE_SIZE, 4, 10))
-    address = pages.unsafe_buffer_pointer()
+    shape = (25, PAGE_SIZE, 4, 10)
+    pages: Any = jnp.zeros(shape)
+    if is_scaled:
+        pages = ScaledPages(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:3]))
+
+    def addresses(pages: Any) -> list[int]:
+        return [one.unsafe_buffer_pointer() for one in jax.tree.leaves(pages)]
+
+    before = addresses(pages)
     given = {}
 
-    def run(pages: jax.Array) -> Any:
+    def run(pages: Any) -> Any:
         return attention_block(batch.stream, pages, **given)
 
     def keep(_stream: Any, _pages: Any, **settings: Any) -> tuple[Any, Any]:
@@ -208,7 +222,7 @@ def test_donated_pages_are_written_where_they_lie():
         patch.setattr("tests.kernels.test_decoder_blocks.attention_block", keep)
         layer.attend(batch, implementation="cpu")
     _, made = jax.jit(run, donate_argnums=0)(pages)
-    assert made.unsafe_buffer_pointer() == address
+    assert addresses(made) == before
 
 
 def test_what_does_not_fit_is_refused():

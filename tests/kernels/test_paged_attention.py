@@ -209,7 +209,7 @@ def test_walk_visits_only_blocks_in_reach(monkeypatch, window, kv_len, num_block
 def test_bfloat16_pages_as_such_and_as_bits():
     call = build(SMALL, seed=4, dtype="bfloat16", query_dtype="float32")
     query, pages, table, kv_len = call.arrays
-    bits = to_storage(pages.astype(jnp.float32), jnp.dtype(jnp.uint16))
+    bits = to_storage(pages.astype(jnp.float32), jnp.zeros(0, jnp.uint16))
     for pool in (pages, bits):
         result = attend_blocks(query, pool, table, kv_len, **call.settings)
         assert result.dtype == jnp.float32

@@ -11,6 +11,7 @@ import pytest
 from jaxtyping import config
 
 from jaxspec_kernels import write_kv_pages
+from jaxspec_kernels.bits import ScaledPages, to_storage
 from jaxspec_kernels.write_kv_pages.cases import CASES, Case
 from tests.programs import READERS_COMPILER
 
@@ -38,6 +39,34 @@ def stored(values: np.ndarray, storage: str) -> np.ndarray:
     if storage != "uint16":
         return values.astype(STORAGE[storage])
     return values.astype(jnp.bfloat16).view(np.uint16)
+
+
+def kept_as(pool: Any) -> tuple[np.ndarray, ...]:
+    return tuple(np.asarray(leaf) for leaf in jax.tree.leaves(pool))
+
+
+@pytest.mark.parametrize("kind", ["uint8", "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("name", CASES)
+def test_quantized_rows_lie_in_their_slots_and_nothing_else_changes(name, kind):
+    given = build(CASES[name])
+    pool: Any = jnp.zeros(0, kind)
+    if kind == "int8":
+        pool = ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0))
+    before = to_storage(jnp.asarray(given["kv_pages"]), pool)
+    rows = np.stack([given["key"], given["value"]], axis=2)
+    rows = rows.reshape(len(rows), -1, rows.shape[3])
+    expected = kept_as(before)
+    expected = [part.reshape(-1, *part.shape[2:]).copy() for part in expected]
+    for whole, part in zip(
+        expected, kept_as(to_storage(jnp.asarray(rows), pool)), strict=True
+    ):
+        whole[given["slot_mapping"]] = part
+    slots = jnp.asarray(given["slot_mapping"])
+    written = write(
+        before, jnp.asarray(given["key"]), jnp.asarray(given["value"]), slots
+    )
+    for found, wanted in zip(kept_as(written), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted.reshape(found.shape))
 
 
 def oracle(given: dict[str, np.ndarray], storage: str) -> np.ndarray:

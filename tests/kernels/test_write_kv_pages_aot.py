@@ -221,7 +221,8 @@ def test_a_write_that_is_not_in_place_is_seen(chip):
     """The checks above can fail."""
 
     def rewrite(pool, key, value, slots):
-        return jnp.flip(reference.write_kv_pages(pool, key, value, slots), axis=0)
+        written: Any = reference.write_kv_pages(pool, key, value, slots)
+        return jnp.flip(written, axis=0)
 
     program = compile_for(chip, case_named("9b/tp8/verify"), write=rewrite)
     assert not program.is_in_place, program

@@ -19,6 +19,7 @@ from jaxspec.models.params import Params, ParamSpec, Specs
 from jaxspec.models.stack import run_layers
 from jaxspec.settings.model_config import SIZES, ModelConfig, end_tokens
 from jaxspec_checkpoints import Layout, Sizes
+from jaxspec_kernels.bits import KvPages
 from jaxspec_kernels.sums import row_sums
 
 
@@ -89,8 +90,8 @@ def forward(
     tables = rope_tables(batch.positions, config.head_dim, config.rope_theta)
 
     def run(
-        layer: int, own: Params, stream: Array, batch: TokenBatch, pages: Array
-    ) -> tuple[Array, Array]:
+        layer: int, own: Params, stream: Array, batch: TokenBatch, pages: KvPages
+    ) -> tuple[Array, KvPages]:
         del layer  # they are all alike
         mixed, pages = attend(
             own,

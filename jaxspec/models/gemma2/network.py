@@ -28,6 +28,7 @@ from jaxspec.models.layers import (
 from jaxspec.models.network import Hidden, Pages
 from jaxspec.models.params import Params, ParamSpec, Specs
 from jaxspec.models.stack import run_layers
+from jaxspec_kernels.bits import KvPages
 from jaxspec_kernels.decoder_blocks import GELU, Norm
 
 # A layer's parameters, and the canonical tensors that each is made of.
@@ -95,8 +96,8 @@ def forward(
     norm = functools.partial(Norm, epsilon=config.rms_norm_eps, offset=1.0)
 
     def run(
-        layer: int, own: Params, stream: Array, batch: TokenBatch, pages: Array
-    ) -> tuple[Array, Array]:
+        layer: int, own: Params, stream: Array, batch: TokenBatch, pages: KvPages
+    ) -> tuple[Array, KvPages]:
         stream, pages = attention_block(
             own["attention"],
             stream,

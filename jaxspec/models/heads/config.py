@@ -70,8 +70,8 @@ class HeadConfig(ABC):
         """Most drafts in a row that it can propose; None: any number."""
         return None
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes of keys and values of one token."""
+    def kv_bytes_per_token(self, dtype_bytes: int, scale_bytes: int = 0) -> int:
+        """See `ModelConfig.kv_bytes_per_token`."""
         return 0
 
     def describe(self) -> str:
@@ -166,9 +166,10 @@ class LayerConfig(HeadConfig):
                 value=self.hidden_size,
             )
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+    def kv_bytes_per_token(self, dtype_bytes: int, scale_bytes: int = 0) -> int:
         """See `HeadConfig.kv_bytes_per_token`."""
-        return 2 * self.num_kv_heads * self.head_dim * dtype_bytes
+        head_bytes = self.head_dim * dtype_bytes + scale_bytes
+        return 2 * self.num_kv_heads * head_bytes
 
     def layer_to_file(self) -> dict[str, Any]:
         """The layer, as HuggingFace would write a Llama of it."""

@@ -13,7 +13,7 @@ other trees. References: Li et al. 2024, arXiv:2401.15077 and arXiv:2406.16858.
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float
 
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
@@ -23,6 +23,7 @@ from jaxspec.models.heads.eagle3 import layer_specs, matrix_spec
 from jaxspec.models.layers import attend, feed_forward_block, rope_tables
 from jaxspec.models.matrices import Matrix
 from jaxspec.models.params import Params, ParamSpec, Specs
+from jaxspec_kernels.bits import KvPages
 from jaxspec_kernels.decoder_blocks import SILU, Norm
 
 
@@ -56,9 +57,9 @@ def forward(
     batch: TokenBatch,
     embedded: Float[Array, "row model"],
     hidden: Float[Array, "row model"],
-    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    kv_pages: KvPages,
     backend: Backend,
-) -> tuple[Float[Array, "row model"], Array]:
+) -> tuple[Float[Array, "row model"], KvPages]:
     """Run the layer; returns its output, which is the next pass's `hidden`, and pages.
 
     Args:

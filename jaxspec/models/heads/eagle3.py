@@ -13,7 +13,7 @@ import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
@@ -31,6 +31,7 @@ from jaxspec.models.layers import (
 )
 from jaxspec.models.matrices import Matrix
 from jaxspec.models.params import Params, ParamSpec, Specs
+from jaxspec_kernels.bits import KvPages
 from jaxspec_kernels.decoder_blocks import SILU, Norm
 
 # Norms beside the one between attention and the feed-forward block.
@@ -132,9 +133,9 @@ def forward(
     batch: TokenBatch,
     embedded: Float[Array, "row model"],
     hidden: Float[Array, "row model"],
-    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    kv_pages: KvPages,
     backend: Backend,
-) -> tuple[Float[Array, "row model"], Array]:
+) -> tuple[Float[Array, "row model"], KvPages]:
     """Run the layer; returns its output, which is the next pass's `hidden`, and pages.
 
     Args:

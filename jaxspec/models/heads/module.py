@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
@@ -24,6 +24,7 @@ from jaxspec.models.heads.weights import functions_of_head
 from jaxspec.models.matrices import DenseMatrix
 from jaxspec.models.params import Params
 from jaxspec.models.variables import as_module, as_variables, bound_params
+from jaxspec_kernels.bits import KvPages
 
 
 class _Head(nnx.Module):
@@ -55,10 +56,10 @@ class Eagle3(_Head):
         self,
         batch: TokenBatch,
         hidden: Float[Array, "row model"],
-        kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+        kv_pages: KvPages,
         embedding: Float[Array, "vocab model"],
         backend: Backend = Backend(),  # noqa: B008 frozen
-    ) -> tuple[Float[Array, "row model"], Array]:
+    ) -> tuple[Float[Array, "row model"], KvPages]:
         """Run the layer; its output and the updated pages.
 
         Args:
@@ -86,10 +87,10 @@ class Eagle(_Head):
         self,
         batch: TokenBatch,
         hidden: Float[Array, "row model"],
-        kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+        kv_pages: KvPages,
         embedding: Float[Array, "vocab model"],
         backend: Backend = Backend(),  # noqa: B008 frozen
-    ) -> tuple[Float[Array, "row model"], Array]:
+    ) -> tuple[Float[Array, "row model"], KvPages]:
         """Run the layer; its output and the updated pages.
 
         Args:

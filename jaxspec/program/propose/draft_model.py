@@ -29,8 +29,9 @@ from jaxspec.program.sampling import sample_draft
 from jaxspec.program.state import page_forms
 from jaxspec.program.tree import Template, Tree, template_of
 from jaxspec.sharding import DRAFT_MESH_AXES
+from jaxspec_kernels.bits import KvPages
 
-Pages = tuple[Array, ...]
+Pages = tuple[KvPages, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

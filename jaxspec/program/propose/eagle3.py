@@ -36,9 +36,10 @@ from jaxspec.program.propose.proposal import Context, Head, Proposal, Seen
 from jaxspec.program.region import join, make_region
 from jaxspec.program.state import layer_pages
 from jaxspec.sharding import DRAFT_MESH_AXES
+from jaxspec_kernels.bits import KvPages
 
 # Pages of keys and values; what the layer made last of each row.
-_State = tuple[Array, Array]
+_State = tuple[KvPages, Array]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class Eagle3(Head):
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             num_pages=pool.num_pages,
-            page_size=pool.page_size,
+            pool=pool,
             dtype=dtype,
             mesh=mesh,
             mesh_axes=DRAFT_MESH_AXES,
@@ -176,9 +177,9 @@ class Eagle3(Head):
         params: Params,
         batch: TokenBatch,
         hidden: Float[Array, "row model"],
-        pages: Array,
+        pages: KvPages,
         context: Context,
-    ) -> tuple[Float[Array, "row model"], Array]:
+    ) -> tuple[Float[Array, "row model"], KvPages]:
         """One pass of the layer; its output, and the pages."""
         count = batch.tokens.shape[0]
         padded = cpu.pad_batch(batch, pages.shape[0] * pages.shape[1])

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxspec_kernels import dispatch
+from jaxspec_kernels.bits import KvPages
 from jaxspec_kernels.panel_matmul import Panels
 
 __all__ = ["GELU", "SILU", "Norm", "Queries", "attention_block", "feed_forward_block"]
@@ -43,7 +44,7 @@ class Queries(NamedTuple):
 
 def attention_block(
     stream: Float[Array, "row model"],
-    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    kv_pages: KvPages,
     *,
     before: Norm,
     after: Norm | None,
@@ -60,9 +61,7 @@ def attention_block(
     window: int | None = None,
     is_rounded: bool = False,
     implementation: str | None = None,
-) -> tuple[
-    Float[Array, "row model"], Num[Array, "page page_size two_kv_head head_dim"]
-]:
+) -> tuple[Float[Array, "row model"], KvPages]:
     """Return `stream + after(attention(before(stream)))` and the pages.
 
     Projects to queries, keys and values, turns them by their positions, writes keys and

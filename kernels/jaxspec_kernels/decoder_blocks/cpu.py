@@ -5,17 +5,19 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
 from jaxspec_kernels import native
+from jaxspec_kernels.bits import KvPages, ScaledPages
 from jaxspec_kernels.decoder_blocks import GELU, Norm, Queries
+from jaxspec_kernels.paged_attention.cpu import operands as of_pages
 from jaxspec_kernels.panel_matmul import Panels
 from jaxspec_kernels.panel_matmul.cpu import operands as of_panels
 
 
 def attention_block(
     stream: Float[Array, "row model"],
-    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    kv_pages: KvPages,
     *,
     before: Norm,
     after: Norm | None,
@@ -31,7 +33,7 @@ def attention_block(
     soft_cap: float | None,
     window: int | None,
     is_rounded: bool,
-) -> tuple[Array, Array]:
+) -> tuple[Array, KvPages]:
     """See `jaxspec_kernels.decoder_blocks`."""
     native.require("attention_block")
     given: list[Array] = []
@@ -42,13 +44,16 @@ def attention_block(
     operands = stream, before.weight, _weight(after)
     for panels in (q_proj, kv_proj, o_proj):
         operands = *operands, *of_panels(panels)
-    operands = *operands, cosine, sine, slot_mapping, kv_pages
+    pages = of_pages(kv_pages)
+    operands = *operands, cosine, sine, slot_mapping, *pages
+    # Both are written where they are.
+    last = len(operands) - 1
     call = jax.ffi.ffi_call(
         "jaxspec_attention_block",
-        tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (stream, kv_pages)),
-        input_output_aliases={len(operands) - 1: 1},
+        tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (stream, *pages)),
+        input_output_aliases={last - 1: 1, last: 2},
     )
-    made, kv_pages = call(
+    made, pages, scales = call(
         *operands,
         *given,
         num_queries=np.array([one.num_queries for one in regions], np.int64),
@@ -59,7 +64,8 @@ def attention_block(
         is_rounded=is_rounded,
         **_numbers(before, after),
     )
-    return made, kv_pages
+    is_scaled = isinstance(kv_pages, ScaledPages)
+    return made, ScaledPages(pages, scales) if is_scaled else pages
 
 
 def feed_forward_block(

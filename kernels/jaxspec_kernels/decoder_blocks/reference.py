@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
+from jaxspec_kernels.bits import KvPages
 from jaxspec_kernels.decoder_blocks import GELU, Norm, Queries
 from jaxspec_kernels.paged_attention.reference import paged_attention
 from jaxspec_kernels.panel_matmul import Panels
@@ -15,7 +16,7 @@ from jaxspec_kernels.write_kv_pages.reference import write_kv_pages
 
 def attention_block(
     stream: Float[Array, "row model"],
-    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    kv_pages: KvPages,
     *,
     before: Norm,
     after: Norm | None,
@@ -31,7 +32,7 @@ def attention_block(
     soft_cap: float | None,
     window: int | None,
     is_rounded: bool,
-) -> tuple[Array, Array]:
+) -> tuple[Array, KvPages]:
     """See `jaxspec_kernels.decoder_blocks`."""
     head_dim, num_heads = kv_pages.shape[3], kv_pages.shape[2] // 2
     rows, model = stream.shape

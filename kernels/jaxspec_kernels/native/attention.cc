@@ -189,10 +189,14 @@ float to_weights(float* scores, int64_t count, float soft_cap) {
 //
 // A row is a query head of a token. `ranges` says which of `keys`, those that any of
 // the tokens sees, each token sees itself. Afterwards `keys` are the values.
+// Scores and weights are multiplied with the scales of keys and of values, which follow
+// each other; `scales` has those of each of `keys`, where these are int8.
 template <typename Query, typename Value>
 void attend_rows_of(const Attention& given, std::vector<const Value*>& keys,
-                    const Range* ranges, int64_t tokens, const Query* query,
-                    Query* mixed, std::vector<float>& scratch) {
+                    const std::vector<const float*>& scales, const Range* ranges,
+                    int64_t tokens, const Query* query, Query* mixed,
+                    std::vector<float>& scratch) {
+  constexpr bool kIsScaled = std::is_same_v<Value, StoredInt8>;
   const int64_t group = given.q_heads / given.kv_heads, size = given.head_dim;
   const int64_t rows = tokens * group, stride = given.q_heads * size;
   const int64_t count = keys.size();
@@ -212,6 +216,13 @@ void attend_rows_of(const Attention& given, std::vector<const Value*>& keys,
     for (int64_t key = 0; key < kLanes; ++key)
       own[key] = keys[std::min(at + key, count - 1)];
     turn(own, size, block);
+    Floats factors = {};
+    if constexpr (kIsScaled) {
+      float lanes[kLanes];
+      for (int64_t key = 0; key < kLanes; ++key)
+        lanes[key] = scales[std::min(at + key, count - 1)][0];
+      factors = load(lanes);
+    }
     for_rows(rows, [&](int64_t first, auto number) {
       constexpr int kRows = number.value;
       // Tokens later in a chain begin and end no earlier.
@@ -220,6 +231,8 @@ void attend_rows_of(const Attention& given, std::vector<const Value*>& keys,
         return;
       Floats found[kRows];
       score<kRows>(scaled + first * size, block, size, found);
+      if constexpr (kIsScaled)
+        for (int row = 0; row < kRows; ++row) found[row] *= factors;
       for (int row = 0; row < kRows; ++row) {
         const Range range = ranges[(first + row) / group];
         float* to = scores + (first + row) * padded - range.first;
@@ -247,6 +260,9 @@ void attend_rows_of(const Attention& given, std::vector<const Value*>& keys,
       totals[row] = range.count() ? to_weights(scores + (first + row) * padded,
                                                range.count(), given.soft_cap)
                                   : 0.0f;
+      if constexpr (kIsScaled)
+        for (int64_t i = 0; i < range.count(); ++i)
+          scores[(first + row) * padded + i] *= scales[range.first + i][1];
     }
     // What all of them see is read once, and what only some see by each of these.
     if (!all.count()) all = {0, 0};
@@ -286,6 +302,7 @@ void attend_all(ffi::ThreadPool& pool, const Attention& given, const Query* quer
     static thread_local std::vector<int64_t> seen;
     static thread_local std::vector<float> scratch;
     static thread_local std::vector<const Value*> keys;
+    static thread_local std::vector<const float*> scales;
     const int64_t block = part % blocks, kv_head = part / blocks % given.kv_heads;
     const int64_t seq = part / blocks / given.kv_heads;
     const int32_t* page_table = given.page_table + seq * given.table;
@@ -298,19 +315,25 @@ void attend_all(ffi::ThreadPool& pool, const Attention& given, const Query* quer
              (page * given.page_size + slot % given.page_size) * stride +
              2 * kv_head * given.head_dim;
     };
+    auto add = [&](const Value* key) {
+      keys.push_back(key);
+      if constexpr (std::is_same_v<Value, StoredInt8>)
+        scales.push_back(given.scales + (key - static_cast<const Value*>(
+                                                   given.kv_pages)) / given.head_dim);
+    };
     auto attend_tokens = [&](const Range* ranges, int64_t token, int64_t tokens) {
       const int64_t at =
           ((seq * queries + token) * given.q_heads + kv_head * group) * given.head_dim;
-      attend_rows_of<Query, Value>(given, keys, ranges, tokens, query + at, mixed + at,
-                                   scratch);
+      attend_rows_of<Query, Value>(given, keys, scales, ranges, tokens, query + at,
+                                   mixed + at, scratch);
     };
     const int64_t last = queries * (block + 1) / blocks;
     int64_t token = queries * block / blocks;
     while (token < last) {
-      keys.clear();
+      keys.clear(), scales.clear();
       if (own != nullptr) {
         see(seen, given, given.kv_len[seq], token, own);
-        for (const int64_t slot : seen) keys.push_back(key_at(slot));
+        for (const int64_t slot : seen) add(key_at(slot));
         const Range range{0, static_cast<int64_t>(keys.size())};
         attend_tokens(&range, token, 1);
         ++token;
@@ -338,7 +361,7 @@ void attend_all(ffi::ThreadPool& pool, const Attention& given, const Query* quer
         const int64_t end =
             std::min((slot / given.page_size + 1) * given.page_size, all.last);
         for (const Value* key = key_at(slot); slot < end; ++slot, key += stride)
-          keys.push_back(key);
+          add(key);
       }
       attend_tokens(ranges, token, tokens);
       token += tokens;
@@ -360,24 +383,43 @@ void attend_all(ffi::ThreadPool& pool, const Attention& given, const Query* quer
 template <typename Query>
 void attend_rows(ffi::ThreadPool& pool, const Attention& given, const Query* query,
                  Query* mixed) {
-  if (given.are_float32)
-    attend_all<Query, float>(pool, given, query, mixed);
-  else
-    attend_all<Query, Bfloat16>(pool, given, query, mixed);
+  switch (given.kept) {
+    case Kept::kFloat32:
+      return attend_all<Query, float>(pool, given, query, mixed);
+    case Kept::kBfloat16:
+      return attend_all<Query, Bfloat16>(pool, given, query, mixed);
+    case Kept::kFloat8:
+      return attend_all<Query, StoredFloat8>(pool, given, query, mixed);
+    case Kept::kInt8:
+      return attend_all<Query, StoredInt8>(pool, given, query, mixed);
+  }
 }
 
 }  // namespace
 
-ffi::Error set_pages(Attention& attention, ffi::AnyBuffer kv_pages) {
+ffi::Error set_pages(Attention& attention, ffi::AnyBuffer kv_pages,
+                     ffi::AnyBuffer scales) {
   const auto form = kv_pages.dimensions();
   const auto type = kv_pages.element_type();
   if (form.size() != 4 || form[2] == 0 || form[2] % 2)
     return ffi::Error::InvalidArgument("pages have other axes");
-  // Those of bfloat16 may be given as their bits.
-  if (type != ffi::F32 && type != ffi::BF16 && type != ffi::U16)
-    return ffi::Error::InvalidArgument("pages are float32 or bfloat16");
+  // Those of bfloat16 and of fp8 may be given as their bits.
+  if (type == ffi::F32)
+    attention.kept = Kept::kFloat32;
+  else if (type == ffi::BF16 || type == ffi::U16)
+    attention.kept = Kept::kBfloat16;
+  else if (type == ffi::F8E4M3FN || type == ffi::U8)
+    attention.kept = Kept::kFloat8;
+  else if (type == ffi::S8)
+    attention.kept = Kept::kInt8;
+  else
+    return ffi::Error::InvalidArgument("pages are float32, bfloat16, fp8 or int8");
+  const int64_t needed = type == ffi::S8 ? form[0] * form[1] * form[2] : 0;
+  if (scales.element_type() != ffi::F32 ||
+      static_cast<int64_t>(scales.element_count()) != needed)
+    return ffi::Error::InvalidArgument("scales are those of other pages");
   attention.kv_pages = kv_pages.untyped_data();
-  attention.are_float32 = type == ffi::F32;
+  attention.scales = static_cast<const float*>(scales.untyped_data());
   attention.pages = form[0], attention.page_size = form[1];
   attention.kv_heads = form[2] / 2, attention.head_dim = form[3];
   return ffi::Error::Success();
@@ -408,7 +450,7 @@ void attend(ffi::ThreadPool& pool, const Attention& attention, const float* quer
 namespace {
 
 ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer kv_pages,
-                  ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> kv_len,
+                  ffi::AnyBuffer scales, ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> kv_len,
                   ffi::Buffer<ffi::PRED> mask, ffi::Result<ffi::AnyBuffer> mixed,
                   float scale, float soft_cap, int64_t window) {
   const auto rows = query.dimensions();
@@ -417,7 +459,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer kv_
   Attention attention{};
   attention.queries = rows[1], attention.q_heads = rows[2];
   attention.scale = scale, attention.soft_cap = soft_cap, attention.window = window;
-  if (ffi::Error error = set_pages(attention, kv_pages); error.failure()) return error;
+  if (ffi::Error error = set_pages(attention, kv_pages, scales); error.failure()) return error;
   if (ffi::Error error = set_region(attention, page_table, kv_len, mask);
       error.failure())
     return error;
@@ -445,6 +487,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer kv_
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_attend, jaxspec::Attend,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()

@@ -7,13 +7,17 @@
 
 namespace jaxspec {
 
+// What pages hold.
+enum class Kept { kFloat32, kBfloat16, kFloat8, kInt8 };
+
 // As `jaxspec_kernels.paged_attention` describes it.
 struct Attention {
   int64_t queries, q_heads;  // of a sequence, and of a query
   float scale, soft_cap;     // a soft cap of 0 is none
   int64_t window;            // 0 is none
   const void* kv_pages;      // [page, page_size, 2 * kv_head, head_dim]
-  bool are_float32;          // or else bfloat16
+  Kept kept;
+  const float* scales;  // [page, page_size, 2 * kv_head], of int8
   int64_t pages, page_size, kv_heads, head_dim;
   const int32_t* page_table;  // [seq, table]
   const int32_t* kv_len;      // [seq]
@@ -22,7 +26,9 @@ struct Attention {
 };
 
 // Take what buffers say; errors where their shapes fit no attention.
-xla::ffi::Error set_pages(Attention& attention, xla::ffi::AnyBuffer kv_pages);
+// `scales` has none where pages are not int8.
+xla::ffi::Error set_pages(Attention& attention, xla::ffi::AnyBuffer kv_pages,
+                          xla::ffi::AnyBuffer scales);
 xla::ffi::Error set_region(Attention& attention,
                            xla::ffi::Buffer<xla::ffi::S32> page_table,
                            xla::ffi::Buffer<xla::ffi::S32> kv_len,

@@ -108,6 +108,30 @@ void write_row(const float* key_value, const float* cosine, const float* sine,
   }
 }
 
+// Numbers of a head as whole ones up to 127, and what these are multiplied with.
+void quantize(const float* values, int64_t size, int8_t* to, float* scale) {
+  float most = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    const float one = std::abs(values[i]);
+    most = one > most || one != one ? one : most;
+    if (most != most) break;  // NaN, which the scale hands on
+  }
+  *scale = most * (1.0f / 127);
+  const float inverse = *scale > 0 ? 1.0f / *scale : 0.0f;
+  for (int64_t i = 0; i < size; ++i)
+    to[i] = std::clamp(std::nearbyint(values[i] * inverse), -127.0f, 127.0f);
+}
+
+// As `write_row`; `scales` are those of a head's keys, then of its values.
+void write_scaled_row(const float* key_value, const float* cosine, const float* sine,
+                      int64_t heads, int64_t size, int8_t* to, float* scales) {
+  static thread_local std::vector<float> turned;
+  turned.resize(2 * heads * size);
+  write_row(key_value, cosine, sine, heads, size, turned.data());
+  for (int64_t part = 0; part < 2 * heads; ++part)
+    quantize(turned.data() + part * size, size, to + part * size, scales + part);
+}
+
 ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
                           ffi::AnyBuffer before, ffi::AnyBuffer after,
                           ffi::AnyBuffer q_proj, ffi::Buffer<ffi::F32> q_scales,
@@ -115,9 +139,11 @@ ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
                           ffi::AnyBuffer o_proj, ffi::Buffer<ffi::F32> o_scales,
                           ffi::Buffer<ffi::F32> cosine,
                           ffi::Buffer<ffi::F32> sine, ffi::Buffer<ffi::S32> slots,
-                          ffi::AnyBuffer kv_pages, ffi::RemainingArgs regions,
+                          ffi::AnyBuffer kv_pages, ffi::AnyBuffer scales,
+                          ffi::RemainingArgs regions,
                           ffi::ResultBuffer<ffi::F32> made,
                           ffi::Result<ffi::AnyBuffer> made_pages,
+                          ffi::Result<ffi::AnyBuffer> made_scales,
                           ffi::Span<const int64_t> num_queries, int64_t num_q_heads,
                           float scale, float soft_cap, int64_t window, float epsilon,
                           float offset, bool is_rounded) {
@@ -131,7 +157,8 @@ ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
   Attention attention{};
   attention.q_heads = num_q_heads, attention.scale = scale;
   attention.soft_cap = soft_cap, attention.window = window;
-  if (ffi::Error error = set_pages(attention, kv_pages); error.failure()) return error;
+  if (ffi::Error error = set_pages(attention, kv_pages, scales); error.failure())
+    return error;
   const int64_t size = attention.head_dim, kv_heads = attention.kv_heads;
   const int64_t queries_size = num_q_heads * size, keys_size = 2 * kv_heads * size;
   const int64_t half = size / 2;
@@ -151,13 +178,18 @@ ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
       !last.set(after, model, offset, epsilon))
     return refuse("norms do not fit");
   if (made_pages->element_type() != kv_pages.element_type() ||
-      made_pages->size_bytes() != kv_pages.size_bytes())
+      made_pages->size_bytes() != kv_pages.size_bytes() ||
+      made_scales->size_bytes() != scales.size_bytes())
     return refuse("pages become others");
   if (regions.size() != 3 * num_queries.size()) return refuse("regions are incomplete");
   void* pages = made_pages->untyped_data();
   if (pages != kv_pages.untyped_data())
     std::memcpy(pages, kv_pages.untyped_data(), kv_pages.size_bytes());
   attention.kv_pages = pages;
+  float* slot_scales = static_cast<float*>(made_scales->untyped_data());
+  if (slot_scales != scales.untyped_data())
+    std::memcpy(slot_scales, scales.untyped_data(), scales.size_bytes());
+  attention.scales = slot_scales;
 
   static thread_local std::vector<float> normed, query, key_value;
   normed.resize(rows * std::max(model, queries_size));
@@ -179,12 +211,21 @@ ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
     const int64_t slot = slots.typed_data()[row];
     if (slot < 0 || slot >= num_slots) return;  // a pad
     const float* own = keys + row * keys_size;
-    if (attention.are_float32)
-      write_row(own, cosines, sines, kv_heads, size,
-                static_cast<float*>(pages) + slot * keys_size);
-    else
-      write_row(own, cosines, sines, kv_heads, size,
-                static_cast<Bfloat16*>(pages) + slot * keys_size);
+    auto write = [&](auto* all) {
+      write_row(own, cosines, sines, kv_heads, size, all + slot * keys_size);
+    };
+    switch (attention.kept) {
+      case Kept::kFloat32:
+        return write(static_cast<float*>(pages));
+      case Kept::kBfloat16:
+        return write(static_cast<Bfloat16*>(pages));
+      case Kept::kFloat8:
+        return write(static_cast<StoredFloat8*>(pages));
+      case Kept::kInt8:
+        return write_scaled_row(own, cosines, sines, kv_heads, size,
+                                static_cast<int8_t*>(pages) + slot * keys_size,
+                                slot_scales + slot * 2 * kv_heads);
+    }
   });
   // From here on what the heads mix lies where the normed rows did.
   int64_t start = 0;
@@ -309,8 +350,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_attention_block, jaxspec::AttentionBlock,
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
                                   .RemainingArgs()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<xla::ffi::Span<const int64_t>>("num_queries")
                                   .Attr<int64_t>("num_q_heads")

@@ -157,13 +157,7 @@ struct Float8 {
   static constexpr int kMostRows = most_rows(true);
 
   static Floats widened(const Value* values) {
-    const Ints bits = load_bytes(values), size = bits & 0x7f;
-    // float32's exponent is 127 too large. Denormal ones are eighths of 2^-6; threads
-    // of XLA may take denormal floats as zeros, so that they are not made of those.
-    const Floats normal = (Floats)((size << 20) + (120 << 23));
-    const Floats small = to_floats(size) * (1.0f / 512);
-    const Floats found = select(size < 8, small, normal);
-    return (Floats)((Ints)found | (bits & INT32_MIN));
+    return of_float8(load_bytes(values));
   }
   static float widened(Value value, int64_t) {
     Value lanes[kLanes] = {value};

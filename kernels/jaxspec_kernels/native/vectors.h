@@ -30,6 +30,16 @@ struct Bfloat16 {
   uint16_t bits;
 };
 
+// A float of 8 bits, e4m3: without infinities; all ones behind the sign are NaN.
+struct StoredFloat8 {
+  uint8_t bits;
+};
+
+// A whole number, which somebody else has the scale of.
+struct StoredInt8 {
+  int8_t value;
+};
+
 inline Floats load(const float* from) {
   Floats found;
   std::memcpy(&found, from, sizeof(found));
@@ -70,6 +80,25 @@ inline Ints load_bytes(const void* from) {
 }
 
 inline Floats to_floats(Ints values) { return __builtin_convertvector(values, Floats); }
+
+inline Floats load(const StoredInt8* from) { return to_floats(load_bytes(from)); }
+
+// Numbers of e4m3 by their bits, but for NaN. float32's exponent is 127 too large, that
+// one 7. Below 2^-6 numbers are multiples of 2^-9; threads of XLA may take denormal
+// floats as zeros, so that they are not made of those.
+inline Floats of_float8(Ints bits) {
+  const Ints size = bits & 0x7f;
+  const Floats normal = (Floats)((size << 20) + (120 << 23));
+  const Floats small = to_floats(size) * (1.0f / 512);
+  const Floats found = size < 8 ? small : normal;
+  return (Floats)((Ints)found | (bits & INT32_MIN));
+}
+
+inline Floats load(const StoredFloat8* from) {
+  const Ints bits = load_bytes(from);
+  const Floats nan = (Floats)(Ints{} + 0x7fc00000);
+  return (bits & 0x7f) == 0x7f ? nan : of_float8(bits);
+}
 
 inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof(values)); }
 
@@ -149,7 +178,39 @@ inline Bfloat16 narrow(float value) {
   return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 
+inline float widen(StoredInt8 value) { return value.value; }
+
+inline float widen(StoredFloat8 value) {
+  const uint32_t size = value.bits & 0x7f;
+  uint32_t bits = size == 0x7f ? 0x7fc00000 : (size << 20) + (120u << 23);
+  float found;
+  std::memcpy(&found, &bits, sizeof(found));
+  if (size < 8) found = size * (1.0f / 512);
+  return value.bits & 0x80 ? -found : found;
+}
+
+// As `narrow`; what is larger than 448, the largest number, becomes that.
+inline StoredFloat8 to_float8(float value) {
+  constexpr float kMost = 448.0f;
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const uint8_t sign = bits >> 24 & 0x80;
+  if (value != value) return {static_cast<uint8_t>(sign | 0x7f)};
+  float size = value < 0 ? -value : value;
+  size = size > kMost ? kMost : size;
+  if (size < 1.0f / 64) {
+    // Adding 2^14 rounds to multiples of 2^-9.
+    size += 16384.0f;
+    std::memcpy(&bits, &size, sizeof(bits));
+    return {static_cast<uint8_t>(sign | (bits & 0xf))};
+  }
+  std::memcpy(&bits, &size, sizeof(bits));
+  bits += 0x7ffff + (bits >> 20 & 1);
+  return {static_cast<uint8_t>(sign | ((bits >> 20) - (120 << 3)))};
+}
+
 inline void put(float* to, float value) { *to = value; }
+inline void put(StoredFloat8* to, float value) { *to = to_float8(value); }
 inline void put(Bfloat16* to, float value) { *to = narrow(value); }
 
 // Not `Floats{} + value`, which is an addition: -0 would become 0.

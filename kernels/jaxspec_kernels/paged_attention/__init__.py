@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec_kernels import dispatch, tuning
+from jaxspec_kernels.bits import KvPages
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
 
 __all__ = ["paged_attention"]
@@ -14,7 +15,7 @@ _MODULES = {"reference": "reference", "cpu": "cpu", "tpu": "tpu", "gpu": "gpu"}
 
 def paged_attention(
     query: Float[Array, "seq token q_head head_dim"],
-    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    kv_pages: KvPages,
     page_table: Int[Array, "seq table"],
     kv_len: Int[Array, " seq"],
     *,
@@ -38,8 +39,9 @@ def paged_attention(
 
     Args:
         query: Any float type; scores and statistics are float32.
-        kv_pages: Keys in even rows of the third axis, values in odd ones. uint16 holds
-            the bits of bfloat16 (see `jaxspec_kernels.bits`).
+        kv_pages: Keys in even rows of the third axis, values in odd ones. uint16 and
+            uint8 hold the bits of bfloat16 and of float8_e4m3fn; `ScaledPages` are int8
+            with a scale for each token and head (see `jaxspec_kernels.bits`).
         page_table: Page ids in order of position; entries past the end of a sequence
             may hold anything.
         kv_len: Visible tokens, the queries' own included. Positions that the page table

@@ -6,18 +6,18 @@ Pages of float16 are the reference's.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec_kernels import native
-from jaxspec_kernels.bits import check_storage
+from jaxspec_kernels.bits import KvPages, ScaledPages, check_storage
 from jaxspec_kernels.paged_attention import reference
 
-_PAGES = (jnp.float32, jnp.bfloat16, jnp.uint16)
+_PAGES = (jnp.float32, jnp.bfloat16, jnp.uint16, jnp.uint8, jnp.int8)
 
 
 def paged_attention(
     query: Float[Array, "seq token q_head head_dim"],
-    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    kv_pages: KvPages,
     page_table: Int[Array, "seq table"],
     kv_len: Int[Array, " seq"],
     *,
@@ -27,7 +27,7 @@ def paged_attention(
     ancestor_mask: Bool[Array, "seq token token"] | None,
 ) -> Float[Array, "seq token q_head head_dim"]:
     """See `jaxspec_kernels.paged_attention`."""
-    check_storage(kv_pages.dtype)
+    check_storage(kv_pages)
     if kv_pages.dtype not in _PAGES:
         return reference.paged_attention(
             query,
@@ -45,7 +45,7 @@ def paged_attention(
     made = jax.ShapeDtypeStruct(query.shape, query.dtype)
     return jax.ffi.ffi_call("jaxspec_attend", made)(
         query,
-        kv_pages,
+        *operands(kv_pages),
         page_table,
         kv_len,
         ancestor_mask,
@@ -53,3 +53,10 @@ def paged_attention(
         soft_cap=np.float32(soft_cap or 0.0),
         window=np.int64(window or 0),
     )
+
+
+def operands(kv_pages: KvPages) -> tuple[Array, Array]:
+    """Pages as operations in C++ take them: what they hold, and scales, if any."""
+    if isinstance(kv_pages, ScaledPages):
+        return kv_pages.values, kv_pages.scales
+    return kv_pages, jnp.zeros((0,), jnp.float32)

@@ -26,8 +26,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec_kernels.bits import KvPages
 from jaxspec_kernels.paged_attention.gpu_tiles import (
     MIN_ROWS,
     NUM_SMS,
@@ -191,7 +192,7 @@ def _combine(
 
 def paged_attention(
     query: Float[Array, "seq token q_head head_dim"],
-    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    kv_pages: KvPages,
     page_table: Int[Array, "seq table"],
     kv_len: Int[Array, " seq"],
     *,

@@ -10,9 +10,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec_kernels.bits import check_storage, from_storage
+from jaxspec_kernels.bits import KvPages, check_storage, from_storage
 from jaxspec_kernels.sums import row_sums
 
 # Tokens walked at once. Below 128 the loop's overhead shows on CPU, above it short
@@ -27,7 +27,7 @@ _MASKED = -1e30  # finite: exp(_MASKED - _MASKED) must not be NaN in a row witho
 
 def paged_attention(
     query: Float[Array, "seq token q_head head_dim"],
-    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    kv_pages: KvPages,
     page_table: Int[Array, "seq table"],
     kv_len: Int[Array, " seq"],
     *,
@@ -38,7 +38,7 @@ def paged_attention(
     block_tokens: int = BLOCK_TOKENS,
 ) -> Float[Array, "seq token q_head head_dim"]:
     """See `jaxspec_kernels.paged_attention`; `block_tokens` is rounded to pages."""
-    check_storage(kv_pages.dtype)
+    check_storage(kv_pages)
     seqs, queries, q_heads, head_dim = query.shape
     page_size, kv_heads = kv_pages.shape[1], kv_pages.shape[2] // 2
     group = q_heads // kv_heads
@@ -67,7 +67,9 @@ def paged_attention(
             page_table, number * block_pages, block_pages, axis=1
         )
         # Head by head, as the products below want them: moved once, not twice.
-        kv = kv_pages.at[pages[:, None], :, heads].get(mode="clip")
+        kv = jax.tree.map(
+            lambda pool: pool.at[pages[:, None], :, heads].get(mode="clip"), kv_pages
+        )
         kv = from_storage(kv).reshape(seqs, kv_heads, 2, block, head_dim)
         at = number * block + jnp.arange(block, dtype=jnp.int32)
         visible = see(at) & (at < capacity)[None, None]

@@ -29,8 +29,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec_kernels.bits import KvPages, ScaledPages
 from jaxspec_kernels.paged_attention.reference import fold, unfold
 from jaxspec_kernels.paged_attention.tree_bits import WORD, WORD_SHIFT, pack_tree
 
@@ -224,9 +225,7 @@ def _mix(weights: Array, value: Array) -> Array:
     return _dot(high, value, 0) + _dot(low, value, 0)
 
 
-def default_block_tokens(
-    kv_pages: Num[Array, "page page_size two_kv_head head_dim"], capacity: int
-) -> int:
+def default_block_tokens(kv_pages: KvPages, capacity: int) -> int:
     """Tokens per block where no tuned number is given.
 
     Args:
@@ -261,7 +260,9 @@ def _walks(
     return page_table, kv_len, lowest, first_page, end_page, next_busy
 
 
-def _check(query: Array, kv_pages: Array) -> None:
+def _check(query: Array, kv_pages: KvPages) -> None:
+    if isinstance(kv_pages, ScaledPages):
+        raise NotImplementedError("the TPU kernel reads no pages with scales")
     if kv_pages.dtype == jnp.uint16:
         raise NotImplementedError(
             "uint16 pages hold bfloat16 bits for XLA:CPU; on TPU the pool is bfloat16: "
@@ -277,7 +278,7 @@ def _check(query: Array, kv_pages: Array) -> None:
 
 def paged_attention(
     query: Float[Array, "seq token q_head head_dim"],
-    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    kv_pages: KvPages,
     page_table: Int[Array, "seq table"],
     kv_len: Int[Array, " seq"],
     *,
@@ -355,7 +356,7 @@ def _places(
     return jnp.concatenate(packed, axis=1)  # [seq, 1 + word, query]
 
 
-def _scratch(rows: Array, kv_pages: Array, block_pages: int) -> list[Any]:
+def _scratch(rows: Array, kv_pages: KvPages, block_pages: int) -> list[Any]:
     """In the order of the kernel's arguments."""
     _, kv_heads, num_rows, head_dim = rows.shape
     return [

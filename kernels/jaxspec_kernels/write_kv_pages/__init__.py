@@ -1,8 +1,9 @@
 """Writing new keys and values into their pages."""
 
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
 from jaxspec_kernels import dispatch
+from jaxspec_kernels.bits import KvPages
 
 __all__ = ["write_kv_pages"]
 
@@ -11,20 +12,21 @@ _MODULES = dict.fromkeys(dispatch.IMPLEMENTATIONS, "reference")
 
 
 def write_kv_pages(
-    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    kv_pages: KvPages,
     key: Float[Array, "token kv_head head_dim"],
     value: Float[Array, "token kv_head head_dim"],
     slot_mapping: Int[Array, " token"],
     *,
     implementation: str | None = None,
-) -> Num[Array, "page page_size two_kv_head head_dim"]:
+) -> KvPages:
     """Return `kv_pages` with row t of `key` and `value` at `slot_mapping[t]`.
 
     In place when the caller donates `kv_pages`. Slots at or past the number of slots
     are pads and are not written; two equal slots must hold equal rows.
 
     Args:
-        key: Cast to the pages' type.
+        kv_pages: As of `paged_attention`.
+        key: Brought to what the pages hold: cast, or quantized by itself.
         slot_mapping: page * page_size + offset; not negative, which jax would count
             from the end.
         implementation: A name to force; None is that of jax's default backend.

@@ -14,30 +14,35 @@ the argument's memory, without temporaries: so no backend has a kernel of its ow
   half of every tile is padding.
 """
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
-from jaxspec_kernels.bits import check_storage, to_storage
+from jaxspec_kernels.bits import KvPages, check_storage, to_storage
 
 
 def write_kv_pages(
-    kv_pages: Num[Array, "page page_size two_kv_head head_dim"],
+    kv_pages: KvPages,
     key: Float[Array, "token kv_head head_dim"],
     value: Float[Array, "token kv_head head_dim"],
     slot_mapping: Int[Array, " token"],
-) -> Num[Array, "page page_size two_kv_head head_dim"]:
+) -> KvPages:
     """See `jaxspec_kernels.write_kv_pages`."""
-    check_storage(kv_pages.dtype)
+    check_storage(kv_pages)
     pages, page_size, double_heads, head_dim = kv_pages.shape
     # Keys even, values odd. Joined along the lanes: a new axis between heads and
     # head_dim is a tile of its own on TPU, for 5 fusions instead of 2.
     rows = jnp.concatenate([key, value], axis=2)  # [token, kv_head, 2 * head_dim]
-    rows = to_storage(rows.reshape(-1, double_heads, head_dim), kv_pages.dtype)
+    rows = rows.reshape(-1, double_heads, head_dim)
     if rows.shape[0] == 1:
         # XLA would turn a scatter of one row into a dynamic-update-slice whose select
         # reads the old row, and copy the pool for it: a pad row keeps it a scatter.
         rows = jnp.concatenate([rows, rows])
         pad = jnp.full_like(slot_mapping, pages * page_size)
         slot_mapping = jnp.concatenate([slot_mapping, pad])
-    slots = kv_pages.reshape(pages * page_size, double_heads, head_dim)
-    return slots.at[slot_mapping].set(rows, mode="drop").reshape(kv_pages.shape)
+
+    def put(pool: Array, kept: Array) -> Array:
+        slots = pool.reshape(pages * page_size, *pool.shape[2:])
+        return slots.at[slot_mapping].set(kept, mode="drop").reshape(pool.shape)
+
+    return jax.tree.map(put, kv_pages, to_storage(rows, kv_pages))
