@@ -20,6 +20,7 @@ from jaxspec.errors import (
     wrong_argument,
 )
 from jaxspec.settings.hosts import HostsConfig
+from jaxspec.settings.kv_events import KvEventsConfig
 from jaxspec.settings.model_config import MASK_TOKEN
 from jaxspec.settings.model_config import (
     ModelConfig as ModelConfig,  # where vLLM has it
@@ -99,6 +100,7 @@ class EngineConfig:
         generation_defaults: Sampling parameters that the model folder recommends.
         compilation_cache_dir: Where compiled programs are kept; None for nowhere.
         structured_outputs: What holds for forms of texts where requests say nothing.
+        kv_events: Who is told which pages can be found.
         hosts: Of a target over several processes; None: this one is all.
     """
 
@@ -134,6 +136,7 @@ class EngineConfig:
     draft_token_ids: tuple[int, ...] | None = field(default=None, repr=False)
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
+    kv_events: KvEventsConfig = KvEventsConfig()
     hosts: HostsConfig | None = None
 
     def __post_init__(self):

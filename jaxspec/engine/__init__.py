@@ -4,8 +4,9 @@ Read `llm_engine` first (the loop; `async_llm_engine` runs it in an `engine_thre
 `engine_group` several side by side),
 then the way of a request: `input_processor` (and `structured_output`), `scheduling`,
 which says what a launch does, `runner`, `output_processor` and `detokenizer`.
-`compiler` and `program_cache` make a launch's program; `metrics` counts. `hosts` brings
-what is launched to processes on other hosts, which `follow`.
+`compiler` and `program_cache` make a launch's program; `metrics` counts, and
+`kv_events` tells gateways which prefixes have pages. `hosts` brings what is launched to
+processes on other hosts, which `follow`.
 
 Before the engine exists: `arg_utils`, `speculative_args` and `model_folders` read what
 was asked for; `memory` divides the devices, by facts that `device_memory` and

@@ -39,6 +39,7 @@ from jaxspec.errors import (
 from jaxspec.models.families import config_from_folder, family_of
 from jaxspec.models.heads.config import HeadConfig, read_dummy, read_head
 from jaxspec.settings.hosts import HostsConfig
+from jaxspec.settings.kv_events import KvEventsConfig
 from jaxspec.settings.quantization import check_quantization, quantize_model
 from jaxspec.settings.speculation import (
     DEFAULT_DRAFT_TOKENS,
@@ -173,6 +174,8 @@ class EngineArgs:
             be slower, and are on a GPU or CPU. Texts are the same.
         structured_outputs_config: What holds for forms of texts where requests say
             nothing: keys of `StructuredOutputsConfig`, as disable_any_whitespace.
+        kv_events_config: Who is told which prefixes have pages, for gateways that route
+            by them: keys of `KvEventsConfig`. Nobody, unless enable_kv_cache_events.
     """
 
     model: str
@@ -217,6 +220,7 @@ class EngineArgs:
     num_scheduler_steps: int = 1
     scan_layers: bool = False
     structured_outputs_config: dict[str, Any] | None = None
+    kv_events_config: dict[str, Any] | None = None
 
     # Speculation, three generations of it; see `jaxspec.engine.speculative_args`.
     speculative_config: dict[str, Any] | None = None
@@ -429,6 +433,7 @@ class EngineArgs:
             structured_outputs=StructuredOutputsConfig.read(
                 self.structured_outputs_config
             ),
+            kv_events=KvEventsConfig.read(self.kv_events_config),
             hosts=self.read_hosts(),
         )
         return EngineConfig(**values)

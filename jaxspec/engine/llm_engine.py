@@ -11,6 +11,7 @@ from typing import Any, no_type_check
 from jaxspec.config import EngineConfig, ServedModel
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.input_processor import InputProcessor, Prepared
+from jaxspec.engine.kv_events import KvEventPublisher
 from jaxspec.engine.loader import Sleep, check_level, make_runner, read_tokenizer
 from jaxspec.engine.memory.memory_plan import MemoryPlan
 from jaxspec.engine.metrics import EngineMetrics, Load
@@ -19,6 +20,7 @@ from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduling.batch import Launch, LaunchError, on_device
 from jaxspec.engine.scheduling.controller import Choice, Controller
 from jaxspec.engine.scheduling.costs import Costs, Round
+from jaxspec.engine.scheduling.page_events import PageEvents
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.scheduler import Scheduler
 from jaxspec.engine.scheduling.stats import EngineStats
@@ -67,8 +69,19 @@ class LLMEngine:
     ):
         self.tokenizer = tokenizer or read_tokenizer(config)
         self.memory: MemoryPlan | None = None
+        self._page_events: PageEvents | None = None
+        self._publisher: KvEventPublisher | None = None
+        if config.kv_events.is_on:
+            # An address that cannot be used is told before the weights are read.
+            size, rank = config.page_size, config.data_parallel_rank
+            self._publisher = KvEventPublisher(config.kv_events, size, rank)
+            self._page_events = PageEvents()
         if runner is None:
-            runner = make_runner(config)
+            try:
+                runner = make_runner(config)
+            except BaseException:
+                self._tell_no_more()
+                raise
             config, self.memory = runner.config, runner.memory
         self.config, self.runner = config, runner
         self.controller = Controller(config.speculative)
@@ -128,6 +141,7 @@ class LLMEngine:
             self.stats,
             programs=self.runner.programs,
             costs=self.costs,
+            page_events=self._page_events,
         )
 
     @classmethod
@@ -238,8 +252,22 @@ class LLMEngine:
         except BaseException:
             self._reset()
             raise
+        finally:
+            self._tell_pages()
         self.log_if_due()
         return outputs
+
+    def _tell_no_more(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+
+    def _tell_pages(self) -> None:
+        """Tell whoever wants to know which pages can be found by now."""
+        if self._publisher is None or self._page_events is None:
+            return
+        if events := self._page_events.take():
+            self._publisher.publish(events)
 
     def _restart(self, error: Exception) -> list[RequestOutput]:
         """Begin again after a launch that failed; its tokens are dropped."""
@@ -456,7 +484,9 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget the pages of ended requests; False while pages are in use."""
-        return self.scheduler.reset_prefix_cache()
+        is_done = self.scheduler.reset_prefix_cache()
+        self._tell_pages()
+        return is_done
 
     def sleep(self, level: int = 1) -> None:
         """Free the devices' memory until `wake_up`.
@@ -590,6 +620,7 @@ class LLMEngine:
         self._drain()
         self.reset_prefix_cache()
         self._sleep.begin(2)
+        self._tell_no_more()
         self.runner.leave()
 
     def _drain(self) -> None:

@@ -3,5 +3,6 @@
 `model_config` is a network's numbers, `quantization` which forms its matrices may be
 asked for in, `speculation` how drafts are made and judged,
 `trimming` which tokens a draft of a trimmed vocabulary keeps, `structured_outputs` what
-holds for forms of texts, `hosts` who takes part where several processes run one target.
+holds for forms of texts, `kv_events` who is told of pages, `hosts` who takes part where
+several processes run one target.
 """

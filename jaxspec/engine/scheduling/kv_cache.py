@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxspec.config import EngineConfig
+from jaxspec.engine.scheduling.page_events import PageEvents
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.stats import EngineStats
 
@@ -53,8 +54,13 @@ class PagePool:
     Invariant: a page is free exactly when it has no holder, and is so once.
     """
 
-    def __init__(self, num_pages: int):
-        self.num_pages = num_pages
+    def __init__(self, num_pages: int, events: PageEvents | None = None):
+        """Make a pool of free pages.
+
+        Args:
+            events: Told which pages cannot be found any more.
+        """
+        self.num_pages, self._events = num_pages, events
         self._holders = [0] * num_pages
         self._blank = list(range(num_pages - 1, -1, -1))
         self._kept: OrderedDict[int, None] = OrderedDict()  # the oldest first
@@ -139,7 +145,10 @@ class PagePool:
         return sum(1 for _ in itertools.takewhile(bool, is_drafted))
 
     def _drop_key(self, page: int) -> None:
-        del self._page_of[self._key_of.pop(page)]
+        key = self._key_of.pop(page)
+        del self._page_of[key]
+        if self._events is not None:
+            self._events.removed(key)
         self._undrafted.discard(page)
 
     def forget(self, pages: Iterable[int]) -> None:
@@ -166,6 +175,8 @@ class PagePool:
         """Forget all keys; False, and nothing happens, while any page is held."""
         if self.num_free < self.num_pages:
             return False
+        if self._events is not None:
+            self._events.cleared()
         self.forget(list(self._key_of))
         return True
 
@@ -185,8 +196,20 @@ class PagePool:
 class PageTables:
     """Hands pages of one pool to requests."""
 
-    def __init__(self, config: EngineConfig, stats: EngineStats):
-        self.pool = PagePool(config.num_pages)
+    def __init__(
+        self,
+        config: EngineConfig,
+        stats: EngineStats,
+        events: PageEvents | None = None,
+    ):
+        """Make the tables of a new pool.
+
+        Args:
+            events: Told which pages can be found; None: nobody wants to know.
+        """
+        if events is not None:
+            events.cleared()
+        self.pool, self._events = PagePool(config.num_pages, events), events
         self.page_size = config.page_size
         self.stats = stats
         self._is_shared = config.enable_prefix_caching
@@ -252,13 +275,26 @@ class PageTables:
         self._extend_keys(request, count)
         request.num_registered = count
         whole = count if num_drafted is None else num_drafted // self.page_size
-        return [
-            request.pages[index]
+        new = [
+            index
             for index in range(first, count)
             if self.pool.register(
                 request.pages[index], request.page_keys[index], is_drafted=index < whole
             )
         ]
+        self._tell(request, new)
+        return [request.pages[index] for index in new]
+
+    def _tell(self, request: Request, indices: Iterable[int]) -> None:
+        """Note pages that anybody finds who has a text that begins like this one."""
+        is_for_all = request.cache_salt is None and self._is_shared
+        if self._events is None or not is_for_all:
+            return
+        keys, size = request.page_keys, self.page_size
+        for index in indices:
+            parent = keys[index - 1] if index else None
+            tokens = request.tokens(index * size, (index + 1) * size)
+            self._events.stored(keys[index], parent, tokens)
 
     def complete(self, request: Request, num_drafted: int) -> None:
         """Note how many leading positions the draft model has caught up with."""

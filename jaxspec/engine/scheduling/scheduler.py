@@ -32,6 +32,7 @@ from jaxspec.engine.scheduling.controller import Choice, Controller
 from jaxspec.engine.scheduling.costs import Costs, Kind, Round
 from jaxspec.engine.scheduling.kv_cache import PageTables
 from jaxspec.engine.scheduling.pacing import Pacer
+from jaxspec.engine.scheduling.page_events import PageEvents
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.rows import RowTable
 from jaxspec.engine.scheduling.shapes import Programs, Shapes
@@ -85,11 +86,12 @@ class Scheduler:
         stats: EngineStats | None = None,
         programs: Programs | None = None,
         costs: Costs | None = None,
+        page_events: PageEvents | None = None,
     ):
         self.config, self.controller = config, controller
         self.stats = stats or EngineStats()
         self.costs = costs or Costs(config.max_num_seqs, config.num_draft_tokens)
-        self.tables = PageTables(config, self.stats)
+        self.tables = PageTables(config, self.stats, page_events)
         self.pages = self.tables.pool
         speculative = config.speculative
         longest_drafted = speculative.max_model_len if speculative else None

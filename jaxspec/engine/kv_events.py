@@ -1,0 +1,171 @@
+"""Tells gateways over ZeroMQ which pages the prefix cache has, in vLLM's form.
+
+A message is (topic, number, batch): the number has 8 bytes, big-endian, from 0 on; the
+batch is msgpack of [time, events, engine], an event an array that begins with its name:
+["BlockStored", keys, parent, token ids, tokens of a page, None, "GPU"],
+["BlockRemoved", keys, "GPU"] or ["AllBlocksCleared"]. That is what llm-d reads for
+precise prefix routing. ZeroMQ and msgpack are imported where events are on.
+"""
+
+import contextlib
+import importlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from jaxspec.engine.scheduling.page_events import (
+    PageEvent,
+    PagesRemoved,
+    PagesStored,
+)
+from jaxspec.errors import ConfigError
+from jaxspec.settings.kv_events import KvEventsConfig
+
+_log = logging.getLogger(__name__)
+
+# Of pages on a device, whatever device that is.
+MEDIUM = "GPU"
+# Ends the answer to who asks for batches once more.
+END = (-1).to_bytes(8, "big", signed=True)
+# Between two looks for such a question.
+POLL_S = 0.1
+CLOSE_S = 2.0
+
+
+class KvEventPublisher:
+    """A thread with a PUB socket, and a ROUTER socket for what somebody missed.
+
+    A slow or missing subscriber never delays the engine: what does not fit is dropped,
+    and its number is missing.
+    """
+
+    def __init__(self, config: KvEventsConfig, page_size: int, rank: int = 0):
+        """Open the sockets.
+
+        Args:
+            rank: Which of several engines it is.
+
+        Raises:
+            ConfigError: An address cannot be used, or ZeroMQ or msgpack is not there.
+        """
+        self._config, self._page_size, self._rank = config, page_size, rank
+        self._zmq, self._msgpack = _imported("zmq"), _imported("msgpack")
+        self._context = self._zmq.Context()
+        self._number = 0
+        self._has_dropped = False
+        self._batches: queue.Queue[tuple[int, bytes] | None]
+        self._batches = queue.Queue(config.max_queue_size)
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        try:
+            self._pub = self._open(self._zmq.PUB, "endpoint")
+            self._router = (
+                None
+                if config.replay_endpoint is None
+                else self._open(self._zmq.ROUTER, "replay_endpoint", is_bound=True)
+            )
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
+        self._thread = threading.Thread(
+            target=self._run, name="jaxspec-kv-events", daemon=True
+        )
+        self._thread.start()
+
+    def publish(self, events: Iterable[PageEvent]) -> None:
+        """Send what happened, soon."""
+        told = [self._told(event) for event in events]
+        payload = self._msgpack.packb([time.time(), told, self._rank])
+        number, self._number = self._number, self._number + 1
+        try:
+            self._batches.put_nowait((number, payload))
+        except queue.Full:
+            if not self._has_dropped:
+                _log.warning(
+                    "KV events are made faster than they are sent: some are dropped"
+                )
+            self._has_dropped = True
+
+    def close(self) -> None:
+        """Send what waits, and close the sockets."""
+        with contextlib.suppress(queue.Full):
+            self._batches.put(None, timeout=CLOSE_S)
+        self._thread.join(CLOSE_S)
+        self._context.destroy(linger=0)
+
+    def _told(self, event: PageEvent) -> list[Any]:
+        match event:
+            case PagesStored(keys, parent, token_ids):
+                size = self._page_size
+                told = [list(keys), parent, list(token_ids), size, None, MEDIUM]
+                return ["BlockStored", *told]
+            case PagesRemoved(keys):
+                return ["BlockRemoved", list(keys), MEDIUM]
+            case _:
+                return ["AllBlocksCleared"]
+
+    def _open(self, kind: int, name: str, *, is_bound: bool = False) -> Any:
+        address = self._address(getattr(self._config, name))
+        socket = self._context.socket(kind)
+        socket.set_hwm(self._config.hwm)
+        is_bound |= "*" in address or "::" in address or address.startswith("ipc:")
+        try:
+            (socket.bind if is_bound else socket.connect)(address)
+        except self._zmq.ZMQError as error:
+            raise ConfigError(
+                f"KV events cannot be told at {address}: {error}. Choose another "
+                f"{name} of kv_events_config.",
+                parameter="kv_events_config",
+                value=getattr(self._config, name),
+            ) from error
+        return socket
+
+    def _address(self, address: str) -> str:
+        """An engine's own, of several."""
+        if not self._rank:
+            return address
+        if address.startswith("ipc:"):
+            return f"{address}_dp{self._rank}"
+        host, _, port = address.rpartition(":")
+        return f"{host}:{int(port) + self._rank}"
+
+    def _run(self) -> None:
+        topic = self._config.topic.encode()
+        while True:
+            if self._router is not None and self._router.poll(0):
+                self._replay(self._router)
+            try:
+                batch = self._batches.get(timeout=POLL_S)
+            except queue.Empty:
+                continue
+            if batch is None:
+                return
+            number, payload = batch
+            self._pub.send_multipart((topic, number.to_bytes(8, "big"), payload))
+            self._kept.append(batch)
+
+    def _replay(self, router: Any) -> None:
+        """Send kept batches from a number on, to who asks."""
+        client, *_, asked = router.recv_multipart()
+        start = int.from_bytes(asked, "big")
+        for number, payload in self._kept:
+            if number >= start:
+                numbered = (number.to_bytes(8, "big"), payload)
+                router.send_multipart((client, b"", *numbered))
+        router.send_multipart((client, b"", END, b""))
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"KV events need {name}, which is not installed here: install the extra "
+            "`kv-events` (from the checkout, pip install '.[kv-events]'), or leave "
+            "out kv_events_config.",
+            parameter="kv_events_config",
+            value=True,
+        ) from error

@@ -1,0 +1,99 @@
+"""Owns what an engine is told about telling others of its pages.
+
+Keys and defaults are those of vLLM's `KVEventsConfig`. Knows nothing of sockets.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import no_type_check
+
+from jaxspec.errors import (
+    ConfigError,
+    check_choice,
+    check_flag,
+    check_integer,
+    named_in,
+    nearest,
+    wrong_argument,
+)
+
+PUBLISHERS = ("null", "zmq")
+_NAME = "kv_events_config"
+
+
+# No checks by jaxtyping in the tests: the class has its own, with better errors.
+@no_type_check
+@dataclass(frozen=True, kw_only=True)
+class KvEventsConfig:
+    """Where an engine tells which pages its prefix cache has; vLLM's names.
+
+    Attributes:
+        enable_kv_cache_events: Tell it at all.
+        publisher: "zmq", or "null" for nobody; None is "zmq" where they are enabled.
+        endpoint: Of a PUB socket, which is bound if it has a "*" or "::" in it, or is a
+            file (ipc://), and connects otherwise. The port of engine N of several is N
+            more.
+        replay_endpoint: Where the last batches can be asked for once more.
+        buffer_steps: How many those are.
+        hwm: Batches that wait for a slow subscriber; it misses later ones.
+        max_queue_size: Batches that wait to be sent; later ones are dropped.
+        topic: What subscribers choose by; llm-d wants "kv@<pod>@<model>".
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: str | None = None
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+
+    def __post_init__(self):
+        name = "enable_kv_cache_events"
+        check_flag(ConfigError, name, self.enable_kv_cache_events)
+        if self.publisher is not None:
+            check_choice(ConfigError, "publisher", self.publisher, PUBLISHERS)
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            check_integer(ConfigError, name, getattr(self, name), low=1)
+        for name in ("endpoint", "replay_endpoint"):
+            value = getattr(self, name)
+            if name == "replay_endpoint" and value is None:
+                continue
+            if not isinstance(value, str) or not value.startswith(("tcp://", "ipc://")):
+                allowed = "an address of ZeroMQ: tcp://host:port or ipc://file"
+                raise wrong_argument(ConfigError, name, allowed, value)
+            if value.startswith("tcp://") and not value.rpartition(":")[2].isdigit():
+                allowed = "tcp:// with a port, as in tcp://*:5557"
+                raise wrong_argument(ConfigError, name, allowed, value)
+        if not isinstance(self.topic, str):
+            raise wrong_argument(ConfigError, "topic", "text", self.topic)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anybody is told."""
+        return self.enable_kv_cache_events and self.publisher != "null"
+
+    @classmethod
+    def read(cls, given: object) -> "KvEventsConfig":
+        """Make one of what `kv_events_config` may be: a dict, or None.
+
+        Raises:
+            ConfigError: It is none of that, has an unknown key or a wrong value.
+        """
+        if given is None or isinstance(given, cls):
+            return given or cls()
+        known = [item.name for item in fields(cls)]
+        if not isinstance(given, Mapping):
+            allowed = "a dict with keys among " + ", ".join(known)
+            raise wrong_argument(ConfigError, _NAME, allowed, given)
+        for key, value in given.items():
+            if key not in known:
+                hint = nearest(str(key), known, f"known: {known}.")
+                raise ConfigError(
+                    f"{_NAME} has no key {key!r} (given {value!r}): {hint}",
+                    parameter=_NAME,
+                    value=given,
+                )
+        with named_in(_NAME):
+            return cls(**given)

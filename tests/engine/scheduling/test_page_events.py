@@ -1,0 +1,114 @@
+"""Whoever hears every event knows which pages can be found, and by which tokens."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxspec.engine.scheduling.kv_cache import PageTables, page_keys, root_key
+from jaxspec.engine.scheduling.page_events import (
+    PageEvent,
+    PageEvents,
+    PagesCleared,
+    PagesRemoved,
+    PagesStored,
+)
+from tests.loops import Loop, make_config, make_requests
+
+
+class Listener:
+    """Knows pages by what it has heard, as a gateway does."""
+
+    def __init__(self, page_size: int):
+        self._page_size = page_size
+        self.keys: set[bytes] = set()
+
+    def hear(self, events: list[PageEvent]) -> None:
+        for event in events:
+            match event:
+                case PagesStored(keys, parent, token_ids):
+                    assert self.keys.isdisjoint(keys)
+                    start = root_key("all", "") if parent is None else parent
+                    found = page_keys(start, token_ids, self._page_size)
+                    assert tuple(found) == keys
+                    self.keys |= set(keys)
+                case PagesRemoved(keys):
+                    assert self.keys >= set(keys)
+                    self.keys -= set(keys)
+                case PagesCleared():
+                    self.keys.clear()
+
+
+def run(loop: Loop, events: PageEvents, listener: Listener, requests: Any) -> int:
+    """Run requests one after the other; how many pages were gone again."""
+    gone = 0
+    pool = loop.scheduler.pages
+    for request in requests:
+        loop.scheduler.add(request)
+        goes_on = True
+        while goes_on:
+            goes_on = loop.step()
+            before = set(listener.keys)
+            listener.hear(events.take())
+            assert listener.keys == set(pool._page_of)
+            gone += len(before - listener.keys)
+    return gone
+
+
+@pytest.mark.parametrize("num_draft", [0, 3])
+def test_who_hears_all_knows_all(num_draft: int):
+    # Fewer pages than the texts have, so that some are used again.
+    config = make_config(num_draft_tokens=num_draft, num_pages=32, max_num_seqs=1)
+    loop, events = Loop(config, 0), PageEvents()
+    loop.scheduler.tables = PageTables(config, loop.scheduler.stats, events)
+    loop.scheduler.pages = loop.scheduler.tables.pool
+    listener = Listener(config.page_size)
+    requests = make_requests(config, 4)
+    random = np.random.default_rng(0)
+    for number, request in enumerate(requests):
+        other = random.integers(0, 9, 70 - 20 * number).tolist()
+        request.prompt_token_ids = request.prompt_token_ids[: 20 * number] + other
+    assert run(loop, events, listener, requests) > 0
+    assert listener.keys
+    assert loop.scheduler.reset_prefix_cache()
+    told = events.take()
+    assert told == [PagesCleared()]
+    listener.hear(told)
+    assert not listener.keys
+
+
+def test_pages_of_some_requests_alone_are_not_told():
+    config = make_config(num_pages=200, max_num_seqs=1)
+    loop, events = Loop(config, 0), PageEvents()
+    loop.scheduler.tables = PageTables(config, loop.scheduler.stats, events)
+    loop.scheduler.pages = loop.scheduler.tables.pool
+    (request,) = make_requests(config, 1, cache_salt="mine")
+    loop.scheduler.add(request)
+    while loop.step():
+        pass
+    assert loop.scheduler.pages._page_of
+    assert events.take() == [PagesCleared()]
+    # Nor are they when they go.
+    loop.scheduler.pages.forget(range(config.num_pages))
+    assert not events.take()
+
+
+def test_pages_after_one_another_are_one_event():
+    events = PageEvents()
+    assert events.take() == [PagesCleared()]
+    events.stored(b"a", None, [1, 2])
+    events.stored(b"b", b"a", [3, 4])
+    events.stored(b"c", b"a", [5, 6])
+    events.removed(b"b")
+    events.removed(b"b")
+    events.removed(b"c")
+    events.removed(b"never heard of")
+    assert events.take() == [
+        PagesStored((b"a", b"b"), None, (1, 2, 3, 4)),
+        PagesStored((b"c",), b"a", (5, 6)),
+        PagesRemoved((b"b", b"c")),
+    ]
+    events.cleared()
+    events.cleared()
+    events.removed(b"a")
+    assert events.take() == [PagesCleared()]

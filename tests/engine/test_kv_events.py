@@ -1,0 +1,231 @@
+"""Events as gateways read them off a socket: form, numbers, and what was missed."""
+
+import contextlib
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import zmq
+
+from jaxspec.engine.kv_events import END, KvEventPublisher
+from jaxspec.engine.scheduling.kv_cache import page_keys, root_key
+from jaxspec.engine.scheduling.page_events import (
+    PagesCleared,
+    PagesRemoved,
+    PagesStored,
+)
+from jaxspec.errors import ConfigError
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.settings.kv_events import KvEventsConfig
+from tests.engine.test_llm_engine import PROMPT, make_fake_engine, run_all
+
+LIMIT_MS = 10_000
+TOPIC = "kv@pod@gemma"
+EVENTS = [
+    PagesCleared(),
+    PagesStored((b"k1", b"k2"), None, (1, 2, 3, 4)),
+    PagesRemoved((b"k1",)),
+]
+
+
+class Subscriber:
+    """Listens on loopback; the publisher connects, as its address has no "*"."""
+
+    def __init__(self, context: Any):
+        self._socket = context.socket(zmq.SUB)
+        self._socket.subscribe(b"kv@")
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.port: int = port
+        self.config = {
+            "enable_kv_cache_events": True,
+            "endpoint": f"tcp://127.0.0.1:{port}",
+            "topic": TOPIC,
+        }
+
+    def receive(self) -> tuple[int, Any]:
+        """The number of the next batch, and the batch."""
+        assert self._socket.poll(LIMIT_MS), "nothing came"
+        topic, number, payload = self._socket.recv_multipart()
+        assert (topic, len(number)) == (TOPIC.encode(), 8)
+        return int.from_bytes(number, "big"), msgpack.unpackb(payload)
+
+    def is_silent(self) -> bool:
+        return not self._socket.poll(300)
+
+    def wait_for(self, publisher: KvEventPublisher) -> int:
+        """Have a publisher send until it is heard; returns the number of that batch.
+
+        ZeroMQ drops what is sent before a subscription has come through.
+        """
+        for _ in range(200):
+            publisher.publish([PagesCleared()])
+            if self._socket.poll(50):
+                break
+        while True:
+            number, _ = self.receive()
+            if self.is_silent():
+                return number
+
+
+@pytest.fixture
+def context() -> Iterator[Any]:
+    made = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def subscriber(context: Any) -> Subscriber:
+    return Subscriber(context)
+
+
+def open_publisher(config: dict[str, Any], rank: int = 0) -> Any:
+    publisher = KvEventPublisher(KvEventsConfig.read(config), 2, rank)
+    return contextlib.closing(publisher)
+
+
+def test_batches_have_vllms_form(subscriber: Subscriber):
+    with open_publisher(subscriber.config) as publisher:
+        number = subscriber.wait_for(publisher)
+        publisher.publish(EVENTS)
+        publisher.publish([PagesStored((b"k3",), b"k2", (5, 6))])
+        first, (time_s, events, rank) = subscriber.receive()
+        second, (_, more, _) = subscriber.receive()
+    assert (first, second) == (number + 1, number + 2)
+    assert isinstance(time_s, float)
+    assert rank == 0
+    assert events == [
+        ["AllBlocksCleared"],
+        ["BlockStored", [b"k1", b"k2"], None, [1, 2, 3, 4], 2, None, "GPU"],
+        ["BlockRemoved", [b"k1"], "GPU"],
+    ]
+    assert more == [["BlockStored", [b"k3"], b"k2", [5, 6], 2, None, "GPU"]]
+
+
+def test_what_was_missed_is_sent_once_more(context: Any, tmp_path: Path):
+    # Names of such sockets must be short.
+    folder = Path("/tmp") if len(str(tmp_path)) > 80 else tmp_path
+    files = {name: f"ipc://{folder}/{name}" for name in ("events", "replay")}
+    config = {
+        "enable_kv_cache_events": True,
+        "endpoint": files["events"],
+        "replay_endpoint": files["replay"],
+        "buffer_steps": 3,
+    }
+    with open_publisher(config) as publisher:
+        for number in range(5):
+            publisher.publish([PagesRemoved((bytes([number]),))])
+        found = []
+        with context.socket(zmq.DEALER) as asking:
+            asking.connect(files["replay"])
+            for start in (4, 0):
+                asking.send_multipart((b"", start.to_bytes(8, "big")))
+                while True:
+                    assert asking.poll(LIMIT_MS)
+                    _, number, payload = asking.recv_multipart()
+                    if number == END:
+                        break
+                    batch = msgpack.unpackb(payload)
+                    found.append((int.from_bytes(number, "big"), batch[1]))
+    # So many are kept as `buffer_steps` says.
+    assert found == [
+        (number, [["BlockRemoved", [bytes([number])], "GPU"]])
+        for number in (4, 2, 3, 4)
+    ]
+
+
+def test_engines_side_by_side_have_ports_of_their_own(subscriber: Subscriber):
+    port = subscriber.port - 3
+    config = subscriber.config | {"endpoint": f"tcp://127.0.0.1:{port}"}
+    with open_publisher(config, rank=3) as publisher:
+        subscriber.wait_for(publisher)
+        publisher.publish(EVENTS)
+        _, (_, _, rank) = subscriber.receive()
+    assert rank == 3
+
+
+def test_an_engine_tells_what_it_keeps(subscriber: Subscriber):
+    config = KvEventsConfig.read(subscriber.config)
+    engine, _ = make_fake_engine(num_draft_tokens=3, kv_events=config)
+    assert engine._publisher is not None
+    number = subscriber.wait_for(engine._publisher)
+    prompt = {"prompt_token_ids": [2, 3, 4] * 6}
+    engine.add_request("one", prompt, SamplingParams(max_tokens=9, ignore_eos=True))
+    run_all(engine)
+    size = engine.config.page_size
+    stored: dict[bytes, bytes | None] = {}
+    tokens: list[int] = []
+    events: list[Any] = []
+    while not subscriber.is_silent():
+        number, (_, batch, _) = subscriber.receive()
+        events += batch
+    assert events.pop(0) == ["AllBlocksCleared"]
+    for kind, keys, parent, token_ids, page_size, *_ in events:
+        assert (kind, page_size) == ("BlockStored", size)
+        stored[keys[0]] = parent
+        tokens += token_ids
+    # One page after the other, prompt and answer, as the next turn will find them.
+    assert tokens[:18] == prompt["prompt_token_ids"]
+    assert len(tokens) // size == (18 + 9 - 1) // size
+    kept = set(engine.scheduler.pages._page_of)
+    assert set(page_keys(root_key("all", ""), tokens, size)) == kept
+    assert engine.reset_prefix_cache()
+    told, (_, batch, _) = subscriber.receive()
+    assert (told, batch) == (number + 1, [["AllBlocksCleared"]])
+    engine.shutdown()
+    assert engine._publisher is None
+
+
+def test_nobody_is_told_by_default():
+    engine, _ = make_fake_engine()
+    assert engine._publisher is engine._page_events is None
+    engine.add_request("one", PROMPT, SamplingParams(max_tokens=4))
+    run_all(engine)
+
+
+def test_an_address_that_is_taken(subscriber: Subscriber):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        config = subscriber.config | {"replay_endpoint": address}
+        with pytest.raises(ConfigError, match=f"told at {address}.*replay_endpoint"):
+            KvEventPublisher(KvEventsConfig.read(config), 2)
+
+
+@pytest.mark.parametrize("name", ["zmq", "msgpack"])
+def test_what_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, name, None)  # not to be imported
+    on = KvEventsConfig(enable_kv_cache_events=True)
+    with pytest.raises(ConfigError, match=rf"need {name}, .*\.\[kv-events\]"):
+        KvEventPublisher(on, 2)
+
+
+def test_what_does_not_fit_is_dropped_and_numbered(
+    subscriber: Subscriber, caplog: pytest.LogCaptureFixture
+):
+    config = subscriber.config | {"max_queue_size": 1}
+    with open_publisher(config) as publisher:
+        first = subscriber.wait_for(publisher)
+        pub, sent = publisher._pub, publisher._pub.send_multipart
+        held = [True]
+
+        def slow(parts: Any) -> None:
+            while held[0]:
+                pass
+            sent(parts)
+
+        publisher._pub = type("Slow", (), {"send_multipart": staticmethod(slow)})
+        for _ in range(5):
+            publisher.publish([PagesCleared()])
+        held[0] = False
+        numbers = []
+        while not subscriber.is_silent():
+            numbers.append(subscriber.receive()[0])
+        publisher._pub = pub
+        publisher.publish([PagesCleared()])
+        assert subscriber.receive()[0] == first + 6
+    assert 1 <= len(numbers) <= 2
+    assert "some are dropped" in caplog.text
