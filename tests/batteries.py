@@ -179,6 +179,12 @@ BATTERIES = (
         "tests/models/test_quantized_aot.py",
         (*ENGINE, "benchmarks/compile_costs.py"),
     ),
+    _aot(
+        "hosts",
+        "tests/program/test_hosts_aot.py",
+        (*ENGINE, "tests/program/aot_hosts.py"),
+        "benchmarks/results/aot_hosts.json",
+    ),
     _aot("h200", "tests/program/test_h200_aot.py", (*PROGRAM, "benchmarks/h200.py")),
 )
 

@@ -3,8 +3,11 @@
 Nothing here builds an image or talks to a cluster.
 """
 
+import argparse
 import copy
+import dataclasses
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -17,6 +20,7 @@ import jsonschema
 import pytest
 import yaml
 
+from jaxspec.engine.arg_utils import AsyncEngineArgs
 from jaxspec.serve import ray_app
 from jaxspec.serve.app import make_app
 from jaxspec.serve.flags import make_parser
@@ -94,6 +98,13 @@ RAY_CONFIG = yaml.safe_load(RAY["spec"]["serveConfigV2"])
 )
 (WORKER,) = WORKERS["template"]["spec"]["containers"]
 POD = REPLICAS["Deployment"]["spec"]["template"]
+GROUPED = objects("lws.yaml")
+GROUP = GROUPED["LeaderWorkerSet"]
+LEADING, FOLLOWING = (
+    GROUP["spec"]["leaderWorkerTemplate"][name]
+    for name in ("leaderTemplate", "workerTemplate")
+)
+(LEADER,) = LEADING["spec"]["containers"]
 (SERVER,) = POD["spec"]["containers"]
 
 
@@ -250,6 +261,86 @@ def test_kuberay_takes_the_ray_service():
             jsonschema.ValidationError, match=f"'{name}' was unexpected"
         ):
             jsonschema.validate(wrong, schema)
+
+
+def test_lws_takes_the_hosts():
+    schema = definition("lws.yaml", GROUP["apiVersion"].partition("/")[2])
+    schema["properties"]["metadata"] = {"required": ["name"]}
+    jsonschema.validate(GROUP, schema)
+    for path in ((), ("spec",), ("spec", "leaderWorkerTemplate")):
+        wrong = copy.deepcopy(GROUP)
+        place = wrong
+        for one in path:
+            place = place[one]
+        place["hosts"] = 4
+        with pytest.raises(jsonschema.ValidationError, match="'hosts' was unexpected"):
+            jsonschema.validate(wrong, schema)
+
+
+def of_host(rank: int) -> argparse.Namespace:
+    """The command line of a host, with what LeaderWorkerSet puts in."""
+    (container,) = (LEADING if rank == 0 else FOLLOWING)["spec"]["containers"]
+    known = {"$(LWS_WORKER_INDEX)": str(rank), "$(LWS_LEADER_ADDRESS)": "leader"}
+    given = []
+    for argument in container["args"]:
+        for name, value in known.items():
+            argument = argument.replace(name, value)
+        assert "$(" not in argument
+        given.append(argument)
+    return make_parser("x").parse_args(given)
+
+
+def test_all_hosts_are_started_alike():
+    size = GROUP["spec"]["leaderWorkerTemplate"]["size"]
+    lines = [of_host(rank) for rank in range(size)]
+    arguments = [AsyncEngineArgs.from_cli_args(one) for one in lines]
+    configs = [one.read_hosts() for one in arguments]
+    for rank, config in enumerate(configs):
+        assert config is not None
+        assert (config.nnodes, config.node_rank) == (size, rank)
+        assert config.is_follower == bool(rank)
+        own = dataclasses.replace(config, node_rank=0, headless=False)
+        assert own == configs[0]
+    leader = {"node_rank": 0, "headless": False}
+    # What `serve` makes of a model that stands alone.
+    known = [
+        {**vars(one), "model": line.model_tag} | leader
+        for one, line in zip(arguments, lines, strict=True)
+    ]
+    assert all(one == known[0] for one in known)
+    chips = size * int(LEADER["resources"]["limits"]["google.com/tpu"])
+    assert arguments[0].tensor_parallel_size == chips
+    topology = LEADING["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+    assert math.prod(map(int, topology.split("x"))) == chips
+    draft = arguments[0].speculative_draft_tensor_parallel_size
+    assert draft is not None and draft <= chips // size, "a draft within a host"
+    ports = {one["name"]: one["containerPort"] for one in LEADER["ports"]}
+    assert ports["jax"] == arguments[0].master_port
+    assert configs[0] is not None and ports["plans"] == configs[0].plans_port
+    assert ports["http"] == lines[0].port
+
+
+def test_hosts_have_a_secret_of_their_own_and_time_to_end():
+    for template in (LEADING, FOLLOWING):
+        (container,) = template["spec"]["containers"]
+        mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+        volumes = {one["name"]: one for one in template["spec"]["volumes"]}
+        assert mounts.keys() == volumes.keys()
+        assert "secret" in volumes["hosts"] and mounts["hosts"] == "/hosts"
+        assert set(json.loads(told("VOLUME"))) < set(mounts.values())
+    line = of_host(0)
+    assert Path(line.hosts_secret_file).parent.as_posix() == "/hosts"
+    pause = LEADER["lifecycle"]["preStop"]["sleep"]["seconds"]
+    needed = pause + line.shutdown_timeout + LAST_WORDS_S
+    for template in (LEADING, FOLLOWING):
+        assert template["spec"]["terminationGracePeriodSeconds"] > needed
+    # When one process ends all do, and so they are started.
+    policy = GROUP["spec"]["leaderWorkerTemplate"]["restartPolicy"]
+    assert policy == "RecreateGroupOnPodRestart"
+    # Requests go to the leader alone.
+    selector = GROUPED["Service"]["spec"]["selector"]
+    assert selector.items() <= LEADING["metadata"]["labels"].items()
+    assert "labels" not in FOLLOWING.get("metadata", {})
 
 
 def test_ray_serves_the_application_that_there_is():

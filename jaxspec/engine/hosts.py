@@ -411,11 +411,9 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 def _listening(hosts: HostsConfig) -> socket.socket:
     where = f"{hosts.master_addr}:{hosts.plans_port}"
-    listener = None
+    listener, deadline = None, time.monotonic() + hosts.timeout_s
     try:
-        found = socket.getaddrinfo(
-            hosts.master_addr, hosts.plans_port, type=socket.SOCK_STREAM
-        )
+        found = _resolve(hosts, deadline)
         family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -431,6 +429,23 @@ def _listening(hosts: HostsConfig) -> socket.socket:
             value=hosts.master_addr,
         ) from error
     return listener
+
+
+def _resolve(hosts: HostsConfig, deadline: float) -> list[Any]:
+    """Look the leader's name up: a cluster may give it after it has started the host.
+
+    Raises:
+        OSError: The name is unknown.
+    """
+    while True:
+        try:
+            return socket.getaddrinfo(
+                hosts.master_addr, hosts.plans_port, type=socket.SOCK_STREAM
+            )
+        except socket.gaierror:
+            if time.monotonic() + RETRY_S > deadline:
+                raise
+            time.sleep(RETRY_S)
 
 
 def _accept_all(

@@ -379,6 +379,25 @@ def test_an_address_that_is_not_the_leaders(hosts: Any):
         Followers.gather(hosts(0, master_addr="192.0.2.1"), FACTS)
 
 
+def test_a_name_that_is_not_known_yet(hosts: Any, monkeypatch: pytest.MonkeyPatch):
+    look_up, calls = socket.getaddrinfo, list[int]()
+
+    def slow(host: Any, port: Any, **options: Any) -> Any:
+        calls.append(port)
+        if len(calls) < 3:
+            raise socket.gaierror("unknown")
+        return look_up("127.0.0.1", port, **options)
+
+    monkeypatch.setattr(channel.socket, "getaddrinfo", slow)
+    with channel._listening(hosts(0, master_addr="leader.group")) as listener:
+        assert listener.getsockname()[1] == hosts(0).plans_port
+    assert len(calls) == 3
+    calls[:] = []
+    monkeypatch.setattr(channel, "RETRY_S", 2)
+    with pytest.raises(ConfigError, match="cannot listen on leader.group:.*unknown"):
+        channel._listening(hosts(0, master_addr="leader.group", timeout_s=1))
+
+
 def test_the_first_difference_by_name():
     assert difference(FACTS, dict(FACTS)) is None
     assert difference({"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}) == (

@@ -1,0 +1,201 @@
+"""Compiles 27B with a 2B draft for sixteen TPUs of four hosts that are not there.
+
+`PYTHONPATH=.venv/aot python -m tests.program.aot_hosts` writes what compilers say to
+`benchmarks/results/aot_hosts.json`: memory of one chip, collectives and over how many
+chips they are, what is copied. Nothing runs: no figure is a speed.
+"""
+
+import json
+import math
+import os
+import re
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from jaxspec.config import EngineConfig
+from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.described import describe
+from jaxspec.program.plan import Features, StepShape
+from jaxspec.program.step import lower_step
+from jaxspec.sharding import make_mesh
+from jaxspec_checkpoints.gemma2.published import published_config
+from tests.kernels import aot_tpu
+from tests.program import hlo
+from tests.program.aot_record import Record, markdown
+
+TOPOLOGY, CHIPS_OF_A_HOST, NUM_HOSTS = "v5e:4x4", (2, 2, 1), 4
+NUM_CHIPS = 16
+# Eight sequences of 8,192 tokens.
+NUM_PAGES = 4096
+NUM_DRAFT_TOKENS = 5
+# Who takes part: `{{0,1,2,3},{4,5,6,7}}`, or axes, `mesh['a'=4,'b'=4] {'b'}`.
+_LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
+_BY_AXES = re.compile(r"replica_groups=mesh\[([^\]]+)\] \{([^}]+)\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A program that is compiled.
+
+    Attributes:
+        draft_devices: That share a copy of the draft.
+        layers: Of target and draft; None: all.
+    """
+
+    draft_devices: int
+    layers: tuple[int | None, int | None] = (None, None)
+
+    @property
+    def name(self) -> str:
+        parts = [f"draft over {self.draft_devices}", self.shape.name]
+        if self.layers != (None, None):
+            parts.append(
+                "layers " + ", ".join(str(one or "all") for one in self.layers)
+            )
+        return "/".join(parts)
+
+    @property
+    def shape(self) -> StepShape:
+        """Eight sequences, of which none draws."""
+        return StepShape(
+            num_seqs=8,
+            num_draft_tokens=NUM_DRAFT_TOKENS,
+            chunk=0,
+            features=Features(is_greedy=True),
+        )
+
+    def config(self) -> EngineConfig:
+        """That of the engine whose program is compiled."""
+        with tempfile.TemporaryDirectory() as root:
+            folders = {}
+            for size, layers in zip(("27b", "2b"), self.layers, strict=True):
+                config = published_config(size)
+                if layers is not None:
+                    config |= {"num_hidden_layers": layers}
+                folder = Path(root) / size
+                folder.mkdir()
+                (folder / "config.json").write_text(json.dumps(config))
+                folders[size] = str(folder)
+            return EngineArgs(
+                model=folders["27b"],
+                speculative_model=folders["2b"],
+                num_speculative_tokens=NUM_DRAFT_TOKENS,
+                speculative_draft_tensor_parallel_size=self.draft_devices,
+                tensor_parallel_size=NUM_CHIPS,
+                max_num_seqs=256,
+                max_num_batched_tokens=512,
+                num_gpu_blocks_override=NUM_PAGES,
+                load_format="dummy",
+                dtype="bfloat16",
+            ).create_engine_config()
+
+
+# The first is compiled by a test, with a layer of each kind.
+_CELLS = [
+    Cell(draft_devices=4, layers=(2, 2)),
+    Cell(draft_devices=4),
+    Cell(draft_devices=16),
+]
+CELLS = {cell.name: cell for cell in _CELLS}
+EXAMPLE = _CELLS[0].name
+RECORD = Record("aot_hosts", CELLS)
+
+
+def describe_hosts(draft_devices: int) -> Mesh:
+    """All chips, those of a host side by side, as `Runner` has them."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    topology = topologies.get_topology_desc(
+        platform="tpu",
+        topology_name=TOPOLOGY,
+        chips_per_host_bounds=CHIPS_OF_A_HOST,
+    )
+    devices = sorted(topology.devices, key=lambda one: (one.process_index, one.id))
+    return make_mesh(NUM_CHIPS, draft_devices, devices)
+
+
+def groups(text: str) -> dict[str, int]:
+    """How often the text has a collective, by its name and over how many chips it is.
+
+    As often as it is written: what is in a loop runs several times.
+    """
+    found: Counter[str] = Counter()
+    for line in text.splitlines():
+        operation = re.search(
+            r" (all-reduce|all-gather|all-to-all|reduce-scatter)(-start)?\(", line
+        )
+        if operation is None:
+            continue
+        listed, by_axes = _LISTED.search(line), _BY_AXES.search(line)
+        if listed is not None:
+            size = len(listed[1].split(","))
+        else:
+            assert by_axes is not None, line
+            sizes = dict(one.split("=") for one in by_axes[1].split(","))
+            size = math.prod(int(sizes[axis]) for axis in by_axes[2].split(","))
+        found[f"{operation[1]} over {size}"] += 1
+    return dict(sorted(found.items()))
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Compile a program; what the compiler says of it, for one chip."""
+    cell = CELLS[name]
+    config, mesh = cell.config(), describe_hosts(cell.draft_devices)
+    processes = [device.process_index for device in mesh.devices.flat]
+    program, forms = describe(config, mesh)
+    start = time.monotonic()
+    lowered = lower_step(program, cell.shape, forms)
+    with aot_tpu.no_compilation_cache():
+        compiled: Any = lowered.compile()
+    elapsed, text = time.monotonic() - start, compiled.as_text()
+    memory = compiled.memory_analysis()
+    target, proposers, state = forms
+    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    used += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return dict(
+        name=name,
+        topology=TOPOLOGY,
+        processes=processes,
+        executables=len(re.findall(r"^HloModule ", text, re.MULTILINE)),
+        target_bytes=hlo.local_bytes(target),
+        draft_bytes=hlo.local_bytes(proposers),
+        state_bytes=hlo.local_bytes(state),
+        argument_bytes=memory.argument_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes - memory.argument_size_in_bytes,
+        hbm_bytes=used + memory.generated_code_size_in_bytes,
+        donated_bytes=memory.alias_size_in_bytes,
+        groups=groups(text),
+        collectives=hlo.collectives(text),
+        largest_moves=hlo.largest(hlo.moves(text)),
+        copied=hlo.copied(text, (target, proposers, state.target_pages)),
+        compile_s=round(elapsed, 1),
+    )
+
+
+def tell(rows: dict[str, dict[str, Any]]) -> str:
+    """A table of all rows."""
+    head = "program", "target", "draft", "pages, rows", "temporaries", "collectives"
+    lines = []
+    for name, row in rows.items():
+        sizes = ("target_bytes", "draft_bytes", "state_bytes", "peak_bytes")
+        found = ", ".join(f"{count} {kind}" for kind, count in row["groups"].items())
+        lines.append([name, *(f"{row[one] / 2**30:.2f} GiB" for one in sizes), found])
+    return markdown(head, *lines)
+
+
+def main() -> None:
+    RECORD.main(measure, tell, str(__doc__))
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    main()
