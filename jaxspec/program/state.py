@@ -20,6 +20,9 @@ from jaxspec_kernels.bits import FP8, KvPages, ScaledPages
 
 Kept = TypeVar("Kept")
 
+# Of GPUs whose instructions convert fp8: Ada and Hopper.
+MIN_FP8_CAPABILITY = 8.9
+
 
 @no_type_check
 @jax.tree_util.register_dataclass
@@ -98,15 +101,44 @@ def layer_pages(
         )
         return jax.ShapeDtypeStruct(own, dtype, sharding=placement)
 
-    platform = mesh.devices.flat[0].platform
-    if platform != "cpu" and pool.kv_cache_dtype != "auto":
-        allowed = f"'auto' on a {platform.upper()}"
-        name, value = "kv_cache_dtype", pool.kv_cache_dtype
-        raise wrong_argument(UnsupportedError, name, allowed, value)
+    device = mesh.devices.flat[0]
+    check_kept(pool.kv_cache_dtype, device, form(dtype, 4))
     if pool.kv_cache_dtype == KV_INT8:
         return ScaledPages(form(jnp.int8, 4), form(jnp.float32, 3))
     kept = FP8 if pool.kv_cache_dtype == KV_FP8 else dtype
-    return form(storage_dtype(kept, platform), 4)
+    return form(storage_dtype(kept, device.platform), 4)
+
+
+def check_kept(kept: str, device: Any, form: jax.ShapeDtypeStruct) -> None:
+    """Refuse what kernels of a device do not read, or not where it lies.
+
+    Args:
+        kept: A name of `KV_CACHE_DTYPES`.
+        form: Of the pages, as they are placed.
+
+    Raises:
+        UnsupportedError: It is one of those.
+    """
+    assert form.sharding is not None
+    heads = form.sharding.shard_shape(form.shape)[2] // 2
+    name, kind = "kv_cache_dtype", device.device_kind
+    if device.platform == "tpu" and kept == KV_INT8:
+        hint = "XLA would copy all scales in every layer for the attention kernel."
+        allowed = f"'auto' or 'fp8' on {kind}"
+        raise wrong_argument(UnsupportedError, name, allowed, kept, hint)
+    if device.platform == "tpu" and kept == KV_FP8 and heads < 2:
+        hint = (
+            "Each device has one KV head of a model, and XLA would copy all pages in "
+            "every layer: lower tensor_parallel_size, or that of the draft model."
+        )
+        raise wrong_argument(
+            UnsupportedError, name, f"'auto' on these {kind}", kept, hint
+        )
+    capability = getattr(device, "compute_capability", None)
+    if kept == KV_FP8 and capability and float(capability) < MIN_FP8_CAPABILITY:
+        hint = f"It has compute capability {capability}, and fp8 needs 8.9."
+        allowed = f"'auto' or 'int8' on {kind}"
+        raise wrong_argument(UnsupportedError, name, allowed, kept, hint)
 
 
 def run_if(

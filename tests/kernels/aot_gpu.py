@@ -28,6 +28,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxspec_kernels.bits import ScaledPages
 from jaxspec_kernels.paged_attention import gpu
 from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
 from jaxspec_kernels.paged_attention.gpu_tiles import Tiles
@@ -86,6 +87,7 @@ class Program:
 
     case: Case
     dtype: str = "bfloat16"
+    kept: str | None = None  # by the pages, if not the same
     is_tree: bool = False
     chips: int = 1  # the KV heads are divided among them
     tiles: Tiles | None = None
@@ -241,7 +243,7 @@ def compile_program(program: Program) -> Compiled:
     heads, whole = PartitionSpec(None, None, "x"), PartitionSpec()
     arguments = [
         (query, program.dtype, heads),
-        (pages, program.dtype, heads),
+        (pages, program.kept or program.dtype, heads),
         ((case.seqs, table), jnp.int32, whole),
         ((case.seqs,), jnp.int32, whole),
     ]
@@ -269,10 +271,13 @@ def compile_program(program: Program) -> Compiled:
             out_specs=heads,
             check_vma=False,  # a kernel's result does not say over what it varies
         )
-    shapes = [
+    shapes: list[Any] = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh(chips), spec))
         for shape, dtype, spec in arguments
     ]
+    if program.kept == "int8":
+        scales = shapes[1].update(shape=pages[:3], dtype=jnp.dtype(jnp.float32))
+        shapes[1] = ScaledPages(shapes[1], scales)
     return compile_for_h200(attend, shapes, mesh(chips))
 
 

@@ -69,6 +69,7 @@ class Program:
 
     case: Case
     dtype: str = "bfloat16"
+    kept: str | None = None  # by the pages, if not the same
     has_tree: bool = False
     is_row_major: bool = False
     block_tokens: int | None = None
@@ -210,6 +211,7 @@ def compile_attention(program: Program, chip: str) -> Compiled:
     pool = Format(Layout((0, 1, 2, 3)), one) if program.is_row_major else one
     placements = [one, pool, one, one, *[one] * program.has_tree]
     shapes = _arguments(program.case, program.dtype, placements)
+    shapes[1] = shapes[1].update(dtype=jnp.dtype(program.kept or program.dtype))
     return compile_kernel(_attend(program.case, program.block_tokens), shapes, pool=1)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from jaxspec_kernels.bits import ScaledPages, from_storage, to_storage
 from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
 
 EXACT = 1e-5  # what float32 loses over a hundred terms
@@ -174,6 +175,28 @@ def build(
         dtype=dtype,
         query_dtype=query_dtype,
     )
+
+
+def build_quantized(
+    case: Case, kind: str, seed: int = 0, **settings: Any
+) -> tuple[Call, tuple[Any, ...]]:
+    """A call with keys and values of eight bits, and its positional arguments.
+
+    Args:
+        kind: "float8_e4m3fn", "uint8" (its bits) or "int8" with scales.
+    """
+    call = build(case, seed, **settings)
+    pool: Any = jnp.zeros(0, kind)
+    if kind == "int8":
+        pool = ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0))
+
+    def kept(values: np.ndarray) -> Any:
+        return to_storage(jnp.asarray(values), pool)
+
+    key, value = (np.asarray(from_storage(kept(one))) for one in (call.key, call.value))
+    query, _, *rest = call.arrays
+    pages = kept(call.kv_pages)
+    return replace(call, key=key, value=value), (query, pages, *rest)
 
 
 def attend(call: Call) -> np.ndarray:

@@ -26,6 +26,7 @@ from tests.kernels.oracle import (
     SMALL,
     Call,
     build,
+    build_quantized,
     error,
     excess,
     random_forest,
@@ -214,6 +215,24 @@ def test_bfloat16_pages_as_such_and_as_bits():
         result = attend_blocks(query, pool, table, kv_len, **call.settings)
         assert result.dtype == jnp.float32
         assert error(call, result) <= EXACT
+
+
+@pytest.mark.usefixtures("has_native")
+@pytest.mark.parametrize("kind", ["uint8", "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("implementation", ["reference", "cpu"])
+@pytest.mark.parametrize("window", [None, 7])
+def test_keys_of_eight_bits_equal_float64(kind, implementation, window):
+    case = replace(SMALL, window=window)
+    settings: dict[str, Any] = dict(implementation=implementation)
+    for seed in range(3):
+        call, arrays = build_quantized(case, kind, seed)
+        found = paged_attention(*arrays, **call.settings, **settings)
+        assert error(call, found) <= EXACT
+    mask = random_forest(4, 5, seed=3)
+    call, arrays = build_quantized(case, kind, 4, kv_len=[5, 17, 60, 90], mask=mask)
+    settings["ancestor_mask"] = call.ancestor_mask
+    found = paged_attention(*arrays, **call.settings, **settings)
+    assert error(call, found) <= EXACT
 
 
 def test_result_has_the_type_of_the_query():

@@ -21,6 +21,7 @@ from tests.kernels.oracle import (
     UNOPTIMISED,
     Call,
     build,
+    build_quantized,
     error,
     pages_in_reach,
     random_forest,
@@ -234,12 +235,38 @@ def test_float32_queries_on_bfloat16_pages_are_exact():
     assert error(call, run(call)) <= 1e-5
 
 
-@pytest.mark.parametrize("dtype", ["uint16", "int8"])
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("window", [None, 7])
+def test_keys_of_eight_bits_equal_float64(kind, window):
+    case = replace(SMALL, window=window)
+    for seed in range(4):
+        call, arrays = build_quantized(case, kind, seed)
+        settings = call.settings | dict(tiles=TILES, ancestor_mask=None)
+        assert error(call, attend(*arrays, **settings)) <= 1e-5
+    # With queries of bfloat16, products are bfloat16's, which has all of their digits.
+    call, arrays = build_quantized(case, kind, 5, query_dtype="bfloat16")
+    settings = call.settings | dict(tiles=TILES, ancestor_mask=None)
+    found = attend(*arrays, **settings)
+    assert found.dtype == jnp.bfloat16
+    assert error(call, found.astype(jnp.float32)) <= TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8"])
+def test_trees_over_keys_of_eight_bits_equal_float64(kind):
+    mask = random_forest(4, 5, seed=3)
+    call, arrays = build_quantized(SMALL, kind, 1, kv_len=[5, 17, 60, 90], mask=mask)
+    found = attend(
+        *arrays, ancestor_mask=call.ancestor_mask, tiles=TILES, **call.settings
+    )
+    assert error(call, found) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint8", "int8"])
 def test_pages_without_floats_are_refused(dtype):
     call = build(SMALL)
     query, pages, *rest = call.arrays
     pages = jnp.zeros(pages.shape, dtype)
-    with pytest.raises(NotImplementedError, match=f"float32, not {dtype}"):
+    with pytest.raises(NotImplementedError, match=f"`ScaledPages`, not {dtype}"):
         gpu.paged_attention(query, pages, *rest, ancestor_mask=None, **call.settings)
 
 

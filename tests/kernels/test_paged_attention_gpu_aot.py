@@ -58,6 +58,26 @@ def test_program_fits_an_h200(name):
 
 @pytest.mark.aot
 @needs_compiler
+@pytest.mark.parametrize("kept", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize(
+    "name",
+    members(
+        "attention_gpu",
+        [EXAMPLE, "9b/tp1/prefill", "27b/tp8/decode", "2b/tp8/decode"],
+        is_example=lambda name: name == EXAMPLE,
+    ),
+)
+def test_pages_of_eight_bits_are_read_where_they_lie(name, kept):
+    compiled = compile_program(Program(case=REAL_CASES[name], kept=kept))
+    of_whole_numbers = compile_program(PROGRAMS[name])
+    assert compiled.temp_bytes == of_whole_numbers.temp_bytes
+    own, other = compiled.kernels[0], of_whole_numbers.kernels[0]
+    assert own.wide_copies and not own.narrow_loads and not own.spilled_bytes
+    assert own.shared_bytes < 0.7 * other.shared_bytes
+
+
+@pytest.mark.aot
+@needs_compiler
 @pytest.mark.battery(name="attention_gpu")
 def test_chips_that_divide_the_heads_exchange_nothing():
     """The program of eight chips is that of one with an eighth of the heads."""

@@ -23,6 +23,7 @@ from tests.kernels.oracle import (
     UNOPTIMISED,
     Call,
     build,
+    build_quantized,
     error,
     excess,
     pages_in_reach,
@@ -261,12 +262,28 @@ def test_no_race_and_nothing_out_of_bounds(window, capfd):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("window", [slow(None), 7])
+def test_keys_of_fp8_equal_float64(window):
+    case = replace(SMALL, window=window)
+    settings = dict(ancestor_mask=None, block_tokens=BLOCK_TOKENS, interpret=True)
+    for seed in range(4):
+        call, arrays = build_quantized(case, "float8_e4m3fn", seed)
+        assert error(call, compiled(*arrays, **settings, **call.settings)) <= EXACT
+    call, arrays = build_quantized(case, "float8_e4m3fn", 5, query_dtype="bfloat16")
+    found = compiled(*arrays, **settings, **call.settings)
+    assert found.dtype == jnp.bfloat16
+    assert excess(call, found.astype(jnp.float32)) <= EXACT
+
+
 def test_unsupported_types_are_errors():
     call = build(SMALL)
+    _, (_, scaled, *_) = build_quantized(SMALL, "int8")
     query, pages, *rest = call.arrays
     attend_tpu = partial(tpu.paged_attention, ancestor_mask=None, **call.settings)
-    with pytest.raises(NotImplementedError, match="uint16 pages hold bfloat16 bits"):
+    with pytest.raises(NotImplementedError, match="uint16 pages hold bits"):
         attend_tpu(query, jnp.zeros(pages.shape, jnp.uint16), *rest)
+    with pytest.raises(NotImplementedError, match="would copy them all"):
+        attend_tpu(query, scaled, *rest)
     with pytest.raises(NotImplementedError, match="kv_pages of type int8"):
         attend_tpu(query, jnp.zeros(pages.shape, jnp.int8), *rest)
     with pytest.raises(NotImplementedError, match="query of type float16"):

@@ -10,7 +10,13 @@ import pytest
 from jaxspec_kernels.paged_attention.cases import REAL_CASES
 from tests.batteries import members
 from tests.kernels import aot_tpu
-from tests.kernels.aot_tpu import CHIPS, PROGRAMS, SCOPED_VMEM_BYTES, Compiled
+from tests.kernels.aot_tpu import (
+    CHIPS,
+    PROGRAMS,
+    SCOPED_VMEM_BYTES,
+    Compiled,
+    Program,
+)
 
 RECORDED = json.loads(aot_tpu.RESULTS.read_text())["paged_attention"]
 EXAMPLE = ("2b/tp8/verify-window", "v5e")
@@ -42,6 +48,27 @@ def test_program_compiles_and_fits(name, chip):
     check_fits(result, chip)
     assert not result.collectives
     assert bool(result.whole_copies) == (name in COPIED)
+
+
+@pytest.mark.aot
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    members(
+        "attention_tpu",
+        itertools.product(
+            ("9b/tp1/verify", "27b/tp1/prefill", "27b/tp8/decode", "2b/tp8/decode"),
+            CHIPS,
+        ),
+        is_example=lambda both: both[0] != "27b/tp1/prefill" and both[1] == "v5e",
+    ),
+)
+def test_pages_of_fp8_are_read_where_they_lie(name, chip):
+    """But those of a single KV head, which an engine refuses."""
+    case = REAL_CASES[name]
+    result = aot_tpu.compile_attention(Program(case=case, kept="float8_e4m3fn"), chip)
+    check_fits(result, chip)
+    assert bool(result.whole_copies) == (case.kv_heads == 1)
 
 
 def test_every_program_is_recorded_and_fits():

@@ -101,6 +101,7 @@ def compile_for(
     attends: bool = False,
     is_row_major: bool = False,
     write: Any = write_only,
+    kept: str = "bfloat16",
 ) -> Program:
     one = sharding(chip)
     whole = Format(Layout((0, 1, 2, 3)), one) if is_row_major else one
@@ -108,7 +109,7 @@ def compile_for(
     pool = (PAGES, case.page_size, 2 * case.kv_heads, case.head_dim)
     rows = shape((case.tokens, case.kv_heads, case.head_dim), jnp.bfloat16)
     given = [
-        jax.ShapeDtypeStruct(pool, jnp.bfloat16, sharding=whole),
+        jax.ShapeDtypeStruct(pool, jnp.dtype(kept), sharding=whole),
         rows,
         rows,
         shape((case.tokens,), jnp.int32),
@@ -130,10 +131,13 @@ def compile_for(
     ):
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
         jitted = jax.jit(write, donate_argnums=0, out_shardings=results)
-        return describe(jitted.lower(*given).compile(), pool, rows)
+        compiled = jitted.lower(*given).compile()
+        return describe(compiled, pool, rows, itemsize=jnp.dtype(kept).itemsize)
 
 
-def describe(compiled: Any, pool: tuple[int, ...], rows: Any) -> Program:
+def describe(
+    compiled: Any, pool: tuple[int, ...], rows: Any, *, itemsize: int
+) -> Program:
     memory, text = compiled.memory_analysis(), compiled.as_text()
     entry = text[text.index("\nENTRY") :]
     # As pages, or as slots.
@@ -143,6 +147,7 @@ def describe(compiled: Any, pool: tuple[int, ...], rows: Any) -> Program:
     row_bytes = rows.size * rows.dtype.itemsize
     # Tiles round up the small arguments by a few kB; whole layouts double the pool.
     plain = PAGES * row_bytes // rows.shape[0] * 2 * pool[1]
+    plain = plain * itemsize // rows.dtype.itemsize
     factor = round((memory.argument_size_in_bytes - 2 * row_bytes) / plain)
     return Program(
         pool_bytes=factor * plain,
@@ -214,6 +219,12 @@ def test_small_rows_on_tpu_are_copied_otherwise(chip):
     program = compile_for(chip, case_named("tiny/verify"))
     assert not program.is_in_place
     assert program.whole_pools.count("copy") == 3
+
+
+@pytest.mark.parametrize("chip", EXAMPLES)
+def test_fp8_is_written_in_place(chip):
+    program = compile_for(chip, case_named("9b/tp1/verify"), kept="float8_e4m3fn")
+    assert program.is_in_place, program
 
 
 @pytest.mark.parametrize("chip", EXAMPLES)

@@ -1,6 +1,7 @@
 """Rows start empty, and every leaf is an array of its own."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -8,13 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.device_memory import plan_for
+from jaxspec.errors import UnsupportedError
 from jaxspec.models.families import config_from_hf
 from jaxspec.program.plan import NO_TOKEN, PoolShape
 from jaxspec.program.rows import init_rows
-from jaxspec.program.state import EngineState, init_token_pages, page_forms
+from jaxspec.program.state import (
+    EngineState,
+    check_kept,
+    init_token_pages,
+    page_forms,
+)
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
 from jaxspec_checkpoints.gemma2.published import published_config
 
+DTYPE: Any = jnp.dtype(jnp.bfloat16)
 POOL = PoolShape(num_rows=3, num_pages=10, page_size=4, max_model_len=14, vocab_size=70)
 
 
@@ -37,6 +47,53 @@ def test_scanned_layers_of_a_kind_have_their_pages_in_one_array(scan_layers):
     shapes = [(21 * 10, 4, 16, 256)] * 2 if scan_layers else [(10, 4, 16, 256)] * 42
     assert [form.shape for form in forms] == shapes
     assert all(form.sharding.shard_shape(form.shape)[2] == 2 for form in forms)
+
+
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+def test_pages_of_eight_bits_split_by_heads_with_their_scales(kept):
+    config = config_from_hf(published_config("9b"))
+    pool = dataclasses.replace(POOL, kv_cache_dtype=kept)
+    dtype: Any = jnp.dtype(jnp.bfloat16)
+    first: Any = page_forms(config, dtype, pool, make_mesh(4), TARGET_MESH_AXES)[0]
+    leaves = jax.tree.leaves(first)
+    assert [leaf.shape for leaf in leaves] == [(10, 4, 16, 256), (10, 4, 16)][
+        : len(leaves)
+    ]
+    assert all(leaf.sharding.shard_shape(leaf.shape)[2] == 4 for leaf in leaves)
+    names = {"int8": ["int8", "float32"], "fp8": ["uint8"]}
+    assert [str(leaf.dtype) for leaf in leaves] == names[kept]
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "says"),
+    [
+        ("v5e-8", dict(kv_cache_dtype="int8"), "or 'fp8' on .*copy all scales"),
+        ("v5e-8", dict(kv_cache_dtype="fp8", tensor_parallel_size=8), "one KV head"),
+        ("v5e-8", dict(kv_cache_dtype="fp8", tensor_parallel_size=4), None),
+        ("h100", dict(kv_cache_dtype="fp8"), None),
+        ("h100", dict(kv_cache_dtype="int8"), None),
+    ],
+)
+def test_what_a_device_does_not_read_is_refused_by_a_plan(device, options, says):
+    args = EngineArgs(model="google/gemma-2-9b-it", dtype="bfloat16", **options)
+    if says is None:
+        page_bytes = plan_for(args, device).facts.target.page_bytes
+        heads = 8 // options.get("tensor_parallel_size", 1)
+        scale_bytes = 4 if options["kv_cache_dtype"] == "int8" else 0
+        assert page_bytes == 42 * 16 * 2 * heads * (256 + scale_bytes)
+        return
+    with pytest.raises(UnsupportedError, match=says):
+        plan_for(args, device)
+
+
+def test_old_gpus_are_refused_fp8():
+    config = config_from_hf(published_config("9b"))
+    pool = dataclasses.replace(POOL, kv_cache_dtype="fp8")
+    old = SimpleNamespace(platform="gpu", device_kind="A100", compute_capability="8.0")
+    form: Any = page_forms(config, DTYPE, POOL, make_mesh(1), TARGET_MESH_AXES)[0]
+    with pytest.raises(UnsupportedError, match="capability 8.0, and fp8 needs 8.9"):
+        check_kept(pool.kv_cache_dtype, old, form)
+    check_kept("int8", old, form)
 
 
 def test_the_state_can_be_donated_and_used_again():

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec_kernels.bits import KvPages
+from jaxspec_kernels.bits import FP8, KvPages, ScaledPages
 from jaxspec_kernels.paged_attention.gpu_tiles import (
     MIN_ROWS,
     NUM_SMS,
@@ -54,6 +54,7 @@ def _attend(
         # In
         query_ref,  # [seq, token, q_head, head_dim]
         pages_ref,  # [page, page_size, 2 * kv_head, head_dim]
+        scales_ref,  # f32[page, page_size, 2 * kv_head], of int8 only
         table_ref,  # i32[seq, table]
         kv_len_ref,  # i32[seq]
         depth_ref,  # i32[seq, token], trees only
@@ -103,6 +104,12 @@ def _attend(
     first = split * num_blocks // tiles.splits
     last = (split + 1) * num_blocks // tiles.splits
 
+    nothing = jnp.zeros((), pages_ref.dtype)
+
+    def scale_of(page: Array, at: Array, head: Array, live: Array) -> Array:
+        place = scales_ref.at[page, at % page_size, head]
+        return plgpu.load(place, mask=live, other=0.0)
+
     def visit(block: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         maximum, total, mixed = carry
         at = begin + block * tiles.keys + jnp.arange(tiles.keys, dtype=jnp.int32)
@@ -111,11 +118,13 @@ def _attend(
         where = (page[:, None], (at % page_size)[:, None])
         mask = live[:, None] & (lane < head_dim)[None, :]
         rows = (*where, 2 * kv_head, lane[None, :])
-        key = plgpu.load(pages_ref.at[rows], mask=mask, other=0.0)
+        key = plgpu.load(pages_ref.at[rows], mask=mask, other=nothing)
         rows = (*where, 2 * kv_head + 1, lane[None, :])
-        value = plgpu.load(pages_ref.at[rows], mask=mask, other=0.0)
+        value = plgpu.load(pages_ref.at[rows], mask=mask, other=nothing)
 
         scores = dot(query, key.astype(dtype), trans_b=True)
+        if scales_ref is not None:
+            scores = scores * scale_of(page, at, 2 * kv_head, live)[None, :]
         if soft_cap is None:
             scores = scores * (scale * _LOG2_E)
         else:
@@ -139,6 +148,8 @@ def _attend(
         rescale = jnp.exp2(maximum - new_maximum)
         total = total * rescale + weights.sum(axis=1)
         value = value.astype(dtype)
+        if scales_ref is not None:
+            weights *= scale_of(page, at, 2 * kv_head + 1, live)[None, :]
         mixed = mixed * rescale[:, None] + dot(weights.astype(dtype), value)
         return new_maximum, total, mixed
 
@@ -212,11 +223,13 @@ def paged_attention(
     Raises:
         NotImplementedError: pages that hold bits or integers.
     """
-    if kv_pages.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    is_scaled = isinstance(kv_pages, ScaledPages)
+    floats = (jnp.bfloat16, jnp.float16, jnp.float32, FP8)
+    if not is_scaled and kv_pages.dtype not in floats:
         raise NotImplementedError(
-            f"paged attention on GPU reads pages of bfloat16, float16 or float32, not "
-            f"{kv_pages.dtype}; bfloat16 bits in uint16 are for XLA:CPU, see "
-            "`jaxspec_kernels.bits.storage_dtype`"
+            f"paged attention on GPU reads pages of bfloat16, float16, float32 or "
+            f"float8_e4m3fn, or `ScaledPages`, not {kv_pages.dtype}; bits in uint16 "
+            "and uint8 are for XLA:CPU, see `jaxspec_kernels.bits.storage_dtype`"
         )
     seqs, queries, q_heads, head_dim = query.shape
     if tiles is None:
@@ -250,7 +263,7 @@ def paged_attention(
         name="paged_attention",
     )(
         query,
-        kv_pages,
+        *((kv_pages.values, kv_pages.scales) if is_scaled else (kv_pages, None)),
         page_table.astype(jnp.int32),
         kv_len.astype(jnp.int32),
         *tree,

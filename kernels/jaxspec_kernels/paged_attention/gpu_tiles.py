@@ -32,8 +32,12 @@ def power_of_two(size: int, *, least: int = MIN_ROWS) -> int:
 
 
 def product_dtype(query: jnp.dtype, kv_pages: jnp.dtype) -> jnp.dtype:
-    """Type that both sides of a product have: their own, or float32 if they differ."""
-    return query if query == kv_pages else jnp.dtype(jnp.float32)
+    """Type that both sides of a product have: their own, or float32 if they differ.
+
+    Keys of eight bits have few enough digits for any type of a query.
+    """
+    has_all = query == kv_pages or jnp.dtype(kv_pages).itemsize == 1
+    return query if has_all else jnp.dtype(jnp.float32)
 
 
 def choose_tiles(

@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec_kernels.bits import KvPages, ScaledPages
+from jaxspec_kernels.bits import FP8, KvPages, ScaledPages
 from jaxspec_kernels.paged_attention.reference import fold, unfold
 from jaxspec_kernels.paged_attention.tree_bits import WORD, WORD_SHIFT, pack_tree
 
@@ -155,7 +155,11 @@ def _kernel(
             kv = buffers[slot]
             buffers[slot] = jnp.where(kept, kv, jnp.zeros_like(kv))
 
-        kv = buffers[slot].reshape(block, two_kv_heads * head_dim)
+        kv = buffers[slot]
+        if kv.dtype == FP8:
+            # All of its numbers are numbers of the query's type.
+            kv = kv.astype(query.dtype)
+        kv = kv.reshape(block, two_kv_heads * head_dim)
         seen = visible(base)
         for head in range(two_kv_heads // 2):
             lane = 2 * head * head_dim
@@ -262,18 +266,25 @@ def _walks(
 
 def _check(query: Array, kv_pages: KvPages) -> None:
     if isinstance(kv_pages, ScaledPages):
-        raise NotImplementedError("the TPU kernel reads no pages with scales")
-    if kv_pages.dtype == jnp.uint16:
         raise NotImplementedError(
-            "uint16 pages hold bfloat16 bits for XLA:CPU; on TPU the pool is bfloat16: "
-            "make it with storage_dtype(dtype, 'tpu')"
+            "`ScaledPages`: XLA keeps scales with the pages in the lanes, and would "
+            "copy them all for the TPU kernel; it reads pages of float8_e4m3fn, which "
+            "have none"
         )
-    for name, array in (("query", query), ("kv_pages", kv_pages)):
-        if array.dtype not in (jnp.bfloat16, jnp.float32):
-            raise NotImplementedError(
-                f"{name} of type {array.dtype}: the TPU kernel reads bfloat16 and "
-                "float32"
-            )
+    if kv_pages.dtype in (jnp.uint16, jnp.uint8):
+        raise NotImplementedError(
+            f"{kv_pages.dtype} pages hold bits for XLA:CPU; on TPU the pool has the "
+            "type itself: make it with storage_dtype(dtype, 'tpu')"
+        )
+    if query.dtype not in (jnp.bfloat16, jnp.float32):
+        raise NotImplementedError(
+            f"query of type {query.dtype}: the TPU kernel takes bfloat16 and float32"
+        )
+    if kv_pages.dtype not in (jnp.bfloat16, jnp.float32, FP8):
+        raise NotImplementedError(
+            f"kv_pages of type {kv_pages.dtype}: the TPU kernel reads bfloat16, "
+            "float32 and float8_e4m3fn"
+        )
 
 
 def paged_attention(
@@ -296,7 +307,7 @@ def paged_attention(
         interpret: Run on CPU, as Pallas has it.
 
     Raises:
-        NotImplementedError: a type other than bfloat16 and float32.
+        NotImplementedError: a type other than bfloat16 and float32, and fp8 pages.
     """
     _check(query, kv_pages)
     queries, page_size = query.shape[1], kv_pages.shape[1]
