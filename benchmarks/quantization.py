@@ -3,7 +3,8 @@
 Of every form of the target: perplexity of documents that training did not see, KL
 divergence of its distributions from those of the weights as they are, and how often
 both want the same token. Of pairs of forms, on a CPU at batch 1: tokens per second,
-plain and with drafts, and acceptance. Prints a line per row and writes
+plain and with drafts, and acceptance; also with a draft whose head is cut to a quarter
+of the vocabulary. Prints a line per row and writes
 benchmarks/results/quantization-cpu.json. See benchmarks/README.md.
 """
 
@@ -16,7 +17,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,22 +53,39 @@ FORMS: tuple[Form, ...] = (
     *((*form, "auto") for form in itertools.product(VALUE_TYPES, (False, True))),
     *((None, False, kind) for kind in KV_POOLS),
 )
-# Forms of target and draft; the option of embeddings is for both.
-PAIRS: tuple[tuple[str | None, str | None, bool], ...] = (
-    (None, None, False),
-    (None, "int8", False),
-    (None, "int8", True),
-    (None, "int4", True),
-    ("int8", "int8", False),
-    ("int8", "int8", True),
-    ("int4", "int4", True),
+# Of 8,192 tokens, those that a trimmed draft keeps.
+TRIMMED = 2048
+
+
+class Pair(NamedTuple):
+    """Forms of target and draft; the option of embeddings is for both."""
+
+    target: str | None
+    draft: str | None
+    has_int8_embedding: bool = False
+    draft_vocab_size: int | None = None
+
+
+PAIRS = (
+    Pair(None, None),
+    Pair(None, "int8"),
+    Pair(None, "int8", True),
+    Pair(None, "int4", True),
+    Pair(None, None, False, TRIMMED),
+    Pair(None, "int8", False, TRIMMED),
+    Pair(None, "int8", True, TRIMMED),
+    Pair(None, "int4", True, TRIMMED),
+    Pair("int8", "int8"),
+    Pair("int8", "int8", True),
+    Pair("int8", "int8", True, TRIMMED),
+    Pair("int4", "int4", True),
 )
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--corpus", type=Path, required=True, help="folder with valid.jsonl.xz")
+    add("--corpus", type=Path, help="folder with valid.jsonl.xz, for what is read")
     add("--documents", type=int, default=40, help="about as many, of all domains")
     add("--length", type=int, default=256, help="tokens of a piece of a document")
     add("--rows", type=int, default=4, help="pieces that are read together")
@@ -77,17 +95,19 @@ def make_parser() -> argparse.ArgumentParser:
     add("--repeats", type=int, default=5, help="runs of every prompt in every mode")
     add("--dtype", default="float32")
     add("--skip-speed", action="store_true", help="only what is read")
+    add("--skip-quality", action="store_true", help="only what is timed")
     add("--output", type=Path, default=PATH)
     return parser
 
 
 def main() -> None:
     options = make_parser().parse_args()
+    if options.corpus is None and not options.skip_quality:
+        raise SystemExit("--corpus is missing: what is read is read from there")
     device = warn_unless_quiet()
-    result: dict[str, Any] = {"quality": list(measure_quality(options)), "speed": []}
-    engines = (
-        [] if options.skip_speed else [engine_of(*pair, options) for pair in PAIRS]
-    )
+    quality = [] if options.skip_quality else list(measure_quality(options))
+    result: dict[str, Any] = {"quality": quality, "speed": []}
+    engines = [] if options.skip_speed else [engine_of(pair, options) for pair in PAIRS]
     if engines:
         every = list(bundled("prompts.jsonl"))
         prompts = every[:: max(len(every) // options.num_prompts, 1)]
@@ -223,15 +243,12 @@ def measure_speed(
             own += run_prompts(engine, [prompt], options, GREEDY)
     first = summarise(runs[0])
     for pair, engine, own in zip(PAIRS, engines, runs, strict=True):
-        target, draft, has_embedding = pair
         found = summarise(own)
         plan = engine.runner.memory
         assert plan is not None, "an engine was made without a memory plan"
         facts = plan.facts
         yield {
-            "target": target,
-            "draft": draft,
-            "has_int8_embedding": has_embedding,
+            **pair._asdict(),
             "target_bytes": facts.target.weight_bytes,
             "draft_bytes": facts.draft.weight_bytes,
             **found,
@@ -241,19 +258,15 @@ def measure_speed(
         }
 
 
-def engine_of(
-    target: str | None,
-    draft: str | None,
-    has_embedding: bool,
-    options: argparse.Namespace,
-) -> LLMEngine:
+def engine_of(pair: Pair, options: argparse.Namespace) -> LLMEngine:
     return make_engine(
         options,
-        quantization=target,
-        quantize_embedding=has_embedding,
+        quantization=pair.target,
+        quantize_embedding=pair.has_int8_embedding,
         speculative_config={
             "model": DRAFT,
-            "quantization": draft,
+            "quantization": pair.draft,
+            "draft_vocab_size": pair.draft_vocab_size,
             "num_speculative_tokens": options.num_speculative_tokens,
             "controller": "fixed",
         },

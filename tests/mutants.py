@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from tests.models.test_trimmed import check_kept_logits
 from tests.mutation import Mutant, is_killed
 from tests.program.propose.test_beam import check_trees
 from tests.program.propose.test_corpus import (
@@ -49,11 +50,26 @@ def check_controlled_law() -> None:
     check_law("standard")
 
 
-def mutant(name: str, place: str, old: str, new: str, *, check: Callable) -> Mutant:
+def mutant(
+    name: str,
+    place: str,
+    old: str,
+    new: str,
+    *,
+    check: Callable,
+    package: str = "jaxspec.program",
+) -> Mutant:
     module, function = place.split(".")
-    path = f"jaxspec.program.{module.replace('/', '.')}"
+    path = f"{package}.{module.replace('/', '.')}"
     return Mutant(
         name=name, module=path, function=function, old=old, new=new, check=check
+    )
+
+
+def trimmed(name: str, function: str, old: str, new: str) -> Mutant:
+    place = f"trimmed.{function}"
+    return mutant(
+        name, place, old, new, check=check_kept_logits, package="jaxspec.models"
     )
 
 
@@ -414,6 +430,30 @@ MUTANTS = [
         "votes * count - order",
         "votes * count + order",
         check=check_branches,
+    ),
+    trimmed(
+        "what_a_trimmed_head_says_is_said_of_the_token_before",
+        "to_target_vocab",
+        "at[:, params[TOKEN_IDS]]",
+        "at[:, params[TOKEN_IDS] - 1]",
+    ),
+    trimmed(
+        "tokens_that_were_cut_have_a_logit_like_any",
+        "to_target_vocab",
+        "LOWEST, logits.dtype",
+        "0.0, logits.dtype",
+    ),
+    trimmed(
+        "rows_of_a_trimmed_head_stand_for_tokens_in_another_order",
+        "put_token_ids",
+        "np.asarray(token_ids, np.int32)",
+        "np.asarray(token_ids, np.int32)[::-1]",
+    ),
+    trimmed(
+        "a_trimmed_head_has_the_first_rows",
+        "with_kept_rows",
+        "rows_of(tensors[name], token_ids)",
+        "rows_of(tensors[name], range(len(token_ids)))",
     ),
 ]
 

@@ -42,6 +42,29 @@ def acceptance_table(acceptance: dict[str, dict[str, float]]) -> str:
     return table(["domain", "sampled", "greedy"], rows)
 
 
+def quality_table(rows: list[dict[str, Any]]) -> str:
+    """What quantized matrices do, as `benchmarks.quantization` has measured it."""
+    if not rows:
+        return "Not measured for this pair: `python -m benchmarks.quantization` does."
+    lines = []
+    for row in rows:
+        form = row["kind"] or "as they are"
+        form += ", embedding int8" if row["has_int8_embedding"] else ""
+        kv_kind = row.get("kv_cache_dtype", "auto")
+        form += f", keys and values {kv_kind}" if kv_kind != "auto" else ""
+        lines.append(
+            [
+                form,
+                f"{row['weight_bytes']:,}",
+                f"{row['perplexity']:.2f}",
+                f"{row['kl_nats_per_token']:.5f}",
+                f"{100 * row['share_of_same_first']:.1f} %",
+            ]
+        )
+    head = ["weights", "bytes", "perplexity", "KL, nats/token", "same first token"]
+    return table(head, lines)
+
+
 def commands(training: dict[str, Any]) -> str:
     """Return the command lines, in order, that make such a pair."""
     options = {
@@ -77,6 +100,7 @@ def render(results: dict[str, Any], hashes: dict[str, str]) -> str:
         ),
         losses=loss_table(results["losses"]),
         acceptance=acceptance_table(results["acceptance"]),
+        quantized=quality_table(results.get("quantization", [])),
         hashes=table(
             ["file", "SHA-256"],
             [[f"`{path}`", f"`{digest}`"] for path, digest in hashes.items()],

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from jaxspec_checkpoints import bundled_target
 
 # The recipes are scripts, not a package: they import each other by bare names.
 sys.path.insert(0, str(Path(__file__).parents[2] / "checkpoints" / "recipes"))
@@ -399,5 +402,20 @@ def test_card_has_no_gap() -> None:
     )
     text = card.render(results, {"target/config.json": "abc"})
     assert "$" not in text
+    assert "Not measured for this pair" in text
     assert "| math | 0.610 | 0.720 |" in text
     assert "train_pair.py target --corpus CORPUS --work WORK --steps 7" in text
+
+
+def test_the_bundled_card_says_what_was_measured() -> None:
+    folder = bundled_target().parent
+    results = json.loads((folder / "evaluation.json").read_text())
+    text = (folder / "MODEL_CARD.md").read_text()
+    for made in (
+        card.loss_table(results["losses"]),
+        card.acceptance_table(results["acceptance"]),
+        card.quality_table(results["quantization"]),
+    ):
+        assert f"\n\n{made}\n\n" in text
+    for path, digest in export.hashes(folder).items():
+        assert f"| `{path}` | `{digest}` |" in text

@@ -486,6 +486,32 @@ def test_an_argument_changed_later_is_checked_again(target: str):
         args.create_engine_config()
 
 
+def test_which_tokens_a_draft_keeps(target: str, draft: str, tmp_path: Path):
+    whole: dict[str, Any] = dict(model=draft, num_speculative_tokens=2)
+    config = configure(target, speculative_config=whole)
+    assert config.draft_token_ids is None
+    assert config.draft_model_config is not None
+    assert config.draft_model_config.draft_vocab_size is None
+    path = tmp_path / "map.json"
+    path.write_text(json.dumps([2, 0, 1, 30, 7, 9]))
+    keys: dict[str, Any] = dict(draft_vocab_size=5, draft_token_map=str(path))
+    config = configure(target, speculative_config=whole | keys)
+    assert config.draft_token_ids == (0, 1, 2, 7, 30)
+    assert config.draft_model_config is not None
+    assert config.draft_model_config.draft_vocab_size == 5
+    assert config.model_config.draft_vocab_size is None
+    assert "30" not in repr(config).partition("draft_token_ids")[2]
+    with pytest.raises(ConfigError, match="jaxspec_checkpoints trim"):
+        configure(target, speculative_config=whole | dict(draft_vocab_size=5))
+    # Of random weights no token is more frequent than another.
+    dummy = configure(
+        target,
+        speculative_config=whole | dict(draft_vocab_size=5),
+        load_format="dummy",
+    )
+    assert dummy.draft_token_ids == (0, 1, 2, 3, 4)
+
+
 def test_how_matrices_are_kept(target: str, draft: str):
     config = configure(target, quantization="int8")
     assert config.model_config.quantization == Scheme(kind="int8")

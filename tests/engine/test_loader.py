@@ -121,6 +121,25 @@ def test_a_draft_needs_no_tokenizer_of_its_own(tmp_path):
     assert loader.read_tokenizer(config).vocab_size == 8192
 
 
+@pytest.mark.usefixtures("nothing_is_read")
+def test_a_trimmed_draft_needs_what_marks_turns(tmp_path):
+    """What only the tokenizer knows is missed before a weight is read as well."""
+    path = tmp_path / "map.json"
+    options: dict[str, Any] = dict(
+        speculative_model=str(bundled_draft()),
+        num_speculative_tokens=2,
+        speculative_config={"draft_token_map": str(path)},
+    )
+    path.write_text(json.dumps([0, 1, 2, 4, 5, 107]))
+    config = configure(bundled_target(), **options)
+    with pytest.raises(ConfigError, match=r"missing: <start_of_turn> \(106\)\."):
+        LLMEngine(config)
+    path.write_text(json.dumps([0, 1, 2, 4, 5, 106, 107]))
+    config = configure(bundled_target(), **options)
+    assert config.draft_token_ids == (0, 1, 2, 4, 5, 106, 107)
+    assert loader.read_tokenizer(config).vocab_size == 8192
+
+
 def test_pad_rows_of_a_flax_embedding_are_no_difference(tmp_path):
     """The tree has 128 rows more than the tokenizer has pieces."""
     write_checkpoint(

@@ -52,6 +52,10 @@ def check_equal(whole: Any, tensors: Any, **options: Any) -> None:
     assert (np.delete(found, KEPT, axis=1) == LOWEST).all()
 
 
+def check_kept_logits() -> None:
+    check_equal(CONFIG, in_memory(TENSORS))
+
+
 @pytest.mark.parametrize("kind", [None, "int8", "int4", "fp8"])
 @pytest.mark.parametrize("has_operations", [True, False])
 def test_logits_of_what_is_kept_are_the_whole_heads(kind, has_operations, monkeypatch):
