@@ -10,10 +10,13 @@ import contextlib
 import importlib
 import json
 import logging
+import secrets
 import socket
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, no_type_check
 
 import uvicorn
@@ -21,10 +24,13 @@ from fastapi import FastAPI
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxspec.engine.arg_utils import AsyncEngineArgs
 from jaxspec.engine.async_llm_engine import AsyncLLMEngine
 from jaxspec.engine.engine_group import make_engines
+from jaxspec.engine.follow import Follower
 from jaxspec.errors import (
     ConfigError,
+    check_choice,
     check_flag,
     check_integer,
     check_strings,
@@ -44,7 +50,11 @@ AFFINE_ROUTER = "ray.serve.experimental.consistent_hash_router"
 MAX_ONGOING_REQUESTS = 256
 # Replicas of one machine listen on neighbouring ports, if they tell metrics.
 MAX_METRICS_PORTS, MAX_PORT = 64, 65535
+STRATEGIES = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
 TOLD_PATHS = ("/metrics", "/health")
+# Processes of a replica over several hosts are started here, and told of each other.
+OF_HOSTS = ("nnodes", "node_rank", "master_addr", "master_port", "headless")
+OF_HOSTS += ("hosts_secret_file",)
 READY_POLL_S = 0.1
 _PLACE = "jaxspec.serve.ray_app:build"
 _HINT = "See deploy/README.md for what it takes besides the server's flags."
@@ -61,8 +71,12 @@ class Placement:
     Attributes:
         num_replicas: Always so many; one, unless `autoscaling_config` is given.
         autoscaling_config: `min_replicas`, `max_replicas`, `target_ongoing_requests`...
-        ray_actor_options: What a replica needs, say {"num_gpus": 1}: Ray hides GPUs
-            from a replica that does not ask for them.
+        ray_actor_options: What a replica needs, on each of its hosts, say
+            {"num_gpus": 1}: Ray hides GPUs from a replica that does not ask for them.
+        hosts: Processes of each replica, over which its target is spread; a placement
+            group has them all or none.
+        placement_group_strategy: "STRICT_SPREAD" for one on each machine; "PACK" for
+            as few machines as can be.
         max_ongoing_requests: Requests that one replica is given at a time.
         session_affinity: Send requests with one X-Session-Id to one replica, which has
             their common prefix in its pages. Not behind HAProxy.
@@ -74,6 +88,8 @@ class Placement:
     num_replicas: int | None = None
     autoscaling_config: dict[str, Any] | None = None
     ray_actor_options: dict[str, Any] | None = None
+    hosts: int = 1
+    placement_group_strategy: str = "STRICT_SPREAD"
     max_ongoing_requests: int = MAX_ONGOING_REQUESTS
     session_affinity: bool = False
     metrics_host: str = "127.0.0.1"
@@ -92,6 +108,9 @@ class Placement:
             allowed = "left out with autoscaling_config"
             name = "num_replicas"
             raise wrong_argument(ConfigError, name, allowed, self.num_replicas, hint)
+        check_integer(ConfigError, "hosts", self.hosts, low=1)
+        name = "placement_group_strategy"
+        check_choice(ConfigError, name, getattr(self, name), STRATEGIES)
         check_flag(ConfigError, "session_affinity", self.session_affinity)
         check_strings(ConfigError, "metrics_host", (self.metrics_host,))
         if self.metrics_port is not None:
@@ -99,6 +118,14 @@ class Placement:
             check_integer(
                 ConfigError, "metrics_port", self.metrics_port, low=1, high=high
             )
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What one process of a replica needs, as placement groups have it."""
+        asked = self.ray_actor_options or {}
+        named = {"CPU": asked.get("num_cpus", 1), "GPU": asked.get("num_gpus", 0)}
+        bundle = named | (asked.get("resources") or {})
+        return {name: count for name, count in bundle.items() if count}
 
 
 def build(arguments: dict[str, Any]) -> Any:
@@ -133,6 +160,9 @@ def make_application(
     for name in ("num_replicas", "autoscaling_config", "ray_actor_options"):
         if (value := getattr(placement, name)) is not None:
             chosen[name] = value
+    if placement.hosts > 1:
+        chosen["placement_group_bundles"] = [placement.bundle] * placement.hosts
+        chosen["placement_group_strategy"] = placement.placement_group_strategy
     if placement.session_affinity:
         chosen["request_router_config"] = _affine()
     made = serve.ingress()(replica or Replica)
@@ -157,6 +187,11 @@ def read_arguments(arguments: Mapping[str, Any]) -> tuple[Options, Placement]:
             "Say it in http_options of Serve's config file.",
             told_as=f"{_PLACE}: {name}",
         )
+    for name in OF_HOSTS:
+        if name in named:
+            allowed, value = "left out under Ray Serve", named[name]
+            hint = "Say with hosts over how many a replica is spread: it starts them."
+            raise wrong_argument(ConfigError, name, allowed, value, hint)
     flags = {name: value for name, value in named.items() if name not in own}
     placed = {name: _read(value) for name, value in named.items() if name in own}
     options = read_values(_PLACE, flags)
@@ -214,7 +249,16 @@ class Replica:
     def __init__(self, options: Options, placement: Placement):
         self._options, self._placement = options, placement
         set_up_log(options.listening.uvicorn_log_level)
-        engines = make_engines(options.engine)
+        arguments = options.engine
+        # Kept, as Ray ends actors that nobody knows any more.
+        self._followers: list[Any] = []
+        with contextlib.ExitStack() as stack:
+            if placement.hosts > 1:
+                secret = secrets.token_hex()
+                path = stack.enter_context(_kept_secret(secret))
+                hosts, self._followers = _lead(options, placement, secret)
+                arguments = replace(arguments, **hosts, hosts_secret_file=path)
+            engines = make_engines(arguments)
         warm_up(engines, options.warm_up)
         self.engine = AsyncLLMEngine(*engines)
         # Behind a proxy it would be asked while others are ready.
@@ -249,6 +293,79 @@ class Replica:
                 await serving.background.wait(self._options.shutdown_timeout)
         finally:
             await asyncio.to_thread(self.engine.shutdown, LAST_WORDS_S)
+
+
+class HostProcess:
+    """What Ray runs on every host of a replica but the first."""
+
+    def follow(
+        self, arguments: AsyncEngineArgs, secret: str, log_level: str, **hosts: Any
+    ) -> None:
+        """Do as the replica does, until it ends.
+
+        Args:
+            hosts: What else `arguments` has to say of the processes.
+        """
+        set_up_log(log_level)
+        with _kept_secret(secret) as path:
+            own = replace(arguments, **hosts, hosts_secret_file=path)
+            follower = Follower.start(own.create_engine_config())
+        follower.run()
+
+
+def _lead(
+    options: Options, placement: Placement, secret: str
+) -> tuple[dict[str, Any], list[Any]]:
+    """Start the other processes of this replica, each in a bundle of its own.
+
+    Returns:
+        What the arguments of all processes have to say of them, and the actors of the
+        others. They find this process once its engine is being made.
+    """
+    ray: Any = importlib.import_module("ray")
+    strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
+    common = {
+        "nnodes": placement.hosts,
+        "master_addr": ray.util.get_node_ip_address(),
+        "master_port": _free_ports(),
+    }
+    asked = placement.ray_actor_options or {"num_cpus": 1}
+    actors, group = [], ray.util.get_current_placement_group()
+    for rank in range(1, placement.hosts):
+        strategy = strategies.PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=rank
+        )
+        made = ray.remote(HostProcess).options(**asked, scheduling_strategy=strategy)
+        actors.append(made.remote())
+        actors[-1].follow.remote(
+            options.engine,
+            secret,
+            options.listening.uvicorn_log_level,
+            **common,
+            node_rank=rank,
+            headless=True,
+        )
+    return common, actors
+
+
+@contextlib.contextmanager
+def _kept_secret(secret: str) -> Iterator[str]:
+    """A file of this user's alone, for as long as it is needed."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "secret"
+        path.write_text(secret)
+        yield str(path)
+
+
+def _free_ports() -> int:
+    """The first of two neighbouring ports that nobody listens on."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("", 0))
+            port = first.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                second.bind(("", port + 1))
+                return port
 
 
 class _Listener(uvicorn.Server):

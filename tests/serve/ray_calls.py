@@ -4,7 +4,7 @@ Run by test_ray_app.py in a network of its own, as Ray listens on all interfaces
 machine; prints one line of JSON. By hand, where Ray is installed:
 
     unshare -n sh -c 'ip link set lo up; HOME=FOLDER JAXSPEC_TEST_DELAY=FOLDER/delay \
-        python -m tests.serve.ray_calls FOLDER'
+        python -m tests.serve.ray_calls FOLDER replicas'
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import ray
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -182,7 +183,62 @@ def manifest() -> list[str]:
     return [one.import_path for one in applications]
 
 
-def main() -> None:
+def start_ray() -> openai.OpenAI:
+    """Start Ray and its proxy on this machine; returns a client of what it serves."""
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        object_store_memory=100 * 2**20,
+        _temp_dir=str(Path(sys.argv[1]) / "ray"),
+        log_to_driver=False,
+    )
+    serve.start(http_options={"host": "127.0.0.1", "port": 8000})
+    return openai.OpenAI(
+        base_url="http://127.0.0.1:8000/v1", api_key="none", max_retries=0
+    )
+
+
+def process_of(actor: str) -> psutil.Process:
+    """The process of the only actor of a class, which Ray names by what it runs."""
+
+    def found() -> list[psutil.Process]:
+        every = psutil.process_iter(["cmdline"])
+        return [one for one in every if f"ray::{actor}" in str(one.info["cmdline"])]
+
+    wait_for(lambda: len(found()) == 1)
+    return found()[0]
+
+
+def several_hosts() -> None:
+    """One replica of two processes, each killed once, and what became of its texts."""
+    asked: list[tuple[str, dict[str, Any]]]
+    asked = [(one, how | {"max_tokens": 24}) for one in PROMPTS for how in SHORT]
+    told: dict[str, Any] = {"texts": alone(asked)}
+    prompt, how = asked[0]
+    set_delay(0)
+    client = start_ray()
+    deploy(hosts=2, placement_group_strategy="PACK", tensor_parallel_size=2)
+    told["from_two"] = [text for _, text in asked_texts(client, asked)]
+    for who in ("HostProcess", "ServeReplica"):
+        with ThreadPoolExecutor(NUM_STREAMS) as pool:
+            set_delay(0.1)
+            futures = [pool.submit(stream, client, prompt, **how) for _ in range(2)]
+            wait_for(lambda: sum(running().values()) == 2)
+            process_of(who).kill()
+            start = time.monotonic()
+            told[f"{who} cut"] = [one.result()[0] for one in futures].count(None)
+            set_delay(0)
+            # Nothing answers until the group is there again, and then as before.
+            wait_for(lambda: stream(client, prompt, **how)[0] is not None)
+            told[f"{who} back_s"] = time.monotonic() - start
+        told[f"after {who}"] = [text for _, text in asked_texts(client, asked)]
+    serve.shutdown()
+    ray.shutdown()
+    print(json.dumps(told))
+
+
+def replicas() -> None:
     """Do all of it, and print what happened."""
     short = [(one, how | {"max_tokens": 40}) for one in PROMPTS for how in SHORT] * 2
     # The program with masks is compiled in each replica: kept are only those without.
@@ -212,18 +268,7 @@ def main() -> None:
         return dict(kinds)
 
     set_delay(0)
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        object_store_memory=100 * 2**20,
-        _temp_dir=str(Path(sys.argv[1]) / "ray"),
-        log_to_driver=False,
-    )
-    serve.start(http_options={"host": "127.0.0.1", "port": 8000})
-    client = openai.OpenAI(
-        base_url="http://127.0.0.1:8000/v1", api_key="none", max_retries=0
-    )
+    client = start_ray()
 
     # Two replicas that are there for good.
     deploy(num_replicas=2, session_affinity=True)
@@ -287,4 +332,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    {"replicas": replicas, "hosts": several_hosts}[sys.argv[2]]()

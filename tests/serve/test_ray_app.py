@@ -21,8 +21,9 @@ from jaxspec.errors import ConfigError, EngineDeadError
 from jaxspec.serve import ray_app
 from jaxspec.serve.flags import listening_flags
 from jaxspec.serve.ray_app import Placement, Replica, build, read_arguments
+from tests.e2e.test_several_hosts import environment
 from tests.engine.test_llm_engine import letters, make_fake_engine, said
-from tests.programs import ROOT, quick_environment
+from tests.programs import ROOT
 from tests.serving import COMPLETIONS, PROMPT, TurnsTokenizer, post
 
 
@@ -72,6 +73,16 @@ def test_a_command_line_and_a_file_say_the_same():
     assert read_arguments(named)[1].max_ongoing_requests == 40
 
 
+def test_what_a_process_needs_is_a_bundle():
+    needs = {"num_cpus": 2, "resources": {"TPU": 4}}
+    _, placement = read_arguments({"hosts": 4, "ray_actor_options": needs})
+    assert placement.bundle == {"CPU": 2, "TPU": 4}
+    assert read_arguments({"hosts": "2"})[1].bundle == {"CPU": 1}
+    assert Placement(ray_actor_options={"num_cpus": 0, "num_gpus": 1}).bundle == {
+        "GPU": 1
+    }
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -87,6 +98,10 @@ def test_a_command_line_and_a_file_say_the_same():
         ({"ray_actor_options": "gpu"}, "ray_actor_options must be a mapping"),
         ({"session_affinity": "perhaps"}, "session_affinity must be"),
         ({"metrics_port": 0}, "metrics_port must be"),
+        ({"hosts": 0}, "hosts must be"),
+        ({"placement_group_strategy": "ANY"}, "placement_group_strategy must be"),
+        ({"nnodes": 2}, "Say with hosts"),
+        ({"hosts-secret-file": "x"}, "Say with hosts"),
         *[
             ({name.replace("_", "-"): "x"}, "Ray Serve, which listens itself")
             for name in sorted(listening_flags() - {"uvicorn_log_level"})
@@ -185,12 +200,22 @@ def test_a_replica_is_unhealthy_once_its_engine_has_ended(replica: Replica):
 # An environment of Ray's own, or this one.
 RAYS = Path(sys.prefix) / "ray" / "bin" / "python"
 LIMIT_S = 900
-FOLDERS = (".", "kernels", "checkpoints")
 
 
 @pytest.fixture(scope="module")
-def told() -> Iterator[dict[str, Any]]:
+def told() -> dict[str, Any]:
     """What happened to replicas under Ray."""
+    return run_under_ray("replicas")
+
+
+@pytest.fixture(scope="module")
+def told_of_hosts() -> dict[str, Any]:
+    """What happened to a replica of two processes."""
+    return run_under_ray("hosts")
+
+
+def run_under_ray(what: str) -> dict[str, Any]:
+    """What a part of ray_calls.py tells."""
     here = importlib.util.find_spec("ray")
     python = sys.executable if here else RAYS
     if not here and not RAYS.exists():
@@ -203,14 +228,13 @@ def told() -> Iterator[dict[str, Any]]:
     folder = tempfile.mkdtemp(prefix="ray")
     try:
         done = subprocess.run(
-            alone([str(python), "-m", "tests.serve.ray_calls", folder]),
+            alone([str(python), "-m", "tests.serve.ray_calls", folder, what]),
             cwd=ROOT,
-            env=quick_environment()
+            env=environment(num_devices=1)
             | {
                 # Where Ray keeps a key.
                 "HOME": folder,
                 "JAXSPEC_TEST_DELAY": f"{folder}/delay",
-                "PYTHONPATH": ":".join(str(ROOT / one) for one in FOLDERS),
                 "RAY_USAGE_STATS_ENABLED": "0",
             },
             capture_output=True,
@@ -220,7 +244,7 @@ def told() -> Iterator[dict[str, Any]]:
     finally:
         shutil.rmtree(folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    yield json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
@@ -266,3 +290,19 @@ def test_a_replica_that_goes_ends_its_texts_before(told: dict[str, Any]):
     assert min(told["running_while_draining"].values()) > 0
     assert told["unfinished_while_draining"] == 4
     assert told["after_scaling"] == {"same": 4}
+
+
+@pytest.mark.slow
+def test_a_replica_of_two_processes_says_what_one_says(told_of_hosts: dict[str, Any]):
+    assert told_of_hosts["from_two"] == told_of_hosts["texts"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["HostProcess", "ServeReplica"])
+def test_a_replica_of_two_processes_comes_back_as_it_was(
+    told_of_hosts: dict[str, Any], who: str
+):
+    # Both texts that ran are cut: neither process goes on without the other.
+    assert told_of_hosts[f"{who} cut"] == 2
+    assert told_of_hosts[f"after {who}"] == told_of_hosts["texts"]
+    assert told_of_hosts[f"{who} back_s"] < LIMIT_S / 4
