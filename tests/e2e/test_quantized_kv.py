@@ -27,7 +27,7 @@ from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import open_checkpoint
 from jaxspec_kernels import native
 from jaxspec_kernels.bits import ScaledPages
-from tests.e2e import pair
+from tests.e2e import heads, pair
 from tests.e2e.lossless import TREE
 from tests.engines import generate, make_engine, tokens_of
 from tests.oracles import PagedModel
@@ -129,6 +129,19 @@ def test_other_texts_than_with_whole_numbers_and_the_same_after_a_sleep():
     engine.wake_up()
     assert isinstance(engine.runner.state.target_pages[0], ScaledPages)
     assert tokens_of(generate(engine, PROMPTS, params())) == first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_has_such_pages_too_and_changes_no_text(kind):
+    options: dict[str, Any] = dict(kv_cache_dtype=kind, has_one_shape=True)
+    alone = make_engine(pair.target(), **pair.settings(**options))
+    engine = heads.make_head_engine("eagle3", **pair.settings(**options))
+    expected = tokens_of(generate(alone, PROMPTS, params()))
+    assert tokens_of(generate(engine, PROMPTS, params())) == expected
+    assert engine.stats.num_draft_tokens > 0
+    pages = engine.runner.state.proposers[0][0]
+    assert pages.dtype == (jnp.int8 if kind == "int8" else jnp.uint8)
 
 
 @pytest.mark.slow
