@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import Region, TokenBatch
+from jaxspec_kernels.bits import KvPages, ScaledPages
 
 # Queries whose scores are there at once: those of all would be the largest array.
 BLOCK = 128
@@ -41,14 +42,15 @@ class RowsBackend(Backend):
 
     def write(
         self,
-        kv_pages: Num[Array, "pass_row token two_kv_head head_dim"],
+        kv_pages: KvPages,
         key: Float[Array, "row_token kv_head head_dim"],
         value: Float[Array, "row_token kv_head head_dim"],
         slot_mapping: Int[Array, " row_token"],
         num_q_heads: int,
-    ) -> Num[Array, "pass_row token two_kv_head head_dim"]:
+    ) -> KvPages:
         """Put a pass's keys (even) and values (odd) in their place."""
         del slot_mapping, num_q_heads
+        assert not isinstance(kv_pages, ScaledPages)  # rows are kept as they are
         both = jnp.stack([key, value], axis=2).astype(kv_pages.dtype)
         both = both.reshape(-1, *kv_pages.shape[1:])
         start = self.number * both.shape[0]
@@ -57,7 +59,7 @@ class RowsBackend(Backend):
     def attend(
         self,
         query: Float[Array, "row token q_head head_dim"],
-        kv_pages: Num[Array, "pass_row token two_kv_head head_dim"],
+        kv_pages: KvPages,
         region: Region,
         *,
         scale: float,
@@ -66,6 +68,7 @@ class RowsBackend(Backend):
     ) -> Float[Array, "row token q_head head_dim"]:
         """See the class."""
         del region
+        assert not isinstance(kv_pages, ScaledPages)
         rows, length, q_heads, head_dim = query.shape
         kv_heads = kv_pages.shape[2] // 2
         kept = kv_pages.astype(jnp.float32)

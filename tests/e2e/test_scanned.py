@@ -178,6 +178,7 @@ def test_eight_devices_say_what_huggingface_does(draft_shards):
         **pair.settings(max_num_seqs=3),
     )
     (stack, *_) = engine.runner.state.target_pages
+    assert isinstance(stack, jax.Array)
     assert stack.addressable_shards[0].data.shape[2] * 8 == stack.shape[2]
     prompts = pair.prompts(4)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
