@@ -139,7 +139,7 @@ def test_compiles_are_announced():
     runner.compiler = Compiler(runner._make)
     runner.program = runner.params = runner.state = ()
     runner.pool = fake.device.pool
-    runner.compiler_options = runner.memory = None
+    runner.compiler_options = runner.memory = runner.followers = None
 
     class Cache:
         def build(self, *_: Any) -> Any:
