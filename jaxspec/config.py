@@ -35,7 +35,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 KV_INT8, KV_FP8 = "int8", "fp8"
 KV_CACHE_DTYPES = ("auto", KV_INT8, KV_FP8)
 # Bytes of a number, and of the scale that a head's numbers of one token share.
-KV_BYTES = {KV_INT8: (1, 4), KV_FP8: (1, 0)}
+_KV_BYTES = {KV_INT8: (1, 4), KV_FP8: (1, 0)}
 SCHEDULING_POLICIES = ("fcfs", "priority")
 # What "auto" becomes is known on the device only; float32 is the larger outcome.
 MAX_DTYPE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}
@@ -46,6 +46,15 @@ PAIR_HINT = (
     "Choose a draft of the target's family; of Gemma 2, these pairs work (target <- "
     "draft): 27b <- 9b, 27b <- 2b, 9b <- 2b."
 )
+
+
+def kv_widths(kv_cache_dtype: str, dtype_bytes: int) -> tuple[int, int]:
+    """Bytes of a number of a key or value, and of the scale of a token and head.
+
+    Args:
+        dtype_bytes: Of a number of the weights.
+    """
+    return _KV_BYTES.get(kv_cache_dtype, (dtype_bytes, 0))
 
 
 @no_type_check

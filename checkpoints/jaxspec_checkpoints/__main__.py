@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxspec_checkpoints.checkpoint import TOKEN_MAP
-from jaxspec_checkpoints.counting import count_tokens, write_token_map
+from jaxspec_checkpoints.counting import check_is_new, count_tokens, write_token_map
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.layout import DTYPES
 from jaxspec_checkpoints.quantization import VALUE_TYPES
@@ -23,8 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "inspect":
             print(describe(checkpoint))
         elif options.command == "trim":
-            counts = count_tokens(checkpoint, options.texts)
             path = options.output or checkpoint.folder / TOKEN_MAP
+            check_is_new(path)
+            counts = count_tokens(checkpoint, options.texts)
             write_token_map(path, counts)
             print(f"{path}: all tokens, most frequent first\n{counts.report()}")
         else:

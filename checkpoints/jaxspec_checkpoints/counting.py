@@ -133,7 +133,7 @@ def read_texts(path: str | Path) -> Iterator[str]:
                         yield _text_of(line, f"{path}, line {number},")
                     elif not is_json:
                         yield line
-        except (lzma.LZMAError, UnicodeDecodeError) as error:
+        except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path} is no text: {error}") from error
 
 
@@ -211,6 +211,18 @@ def _of_json(content: bytes, named: Sequence[str]) -> tuple[Encode, list[Any]]:
     return encode, [library.token_to_id(piece) for piece in named]
 
 
+def check_is_new(path: str | Path) -> None:
+    """Refuse a path where something is already, before texts are counted for it.
+
+    Raises:
+        CheckpointError: Something is there.
+    """
+    if os.path.lexists(expand(path)):
+        raise CheckpointError(
+            f"{path} exists already: name another file with --output, or delete it"
+        )
+
+
 def write_token_map(path: str | Path, counts: Counts) -> None:
     """Write a map of all tokens into a new file, whole or not at all.
 
@@ -218,10 +230,7 @@ def write_token_map(path: str | Path, counts: Counts) -> None:
         CheckpointError: The file exists already, or cannot be written.
     """
     path = expand(path).absolute()
-    if os.path.lexists(path):
-        raise CheckpointError(
-            f"{path} exists already: name another file with --output, or delete it"
-        )
+    check_is_new(path)
     content = {
         "num_texts": counts.num_texts,
         "num_tokens": int(counts.frequency.sum()),
@@ -231,4 +240,4 @@ def write_token_map(path: str | Path, counts: Counts) -> None:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".trim.") as folder:
             made = Path(folder) / path.name
             made.write_text(json.dumps(content) + "\n", encoding="utf-8")
-            made.rename(path)
+            os.link(made, path)  # not `rename`, which would replace a file

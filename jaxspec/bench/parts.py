@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxspec.bench.measure import Batch
-from jaxspec.config import KV_BYTES
+from jaxspec.config import kv_widths
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.errors import UnsupportedError
 from jaxspec.models.network import build_network
@@ -190,8 +190,7 @@ def round_bytes(engine: LLMEngine, num_draft_tokens: int, kv_len: int) -> int:
     has_one_pass = speculative is not None and speculative.has_one_pass
     drafted = min(num_draft_tokens, 1) if has_one_pass else num_draft_tokens
     passes += [(draft, own, drafted) for own in proposers if own is not None]
-    weights = engine.runner.dtype.itemsize, 0
-    widths = KV_BYTES.get(engine.config.kv_cache_dtype, weights)
+    widths = kv_widths(engine.config.kv_cache_dtype, engine.runner.dtype.itemsize)
     total = 0
     for model, params, count in passes:
         weights = sum(matrix.nbytes for matrix in _matrices(params))

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Self, no_type_check
 
 from jaxspec.config import (
-    KV_BYTES,
     KV_CACHE_DTYPES,
     KV_FP8,
     MAX_DTYPE_BYTES,
@@ -22,6 +21,7 @@ from jaxspec.config import (
     EngineConfig,
     GivenSizes,
     ModelConfig,
+    kv_widths,
 )
 from jaxspec.console.command import documented, flag_type
 from jaxspec.engine.memory.memory_plan import CPU_SIZES, default_cpu_pages
@@ -386,8 +386,9 @@ class EngineArgs:
                 draft = replace(draft, draft_vocab_size=len(kept))
         num_pages = self.num_gpu_blocks_override
         if num_pages is None:
-            weights = MAX_DTYPE_BYTES[_DTYPES[self.dtype]], 0
-            widths = KV_BYTES.get(_KV_DTYPES[self.kv_cache_dtype], weights)
+            widths = kv_widths(
+                _KV_DTYPES[self.kv_cache_dtype], MAX_DTYPE_BYTES[_DTYPES[self.dtype]]
+            )
             num_bytes = model.kv_bytes_per_token(*widths)
             if draft is not None:
                 num_bytes += draft.kv_bytes_per_token(*widths)

@@ -46,7 +46,7 @@ from jaxspec.engine.runner import (
 )
 from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.engine.scheduling.shapes import Shapes
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, UnsupportedError
 from jaxspec.models.families import published_config
 from jaxspec.models.heads.weights import abstract_head
 from jaxspec.models.params import Params
@@ -164,11 +164,16 @@ def spread_draft(
 
     given = config.given or GivenSizes()
     sizes = []
+    refused: UnsupportedError | None = None
     for devices in range(mesh.size, 0, -1):
         if mesh.size % devices:
             continue
         one, one_mesh = with_size(devices)
-        facts = find_facts(one, one_mesh, given, device, others)
+        try:
+            facts = find_facts(one, one_mesh, given, device, others)
+        except UnsupportedError as error:  # of pages spread like this
+            refused = error
+            continue
         try:
             num_pages = _planned(one, facts).num_pages
         except ConfigError:
@@ -184,6 +189,9 @@ def spread_draft(
                 num_pages=num_pages,
             )
         )
+    if not sizes:
+        assert refused is not None
+        raise refused
     sharding = choose(sizes)
     if config.given is None or given.draft_tensor_parallel_size is not None:
         devices = speculative.draft_tensor_parallel_size

@@ -13,7 +13,7 @@ the same whether it was fed by itself, among drafts or with a prompt.
   own, and a scale would help only those beyond 448, which become 448, or below 2^-6,
   which are kept to 2^-10.
 - int8 has a scale for each token and head, of its keys and of its values: the largest
-  is 127. With 256 numbers a head these are 1.6 % more bytes.
+  magnitude becomes 127. With 256 numbers a head these are 1.6 % more bytes.
 """
 
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ def check_storage(kv_pages: KvPages) -> None:
 def to_storage(rows: Num[Array, "... head_dim"], pool: Any) -> Any:
     """Rows as they are kept by `pool`, which has a type, or is `ScaledPages`.
 
-    NaN stays NaN, so that a row that is none of numbers is found out.
+    A row that holds NaN stays NaN, so that it is detected.
     """
     if isinstance(pool, ScaledPages):
         rows = rows.astype(jnp.float32)

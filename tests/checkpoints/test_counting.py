@@ -108,6 +108,7 @@ def test_texts_come_from_lines_of_json_and_from_anything_else(tmp_path):
         ("some.jsonl", b"{text}\n", "line 1, is no JSON"),
         ("some.txt", b"\xff\xfe", "is no text"),
         ("some.txt.xz", b"plain", "is no text"),
+        ("cut.txt.xz", lzma.compress(b"ein Wort\n" * 99)[:-9], "is no text"),
         ("empty.txt", b"", "there is nothing to count"),
     ],
 )

@@ -35,7 +35,7 @@ from jaxspec.engine.memory.memory_plan import (
 )
 from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.scheduling.stats import EngineStats
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, UnsupportedError
 from jaxspec.program.plan import StepShape
 from tests.program import aot_memory, hlo
 
@@ -437,6 +437,22 @@ def test_a_small_draft_is_whole_on_every_device():
     _, same_mesh, sharding = spread_draft(by_hand, mesh, device="v5e-8")
     assert sharding is not None
     assert (sharding.is_given, same_mesh.shape["model"]) == (True, 8)
+
+
+def test_fp8_pages_leave_out_sizes_at_which_a_device_would_have_one_kv_head():
+    """The 2B draft has four heads: over eight devices or four XLA would copy pages."""
+    (config, mesh), (small, small_mesh) = (
+        (dataclasses.replace(config, kv_cache_dtype="fp8"), named_mesh("v5e-8", config))
+        for size in ("27b", "9b")
+        for config in [
+            aot_memory.Cell(device="v5e-8", target=size, num_seqs=64).config()
+        ]
+    )
+    _, _, sharding = spread_draft(config, mesh, device="v5e-8")
+    assert sharding is not None and sharding.devices in (1, 2)
+    # 9B itself has eight heads, so that no size of the draft helps.
+    with pytest.raises(UnsupportedError, match="one KV head"):
+        spread_draft(small, small_mesh, device="v5e-8")
 
 
 def test_on_a_cpu_a_draft_is_spread_like_the_target():

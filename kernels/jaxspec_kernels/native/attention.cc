@@ -189,8 +189,8 @@ float to_weights(float* scores, int64_t count, float soft_cap) {
 //
 // A row is a query head of a token. `ranges` says which of `keys`, those that any of
 // the tokens sees, each token sees itself. Afterwards `keys` are the values.
-// Scores and weights are multiplied with the scales of keys and of values, which follow
-// each other; `scales` has those of each of `keys`, where these are int8.
+// Where these are int8, `scales[i]` points to the scale of `keys[i]`, which a score is
+// multiplied by; that of its value is the next float, and a weight is multiplied by it.
 template <typename Query, typename Value>
 void attend_rows_of(const Attention& given, std::vector<const Value*>& keys,
                     const std::vector<const float*>& scales, const Range* ranges,
@@ -248,7 +248,7 @@ void attend_rows_of(const Attention& given, std::vector<const Value*>& keys,
       }
     });
   }
-  // From here on what was looked for is what is taken: values lie behind their keys.
+  // From here on `keys` point to values, each of which lies behind its key.
   for (const Value*& key : keys) key += size;
   for_rows(rows, [&](int64_t first, auto number) {
     constexpr int kRows = number.value;
@@ -450,16 +450,18 @@ void attend(ffi::ThreadPool& pool, const Attention& attention, const float* quer
 namespace {
 
 ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer kv_pages,
-                  ffi::AnyBuffer scales, ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> kv_len,
-                  ffi::Buffer<ffi::PRED> mask, ffi::Result<ffi::AnyBuffer> mixed,
-                  float scale, float soft_cap, int64_t window) {
+                  ffi::AnyBuffer scales, ffi::Buffer<ffi::S32> page_table,
+                  ffi::Buffer<ffi::S32> kv_len, ffi::Buffer<ffi::PRED> mask,
+                  ffi::Result<ffi::AnyBuffer> mixed, float scale, float soft_cap,
+                  int64_t window) {
   const auto rows = query.dimensions();
   if (rows.size() != 4)
     return ffi::Error::InvalidArgument("attend: queries have other axes");
   Attention attention{};
   attention.queries = rows[1], attention.q_heads = rows[2];
   attention.scale = scale, attention.soft_cap = soft_cap, attention.window = window;
-  if (ffi::Error error = set_pages(attention, kv_pages, scales); error.failure()) return error;
+  if (ffi::Error error = set_pages(attention, kv_pages, scales); error.failure())
+    return error;
   if (ffi::Error error = set_region(attention, page_table, kv_len, mask);
       error.failure())
     return error;

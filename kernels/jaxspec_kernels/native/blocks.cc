@@ -118,8 +118,10 @@ void quantize(const float* values, int64_t size, int8_t* to, float* scale) {
   }
   *scale = most * (1.0f / 127);
   const float inverse = *scale > 0 ? 1.0f / *scale : 0.0f;
-  for (int64_t i = 0; i < size; ++i)
-    to[i] = std::clamp(std::nearbyint(values[i] * inverse), -127.0f, 127.0f);
+  for (int64_t i = 0; i < size; ++i) {
+    const float one = std::clamp(std::nearbyint(values[i] * inverse), -127.0f, 127.0f);
+    to[i] = one == one ? static_cast<int8_t>(one) : 0;  // NaN as an integer is undefined
+  }
 }
 
 // As `write_row`; `scales` are those of a head's keys, then of its values.
@@ -187,7 +189,7 @@ ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
     std::memcpy(pages, kv_pages.untyped_data(), kv_pages.size_bytes());
   attention.kv_pages = pages;
   float* slot_scales = static_cast<float*>(made_scales->untyped_data());
-  if (slot_scales != scales.untyped_data())
+  if (scales.size_bytes() > 0 && slot_scales != scales.untyped_data())
     std::memcpy(slot_scales, scales.untyped_data(), scales.size_bytes());
   attention.scales = slot_scales;
 

@@ -221,7 +221,8 @@ def paged_attention(
     of the splits move with the context.
 
     Raises:
-        NotImplementedError: pages that hold bits or integers.
+        NotImplementedError: pages of a type that is not among `floats` below, nor int8
+            with scales.
     """
     is_scaled = isinstance(kv_pages, ScaledPages)
     floats = (jnp.bfloat16, jnp.float16, jnp.float32, FP8)

@@ -34,10 +34,10 @@ def power_of_two(size: int, *, least: int = MIN_ROWS) -> int:
 def product_dtype(query: jnp.dtype, kv_pages: jnp.dtype) -> jnp.dtype:
     """Type that both sides of a product have: their own, or float32 if they differ.
 
-    Keys of eight bits have few enough digits for any type of a query.
+    Pages of eight bits take the query's, as any type of a query holds them exactly.
     """
-    has_all = query == kv_pages or jnp.dtype(kv_pages).itemsize == 1
-    return query if has_all else jnp.dtype(jnp.float32)
+    is_exact = query == kv_pages or jnp.dtype(kv_pages).itemsize == 1
+    return query if is_exact else jnp.dtype(jnp.float32)
 
 
 def choose_tiles(

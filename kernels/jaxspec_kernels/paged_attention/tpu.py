@@ -307,7 +307,8 @@ def paged_attention(
         interpret: Run on CPU, as Pallas has it.
 
     Raises:
-        NotImplementedError: a type other than bfloat16 and float32, and fp8 pages.
+        NotImplementedError: a query that is neither bfloat16 nor float32, or pages that
+            are neither of these nor float8_e4m3fn.
     """
     _check(query, kv_pages)
     queries, page_size = query.shape[1], kv_pages.shape[1]
