@@ -29,10 +29,11 @@ _log = logging.getLogger(__name__)
 
 # Of pages on a device, whatever device that is.
 MEDIUM = "GPU"
-# Ends the answer to who asks for batches once more.
+# The number of the last message of a replay, which has no batch.
 END = (-1).to_bytes(8, "big", signed=True)
-# Between two looks for such a question.
+# Between two looks for a request to replay.
 POLL_S = 0.1
+# For the end: of the queue to have room, and of ZeroMQ to send what it has queued.
 CLOSE_S = 2.0
 
 
@@ -56,6 +57,7 @@ class KvEventPublisher:
         self._zmq, self._msgpack = _imported("zmq"), _imported("msgpack")
         self._context = self._zmq.Context()
         self._number = 0
+        self._is_closing = False
         self._has_dropped = False
         self._batches: queue.Queue[tuple[int, bytes] | None]
         self._batches = queue.Queue(config.max_queue_size)
@@ -77,8 +79,8 @@ class KvEventPublisher:
 
     def publish(self, events: Iterable[PageEvent]) -> None:
         """Send what happened, soon."""
-        told = [self._told(event) for event in events]
-        payload = self._msgpack.packb([time.time(), told, self._rank])
+        encoded = [self._encode(event) for event in events]
+        payload = self._msgpack.packb([time.time(), encoded, self._rank])
         number, self._number = self._number, self._number + 1
         try:
             self._batches.put_nowait((number, payload))
@@ -90,18 +92,22 @@ class KvEventPublisher:
             self._has_dropped = True
 
     def close(self) -> None:
-        """Send what waits, and close the sockets."""
+        """Wait until what was published is sent, and the sockets are closed.
+
+        The thread closes them itself, as sockets are of one thread at a time; if it
+        takes too long, it goes on without being waited for.
+        """
         with contextlib.suppress(queue.Full):
             self._batches.put(None, timeout=CLOSE_S)
-        self._thread.join(CLOSE_S)
-        self._context.destroy(linger=0)
+        self._thread.join(2 * CLOSE_S)
 
-    def _told(self, event: PageEvent) -> list[Any]:
+    def _encode(self, event: PageEvent) -> list[Any]:
+        """An event as an array of vLLM's form."""
         match event:
             case PagesStored(keys, parent, token_ids):
                 size = self._page_size
-                told = [list(keys), parent, list(token_ids), size, None, MEDIUM]
-                return ["BlockStored", *told]
+                stored = [list(keys), parent, list(token_ids), size, None, MEDIUM]
+                return ["BlockStored", *stored]
             case PagesRemoved(keys):
                 return ["BlockRemoved", list(keys), MEDIUM]
             case _:
@@ -133,19 +139,30 @@ class KvEventPublisher:
         return f"{host}:{int(port) + self._rank}"
 
     def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._send_next(POLL_S)
+                if self._router is not None and self._router.poll(0):
+                    self._replay(self._router)
+        finally:
+            # PUB sends in a thread of ZeroMQ: without a linger that thread drops what
+            # is queued, and the last of it says that all pages are gone.
+            self._context.destroy(linger=int(CLOSE_S * 1000))
+
+    def _send_next(self, timeout_s: float) -> bool:
+        """Send the next batch that waits; returns whether there was one."""
+        try:
+            batch = self._batches.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        if batch is None:
+            self._is_closing = True
+            return False
+        number, payload = batch
         topic = self._config.topic.encode()
-        while True:
-            if self._router is not None and self._router.poll(0):
-                self._replay(self._router)
-            try:
-                batch = self._batches.get(timeout=POLL_S)
-            except queue.Empty:
-                continue
-            if batch is None:
-                return
-            number, payload = batch
-            self._pub.send_multipart((topic, number.to_bytes(8, "big"), payload))
-            self._kept.append(batch)
+        self._pub.send_multipart((topic, number.to_bytes(8, "big"), payload))
+        self._kept.append(batch)
+        return True
 
     def _replay(self, router: Any) -> None:
         """Send kept batches from a number on, to who asks."""

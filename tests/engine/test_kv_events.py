@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import msgpack
 import pytest
 import zmq
 
+from jaxspec.engine import kv_events
 from jaxspec.engine.kv_events import END, KvEventPublisher
 from jaxspec.engine.scheduling.kv_cache import page_keys, root_key
 from jaxspec.engine.scheduling.page_events import (
@@ -229,3 +231,36 @@ def test_what_does_not_fit_is_dropped_and_numbered(
         assert subscriber.receive()[0] == first + 6
     assert 1 <= len(numbers) <= 2
     assert "some are dropped" in caplog.text
+
+
+def test_what_waits_is_sent_before_the_end(subscriber: Subscriber):
+    tokens = tuple(range(200_000))
+    with open_publisher(subscriber.config) as publisher:
+        number = subscriber.wait_for(publisher)
+        for _ in range(30):
+            publisher.publish([PagesStored((b"k",), None, tokens)])
+        publisher.publish([PagesCleared()])
+    numbers = [subscriber.receive()[0] for _ in range(31)]
+    assert numbers == list(range(number + 1, number + 32))
+
+
+def test_a_thread_that_takes_too_long_keeps_its_sockets(
+    subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(kv_events, "CLOSE_S", 0.05)
+    publisher = KvEventPublisher(KvEventsConfig.read(subscriber.config), 2)
+    going_on = threading.Event()
+
+    class Slow:
+        def send_multipart(self, parts: Any) -> None:
+            assert going_on.wait(LIMIT_MS / 1000)
+
+    pub, publisher._pub = publisher._pub, Slow()
+    publisher.publish([PagesCleared()])
+    publisher.close()
+    assert publisher._thread.is_alive()
+    assert not pub.closed
+    going_on.set()
+    publisher._thread.join(LIMIT_MS / 1000)
+    assert pub.closed
+    assert publisher._context.closed
