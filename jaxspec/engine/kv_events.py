@@ -41,7 +41,7 @@ class KvEventPublisher:
     """A thread with a PUB socket, and a ROUTER socket for what somebody missed.
 
     A slow or missing subscriber never delays the engine: what does not fit is dropped,
-    and its number is missing.
+    and its number is missing; a replay has it.
     """
 
     def __init__(self, config: KvEventsConfig, page_size: int, rank: int = 0):
@@ -61,6 +61,8 @@ class KvEventPublisher:
         self._has_dropped = False
         self._batches: queue.Queue[tuple[int, bytes] | None]
         self._batches = queue.Queue(config.max_queue_size)
+        # Of the engine's thread, which adds, and of the publisher's, which replays.
+        self._lock = threading.Lock()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         try:
             self._pub = self._open(self._zmq.PUB, "endpoint")
@@ -81,9 +83,12 @@ class KvEventPublisher:
         """Send what happened, soon."""
         encoded = [self._encode(event) for event in events]
         payload = self._msgpack.packb([time.time(), encoded, self._rank])
-        number, self._number = self._number, self._number + 1
+        batch = (self._number, payload)
+        self._number += 1
+        with self._lock:
+            self._kept.append(batch)
         try:
-            self._batches.put_nowait((number, payload))
+            self._batches.put_nowait(batch)
         except queue.Full:
             if not self._has_dropped:
                 _log.warning(
@@ -161,14 +166,18 @@ class KvEventPublisher:
         number, payload = batch
         topic = self._config.topic.encode()
         self._pub.send_multipart((topic, number.to_bytes(8, "big"), payload))
-        self._kept.append(batch)
         return True
 
     def _replay(self, router: Any) -> None:
-        """Send kept batches from a number on, to who asks."""
+        """Send kept batches from a number on, to who asks.
+
+        That includes what the queue had no room for, and what is still in it.
+        """
         client, *_, asked = router.recv_multipart()
         start = int.from_bytes(asked, "big")
-        for number, payload in self._kept:
+        with self._lock:
+            kept = list(self._kept)
+        for number, payload in kept:
             if number >= start:
                 numbered = (number.to_bytes(8, "big"), payload)
                 router.send_multipart((client, b"", *numbered))
