@@ -108,10 +108,26 @@ def test_batches_have_vllms_form(subscriber: Subscriber):
     assert more == [["BlockStored", [b"k3"], b"k2", [5, 6], 2, None, "GPU"]]
 
 
-def test_what_was_missed_is_sent_once_more(context: Any, tmp_path: Path):
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """Addresses of sockets in files."""
     # Names of such sockets must be short.
     folder = Path("/tmp") if len(str(tmp_path)) > 80 else tmp_path
-    files = {name: f"ipc://{folder}/{name}" for name in ("events", "replay")}
+    return {name: f"ipc://{folder}/{name}" for name in ("events", "replay")}
+
+
+def replayed(asking: Any, start: int) -> Iterator[tuple[int, Any]]:
+    """Number and events of each batch that is sent once more."""
+    asking.send_multipart((b"", start.to_bytes(8, "big")))
+    while True:
+        assert asking.poll(LIMIT_MS)
+        _, number, payload = asking.recv_multipart()
+        if number == END:
+            return
+        yield int.from_bytes(number, "big"), msgpack.unpackb(payload)[1]
+
+
+def test_what_was_missed_is_sent_once_more(context: Any, files: dict[str, str]):
     config = {
         "enable_kv_cache_events": True,
         "endpoint": files["events"],
@@ -125,19 +141,74 @@ def test_what_was_missed_is_sent_once_more(context: Any, tmp_path: Path):
         with context.socket(zmq.DEALER) as asking:
             asking.connect(files["replay"])
             for start in (4, 0):
-                asking.send_multipart((b"", start.to_bytes(8, "big")))
-                while True:
-                    assert asking.poll(LIMIT_MS)
-                    _, number, payload = asking.recv_multipart()
-                    if number == END:
-                        break
-                    batch = msgpack.unpackb(payload)
-                    found.append((int.from_bytes(number, "big"), batch[1]))
+                found += replayed(asking, start)
     # So many are kept as `buffer_steps` says.
     assert found == [
         (number, [["BlockRemoved", [bytes([number])], "GPU"]])
         for number in (4, 2, 3, 4)
     ]
+
+
+def test_what_was_dropped_is_sent_once_more(context: Any, files: dict[str, str]):
+    config = {
+        "enable_kv_cache_events": True,
+        "endpoint": files["events"],
+        "replay_endpoint": files["replay"],
+        "max_queue_size": 1,
+    }
+    with open_publisher(config) as publisher:
+        going_on, sent = threading.Event(), []
+
+        class Slow:
+            def send_multipart(self, parts: Any) -> None:
+                assert going_on.wait(LIMIT_MS / 1000)
+                sent.append(parts)
+
+        pub, publisher._pub = publisher._pub, Slow()
+        for _ in range(5):
+            publisher.publish([PagesCleared()])
+        going_on.set()
+        with context.socket(zmq.DEALER) as asking:
+            asking.connect(files["replay"])
+            numbers = [number for number, _ in replayed(asking, 0)]
+    assert numbers == [0, 1, 2, 3, 4]
+    assert len(sent) < 5
+    assert pub.closed
+
+
+def test_a_replay_does_not_delay_live_events(files: dict[str, str]):
+    config = {"enable_kv_cache_events": True, "endpoint": files["events"]}
+    order: list[tuple[str, int]] = []
+    is_done = threading.Event()
+
+    class Pub:
+        def send_multipart(self, parts: Any) -> None:
+            order.append(("live", int.from_bytes(parts[1], "big")))
+
+    class Router:
+        def poll(self, timeout: int) -> bool:
+            return len(order) == 3
+
+        def recv_multipart(self) -> Any:
+            return b"client", b"", bytes(8)
+
+        def send_multipart(self, parts: Any) -> None:
+            number = int.from_bytes(parts[2], "big", signed=True)
+            order.append(("again", number))
+            if number == 0:
+                publisher.publish([PagesCleared()])
+            if parts[2] == END:
+                is_done.set()
+
+    with open_publisher(config) as publisher:
+        pub, publisher._pub = publisher._pub, Pub()
+        publisher._router = Router()
+        for _ in range(3):
+            publisher.publish([PagesCleared()])
+        assert is_done.wait(LIMIT_MS / 1000)
+    assert pub.closed
+    live, again = [[(kind, n) for n in range(-1, 4)] for kind in ("live", "again")]
+    assert order == [*live[1:4], again[1], live[4], *again[2:4], again[0]]
 
 
 def test_engines_side_by_side_have_ports_of_their_own(subscriber: Subscriber):
