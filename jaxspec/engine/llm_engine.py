@@ -80,7 +80,7 @@ class LLMEngine:
             try:
                 runner = make_runner(config)
             except BaseException:
-                self._tell_no_more()
+                self._close_publisher()
                 raise
             config, self.memory = runner.config, runner.memory
         self.config, self.runner = config, runner
@@ -253,16 +253,16 @@ class LLMEngine:
             self._reset()
             raise
         finally:
-            self._tell_pages()
+            self._publish_pages()
         self.log_if_due()
         return outputs
 
-    def _tell_no_more(self) -> None:
+    def _close_publisher(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
 
-    def _tell_pages(self) -> None:
+    def _publish_pages(self) -> None:
         """Tell whoever wants to know which pages can be found by now."""
         if self._publisher is None or self._page_events is None:
             return
@@ -485,7 +485,7 @@ class LLMEngine:
     def reset_prefix_cache(self) -> bool:
         """Forget the pages of ended requests; False while pages are in use."""
         is_done = self.scheduler.reset_prefix_cache()
-        self._tell_pages()
+        self._publish_pages()
         return is_done
 
     def sleep(self, level: int = 1) -> None:
@@ -620,7 +620,7 @@ class LLMEngine:
         self._drain()
         self.reset_prefix_cache()
         self._sleep.begin(2)
-        self._tell_no_more()
+        self._close_publisher()
         self.runner.leave()
 
     def _drain(self) -> None:

@@ -282,10 +282,10 @@ class PageTables:
                 request.pages[index], request.page_keys[index], is_drafted=index < whole
             )
         ]
-        self._tell(request, new)
+        self._record(request, new)
         return [request.pages[index] for index in new]
 
-    def _tell(self, request: Request, indices: Iterable[int]) -> None:
+    def _record(self, request: Request, indices: Iterable[int]) -> None:
         """Note pages that anybody finds who has a text that begins like this one."""
         is_for_all = request.cache_salt is None and self._is_shared
         if self._events is None or not is_for_all:
