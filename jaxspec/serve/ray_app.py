@@ -56,6 +56,9 @@ TOLD_PATHS = ("/metrics", "/health")
 OF_HOSTS = ("nnodes", "node_rank", "master_addr", "master_port", "headless")
 OF_HOSTS += ("hosts_secret_file",)
 READY_POLL_S = 0.1
+# What a process asks for that a bundle of a placement group can have, and what else.
+BUNDLED = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type")
+NOT_BUNDLED = ("runtime_env",)
 _PLACE = "jaxspec.serve.ray_app:build"
 _HINT = "See deploy/README.md for what it takes besides the server's flags."
 
@@ -67,6 +70,8 @@ class Placement:
     """How many replicas there are, and where; names and meanings are Ray Serve's.
 
     A Serve config file can say all of Ray's under `deployments` as well, which wins.
+    But `ray_actor_options` of several `hosts` must be here: placement groups and the
+    processes beside the first are made from these alone.
 
     Attributes:
         num_replicas: Always so many; one, unless `autoscaling_config` is given.
@@ -109,6 +114,8 @@ class Placement:
             name = "num_replicas"
             raise wrong_argument(ConfigError, name, allowed, self.num_replicas, hint)
         check_integer(ConfigError, "hosts", self.hosts, low=1)
+        if self.hosts > 1:
+            self._check_bundle()
         name = "placement_group_strategy"
         check_choice(ConfigError, name, getattr(self, name), STRATEGIES)
         check_flag(ConfigError, "session_affinity", self.session_affinity)
@@ -124,8 +131,27 @@ class Placement:
         """What one process of a replica needs, as placement groups have it."""
         asked = self.ray_actor_options or {}
         named = {"CPU": asked.get("num_cpus", 1), "GPU": asked.get("num_gpus", 0)}
-        bundle = named | (asked.get("resources") or {})
+        bundle = named | {"memory": asked.get("memory", 0)}
+        bundle |= asked.get("resources") or {}
+        if (kind := asked.get("accelerator_type")) is not None:
+            # So little that any number of processes fits: Ray's own way to ask for it.
+            bundle[f"accelerator_type:{kind}"] = 0.001
         return {name: count for name, count in bundle.items() if count}
+
+    def _check_bundle(self) -> None:
+        name, asked = "ray_actor_options", self.ray_actor_options or {}
+        known = (*BUNDLED, *NOT_BUNDLED)
+        if not asked.keys() <= set(known):
+            allowed = "with several hosts a mapping of " + ", ".join(known)
+            hint = "Bundles of a placement group cannot ask for anything else."
+            raise wrong_argument(ConfigError, name, allowed, asked, hint)
+        if not isinstance(asked.get("resources"), dict | None):
+            allowed = "a mapping, with a mapping of numbers as resources"
+            raise wrong_argument(ConfigError, name, allowed, asked)
+        if not self.bundle:
+            allowed = "with several hosts a mapping that asks for something"
+            hint = "An empty bundle of a placement group has no place."
+            raise wrong_argument(ConfigError, name, allowed, asked, hint)
 
 
 def build(arguments: dict[str, Any]) -> Any:

@@ -74,12 +74,20 @@ def test_a_command_line_and_a_file_say_the_same():
 
 
 def test_what_a_process_needs_is_a_bundle():
-    needs = {"num_cpus": 2, "resources": {"TPU": 4}}
+    needs: dict[str, Any] = {"num_cpus": 2, "resources": {"TPU": 4}}
     _, placement = read_arguments({"hosts": 4, "ray_actor_options": needs})
     assert placement.bundle == {"CPU": 2, "TPU": 4}
     assert read_arguments({"hosts": "2"})[1].bundle == {"CPU": 1}
     assert Placement(ray_actor_options={"num_cpus": 0, "num_gpus": 1}).bundle == {
         "GPU": 1
+    }
+    needs |= {"memory": 2**30, "accelerator_type": "TPU-V5E", "runtime_env": {}}
+    _, placement = read_arguments({"hosts": 4, "ray_actor_options": needs})
+    assert placement.bundle == {
+        "CPU": 2,
+        "TPU": 4,
+        "memory": 2**30,
+        "accelerator_type:TPU-V5E": 0.001,
     }
 
 
@@ -96,6 +104,18 @@ def test_what_a_process_needs_is_a_bundle():
         ({"num_replicas": 2, "autoscaling_config": {}}, "initial_replicas"),
         ({"autoscaling_config": "[1]"}, "autoscaling_config must be a mapping"),
         ({"ray_actor_options": "gpu"}, "ray_actor_options must be a mapping"),
+        (
+            {"hosts": 2, "ray_actor_options": {"label_selector": {"a": "b"}}},
+            "cannot ask for anything else",
+        ),
+        (
+            {"hosts": 2, "ray_actor_options": {"resources": "TPU"}},
+            "a mapping of numbers",
+        ),
+        (
+            {"hosts": 2, "ray_actor_options": {"num_cpus": 0}},
+            "that asks for something, got {'num_cpus': 0}",
+        ),
         ({"session_affinity": "perhaps"}, "session_affinity must be"),
         ({"metrics_port": 0}, "metrics_port must be"),
         ({"hosts": 0}, "hosts must be"),

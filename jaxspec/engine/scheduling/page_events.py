@@ -1,8 +1,8 @@
 """Pages that came into the prefix cache and left it, in their order.
 
 Left out are pages that only some requests can find: those of a `cache_salt`, and, where
-prefix caching is off, those of a `cache_group`, the texts of one request (n above 1). Knows
-nothing of who wants to know.
+prefix caching is off, those of a `cache_group`, the texts of one request (n above 1).
+Knows nothing of who wants to know.
 """
 
 from collections.abc import Sequence
