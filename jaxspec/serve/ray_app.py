@@ -282,7 +282,8 @@ class Replica:
             if placement.hosts > 1:
                 secret = secrets.token_hex()
                 path = stack.enter_context(_kept_secret(secret))
-                hosts, self._followers = _lead(options, placement, secret)
+                hosts, self._followers, calls = _lead(options, placement, secret)
+                stack.enter_context(_followers_failures(calls))
                 arguments = replace(arguments, **hosts, hosts_secret_file=path)
             engines = make_engines(arguments)
         warm_up(engines, options.warm_up)
@@ -341,12 +342,13 @@ class HostProcess:
 
 def _lead(
     options: Options, placement: Placement, secret: str
-) -> tuple[dict[str, Any], list[Any]]:
+) -> tuple[dict[str, Any], list[Any], list[Any]]:
     """Start the other processes of this replica, each in a bundle of its own.
 
     Returns:
-        What the arguments of all processes have to say of them, and the actors of the
-        others. They find this process once its engine is being made.
+        What the arguments of all processes have to say of them, the actors of the
+        others, and Ray's references of what these do. They find this process once its
+        engine is being made.
     """
     ray: Any = importlib.import_module("ray")
     strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
@@ -356,14 +358,15 @@ def _lead(
         "master_port": _free_ports(),
     }
     asked = placement.ray_actor_options or {"num_cpus": 1}
-    actors, group = [], ray.util.get_current_placement_group()
+    actors, calls = [], []
+    group = ray.util.get_current_placement_group()
     for rank in range(1, placement.hosts):
         strategy = strategies.PlacementGroupSchedulingStrategy(
             group, placement_group_bundle_index=rank
         )
         made = ray.remote(HostProcess).options(**asked, scheduling_strategy=strategy)
         actors.append(made.remote())
-        actors[-1].follow.remote(
+        call = actors[-1].follow.remote(
             options.engine,
             secret,
             options.listening.uvicorn_log_level,
@@ -371,7 +374,35 @@ def _lead(
             node_rank=rank,
             headless=True,
         )
-    return common, actors
+        calls.append(call)
+    return common, actors, calls
+
+
+@contextlib.contextmanager
+def _followers_failures(calls: list[Any]) -> Iterator[None]:
+    """Add why followers have failed to what fails here.
+
+    Here it is only known that they did not come; the reason would be in the log of a
+    worker on another machine.
+    """
+    try:
+        yield
+    except Exception as error:
+        ray: Any = importlib.import_module("ray")
+        reasons = []
+        ended, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
+        for call in ended:
+            try:
+                ray.get(call)
+            except Exception as failure:  # noqa: BLE001 - whatever it is, it is told
+                # Ray's own has the text of a traceback.
+                reason = getattr(failure, "cause", None) or failure
+                reasons.append(f"node_rank={calls.index(call) + 1}: {reason!r}")
+        if not reasons:
+            raise
+        raise RuntimeError(
+            f"{error} Processes on other hosts had failed: {'; '.join(reasons)}."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -384,7 +415,11 @@ def _kept_secret(secret: str) -> Iterator[str]:
 
 
 def _free_ports() -> int:
-    """The first of two neighbouring ports that nobody listens on."""
+    """The first of two neighbouring ports that nobody listens on.
+
+    Another process may take one before the engine does: then the engine cannot be made,
+    and Ray starts the replica again.
+    """
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("", 0))

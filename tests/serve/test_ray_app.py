@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -215,6 +216,68 @@ def test_a_replica_is_unhealthy_once_its_engine_has_ended(replica: Replica):
     replica.engine._drivers[0].thread.dead_error = EngineDeadError("boom")
     with pytest.raises(EngineDeadError, match="boom"):
         asyncio.run(replica.check_health())
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
+    """Ray's modules, with which other hosts fail as a test says: by their rank."""
+    failures: dict[str, Exception] = {}
+
+    class HostActor:
+        def __init__(self):
+            self.follow = self
+
+        def remote(self, *arguments: Any, node_rank: int, **hosts: Any) -> str:
+            return f"call {node_rank}"
+
+    class HostClass:
+        def __init__(self, made: type):
+            pass
+
+        def options(self, **asked: Any) -> Any:
+            return SimpleNamespace(remote=HostActor)
+
+    def wait(calls: list[str], num_returns: int, timeout: float) -> Any:
+        assert (num_returns, timeout) == (len(calls), 0)
+        return [one for one in calls if one in failures], []
+
+    def get(call: str) -> None:
+        raise failures[call]
+
+    strategies = SimpleNamespace(
+        PlacementGroupSchedulingStrategy=lambda group, placement_group_bundle_index: ()
+    )
+    util = SimpleNamespace(
+        get_node_ip_address=lambda: "127.0.0.1",
+        get_current_placement_group=lambda: None,
+        scheduling_strategies=strategies,
+    )
+    module = SimpleNamespace(util=util, remote=HostClass, wait=wait, get=get)
+    monkeypatch.setitem(sys.modules, "ray", module)
+    monkeypatch.setitem(sys.modules, "ray.util", util)
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
+    return failures
+
+
+def test_why_a_follower_has_failed_is_in_the_error(
+    ray: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
+):
+    def fail(arguments: Any) -> Any:
+        assert arguments.nnodes == 3
+        raise ConfigError("A process is missing.")
+
+    monkeypatch.setattr(ray_app, "make_engines", fail)
+    monkeypatch.setattr(ray_app, "set_up_log", lambda level: None)
+    arguments = read_arguments({"hosts": 3})
+    with pytest.raises(ConfigError, match=r"^A process is missing\.$"):
+        Replica(*arguments)
+    ray["call 2"] = OSError("traceback of Ray")
+    ray["call 2"].cause = OSError("no such model")  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match=r"^A process is missing\. .*") as caught:
+        Replica(*arguments)
+    assert "node_rank=2: OSError('no such model')" in str(caught.value)
+    assert "node_rank=1" not in str(caught.value)
+    assert isinstance(caught.value.__cause__, ConfigError)
 
 
 # An environment of Ray's own, or this one.
