@@ -436,6 +436,31 @@ def test_every_field_of_a_configuration_is_a_fact(hosts: Any):
     assert differs is not None and differs.startswith("max_num_seqs: ")
 
 
+def test_weights_of_the_same_names_and_sizes_differ(tmp_path: Path):
+    config = make_config(num_draft_tokens=3)
+
+    def facts(name: str, content: bytes) -> dict[str, str]:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(content)
+        return facts_of(dataclasses.replace(config, model=str(folder)), {})
+
+    def digest(content: bytes) -> str:
+        path = tmp_path / "one"
+        path.write_bytes(content)
+        return channel._digest(path)
+
+    base = (8).to_bytes(8, "little") + b'{"a":12}' + bytes(5 * 2**20)
+    assert facts("a", base) == facts("b", base)
+    for place in (0, 9, len(base) // 2, len(base) - 1):
+        other = bytearray(base)
+        other[place] ^= 1
+        assert digest(bytes(other)) != digest(base), place
+    differs = difference(facts("c", base), facts("d", base[:-1] + b"x"))
+    assert differs is not None and differs.startswith("weights of the target: ")
+    assert digest(b"") != digest(bytes(2**10))
+
+
 def test_long_facts_differ_by_their_ends():
     long = "x" * 500
     assert channel._fact(long) != channel._fact(long + "y")
