@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 HEARTBEAT_S = 10
 # How a process ends when another one has.
 HOST_LOST = 1
-# For whoever has connected to say who it is.
+# For whoever has connected to say who it is: all of it, and signed.
 HELLO_S = 10
 # Between two attempts to reach a leader that does not listen yet.
 RETRY_S = 0.25
@@ -53,6 +53,8 @@ NUMBER_BYTES = TAG_BYTES = 32
 _HEADER = struct.Struct("!QII")
 # Far above any plan, far below what would fill a memory.
 MAX_MESSAGE_BYTES = 2**28
+# Of the first message, whose length is believed before its signature is checked.
+MAX_FIRST_BYTES = 2**20
 _VECTOR = np.dtype("<i4")
 # Of a configuration what may be another on each host: paths, and what only the
 # leader does.
@@ -86,13 +88,21 @@ class Command(NamedTuple):
 class Connection:
     """Signed messages over a socket, each with the number after the one before."""
 
-    def __init__(self, stream: socket.socket, *, sends: bytes, receives: bytes):
+    def __init__(
+        self,
+        stream: socket.socket,
+        *,
+        sends: bytes,
+        receives: bytes,
+        deadline: float | None = None,
+    ):
         """Take over a connected socket.
 
         Args:
             sends, receives: The keys of both directions.
+            deadline: Until when `receive` waits, as `set_timeout` would say it.
         """
-        self._stream = stream
+        self._stream, self._deadline = stream, deadline
         self._sends, self._receives = sends, receives
         self._num_sent = self._num_received = 0
 
@@ -117,7 +127,8 @@ class Connection:
         """
         header = self._read(_HEADER.size)
         number, num_content, num_vector = _HEADER.unpack(header)
-        if num_content + num_vector > MAX_MESSAGE_BYTES:
+        most = MAX_MESSAGE_BYTES if self._num_received else MAX_FIRST_BYTES
+        if num_content + num_vector > most:
             raise HostsError("its message is too long")
         body = header + self._read(num_content + num_vector)
         tag = self._read(TAG_BYTES)
@@ -139,16 +150,20 @@ class Connection:
         self._stream.close()
 
     def set_timeout(self, seconds: float | int | None) -> None:
-        """Have `receive` wait so long; None for as long as it takes."""
+        """Have `receive` wait so long from now on; None for as long as it takes."""
+        self._deadline = None if seconds is None else time.monotonic() + seconds
         self._stream.settimeout(seconds)
 
     def _read(self, count: int) -> bytes:
-        return _read(self._stream, count)
+        return _read(self._stream, count, self._deadline)
 
 
-def _read(stream: socket.socket, count: int) -> bytes:
+def _read(stream: socket.socket, count: int, deadline: float | None) -> bytes:
     parts, left = [], count
     while left:
+        if deadline is not None:
+            # A socket's own timeout begins anew with every byte.
+            stream.settimeout(max(deadline - time.monotonic(), 0.001))
         part = stream.recv(min(left, 2**20))
         if not part:
             raise EOFError("the connection was closed")
@@ -161,8 +176,17 @@ def _sign(key: bytes, message: bytes) -> bytes:
     return hmac.digest(key, message, "sha256")
 
 
-def connect(stream: socket.socket, secret: bytes, *, is_leader: bool) -> Connection:
+def connect(
+    stream: socket.socket,
+    secret: bytes,
+    *,
+    is_leader: bool,
+    deadline: float | None = None,
+) -> Connection:
     """Draw a number, read the other side's, and make keys of both.
+
+    Args:
+        deadline: Until when to wait for that, and for messages; see `set_timeout`.
 
     Raises:
         HostsError: The other side speaks something else.
@@ -170,7 +194,7 @@ def connect(stream: socket.socket, secret: bytes, *, is_leader: bool) -> Connect
     """
     own = secrets.token_bytes(NUMBER_BYTES)
     stream.sendall(MAGIC + own)
-    told = _read(stream, len(MAGIC) + NUMBER_BYTES)
+    told = _read(stream, len(MAGIC) + NUMBER_BYTES, deadline)
     if not told.startswith(MAGIC):
         raise HostsError("it is no jaxspec of this version")
     other = told[len(MAGIC) :]
@@ -178,7 +202,7 @@ def connect(stream: socket.socket, secret: bytes, *, is_leader: bool) -> Connect
     down = _sign(secret, b"from the leader" + numbers)
     up = _sign(secret, b"to the leader" + numbers)
     sends, receives = (down, up) if is_leader else (up, down)
-    return Connection(stream, sends=sends, receives=receives)
+    return Connection(stream, sends=sends, receives=receives, deadline=deadline)
 
 
 def facts_of(config: EngineConfig, others: Mapping[str, object]) -> dict[str, str]:
@@ -516,9 +540,9 @@ def _accept(
         ConfigError: It knows the secret, and cannot take part.
     """
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    stream.settimeout(HELLO_S)
+    deadline = time.monotonic() + HELLO_S
     try:
-        connection = connect(stream, secret, is_leader=True)
+        connection = connect(stream, secret, is_leader=True, deadline=deadline)
         hello, _ = connection.receive()
     except (EOFError, OSError, HostsError) as error:
         _log.warning("%s wanted to take part, and was refused: %s", address, error)

@@ -212,6 +212,43 @@ def test_a_message_cannot_be_sent_again_nor_left_out(ends: Ends):
     again.close()
 
 
+def test_a_stranger_cannot_have_memory_reserved(ends: Ends):
+    _, follower, stream = ends(b"s" * 16)
+    follower.set_timeout(1)
+    stream.sendall(channel._HEADER.pack(0, channel.MAX_FIRST_BYTES, 1))
+    with pytest.raises(HostsError, match="too long"):
+        follower.receive()
+    # Once a message was signed, the others may be long.
+    leader, follower, stream = ends(b"s" * 16)
+    leader.send(b"{}")
+    assert follower.receive() == ({}, None)
+    stream.sendall(channel._HEADER.pack(1, channel.MAX_FIRST_BYTES, 1))
+    follower.set_timeout(0.1)
+    with pytest.raises(TimeoutError):
+        follower.receive()
+
+
+def test_one_who_sends_slowly_is_not_waited_for(ends: Ends):
+    _, follower, stream = ends(b"s" * 16)
+    over = threading.Event()
+
+    def drip() -> None:
+        while not over.wait(0.05):
+            stream.send(b"\0")
+
+    def receive() -> None:
+        follower.set_timeout(0.3)
+        try:
+            follower.receive()
+        finally:
+            took_s.append(time.monotonic() - start)
+            over.set()
+
+    took_s, start = list[float](), time.monotonic()
+    _, result = together(drip, receive)
+    assert isinstance(result, TimeoutError) and took_s[0] < 2
+
+
 def test_what_a_leader_sends_is_no_answer(ends: Ends):
     leader, follower, _ = ends(b"s" * 16)
     assert leader._sends != leader._receives
