@@ -45,6 +45,10 @@ HOST_LOST = 1
 HELLO_S = 10
 # Between two attempts to reach a leader that does not listen yet.
 RETRY_S = 0.25
+# How often the leader looks whether one that has connected has said who it is.
+POLL_S = 0.05
+# Connections beyond the ones it waits for that it hears at once.
+MAX_STRANGERS = 64
 # The last command.
 END = "end"
 MAGIC = b"jaxspec hosts 1\n"
@@ -359,9 +363,7 @@ class Followers:
                 _accept_all(listener, hosts, secret, facts, found)
             except ConfigError as error:
                 for connection, _ in found.values():
-                    with suppress(OSError):
-                        connection.send(_json({"refused": str(error)}))
-                    connection.close()
+                    _refuse(connection, str(error))
                 raise
         for connection, _ in found.values():
             connection.send(_json({"accepted": True}))
@@ -500,6 +502,56 @@ def _resolve(hosts: HostsConfig, deadline: float) -> list[Any]:
             time.sleep(RETRY_S)
 
 
+class _Arrival:
+    """One that has connected, and may never say who it is: a thread waits for that."""
+
+    def __init__(self, stream: socket.socket, address: str, secret: bytes):
+        self.address, self._stream = address, stream
+        # None until it has said who it is with the secret.
+        self.connection: Connection | None = None
+        self.hello: dict[str, Any] = {}
+        self._thread = threading.Thread(
+            target=self._hear, args=(secret,), name="jaxspec-hosts", daemon=True
+        )
+        self._thread.start()
+
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def _hear(self, secret: bytes) -> None:
+        deadline = time.monotonic() + HELLO_S
+        try:
+            self._stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = connect(
+                self._stream, secret, is_leader=True, deadline=deadline
+            )
+            self.hello, _ = connection.receive()
+            connection.set_timeout(None)
+        except (EOFError, OSError, HostsError) as error:
+            _log.warning(
+                "%s wanted to take part, and was refused: %s", self.address, error
+            )
+            self._stream.close()
+            return
+        self.connection = connection
+
+    def close(self, reason: str | None) -> None:
+        """Send it away, with the reason if it knows the secret."""
+        with suppress(OSError):  # it may have gone
+            if self.connection is None:
+                self._stream.shutdown(socket.SHUT_RDWR)  # ends the thread's reading
+        self._thread.join()
+        if self.connection is not None and reason is not None:
+            _refuse(self.connection, reason)
+        self._stream.close()
+
+
+def _refuse(connection: Connection, reason: str) -> None:
+    with suppress(OSError):  # it may have gone
+        connection.send(_json({"refused": reason}))
+    connection.close()
+
+
 def _accept_all(
     listener: socket.socket,
     hosts: HostsConfig,
@@ -508,29 +560,47 @@ def _accept_all(
     found: dict[int, tuple[Connection, str]],
 ) -> None:
     """Fill `found` with one connection of every rank."""
-    where = f"{hosts.master_addr}:{hosts.plans_port}"
     deadline = time.monotonic() + hosts.timeout_s
-    while len(found) < hosts.nnodes - 1:
-        listener.settimeout(max(deadline - time.monotonic(), 0.001))
-        try:
-            stream, peer = listener.accept()
-        except TimeoutError as error:
-            missing = [one for one in range(1, hosts.nnodes) if one not in found]
-            raise ConfigError(
-                f"After {hosts.timeout_s} s nobody has come to {where} with node_rank "
-                f"{', '.join(map(str, missing))}: see that those processes run, and "
-                "reach that address, or raise distributed_timeout_seconds.",
-                parameter="nnodes",
-                value=hosts.nnodes,
-            ) from error
-        _accept(stream, f"{peer[0]}:{peer[1]}", hosts, secret, facts, found)
+    arrivals: list[_Arrival] = []
+    reason = f"All {hosts.nnodes} processes are there, or the leader was stopped."
+    listener.settimeout(POLL_S)
+    try:
+        while len(found) < hosts.nnodes - 1:
+            if time.monotonic() > deadline:
+                raise _missing(hosts, found)
+            if len(arrivals) < hosts.nnodes + MAX_STRANGERS:
+                with suppress(TimeoutError):
+                    stream, peer = listener.accept()
+                    address = f"{peer[0]}:{peer[1]}"
+                    arrivals.append(_Arrival(stream, address, secret))
+            else:
+                time.sleep(POLL_S)
+            for one in [one for one in arrivals if one.is_done()]:
+                arrivals.remove(one)
+                _accept(one, hosts, facts, found)
+    except ConfigError as error:
+        reason = str(error)
+        raise
+    finally:
+        for one in arrivals:
+            one.close(reason)
+
+
+def _missing(hosts: HostsConfig, found: Mapping[int, object]) -> ConfigError:
+    missing = [one for one in range(1, hosts.nnodes) if one not in found]
+    return ConfigError(
+        f"After {hosts.timeout_s} s nobody has come to {hosts.master_addr}:"
+        f"{hosts.plans_port} with node_rank {', '.join(map(str, missing))}: see that "
+        "those processes run, and reach that address, or raise "
+        "distributed_timeout_seconds.",
+        parameter="nnodes",
+        value=hosts.nnodes,
+    )
 
 
 def _accept(
-    stream: socket.socket,
-    address: str,
+    arrival: _Arrival,
     hosts: HostsConfig,
-    secret: bytes,
     facts: Mapping[str, str],
     found: dict[int, tuple[Connection, str]],
 ) -> None:
@@ -539,27 +609,20 @@ def _accept(
     Raises:
         ConfigError: It knows the secret, and cannot take part.
     """
-    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    deadline = time.monotonic() + HELLO_S
-    try:
-        connection = connect(stream, secret, is_leader=True, deadline=deadline)
-        hello, _ = connection.receive()
-    except (EOFError, OSError, HostsError) as error:
-        _log.warning("%s wanted to take part, and was refused: %s", address, error)
-        stream.close()
+    connection, address, hello = arrival.connection, arrival.address, arrival.hello
+    if connection is None:
         return
     rank = hello["node_rank"]
-    connection.set_timeout(None)
-    # Told to this one too, should it be refused.
-    is_twice = rank in found
-    found[-1 if is_twice else rank] = connection, address
-    if is_twice:
-        raise ConfigError(
+    if rank in found:
+        error = ConfigError(
             f"Two processes have node_rank={rank}: {found[rank][1]} and {address}. "
             f"Each needs its own, from 1 to {hosts.nnodes - 1}.",
             parameter="node_rank",
             value=rank,
         )
+        _refuse(connection, str(error))
+        raise error
+    found[rank] = connection, address  # told as well, should it be refused
     differs = difference(facts, hello["facts"])
     if differs is not None:
         raise ConfigError(
@@ -605,13 +668,22 @@ class Leader:
         stream = _reach(hosts, where, deadline)
         try:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream.settimeout(HELLO_S)
-            connection = connect(stream, secret, is_leader=False)
+            # The leader may be busy, and takes them in one by one.
+            deadline = max(deadline, time.monotonic() + HELLO_S)
+            connection = connect(stream, secret, is_leader=False, deadline=deadline)
             hello = {"node_rank": hosts.node_rank, "facts": dict(facts)}
             connection.send(_json(hello))
             # The others may come late; the leader says when it does not wait any more.
             connection.set_timeout(hosts.timeout_s + HELLO_S)
             answer, _ = connection.receive()
+        except TimeoutError as error:
+            stream.close()
+            raise ConfigError(
+                f"After {hosts.timeout_s} s what listens on {where} has not answered. "
+                "See that the process with node_rank=0 runs there, and its log.",
+                parameter="master_addr",
+                value=hosts.master_addr,
+            ) from error
         except (EOFError, OSError, HostsError) as error:
             stream.close()
             raise ConfigError(

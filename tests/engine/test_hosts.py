@@ -372,6 +372,40 @@ def test_a_stranger_is_left_outside(hosts: Any, tmp_path: Path):
         leader.close()
 
 
+def test_silent_strangers_stop_nobody(hosts: Any, monkeypatch: pytest.MonkeyPatch):
+    listening, strangers = channel._listening, list[socket.socket]()
+
+    def listen(config: HostsConfig) -> socket.socket:
+        made = listening(config)
+        for _ in range(3):  # before all others
+            strangers.append(socket.create_connection(made.getsockname()))
+        return made
+
+    monkeypatch.setattr(channel, "_listening", listen)
+    monkeypatch.setattr(channel, "HELLO_S", 5)
+    start = time.monotonic()
+    with three(hosts):
+        assert time.monotonic() - start < 4
+    for stranger in strangers:
+        stranger.settimeout(5)
+        with stranger, contextlib.suppress(ConnectionResetError):
+            while stranger.recv(64):  # until it is sent away
+                pass
+
+
+def test_a_leader_that_says_nothing_is_not_another_secret(
+    hosts: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(channel, "HELLO_S", 0.1)
+    config = hosts(1, timeout_s=1)
+    with socket.create_server(("127.0.0.1", config.plans_port)):
+        start = time.monotonic()
+        with pytest.raises(ConfigError, match="has not answered.*node_rank=0"):
+            Leader.find(config, FACTS)
+        # As long as a leader may need for others.
+        assert time.monotonic() - start > 0.9
+
+
 def test_a_difference_is_named_to_all(hosts: Any, monkeypatch: pytest.MonkeyPatch):
     accept, has_one = channel._accept, threading.Event()
 
