@@ -147,6 +147,16 @@ class Connection:
             vector = np.frombuffer(body, _VECTOR, offset=end).astype(np.int32)
         return json.loads(body[_HEADER.size : end]), vector
 
+    def is_gone(self) -> bool:
+        """Whether the other side has closed it; only where none waits for a message."""
+        try:
+            flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
+            return not self._stream.recv(1, flags)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         """Close it, also for a thread that reads."""
         with suppress(OSError):  # the other side may have been first
@@ -586,6 +596,15 @@ def _accept_all(
             one.close(reason)
 
 
+def _drop_gone(found: dict[int, tuple[Connection, str]]) -> None:
+    """Forget who has ended while the others come: it may be started again."""
+    gone = [rank for rank, (connection, _) in found.items() if connection.is_gone()]
+    for rank in gone:
+        connection, address = found.pop(rank)
+        _log.warning("node_rank=%d (%s) has gone again", rank, address)
+        connection.close()
+
+
 def _missing(hosts: HostsConfig, found: Mapping[int, object]) -> ConfigError:
     missing = [one for one in range(1, hosts.nnodes) if one not in found]
     return ConfigError(
@@ -613,6 +632,7 @@ def _accept(
     if connection is None:
         return
     rank = hello["node_rank"]
+    _drop_gone(found)
     if rank in found:
         error = ConfigError(
             f"Two processes have node_rank={rank}: {found[rank][1]} and {address}. "

@@ -440,6 +440,47 @@ def test_a_rank_that_is_there_twice(hosts: Any):
         assert "Two processes have node_rank=1: 127.0.0.1:" in str(result)
 
 
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_process_that_starts_again_takes_its_own_place(
+    hosts: Any, monkeypatch: pytest.MonkeyPatch, is_complete: bool
+):
+    accept, num_accepted = channel._accept, threading.Semaphore(0)
+
+    def accepted(*arguments: Any) -> None:
+        accept(*arguments)
+        num_accepted.release()
+
+    def arrive() -> list[Leader]:
+        config = hosts(1)
+        secret = config.read_secret()
+        with channel._reach(config, "", time.monotonic() + 10) as stream:
+            first = connect(stream, secret, is_leader=False)
+            first.send(channel._json({"node_rank": 1, "facts": FACTS}))
+            assert num_accepted.acquire(timeout=10)
+
+        def find(rank: int, *, waits: bool) -> Leader:
+            if waits:
+                assert num_accepted.acquire(timeout=10)
+            return Leader.find(hosts(rank), FACTS, Losses())
+
+        # The other comes before, or after, the first one is there again.
+        return together(
+            lambda: find(1, waits=is_complete), lambda: find(2, waits=not is_complete)
+        )
+
+    monkeypatch.setattr(channel, "_accept", accepted)
+    followers, leaders = together(
+        lambda: Followers.gather(hosts(0), FACTS, Losses()), arrive
+    )
+    assert isinstance(followers, Followers), followers
+    followers.send("launch", {})
+    for leader in leaders:
+        assert leader.receive().name == "launch"
+    followers.break_off("the test is over")
+    for leader in leaders:
+        leader.close()
+
+
 def test_who_is_missing_is_said_with_the_address(hosts: Any):
     config = hosts(0, timeout_s=1)
     where = f"127.0.0.1:{config.plans_port}"
