@@ -363,20 +363,19 @@ class Followers:
         """Wait for all processes, and see that they are alike.
 
         Raises:
-            ConfigError: One is missing, is there twice, or differs; or the address
-                cannot be listened on. All that have come are told so.
+            ConfigError: One is missing, is there twice, differs or has ended; or the
+                address cannot be listened on. All that have come are told so.
         """
         secret = hosts.read_secret()
         found: dict[int, tuple[Connection, str]] = {}
         with _listening(hosts) as listener:
             try:
                 _accept_all(listener, hosts, secret, facts, found)
+                _confirm_all(found)
             except ConfigError as error:
                 for connection, _ in found.values():
                     _refuse(connection, str(error))
                 raise
-        for connection, _ in found.values():
-            connection.send(_json({"accepted": True}))
         _log.info("All %d processes are there", hosts.nnodes)
         return cls(found, on_loss)
 
@@ -596,6 +595,24 @@ def _accept_all(
             one.close(reason)
 
 
+def _confirm_all(found: Mapping[int, tuple[Connection, str]]) -> None:
+    """Tell all that they take part.
+
+    Raises:
+        ConfigError: One has gone.
+    """
+    for rank, (connection, address) in found.items():
+        try:
+            connection.send(_json({"accepted": True}))
+        except OSError as error:
+            raise ConfigError(
+                f"The process of node_rank={rank} ({address}) has ended before all "
+                f"were there: {error}. See its log, and start all of them again.",
+                parameter="nnodes",
+                value=len(found) + 1,
+            ) from error
+
+
 def _drop_gone(found: dict[int, tuple[Connection, str]]) -> None:
     """Forget who has ended while the others come: it may be started again."""
     gone = [rank for rank, (connection, _) in found.items() if connection.is_gone()]
@@ -736,6 +753,8 @@ class Leader:
         while True:
             try:
                 message, vector = self._connection.receive()
+                if "refused" in message:  # another one has ended meanwhile
+                    raise EOFError(message["refused"])
             except (EOFError, OSError, HostsError) as error:
                 reason = f"The leader has ended: {error}."
                 if not self._is_closed:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 import socket
 import threading
 import time
@@ -479,6 +480,39 @@ def test_a_process_that_starts_again_takes_its_own_place(
     followers.break_off("the test is over")
     for leader in leaders:
         leader.close()
+
+
+def test_one_that_ends_as_it_is_taken_in_is_named(
+    hosts: Any, monkeypatch: pytest.MonkeyPatch
+):
+    send = Connection.send
+
+    def fail_last(connection: Connection, content: bytes, vector: bytes = b"") -> None:
+        if content == channel._json({"accepted": True}):
+            told.append(connection)
+            if len(told) == 2:
+                raise ConnectionResetError("reset by peer")
+        send(connection, content, vector)
+
+    told: list[Connection] = []
+    monkeypatch.setattr(Connection, "send", fail_last)
+    result, *others = together(
+        lambda: Followers.gather(hosts(0), FACTS, Losses()),
+        lambda: Leader.find(hosts(1), FACTS, Losses()),
+        lambda: Leader.find(hosts(2), FACTS, Losses()),
+    )
+    # One takes part already, and is told as well.
+    (leader,) = [one for one in others if isinstance(one, Leader)]
+    with pytest.raises(EOFError) as ended:
+        leader.receive()
+    leader.close()
+    failed = [one for one in others if one is not leader]
+    for one in (result, *failed):
+        assert isinstance(one, ConfigError), one
+    for one in (result, *failed, ended.value):
+        assert "has ended before all were there: reset by peer" in str(one)
+    assert isinstance(leader._on_loss, Losses) and len(leader._on_loss) == 1
+    assert re.search(r"node_rank=[12] \(127\.0\.0\.1:\d+\)", str(result))
 
 
 def test_who_is_missing_is_said_with_the_address(hosts: Any):
