@@ -112,7 +112,9 @@ class Follower:
         try:
             with _failure_told(self._leader):
                 self.runner.executable(shape_of(command.values))
-        except Exception as error:  # noqa: BLE001 - nobody would wait for this thread
+        # The leader waits for this program; a thread's exception alone would leave this
+        # process running.
+        except Exception as error:  # noqa: BLE001
             _log.exception("A program could not be made")
             end_process(f"A program could not be made: {error!r}.")
         self._leader.answer(command, {})

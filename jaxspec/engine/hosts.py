@@ -36,8 +36,9 @@ from jaxspec.settings.hosts import HostsConfig
 
 _log = logging.getLogger(__name__)
 
-# A process that has not been heard of for three of these is taken for dead. One that
-# ends is noticed at once: its connection is closed.
+# A process that ends is noticed at once: its connection is closed. One whose host is
+# silent for three of these is taken for dead: by jax.distributed once all have joined
+# (`join` in runner.py), before that by TCP's keepalive.
 HEARTBEAT_S = 10
 # How a process ends when another one has.
 HOST_LOST = 1
@@ -184,6 +185,20 @@ def _read(stream: socket.socket, count: int, deadline: float | None) -> bytes:
         parts.append(part)
         left -= len(part)
     return b"".join(parts)
+
+
+def _set_options(stream: socket.socket) -> None:
+    """Send at once, and notice when the other host is silent."""
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Systems without these take hours.
+    for name, value in (
+        ("TCP_KEEPIDLE", HEARTBEAT_S),
+        ("TCP_KEEPINTVL", HEARTBEAT_S),
+        ("TCP_KEEPCNT", 2),
+    ):
+        if hasattr(socket, name):
+            stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _sign(key: bytes, message: bytes) -> bytes:
@@ -530,7 +545,7 @@ class _Arrival:
     def _hear(self, secret: bytes) -> None:
         deadline = time.monotonic() + HELLO_S
         try:
-            self._stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _set_options(self._stream)
             connection = connect(
                 self._stream, secret, is_leader=True, deadline=deadline
             )
@@ -684,8 +699,8 @@ class Leader:
         self._sending = threading.Lock()
         self._is_closed = False
         self._commands: queue.SimpleQueue[Command | str] = queue.SimpleQueue()
-        # Of its own: who does the commands may wait in a collective for a leader that
-        # has ended.
+        # A separate thread, because the one that runs commands may be blocked in a
+        # collective when the leader dies.
         threading.Thread(target=self._listen, name="jaxspec-hosts", daemon=True).start()
 
     @classmethod
@@ -704,7 +719,7 @@ class Leader:
         deadline = time.monotonic() + hosts.timeout_s
         stream = _reach(hosts, where, deadline)
         try:
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _set_options(stream)
             # The leader may be busy, and takes them in one by one.
             deadline = max(deadline, time.monotonic() + HELLO_S)
             connection = connect(stream, secret, is_leader=False, deadline=deadline)

@@ -311,6 +311,19 @@ def test_the_end_of_one_is_told_and_ends_what_waits(hosts: Any):
             followers.send("launch", {})
 
 
+def test_a_silent_host_is_noticed_by_both_sides(hosts: Any):
+    with three(hosts) as (followers, leaders, _):
+        connections = [one for one, _ in followers._connections.values()]
+        for one in [*connections, *(leader._connection for leader in leaders)]:
+            stream = one._stream
+            assert stream.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            idle, interval, count = (
+                stream.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+                for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+            )
+            assert idle + interval * count == 3 * channel.HEARTBEAT_S
+
+
 def test_a_process_can_say_why_it_ends(hosts: Any):
     with three(hosts) as (followers, leaders, losses):
         leaders[0].fail("no memory is left")
