@@ -44,6 +44,9 @@ HEARTBEAT_S = 10
 HOST_LOST = 1
 # For whoever has connected to say who it is: all of it, and signed.
 HELLO_S = 10
+# For the others to close their connections after an orderly end, once jax's own end of
+# all processes, which takes 3 * HEARTBEAT_S at most, is over.
+END_S = 4 * HEARTBEAT_S
 # Between two attempts to reach a leader that does not listen yet.
 RETRY_S = 0.25
 # How often the leader looks whether one that has connected has said who it is.
@@ -157,6 +160,11 @@ class Connection:
             return False
         except OSError:
             return True
+
+    def finish(self) -> None:
+        """Send no more; what the other side sends is still received."""
+        with suppress(OSError):  # the other side may have been first
+            self._stream.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Close it, also for a thread that reads."""
@@ -360,10 +368,14 @@ class Followers:
         self._number = 0
         self._ended: str | None = None
         self._is_over = False
-        for rank in self._connections:
+        self._listeners = [
             threading.Thread(
                 target=self._listen, args=(rank,), name="jaxspec-hosts", daemon=True
-            ).start()
+            )
+            for rank in self._connections
+        ]
+        for listener in self._listeners:
+            listener.start()
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -436,13 +448,30 @@ class Followers:
         return [answers[rank] for rank in sorted(answers)]
 
     def end(self) -> None:
-        """Let all end as they would by themselves; nothing is sent any more."""
+        """Let all end as they would by themselves; nothing is sent any more.
+
+        Their answers are read until they close: one that came to a closed socket would
+        reset the connection, and the last command could be lost.
+        """
         try:
             self.send(END, {})
         except EngineDeadError:
             return  # they have ended already
         self._is_over = True
-        self._close("The engine has ended, and those that followed it.")
+        if not self._stop("The engine has ended, and those that followed it."):
+            return
+        for connection, _ in self._connections.values():
+            connection.finish()
+        threading.Thread(
+            target=self._close_last, name="jaxspec-hosts", daemon=True
+        ).start()
+
+    def _close_last(self) -> None:
+        deadline = time.monotonic() + END_S
+        for listener in self._listeners:
+            listener.join(max(deadline - time.monotonic(), 0))
+        for connection, _ in self._connections.values():
+            connection.close()
 
     def break_off(self, reason: str) -> None:
         """Have all end at once: this process has not done what it told them to do."""
@@ -450,13 +479,19 @@ class Followers:
 
     def _close(self, reason: str) -> bool:
         """Hear and say no more; False where that was so already."""
+        if not self._stop(reason):
+            return False
+        for connection, _ in self._connections.values():
+            connection.close()
+        return True
+
+    def _stop(self, reason: str) -> bool:
+        """Say no more; False where that was so already."""
         with self._changed:
             if self._ended is not None:
                 return False
             self._ended = reason
             self._changed.notify_all()
-        for connection, _ in self._connections.values():
-            connection.close()
         return True
 
     def _listen(self, rank: int) -> None:

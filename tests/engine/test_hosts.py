@@ -311,6 +311,45 @@ def test_the_end_of_one_is_told_and_ends_what_waits(hosts: Any):
             followers.send("launch", {})
 
 
+def test_a_late_answer_does_not_lose_the_last_command():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname(), timeout=10)
+        far, _ = server.accept()
+    losses = Losses()
+    with near, far:
+        ours, theirs = together(
+            lambda: connect(far, b"s" * 16, is_leader=True),
+            lambda: connect(near, b"s" * 16, is_leader=False),
+        )
+        followers = Followers({1: (ours, "near")}, losses)
+        number = followers.send("compile", {})
+        followers.end()
+        # Two: the first would be answered by a reset, which the second one meets.
+        for _ in range(2):
+            theirs.send(channel._json({"number": number, "values": {}}))
+            time.sleep(0.1)
+        names = [theirs.receive()[0]["name"] for _ in range(2)]
+        assert names == ["compile", "end"]
+        with pytest.raises(EOFError):
+            theirs.receive()
+        theirs.close()
+        for listener in followers._listeners:
+            listener.join(10)
+            assert not listener.is_alive()
+    assert not losses
+
+
+def test_one_that_never_closes_is_left(ends: Ends, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(channel, "END_S", 0.1)
+    ours, _, stream = ends(b"s" * 16)
+    ours.set_timeout(None)
+    followers = Followers({1: (ours, "near")}, losses := Losses())
+    followers.end()
+    (listener,) = followers._listeners
+    listener.join(10)
+    assert not listener.is_alive() and not losses
+
+
 def test_a_silent_host_is_noticed_by_both_sides(hosts: Any):
     with three(hosts) as (followers, leaders, _):
         connections = [one for one, _ in followers._connections.values()]
