@@ -185,6 +185,12 @@ BATTERIES = (
         (*ENGINE, "tests/program/aot_hosts.py"),
         "benchmarks/results/aot_hosts.json",
     ),
+    _aot(
+        "train",
+        "tests/train/test_train_aot.py",
+        ("jaxspec/train/", "jaxspec/models/", "tests/train/aot_train.py"),
+        "benchmarks/results/aot_train.json",
+    ),
     _aot("h200", "tests/program/test_h200_aot.py", (*PROGRAM, "benchmarks/h200.py")),
 )
 

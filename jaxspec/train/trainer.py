@@ -142,6 +142,48 @@ def compare_passes(
     return found
 
 
+def programs_of(
+    method: Method, target_config: Any, token_ids: Any, schedule: Schedule
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What a step does, and what an evaluation does, of a batch of rows.
+
+    Both take the embedding of the target, rows and the target's states behind what they
+    change or judge: `update(state, embedding, rows, states) -> state, loss`, and
+    `judge(params, embedding, rows, states)` -> of every pass, the share of drafts that
+    stay at temperature 1, of those that are the target's first choice, and how many.
+
+    Args:
+        token_ids: Of a trimmed vocabulary, or None.
+    """
+
+    def passes(params: Params, embedding: Any, batch: Rows, states: States):
+        return compare_passes(
+            method, target_config, params, token_ids, embedding, batch, states
+        )
+
+    def loss(params: Params, *given: Any) -> Array:
+        parts = [
+            schedule.decay**number * loss_of(schedule.loss, found, is_counted)
+            for number, (found, is_counted) in enumerate(passes(params, *given))
+        ]
+        total = sum(schedule.decay**number for number in range(len(parts)))
+        return jnp.stack(parts).sum() / total
+
+    def update(state: TrainState, *given: Any) -> tuple[TrainState, Array]:
+        value, gradient = jax.value_and_grad(loss)(state.params, *given)
+        return state.apply_gradients(grads=gradient), value
+
+    def judge(params: Params, *given: Any) -> tuple[Array, Array, Array]:
+        found = passes(params, *given)
+        return (
+            jnp.stack([mean(one.acceptance, counted) for one, counted in found]),
+            jnp.stack([mean(one.agrees.astype(jnp.float32), it) for one, it in found]),
+            jnp.stack([counted.sum() for _, counted in found]),
+        )
+
+    return update, judge
+
+
 class Trainer:
     """Trains one method on one text.
 
@@ -219,36 +261,9 @@ class Trainer:
         return int(self.state.step)
 
     def _compile(self) -> None:
-        method, schedule = self._method, self.schedule
-        config, token_ids = self._target.config, self._token_ids
-
-        def passes(params: Params, embedding: Any, batch: Rows, states: States):
-            return compare_passes(
-                method, config, params, token_ids, embedding, batch, states
-            )
-
-        def loss(params: Params, *given: Any) -> Array:
-            parts = [
-                schedule.decay**number * loss_of(schedule.loss, found, is_counted)
-                for number, (found, is_counted) in enumerate(passes(params, *given))
-            ]
-            total = sum(schedule.decay**number for number in range(len(parts)))
-            return jnp.stack(parts).sum() / total
-
-        def update(state: TrainState, *given: Any) -> tuple[TrainState, Array]:
-            value, gradient = jax.value_and_grad(loss)(state.params, *given)
-            return state.apply_gradients(grads=gradient), value
-
-        def judge(params: Params, *given: Any) -> tuple[Array, Array, Array]:
-            found = passes(params, *given)
-            return (
-                jnp.stack([mean(one.acceptance, counted) for one, counted in found]),
-                jnp.stack(
-                    [mean(one.agrees.astype(jnp.float32), it) for one, it in found]
-                ),
-                jnp.stack([counted.sum() for _, counted in found]),
-            )
-
+        update, judge = programs_of(
+            self._method, self._target.config, self._token_ids, self.schedule
+        )
         placed = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         self._update = jax.jit(update, donate_argnums=0, out_shardings=(placed, None))
         self._judge = jax.jit(judge)

@@ -22,10 +22,12 @@ class Record:
 
     Attributes:
         programs: Names of all that are compiled, in their order in the file.
+        package: Where that module is.
     """
 
     module: str
     programs: Collection[str]
+    package: str = "tests.program"
 
     @property
     def path(self) -> Path:
@@ -42,7 +44,7 @@ class Record:
     def write(self, rows: dict[str, dict[str, Any]]) -> None:
         """A line for every program: a change of one shows as such."""
         head = {
-            "command": f"PYTHONPATH=.venv/aot python -m tests.program.{self.module}",
+            "command": f"PYTHONPATH=.venv/aot python -m {self.package}.{self.module}",
             "versions": aot_gpu.versions() | aot_tpu.versions(),
         }
         lines = [json.dumps(rows[name]) for name in self.programs if name in rows]

@@ -1,0 +1,76 @@
+"""Training heads for 9B fits eight TPUs, its state is not copied, sums are few.
+
+Compiled for TPUs that are not there; nothing has run on them.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.kernels import aot_tpu
+from tests.program.aot_record import FOLDER
+from tests.train import aot_train
+from tests.train.aot_train import CELLS, EXAMPLE, RECORD, SHORT
+
+RECORDED = RECORD.read()
+README = FOLDER.parent / "README.md"
+HBM_BYTES = int(15.75 * 2**30)
+
+
+def check(row: dict[str, Any]) -> None:
+    cell = CELLS[row["name"]]
+    assert (row["rows"], row["length"]) == (cell.rows, cell.length), "its size"
+    for program in ("states", "step"):
+        assert row[program]["executables"] == 1
+    assert aot_train.peak(row) < HBM_BYTES
+    # A head is a small part of the target; its moments are two more of it.
+    assert 0 < row["state_bytes"] < 2 * row["target_bytes"]
+    assert row["step"]["donated_bytes"] >= row["state_bytes"], "updated in place"
+    shapes = [*row["states"]["collectives"], *row["step"]["collectives"]]
+    assert shapes, "chips share the work"
+    assert not [name for name in shapes if "256000" in name], (
+        "no logits of a whole vocabulary go from chip to chip"
+    )
+
+
+def test_every_program_is_recorded():
+    assert list(RECORDED) == list(CELLS)
+    for row in RECORDED.values():
+        check(row)
+    assert aot_train.tell(RECORDED) in README.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target_bytes": HBM_BYTES}, "peak"),
+        ({"step": {"executables": 1, "donated_bytes": 0}}, "in place"),
+        ({"rows": 1}, "its size"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str):
+    row = RECORDED[EXAMPLE]
+    check(row)
+    changed = {
+        key: row[key] | value if isinstance(value, dict) else value
+        for key, value in change.items()
+    }
+    with pytest.raises(AssertionError, match=message):
+        check(row | changed)
+
+
+@pytest.mark.aot
+def test_an_example_compiles():
+    _compile(EXAMPLE)
+
+
+@pytest.mark.aot
+@pytest.mark.battery(name="train")
+def test_a_head_of_several_passes_compiles():
+    _compile(SHORT)
+
+
+def _compile(name: str) -> None:
+    if aot_tpu.MISSING is not None:
+        pytest.skip(aot_tpu.MISSING)
+    check(aot_train.measure(name))
