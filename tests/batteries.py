@@ -188,7 +188,7 @@ BATTERIES = (
     _aot(
         "train",
         "tests/train/test_train_aot.py",
-        ("jaxspec/train/", "jaxspec/models/", "tests/train/aot_train.py"),
+        ("jaxspec/train/", "jaxspec/models/", "tests/train/", "tests/program/hlo.py"),
         "benchmarks/results/aot_train.json",
     ),
     _aot("h200", "tests/program/test_h200_aot.py", (*PROGRAM, "benchmarks/h200.py")),
