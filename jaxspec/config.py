@@ -34,6 +34,8 @@ DTYPES = ("auto", "float32", "bfloat16")
 # What pages of keys and values hold: "auto" is what weights are.
 KV_INT8, KV_FP8 = "int8", "fp8"
 KV_CACHE_DTYPES = ("auto", KV_INT8, KV_FP8)
+# With vLLM's other name of one.
+KV_CACHE_NAMES = {name: name for name in KV_CACHE_DTYPES} | {"fp8_e4m3": KV_FP8}
 # Bytes of a number, and of the scale that a head's numbers of one token share.
 _KV_BYTES = {KV_INT8: (1, 4), KV_FP8: (1, 0)}
 SCHEDULING_POLICIES = ("fcfs", "priority")

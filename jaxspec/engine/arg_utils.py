@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Self, no_type_check
 
 from jaxspec.config import (
-    KV_CACHE_DTYPES,
-    KV_FP8,
+    KV_CACHE_NAMES,
     MAX_DTYPE_BYTES,
     MAX_LOGPROBS,
     EngineConfig,
@@ -68,7 +67,6 @@ _DTYPES = {
     "half": "bfloat16",
     "float16": "bfloat16",
 }
-_KV_DTYPES = {name: name for name in KV_CACHE_DTYPES} | {"fp8_e4m3": KV_FP8}
 # Arguments that ask for something this engine does not do, and what may be passed.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,),
@@ -298,7 +296,7 @@ class EngineArgs:
             check_flag(ConfigError, name, self.enable_prefix_caching)
         check_choice(ConfigError, "dtype", self.dtype, tuple(_DTYPES))
         name = "kv_cache_dtype"
-        check_choice(ConfigError, name, self.kv_cache_dtype, tuple(_KV_DTYPES))
+        check_choice(ConfigError, name, self.kv_cache_dtype, tuple(KV_CACHE_NAMES))
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -387,7 +385,8 @@ class EngineArgs:
         num_pages = self.num_gpu_blocks_override
         if num_pages is None:
             widths = kv_widths(
-                _KV_DTYPES[self.kv_cache_dtype], MAX_DTYPE_BYTES[_DTYPES[self.dtype]]
+                KV_CACHE_NAMES[self.kv_cache_dtype],
+                MAX_DTYPE_BYTES[_DTYPES[self.dtype]],
             )
             num_bytes = model.kv_bytes_per_token(*widths)
             if draft is not None:
@@ -408,7 +407,7 @@ class EngineArgs:
             tokenizer=str(_tokenizer_folder(self, folder)),
             served_model_name=_served_name(self),
             dtype=_checked_dtype(self.dtype),
-            kv_cache_dtype=_KV_DTYPES[self.kv_cache_dtype],
+            kv_cache_dtype=KV_CACHE_NAMES[self.kv_cache_dtype],
             max_model_len=max_model_len,
             max_num_seqs=sizes["max_num_seqs"],
             max_num_batched_tokens=_or(

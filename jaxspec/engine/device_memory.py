@@ -282,6 +282,7 @@ def find_facts(
         )
     elif config.head_config is not None:
         draft_params = abstract_head(config.head_config, dtype=dtype, mesh=mesh)
+    kv_dtype = config.kv_cache_dtype
     # What proposers keep grows with the pages, or it is there once.
     draft_page = bytes_of(proposer_state(2)) - bytes_of(proposer_state(1))
     kept = bytes_of(proposer_state(1)) - draft_page
@@ -305,6 +306,7 @@ def find_facts(
         ),
         draft_name="draft model" if config.head_config is None else "head",
         programs=_program_facts(config, mesh),
+        kv_dtype=dtype.name if kv_dtype == "auto" else kv_dtype,
         page_size=config.page_size,
         max_model_len=config.max_model_len,
         layer_page_values=math.prod(_device_shape(jax.tree.leaves(target_pages(1))[0])),

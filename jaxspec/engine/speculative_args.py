@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from jaxspec.config import KV_CACHE_NAMES
 from jaxspec.errors import (
     ConfigError,
     UnsupportedError,
+    check_choice,
     check_flag,
     nearest,
     wrong_argument,
@@ -77,10 +79,11 @@ _SPECULATIVE_NO_EFFECT = (
     "disable_mqa_scorer",
 )
 _SPECULATIVE_LATER = (
-    "kv_cache_dtype",
     "use_heterogeneous_vocab",
     "num_speculative_tokens_per_batch_size",
 )
+# vLLM's way to give the draft's keys and values a type of their own.
+_KV_CACHE_DTYPE = "kv_cache_dtype"
 # vLLM's way to say that a draft model makes all drafts in one pass.
 _PARALLEL = "parallel_drafting"
 
@@ -128,6 +131,7 @@ def merge_speculative_arguments(
         )
     if given:
         _settle_method(merged)
+    _settle_kv_cache_dtype(merged, arguments.get(_KV_CACHE_DTYPE, "auto"))
     method = merged.get("method")
     if given and method not in (NGRAM, SUFFIX) and "model" not in given:
         source, value = next(iter(given.values()))
@@ -163,6 +167,7 @@ def _normalised_keys(config: object) -> dict[str, Any]:
         return {}
     known = (
         *_SPECULATIVE_KEYS,
+        _KV_CACHE_DTYPE,
         _PARALLEL,
         *_SPECULATIVE_NO_EFFECT,
         *_SPECULATIVE_LATER,
@@ -196,6 +201,24 @@ def _normalised_keys(config: object) -> dict[str, Any]:
         if key not in _SPECULATIVE_LATER:
             values[key] = value
     return values
+
+
+def _settle_kv_cache_dtype(merged: dict[str, Any], target: str) -> None:
+    """Refuse a type of the draft's keys and values that is not the target's.
+
+    Args:
+        target: `kv_cache_dtype` of the engine.
+    """
+    kept = merged.pop(_KV_CACHE_DTYPE, target)
+    name = f"speculative_config[{_KV_CACHE_DTYPE!r}]"
+    check_choice(ConfigError, name, kept, tuple(KV_CACHE_NAMES))
+    if KV_CACHE_NAMES[kept] != KV_CACHE_NAMES[target]:
+        hint = (
+            "The draft's keys and values are kept as the target's, in the same pages: "
+            f"leave it out, or set {_KV_CACHE_DTYPE} for both."
+        )
+        allowed = f"left out or {target!r}, which the target has"
+        raise wrong_argument(UnsupportedError, name, allowed, kept, hint)
 
 
 def _settle_method(merged: dict[str, Any]) -> None:

@@ -41,13 +41,22 @@ def test_9b_with_a_2b_draft_on_a_gpu_that_is_not_here(capsys):
     text = capsys.readouterr().out
     for line in ("Memory of h100", "target weights", "17.21 GiB", "4.87 GiB"):
         assert line in text
-    assert "6,976 pages of 16 tokens" in text
+    assert "6,976 pages of 16 tokens in bfloat16, " in text
     assert "Maximum concurrency at 8,192 tokens: 13.62x" in text
     found = told(capsys, *arguments)
     assert found["parts"]["target weights"] == 18_483_411_968
     assert found["parts"]["draft weights"] == 5_228_683_776
     assert found["num_pages"] == 6976
     assert found["table"] + "\n" == text
+
+
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+def test_the_type_of_keys_and_values_is_told(capsys, kept):
+    arguments = (*PAIR, *DRAFTS, "--device", "h100", "--max-num-seqs", "64")
+    found = told(capsys, *arguments, "--kv-cache-dtype", kept)
+    assert found["kv_dtype"] == kept
+    assert f"pages of 16 tokens in {kept}, " in found["table"]
+    assert found["num_pages"] > 1.9 * 6976
 
 
 def test_a_target_is_spread_over_the_devices_that_are_named(capsys):

@@ -330,7 +330,16 @@ def test_lookups_that_contradict(arguments: dict[str, Any], texts: list[str]):
         ({"spec_method": "hydra", "spec_model": "x"}, "'eagle3', 'medusa', 'mlp_spec"),
         ({"speculative_model": "[medusa]"}, "a head, which is a small network"),
         ({"speculative_config": {"model": "[eagle]"}}, "speculative_model='[eagle]'"),
-        ({"speculative_config": SAME | {"kv_cache_dtype": "fp8"}}, "'fp8'"),
+        (
+            {"speculative_config": SAME | {"kv_cache_dtype": "fp8"}},
+            "must be left out or 'auto', which the target has, got 'fp8'. The draft's "
+            "keys and values are kept as the target's",
+        ),
+        (
+            {"speculative_config": SAME | {"kv_cache_dtype": "auto"}}
+            | {"kv_cache_dtype": "int8"},
+            "left out or 'int8', which the target has, got 'auto'",
+        ),
         (
             {
                 "spec_method": "eagle3",
@@ -345,6 +354,18 @@ def test_what_does_not_exist_yet(arguments: dict[str, Any], given: str):
     with pytest.raises(NotImplementedError) as caught:
         merge(arguments)
     assert given in str(caught.value)
+
+
+def test_keys_and_values_of_the_draft_are_kept_as_the_targets():
+    """By either of vLLM's names; nothing is left of it among a draft's settings."""
+    expected = merge({"speculative_config": SAME})
+    for target, draft in (("fp8", "fp8_e4m3"), ("fp8_e4m3", "fp8"), ("int8", "int8")):
+        config = SAME | {"kv_cache_dtype": draft}
+        assert merge({"speculative_config": config, "kv_cache_dtype": target}) == (
+            expected
+        )
+    with pytest.raises(ConfigError, match=r"'kv_cache_dtype'\] must be one of 'auto'"):
+        merge({"speculative_config": SAME | {"kv_cache_dtype": "int4"}})
 
 
 TREE = "[(0,), (1,), (0, 0)]"

@@ -125,6 +125,7 @@ class MemoryFacts:
         used_bytes: Taken already, by others.
         draft: Nothing without a draft model or a head.
         draft_name: What it is.
+        kv_dtype: What a number of a key or value is kept as.
         page_size: Tokens per page.
         max_model_len: Tokens per sequence.
         layer_page_values: Numbers that one page has in one array, at most.
@@ -142,6 +143,7 @@ class MemoryFacts:
     draft: ModelBytes = ModelBytes()
     draft_name: str = "draft model"
     programs: ProgramFacts
+    kv_dtype: str
     page_size: int
     max_model_len: int
     layer_page_values: int = 1
@@ -254,7 +256,9 @@ class MemoryPlan:
         if has_draft:
             each += f" (draft {draft.page_bytes // size:,})"
         each += f", {facts.page_bytes:,} per page"
-        remark = f"{self.num_pages:,} pages of {size} tokens, {each}"
+        remark = (
+            f"{self.num_pages:,} pages of {size} tokens in {facts.kv_dtype}, {each}"
+        )
         rows.append(("KV", self.kv_bytes, remark))
         if facts.limit_bytes is not None and self.left_bytes is not None:
             remark = f"of {shown_bytes(facts.limit_bytes)}"
@@ -292,6 +296,7 @@ class MemoryPlan:
             "parts": {name: num_bytes for name, num_bytes, _ in self.rows()},
             "shown": {name: shown_bytes(size) for name, size, _ in self.rows()},
             "num_pages": self.num_pages,
+            "kv_dtype": self.facts.kv_dtype,
             "page_size": self.facts.page_size,
             "max_num_seqs": self.sizes.num_seqs,
             "max_num_batched_tokens": self.sizes.num_batched_tokens,

@@ -46,6 +46,7 @@ def facts(**changes: Any) -> MemoryFacts:
         target=TARGET_9B,
         draft=DRAFT_2B,
         programs=PROGRAMS,
+        kv_dtype="bfloat16",
         page_size=16,
         max_model_len=8192,
     )
@@ -86,8 +87,8 @@ def test_the_table_tells_all_of_it():
         "target weights 17.21 GiB",
         "draft weights 4.87 GiB",
         "programs 2.63 GiB estimated, for 64 sequences and 2,048 prompt tokens",
-        "KV 42.11 GiB 6,272 pages of 16 tokens, 450,560 bytes per token (draft 106,496)"
-        ", 7,208,960 per page",
+        "KV 42.11 GiB 6,272 pages of 16 tokens in bfloat16, 450,560 bytes per token "
+        "(draft 106,496), 7,208,960 per page",
         "left 7.68 GiB of 74.51 GiB, gpu_memory_utilization=0.9",
         "Maximum concurrency at 8,192 tokens: 12.25x",
         "The draft model takes 14.82 GiB: without it, 5.65 more of such sequences",
@@ -96,6 +97,7 @@ def test_the_table_tells_all_of_it():
     assert told["table"] == text
     assert told["parts"]["KV"] == 45_214_597_120
     assert told["shown"]["KV"] == "42.11 GiB"
+    assert told["kv_dtype"] == "bfloat16"
     assert (told["num_pages"], told["max_concurrency"]) == (6272, 12.25)
     several = make_plan(num_devices=8, used_bytes=2**20, compiled_bytes=2**30).table()
     assert "Memory of GPU, each of 8" in several
