@@ -7,8 +7,9 @@ Knows nothing about which arguments exist.
 import difflib
 import math
 import numbers
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 MAX_SHOWN = 200
 
@@ -90,6 +91,36 @@ def wrong_argument(
     called = told_as or name
     message = f"{called} must be {allowed}, got {shown(value)}. {hint}".rstrip()
     return error(message, parameter=name, value=value)
+
+
+def read_keys(
+    name: str, given: object, known: Collection[str], *, has_dashes: bool = False
+) -> dict[str, Any]:
+    """Return the keys and values of a dict of settings, all of them known.
+
+    Args:
+        name: The argument that holds it.
+        has_dashes: "a-b" is read as "a_b".
+
+    Raises:
+        ConfigError: It is no dict, or has an unknown key.
+    """
+    if not isinstance(given, Mapping):
+        allowed = "a dict with keys among " + ", ".join(known)
+        raise wrong_argument(ConfigError, name, allowed, given)
+    values = {
+        str(key).replace("-", "_") if has_dashes else str(key): value
+        for key, value in given.items()
+    }
+    for key, value in values.items():
+        if key not in known:
+            hint = nearest(key, known, f"known: {list(known)}.")
+            raise ConfigError(
+                f"{name} has no key {key!r} (given {value!r}): {hint}",
+                parameter=name,
+                value=given,
+            )
+    return values
 
 
 def one_of(choices: Iterable[object]) -> str:

@@ -3,7 +3,6 @@
 Keys and defaults are those of vLLM's `KVEventsConfig`. Knows nothing of sockets.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import no_type_check
 
@@ -13,7 +12,7 @@ from jaxspec.errors import (
     check_flag,
     check_integer,
     named_in,
-    nearest,
+    read_keys,
     wrong_argument,
 )
 
@@ -83,17 +82,6 @@ class KvEventsConfig:
         """
         if given is None or isinstance(given, cls):
             return given or cls()
-        known = [item.name for item in fields(cls)]
-        if not isinstance(given, Mapping):
-            allowed = "a dict with keys among " + ", ".join(known)
-            raise wrong_argument(ConfigError, _NAME, allowed, given)
-        for key, value in given.items():
-            if key not in known:
-                hint = nearest(str(key), known, f"known: {known}.")
-                raise ConfigError(
-                    f"{_NAME} has no key {key!r} (given {value!r}): {hint}",
-                    parameter=_NAME,
-                    value=given,
-                )
+        values = read_keys(_NAME, given, [item.name for item in fields(cls)])
         with named_in(_NAME):
-            return cls(**given)
+            return cls(**values)

@@ -17,7 +17,7 @@ from jaxspec.errors import (
     UnsupportedError,
     check_flag,
     named_in,
-    nearest,
+    read_keys,
     wrong_argument,
 )
 
@@ -166,17 +166,7 @@ class StructuredOutputsConfig:
         if given is None or isinstance(given, cls):
             return given or cls()
         name, known = "structured_outputs_config", [item.name for item in fields(cls)]
-        if not isinstance(given, Mapping):
-            allowed = "a dict with keys among " + ", ".join(known)
-            raise wrong_argument(ConfigError, name, allowed, given)
-        values = {str(key).replace("-", "_"): value for key, value in given.items()}
-        for key in values.keys() - set(known):
-            hint = nearest(key, known, f"known: {known}.")
-            raise ConfigError(
-                f"{name} has no key {key!r} (given {values[key]!r}): {hint}",
-                parameter=name,
-                value=given,
-            )
+        values = read_keys(name, given, known, has_dashes=True)
         with named_in(name):
             return cls(**values)
 

@@ -50,10 +50,18 @@ def target():
     return make_micro(seed=3)
 
 
-def make_law_engine(target: Any, *, is_optimized: bool = False) -> LLMEngine:
+def make_law_engine(
+    target: Any, *, has_draft: bool = True, is_optimized: bool = False, **options: Any
+) -> LLMEngine:
+    """An engine that thousands of short requests are sent to.
+
+    Args:
+        has_draft: With a draft model, in place of a head among the options.
+        options: More of `make_engine`'s.
+    """
     return make_engine(
         target,
-        make_draft_of(target, num_layers=2),
+        make_draft_of(target, num_layers=2) if has_draft else None,
         num_draft_tokens=DRAFTS,
         max_num_seqs=64,
         max_num_batched_tokens=512,  # of the rows a third ends in a round
@@ -62,6 +70,7 @@ def make_law_engine(target: Any, *, is_optimized: bool = False) -> LLMEngine:
         # Nearly every round has prompts.
         runner=OneShapeRunner if is_optimized else OneProgramRunner,
         is_optimized=is_optimized,
+        **options,
     )
 
 

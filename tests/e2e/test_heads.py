@@ -27,6 +27,7 @@ from tests.e2e.test_distribution import (
     check_law,
     laws_of,
     levels_after,
+    make_law_engine,
     sample,
 )
 from tests.e2e.test_distribution import PROMPT as LAW_PROMPT
@@ -275,16 +276,11 @@ def micro_head(kind: str) -> Any:
 
 @functools.cache
 def law_engine(kind: str, *, has_leaves: bool = False) -> LLMEngine:
-    return make_engine(
+    return make_law_engine(
         make_micro(seed=3),
+        has_draft=False,
         head=micro_head(kind),
-        num_draft_tokens=NUM_DRAFT,
         num_side_leaves=2 if has_leaves else 0,
-        max_num_seqs=64,
-        max_num_batched_tokens=512,
-        num_pages=1024,
-        max_model_len=32,
-        runner=OneProgramRunner,
     )
 
 
@@ -307,17 +303,12 @@ def test_every_position_follows_the_target(kind, rule):
 @pytest.mark.parametrize("num_leaves", [0, 2])
 def test_the_lossy_rule_is_lossy_and_says_so(num_leaves, caplog):
     """Of requests without a seed: greedy and seeded texts stay the target's."""
-    engine = make_engine(
+    engine = make_law_engine(
         make_micro(seed=3),
+        has_draft=False,
         head=micro_head("medusa"),
-        num_draft_tokens=NUM_DRAFT,
         num_side_leaves=num_leaves,
         rule="typical",
-        max_num_seqs=64,
-        max_num_batched_tokens=512,
-        num_pages=1024,
-        max_model_len=32,
-        runner=OneProgramRunner,
     )
     seeded = sample(engine, "seeded", 700, every=FEWER)
     for controls, tokens in zip(FEWER, seeded, strict=True):

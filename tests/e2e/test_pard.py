@@ -22,13 +22,13 @@ from tests.e2e.test_distribution import (
     check_law,
     laws_of,
     levels_after,
+    make_law_engine,
     sample,
 )
 from tests.e2e.test_distribution import PROMPT as LAW_PROMPT
 from tests.engines import (
     OneProgramRunner,
     generate,
-    make_draft_of,
     make_engine,
     make_micro,
     tokens_of,
@@ -199,19 +199,7 @@ def test_preemption_crowds_and_aborts_change_nothing():
 
 @functools.cache
 def law_engine(**options: Any) -> LLMEngine:
-    target = make_micro(seed=3)
-    return make_engine(
-        target,
-        make_draft_of(target, num_layers=2),
-        num_draft_tokens=NUM_DRAFT,
-        mask_token_id=MICRO_MASK,
-        max_num_seqs=64,
-        max_num_batched_tokens=512,
-        num_pages=1024,
-        max_model_len=32,
-        runner=OneProgramRunner,
-        **options,
-    )
+    return make_law_engine(make_micro(seed=3), mask_token_id=MICRO_MASK, **options)
 
 
 @functools.cache

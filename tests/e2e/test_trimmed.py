@@ -26,6 +26,7 @@ from tests.e2e.test_distribution import (
     check_law,
     laws_of,
     levels_after,
+    make_law_engine,
     sample,
 )
 from tests.engines import (
@@ -33,7 +34,6 @@ from tests.engines import (
     OneProgramRunner,
     QuickGreedyRunner,
     generate,
-    make_draft_of,
     make_engine,
     make_micro,
     tokens_of,
@@ -219,18 +219,7 @@ def check_devices(devices: int, draft_devices: int) -> None:
 
 @functools.cache
 def law_engine() -> LLMEngine:
-    target = make_micro(seed=3)
-    return make_engine(
-        target,
-        make_draft_of(target, num_layers=2),
-        num_draft_tokens=pair.NUM_DRAFT,
-        kept=MICRO_KEPT,
-        max_num_seqs=64,
-        max_num_batched_tokens=512,
-        num_pages=1024,
-        max_model_len=32,
-        runner=OneProgramRunner,
-    )
+    return make_law_engine(make_micro(seed=3), kept=MICRO_KEPT)
 
 
 @functools.cache
