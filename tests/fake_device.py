@@ -182,7 +182,7 @@ class FakeDevice:
         for index, (row, drafts) in enumerate(plan.decode):
             drafts = wanted[index]
             if not self.has_draft:  # an n-gram lookup may find fewer
-                drafts = int(self._random.integers(0, drafts + 1))
+                drafts = self._num_found(self.rows[row], drafts)
             tokens, accepted = self._round(
                 self.rows[row],
                 drafts,
@@ -205,6 +205,14 @@ class FakeDevice:
         assert 0 <= drafts <= shape.num_draft_tokens
         left = self.rows[row].admission.max_total - self.rows[row].num_tokens
         return min(drafts, max(left - 1, 0))
+
+    def _num_found(self, row: Row, wanted: int) -> int:
+        """Drafts that a lookup finds."""
+        return int(self._random.integers(0, wanted + 1))
+
+    def _num_right(self, row: Row, drafts: int) -> int:
+        """Drafts that stay."""
+        return int(self._random.integers(0, drafts + 1))
 
     def forget(self) -> None:
         """Lose all sequences, as when the state is made anew."""
@@ -308,7 +316,7 @@ class FakeDevice:
             return [], 0
         known = row.num_tokens
         assert known, "a row decodes before its prompt is in"
-        accepted = int(self._random.integers(0, drafts + 1))
+        accepted = self._num_right(row, drafts)
         ahead = self._drafted(row, accepted, lookahead)
         if lookahead and self.has_draft:
             if drafts:

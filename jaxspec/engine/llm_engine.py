@@ -19,10 +19,10 @@ from jaxspec.engine.output_processor import OutputProcessor
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduling.batch import Launch, LaunchError, on_device
 from jaxspec.engine.scheduling.controller import Choice, Controller
-from jaxspec.engine.scheduling.costs import Costs, Round
+from jaxspec.engine.scheduling.costs import Round
 from jaxspec.engine.scheduling.page_events import PageEvents
 from jaxspec.engine.scheduling.request import Request
-from jaxspec.engine.scheduling.scheduler import Scheduler
+from jaxspec.engine.scheduling.scheduler import Scheduler, make_costs
 from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.errors import (
     ConfigError,
@@ -86,7 +86,7 @@ class LLMEngine:
         self.config, self.runner = config, runner
         self.controller = Controller(config.speculative)
         self.stats = EngineStats()
-        self.costs = Costs(config.max_num_seqs, config.num_draft_tokens)
+        self.costs = make_costs(config, self.controller)
         self.scheduler = self._make_scheduler()
         self.metrics = EngineMetrics(config, self.stats, self.memory)
         self.output_processor = OutputProcessor(

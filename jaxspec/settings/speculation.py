@@ -62,7 +62,7 @@ ALLOWED_METHODS = ", ".join(map(repr, METHODS[:-1])) + f" or {DRAFT_MODEL!r}"
 LOOKUP_KEYS = ("prompt_lookup_max", "prompt_lookup_min")
 SUFFIX_DEFAULTS: dict[str, Any] = {
     "suffix_decoding_max_tree_depth": 24,
-    "suffix_decoding_max_spec_factor": 1.0,
+    "suffix_decoding_max_spec_factor": 4.0,
     "suffix_decoding_min_token_prob": 0.1,
     "suffix_decoding_max_cached_requests": 0,
 }
@@ -372,6 +372,11 @@ class SpeculativeConfig:
     def has_lookup(self) -> bool:
         """Whether drafts are looked up in the sequence itself."""
         return self.method.split("+")[0] in (NGRAM, SUFFIX)
+
+    @property
+    def has_only_lookup(self) -> bool:
+        """Whether nothing else proposes."""
+        return self.method in (NGRAM, SUFFIX)
 
     @property
     def has_suffix(self) -> bool:

@@ -75,5 +75,5 @@ def test_suffix_drafts_before_those_of_a_model():
         spec_method="suffix+draft_model", spec_model=DRAFT, spec_tokens=3
     )
     assert config.speculative is not None
-    assert config.speculative.suffix_decoding_max_spec_factor == 1.0
+    assert config.speculative.suffix_decoding_max_spec_factor == 4.0
     assert config.draft_model_config is not None

@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxspec.settings.speculation import ADAPTIVE, SpeculativeConfig
+from jaxspec.settings.speculation import ADAPTIVE, SYNTHETIC, SpeculativeConfig
 
 _log = logging.getLogger(__name__)
 
 # Rounds between two looks at what is known, and the gain that a change must promise.
-LOOK_ROUNDS = 8
+# Drafts whose end costs nothing to notice, and whose return neither, may end sooner.
+LOOK_ROUNDS, WATCHED_LOOK_ROUNDS = 8, 4
 HYSTERESIS = 1.04
 # The account is looked at over this many rounds, at least and at most, and closed when
 # it has lost this share of their time: what that costs before is the least that a loss
@@ -162,6 +163,14 @@ class Controller:
         return self.speculative.num_levels
 
     @property
+    def can_watch(self) -> bool:
+        """Whether the text alone says what drafts would have brought."""
+        if not self.is_adaptive or self.speculative is None:
+            return False
+        is_judged = self.speculative.rejection_sample_method != SYNTHETIC
+        return self.speculative.has_only_lookup and is_judged
+
+    @property
     def is_constant(self) -> bool:
         """K depends on nothing, so that it need not depend on other requests."""
         if self.speculative is None or self.is_adaptive or self.is_stopped:
@@ -189,8 +198,8 @@ class Controller:
             seconds: Of a round with 0, 1, ... drafts; None where that is not known.
             catch_up_s: What it takes before all sequences can have drafts, over the
                 rounds that they probably still have.
-            can_ask: A draft model says what its drafts would have brought, without a
-                round that is tried.
+            can_ask: What drafts would have brought is known without a round that is
+                tried: a draft model says so, or lookups are watched.
             beside: Tokens that drafts beside others bring, for each of those.
         """
         most = int(wanted.max(initial=0))
@@ -221,7 +230,13 @@ class Controller:
                 self._remeasure(len(wanted), now)
         if (before > 0) != (self.num_drafts > 0):
             self._account.begin()
+        if self.num_drafts and self.can_watch:
+            self._rounds_left = WATCHED_LOOK_ROUNDS
         return 0 if self._refresh_left else self.num_drafts
+
+    def look(self) -> None:
+        """Choose anew for the next round: something has changed."""
+        self._rounds_left = 0
 
     def repeat(self, num_rounds: int) -> None:
         """Count rounds that run with the newest choice, beyond the one it was for."""

@@ -22,8 +22,10 @@ DECAY = 0.5 ** (1 / HALF_LIFE_ROUNDS)
 # Observations that a request's own acceptance needs to count as much as the mean of
 # all requests, and a position's as much as that of the position before it.
 PRIOR_WEIGHT = 4.0
-# Acceptance of the first position before any draft was verified.
+# Acceptance of the first position before any draft was verified: of what only that
+# tells about, and of what is watched where nothing is drafted.
 PRIOR_RATE = 0.7
+WATCHED_PRIOR_RATE = 0.1
 ROUNDING = 1e-9
 
 
@@ -46,7 +48,8 @@ class Costs:
     """Exponentially weighted means of what was measured.
 
     Invariants: times are positive; at every position `0 <= accepted <= reached`, and
-    no position is reached more often than the one before it is accepted.
+    where rounds are counted whole, none is reached more often than the one before it is
+    accepted.
 
     Attributes:
         seconds: Of a launch; there from its second run on.
@@ -54,9 +57,13 @@ class Costs:
             all requests: verified, up to the first rejection of a round, or asked for
             while nothing was drafted.
         num_agreed: How many of them stayed, or probably would have.
+        prior_rate: Acceptance of the first position before anything is known.
     """
 
-    def __init__(self, num_rows: int, max_draft_tokens: int):
+    def __init__(
+        self, num_rows: int, max_draft_tokens: int, prior_rate: float = PRIOR_RATE
+    ):
+        self.prior_rate = prior_rate
         self.seconds: dict[Round, float] = {}
         self._has_run: set[Round] = set()
         self.num_compared, self.num_agreed = 0, 0.0
@@ -67,7 +74,10 @@ class Costs:
         self._accepted = np.zeros_like(self._reached)
         self._kind = np.zeros(num_rows, np.int64)
         self._is_typical = np.ones(num_rows, bool)
+        # Of each row its newest tokens that were foretold, one after the other.
+        self._run = np.zeros(num_rows, np.int64)
         self._first_kind = num_rows
+        self._are_whole = True
         # Of the newest rounds of all requests, tokens from the spine and beside it.
         self._kept = np.zeros(2)
 
@@ -129,7 +139,7 @@ class Costs:
         Args:
             is_typical: What drafts bring to it says something of others.
         """
-        self._reached[row] = self._accepted[row] = 0
+        self._reached[row] = self._accepted[row] = self._run[row] = 0
         self._kind[row], self._is_typical[row] = kind, is_typical
 
     def record_acceptance(
@@ -162,6 +172,32 @@ class Costs:
         self.num_agreed += int(is_accepted.sum())
         is_reached &= position < wanted[is_wanted, None]
         self._add(rows, is_reached, is_accepted)
+
+    def record_foretold(
+        self,
+        rows: np.ndarray,
+        reached: np.ndarray,
+        accepted: np.ndarray,
+        num_rounds: np.ndarray,
+        num_compared: int,
+    ) -> None:
+        """Count rounds of which it is known what drafts would have brought.
+
+        A round that is under way may be counted in parts.
+
+        Args:
+            reached, accepted: [row, position].
+            num_rounds: By row.
+            num_compared: Drafts, over all rows.
+        """
+        self._are_whole = False
+        self.num_compared += num_compared
+        self.num_agreed += float(accepted.sum())
+        self._add(rows, reached, accepted, num_rounds)
+
+    def note_runs(self, rows: np.ndarray, runs: np.ndarray) -> None:
+        """Say of some rows how many of their newest tokens in a row were foretold."""
+        self._run[rows] = runs
 
     def record_beside(self, accepted: np.ndarray, beside: np.ndarray) -> None:
         """Count what one round has kept of a tree's spine, and beside it."""
@@ -199,15 +235,17 @@ class Costs:
         rows: np.ndarray,
         reached: np.ndarray,
         accepted: np.ndarray,
-        num_rounds: int = 1,
+        num_rounds: int | np.ndarray = 1,
     ) -> None:
-        decay = DECAY**num_rounds
+        """Add to sums, which grow older by some rounds: one number, or of each row."""
+        each = np.broadcast_to(num_rounds, rows.shape)
         kinds, is_typical = self._kind[rows], self._is_typical[rows]
         for sums, new in ((self._reached, reached), (self._accepted, accepted)):
-            sums[rows] = decay * sums[rows] + new
+            sums[rows] = DECAY ** each[:, None] * sums[rows] + new
             for kind in set(kinds[is_typical].tolist()):
-                total = new[is_typical & (kinds == kind)].sum(axis=0)
-                sums[self._first_kind + kind] *= decay
+                is_one = is_typical & (kinds == kind)
+                total = new[is_one].sum(axis=0)
+                sums[self._first_kind + kind] *= DECAY ** int(each[is_one].max())
                 sums[self._first_kind + kind] += total
 
     def mean_acceptance(self, kind: Kind = Kind.GREEDY) -> np.ndarray:
@@ -218,7 +256,7 @@ class Costs:
         Returns:
             One rate per draft position.
         """
-        rates, rate = np.empty(self._reached.shape[1]), PRIOR_RATE
+        rates, rate = np.empty(self._reached.shape[1]), self.prior_rate
         row = self._first_kind + kind
         for position in range(len(rates)):
             reached = self._reached[row, position] + PRIOR_WEIGHT
@@ -229,12 +267,18 @@ class Costs:
     def acceptance(self, rows: np.ndarray) -> np.ndarray:
         """The same of the requests in some rows; a new one is like its kind's mean.
 
+        Where the newest tokens were foretold, the next draft is like one that follows
+        so many accepted ones: who copies goes on copying.
+
         Returns:
             [row, position].
         """
         means = np.stack([self.mean_acceptance(kind) for kind in Kind])
         prior = PRIOR_WEIGHT * means[self._kind[rows]]
-        return (self._accepted[rows] + prior) / (self._reached[rows] + PRIOR_WEIGHT)
+        rates = (self._accepted[rows] + prior) / (self._reached[rows] + PRIOR_WEIGHT)
+        last = rates.shape[1] - 1
+        place = np.minimum(self._run[rows, None] + np.arange(last + 1), last)
+        return np.take_along_axis(rates, place, axis=1)
 
     def is_drawn(self, rows: np.ndarray) -> np.ndarray:
         """Which requests in some rows sample without a seed."""
@@ -247,4 +291,5 @@ class Costs:
         assert 0 <= self.num_agreed <= self.num_compared + ROUNDING
         assert (self._accepted >= 0).all()
         assert (self._accepted <= self._reached + ROUNDING).all()
-        assert (self._reached[:, 1:] <= self._accepted[:, :-1] + ROUNDING).all()
+        if self._are_whole:
+            assert (self._reached[:, 1:] <= self._accepted[:, :-1] + ROUNDING).all()

@@ -29,8 +29,15 @@ from jaxspec.engine.scheduling.batch import (
     settle,
 )
 from jaxspec.engine.scheduling.controller import Choice, Controller
-from jaxspec.engine.scheduling.costs import Costs, Kind, Round
+from jaxspec.engine.scheduling.costs import (
+    PRIOR_RATE,
+    WATCHED_PRIOR_RATE,
+    Costs,
+    Kind,
+    Round,
+)
 from jaxspec.engine.scheduling.kv_cache import PageTables
+from jaxspec.engine.scheduling.lookups import TELLING_RUNS, Lookups
 from jaxspec.engine.scheduling.pacing import Pacer
 from jaxspec.engine.scheduling.page_events import PageEvents
 from jaxspec.engine.scheduling.request import Request, Status
@@ -48,6 +55,7 @@ from jaxspec.program.plan import (
     StepShape,
 )
 from jaxspec.program.wire import CaughtUp, StepResult
+from jaxspec.settings.lookups import LookupRule
 
 # Launches that feed the draft model, before the next round, at most.
 MAX_IN_A_ROW = 4
@@ -90,7 +98,7 @@ class Scheduler:
     ):
         self.config, self.controller = config, controller
         self.stats = stats or EngineStats()
-        self.costs = costs or Costs(config.max_num_seqs, config.num_draft_tokens)
+        self.costs = costs or make_costs(config, controller)
         self.tables = PageTables(config, self.stats, page_events)
         self.pages = self.tables.pool
         speculative = config.speculative
@@ -102,6 +110,7 @@ class Scheduler:
             longest_drafted,
             config.num_draft_tokens if is_parallel else None,
         )
+        self._lookups = make_lookups(config, controller)
         self.shapes = Shapes(config, controller, programs)
         self.waiting = WaitingQueue(config.scheduling_policy)
         self.running: list[Request] = []
@@ -234,12 +243,48 @@ class Scheduler:
 
         return self.controller.choose(
             wanted,
-            acceptance=lambda: self.costs.acceptance(rows),
+            acceptance=lambda: self._acceptance(rows),
             beside=lambda: self.costs.beside_share,
             seconds=seconds,
             catch_up_s=lambda: self._catch_up_s(rows),
-            can_ask=self._has_draft_model and not self.costs.is_drawn(rows).any(),
+            can_ask=self._lookups is not None
+            or (self._has_draft_model and not self.costs.is_drawn(rows).any()),
         )
+
+    def _acceptance(self, rows: np.ndarray) -> np.ndarray:
+        """By row and position, with what lookups would have brought until now."""
+        self._count_foretold()
+        return self.costs.acceptance(rows)
+
+    def _count_foretold(self) -> None:
+        found = self._lookups and self._lookups.take()
+        if found:
+            self.costs.record_foretold(*found)
+
+    def _watch(self, launch: Launch, result: StepResult) -> None:
+        """Compare what came without drafts with what a lookup would have proposed."""
+        lookups, count = self._lookups, len(launch.rows)
+        if lookups is None or not count:
+            return
+        emitted = np.where(result.is_broken[:count], 0, result.num_emitted[:count])
+        is_there = (self.rows.owner[launch.rows] == launch.owners) & (emitted > 0)
+        if launch.drafts.any():
+            drafts = np.minimum(result.num_draft[:count], launch.drafts)
+            accepted = result.num_accepted[:count]
+            is_kept = (drafts > 0) & (accepted >= drafts)
+            runs = np.where(is_kept, accepted, 0)[is_there]
+            self.costs.note_runs(launch.rows[is_there], runs)
+        elif not self.controller.num_drafts:
+            there = np.flatnonzero(is_there & (self.rows.num_draft[launch.rows] > 0))
+            runs = [
+                lookups.follow(launch.decoding[index], new)
+                for index, new in zip(
+                    there.tolist(), emitted[there].tolist(), strict=True
+                )
+            ]
+            self.costs.note_runs(launch.rows[there], np.array(runs, np.int64))
+            if not set(TELLING_RUNS).isdisjoint(runs):
+                self.controller.look()
 
     def _catch_up_s(self, rows: np.ndarray) -> float:
         """Seconds per round before all rows can have drafts, over what is left."""
@@ -563,6 +608,7 @@ class Scheduler:
             # The last token has no keys and values of anybody.
             drafted = request.num_tokens - gap if self._has_draft_model else None
             self.tables.register(request, request.num_tokens - 1, drafted)
+        self._count_foretold()
         self.rows.release(request)
         self.running.remove(request)
         self.tables.release(request)
@@ -700,6 +746,7 @@ class Scheduler:
             return Advance()
         self._record_round(launch, result)
         advance = commit(launch, result, self.rows, self.stats, self.costs)
+        self._watch(launch, result)
         for part in advance.parts:
             if part.is_broken:
                 # No later request may reuse these pages.
@@ -735,6 +782,8 @@ class Scheduler:
             self.waiting.remove(request)
         else:
             self._leave(request)
+        if self._lookups is not None:
+            self._lookups.finish(request)
         request.page_keys = []
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason = reason, stop
@@ -755,6 +804,22 @@ class Scheduler:
         self.rows.check()
         assert self.pages.num_free == self.pages.num_pages, "a page is held"
         assert len(self.rows.free) == self.config.max_num_seqs, "a row is taken"
+
+
+def make_costs(config: EngineConfig, controller: Controller) -> Costs:
+    """Nothing measured yet."""
+    rate = WATCHED_PRIOR_RATE if controller.can_watch else PRIOR_RATE
+    return Costs(config.max_num_seqs, config.num_draft_tokens, rate)
+
+
+def make_lookups(config: EngineConfig, controller: Controller) -> Lookups | None:
+    """What watches texts; None where they do not say what drafts would bring."""
+    speculative = config.speculative
+    if speculative is None or not controller.can_watch:
+        return None
+    num_requests = speculative.suffix_decoding_max_cached_requests or 0
+    rule, most = LookupRule.of(speculative), config.num_draft_tokens
+    return Lookups(rule, config.max_num_seqs, most, num_requests)
 
 
 def kind_of(request: Request) -> Kind:

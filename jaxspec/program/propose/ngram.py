@@ -17,6 +17,7 @@ from jaxspec.program.propose.matches import NUM_BRANCHES, branch, find_matches
 from jaxspec.program.propose.proposal import Context, Lookup, Proposal
 from jaxspec.program.rows import Active
 from jaxspec.program.tree import Tree
+from jaxspec.settings.lookups import LookupRule
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,8 @@ class NGram(Lookup):
         """What an engine's configuration asks for."""
         speculative = config.speculative
         assert speculative is not None
-        assert speculative.prompt_lookup_max is not None
-        assert speculative.prompt_lookup_min is not None
-        return cls(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
+        rule = LookupRule.of(speculative)
+        return cls(rule.longest, rule.shortest)
 
     def propose(
         self,

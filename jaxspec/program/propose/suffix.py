@@ -8,7 +8,6 @@ the host counts all that followed, for matches of every length. Here the counts 
 few of the longest matches, which are found on the device at every round.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,18 +26,9 @@ from jaxspec.program.propose.matches import (
 )
 from jaxspec.program.propose.proposal import Context, Lookup, Proposal, Seen
 from jaxspec.program.tree import Tree
+from jaxspec.settings.lookups import NUM_MATCHES, WHOLE, LookupRule
 from jaxspec.settings.speculation import MAX_DRAFT_TOKENS
 from jaxspec.sharding import replicated
-
-# Matches that are counted, at most: the latest. Older ones would outvote them: with 8,
-# the texts of `benchmarks/ngram.py` get a thirtieth fewer tokens a round than with 1.
-NUM_MATCHES = 4
-# What 1 is in shares of them: every number of matches divides it, so that shares are
-# integers, and sums of them equal wherever they are computed.
-WHOLE = math.lcm(*range(1, NUM_MATCHES + 1))
-# Fewest tokens of a match. In prose at temperature 1 a third of the rounds match one
-# token, and a tenth of their drafts stay. Four take the place of a draft model.
-SHORT_MATCH, LONG_MATCH = 2, 4
 
 
 @dataclass(frozen=True)
@@ -63,16 +53,8 @@ class Suffix(Lookup):
         """What an engine's configuration asks for."""
         speculative = config.speculative
         assert speculative is not None
-        depth = speculative.suffix_decoding_max_tree_depth
-        factor = speculative.suffix_decoding_max_spec_factor
-        min_prob = speculative.suffix_decoding_min_token_prob
-        assert depth is not None
-        assert factor is not None
-        assert min_prob is not None
-        limits = draft_limits(depth, factor, speculative.num_levels)
-        shortest = LONG_MATCH if speculative.has_draft_model else SHORT_MATCH
-        # 0.3 of 840 is 252, whatever binary fractions make of it.
-        made = cls(limits, shortest, math.ceil(round(min_prob * WHOLE, 6)))
+        rule = LookupRule.of(speculative)
+        made = cls(rule.limits, rule.shortest, rule.min_share)
         num_requests = speculative.suffix_decoding_max_cached_requests
         if not num_requests:
             return made
@@ -146,20 +128,6 @@ class CorpusSuffix(Suffix):
             num_draft_tokens=context.tree.num_levels,
         )
         return best_of((own, others), NUM_MATCHES)
-
-
-def draft_limits(depth: int, factor: float, most: int) -> tuple[int, ...]:
-    """Most drafts after a match of 0, 1, ... tokens.
-
-    As in vLLM: `factor` drafts for a token that matches, and no more than `depth`
-    tokens of match and drafts together. Whoever matches more tokens matches fewer as
-    well, and is not trusted less.
-    """
-    limits = [0]
-    for length in range(1, depth):
-        own = min(int(factor * length), depth - length, most)
-        limits.append(max(own, limits[-1]))
-    return tuple(limits)
 
 
 def choose(matches: Matches, *, limits: tuple[int, ...], min_share: int) -> Proposal:

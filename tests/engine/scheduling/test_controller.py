@@ -19,7 +19,7 @@ from jaxspec.engine.scheduling.controller import (
     Controller,
 )
 from jaxspec.engine.scheduling.costs import Costs
-from jaxspec.settings.speculation import ADAPTIVE, FIXED
+from jaxspec.settings.speculation import ADAPTIVE, FIXED, SUFFIX_DEFAULTS
 
 # Seconds of a round by K, of one sequence.
 TIMES = [0.010, 0.013, 0.015, 0.017, 0.019, 0.021]
@@ -470,3 +470,37 @@ def test_what_leaves_bring_counts():
 
     assert choose(0.0) == 0
     assert choose(1.5) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "can_watch"),
+    [
+        ({"method": "suffix", **SUFFIX_DEFAULTS}, True),
+        ({"method": "suffix", "controller": FIXED, **SUFFIX_DEFAULTS}, False),
+        ({"method": "suffix+draft_model", "model": "m", **SUFFIX_DEFAULTS}, False),
+        # What stays is no matter of the text.
+        (
+            {
+                "method": "suffix",
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_length": 2.0,
+                **SUFFIX_DEFAULTS,
+            },
+            False,
+        ),
+        ({"model": "m"}, False),
+    ],
+)
+def test_texts_are_watched_where_they_alone_decide(changes, can_watch):
+    assert Controller(SpeculativeConfig(**changes)).can_watch == can_watch
+    assert not Controller(None).can_watch
+
+
+def test_who_is_told_looks_at_once():
+    world = World(TIMES, 0.0)
+    world.round()
+    assert world.round() == 0
+    world.chance = 0.9
+    assert world.round() == 0
+    world.controller.look()
+    assert world.round() > 0

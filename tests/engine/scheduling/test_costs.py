@@ -1,6 +1,7 @@
 """Measured times and acceptance equal what a plain list of rounds says."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -245,3 +246,48 @@ def test_what_comes_from_beside_the_spine_is_told_by_what_comes_from_it():
     for _ in range(200):
         costs.record_beside(np.array([2, 4]), np.array([0, 0]))
     assert costs.beside_share < 0.01
+
+
+def test_what_was_foretold_counts_as_rounds_do():
+    """Counted in parts of a round, and of rows with ages of their own."""
+    whole, parts = make_costs(), make_costs()
+    for sequences in ([(3, 2), (2, 0)], [(4, 4), (4, 1)]):
+        record(whole, sequences)
+    rows, zeros = np.arange(2), np.zeros(2, np.int64)
+
+    def count(reached: Any, accepted: Any, num_rounds: np.ndarray) -> None:
+        both = np.array(reached, float), np.array(accepted, float)
+        compared = int(both[0].sum())
+        parts.record_foretold(rows, *both, num_rounds, num_compared=compared)
+        parts.check()
+
+    count([[1, 1, 1, 0], [1, 0, 0, 0]], [[1, 1, 0, 0], [0, 0, 0, 0]], zeros + 1)
+    count([[1, 1, 0, 0], [1, 1, 0, 0]], [[1, 1, 0, 0], [1, 0, 0, 0]], zeros + 1)
+    count([[0, 0, 1, 1], [0, 0, 0, 0]], [[0, 0, 1, 1], [0, 0, 0, 0]], zeros)
+    assert parts.acceptance(rows) == pytest.approx(whole.acceptance(rows))
+    assert parts.mean_acceptance() == pytest.approx(whole.mean_acceptance())
+    assert parts.num_agreed == whole.num_agreed
+    # A row in which five rounds have ended is older by five, the other by none.
+    count(np.zeros((2, 4)), np.zeros((2, 4)), np.array([0, 5]))
+    for row, age in enumerate((0, 5)):
+        share = 0.5 ** (age / HALF_LIFE_ROUNDS)
+        assert parts._reached[row, 0] == pytest.approx(share * whole._reached[row, 0])
+
+
+def test_after_a_run_a_draft_is_like_one_after_so_many_accepted():
+    costs, rows = make_costs(), np.arange(ROWS)
+    for _ in range(20):
+        record(costs, [(4, 4), (4, 0), (4, 1)])
+    before = costs.acceptance(rows)
+    costs.note_runs(rows, np.array([0, 2, 9]))
+    after = costs.acceptance(rows)
+    assert after[0].tolist() == before[0].tolist()
+    assert after[1].tolist() == [*before[1, 2:], *[before[1, 3]] * 2]
+    assert after[2].tolist() == [before[2, 3]] * DRAFTS
+    costs.admit(2)
+    assert costs.acceptance(rows)[2].tolist() == costs.mean_acceptance().tolist()
+
+
+def test_what_is_watched_begins_with_few_drafts():
+    costs = Costs(num_rows=1, max_draft_tokens=DRAFTS, prior_rate=0.1)
+    assert costs.mean_acceptance().tolist() == pytest.approx([0.1] * DRAFTS)

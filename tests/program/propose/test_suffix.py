@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxspec.program.propose import matches, suffix
+from jaxspec.settings.lookups import NUM_MATCHES, WHOLE, draft_limits
 from tests.kernels.oracle import UNOPTIMISED
 from tests.program.propose.test_ngram import PAGE_SIZE, TABLE_LEN, in_pages
 
@@ -38,7 +39,7 @@ def search(
             length += 1
         if length >= shortest:
             found.append((length, end))
-    found = sorted(found, reverse=True)[: suffix.NUM_MATCHES]
+    found = sorted(found, reverse=True)[:NUM_MATCHES]
     texts = [
         (tokens[end + 1 :] * num_draft)[:num_draft]
         for length, end in found
@@ -71,8 +72,8 @@ def found_in(
     active, pages = in_pages(texts, np.random.default_rng(0))
     if is_active is not None:
         active = dataclasses.replace(active, is_active=jnp.asarray(is_active))
-    most = suffix.draft_limits(*limits, num_draft)
-    min_share = math.ceil(min_prob * suffix.WHOLE)
+    most = draft_limits(*limits, num_draft)
+    min_share = math.ceil(min_prob * WHOLE)
 
     # Of its own, and by their modules: a jit of the same would not see a mutant.
     def propose(active, pages):
@@ -81,7 +82,7 @@ def found_in(
             pages,
             longest=len(most) - 1,
             shortest=shortest,
-            num_matches=suffix.NUM_MATCHES,
+            num_matches=NUM_MATCHES,
             num_draft_tokens=num_draft,
         )
         return suffix.choose(found, limits=most, min_share=min_share)
@@ -162,27 +163,9 @@ def test_random_texts(limits: Limits, min_prob: Fraction, shortest: int, num_dra
     assert found_in(texts, limits, min_prob, **one) == expected
     counts = {len(drafts) for drafts in expected}
     assert 0 in counts
-    assert max(counts) == max(suffix.draft_limits(*limits, num_draft))
-
-
-@pytest.mark.parametrize(
-    ("depth", "factor", "most", "limits"),
-    [
-        (2, 1.0, 8, (0, 1)),
-        (6, 1.0, 8, (0, 1, 2, 3, 3, 3)),
-        (6, 1.0, 2, (0, 1, 2, 2, 2, 2)),
-        (8, 0.5, 8, (0, 0, 1, 1, 2, 2, 2, 2)),
-        (6, 3.0, 8, (0, 3, 4, 4, 4, 4)),
-    ],
-)
-def test_limits(depth: int, factor: float, most: int, limits: tuple[int, ...]):
-    assert suffix.draft_limits(depth, factor, most) == limits
+    assert max(counts) == max(draft_limits(*limits, num_draft))
 
 
 def test_sequences_that_do_not_run_have_no_drafts():
     texts = [[1, 2, 1], [1, 2, 1]]
     assert found_in(texts, is_active=[True, False]) == [[2], []]
-
-
-def test_every_number_of_matches_divides_the_whole():
-    assert not any(suffix.WHOLE % n for n in range(1, suffix.NUM_MATCHES + 1))

@@ -1,0 +1,331 @@
+"""What watching finds is what a lookup would have drafted, and K follows it."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxspec.config import SpeculativeConfig
+from jaxspec.engine.scheduling import lookups
+from jaxspec.engine.scheduling.costs import Round
+from jaxspec.engine.scheduling.lookups import (
+    ANSWER_MATCH,
+    MANY,
+    MAX_COMPARED,
+    Answers,
+    Lookups,
+    TextIndex,
+)
+from jaxspec.engine.scheduling.request import Request
+from jaxspec.engine.scheduling.scheduler import kind_of
+from jaxspec.program.plan import Features
+from jaxspec.program.propose.ngram import NGram
+from jaxspec.settings.lookups import LookupRule
+from jaxspec.settings.speculation import ADAPTIVE, SUFFIX_DEFAULTS
+from tests.fake_device import FakeDevice, Row, Truth, extend, random_truth, repeat_truth
+from tests.loops import Loop, make_config, make_requests
+from tests.program.propose.test_ngram import search as search_ngram
+from tests.program.propose.test_suffix import search as search_suffix
+
+MOST = 6
+SUFFIX = SpeculativeConfig(
+    method="suffix", num_speculative_tokens=MOST, **SUFFIX_DEFAULTS
+)
+RULE = LookupRule.of(SUFFIX)
+LIMITS = (24, SUFFIX_DEFAULTS["suffix_decoding_max_spec_factor"])
+
+
+def brute_force(
+    tokens: list[int], newest: list[int], longest: int, shortest: int
+) -> tuple[int, list[int]]:
+    """All places by comparison, the latest first; those of the most tokens."""
+    last = len(tokens) - (newest is tokens) - 1
+    lengths = {}
+    for end in range(last, -1, -1):
+        length = 0
+        while (
+            length < min(longest, end + 1, len(newest))
+            and tokens[end - length] == newest[-1 - length]
+        ):
+            length += 1
+        lengths[end] = length
+    best = max(lengths.values(), default=0)
+    places = [end for end, length in lengths.items() if length == best]
+    return (best, places) if best >= shortest else (shortest, [])
+
+
+TEXT = st.integers(2, 5).flatmap(
+    lambda vocab: st.lists(st.integers(0, vocab), min_size=1, max_size=MAX_COMPARED)
+)
+
+
+@given(text=TEXT, key=st.integers(1, 4), more=st.integers(0, 3), cut=st.integers(0, 32))
+def test_the_longest_matches_are_those_of_brute_force(text, key, more, cut):
+    index = TextIndex(key, 8)  # few buckets, so that different tokens share some
+    index.extend(text[:cut])
+    for token in text[cut:]:
+        index.append(token)
+    assert index.find(index.tokens, key + more) == (
+        brute_force(index.tokens, index.tokens, key + more, key)
+        if len(text) >= key
+        else (0, [])
+    )
+
+
+@given(text=TEXT, newest=TEXT, key=st.integers(1, 4))
+def test_another_text_is_found_as_well(text, newest, key):
+    index = TextIndex(key, 64)
+    index.extend(text)
+    expected = brute_force(text, newest, 12, key) if len(newest) >= key else (0, [])
+    assert index.find(newest, 12) == expected
+
+
+@pytest.mark.parametrize("key", [1, 2, 4, 9])
+def test_many_tokens_at_once_are_as_one_by_one(key):
+    random = np.random.default_rng(key)
+    one, many = TextIndex(key, 256), TextIndex(key, 256)
+    for length in (1, 2, MANY, 3, MANY + 1, 400):
+        new = random.integers(0, 40, length).tolist()
+        many.extend(new)
+        for token in new:
+            one.append(token)
+        assert vars(one) == vars(many)
+
+
+def test_only_the_latest_places_are_compared():
+    index = TextIndex(2, 64)
+    index.extend([1, 2] * (4 * MAX_COMPARED))
+    length, places = index.find(index.tokens, 8)
+    assert length == 8
+    assert len(places) == MAX_COMPARED
+
+
+def make_request(prompt: list[int], **changes: Any) -> Request:
+    """In row 0, with its prompt and nothing more."""
+    (request,) = make_requests(
+        make_config(),
+        1,
+        prompt_token_ids=prompt,
+        max_total=1000,
+        num_draft_tokens=MOST,
+        **changes,
+    )
+    request.row = 0
+    return request
+
+
+def say(watching: Lookups, request: Request, tokens: list[int]) -> int:
+    """Decode tokens without drafts; the last run."""
+    run = 0
+    for token in tokens:
+        request.output_token_ids.append(token)
+        run = watching.follow(request, 1)
+    return run
+
+
+def replay(propose, text: list[int], start: int) -> tuple[Any, ...]:
+    """Rounds over a text, each with what brute force proposes, as `Foretold` has them.
+
+    Only of what the text goes on to say: the last round may be under way.
+    """
+    reached, accepted = np.zeros((2, MOST))
+    rounds = compared = 0
+    place = start
+    while place < len(text):
+        drafts, count = propose(text[:place]), 0
+        while count < len(drafts) and place + count < len(text):
+            if drafts[count] != text[place + count]:
+                break
+            count += 1
+        is_over = place + count < len(text)
+        accepted[:count] += 1
+        reached[: min(count + is_over, MOST)] += 1
+        compared += min(count + is_over, len(drafts))
+        rounds += is_over
+        place += count + 1
+    return reached, accepted, rounds, compared
+
+
+NGRAM = SpeculativeConfig(
+    method="ngram",
+    num_speculative_tokens=MOST,
+    prompt_lookup_max=3,
+    prompt_lookup_min=2,
+)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@given(prompt=TEXT, answer=TEXT)
+def test_counts_are_those_of_the_rounds_that_would_have_been(method, prompt, answer):
+    if method == "suffix":
+        rule = RULE
+
+        def propose(tokens: list[int]) -> list[int]:
+            return search_suffix(tokens, LIMITS, shortest=rule.shortest, num_draft=MOST)
+    else:
+        rule = LookupRule.of(NGRAM)
+
+        def propose(tokens: list[int]) -> list[int]:
+            return search_ngram(tokens, NGram(3, 2), MOST)
+
+    # So short that all places are compared.
+    prompt, answer = prompt[: MAX_COMPARED // 2], answer[: MAX_COMPARED // 2]
+    watching, request = Lookups(rule, 1, MOST), make_request(prompt)
+    say(watching, request, answer)
+    found = watching.take()
+    assert found is not None
+    reached, accepted, rounds, compared = replay(propose, prompt + answer, len(prompt))
+    assert found.rows.tolist() == [0]
+    assert found.reached[0].tolist() == reached.tolist()
+    assert found.accepted[0].tolist() == accepted.tolist()
+    assert (found.num_rounds[0], found.num_compared) == (rounds, compared)
+    assert watching.take() is None
+
+
+def test_tokens_of_rounds_with_drafts_are_not_counted_again():
+    watching, request = Lookups(RULE, 1, MOST), make_request([1, 2, 3, 4] * 3)
+    assert say(watching, request, [1, 2, 3]) == 3
+    first = watching.take()
+    assert first is not None
+    assert first.accepted[0].tolist() == [1, 1, 1, 0, 0, 0]
+    assert first.num_rounds[0] == 0  # it is not over
+    request.output_token_ids += [4, 1, 2, 3]
+    assert say(watching, request, [4]) == 1
+    second = watching.take()
+    assert second is not None
+    assert second.accepted[0].tolist() == [1, 0, 0, 0, 0, 0]
+
+
+def test_a_run_goes_on_over_rounds_and_ends_with_what_was_not_foretold():
+    watching, request = Lookups(RULE, 1, MOST), make_request([1, 2, 3, 4] * 3)
+    # The seventh token comes after all drafts of a round: nobody foretold it.
+    assert say(watching, request, [1, 2, 3, 4, 1, 2, 3]) == MOST
+    assert say(watching, request, [4]) == MOST + 1
+    assert say(watching, request, [9]) == 0
+
+
+def test_another_request_in_the_row_begins_anew():
+    watching = Lookups(RULE, 1, MOST)
+    say(watching, make_request([1, 2, 3, 4] * 3), [1, 2, 3])
+    watching.take()
+    assert say(watching, make_request([5, 6, 7, 8]), [1, 2, 3]) == 0
+    found = watching.take()
+    assert found is not None
+    assert found.accepted.sum() == 0
+
+
+def test_a_past_answer_is_found_by_its_salt_alone():
+    answer = list(range(20, 40))
+    for salt, found in ((None, 7), ("a", 0)):
+        watching = Lookups(RULE, 1, MOST, num_requests=4)
+        first = make_request([1, 2, 3, 4])
+        say(watching, first, answer)
+        watching.finish(first)
+        watching.take()
+        again = make_request([1, 2, 3, 4], cache_salt=salt)
+        assert say(watching, again, answer[:8]) == found
+
+
+def test_past_answers_take_bounded_memory(monkeypatch):
+    monkeypatch.setattr(lookups, "ANSWER_LENGTH", 16)
+    answers = Answers(num_requests=4)
+    for number in range(30):
+        request = make_request([7] * 5, cache_salt=str(number % 3))
+        request.output_token_ids = list(range(number, number + 10))
+        answers.add(request)
+        assert answers.num_tokens <= 64
+        length, texts = answers.find(request, list(range(number, number + 4)), RULE)
+        assert length == ANSWER_MATCH
+        assert texts[0] == request.output_token_ids[4:][:MOST]
+    long = make_request([7] * 5)
+    long.output_token_ids = list(range(500))
+    answers.add(long)
+    assert 0 < answers.num_tokens <= 64
+
+
+class LookupDevice(FakeDevice):
+    """Drafts what the text has, as the program does."""
+
+    def _search(self, row: Row) -> list[int]:
+        return search_suffix(row.tokens, LIMITS, shortest=RULE.shortest, num_draft=MOST)
+
+    def _num_found(self, row: Row, wanted: int) -> int:
+        return min(len(self._search(row)), wanted)
+
+    def _num_right(self, row: Row, drafts: int) -> int:
+        prefix, count = row.prefix, 0
+        for draft in self._search(row)[:drafts]:
+            position = len(row.tokens) + count
+            if self.truth(row.admission.seed, position, prefix) != draft:
+                break
+            prefix, count = extend(prefix, draft), count + 1
+        return count
+
+
+class CostlyDrafts(Loop):
+    """Rounds with drafts take 2.5 times those without; a launch is read late."""
+
+    def cost(self, launch) -> float:
+        return 2.5e-3 if launch.shape.num_draft_tokens else 1e-3
+
+
+def watched(truth: Truth, length: int, **changes: Any) -> CostlyDrafts:
+    """Requests decoded by a scheduler that knows what rounds cost."""
+    keys: dict[str, Any] = {"method": "suffix", **SUFFIX_DEFAULTS}
+    speculative = SpeculativeConfig(
+        num_speculative_tokens=MOST, controller=ADAPTIVE, **keys
+    )
+    config = make_config(
+        num_draft_tokens=0,
+        speculative=speculative,
+        max_model_len=480,
+        num_pages=400,
+        **changes,
+    )
+    loop = CostlyDrafts(config, seed=0)
+    loop.truth = truth
+    loop.device = LookupDevice(loop.pool, truth, has_draft=False)
+    for shape in loop.scheduler.shapes.all(with_late=True):
+        if not shape.chunk:
+            for k in {1, MOST} if shape.num_draft_tokens else {0}:
+                loop.scheduler.costs.seed_time(Round(shape, k), 2.5e-3 if k else 1e-3)
+    prompt = list(np.random.default_rng(0).permutation(60))
+    for request in make_requests(
+        config,
+        2 * config.max_num_seqs,
+        prompt_token_ids=[int(token) for token in prompt],
+        max_total=60 + length,
+        num_draft_tokens=MOST,
+        features=Features(is_greedy=True),
+    ):
+        loop.scheduler.add(request)
+    while loop.step():
+        pass
+    assert len(loop.finished) == 2 * config.max_num_seqs
+    for request in loop.finished:
+        loop.assert_said_the_truth(request)
+    return loop
+
+
+@pytest.mark.parametrize("num_seqs", [1, 3])
+def test_where_nothing_repeats_no_launch_has_drafts(num_seqs):
+    loop = watched(random_truth(4096), 200, max_num_seqs=num_seqs)
+    assert sum(launch.drafts.any() for launch in loop.launches) == 0
+    kind = kind_of(loop.finished[0])
+    assert loop.scheduler.costs.mean_acceptance(kind)[0] < 0.05
+
+
+@pytest.mark.parametrize("num_seqs", [1, 3])
+def test_a_copy_is_drafted_within_a_few_tokens(num_seqs):
+    """All say what the prompt says, from its 20th token on, over and over."""
+    prompt = [int(one) for one in np.random.default_rng(0).permutation(60)]
+    loop = watched(repeat_truth(prompt), 200, max_num_seqs=num_seqs)
+    decoding = [launch for launch in loop.launches if len(launch.rows)]
+    first = next(i for i, one in enumerate(decoding) if one.drafts.any())
+    # The two tokens of a match, those that tell, and the launch that was under way.
+    assert first <= 2 + 5 + 1
+    drafted = [bool(one.drafts.any()) for one in decoding[first:]]
+    assert np.mean(drafted) > 0.9
+    assert loop.device.num_accepted > 0.9 * loop.device.num_proposed
