@@ -2,50 +2,42 @@
 
 Of every form of the target: perplexity of documents that training did not see, KL
 divergence of its distributions from those of the weights as they are, and how often
-both want the same token. Of pairs of forms, on a CPU at batch 1: tokens per second,
-plain and with drafts, and acceptance; also with a draft whose head is cut to a quarter
-of the vocabulary. Prints a line per row and writes
+both want the same token. Of every type of keys and values: acceptance, greedy and
+sampled with seeds, and how many texts are the same. Of pairs of forms, on a CPU at
+batch 1: tokens per second, plain and with drafts, and acceptance; also with a draft
+whose head is cut to a quarter of the vocabulary. Prints a line per row and writes
 benchmarks/results/quantization-cpu.json. See benchmarks/README.md.
 """
 
 import argparse
-import dataclasses
 import itertools
 import json
-import lzma
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from tqdm.auto import tqdm
 
 from benchmarks.cpu_pair import DRAFT, TARGET, header, make_engine, warn_unless_quiet
-from benchmarks.measure import PromptRuns, run_prompts, summarise
+from benchmarks.measure import PromptRuns, run_prompts, sampling, summarise
 from benchmarks.prompts import bundled
+from jaxspec.bench.acceptance import Acceptance
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.model_folders import model_folder
-from jaxspec.models.families import config_from_folder
-from jaxspec.models.network import build_network
-from jaxspec.models.weights import load_params
+from jaxspec.sampling_params import SamplingParams
 from jaxspec.sharding import make_mesh
 from jaxspec.text.tokenizer import Tokenizer
-from jaxspec.train.rows import RowsBackend, no_keys, rows_batch
-from jaxspec_checkpoints import open_checkpoint
-from jaxspec_checkpoints.quantization import VALUE_TYPES, named_scheme
-from jaxspec_kernels.bits import ScaledPages, from_storage, to_storage
+from jaxspec.train.quality import KV_POOLS, Reader, chosen, compare, cut
+from jaxspec_checkpoints.counting import read_texts
+from jaxspec_checkpoints.quantization import VALUE_TYPES
 
-# What keys and values are brought to where they are kept in eight bits.
-KV_POOLS: dict[str, Any] = {
-    "int8": ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0)),
-    "fp8": jnp.zeros(0, jnp.float8_e4m3fn),
-}
 PATH = Path(__file__).parent / "results" / "quantization-cpu.json"
 GREEDY = {"temperature": 0.0}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "sampled": {"temperature": 0.8, "top_p": 0.95, "seed": 0},
+}
+KV_KINDS = ("auto", *KV_POOLS)
 # Kind, whether the embedding is kept in int8 as well, and what keys and values are.
 Form = tuple[str | None, bool, str]
 FORMS: tuple[Form, ...] = (
@@ -96,6 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", default="float32")
     add("--skip-speed", action="store_true", help="only what is read")
     add("--skip-quality", action="store_true", help="only what is timed")
+    add("--skip-acceptance", action="store_true", help="not under keys and values")
     add("--output", type=Path, default=PATH)
     return parser
 
@@ -106,11 +99,13 @@ def main() -> None:
         raise SystemExit("--corpus is missing: what is read is read from there")
     device = warn_unless_quiet()
     quality = [] if options.skip_quality else list(measure_quality(options))
-    result: dict[str, Any] = {"quality": quality, "speed": []}
+    every = list(bundled("prompts.jsonl"))
+    prompts = every[:: max(len(every) // options.num_prompts, 1)]
+    result: dict[str, Any] = {"quality": quality, "acceptance": [], "speed": []}
+    if not options.skip_acceptance:
+        result["acceptance"] += measure_acceptance(prompts, options)
     engines = [] if options.skip_speed else [engine_of(pair, options) for pair in PAIRS]
     if engines:
-        every = list(bundled("prompts.jsonl"))
-        prompts = every[:: max(len(every) // options.num_prompts, 1)]
         for row in measure_speed(engines, prompts, options):
             result["speed"].append(row)
             print(json.dumps(row))
@@ -122,113 +117,85 @@ def main() -> None:
 def measure_quality(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for every form, the one without quantization first."""
     folder = model_folder(TARGET, "model")
-    pieces = read_pieces(options, Tokenizer.from_folder(str(folder)))
-    plain = Reader(folder, None, has_embedding=False, kv_kind="auto", options=options)
+    texts = chosen(read_texts(options.corpus / "valid.jsonl.xz"), options.documents)
+    tokenizer = Tokenizer.from_folder(str(folder))
+    pieces = cut(texts, tokenizer.encode, length=options.length, num_rows=options.rows)
+    if not len(pieces):
+        raise SystemExit(
+            f"too few documents of {options.length} tokens: lower --length"
+        )
+    mesh = make_mesh(1)
+    plain = Reader(folder, mesh, dtype=options.dtype)
     for kind, has_embedding, kv_kind in FORMS:
         reader = Reader(
             folder,
-            kind,
+            mesh,
+            kind=kind,
             has_embedding=has_embedding,
             kv_kind=kv_kind,
-            options=options,
+            dtype=options.dtype,
         )
         told = f"weights {kind or 'as they are'}, keys and values {kv_kind}"
-        sums = np.zeros(3)
-        for start in tqdm(range(0, len(pieces), options.rows), desc=told):
-            sums += plain.compare(reader, pieces[start : start + options.rows])
-        count = pieces.shape[0] * (pieces.shape[1] - 1)
+        found = compare(plain, reader, pieces, num_rows=options.rows, told=told)
         row = {
             "kind": kind,
             "has_int8_embedding": has_embedding,
             "kv_cache_dtype": kv_kind,
             "weight_bytes": reader.num_bytes,
-            "num_tokens": count,
-            "perplexity": math.exp(sums[0] / count),
-            "kl_nats_per_token": sums[1] / count,
-            "share_of_same_first": sums[2] / count,
+            "num_tokens": found.num_tokens,
+            "perplexity": found.perplexity,
+            "kl_nats_per_token": found.kl_nats_per_token,
+            "share_of_same_first": found.share_of_same_first,
         }
         print(json.dumps(row))
         yield row
 
 
-def read_pieces(options: argparse.Namespace, tokenizer: Tokenizer) -> np.ndarray:
-    """Whole pieces of documents that are evenly chosen: [piece, token]."""
-    with lzma.open(options.corpus / "valid.jsonl.xz", "rt", encoding="utf-8") as lines:
-        texts = [json.loads(line)["text"] for line in lines]
-    pieces = []
-    for text in texts[:: max(len(texts) // options.documents, 1)]:
-        tokens = tokenizer.encode(text)
-        for start in range(0, len(tokens) - options.length + 1, options.length):
-            pieces.append(tokens[start : start + options.length])
-    whole = len(pieces) // options.rows * options.rows
-    if not whole:
-        raise SystemExit(
-            f"too few documents of {options.length} tokens: lower --length"
-        )
-    return np.array(pieces[:whole], np.int32)
+def measure_acceptance(
+    prompts: list[tuple[str, str]], options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """A row for every type of keys and values: drafts that stay, greedy and sampled.
+
+    Every round has all drafts that it may have, and nothing is timed.
+    """
+    plain_texts: dict[str, list[list[int]]] = {}
+    for kv_kind in KV_KINDS:
+        engine = engine_of(PAIRS[0], options, kv_cache_dtype=kv_kind)
+        # Until all are there, some rounds have no drafts.
+        engine.start_warm_up()
+        engine.wait_for_programs()
+        for mode, controls in MODES.items():
+            before, texts = Acceptance.of(engine.stats), []
+            for _, prompt in tqdm(prompts, desc=f"keys and values {kv_kind}, {mode}"):
+                params = sampling(
+                    options.num_tokens, options.num_speculative_tokens, **controls
+                )
+                texts.append(list(run_one(engine, prompt, params)))
+            found = Acceptance.of(engine.stats) - before
+            first = plain_texts.setdefault(mode, texts)
+            same = sum(one == other for one, other in zip(first, texts, strict=True))
+            row = {
+                "kv_cache_dtype": kv_kind,
+                "mode": mode,
+                "num_drafts": found.num_drafts,
+                "num_draft_tokens": found.num_draft_tokens,
+                "num_accepted": found.num_accepted,
+                "acceptance_rate": found.num_accepted / found.num_draft_tokens,
+                "mean_acceptance_length": 1 + found.num_accepted / found.num_drafts,
+                "same_texts": same,
+                "num_texts": len(texts),
+            }
+            print(json.dumps(row))
+            yield row
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundedRows(RowsBackend):
-    """Keys and values as pages would hold them: each depends on its token alone."""
-
-    kv_kind: str
-
-    def write(
-        self, kv_pages: Any, key: Any, value: Any, slot_mapping: Any, num_q_heads: int
-    ) -> Any:
-        pool = KV_POOLS.get(self.kv_kind)
-        if pool is not None:
-            key, value = (from_storage(to_storage(one, pool)) for one in (key, value))
-        return super().write(kv_pages, key, value, slot_mapping, num_q_heads)
-
-
-class Reader:
-    """The target in one form, which reads rows of text."""
-
-    def __init__(
-        self,
-        folder: Path,
-        kind: str | None,
-        *,
-        has_embedding: bool,
-        kv_kind: str,
-        options: argparse.Namespace,
-    ):
-        config = config_from_folder(folder)
-        if kind is not None:
-            scheme = named_scheme(kind, has_embedding=has_embedding)
-            config = dataclasses.replace(config, quantization=scheme)
-        tensors, dtype = open_checkpoint(folder).tensors, jnp.dtype(options.dtype)
-        self._params = load_params(config, tensors, dtype=dtype, mesh=make_mesh(1))
-
-        backend = RoundedRows(kv_kind=kv_kind)
-
-        def log_probs(params: Any, tokens: jax.Array) -> jax.Array:
-            network = build_network(config, params, backend)
-            empty = no_keys(tokens, config.num_kv_heads, config.head_dim, dtype)
-            hidden, _ = network.hidden(rows_batch(tokens), (empty,) * config.num_layers)
-            return jax.nn.log_softmax(network.logits(hidden.rows), axis=-1)
-
-        self._run = jax.jit(log_probs)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all parameters, as they are held."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
-
-    def compare(self, other: "Reader", tokens: np.ndarray) -> np.ndarray:
-        """Sums over tokens: the other's loss, KL(self || other), and same firsts."""
-        ours, theirs = (
-            np.asarray(one._run(one._params, jnp.asarray(tokens)))
-            .reshape(*tokens.shape, -1)[:, :-1]
-            .astype(np.float64)
-            for one in (self, other)
-        )
-        loss = -np.take_along_axis(theirs, tokens[:, 1:, None], axis=2).sum()
-        divergence = (np.exp(ours) * (ours - theirs)).sum()
-        same = (ours.argmax(axis=2) == theirs.argmax(axis=2)).sum()
-        return np.array([loss, divergence, same])
+def run_one(engine: LLMEngine, prompt: str, params: SamplingParams) -> Sequence[int]:
+    """The tokens of one request by itself."""
+    engine.add_request("0", prompt, params)
+    while True:
+        for output in engine.step():
+            if output.finished:
+                return output.outputs[0].token_ids
 
 
 def measure_speed(
@@ -258,9 +225,10 @@ def measure_speed(
         }
 
 
-def engine_of(pair: Pair, options: argparse.Namespace) -> LLMEngine:
+def engine_of(pair: Pair, options: argparse.Namespace, **changes: Any) -> LLMEngine:
     return make_engine(
         options,
+        **changes,
         quantization=pair.target,
         quantize_embedding=pair.has_int8_embedding,
         speculative_config={

@@ -23,6 +23,7 @@ _OWN = {
     "serve": "jaxspec.serve.__main__",
     "plan": "jaxspec.cli.plan",
     "compile": "jaxspec.cli.compile",
+    "quality": "jaxspec.cli.quality",
     "bench": "jaxspec.bench.__main__",
 }
 PROG = "python -m jaxspec"
@@ -60,6 +61,9 @@ def make_parser(prog: str = PROG) -> CommandParser:
     )
     commands.add_parser(
         "compile", help="compile programs ahead, also for devices that are not here"
+    )
+    commands.add_parser(
+        "quality", help="measure what quantization took from a checkpoint's texts"
     )
     commands.add_parser("bench", help="measure plain decoding and speculation")
     for name, subparser in commands.choices.items():

@@ -5,6 +5,7 @@ import math
 from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.layout import Sizes, common_dtype
 from jaxspec_checkpoints.packing import scheme_of
+from jaxspec_checkpoints.quality import read_quality
 from jaxspec_checkpoints.quantization import QuantizedTensor, held_bytes
 
 _FORMATS = {
@@ -54,6 +55,7 @@ def describe(checkpoint: Checkpoint) -> str:
     scheme = scheme_of(checkpoint.config)
     if scheme is not None:
         lines.append(("quantization", scheme.describe()))
+        lines.append(("quality", _quality(checkpoint)))
     for devices in TENSOR_PARALLEL_SIZES[1:]:
         lines.append((f"on {devices} devices", _placement(checkpoint, devices)))
     width = max(len(title) for title, _ in lines)
@@ -106,6 +108,16 @@ def size(num_bytes: float) -> str:
             break
         num_bytes /= 1000
     return f"{num_bytes:.3g} {unit}" if num_bytes < 1000 else f"{num_bytes:.0f} {unit}"
+
+
+def _quality(checkpoint: Checkpoint) -> str:
+    found = read_quality(checkpoint.folder)
+    if found is not None:
+        return found.line()
+    return (
+        f"not measured: python -m jaxspec quality --model {checkpoint.folder} "
+        "--reference MODEL --text FILE"
+    )
 
 
 def _window(checkpoint: Checkpoint) -> int:

@@ -1,0 +1,153 @@
+"""Owns `python -m jaxspec quality`: what quantization took from a checkpoint's texts.
+
+Imports jax only once the command line is right.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from jaxspec.console.command import CommandParser, run_command
+from jaxspec.engine.model_folders import model_folder
+from jaxspec.errors import ConfigError, check_choice, check_integer, wrong_argument
+from jaxspec.text.tokenizer import Tokenizer
+from jaxspec_checkpoints import open_checkpoint
+from jaxspec_checkpoints.counting import read_texts
+from jaxspec_checkpoints.packing import scheme_of
+from jaxspec_checkpoints.quality import Quality, write_quality
+
+PROG = "python -m jaxspec quality"
+DTYPES = ("float32", "bfloat16")
+# The least that there is to say of a number, and its flag.
+_COUNTS = {"documents": 1, "length": 2, "rows": 1, "tensor_parallel_size": 1}
+
+
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    parser = CommandParser(
+        prog=prog,
+        description="Read texts with a quantized checkpoint and with the weights that "
+        "it was made of, and tell what quantization changed: perplexity, KL divergence "
+        "of the distributions, and how often both want the same token. Writes "
+        "quality.json into the checkpoint's folder, which `python -m "
+        "jaxspec_checkpoints inspect` shows, and prints a table for its model card.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--model", metavar="FOLDER", required=True, help="the quantized checkpoint"
+    )
+    parser.add_argument(
+        "--reference",
+        metavar="NAME",
+        required=True,
+        help="folder or name of the same model with weights that are not quantized",
+    )
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        nargs="+",
+        required=True,
+        help="what is read: .jsonl with text, or prompt and completion; anything else "
+        "is one text; either may be .xz",
+    )
+    add = parser.add_argument
+    add("--documents", metavar="N", type=int, default=40, help="about as many texts")
+    add("--length", metavar="N", type=int, default=256, help="tokens of a piece")
+    add("--rows", metavar="N", type=int, default=4, help="pieces read together")
+    add("--dtype", default=DTYPES[0], help="of both: float32 (default) or bfloat16")
+    add(
+        "--tensor-parallel-size",
+        metavar="N",
+        type=int,
+        default=1,
+        help="devices that share both models (default: 1)",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
+    """Run one command line; returns the exit code."""
+    options = make_parser(prog).parse_args(arguments)
+    return run_command(prog, lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, write and print.
+
+    Raises:
+        ConfigError: An option cannot work; nothing has been written.
+        CheckpointError: A folder or a text cannot be read, or not be written to.
+    """
+    for name, least in _COUNTS.items():
+        flag = f"--{name.replace('_', '-')}"
+        check_integer(ConfigError, flag, getattr(options, name), low=least)
+    check_choice(ConfigError, "--dtype", options.dtype, DTYPES)
+    folder = model_folder(options.model, "--model")
+    reference = model_folder(options.reference, "--reference")
+    form = _check_models(options, folder, reference)
+    quality = importlib.import_module("jaxspec.train.quality")
+    tokenizer = Tokenizer.from_folder(str(open_checkpoint(folder).tokenizer_folder))
+    texts = [text for name in options.text for text in _texts_of(name)]
+    pieces = quality.cut(
+        quality.chosen(texts, options.documents),
+        tokenizer.encode,
+        length=options.length,
+        num_rows=options.rows,
+    )
+    if not len(pieces):
+        allowed = f"files with {options.rows} pieces of {options.length} tokens"
+        hint = "Give more texts, or a smaller --length or --rows."
+        raise wrong_argument(ConfigError, "--text", allowed, options.text, hint)
+    mesh = importlib.import_module("jaxspec.sharding").make_mesh(
+        options.tensor_parallel_size
+    )
+    plain, own = (
+        quality.Reader(one, mesh, dtype=options.dtype) for one in (reference, folder)
+    )
+    found = quality.compare(
+        plain, own, pieces, num_rows=options.rows, told="reading with both models"
+    )
+    made = Quality(
+        reference=Path(options.reference).name or reference.resolve().name,
+        texts=", ".join(Path(name).name for name in options.text),
+        dtype=options.dtype,
+        length=options.length,
+        weight_bytes=own.num_bytes,
+        **asdict(found),
+    )
+    path = write_quality(open_checkpoint(folder).folder, made)
+    print(f"{made.table(form)}\n\n{path}: {made.line()}")
+
+
+def _check_models(options: argparse.Namespace, folder: Path, reference: Path) -> str:
+    """Refuse two that cannot be compared; returns what the first is quantized to."""
+    name = "--reference"
+    own, plain = open_checkpoint(folder), open_checkpoint(reference)
+    scheme = scheme_of(own.config)
+    if scheme is None:
+        hint = "Its weights are as they are; see `jaxspec_checkpoints convert`."
+        allowed = "a quantized checkpoint"
+        raise wrong_argument(ConfigError, "--model", allowed, options.model, hint)
+    if scheme_of(plain.config) is not None:
+        hint = "It is quantized itself."
+        allowed = "a model as it was before"
+        raise wrong_argument(ConfigError, name, allowed, options.reference, hint)
+    if own.sizes != plain.sizes:
+        allowed = f"a model of the sizes of {options.model}"
+        hint = f"It has {plain.sizes}, and the other {own.sizes}."
+        raise wrong_argument(ConfigError, name, allowed, options.reference, hint)
+    return scheme.describe()
+
+
+def _texts_of(name: str) -> list[str]:
+    """Of .jsonl a text a line; anything else is one."""
+    found = list(read_texts(name))
+    is_lines = ".jsonl" in Path(name).suffixes[-2:]
+    return found if is_lines else ["".join(found)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""What a form of a model does to its texts: likelihoods, held against another form's.
+
+Both read pieces of text whole, in the same arithmetic; what differs is how weights, or
+keys and values, are kept. Knows nothing of files that results go into.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+from tqdm.auto import tqdm
+
+from jaxspec.models.families import config_from_folder
+from jaxspec.models.network import build_network
+from jaxspec.models.weights import load_params
+from jaxspec.train.rows import RowsBackend, no_keys, rows_batch
+from jaxspec_checkpoints import open_checkpoint
+from jaxspec_checkpoints.quantization import named_scheme
+from jaxspec_kernels.bits import ScaledPages, from_storage, to_storage
+
+# What keys and values are brought to where they are kept in eight bits.
+KV_POOLS: dict[str, Any] = {
+    "int8": ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0)),
+    "fp8": jnp.zeros(0, jnp.float8_e4m3fn),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundedRows(RowsBackend):
+    """Keys and values as pages would hold them: each depends on its token alone.
+
+    Attributes:
+        kv_kind: A name of `KV_POOLS`; any other one keeps them as they are.
+    """
+
+    kv_kind: str
+
+    def write(
+        self, kv_pages: Any, key: Any, value: Any, slot_mapping: Any, num_q_heads: int
+    ) -> Any:
+        """Round them, and put them in their place."""
+        pool = KV_POOLS.get(self.kv_kind)
+        if pool is not None:
+            key, value = (from_storage(to_storage(one, pool)) for one in (key, value))
+        return super().write(kv_pages, key, value, slot_mapping, num_q_heads)
+
+
+class Reader:
+    """A model in one form, which reads rows of text.
+
+    Attributes:
+        config: Of the model, with its form.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        mesh: Mesh,
+        *,
+        kind: str | None = None,
+        has_embedding: bool = False,
+        kv_kind: str = "auto",
+        dtype: str = "float32",
+    ):
+        """Load the model of a folder.
+
+        Args:
+            kind: Quantize its matrices; None: as the folder has them.
+            has_embedding: Quantize the embedding as well, to int8.
+            kv_kind: A name of `KV_POOLS`, or "auto".
+            dtype: What it computes in.
+
+        Raises:
+            ConfigError: The folder's model is of no known family.
+            CheckpointError: It cannot be read.
+        """
+        config = config_from_folder(folder)
+        if kind is not None:
+            scheme = named_scheme(kind, has_embedding=has_embedding)
+            config = dataclasses.replace(config, quantization=scheme)
+        self.config = config
+        tensors, computed = open_checkpoint(folder).tensors, jnp.dtype(dtype)
+        self._params = load_params(config, tensors, dtype=computed, mesh=mesh)
+        backend = RoundedRows(kv_kind=kv_kind)
+
+        def log_probs(params: Any, tokens: jax.Array) -> jax.Array:
+            network = build_network(config, params, backend)
+            empty = no_keys(tokens, config.num_kv_heads, config.head_dim, computed)
+            hidden, _ = network.hidden(rows_batch(tokens), (empty,) * config.num_layers)
+            logits = network.logits(hidden.rows).astype(jnp.float32)
+            return jax.nn.log_softmax(logits, axis=-1).reshape(*tokens.shape, -1)
+
+        self._run = jax.jit(log_probs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all parameters, as they are held."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
+
+    def log_probs(
+        self, tokens: Int[np.ndarray, "row token"]
+    ) -> Float[Array, "row token vocab"]:
+        """Of what comes behind each token, all that are before it known."""
+        return self._run(self._params, jnp.asarray(tokens))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A form of a model, held against another on the same tokens.
+
+    Attributes:
+        num_tokens: That were predicted.
+        perplexity: exp of the form's mean loss.
+        reference_perplexity: The other's.
+        kl_nats_per_token: Mean of KL(other || form).
+        share_of_same_first: Where both find the same token most likely.
+    """
+
+    num_tokens: int
+    perplexity: float
+    reference_perplexity: float
+    kl_nats_per_token: float
+    share_of_same_first: float
+
+
+def compare(
+    reference: Reader,
+    reader: Reader,
+    pieces: Int[np.ndarray, "piece token"],
+    *,
+    num_rows: int,
+    told: str,
+) -> Comparison:
+    """Have both read all pieces.
+
+    Args:
+        num_rows: Pieces that are read together; they divide the number of pieces.
+        told: What the bar of progress says.
+    """
+    assert len(pieces) % num_rows == 0
+    sums = np.zeros(4)
+    for start in tqdm(range(0, len(pieces), num_rows), desc=told):
+        tokens = pieces[start : start + num_rows]
+        each = _compared(
+            reference.log_probs(tokens), reader.log_probs(tokens), jnp.asarray(tokens)
+        )
+        sums += np.asarray(each, np.float64).sum(axis=(1, 2))
+    count = pieces.shape[0] * (pieces.shape[1] - 1)
+    theirs, own, divergence, same = (float(one) / count for one in sums)
+    return Comparison(
+        num_tokens=count,
+        perplexity=math.exp(own),
+        reference_perplexity=math.exp(theirs),
+        kl_nats_per_token=divergence,
+        share_of_same_first=same,
+    )
+
+
+@jax.jit
+def _compared(
+    theirs: Float[Array, "row token vocab"],
+    own: Float[Array, "row token vocab"],
+    tokens: Int[Array, "row token"],
+) -> Float[Array, "number row token-1"]:
+    """By token: the loss of either, KL(theirs || own), and whether firsts agree."""
+    theirs, own = theirs[:, :-1], own[:, :-1]
+    losses = [
+        -jnp.take_along_axis(one, tokens[:, 1:, None], axis=2)[..., 0]
+        for one in (theirs, own)
+    ]
+    divergence = (jnp.exp(theirs) * (theirs - own)).sum(axis=2)
+    same = theirs.argmax(axis=2) == own.argmax(axis=2)
+    return jnp.stack([*losses, divergence, same.astype(jnp.float32)])
+
+
+def cut(
+    texts: Iterable[str],
+    encode: Callable[[str], list[int]],
+    *,
+    length: int,
+    num_rows: int,
+) -> Int[np.ndarray, "piece token"]:
+    """Whole pieces of `length` tokens, as many as `num_rows` divides; none is too few.
+
+    What is left at the end of a text is left out.
+    """
+    pieces = []
+    for text in texts:
+        tokens = encode(text)
+        for start in range(0, len(tokens) - length + 1, length):
+            pieces.append(tokens[start : start + length])
+    whole = len(pieces) // num_rows * num_rows
+    return np.array(pieces[:whole], np.int32).reshape(whole, length)
+
+
+def chosen(texts: Iterable[str], count: int) -> list[str]:
+    """About `count` of the texts, evenly chosen."""
+    every = list(texts)
+    return every[:: max(len(every) // count, 1)]

@@ -1,0 +1,110 @@
+"""`quality.json`: written, shown by `inspect`, and refused where it is damaged."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from jaxspec_checkpoints import CheckpointError
+from jaxspec_checkpoints.__main__ import main
+from jaxspec_checkpoints.quality import QUALITY, Quality, read_quality, write_quality
+from tests.checkpoints.models import write_tiny
+
+MEASURED = Quality(
+    reference="whole",
+    texts="valid.jsonl",
+    dtype="float32",
+    num_tokens=1016,
+    length=128,
+    weight_bytes=13_223_424,
+    perplexity=27.905,
+    reference_perplexity=27.778,
+    kl_nats_per_token=0.00853,
+    share_of_same_first=0.9311,
+)
+
+
+@pytest.fixture
+def packed(tmp_path) -> Path:
+    write_tiny(tmp_path / "whole", family="2b", hidden_size=128)
+    arguments = [str(tmp_path / "whole"), str(tmp_path / "packed"), "--to", "hf"]
+    assert main(["convert", *arguments, "--quantize", "int8"]) == 0
+    return tmp_path / "packed"
+
+
+def inspected(folder: Path, capsys) -> str:
+    capsys.readouterr()
+    assert main(["inspect", str(folder)]) == 0
+    return capsys.readouterr().out
+
+
+def test_inspect_shows_what_was_measured_or_how_to(packed, capsys):
+    assert read_quality(packed) is None
+    assert (
+        f"not measured: python -m jaxspec quality --model {packed} --reference MODEL"
+    ) in inspected(packed, capsys)
+    assert write_quality(packed, MEASURED) == packed / QUALITY
+    assert read_quality(packed) == MEASURED
+    told = "perplexity 27.91 (whole: 27.78), KL 0.00853 nats a token, 93.1% the same"
+    assert f"quality       {told}" in inspected(packed, capsys)
+    # Weights that are not quantized have nothing to lose.
+    assert "quality" not in inspected(packed.parent / "whole", capsys)
+    # It is about these weights, and not about those that are made of them.
+    arguments = [str(packed), str(packed.parent / "copy"), "--to", "orbax"]
+    assert main(["convert", *arguments]) == 0
+    assert read_quality(packed.parent / "copy") is None
+
+
+def test_a_later_measurement_takes_the_place_of_the_first(tmp_path):
+    write_quality(tmp_path, MEASURED)
+    later = replace(MEASURED, perplexity=30.0)
+    write_quality(tmp_path, later)
+    assert read_quality(tmp_path) == later
+    assert [path.name for path in tmp_path.iterdir()] == [QUALITY]
+
+
+def test_the_table_is_a_model_cards():
+    assert MEASURED.table("int4").splitlines() == [
+        "| weights | bytes | perplexity | KL, nats/token | same first token |",
+        "| --- | --: | --: | --: | --: |",
+        "| whole |  | 27.78 | 0 | 100 % |",
+        "| int4 | 13,223,424 | 27.91 | 0.00853 | 93.1 % |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"perplexity": "27"}, "perplexity"),
+        ({"perplexity": None}, "perplexity"),
+        ({"num_tokens": 3.5}, "num_tokens"),
+        ({"kl_nats_per_token": float("nan")}, "kl_nats_per_token"),
+        ({"note": "mine"}, "note"),
+    ],
+)
+def test_a_damaged_file_is_an_error_that_names_the_key(tmp_path, changes, named):
+    content = json.dumps(asdict(MEASURED) | changes)
+    (tmp_path / QUALITY).write_text(content, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=f"wrong here: {named}"):
+        read_quality(tmp_path)
+
+
+def test_a_key_that_is_missing_is_named(tmp_path):
+    content = asdict(MEASURED)
+    del content["dtype"]
+    (tmp_path / QUALITY).write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="wrong here: dtype"):
+        read_quality(tmp_path)
+
+
+def test_a_link_to_another_place_is_not_followed(packed, tmp_path):
+    write_quality(tmp_path, MEASURED)
+    (packed / QUALITY).symlink_to(tmp_path / QUALITY)
+    with pytest.raises(CheckpointError, match="points outside its folder"):
+        read_quality(packed)
+
+
+def test_what_cannot_be_written_is_said(tmp_path):
+    with pytest.raises(CheckpointError, match="was not written"):
+        write_quality(tmp_path / "nowhere", MEASURED)
