@@ -53,6 +53,11 @@ HIDDEN = {
         "transpose bf16[512,2304]",
         "transpose bf16[256,2304]",
     ],
+    "v5e-8/27b<-2b/256+512/controls": [
+        "transpose bf16[512,2304]",
+        "transpose bf16[256,2304]",
+        "copy-start f32[512,2304]",
+    ],
     "v5e-8/27b<-2b/128+2048/plain": ["transpose bf16[256,2304]"],
 }
 TINY: dict[str, Any] = dict(
@@ -300,7 +305,9 @@ def test_large_batches_and_controls_are_estimated_as_compilers_found_them(name: 
     assert row["copied"] == (FETCHED | HIDDEN).get(name, [])
     # Beside the state only the launch's result comes out.
     if "output_bytes" in row:
-        assert 0 <= row["output_bytes"] - row["donated_bytes"] < 2**16
+        told = row["output_bytes"] - row["donated_bytes"]
+        # With 20 log-probabilities of every row, and of prompts' tokens.
+        assert 0 <= told < (2**21 if has_controls else 2**16)
         assert row["argument_bytes"] > row["donated_bytes"]
 
 

@@ -275,7 +275,9 @@ def memory_table(rows: dict[str, dict[str, Any]]) -> str:
             )
             cells = [_gib(temps[form]) if form in temps else "-" for form in forms]
             told = [row["copied"] for _, row in there.values() if "copied" in row]
-            copied = ", ".join(sum(told, [])) or ("none" if told else "not asked")
+            copied = ", ".join(dict.fromkeys(sum(told, []))) or (
+                "none" if told else "not asked"
+            )
             lines.append(
                 [place, pair, f"{seqs} + {tokens:,}", _gib(facts.weight_bytes)]
                 + [*cells, _gib(temporary), _gib(facts.programs.code_bytes)]

@@ -89,8 +89,9 @@ class ProgramFacts:
         the verdict filters them: 4 bytes each, three times. Of hundreds of sequences
         they are there once, and filtered in groups of `MAX_GROUP_BYTES`; on a TPU once
         more, for the groups, in whole tiles. Penalties and log-probabilities have them
-        two or three times more, and those of prompts' tiles. What the layers compute
-        before is gone by then. Drafts' laws are there from the start.
+        two or three times more, on a TPU a row of each sequence beside them, and those
+        of prompts' tiles. What the layers compute before is gone by then. Drafts' laws
+        are there from the start.
 
         Args:
             has_controls: Count the programs of requests with such wishes.
@@ -104,7 +105,10 @@ class ProgramFacts:
             tiled = -(-width // self.row_tile) * self.row_tile
             groups += 4 * self.vocab_size * seqs * tiled
         few, many, tile_times = (5, 4, 4) if has_controls else (3, 1, 1)
-        logits = min(few * once, many * once + groups)
+        whole = few * once
+        if self.row_tile > 1 and has_controls:
+            whole += 4 * self.vocab_size * seqs
+        logits = min(whole, many * once + groups)
         logits += 4 * self.vocab_size * tile_times * tiles
         layers = self.token_bytes * (rows + tiles * TILE)
         laws = 4 * self.draft_vocab_size * self.num_draft_tokens * seqs
