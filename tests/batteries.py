@@ -123,6 +123,11 @@ BATTERIES = (
         reads=KERNELS,
     ),
     Battery(
+        name="native_builds",
+        files=("tests/kernels/test_native_builds.py",),
+        reads=KERNELS,
+    ),
+    Battery(
         name="traffic",
         files=("tests/engine/test_traffic.py",),
         reads=("jaxspec/engine/", "tests/"),

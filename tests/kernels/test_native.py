@@ -1,9 +1,12 @@
 """Operations in C++: exact, a row's bits its own, and built or refused plainly."""
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -138,3 +141,67 @@ def test_a_broken_compiler_is_told_and_a_damaged_library_built_anew(tmp_path):
     assert done.stdout == "True\n"
     assert list(folder.iterdir()) == [path]
     assert path.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("machine", "flag"),
+    [
+        ("x86_64", "-march=native"),
+        ("arm64", "-mcpu=native"),
+        ("aarch64", "-mcpu=native"),
+    ],
+)
+def test_compilers_are_told_of_the_processor_in_their_words(
+    monkeypatch, tmp_path, machine, flag
+):
+    """Apple's clang knows none by the other name, and links without further flags."""
+    commands = []
+
+    def take(command, **_):
+        commands.append(command)
+        if "-shared" in command:
+            Path(command[command.index("-o") + 1]).touch()
+
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(subprocess, "run", take)
+    path = tmp_path / "native.so"
+    native._build("c++", path)
+    assert path.is_file() and list(tmp_path.iterdir()) == [path]
+    *compiles, link = commands
+    assert {command[-1] for command in compiles} == {
+        str(source) for source in native._sources()
+    }
+    for command in commands:
+        assert command[0] == "c++"
+        assert flag in command and "-std=c++17" in command and "-fPIC" in command
+        assert sum("=native" in word for word in command) == 1
+    assert "-shared" in link and not any(word.startswith("-Wl") for word in link)
+
+
+def test_a_library_is_for_one_kind_of_processor(monkeypatch):
+    """Folders of libraries may be shared, and processors replaced."""
+    here = native._digest.__wrapped__("c++")
+    asked = []
+
+    def brand(command, **_):
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, stdout="Apple M1\n")
+
+    monkeypatch.setattr(subprocess, "run", brand)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert native._processor() == "Apple M1"
+    assert native._digest.__wrapped__("c++") != here
+    assert asked[0][1:] == ["-n", "machdep.cpu.brand_string"]
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="no nm here")
+def test_nothing_is_left_to_be_found_when_a_library_is_loaded():
+    """Else Apple's linker, which wants all symbols, would refuse it."""
+    library = native._load(native.cache_folder(os.environ[native.VARIABLE]))._name
+    command = ["nm", "-D", "--undefined-only", library]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    # "U name@VERSION" of the system's libraries, and "w", which may be absent.
+    names = [line.split()[1] for line in told.splitlines() if line.split()[0] == "U"]
+    versions = "@GLIBC", "@GLIBCXX", "@CXXABI", "@GCC", "@LIBC"
+    assert names
+    assert [name for name in names if not any(map(name.__contains__, versions))] == []

@@ -1,23 +1,81 @@
-"""Operations in C++ as other compilers would have them: sanitized, for less."""
+"""Operations in C++ as other compilers would have them: sanitized, or for less.
 
+All tests that call operations run once more in a process of their own, with a library
+that is built with other flags.
+"""
+
+import importlib.util
 import os
 import platform
+import re
+import shutil
 import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxspec_kernels import native
+from tests.kernels import (
+    test_decoder_blocks,
+    test_native,
+    test_native_fuzz,
+    test_paged_attention,
+    test_panel_matmul,
+    test_rejection_sampling_cpu,
+)
+
+HERE = Path(__file__).parent
+MODULES = (
+    test_decoder_blocks,
+    test_native,
+    test_native_fuzz,
+    test_paged_attention,
+    test_panel_matmul,
+    test_rejection_sampling_cpu,
+)
+SANITIZED = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+# Objects are kept: of a library with a mistake one is another. Compilers are not to be
+# sanitized themselves.
+WRAPPER = """#!/bin/sh
+unset LD_PRELOAD
+for word; do [ "$before" = -o ] && to=$word; before=$word; done
+case "$before" in *.cc) ;; *) exec {compiler} "$@" {flags} ;; esac
+kept={objects}/$(cksum < "$before" | tr ' ' -).o
+[ -f "$kept" ] && exec cp "$kept" "$to"
+{compiler} "$@" {flags} && cp "$to" "$kept.$$" && mv "$kept.$$" "$kept"
+"""
+# As `python -m pytest`, of sources elsewhere. pytest is to import what it checks.
+CHILD = """
 import sys
 from pathlib import Path
 
 import pytest
 
-from jaxspec_kernels import native
 
-FILES = ("test_decoder_blocks.py", "test_panel_matmul.py")
-SANITIZED = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+class Sources:
+    def pytest_collection_finish(self):
+        sys.modules["jaxspec_kernels.native"]._FOLDER = Path(sys.argv[1])
 
+
+sys.exit(pytest.main(sys.argv[2:], plugins=[Sources()]))
+"""
+
+builds = pytest.mark.battery(name="native_builds")
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.usefixtures("has_native"),
     pytest.mark.skipif(sys.platform != "linux", reason="wraps Linux's compiler"),
 ]
+
+
+def test_all_tests_of_operations_are_run_again():
+    named = {
+        path.stem
+        for path in HERE.glob("test_*.py")
+        if '"has_native"' in path.read_text() and path != Path(__file__)
+    }
+    assert named == {module.__name__.rpartition(".")[2] for module in MODULES}
 
 
 def found(compiler: str, name: str) -> str:
@@ -27,24 +85,42 @@ def found(compiler: str, name: str) -> str:
     return done.stdout.strip()
 
 
-def run_cases(tmp_path: Path, flags: str, **environment: str) -> None:
-    """The tests of operations, of a library that is built with more flags."""
-    wrapper = tmp_path / "c++-wrapped"
-    wrapper.write_text(f'#!/bin/sh\nexec {native._compiler()} "$@" {flags}\n')
+def run_cases(
+    folder: Path,
+    flags: str,
+    *arguments: str,
+    sources: Path = native._FOLDER,
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    """Tests of operations, of a library that is built with more flags."""
+    wrapper = folder / "c++-wrapped"
+    (folder / "objects").mkdir(exist_ok=True)
+    compiler = native._compiler()
+    wrapper.write_text(
+        WRAPPER.format(compiler=compiler, flags=flags, objects=folder / "objects")
+    )
     wrapper.chmod(0o755)
-    own = {"CXX": str(wrapper), native.VARIABLE: str(tmp_path), **environment}
-    here = Path(__file__).parent
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += [str(here / name) for name in FILES]
-    done = subprocess.run(
+    own = {"CXX": str(wrapper), native.VARIABLE: str(folder), **environment}
+    command = [sys.executable, "-c", CHILD, str(sources), "-q", "-p"]
+    command += ["no:cacheprovider", "-m", "not slow and not battery", *arguments]
+    # pytest's own folders of this process are not to be taken for those of the child.
+    own["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    return subprocess.run(
         command, env=os.environ | own, capture_output=True, text=True, check=False
     )
+
+
+def assert_all_pass(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "passed" in done.stdout and "skipped" not in done.stdout
 
 
-def test_no_case_reads_or_writes_what_is_not_its_own(tmp_path):
-    """Addresses and undefined behaviour."""
+ALL = tuple(str(HERE / f"{one.__name__.rpartition('.')[2]}.py") for one in MODULES)
+
+
+@pytest.fixture(scope="module")
+def sanitizers() -> dict[str, str]:
+    """The environment of a process that loads what is sanitized."""
     # C++'s own library as well: Python is C and does not bring it, and then what XLA
     # throws is lost.
     names = "libasan.so", "libstdc++.so"
@@ -52,13 +128,214 @@ def test_no_case_reads_or_writes_what_is_not_its_own(tmp_path):
     if not all(map(os.path.isabs, libraries)):
         pytest.skip("the compiler has no sanitizers")
     # Python and XLA free little of what they hold when they end.
-    options = "detect_leaks=0"
-    preloaded = ":".join(libraries)
-    run_cases(tmp_path, SANITIZED, LD_PRELOAD=preloaded, ASAN_OPTIONS=options)
+    return {"LD_PRELOAD": ":".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}
 
 
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that sanitized objects are kept in."""
+    return tmp_path_factory.mktemp("sanitized")
+
+
+@builds
+def test_no_case_reads_or_writes_what_is_not_its_own(sanitized, sanitizers):
+    """Addresses and undefined behaviour."""
+    assert_all_pass(run_cases(sanitized, SANITIZED, *ALL, **sanitizers))
+
+
+# A line, what it becomes, a test, and what is said of it.
+READ, WRITTEN = "READ of size", "WRITE of size"
+MUTANTS = {
+    "the page table is read one further": (
+        "attention.cc",
+        "page_table[slot / given.page_size]",
+        "page_table[slot / given.page_size + given.table * given.seqs]",
+        "test_native_fuzz.py::test_a_sequence_out_of_range",
+        READ,
+    ),
+    "page ids are not clamped": (
+        "attention.cc",
+        "given.pages - 1);",
+        "given.pages + 1000000);",
+        "test_native_fuzz.py::test_a_sequence_out_of_range",
+        "AddressSanitizer",
+    ),
+    "the slot after the last is written": (
+        "blocks.cc",
+        "slot >= num_slots",
+        "slot > num_slots",
+        "test_decoder_blocks.py::test_numbers_out_of_range_touch_nothing",
+        WRITTEN,
+    ),
+    "rows that are not there are drawn of": (
+        "sampling.cc",
+        "std::clamp<int64_t>(row.typed_data()[seq], 0, num_rows - 1)",
+        "std::clamp<int64_t>(row.typed_data()[seq], 0, num_rows)",
+        "test_native_fuzz.py::test_tokens_are_tokens",
+        READ,
+    ),
+}
+
+
+@builds
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mistakes_are_seen(tmp_path, sanitized, sanitizers, name):
+    file, before, after, test, told = MUTANTS[name]
+    sources = tmp_path / "native"
+    shutil.copytree(native._FOLDER, sources)
+    text = (sources / file).read_text()
+    assert text.count(before) == 1
+    (sources / file).write_text(text.replace(before, after))
+    path, _, start = test.partition("::")
+    arguments = str(HERE / path), "-x", "-k", start
+    done = run_cases(sanitized, SANITIZED, *arguments, sources=sources, **sanitizers)
+    said = done.stdout + done.stderr
+    assert done.returncode != 0 and told in said, said[-3000:]
+
+
+def features() -> set[str]:
+    """Of the processor at hand."""
+    return set(Path("/proc/cpuinfo").read_text().split())
+
+
+@builds
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="its processors")
-@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64"])
-def test_lesser_processors_compute_the_same(tmp_path, level):
-    """With AVX2 and FMA, and with neither: vectors of eight and four floats."""
-    run_cases(tmp_path, f"-march={level}")
+@pytest.mark.parametrize("level", ["x86-64", "x86-64-v3", "x86-64-v4"])
+def test_other_processors_compute_the_same(tmp_path, level):
+    """With neither AVX2 nor FMA, with both, with AVX-512: 4, 8, 16 floats at once."""
+    if level == "x86-64-v4" and "avx512vl" not in features():
+        pytest.skip("no AVX-512 here")
+    assert_all_pass(run_cases(tmp_path, f"-march={level}", *ALL))
+
+
+def cross_compiler() -> list[str] | None:
+    """For Linux on ARM: Debian's, or the clang of PyPI's `ziglang`, if it is there."""
+    path = shutil.which("aarch64-linux-gnu-g++")
+    if path is not None:
+        return [path]
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-gnu"]
+    return None
+
+
+@builds
+@pytest.mark.skipif(cross_compiler() is None, reason="no cross compiler for ARM")
+@pytest.mark.parametrize("source", sorted(native._FOLDER.glob("*.cc")), ids=str)
+def test_it_compiles_for_arm(tmp_path, source):
+    """To NEON's vectors, and a product and a sum to one instruction."""
+    compiler, made = cross_compiler(), tmp_path / "made.s"
+    assert compiler is not None
+    command = [*compiler, *native._FLAGS, "-S", f"-I{jax.ffi.include_dir()}"]
+    subprocess.run([*command, "-o", str(made), str(source)], check=True)
+    assert re.search(r"\bfmla\s+v\d+\.4s", made.read_text())
+
+
+THREADS = """
+#include <chrono>
+#include <cstdio>
+#include <thread>
+#include <vector>
+
+#include "parallel.h"
+
+// Adds up, in parts: a part writes what the caller reads afterwards.
+int main() {
+  for (int threads = 1; threads <= 4; ++threads) {
+    xla::ffi::ThreadPool pool(threads);
+    for (int64_t parts = 0; parts < 12; ++parts)
+      for (int repeat = 0; repeat < 5; ++repeat) {
+        std::vector<int64_t> numbers(parts, 0);
+        jaxspec::for_each_part(pool, parts, [&](int64_t part) {
+          // So that the caller does not make all of them before others begin.
+          std::this_thread::sleep_for(std::chrono::microseconds(50));
+          numbers[part] += part;
+        });
+        for (int64_t part = 0; part < parts; ++part)
+          if (numbers[part] != part) return 1;
+      }
+  }
+  std::puts("done");
+}
+"""
+# What parallel.h asks of XLA: its own is not sanitized, so that what orders its threads
+# would not be seen.
+POOL = """
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace xla::ffi {
+class ThreadPool {
+ public:
+  explicit ThreadPool(int count) {
+    for (int i = 0; i < count; ++i) threads_.emplace_back([this] { run(); });
+  }
+  ~ThreadPool() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      is_over_ = true;
+    }
+    ready_.notify_all();
+    for (std::thread& one : threads_) one.join();
+  }
+  int64_t num_threads() const { return threads_.size(); }
+  void Schedule(std::function<void()> task) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      tasks_.push_back(std::move(task));
+    }
+    ready_.notify_one();
+  }
+
+ private:
+  void run() {
+    for (;;) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      ready_.wait(lock, [this] { return is_over_ || !tasks_.empty(); });
+      if (tasks_.empty()) return;
+      auto task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      task();
+    }
+  }
+  std::mutex mutex_;
+  std::condition_variable ready_;
+  std::deque<std::function<void()>> tasks_;
+  std::vector<std::thread> threads_;
+  bool is_over_ = false;
+};
+}  // namespace xla::ffi
+"""
+
+
+@builds
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_threads_do_not_race(tmp_path, is_broken):
+    """Parts end before the caller goes on; where one does not, it is told."""
+    compiler = native._compiler()
+    if not os.path.isabs(found(compiler, "libtsan.so")):
+        pytest.skip("the compiler has no sanitizer of threads")
+    header = tmp_path / "xla" / "ffi" / "api" / "ffi.h"
+    header.parent.mkdir(parents=True)
+    header.write_text(POOL)
+    text = (native._FOLDER / "parallel.h").read_text()
+    if is_broken:
+        before = "load(std::memory_order_acquire) < num_parts"
+        assert text.count(before) == 1
+        text = text.replace(before, f"{before} - 1")
+    (tmp_path / "parallel.h").write_text(text)
+    (tmp_path / "threads.cc").write_text(THREADS)
+    command = [compiler, "-std=c++17", "-O1", "-g", "-fsanitize=thread", "-pthread"]
+    command += [f"-I{tmp_path}", "-o", str(tmp_path / "threads")]
+    subprocess.run([*command, str(tmp_path / "threads.cc")], check=True)
+    # Addresses at random may be where the sanitizer keeps its own.
+    run = [shutil.which("setarch") or "setarch", "-R", str(tmp_path / "threads")]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert ("data race" in done.stderr) == is_broken, done.stderr[-3000:]
+    assert (done.returncode != 0) == is_broken

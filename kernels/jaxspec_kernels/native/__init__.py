@@ -6,6 +6,23 @@ The sources in this folder do what is left to do, for the processor at hand: a c
 of the machine makes a library of them at the first use (some seconds), kept for later
 ones. Where there is no compiler, XLA's own operations serve, and the log says so.
 
+Which instructions they are made of is decided when they are built, not when they run:
+those of the processor at hand (AVX-512, AVX2 or SSE on x86-64; NEON on ARM). A folder
+of libraries may be shared: each kind of processor has one of its own. All forms make
+the same sums in the same order but for the number of lanes, and where a processor
+rounds a product before it adds it up: the last bits of results differ between machines,
+not between programs of one.
+
+The forms of x86-64 are tested where they run. That of ARM compiles, for Linux; no such
+processor has run it, and its speed is not known. Of macOS the command line is tested, a
+build is not; for musl there is no jaxlib.
+
+What callers hand over as data leads nowhere outside of arrays: page ids and rows that
+are not there are the nearest that are, slots past the last are not written, lengths end
+where page tables do. Shapes that do not fit each other are refused, by the functions in
+Python while they are traced, and by each operation, whose error XLA raises. What users
+ask for the host of the engine has checked before.
+
 They are described where they are used: `multiply` and `look_up` in
 `jaxspec_kernels.panel_matmul`, `attend` in `jaxspec_kernels.paged_attention`, the
 halves of a layer in `jaxspec_kernels.decoder_blocks`, and passes over logits in
@@ -20,6 +37,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from importlib import metadata
 from multiprocessing.pool import ThreadPool
@@ -52,12 +70,13 @@ _FOLDER = Path(__file__).parent
 _FLAGS = (
     "-std=c++17",
     "-O3",
-    "-march=native",
     # A product and a sum are one rounding, wherever the processor can.
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-fPIC",
 )
+# Compilers for ARM know the processor at hand by this name; Apple's refused the other.
+_FOR_THIS_PROCESSOR = {"arm64": "-mcpu=native", "aarch64": "-mcpu=native"}
 _COMPILE_LIMIT_S = 600
 
 
@@ -140,7 +159,7 @@ def _run(compiler: str, arguments: list[str]) -> None:
     """Raises `RuntimeError` with the first line of what the compiler says."""
     try:
         subprocess.run(
-            [compiler, *_FLAGS, *arguments],
+            [compiler, *_flags(), *arguments],
             check=True,
             capture_output=True,
             text=True,
@@ -151,6 +170,15 @@ def _run(compiler: str, arguments: list[str]) -> None:
         raise RuntimeError(f"{compiler} fails: {' '.join(told)}") from error
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"{compiler} takes over {_COMPILE_LIMIT_S} s") from error
+
+
+def _flags() -> tuple[str, ...]:
+    """Of every command.
+
+    None is for undefined symbols, which Apple's linker refuses: there are none, as
+    XLA's headers reach it through pointers. Loaders do not mind that it is called .so.
+    """
+    return *_FLAGS, _FOR_THIS_PROCESSOR.get(platform.machine(), "-march=native")
 
 
 def _compiler() -> str:
@@ -173,18 +201,20 @@ def _digest(compiler: str) -> str:
     for path in sorted(_FOLDER.glob("*.h")) + _sources():
         found.update(path.read_bytes())
     versions = jax.__version__, metadata.version("jaxlib")
-    parts = *_FLAGS, *versions, compiler, platform.machine(), _processor()
+    parts = *_flags(), *versions, compiler, platform.machine(), _processor()
     found.update("\0".join(parts).encode())
     return found.hexdigest()[:16]
 
 
 def _processor() -> str:
     """What the processor can do: a library for one need not run on another."""
-    path = Path("/proc/cpuinfo")
-    if not path.is_file():
-        return platform.processor()
-    lines = path.read_text().splitlines()
-    names = "flags", "Features", "model name"
+    if sys.platform == "darwin":  # platform.processor() says "arm" of all of Apple's
+        asked = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+        told = subprocess.run(asked, check=True, capture_output=True, text=True)
+        return told.stdout.strip()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    # The last two are ARM's, which has no names of models there.
+    names = "flags", "Features", "model name", "CPU implementer", "CPU part"
     return "\n".join(
         next((line for line in lines if line.startswith(name)), "") for name in names
     )

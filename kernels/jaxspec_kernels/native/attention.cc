@@ -401,7 +401,8 @@ ffi::Error set_pages(Attention& attention, ffi::AnyBuffer kv_pages,
                      ffi::AnyBuffer scales) {
   const auto form = kv_pages.dimensions();
   const auto type = kv_pages.element_type();
-  if (form.size() != 4 || form[2] == 0 || form[2] % 2)
+  // Ids are taken to the nearest page that is there, so that there must be one.
+  if (form.size() != 4 || form[0] < 1 || form[1] < 1 || form[2] < 1 || form[2] % 2)
     return ffi::Error::InvalidArgument("pages have other axes");
   // Those of bfloat16 and of fp8 may be given as their bits.
   if (type == ffi::F32)

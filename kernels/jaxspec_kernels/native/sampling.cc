@@ -133,9 +133,10 @@ struct Rows {
 
   Rows(const Matrix& logits, const Numbers& offset, int64_t vocab_size)
       : values(logits.typed_data()),
-        count(logits.dimensions()[0]),
+        // -1, which is the size of nothing, where there is no one offset.
+        count(offset.element_count() == 1 ? logits.dimensions()[0] : -1),
         columns(logits.dimensions()[1]),
-        offset(offset.typed_data()[0]),
+        offset(count < 0 ? 0 : offset.typed_data()[0]),
         size(std::clamp<int64_t>(vocab_size - this->offset, 0, columns)) {}
 
   Row operator[](int64_t row) const { return {values + row * columns, size}; }
@@ -408,7 +409,8 @@ ffi::Error Draw(ffi::ThreadPool pool, Matrix logits, Values temperature, Values 
   const int64_t seqs = token->dimensions()[0];
   const auto form = probs.dimensions();
   const bool has_probs = form[1] > 0;
-  if (!are_of(seqs, {(int64_t)row.element_count(), (int64_t)index.element_count(),
+  if (num_rows < 1 ||  // a row out of range is the nearest that is there
+      !are_of(seqs, {(int64_t)row.element_count(), (int64_t)index.element_count(),
                      (int64_t)is_rejected.element_count(),
                      (int64_t)joint.element_count(), (int64_t)uniform.element_count(),
                      (int64_t)tokens.element_count()}) ||

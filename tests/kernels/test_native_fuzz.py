@@ -1,0 +1,320 @@
+"""Operations in C++ on data and shapes that nobody should give them.
+
+Nothing out of range may lead outside of arrays. What leads there may go unnoticed here:
+`test_native_builds.py` runs these tests with sanitizers, in a process of their own.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxspec_kernels import native, paged_attention, panel_rows
+from jaxspec_kernels.panel_matmul import WIDTH, to_panels
+from jaxspec_kernels.rejection_sampling import cpu
+from jaxspec_kernels.rejection_sampling.passes import Draft, Law, Slice
+from tests.kernels.oracle import SMALL, build, random_forest
+from tests.kernels.test_decoder_blocks import PAGE_SIZE, Layer, make_batch
+
+pytestmark = pytest.mark.usefixtures("has_native")
+
+SIXTEEN = replace(SMALL, head_dim=16)
+fuzzed = settings(
+    max_examples=40,
+    deadline=None,
+    # Fixtures only see that there is a library.
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+# Borders of what is legal, and what is far outside.
+INTEGERS = st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 110)
+FLOATS = st.floats(width=32) | st.sampled_from([0.0, -0.0, 1.0, 1e-38, -1.0])
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def integers(data: Any, shape: tuple[int, ...]) -> jax.Array:
+    count = int(np.prod(shape))
+    drawn = data.draw(st.lists(INTEGERS, min_size=count, max_size=count))
+    return jnp.asarray(np.array(drawn).reshape(shape), jnp.int32)
+
+
+@fuzzed
+@given(
+    data=st.data(), seed=SEEDS, is_tree=st.booleans(), window=st.sampled_from([0, 7])
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sequence_out_of_range_leaves_the_others_as_they_are(
+    dtype, data, seed, is_tree, window
+):
+    """Page ids, lengths and masks: of sequences 1 and 3 they may be anything."""
+    case = replace(SIXTEEN, window=window or None)
+    kv_len = np.random.default_rng(seed).integers(5, 91, 4).tolist()
+    mask = random_forest(4, 5, seed % 1000) if is_tree else None
+    call = build(case, 0, dtype=dtype, kv_len=kv_len, mask=mask)
+    query, pages, table, lengths = call.arrays
+    run: Callable[..., Any] = jax.tree_util.Partial(
+        paged_attention, scale=0.4, soft_cap=2.0, window=window or None
+    )
+    expected = run(*call.arrays, ancestor_mask=call.ancestor_mask, implementation="cpu")
+    odd = np.array([1, 3])
+    masks = call.ancestor_mask
+    if masks is not None:
+        any_mask = np.random.default_rng(seed).integers(0, 2, (2, 5, 5)).astype(bool)
+        masks = masks.at[odd].set(any_mask)
+    # Where something else is seen, it may be a slot that holds NaN: not here.
+    found = run(
+        query,
+        jnp.nan_to_num(pages),
+        table.at[odd].set(integers(data, (2, table.shape[1]))),
+        lengths.at[odd].set(integers(data, (2,))),
+        ancestor_mask=masks,
+        implementation="cpu",
+    )
+    np.testing.assert_array_equal(found[::2], expected[::2])
+    assert np.isfinite(np.asarray(found, np.float32)).all()
+
+
+@fuzzed
+@given(data=st.data(), has_masks=st.booleans(), seed=SEEDS)
+@pytest.mark.parametrize("pages", ["float32", "int8"])
+def test_only_the_slots_that_are_there_are_written(pages, data, has_masks, seed):
+    layer, rng = Layer(pages=pages), np.random.default_rng(seed)
+    masks = jnp.asarray(rng.integers(0, 2, (2, 3, 3)).astype(bool))
+    batch = make_batch(masks if has_masks else None)
+    regions = tuple(
+        one._replace(
+            page_table=integers(data, one.page_table.shape),
+            kv_len=integers(data, one.kv_len.shape),
+        )
+        for one in batch.regions
+    )
+    slots = np.asarray(integers(data, batch.slots.shape))
+    num_slots = (batch.table.size + 1) * PAGE_SIZE
+    far = np.full_like(slots, num_slots)
+
+    def attend(slots: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+        one = replace(batch, regions=regions, slots=slots)
+        made, held = layer.attend(one, implementation="cpu")
+        parts = [np.asarray(part) for part in jax.tree.leaves(held)]
+        return np.asarray(made), [
+            part.reshape(num_slots, *part.shape[2:]) for part in parts
+        ]
+
+    (made, after), (_, before) = attend(slots), attend(far)
+    assert np.isfinite(made).all()
+    is_given = np.isin(np.arange(num_slots), slots)
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(new[~is_given], old[~is_given])
+    changed = np.any(after[0] != before[0], axis=(1, 2))
+    np.testing.assert_array_equal(changed, is_given)
+
+
+@fuzzed
+@given(data=st.data())
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rows_that_are_not_there_are_the_nearest_that_are(dtype, data):
+    outputs, features = WIDTH + 3, 5
+    matrix = np.arange(outputs * features).reshape(outputs, features) % 97
+    panels = jnp.asarray(to_panels(matrix.astype(jnp.dtype(dtype))))
+    index = integers(data, (9,))
+    found = panel_rows(index, panels, shape=matrix.shape, implementation="cpu")
+    clipped = np.clip(np.asarray(index), 0, outputs - 1)
+    np.testing.assert_array_equal(found, matrix[clipped])
+
+
+def floats(data: Any, shape: tuple[int, ...]) -> jax.Array:
+    """A few drawn numbers, NaN and infinities among them, spread over an array."""
+    drawn = data.draw(st.lists(FLOATS, min_size=1, max_size=8))
+    rng = np.random.default_rng(data.draw(SEEDS))
+    return jnp.asarray(rng.choice(np.array(drawn, np.float32), shape))
+
+
+@fuzzed
+@given(data=st.data(), is_certain=st.booleans())
+@pytest.mark.parametrize("columns", [7, 600])
+def test_tokens_are_tokens_whatever_rows_say(columns, data, is_certain):
+    """Logits, laws, ids and rows of any value: all sampling passes, on one round."""
+    seqs, inner, size = 3, 2, columns - 3
+    rows = seqs * (inner + 2)
+    part = Slice(columns=columns, tile=columns, vocab_size=size, axis_name=None)
+    logits = floats(data, (rows, columns))
+    law = Law(*(floats(data, (rows,)) for _ in range(4)))
+    probs = None if is_certain else floats(data, (seqs, inner + 1, columns))
+    draft = Draft(integers(data, (seqs, inner + 1)), probs)
+    is_any = np.random.default_rng(data.draw(SEEDS)).integers(0, 2, rows) > 0
+    token = cpu.draw(
+        part,
+        logits,
+        law,
+        draft,
+        row=integers(data, (seqs,)),
+        index=integers(data, (seqs,)),
+        is_rejected=jnp.asarray(is_any[:seqs]),
+        joint=floats(data, (seqs,)),
+        uniform=floats(data, (seqs,)),
+    )
+    assert ((0 <= token) & (token < size)).all()
+    numbers = integers(data, (rows,))
+    found = cpu.statistics(
+        part, logits, floats(data, (rows,)), numbers, jnp.asarray(is_any)
+    )
+    assert ((0 <= found.best) & (found.best < size)).all()
+    words = jax.lax.bitcast_convert_type(integers(data, (rows, 2)), jnp.uint32)
+    _, best = cpu.race(part, logits, law, words)
+    assert ((0 <= best) & (best < size)).all()
+    for counts in (True, False):
+        border, _ = cpu.search(
+            part,
+            logits,
+            law,
+            floats(data, (rows,)),
+            is_searched=jnp.asarray(is_any),
+            counts=counts,
+        )
+        assert not np.isnan(border).any()
+        limits = floats(data, (rows, 3))
+        amounts = cpu.amounts(part, logits, law, limits, counts=counts)
+        assert not np.isnan(amounts).any()
+    chances = np.asarray(cpu.probabilities(part, logits, law))
+    assert not chances[:, size:].any() and not np.isnan(chances).any()
+    if probs is not None:
+        above = cpu.excess(part, logits, law, draft, floats(data, (seqs, inner)))
+        assert (np.asarray(above) >= 0).all()
+
+
+# What operations take, as arrays of the sizes that fit: `dtype axis axis ...`.
+LAW = ("f4 2", "f4 2", "f4 2")
+FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
+    "attend": (
+        ("f4 2 3 4 6", "f4 5 4 4 6", "f4 0", "i4 2 3", "i4 2", "? 2 3 3"),
+        ("f4 2 3 4 6",),
+        {"scale": np.float32(1), "soft_cap": np.float32(0), "window": np.int64(0)},
+    ),
+    "multiply": (
+        ("f4 3 5", "f4 2 5 32", "f4 0"),
+        ("f4 3 40",),
+        {"is_rounded": False},
+    ),
+    "look_up": (("i4 3", "f4 2 5 32", "f4 0"), ("f4 3 5",), {"num_outputs": 40}),
+    "statistics": (
+        ("f4 2 9", "f4 2", "i4 2", "? 2", "i4 1"),
+        ("f4 2", "i4 2", "f4 2", "f4 2"),
+        {"vocab_size": 8},
+    ),
+    "amounts": (
+        ("f4 2 9", *LAW, "f4 2 3", "i4 1"),
+        ("f4 2 3",),
+        {"vocab_size": 8, "counts": True},
+    ),
+    "race": (("f4 2 9", *LAW, "u4 2 2", "i4 1"), ("f4 2", "i4 2"), {"vocab_size": 8}),
+    "search": (
+        ("f4 2 9", *LAW, "f4 2", "f4 2", "? 2"),
+        ("f4 2", "f4 2"),
+        {"vocab_size": 8, "counts": False},
+    ),
+    "draw": (
+        ("f4 2 9", *LAW, "f4 2", "i4 1", "f4 1 1 9", "i4 1", "i4 1", "? 1")
+        + ("f4 1", "f4 1"),
+        ("i4 1",),
+        {"vocab_size": 8},
+    ),
+    "probabilities": (
+        ("f4 2 9", *LAW, "f4 2", "i4 1"),
+        ("f4 2 9",),
+        {"vocab_size": 8},
+    ),
+    "excess": (
+        ("f4 3 9", "f4 3", "f4 3", "f4 3", "f4 3", "f4 1 2 9", "f4 1 1", "i4 1"),
+        ("f4 1 1",),
+        {"vocab_size": 8},
+    ),
+    "feed_forward_block": (
+        ("f4 3 5", "f4 5", "f4 0", "f4 1 5 32", "f4 0", "f4 1 8 32", "f4 0"),
+        ("f4 3 5",),
+        {"hidden": 8, "block": 4, "is_gelu": True, "is_rounded": False}
+        | {"epsilon": np.float32(1e-6), "offset": np.float32(1)},
+    ),
+    "attention_block": (
+        ("f4 3 5", "f4 5", "f4 0", "f4 1 5 32", "f4 0", "f4 1 5 32", "f4 0")
+        + ("f4 1 16 32", "f4 0", "f4 3 2", "f4 3 2", "i4 3", "f4 5 4 4 4", "f4 0")
+        + ("i4 1 3", "i4 1", "? 1 3 3"),
+        ("f4 3 5", "f4 5 4 4 4", "f4 0"),
+        {"num_queries": np.array([3]), "num_q_heads": 4, "window": 0}
+        | {"scale": np.float32(1), "soft_cap": np.float32(0), "is_rounded": False}
+        | {"epsilon": np.float32(1e-6), "offset": np.float32(1)},
+    ),
+}
+SIZES = st.sampled_from([0, 1, 2, 3, 4, 5, 31, 33, 64])
+
+
+def run_form(
+    name: str,
+    arguments: list[tuple[str, ...]],
+    results: list[tuple[str, ...]],
+    attributes: dict[str, Any],
+) -> None:
+    """Call an operation as nobody does: without the function that checks before it."""
+    numbers = {
+        key: np.int64(value) if type(value) is int else value
+        for key, value in attributes.items()
+    }
+    made = [
+        jax.ShapeDtypeStruct(tuple(map(int, form[1:])), np.dtype(form[0]))
+        for form in results
+    ]
+    given = [np.zeros(tuple(map(int, form[1:])), form[0]) for form in arguments]
+    jax.block_until_ready(jax.ffi.ffi_call(f"jaxspec_{name}", made)(*given, **numbers))
+
+
+@pytest.mark.parametrize("name", FORMS)
+@fuzzed
+@given(data=st.data())
+def test_what_does_not_fit_is_an_error_and_no_crash(name, data):
+    """One or two axes of operands or results, or a number, are others."""
+    arguments, results, attributes = FORMS[name]
+    forms = [form.split() for form in (*arguments, *results)]
+    for _ in range(data.draw(st.integers(0, 2))):
+        form = forms[data.draw(st.integers(0, len(forms) - 1))]
+        change = data.draw(st.sampled_from(["size", "axis", "type"]))
+        if change == "size":
+            form[data.draw(st.integers(1, len(form) - 1))] = str(data.draw(SIZES))
+        elif change == "axis":
+            form.append("1")
+        else:
+            form[0] = data.draw(st.sampled_from(["f4", "i4", "i1", "u1", "?", "f8"]))
+    numbers = dict(attributes)
+    counts = [key for key, value in attributes.items() if type(value) is int]
+    if counts and data.draw(st.booleans()):
+        key = data.draw(st.sampled_from(counts))
+        numbers[key] = data.draw(st.integers(-3, 70))
+    if "num_queries" in numbers and data.draw(st.booleans()):
+        numbers["num_queries"] = np.array(
+            data.draw(st.lists(st.integers(-4, 4), max_size=2)), np.int64
+        )
+    parts = [tuple(form) for form in forms]
+    try:
+        run_form(name, parts[: len(arguments)], parts[len(arguments) :], numbers)
+    except jax.errors.JaxRuntimeError as error:
+        assert "INVALID_ARGUMENT" in str(error), error
+    except ValueError as error:
+        assert "INVALID_ARGUMENT" in str(error), error
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_fits_is_none(name):
+    """So that the test above does not only look at errors of its own."""
+    arguments, results, attributes = FORMS[name]
+    given, made = (
+        [tuple(form.split()) for form in forms] for forms in (arguments, results)
+    )
+    run_form(name, given, made, attributes)
+
+
+def test_forms_are_those_of_all_operations():
+    from_library = {name.removeprefix("jaxspec_") for name in native.TARGETS}
+    assert set(FORMS) == from_library
