@@ -20,8 +20,8 @@ from jaxspec.settings.speculation import ADAPTIVE, SYNTHETIC, SpeculativeConfig
 _log = logging.getLogger(__name__)
 
 # Rounds between two looks at what is known, and the gain that a change must promise.
-# Drafts whose end costs nothing to notice, and whose return neither, may end sooner.
-LOOK_ROUNDS, WATCHED_LOOK_ROUNDS = 8, 4
+# Where texts are watched, with drafts and without: whoever watches says when to return.
+LOOK_ROUNDS, WATCHED_LOOK_ROUNDS = 8, (4, 32)
 HYSTERESIS = 1.04
 # The account is looked at over this many rounds, at least and at most, and closed when
 # it has lost this share of their time: what that costs before is the least that a loss
@@ -230,8 +230,8 @@ class Controller:
                 self._remeasure(len(wanted), now)
         if (before > 0) != (self.num_drafts > 0):
             self._account.begin()
-        if self.num_drafts and self.can_watch:
-            self._rounds_left = WATCHED_LOOK_ROUNDS
+        if self.can_watch:
+            self._rounds_left = WATCHED_LOOK_ROUNDS[not self.num_drafts]
         return 0 if self._refresh_left else self.num_drafts
 
     def look(self) -> None:
