@@ -233,7 +233,8 @@ ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
   int64_t start = 0;
   for (size_t region = 0; region < num_queries.size(); ++region) {
     attention.queries = num_queries[region];
-    if (attention.queries < 1) return refuse("a region has no queries");
+    if (attention.queries < 0) return refuse("a region has a negative number of queries");
+    if (attention.queries == 0) continue;
     auto table = regions.get<ffi::Buffer<ffi::S32>>(3 * region);
     auto kv_len = regions.get<ffi::Buffer<ffi::S32>>(3 * region + 1);
     auto mask = regions.get<ffi::Buffer<ffi::PRED>>(3 * region + 2);
