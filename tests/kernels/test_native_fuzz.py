@@ -158,8 +158,7 @@ def test_tokens_are_tokens_whatever_rows_say(columns, data, is_certain):
         joint=floats(data, (seqs,)),
         uniform=floats(data, (seqs,)),
     )
-    # A law that no sampler makes may end in the padding behind the vocabulary.
-    assert ((0 <= token) & (token < columns)).all()
+    assert ((0 <= token) & (token < size)).all()
     numbers = integers(data, (rows,))
     found = cpu.statistics(
         part, logits, floats(data, (rows,)), numbers, jnp.asarray(is_any)
@@ -186,6 +185,19 @@ def test_tokens_are_tokens_whatever_rows_say(columns, data, is_certain):
     if probs is not None:
         above = cpu.excess(part, logits, law, draft, floats(data, (seqs, inner)))
         assert (np.asarray(above) >= 0).all()
+
+
+@pytest.mark.parametrize("temperature", [-0.0, -1.0])
+def test_what_is_no_token_weighs_nothing_whatever_the_temperature(temperature):
+    """Columns past the vocabulary are -inf, and -inf / -0 is +inf."""
+    part = Slice(columns=7, tile=7, vocab_size=4, axis_name=None)
+    ones = jnp.ones(2)
+    law = Law(temperature * ones, 0 * ones, -jnp.inf * ones, 0 * ones)
+    logits, words = jnp.zeros((2, 7)), jnp.ones((2, 2), jnp.uint32)
+    score, best = cpu.race(part, logits, law, words)
+    assert (best < 4).all() and jnp.isfinite(score).all()
+    logits = logits.at[:, 1].set(-jnp.inf)
+    assert not np.asarray(cpu.probabilities(part, logits, law))[:, 1].any()
 
 
 # What operations take, as arrays of the sizes that fit: `dtype axis axis ...`.

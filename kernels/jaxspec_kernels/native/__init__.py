@@ -13,9 +13,10 @@ the same sums in the same order but for the number of lanes, and where a process
 rounds a product before it adds it up: the last bits of results differ between machines,
 not between programs of one.
 
-The forms of x86-64 are tested where they run. That of ARM compiles, for Linux; no such
-processor has run it, and its speed is not known. Of macOS the command line is tested, a
-build is not; for musl there is no jaxlib.
+The forms of x86-64 are tested where they run. That of ARM has been run by an emulator
+alone, with jaxlib for Linux on aarch64: no such processor has run it, and its speed is
+not known. Of macOS the command line is tested, a build is not; for musl there is no
+jaxlib.
 
 What callers hand over as data leads nowhere outside of arrays: page ids and rows that
 are not there are the nearest that are, slots past the last are not written, lengths end

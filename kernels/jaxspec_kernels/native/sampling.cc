@@ -102,7 +102,9 @@ struct Law {
   Floats weigh(Floats logits) const {
     const float peak = maximum == -kInfinity ? 0.0f : maximum;
     const Floats power = (logits - splat(peak)) / splat(temperature);
-    const Ints counts = (logits >= splat(threshold)) & (power >= splat(kUnderflow));
+    // What is no token is -inf, whose power is +inf where a temperature is below 0 or -0.
+    const float least = std::max(threshold, -kLargest);
+    const Ints counts = (logits >= splat(least)) & (power >= splat(kUnderflow));
     return select(counts, exp(power), Floats{});
   }
 };
