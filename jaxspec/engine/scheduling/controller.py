@@ -3,18 +3,18 @@
 Whatever it chooses, the text is the target's: greedy and seeded text does not depend on
 K, and a choice is made from tokens that have been read, before the round it is for has
 drawn anything. What it may lose against decoding without drafts is bounded by an
-account of seconds, whatever it believes. Knows nothing of requests, rows or devices.
+`account` of seconds, whatever it believes. Knows nothing of requests, rows or devices.
 """
 
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxspec.engine.scheduling.account import MIN_WAIT_S, Account
 from jaxspec.settings.speculation import ADAPTIVE, SYNTHETIC, SpeculativeConfig
 
 _log = logging.getLogger(__name__)
@@ -23,13 +23,6 @@ _log = logging.getLogger(__name__)
 # Where texts are watched, with drafts and without: whoever watches says when to return.
 LOOK_ROUNDS, WATCHED_LOOK_ROUNDS = 8, (4, 32)
 HYSTERESIS = 1.04
-# The account is looked at over this many rounds, at least and at most, and closed when
-# it has lost this share of their time: what that costs before is the least that a loss
-# can be told from luck with.
-WINDOW_ROUNDS = (16, 64)
-MAX_LOSS = 0.01
-# Seconds without drafts after a loss, at least and at most; it doubles each time.
-MIN_WAIT_S, MAX_WAIT_S = 0.25, 60.0
 # Without drafts the draft model is asked so seldom that it costs this share of the
 # time; and with drafts, a round without is timed again after so many seconds.
 PROBE_SHARE = 0.01
@@ -50,61 +43,6 @@ class Choice(NamedTuple):
     num_drafts: int = 0
     gain: float | None = None
     may_draft: bool = False
-
-
-class Account:
-    """Seconds won and lost by drafts at batches of about one size.
-
-    Bounds what drafts may lose whatever is believed of them: where they have lost for a
-    window of rounds it closes, until that is a small share of the time, and each time
-    for longer.
-
-    Attributes:
-        closed_until: No drafts before.
-        trial_ts: When drafts may be tried next, where nobody can be asked.
-    """
-
-    def __init__(self):
-        self._window: deque[tuple[float, float]] = deque(maxlen=WINDOW_ROUNDS[1])
-        self._wait_s = self._trial_wait_s = MIN_WAIT_S
-        self.closed_until = self.trial_ts = -math.inf
-
-    def begin(self) -> None:
-        """Drafts begin or end: what was before says nothing of what comes."""
-        self._window.clear()
-
-    def add(self, won_s: float, seconds: float) -> None:
-        """Note what a launch won, or lost, and took."""
-        self._window.append((won_s, seconds))
-
-    def close_if_losing(self, now: float) -> bool:
-        """Whether too much has been lost; nothing is drafted for a while then."""
-        if len(self._window) < WINDOW_ROUNDS[0]:
-            return False
-        total, spent = (float(one) for one in np.sum(self._window, axis=0))
-        is_full = len(self._window) == WINDOW_ROUNDS[1]
-        # Luck may look like a loss for a few rounds.
-        luck = 0.0
-        if not is_full:
-            luck = len(self._window) ** 0.5 * np.std([won for won, _ in self._window])
-        if total + luck < -MAX_LOSS * spent:
-            self.closed_until = now + max(-total / MAX_LOSS, self._wait_s)
-            self._wait_s = min(2 * self._wait_s, MAX_WAIT_S)
-            self._window.clear()
-            return True
-        if is_full and total > 0:
-            self._wait_s = MIN_WAIT_S
-        return False
-
-    def end_trial(self, now: float) -> None:
-        """Drafts did not pay: the next trial waits longer, and for its price."""
-        loss_s = -sum(won for won, _ in self._window)
-        self.trial_ts = now + max(self._trial_wait_s, loss_s / MAX_LOSS)
-        self._trial_wait_s = min(2 * self._trial_wait_s, MAX_WAIT_S)
-
-    def pass_trial(self) -> None:
-        """Drafts pay."""
-        self._trial_wait_s = MIN_WAIT_S
 
 
 class Controller:

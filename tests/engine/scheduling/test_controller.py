@@ -8,14 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.config import SpeculativeConfig
-from jaxspec.engine.scheduling import controller as controllers
+from jaxspec.engine.scheduling import account
+from jaxspec.engine.scheduling.account import MAX_LOSS, MIN_WAIT_S, WINDOW_ROUNDS
 from jaxspec.engine.scheduling.controller import (
     LOOK_ROUNDS,
-    MAX_LOSS,
-    MIN_WAIT_S,
     REFRESH_ROUNDS,
     REFRESH_S,
-    WINDOW_ROUNDS,
     Controller,
 )
 from jaxspec.engine.scheduling.costs import Costs
@@ -319,7 +317,7 @@ def test_what_has_failed_is_not_tried_again():
 
 def test_the_account_is_what_bounds_the_loss(monkeypatch):
     """Without it, whoever believes in drafts that never stay loses half of the time."""
-    monkeypatch.setattr(controllers, "MAX_LOSS", 1e9)
+    monkeypatch.setattr(account, "MAX_LOSS", 1e9)
     world = World(TIMES, 0.0, believed=lambda: 1.0)
     while world.now < 20:
         world.round()

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.config import EngineConfig
-from jaxspec.engine.scheduling.controller import MIN_WAIT_S, Controller
+from jaxspec.engine.scheduling.account import MIN_WAIT_S
+from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.scheduler import MAX_IN_A_ROW, Scheduler, WaitingQueue
 from jaxspec.engine.scheduling.shapes import EveryProgram
