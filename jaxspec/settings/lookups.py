@@ -15,9 +15,6 @@ NUM_MATCHES = 4
 # What 1 is in shares of them: every number of matches divides it, so that shares are
 # integers, and sums of them equal wherever they are computed.
 WHOLE = math.lcm(*range(1, NUM_MATCHES + 1))
-# Fewest tokens of a match. In prose at temperature 1 a third of the rounds match one
-# token, and a tenth of their drafts stay. Four take the place of a draft model.
-SHORT_MATCH, LONG_MATCH = 2, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +59,7 @@ class LookupRule:
         assert min_prob is not None
         return cls(
             limits=draft_limits(depth, factor, speculative.num_levels),
-            shortest=LONG_MATCH if speculative.has_draft_model else SHORT_MATCH,
+            shortest=speculative.shortest_match,
             # 0.3 of 12 is 3.6, whatever binary fractions make of it.
             min_share=math.ceil(round(min_prob * WHOLE, 6)),
             num_matches=NUM_MATCHES,

@@ -37,6 +37,9 @@ MAX_PROMPT_LOOKUP = 32
 DEFAULT_PROMPT_LOOKUP = 5
 # Of suffix drafts one token fewer than this is compared; the defaults are vLLM's.
 MAX_TREE_DEPTH = 64
+# Fewest tokens of a match. In prose at temperature 1 a third of the rounds match one
+# token, and a tenth of their drafts stay. Four take the place of a draft model.
+SHORT_MATCH, LONG_MATCH = 2, 4
 # About 60 kB each are kept on the device.
 MAX_CACHED_REQUESTS = 4096
 
@@ -383,6 +386,11 @@ class SpeculativeConfig:
         """Whether as many are made as their match promises."""
         return self.method in (SUFFIX, SUFFIX_AND_MODEL)
 
+    @property
+    def shortest_match(self) -> int:
+        """Fewest tokens that a suffix must match."""
+        return LONG_MATCH if self.has_draft_model else SHORT_MATCH
+
     def _check_tree(self, most: int) -> None:
         """Refuse a tree that is none, or too deep, or not of as many drafts as said.
 
@@ -577,22 +585,24 @@ class SpeculativeConfig:
             owner = f"suffix drafts: method {SUFFIX!r}"
             self._check_left_out(tuple(SUFFIX_DEFAULTS), owner)
             return
-        check_integer(
+        depth = check_integer(
             ConfigError,
             "suffix_decoding_max_tree_depth",
             self.suffix_decoding_max_tree_depth,
-            low=2,
+            low=self.shortest_match + 1,
             high=MAX_TREE_DEPTH,
-            hint="It is the most tokens of a match and its drafts together.",
+            hint="It is the most tokens of a match and its drafts together, and "
+            f"{self.shortest_match} must match for method {self.method!r}.",
         )
-        check_number(
-            ConfigError,
-            "suffix_decoding_max_spec_factor",
-            self.suffix_decoding_max_spec_factor,
-            low=0,
-            open_low=True,
-            hint="It is the number of drafts for every token that matches.",
+        name = "suffix_decoding_max_spec_factor"
+        hint = "It is the number of drafts for every token that matches."
+        factor = check_number(
+            ConfigError, name, getattr(self, name), low=0, open_low=True, hint=hint
         )
+        if factor * (depth - 1) < 1:
+            allowed = f"at least 1/{depth - 1}"
+            hint += f" The longest match has {depth - 1}: there would never be a draft."
+            raise wrong_argument(ConfigError, name, allowed, factor, hint)
         check_number(
             ConfigError,
             "suffix_decoding_min_token_prob",

@@ -12,7 +12,7 @@ import pytest
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.settings import lookups
+from jaxspec.settings import speculation
 from tests.e2e import pair
 from tests.e2e.test_distribution import CONTROLS as LAW_CONTROLS
 from tests.e2e.test_distribution import LENGTH as LAW_LENGTH
@@ -279,7 +279,7 @@ def law_engine(micro: Any, kind: str) -> LLMEngine:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ngram", "ngram+model", "suffix", "suffix+model"])
 def test_every_position_follows_the_target(kind, micro, levels, monkeypatch):
-    monkeypatch.setattr(lookups, "LONG_MATCH", 1)  # the prompt repeats few tokens
+    monkeypatch.setattr(speculation, "LONG_MATCH", 1)  # the prompt repeats few tokens
     engine = law_engine(micro, kind)
     for rule in ("standard", "block", "seeded"):
         drawn = sample(engine, rule, 700, prompt=LAW_PROMPT)

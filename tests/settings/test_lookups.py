@@ -4,14 +4,12 @@ import pytest
 
 from jaxspec.config import SpeculativeConfig
 from jaxspec.settings.lookups import (
-    LONG_MATCH,
     NUM_MATCHES,
-    SHORT_MATCH,
     WHOLE,
     LookupRule,
     draft_limits,
 )
-from jaxspec.settings.speculation import SUFFIX_DEFAULTS
+from jaxspec.settings.speculation import LONG_MATCH, SHORT_MATCH, SUFFIX_DEFAULTS
 
 
 @pytest.mark.parametrize(

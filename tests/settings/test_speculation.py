@@ -1,11 +1,13 @@
 """Methods of drafting, and which keys go with which."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from jaxspec.errors import ConfigError, UnsupportedError
+from jaxspec.settings.lookups import LookupRule
 from jaxspec.settings.speculation import (
     SUFFIX_DEFAULTS,
     TYPICAL_DEFAULTS,
@@ -108,7 +110,7 @@ def test_the_lossy_rule_is_of_medusa_alone_and_by_name_alone():
             {"method": "ngram", FACTOR: 2.0} | LOOKUP,
             [f"{FACTOR} must be left out", "got 2.0", "method 'suffix'"],
         ),
-        ({"method": "suffix"}, [f"{DEPTH} must be an integer from 2 to 64, got None"]),
+        ({"method": "suffix"}, [f"{DEPTH} must be an integer from 3 to 64, got None"]),
     ],
 )
 def test_keys_of_another_method(keys: dict[str, Any], texts: list[str]):
@@ -121,9 +123,10 @@ def test_keys_of_another_method(keys: dict[str, Any], texts: list[str]):
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({DEPTH: 1}, f"{DEPTH} must be an integer from 2 to 64, got 1"),
-        ({DEPTH: 65}, f"{DEPTH} must be an integer from 2 to 64, got 65"),
-        ({DEPTH: 8.0}, f"{DEPTH} must be an integer from 2 to 64, got 8.0"),
+        ({DEPTH: 2}, f"{DEPTH} must be an integer from 3 to 64, got 2"),
+        ({DEPTH: 8, FACTOR: 0.14}, f"{FACTOR} must be at least 1/7, got 0.14"),
+        ({DEPTH: 65}, f"{DEPTH} must be an integer from 3 to 64, got 65"),
+        ({DEPTH: 8.0}, f"{DEPTH} must be an integer from 3 to 64, got 8.0"),
         ({FACTOR: 0}, f"{FACTOR} must be a finite number above 0, got 0"),
         ({FACTOR: float("inf")}, f"{FACTOR} must be a finite number above 0, got inf"),
         ({PROB: -0.1}, rf"{PROB} must be a number in \[0, 1\], got -0.1"),
@@ -131,11 +134,29 @@ def test_keys_of_another_method(keys: dict[str, Any], texts: list[str]):
         ({CACHED: -1}, f"{CACHED} must be an integer from 0 to 4096, got -1"),
         ({CACHED: 10000}, f"{CACHED} must be an integer from 0 to 4096, got 10000"),
         ({"num_speculative_tokens": 17}, "from 1 to 16, got 17.*method 'suffix'"),
+        ({"method": "suffix+draft_model", "model": "draft", DEPTH: 4}, "from 5 to 64"),
     ],
 )
 def test_suffix_keys_that_cannot_work(keys: dict[str, Any], text: str):
+    values: dict[str, Any] = SUFFIX_DEFAULTS | {"method": "suffix"} | keys
     with pytest.raises(ConfigError, match=text):
-        SpeculativeConfig(method="suffix", **SUFFIX_DEFAULTS | keys)
+        SpeculativeConfig(**values)
+
+
+@pytest.mark.parametrize("model", [{}, {"model": "draft"}])
+@pytest.mark.parametrize("more", range(3))
+@pytest.mark.parametrize("factor", [0.05, 0.2, 1 / 3, 1.0])
+def test_a_suffix_may_find_drafts_or_is_refused(
+    model: dict[str, str], more: int, factor: float
+):
+    method = "suffix+draft_model" if model else "suffix"
+    depth = 5 + more if model else 3 + more
+    keys: dict[str, Any] = SUFFIX_DEFAULTS | {DEPTH: depth, FACTOR: factor} | model
+    is_refused = int(factor * (depth - 1)) == 0
+    with pytest.raises(ConfigError, match=FACTOR) if is_refused else nullcontext():
+        rule = LookupRule.of(SpeculativeConfig(method=method, **keys))
+        assert rule.shortest <= rule.longest
+        assert rule.limits[rule.longest] > 0
 
 
 def test_texts_do_not_depend_on_the_answers_of_others():
