@@ -36,6 +36,8 @@ ANSWER_BEFORE, ANSWER_AFTER, ANSWER_LENGTH = 12, 16, 256
 ANSWER_MATCH = 4
 # Past answers are remembered up to so many tokens, whatever the device has room for.
 MAX_ANSWER_TOKENS = 1 << 16
+# Salts of which any are: each has an index, of up to 64 KiB, however little it holds.
+MAX_SALTS = 64
 # Between two answers: no token.
 END = -1
 # Runs of tokens that were foretold, after which K is looked at again at once.
@@ -180,7 +182,7 @@ def best_text(texts: list[list[int]], min_share: int) -> list[int]:
 
 
 class Answers:
-    """Answers of past requests, by salt, up to a number of tokens.
+    """Answers of past requests, by salt, up to a number of tokens and of salts.
 
     Where they become too many, those of the salt that was used least lately go.
     """
@@ -203,6 +205,8 @@ class Answers:
             self._by_salt.popitem(last=False)
         salt = request.cache_salt
         if salt not in self._by_salt:
+            if len(self._by_salt) == MAX_SALTS:
+                self._by_salt.popitem(last=False)
             self._by_salt[salt] = TextIndex(ANSWER_MATCH, self._room)
         index = self._by_salt[salt]
         for token in text:

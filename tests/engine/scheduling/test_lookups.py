@@ -14,6 +14,7 @@ from jaxspec.engine.scheduling.lookups import (
     ANSWER_MATCH,
     MANY,
     MAX_COMPARED,
+    MAX_SALTS,
     Answers,
     Lookups,
     TextIndex,
@@ -243,6 +244,20 @@ def test_past_answers_take_bounded_memory(monkeypatch):
     long.output_token_ids = list(range(500))
     answers.add(long)
     assert 0 < answers.num_tokens <= 64
+
+
+def test_many_salts_of_short_answers_take_bounded_memory():
+    """What is kept of a salt is more than its tokens: the oldest salts go."""
+    answers, answer = Answers(num_requests=4096), list(range(20, 28))
+    for number in range(3 * MAX_SALTS):
+        request = make_request([7], cache_salt=str(number))
+        request.output_token_ids = list(answer)
+        answers.add(request)
+    found = [
+        answers.find(make_request([7], cache_salt=str(number)), answer[:4], RULE)[0]
+        for number in range(3 * MAX_SALTS)
+    ]
+    assert found == [0] * 2 * MAX_SALTS + [ANSWER_MATCH] * MAX_SALTS
 
 
 class LookupDevice(FakeDevice):
