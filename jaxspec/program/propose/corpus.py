@@ -136,13 +136,29 @@ def note(
     table = corpus
     for key in KEYS:
         bucket = jnp.where(is_answer, _hash(before[:, :, -key:]) % size, size)
-        at = bucket.reshape(-1), slot.reshape(-1)
+        at = _once(bucket.reshape(-1), slot.reshape(-1), size)
         table = Corpus(
             before=table.before.at[at].set(before.reshape(-1, BEFORE), mode="drop"),
             after=table.after.at[at].set(after.reshape(-1, AFTER), mode="drop"),
             salt=table.salt.at[at].set(salt.reshape(-1, 2), mode="drop"),
         )
     return table
+
+
+def _once(
+    bucket: UInt32[Array, " entry"], slot: UInt32[Array, " entry"], num_buckets: int
+) -> tuple[UInt32[Array, " entry"], UInt32[Array, " entry"]]:
+    """Places of entries, those that a later entry takes moved out of the table.
+
+    Of several writes to one place a GPU keeps any, and of each array another: the
+    tokens of one entry beside the salt of another.
+    """
+    place = bucket * SLOTS + slot
+    order = jnp.argsort(place, stable=True)
+    ranked = place[order]
+    ends = jnp.append(ranked[1:] != ranked[:-1], True)
+    is_last = jnp.zeros_like(ends).at[order].set(ends)
+    return jnp.where(is_last, bucket, num_buckets), slot
 
 
 def _read(

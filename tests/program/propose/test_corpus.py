@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +146,51 @@ def test_what_is_found_has_been_said(num_requests):
                 for start in range(len(text))
             )
     assert num_found > 60
+
+
+class Writes:
+    """In place of an array of the table: where is written to."""
+
+    def __init__(self, size: int):
+        self.shape, self.places = (size, corpus.SLOTS), list[np.ndarray]()
+
+    @property
+    def at(self) -> "Writes":
+        return self
+
+    def __getitem__(self, place: tuple[jax.Array, jax.Array]) -> "Writes":
+        self.places.append(np.stack(place, axis=1))
+        return self
+
+    def set(self, values: jax.Array, mode: str) -> "Writes":
+        assert mode == "drop" and len(values) == len(self.places[-1])
+        return self
+
+
+def test_no_place_is_written_twice():
+    """A GPU would keep parts of both; a CPU writes in order, and shows nothing."""
+    # The same words again and again, and of two sequences.
+    active, pages = sequences([[7, 8] * 20, [7, 8] * 20])
+    size = 64
+    parts: list[Any] = [Writes(size) for _ in dataclasses.fields(Corpus)]
+    corpus.note(
+        Corpus(before=parts[0], after=parts[1], salt=parts[2]),
+        active,
+        jnp.asarray(pages),
+        num_new=NUM_NEW,
+    )
+    for one in parts:
+        assert len(one.places) == len(KEYS)
+        for places in one.places:
+            written = places[places[:, 0] < size]
+            assert 2 <= len(written) == len(np.unique(written, axis=0))
+
+
+def test_the_latest_of_those_that_would_take_a_place_takes_it():
+    bucket, slot = jnp.array([[3, 3, 3, 3, 0], [1, 1, 2, 1, 1]], jnp.uint32)
+    kept, same = corpus._once(bucket, slot, 4)
+    assert kept.tolist() == [4, 4, 3, 3, 0]
+    assert same.tolist() == slot.tolist()
 
 
 def test_a_table_has_room_for_its_requests():
