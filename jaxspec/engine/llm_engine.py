@@ -17,7 +17,7 @@ from jaxspec.engine.memory.memory_plan import MemoryPlan
 from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.output_processor import OutputProcessor
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.scheduling.batch import Launch, LaunchError, on_device
+from jaxspec.engine.scheduling.batch import Launch, LaunchError, OnDevice
 from jaxspec.engine.scheduling.controller import Choice, Controller
 from jaxspec.engine.scheduling.costs import Round
 from jaxspec.engine.scheduling.page_events import PageEvents
@@ -311,7 +311,7 @@ class LLMEngine:
         start, outputs, waited = time.monotonic(), list[RequestOutput](), 0.0
         launch = self.scheduler.plan()
         if launch is not None:
-            with on_device():
+            with OnDevice():
                 result = self.runner.launch(launch.plan, launch.shape)
             self._launched.append((launch, result, time.monotonic()))
         if self._launched and (launch is None or len(self._launched) > 1):
@@ -364,7 +364,7 @@ class LLMEngine:
             return
         taken = pages.take(count)
         try:
-            with on_device():
+            with OnDevice():
                 seconds = self.runner.rehearse(round_, taken, context)
         finally:
             pages.release(taken)
@@ -373,7 +373,7 @@ class LLMEngine:
     def _wait_for_program(self) -> float:
         """Wait a while for the program that all requests wait for; the seconds."""
         before = time.monotonic()
-        with on_device():
+        with OnDevice():
             self.runner.compiler.check()
         self.runner.compiler.wait(MAX_WAIT_S)
         return time.monotonic() - before
@@ -382,7 +382,7 @@ class LLMEngine:
         """Take in the oldest launch; its outputs, and the seconds waited for it."""
         launch, result, launched_ts = self._launched.popleft()
         before = time.monotonic()
-        with on_device():
+        with OnDevice():
             fetched = self.runner.fetch(result, launch.shape)
         now = time.monotonic()
         # The device runs one launch at a time.

@@ -5,7 +5,6 @@ lengths. Knows nothing of who reads it.
 """
 
 import bisect
-import collections
 import copy
 import dataclasses
 import logging
@@ -169,17 +168,18 @@ class EngineMetrics:
 
     def add_tokens(self, requests: list[Request], now: float) -> None:
         """Count what got new tokens, before the requests' own times are set."""
-        last = []
+        # Those of one round have the same time.
+        last: dict[float, int] = {}
         for request in requests:
             stats = request.stats
             if stats.num_generation_tokens:
-                last.append(stats.last_token_ts)
+                then = stats.last_token_ts
+                last[then] = last.get(then, 0) + 1
                 continue
             self.num_prompt_tokens += request.num_prompt_tokens
             self.num_cached_tokens += request.num_cached_tokens or 0
             self._seen["time_to_first_token_seconds"].add(now - stats.queued_ts)
-        # Those of one round have the same time.
-        for then, count in collections.Counter(last).items():
+        for then, count in last.items():
             self._seen["inter_token_latency_seconds"].add_many(now - then, count)
 
     def add_round(self, launch: Launch, num_generated: int, took_s: float) -> None:
@@ -190,7 +190,7 @@ class EngineMetrics:
             self._expected_s.add(launch.expected_s)
             self._error_s += abs(took_s - launch.expected_s)
         if launch.decoding:
-            self._launches[int(launch.drafts.max(initial=0))] += 1
+            self._launches[launch.round.num_drafts] += 1
 
     def add_step(self, host_s: float) -> None:
         """Count a step by what it cost the host."""

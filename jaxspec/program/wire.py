@@ -38,18 +38,32 @@ class Layout:
         ends = itertools.accumulate(sizes, initial=0)
         self.offsets = dict(zip(fields, ends, strict=False))
         self.size = sum(sizes)
+        # What `view` does, which runs in every round: where to cut; a shape, where it
+        # is not flat; a type, where it is another.
+        self._parts = {
+            name: (
+                slice(start, start + size),
+                field.shape if len(field.shape) != 1 else None,
+                field.dtype if field.dtype not in (np.int32, bool) else None,
+            )
+            for (name, field), start, size in zip(
+                fields.items(), self.offsets.values(), sizes, strict=True
+            )
+        }
+        self._flags = {name for name, one in fields.items() if one.dtype is bool}
 
     def view(self, vector: Any, name: str) -> Any:
         """One array in a vector, of numpy its own memory; flags are 0 or 1."""
-        field, start = self.fields[name], self.offsets[name]
-        part = vector[start : start + math.prod(field.shape)].reshape(field.shape)
-        return part if field.dtype in (np.int32, bool) else part.view(field.dtype)
+        place, shape, dtype = self._parts[name]
+        part = vector[place]
+        if shape is not None:
+            part = part.reshape(shape)
+        return part if dtype is None else part.view(dtype)
 
     def read(self, vector: Any) -> dict[str, Any]:
         """All arrays of a vector, in their own types."""
         found = {name: self.view(vector, name) for name in self.fields}
-        is_flag = {name for name, one in self.fields.items() if one.dtype is bool}
-        return {name: x != 0 if name in is_flag else x for name, x in found.items()}
+        return {name: x != 0 if name in self._flags else x for name, x in found.items()}
 
     def flatten(self, values: Mapping[str, Any]) -> list[Any]:
         """The parts of a vector, to be concatenated: what `read` gives back.
@@ -123,13 +137,14 @@ class PlanLayout(Layout):
     def pack(self, plan: StepPlan) -> np.ndarray:
         """Write a plan into a fresh vector; absent entries are pads."""
         vector = self._empty.copy()
-        decode = np.asarray(plan.decode, np.int32).reshape(-1, 2)
-        for name, numbers in zip(("decode_row", "decode_draft"), decode.T, strict=True):
-            self.view(vector, name)[: len(decode)] = numbers
-        count = self.max_page_updates
-        assert len(plan.pages) <= count, f"{len(plan.pages)} page updates over {count}"
-        pages = np.asarray(plan.pages, np.int32).reshape(-1, 3)
-        self.view(vector, "page_update")[:, : len(pages)] = pages.T
+        if plan.decode:
+            decode = np.array(plan.decode, np.int32)
+            self.view(vector, "decode_row")[: len(decode)] = decode[:, 0]
+            self.view(vector, "decode_draft")[: len(decode)] = decode[:, 1]
+        if plan.pages:
+            pages, count = np.array(plan.pages, np.int32), self.max_page_updates
+            assert len(pages) <= count, f"{len(pages)} page updates over {count}"
+            self.view(vector, "page_update")[:, : len(pages)] = pages.T
         if plan.tiles:
             lengths = [len(tile.tokens) for tile in plan.tiles]
             self.view(vector, "tile_length")[: len(lengths)] = lengths

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxspec.engine import program_cache, runner
+from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.hosts import Followers, shape_values
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
@@ -56,20 +57,42 @@ def test_a_round_is_one_launch():
 
 
 def test_nothing_is_copied_during_a_round():
-    """But the plan, which goes by an explicit `device_put`."""
+    """But the plan, and its result."""
     engine = pair.engine()
     run_traffic(engine)
-    launch, launches = engine.runner.launch, []
+    launch, fetch, get = engine.runner.launch, engine.runner.fetch, Compiler.get
+    launches, plans = [], []
 
     def guarded(plan, shape):
         with jax.transfer_guard("disallow"):
             launches.append(shape)
             return launch(plan, shape)
 
+    def guarded_fetch(result, shape):
+        with jax.transfer_guard("disallow"):
+            return fetch(result, shape)
+
+    def watched(compiler, shape):
+        step, layout = get(compiler, shape)
+
+        def call(*arguments):
+            # The guard lets the call itself copy: here is seen what it is given.
+            leaves = jax.tree.leaves(arguments)
+            (plan,) = (x for x in leaves if not isinstance(x, jax.Array))
+            assert isinstance(plan, np.ndarray)
+            assert plan.shape == (layout.size,)
+            plans.append(plan)
+            assert all(x.committed for x in leaves if isinstance(x, jax.Array))
+            return step(*arguments)
+
+        return call, layout
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.runner, "launch", guarded)
+        patch.setattr(engine.runner, "fetch", guarded_fetch)
+        patch.setattr(Compiler, "get", watched)
         run_traffic(engine)
-    assert len(launches) > 10
+    assert len(launches) == len(plans) > 10
     # The guard does see an array that is handed over by the way.
     double = jax.jit(lambda values: values * 2)
     with (

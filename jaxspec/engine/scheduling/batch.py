@@ -5,9 +5,7 @@
 ended since, or lost their row.
 """
 
-import contextlib
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,13 +42,20 @@ class LaunchError(Exception):
         self.reason = reason
 
 
-@contextlib.contextmanager
-def on_device() -> Iterator[None]:
-    """Turn any exception of device work into a `LaunchError`."""
-    try:
-        yield
-    except Exception as error:
-        raise LaunchError(error) from error
+class OnDevice:
+    """Turn any exception of device work into a `LaunchError`.
+
+    Entered twice a round, in a fifth of the time that `contextlib` takes.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
+        if isinstance(error, Exception):
+            raise LaunchError(error) from error
 
 
 @dataclass(kw_only=True)
@@ -67,6 +72,7 @@ class Launch:
         charged_s: Seconds that `Pacer` has charged for it.
         expected_s: That a round was expected to take; None where nothing was known.
         seconds: That each round kept the device busy, once it has been read.
+        round: What decides how long a round of it takes.
     """
 
     plan: StepPlan
@@ -81,11 +87,10 @@ class Launch:
     charged_s: float | None = None
     expected_s: float | None = None
     seconds: float = 0.0
+    round: Round = field(init=False)
 
-    @property
-    def round(self) -> Round:
-        """What decides how long a round of it takes."""
-        return Round(self.shape, int(self.drafts.max(initial=0)))
+    def __post_init__(self) -> None:
+        self.round = Round(self.shape, int(self.drafts.max(initial=0)))
 
     @property
     def num_rounds(self) -> int:
@@ -393,34 +398,36 @@ def _commit_rounds(
     costs: Costs,
 ) -> Advance:
     count = len(launch.rows)
-    is_broken = result.is_broken[:count]
-    emitted = np.where(is_broken, 0, result.num_emitted[:count])
+    is_broken, emitted = result.is_broken[:count], result.num_emitted[:count]
+    if is_broken.any():
+        emitted = np.where(is_broken, 0, emitted)
     is_there = rows.owner[launch.rows] == launch.owners
     there, planned, new = launch.rows, launch.drafts, emitted
     if not is_there.all():
         there, planned, new = there[is_there], planned[is_there], new[is_there]
     rows.read(there, planned, new)
-    # A lookup in the sequence may have found fewer than were planned.
-    drafts = np.minimum(result.num_draft[:count], launch.drafts)
-    accepted = np.minimum(result.num_accepted[:count], drafts)
-    # A sequence that had ended before this round says nothing about its drafts, and one
-    # that ends in it nothing about those after the end.
-    is_counted = is_there & (emitted > 0)
-    judged, wanted = (
-        np.where(result.is_done[:count], accepted, some)[is_counted]
-        for some in (drafts, launch.drafts)
-    )
-    costs.record_acceptance(
-        launch.rows[is_counted], judged, accepted[is_counted], wanted
-    )
-    beside = np.zeros_like(accepted)
-    if result.num_kept is not None:
-        kept = np.minimum(result.num_kept[:count], emitted)
-        beside = np.where(is_broken, 0, kept - accepted)
-        costs.record_beside(accepted[is_counted], beside[is_counted])
-    if result.tree_row is not None:
-        goes_on = is_counted & ~result.is_done[:count] & (drafts > 0)
-        stats.record_ends(drafts[goes_on], result.tree_row[:count][goes_on])
+    drafts = accepted = beside = np.zeros_like(launch.drafts)
+    if launch.round.num_drafts or result.num_kept is not None:
+        # A lookup in the sequence may have found fewer than were planned.
+        drafts = np.minimum(result.num_draft[:count], launch.drafts)
+        accepted = np.minimum(result.num_accepted[:count], drafts)
+        # A sequence that had ended before this round says nothing about its drafts, and
+        # one that ends in it nothing about those after the end.
+        is_counted = is_there & (emitted > 0)
+        judged, wanted = (
+            np.where(result.is_done[:count], accepted, some)[is_counted]
+            for some in (drafts, launch.drafts)
+        )
+        costs.record_acceptance(
+            launch.rows[is_counted], judged, accepted[is_counted], wanted
+        )
+        if result.num_kept is not None:
+            kept = np.minimum(result.num_kept[:count], emitted)
+            beside = np.where(is_broken, 0, kept - accepted)
+            costs.record_beside(accepted[is_counted], beside[is_counted])
+        if result.tree_row is not None:
+            goes_on = is_counted & ~result.is_done[:count] & (drafts > 0)
+            stats.record_ends(drafts[goes_on], result.tree_row[:count][goes_on])
     columns = zip(
         launch.decoding,
         is_there.tolist(),

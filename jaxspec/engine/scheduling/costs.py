@@ -101,12 +101,12 @@ class Costs:
         expected = expected if known is None else known
         if expected is not None:
             seconds = min(seconds, STALL * expected)
-        if round_ not in self._has_run:
-            self._has_run.add(round_)
-        elif known is None:
+        if known is not None:
+            self.seconds[round_] = NEWEST * seconds + (1 - NEWEST) * known
+        elif round_ in self._has_run:
             self.seconds[round_] = seconds
         else:
-            self.seconds[round_] = NEWEST * seconds + (1 - NEWEST) * known
+            self._has_run.add(round_)
         return seconds
 
     def expected_seconds(self, round_: Round) -> float | None:
@@ -116,8 +116,9 @@ class Costs:
             None where nothing was measured on one of the two sides: a number of drafts
             beyond all that were tried may cost anything.
         """
-        if round_ in self.seconds:
-            return self.seconds[round_]
+        found = self.seconds.get(round_)
+        if found is not None:
+            return found
         num_drafts = round_.num_drafts
         known = {
             other.num_drafts: seconds
@@ -238,7 +239,7 @@ class Costs:
         num_rounds: int | np.ndarray = 1,
     ) -> None:
         """Add to sums, which grow older by some rounds: one number, or of each row."""
-        each = np.broadcast_to(num_rounds, rows.shape)
+        each = np.zeros(len(rows), np.int64) + num_rounds
         kinds, is_typical = self._kind[rows], self._is_typical[rows]
         for sums, new in ((self._reached, reached), (self._accepted, accepted)):
             sums[rows] = DECAY ** each[:, None] * sums[rows] + new

@@ -130,7 +130,7 @@ class RowTable:
     def features(self, rows: np.ndarray) -> Features:
         """The program features that a launch of these decoding rows needs."""
         kinds = [self.kinds[kind] for kind in set(self.kind[rows].tolist())]
-        return functools.reduce(operator.or_, kinds, NO_FEATURES)
+        return functools.reduce(operator.or_, kinds) if kinds else NO_FEATURES
 
     def most_tokens(self, rows: np.ndarray) -> np.ndarray:
         """Upper bound on the tokens of each row once all launches have run."""
@@ -148,11 +148,11 @@ class RowTable:
         A row that may have reached its last token waits for the read.
         """
         rows = np.flatnonzero(self.is_decoding)
-        may_be_over = self.most_tokens(rows) >= self.max_total[rows]
-        may_be_over &= self.num_unread[rows] > 0
+        most = self.most_tokens(rows)
+        goes_on = (most < self.max_total[rows]) | (self.num_unread[rows] <= 0)
         wanted = np.minimum(limit, self.num_draft[rows])
-        wanted[self.most_tokens(rows) >= self._longest_drafted] = 0
-        return rows[~may_be_over], wanted[~may_be_over]
+        wanted[most >= self._longest_drafted] = 0
+        return rows[goes_on], wanted[goes_on]
 
     def lags(self, rows: np.ndarray) -> np.ndarray:
         """Whether the draft model has to catch up before a row gets drafts."""
@@ -161,6 +161,8 @@ class RowTable:
     def awaits_draft(self, rows: np.ndarray) -> np.ndarray:
         """Whether a row lags, and drafts are still of use to it."""
         late = self.lags(rows) & (self.num_draft[rows] > 0)
+        if not late.any():
+            return late  # most rounds
         late &= self.num_tokens[rows] < self._longest_drafted
         return late & (self.max_total[rows] - self.fewest_tokens(rows) > 1)
 
@@ -175,6 +177,8 @@ class RowTable:
 
     def possible_drafts(self, rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """How many of the drafts that each row wants its sequence has room for."""
+        if not wanted.any():
+            return wanted
         left = self.max_total[rows] - self.fewest_tokens(rows) - 1
         room = self._longest_drafted - self.most_tokens(rows)
         # The device knows where a sequence ends, and drops drafts behind that.

@@ -69,19 +69,16 @@ class Decode(NamedTuple):
     Attributes:
         rows: None while the program for them is being compiled.
         wanted: Draft tokens of each row.
+        num_draft_tokens: The most of them.
         shape: The program for them, without prompts.
         is_exception: There are no drafts, although as a rule there would be.
     """
 
     rows: np.ndarray
     wanted: np.ndarray
+    num_draft_tokens: int
     shape: StepShape | None
-    is_exception: bool = False
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """Most draft tokens that a row wants."""
-        return int(self.wanted.max(initial=0))
+    is_exception: bool
 
 
 class Scheduler:
@@ -182,28 +179,31 @@ class Scheduler:
     def _decodable(self) -> Decode:
         """The rows that can decode next, in a program that is compiled."""
         rows, wanted = self.rows.decodable(self._limit)
-        is_ready = ~self._awaits_draft(rows)
-        if not is_ready.all():
+        awaits_draft = self._awaits_draft(rows)
+        if awaits_draft.any():
             # They decode together soon: their program can be compiled meanwhile.
             most = int(wanted.max())
             self.shapes.find(len(rows), most, 0, self.rows.features(rows))
-        rows, wanted = rows[is_ready], wanted[is_ready]
-        can_draft = bool(wanted.any() and self.controller.num_drafts)
+            rows, wanted = rows[~awaits_draft], wanted[~awaits_draft]
+        most = int(wanted.max(initial=0))
+        can_draft = bool(most and self.controller.num_drafts)
         features, shape = self.rows.features(rows), None
-        if len(rows):
+        if most:
             wanted = np.minimum(wanted, self._choose(rows, wanted, features))
-            shape = self.shapes.find(len(rows), int(wanted.max()), 0, features)
+            most = int(wanted.max())
+        if len(rows):
+            shape = self.shapes.find(len(rows), most, 0, features)
             if self._has_draft_model:
                 wanted[self.rows.lags(rows)] = 0
-                if shape is not None and not wanted.any():
+                most = int(wanted.max())
+                if shape is not None and not most:
                     # All rows wait for the draft model, for a round or two. Where the
                     # program with drafts is still compiled the rows wait for it: a
                     # short text would be over before anything was drafted.
                     shape = self.shapes.find(len(rows), 0, 0, features, is_brief=True)
         if shape is None:
-            rows, wanted = rows[:0], wanted[:0]
-        is_exception = can_draft and not wanted.any()
-        return Decode(rows, wanted, shape, is_exception)
+            rows, wanted, most = rows[:0], wanted[:0], 0
+        return Decode(rows, wanted, most, shape, is_exception=can_draft and not most)
 
     def _awaits_draft(self, rows: np.ndarray) -> np.ndarray:
         """Which rows decode only once the draft model has read what they have.
@@ -311,6 +311,10 @@ class Scheduler:
         row: of rounds without drafts, those who have caught up would lag again before
         the last have.
         """
+        rows = np.flatnonzero(self.rows.is_decoding)
+        if not self._has_draft_model or not self.rows.awaits_draft(rows).any():
+            self._num_caught_up = 0  # most rounds
+            return False
         most = MAX_IN_A_ROW if self._is_in_a_row() else 1
         if self._num_caught_up >= most or not len(self.rows.lagging()):
             self._num_caught_up = 0
@@ -767,12 +771,14 @@ class Scheduler:
         if launch.shape.chunk or not count:
             return
         plain = self.shapes.find(count, 0, 0, launch.shape.features)
+        num_drafts = launch.round.num_drafts
         self.controller.record_round(
             count,
-            launch.round.num_drafts,
+            num_drafts,
             int(result.num_emitted[:count].sum()),
             launch.seconds,
-            plain and self.costs.expected_seconds(Round(plain)),
+            # Nothing is compared with it where there were no drafts.
+            self.costs.expected_seconds(Round(plain)) if plain and num_drafts else None,
             is_plain=not launch.shape.num_draft_tokens,
         )
 

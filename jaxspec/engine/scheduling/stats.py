@@ -60,6 +60,8 @@ class EngineStats:
         One that had ended on the device generates nothing and its drafts do not count.
         """
         self.num_generated_tokens += int(generated.sum())
+        if not drafts.any():
+            return
         counts = (drafts > 0) & (generated > 0)
         deepest = int(drafts[counts].max(initial=0))
         if not deepest:
