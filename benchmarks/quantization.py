@@ -6,7 +6,8 @@ both want the same token. Of every type of keys and values: acceptance, greedy a
 sampled with seeds, and how many texts are the same. Of pairs of forms, on a CPU at
 batch 1: tokens per second, plain and with drafts, and acceptance; also with a draft
 whose head is cut to a quarter of the vocabulary. Prints a line per row and writes
-benchmarks/results/quantization-cpu.json. See benchmarks/README.md.
+benchmarks/results/quantization-cpu.json, where parts that are skipped stay as they
+were. See benchmarks/README.md.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
 
+from benchmarks.control import kept_parts
 from benchmarks.cpu_pair import DRAFT, TARGET, header, make_engine, warn_unless_quiet
 from benchmarks.measure import PromptRuns, run_prompts, sampling, summarise
 from benchmarks.prompts import bundled
@@ -47,6 +49,8 @@ FORMS: tuple[Form, ...] = (
 )
 # Of 8,192 tokens, those that a trimmed draft keeps.
 TRIMMED = 2048
+# What is told of each part: they need not be of one run.
+ABOUT = ("date", "commit", "has_changes", "arguments", "dtype", "machine")
 
 
 class Pair(NamedTuple):
@@ -101,16 +105,19 @@ def main() -> None:
     quality = [] if options.skip_quality else list(measure_quality(options))
     every = list(bundled("prompts.jsonl"))
     prompts = every[:: max(len(every) // options.num_prompts, 1)]
-    result: dict[str, Any] = {"quality": quality, "acceptance": [], "speed": []}
+    parts: dict[str, Any] = {} if options.skip_quality else {"quality": quality}
     if not options.skip_acceptance:
-        result["acceptance"] += measure_acceptance(prompts, options)
+        parts["acceptance"] = list(measure_acceptance(prompts, options))
     engines = [] if options.skip_speed else [engine_of(pair, options) for pair in PAIRS]
     if engines:
-        for row in measure_speed(engines, prompts, options):
-            result["speed"].append(row)
+        parts["speed"] = list(measure_speed(engines, prompts, options))
+        for row in parts["speed"]:
             print(json.dumps(row))
     engine = engines[0] if engines else make_engine(options)
-    result = header("quantization", engine, options, device) | {"draft": DRAFT} | result
+    head = header("quantization", engine, options, device)
+    result = kept_parts(options.output, list(parts)) | head | {"draft": DRAFT} | parts
+    about = {name: head[name] for name in ABOUT}
+    result["measured"] |= dict.fromkeys(parts, about)
     options.output.write_text(json.dumps(result) + "\n", encoding="utf-8")
 
 
