@@ -110,12 +110,15 @@ def main() -> None:
         parts["acceptance"] = list(measure_acceptance(prompts, options))
     engines = [] if options.skip_speed else [engine_of(pair, options) for pair in PAIRS]
     if engines:
-        parts["speed"] = list(measure_speed(engines, prompts, options))
-        for row in parts["speed"]:
+        speed = parts[f"speed_{options.dtype}"] = list(
+            measure_speed(engines, prompts, options)
+        )
+        for row in speed:
             print(json.dumps(row))
     engine = engines[0] if engines else make_engine(options)
     head = header("quantization", engine, options, device)
-    result = kept_parts(options.output, list(parts)) | head | {"draft": DRAFT} | parts
+    kept = kept_parts(options.output, list(parts))
+    result: dict[str, Any] = kept | head | {"draft": DRAFT} | parts
     about = {name: head[name] for name in ABOUT}
     result["measured"] |= dict.fromkeys(parts, about)
     options.output.write_text(json.dumps(result) + "\n", encoding="utf-8")
