@@ -270,7 +270,7 @@ MUTANTS = [
     mutant(
         "corpus_ignores_salts",
         "propose/corpus.find_in_corpus",
-        "(salt == active.salt[:, None])",
+        "(salt == own)",
         "(salt == salt)",
         check=check_other_salts,
     ),

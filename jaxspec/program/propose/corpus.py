@@ -6,11 +6,11 @@ an answer; it lies where the hash of its newest tokens says, once for each numbe
 nothing that another salt has left. Nothing else is known of who has left it.
 """
 
-from dataclasses import dataclass
-from typing import Any, no_type_check
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int, UInt32
 
 from jaxspec.program import history
@@ -29,15 +29,11 @@ ENTRIES_PER_REQUEST = 256 * len(KEYS)
 _PRIME = 0x9E3779B1  # 2^32 by the golden ratio
 
 
-@no_type_check
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """Entries; of tokens one more than the id, 0 where there is none."""
-
-    before: Int[Array, "bucket slot before"]
-    after: Int[Array, "bucket slot after"]
-    salt: UInt32[Array, "bucket slot 2"]
+# An entry: one more than the ids of the tokens before and after, 0 where there is none,
+# and the salt's bits. One array, so that an entry is read and written at once.
+_AT_SALT = BEFORE + AFTER
+WORDS = _AT_SALT + 2
+Corpus = Int[Array, "bucket slot word"]
 
 
 def num_buckets(num_requests: int) -> int:
@@ -45,19 +41,10 @@ def num_buckets(num_requests: int) -> int:
     return 1 << (-(-num_requests * ENTRIES_PER_REQUEST // SLOTS) - 1).bit_length()
 
 
-def corpus_forms(num_requests: int, sharding: jax.sharding.Sharding) -> Corpus:
-    """Shapes and placement of an empty table."""
-    buckets = num_buckets(num_requests)
-
-    def form(width: int, dtype: type) -> Any:
-        shape = buckets, SLOTS, width
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    return Corpus(
-        before=form(BEFORE, jnp.int32),
-        after=form(AFTER, jnp.int32),
-        salt=form(2, jnp.uint32),
-    )
+def corpus_forms(num_requests: int, sharding: jax.sharding.Sharding) -> Any:
+    """Shape and placement of an empty table."""
+    shape = num_buckets(num_requests), SLOTS, WORDS
+    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
 
 def find_in_corpus(
@@ -77,24 +64,20 @@ def find_in_corpus(
     """
     assert num_draft_tokens <= AFTER, "an entry ends sooner"
     newest = _read(token_pages, active, BEFORE)
-    lengths, found = [], []
-    for index, key in enumerate(KEYS):
-        bucket = _hash(newest[:, -key:]) % corpus.before.shape[0]
-        before, after, salt = (
-            part.at[bucket].get(mode="clip")
-            for part in (corpus.before, corpus.after, corpus.salt)
-        )
-        is_known = (salt == active.salt[:, None]).all(axis=2)
-        is_known &= active.is_active[:, None]
-        length = _match_lengths(before, newest[:, None], longest)
-        # What more tokens find is not counted twice.
-        more = KEYS[index + 1] if index + 1 < len(KEYS) else BEFORE + 1
-        is_known &= (length >= max(key, shortest)) & (length < more)
-        lengths.append(jnp.where(is_known, length, 0))
-        found.append(after)
-    after = jnp.concatenate(found, axis=1)[:, :, :num_draft_tokens]
+    buckets = _buckets(newest, corpus.shape[0])
+    entries = corpus.at[buckets].get(mode="clip")  # [seq, key, slot, word]
+    before, after, salt = jnp.split(entries, (BEFORE, _AT_SALT), axis=3)
+    own = _words(active.salt)[:, None, None]
+    is_known = (salt == own).all(axis=3) & active.is_active[:, None, None]
+    length = _match_lengths(before, newest[:, None, None], longest)
+    # What more tokens find is not counted twice.
+    fewest = np.maximum(KEYS, shortest)[None, :, None]
+    more = np.array((*KEYS[1:], BEFORE + 1))[None, :, None]
+    is_known &= (length >= fewest) & (length < more)
+    seqs = length.shape[0]
+    after = after.reshape(seqs, -1, AFTER)[:, :, :num_draft_tokens]
     return Matches(
-        length=jnp.concatenate(lengths, axis=1),
+        length=jnp.where(is_known, length, 0).reshape(seqs, -1),
         following=jnp.maximum(after - 1, 0),
         num_following=(after > 0).sum(axis=2),
     )
@@ -123,26 +106,25 @@ def note(
     start = jnp.arange(count, dtype=jnp.int32)[:, None]
     index = start + jnp.arange(BEFORE + AFTER, dtype=jnp.int32)[None]
     entries = tokens[:, index]  # [seq, entry, before+after]
-    before, after = entries[:, :, :BEFORE], entries[:, :, BEFORE:]
+    before = entries[:, :, :BEFORE]
     # Position of the newest token before the place: the prompt's last, or the answer's.
     place = active.num_tokens[:, None] - width + BEFORE - 1 + start[:, 0][None]
     is_answer = (place >= active.num_prompt[:, None] - 1) & (place >= 0)
     is_answer &= active.is_active[:, None]
-    salt = jnp.broadcast_to(active.salt[:, None], (*place.shape, 2))
+    salt = jnp.broadcast_to(_words(active.salt)[:, None], (*place.shape, 2))
     # The same tokens of a salt take the same slot: what followed them last is known.
-    words = jax.lax.bitcast_convert_type(salt, jnp.int32)
-    slot = _hash(jnp.concatenate([words, before], axis=2)) // SLOTS % SLOTS
-    size = corpus.before.shape[0]
-    table = corpus
-    for key in KEYS:
-        bucket = jnp.where(is_answer, _hash(before[:, :, -key:]) % size, size)
-        at = _once(bucket.reshape(-1), slot.reshape(-1), size)
-        table = Corpus(
-            before=table.before.at[at].set(before.reshape(-1, BEFORE), mode="drop"),
-            after=table.after.at[at].set(after.reshape(-1, AFTER), mode="drop"),
-            salt=table.salt.at[at].set(salt.reshape(-1, 2), mode="drop"),
-        )
-    return table
+    slot = _hash(jnp.concatenate([salt, before], axis=2)) // SLOTS % SLOTS
+    size = corpus.shape[0]
+    buckets = jnp.where(is_answer[..., None], _buckets(before, size), size)
+    shape = len(KEYS), *place.shape
+    at = _once(
+        jnp.moveaxis(buckets, -1, 0).reshape(-1),
+        jnp.broadcast_to(slot, shape).reshape(-1),
+        size,
+    )
+    entries = jnp.concatenate([entries, salt], axis=2)
+    entries = jnp.broadcast_to(entries, (*shape, WORDS)).reshape(-1, WORDS)
+    return corpus.at[at].set(entries, mode="drop")
 
 
 def _once(
@@ -150,8 +132,8 @@ def _once(
 ) -> tuple[UInt32[Array, " entry"], UInt32[Array, " entry"]]:
     """Places of entries, those that a later entry takes moved out of the table.
 
-    Of several writes to one place a GPU keeps any, and of each array another: the
-    tokens of one entry beside the salt of another.
+    Of several writes to one place a GPU keeps any, and of each word another: the tokens
+    of one entry beside the salt of another.
     """
     place = bucket * SLOTS + slot
     order = jnp.argsort(place, stable=True)
@@ -171,15 +153,30 @@ def _read(
     return jnp.where(position >= 0, tokens + 1, 0)
 
 
+def _words(salt: UInt32[Array, "seq 2"]) -> Int[Array, "seq 2"]:
+    """A salt as entries have it."""
+    return jax.lax.bitcast_convert_type(salt, jnp.int32)
+
+
+def _buckets(
+    tokens: Int[Array, "*entry before"], num_buckets: int
+) -> UInt32[Array, "*entry key"]:
+    """Where entries lie by each number of their newest tokens."""
+    hashes = [_hash(tokens[..., -key:]) for key in KEYS]
+    return jnp.stack(hashes, axis=-1) % jnp.uint32(num_buckets)
+
+
 def _match_lengths(
-    before: Int[Array, "seq slot before"], newest: Int[Array, "seq 1 before"], most: int
-) -> Int[Array, "seq slot"]:
+    before: Int[Array, "*entry before"],
+    newest: Int[Array, "*beside before"],
+    most: int,
+) -> Int[Array, "*entry"]:
     """How many tokens at the end of entries are a sequence's newest."""
     is_same = (before == newest) & (newest > 0)
-    length = jnp.zeros(is_same.shape[:2], jnp.int32)
-    is_equal = jnp.ones(is_same.shape[:2], bool)
+    length = jnp.zeros(is_same.shape[:-1], jnp.int32)
+    is_equal = jnp.ones(is_same.shape[:-1], bool)
     for back in range(min(most, BEFORE)):
-        is_equal &= is_same[:, :, -1 - back]
+        is_equal &= is_same[..., -1 - back]
         length += is_equal.astype(jnp.int32)
     return length
 

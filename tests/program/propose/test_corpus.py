@@ -23,8 +23,8 @@ SALT, OTHER = (1, 2), (1, 3)
 
 def empty(num_requests: int = 64) -> Corpus:
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    forms = corpus.corpus_forms(num_requests, device)
-    return jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), forms)
+    form = corpus.corpus_forms(num_requests, device)
+    return jnp.zeros(form.shape, form.dtype)
 
 
 def sequences(
@@ -148,42 +148,26 @@ def test_what_is_found_has_been_said(num_requests):
     assert num_found > 60
 
 
-class Writes:
-    """In place of an array of the table: where is written to."""
-
-    def __init__(self, size: int):
-        self.shape, self.places = (size, corpus.SLOTS), list[np.ndarray]()
-
-    @property
-    def at(self) -> "Writes":
-        return self
-
-    def __getitem__(self, place: tuple[jax.Array, jax.Array]) -> "Writes":
-        self.places.append(np.stack(place, axis=1))
-        return self
-
-    def set(self, values: jax.Array, mode: str) -> "Writes":
-        assert mode == "drop" and len(values) == len(self.places[-1])
-        return self
-
-
-def test_no_place_is_written_twice():
+def test_no_place_is_written_twice(monkeypatch):
     """A GPU would keep parts of both; a CPU writes in order, and shows nothing."""
     # The same words again and again, and of two sequences.
     active, pages = sequences([[7, 8] * 20, [7, 8] * 20])
-    size = 64
-    parts: list[Any] = [Writes(size) for _ in dataclasses.fields(Corpus)]
-    corpus.note(
-        Corpus(before=parts[0], after=parts[1], salt=parts[2]),
-        active,
-        jnp.asarray(pages),
-        num_new=NUM_NEW,
-    )
-    for one in parts:
-        assert len(one.places) == len(KEYS)
-        for places in one.places:
-            written = places[places[:, 0] < size]
-            assert 2 <= len(written) == len(np.unique(written, axis=0))
+    table, places = empty(), list[np.ndarray]()
+    size, once = len(table), corpus._once
+
+    def seen(*given: Any) -> tuple[jax.Array, jax.Array]:
+        found = once(*given)
+        places.append(np.stack(found, axis=1))
+        return found
+
+    monkeypatch.setattr(corpus, "_once", seen)
+    after = corpus.note(table, active, jnp.asarray(pages), num_new=NUM_NEW)
+    [told] = places
+    written = told[told[:, 0] < size]
+    assert 2 <= len(written) == len(np.unique(written, axis=0))
+    # Nothing else is written to.
+    changed = np.argwhere((np.asarray(after) != 0).any(axis=2))
+    assert {*map(tuple, changed)} == {*map(tuple, written)}
 
 
 def test_the_latest_of_those_that_would_take_a_place_takes_it():
