@@ -340,7 +340,13 @@ def accept_part(
         max_model_len=config.pool.max_model_len,
     )
     pages = keep_path(
-        config.target, state.target_pages, laid, decision.row, active, config.pool
+        config.target,
+        state.target_pages,
+        laid,
+        decision.row,
+        active,
+        config.pool,
+        backend,
     )
     num_kept = grown.depth_of(laid, decision.row)
     emitted = truncate(decision.tokens, num_kept + 1, active)

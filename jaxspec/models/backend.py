@@ -5,6 +5,7 @@ cannot look into, so attention is given its heads device by device; the referenc
 the same way, so that eight CPU devices prove the split of every backend.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.models.batch import Region
 from jaxspec.sharding import num_parts
-from jaxspec_kernels import paged_attention, write_kv_pages
+from jaxspec_kernels import copy_kv_rows, paged_attention, write_kv_pages
 from jaxspec_kernels.bits import KvPages
 from jaxspec_kernels.dispatch import resolve
 
@@ -77,6 +78,20 @@ class Backend:
 
         specs = (pages, heads, heads, PartitionSpec())
         return self.split(run, specs, pages)(kv_pages, key, value, slot_mapping)
+
+    def copy(
+        self,
+        kv_pages: KvPages,
+        source: Int[Array, " slot"],
+        target: Int[Array, " slot"],
+        num_q_heads: int,
+    ) -> KvPages:
+        """See `copy_kv_rows`."""
+        axes = self._head_axes(num_q_heads, kv_pages.shape[2] // 2)
+        pages, whole = PartitionSpec(None, None, axes), PartitionSpec()
+        run = functools.partial(copy_kv_rows, implementation=self.implementation)
+        split = self.split(run, (pages, whole, whole), pages)
+        return split(kv_pages, source, target)
 
     def attend(
         self,

@@ -113,7 +113,7 @@ def forward(
             typical=typical,
             max_model_len=pool.max_model_len,
         )
-        pages = keep_path(target.config, pages, tree, row, active, pool)
+        pages = keep_path(target.config, pages, tree, row, active, pool, backend)
         told = logprobs.tell_some(logits, tokens, chosen, shape=shape, backend=backend)
         most = shape.tree.num_rows
         tokens = _widen(tokens, most)

@@ -4,11 +4,11 @@ Rows of a tree have slots in their own order. What the next round reads of them 
 positions after the known tokens, one after the other.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxspec.config import ModelConfig
+from jaxspec.models.backend import Backend
 from jaxspec.program import history
 from jaxspec.program.grown import RoundTree, depth_of, path_to
 from jaxspec.program.plan import PoolShape
@@ -26,6 +26,7 @@ def keep_path(
     row: Int[Array, " seq"],
     active: Active,
     pool: PoolShape,
+    backend: Backend,
     *,
     fed_as: Int[Array, "seq row"] | None = None,
 ) -> Pages:
@@ -62,7 +63,9 @@ def keep_path(
     source, target = (_in_turns(slots(one), turns, pool) for one in (path, level))
 
     def move(pages: Pages) -> Pages:
-        return jax.tree.map(lambda one: _copy(one, source, target), pages)
+        return tuple(
+            backend.copy(one, source, target, config.num_q_heads) for one in pages
+        )
 
     return run_if(is_moved.any(), move, pages)
 
@@ -79,12 +82,3 @@ def _in_turns(
     turn = jnp.arange(turns, dtype=jnp.int32)[:, None]
     found = jnp.where(slots[None] < size, slots[None] + turn * size, turns * size)
     return jnp.pad(found.reshape(-1), (0, 1), constant_values=turns * size)
-
-
-def _copy(
-    pages: Array, source: Int[Array, " moved"], target: Int[Array, " moved"]
-) -> Array:
-    flat = pages.reshape(-1, *pages.shape[2:])
-    # XLA:GPU would read rows while it writes others, and copy the pool for that.
-    rows = jax.lax.optimization_barrier(flat.at[source].get(mode="clip"))
-    return flat.at[target].set(rows, mode="drop").reshape(pages.shape)

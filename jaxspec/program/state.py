@@ -16,7 +16,7 @@ from jaxspec.program.plan import PoolShape
 from jaxspec.program.rows import Rows
 from jaxspec.sharding import kv_copies, named_sharding, num_parts, put
 from jaxspec_kernels import storage_dtype
-from jaxspec_kernels.bits import FP8, KvPages, ScaledPages
+from jaxspec_kernels.bits import FP8, KvPages, scaled_form
 
 Kept = TypeVar("Kept")
 
@@ -94,19 +94,17 @@ def layer_pages(
     shape = (num_pages, pool.page_size, 2 * heads, head_dim)
     names = ("page", None, "kv_head", None)
 
-    def form(dtype: Any, num_axes: int) -> Any:
-        own = shape[:num_axes]
-        placement = named_sharding(
-            mesh, names[:num_axes], own, unit=2, mesh_axes=mesh_axes
-        )
-        return jax.ShapeDtypeStruct(own, dtype, sharding=placement)
-
     device = mesh.devices.flat[0]
-    check_kept(pool.kv_cache_dtype, device, form(dtype, 4))
+    kept = {KV_INT8: jnp.dtype(jnp.int8), KV_FP8: FP8}.get(pool.kv_cache_dtype, dtype)
+    form = jax.ShapeDtypeStruct(
+        shape,
+        storage_dtype(kept, device.platform),
+        sharding=named_sharding(mesh, names, shape, unit=2, mesh_axes=mesh_axes),
+    )
+    check_kept(pool.kv_cache_dtype, device, form)
     if pool.kv_cache_dtype == KV_INT8:
-        return ScaledPages(form(jnp.int8, 4), form(jnp.float32, 3))
-    kept = FP8 if pool.kv_cache_dtype == KV_FP8 else dtype
-    return form(storage_dtype(kept, device.platform), 4)
+        return scaled_form(form, device.platform)
+    return form
 
 
 def check_kept(kept: str, device: Any, form: jax.ShapeDtypeStruct) -> None:
@@ -122,11 +120,7 @@ def check_kept(kept: str, device: Any, form: jax.ShapeDtypeStruct) -> None:
     assert form.sharding is not None
     heads = form.sharding.shard_shape(form.shape)[2] // 2
     name, kind = "kv_cache_dtype", device.device_kind
-    if device.platform == "tpu" and kept == KV_INT8:
-        hint = "XLA would copy all scales in every layer for the attention kernel."
-        allowed = f"'auto' or 'fp8' on {kind}"
-        raise wrong_argument(UnsupportedError, name, allowed, kept, hint)
-    if device.platform == "tpu" and kept == KV_FP8 and heads < 2:
+    if device.platform == "tpu" and kept in (KV_INT8, KV_FP8) and heads < 2:
         hint = (
             "Each device has one KV head of a model, and XLA would copy all pages in "
             "every layer: lower tensor_parallel_size, or that of the draft model."

@@ -13,9 +13,10 @@ from jaxspec_kernels.bits import storage_dtype
 from jaxspec_kernels.paged_attention import paged_attention
 from jaxspec_kernels.panel_matmul import panel_matmul, panel_rows
 from jaxspec_kernels.rejection_sampling import rejection_sampling
-from jaxspec_kernels.write_kv_pages import write_kv_pages
+from jaxspec_kernels.write_kv_pages import copy_kv_rows, write_kv_pages
 
 __all__ = [
+    "copy_kv_rows",
     "paged_attention",
     "panel_matmul",
     "panel_rows",

@@ -33,6 +33,7 @@ from jax.sharding import (
 )
 from jax.typing import DTypeLike
 
+from jaxspec_kernels.bits import scaled_form
 from jaxspec_kernels.paged_attention import tpu
 from jaxspec_kernels.paged_attention.cases import CASES, REAL_CASES, Case
 
@@ -136,11 +137,14 @@ def no_compilation_cache() -> Iterator[None]:
 
 def compile_kernel(
     function: Callable[..., Any],
-    shapes: Sequence[jax.ShapeDtypeStruct],
+    shapes: Sequence[Any],
     *,
     pool: int,
 ) -> Compiled:
     """Compile a function with one Pallas kernel in it; `pool` is an argument's index.
+
+    Args:
+        shapes: Of its arguments; the pool's may be `ScaledPages`, of which both count.
 
     Raises:
         jax.errors.JaxRuntimeError: the compiler refuses it.
@@ -154,10 +158,10 @@ def compile_kernel(
         call,
     )
     assert used, call
-    placed = shapes[pool].sharding
-    assert placed is not None
-    dimensions = ",".join(map(str, placed.shard_shape(shapes[pool].shape)))
-    made = re.findall(rf"= \(?\w+\[{dimensions}\]\S* ([\w-]+)\(", text)
+    made = []
+    for leaf in jax.tree.leaves(shapes[pool]):
+        dimensions = ",".join(map(str, leaf.sharding.shard_shape(leaf.shape)))
+        made += re.findall(rf"= \(?\w+\[{dimensions}\]\S* ([\w-]+)\(", text)
     return Compiled(
         vmem_bytes=int(used[1]),
         whole_copies=sum(operation != "parameter" for operation in made),
@@ -167,7 +171,7 @@ def compile_kernel(
 
 def _arguments(
     case: Case, dtype: DTypeLike, placements: Sequence[Sharding | Format]
-) -> list[jax.ShapeDtypeStruct]:
+) -> list[Any]:
     """Query, pool, page table, lengths and, if a fifth placement is given, the mask."""
     table_len = -(-case.context // case.page_size)
     pool = (case.seqs * table_len, case.page_size, 2 * case.kv_heads, case.head_dim)
@@ -212,6 +216,8 @@ def compile_attention(program: Program, chip: str) -> Compiled:
     placements = [one, pool, one, one, *[one] * program.has_tree]
     shapes = _arguments(program.case, program.dtype, placements)
     shapes[1] = shapes[1].update(dtype=jnp.dtype(program.kept or program.dtype))
+    if program.kept == "int8":
+        shapes[1] = scaled_form(shapes[1], "tpu")
     return compile_kernel(_attend(program.case, program.block_tokens), shapes, pool=1)
 
 

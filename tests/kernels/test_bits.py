@@ -107,6 +107,17 @@ def test_a_row_that_is_none_of_numbers_is_none_in_int8_either(broken):
     np.testing.assert_array_equal(found[1], 1)
 
 
+@pytest.mark.parametrize("num_rows", [1, 300])
+def test_of_many_rows_too_each_that_holds_none_is_none(num_rows):
+    """Where XLA:CPU vectorises a maximum, NaN is lost in it."""
+    rows = np.ones((num_rows, 4, 256), np.float32)
+    rows[0, 1, 0] = rows[-1, 2, 255] = np.nan
+    pool = ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0))
+    kept = jax.jit(lambda rows: to_storage(rows, pool))(jnp.asarray(rows))
+    is_broken = np.isnan(np.asarray(kept.scales))
+    assert is_broken[0, 1] and is_broken[-1, 2] and is_broken.sum() == 2
+
+
 def test_float16_pages_are_read():
     key = jax.random.normal(jax.random.key(0), (4, 1, 8))
     table, length = jnp.zeros((1, 1), jnp.int32), jnp.array([4])

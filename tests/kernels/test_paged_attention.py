@@ -3,6 +3,7 @@
 Slots that no query sees hold NaN in every pool made here.
 """
 
+import itertools
 import re
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from jaxspec_kernels.paged_attention import gpu, reference, tpu
 from jaxspec_kernels.paged_attention.cases import CASES
 from tests.kernels.oracle import (
     EXACT,
+    IN_LANES,
     SCALED_CALLS,
     SCALED_CASES,
     SMALL,
@@ -218,8 +220,13 @@ def test_bfloat16_pages_as_such_and_as_bits():
 
 
 @pytest.mark.usefixtures("has_native")
-@pytest.mark.parametrize("kind", ["uint8", "float8_e4m3fn", "int8"])
-@pytest.mark.parametrize("implementation", ["reference", "cpu"])
+@pytest.mark.parametrize(
+    ("kind", "implementation"),
+    [
+        *itertools.product(["uint8", "float8_e4m3fn", "int8"], ["reference", "cpu"]),
+        (IN_LANES, "reference"),
+    ],
+)
 @pytest.mark.parametrize("window", [None, 7])
 def test_keys_of_eight_bits_equal_float64(kind, implementation, window):
     case = replace(SMALL, window=window)
@@ -233,6 +240,14 @@ def test_keys_of_eight_bits_equal_float64(kind, implementation, window):
     settings["ancestor_mask"] = call.ancestor_mask
     found = paged_attention(*arrays, **call.settings, **settings)
     assert error(call, found) <= EXACT
+
+
+@pytest.mark.usefixtures("has_native")
+@pytest.mark.parametrize("implementation", ["cpu", "gpu"])
+def test_scales_in_lanes_are_of_a_tpu_alone(implementation):
+    call, arrays = build_quantized(SMALL, IN_LANES)
+    with pytest.raises(NotImplementedError, match="that are in lanes, and this impl"):
+        paged_attention(*arrays, **call.settings, implementation=implementation)
 
 
 def test_result_has_the_type_of_the_query():

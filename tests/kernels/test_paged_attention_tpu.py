@@ -15,13 +15,16 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from jaxspec_kernels.paged_attention import tpu
+from jaxspec_kernels.paged_attention.cases import Case
 from tests.kernels.oracle import (
     EXACT,
+    IN_LANES,
     SCALED_CALLS,
     SCALED_CASES,
     SMALL,
     UNOPTIMISED,
     Call,
+    attend,
     build,
     build_quantized,
     error,
@@ -262,17 +265,98 @@ def test_no_race_and_nothing_out_of_bounds(window, capfd):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+def quantized_excess(
+    case: Case,
+    kind: str,
+    seed: int = 0,
+    *,
+    block_tokens: int = BLOCK_TOKENS,
+    interpret: bool | pltpu.InterpretParams = True,
+    **settings,
+) -> float:
+    """How far the kernel is off, of a call over keys of eight bits."""
+    call, arrays = build_quantized(case, kind, seed, **settings)
+    found = compiled(
+        *arrays,
+        ancestor_mask=call.ancestor_mask,
+        block_tokens=block_tokens,
+        interpret=interpret,
+        **call.settings,
+    )
+    assert found.dtype == call.query_dtype
+    return excess(call, found.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", IN_LANES])
 @pytest.mark.parametrize("window", [slow(None), 7])
-def test_keys_of_fp8_equal_float64(window):
+def test_keys_of_eight_bits_equal_float64(window, kind):
     case = replace(SMALL, window=window)
-    settings = dict(ancestor_mask=None, block_tokens=BLOCK_TOKENS, interpret=True)
     for seed in range(4):
-        call, arrays = build_quantized(case, "float8_e4m3fn", seed)
-        assert error(call, compiled(*arrays, **settings, **call.settings)) <= EXACT
-    call, arrays = build_quantized(case, "float8_e4m3fn", 5, query_dtype="bfloat16")
-    found = compiled(*arrays, **settings, **call.settings)
-    assert found.dtype == jnp.bfloat16
-    assert excess(call, found.astype(jnp.float32)) <= EXACT
+        assert quantized_excess(case, kind, seed) <= EXACT
+    assert quantized_excess(case, kind, 5, query_dtype="bfloat16") <= EXACT
+    mask = random_forest(4, 5, seed=3)
+    lengths = [5, 17, 60, 90]
+    assert quantized_excess(case, kind, 6, mask=mask, kv_len=lengths) <= EXACT
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in FAST_CASES else slow(name) for name in SCALED_CASES],
+)
+def test_case_of_int8_equals_float64(name):
+    case = SCALED_CASES[name]
+    found = quantized_excess(case, IN_LANES, block_tokens=32, query_dtype="bfloat16")
+    assert found <= EXACT
+
+
+@pytest.mark.parametrize(
+    "page_size", [slow(1), 2, slow(8), 16, slow(64), 128, slow(256)]
+)
+def test_scales_of_pages_of_any_size(page_size):
+    """Rows of lanes hold many heads of a page, or a page's head has several rows."""
+    case = replace(SMALL, page_size=page_size, q_heads=6, kv_heads=3)
+    assert quantized_excess(case, IN_LANES, block_tokens=128) <= EXACT
+
+
+@pytest.mark.parametrize("kv_heads", [1, slow(5), slow(12)])
+def test_scales_of_any_number_of_heads(kv_heads):
+    """Of 8 heads' rows that share one of lanes, or do not fill it."""
+    case = replace(SMALL, page_size=16, q_heads=kv_heads, kv_heads=kv_heads)
+    assert quantized_excess(case, IN_LANES, block_tokens=48) <= EXACT
+
+
+def test_a_scale_that_is_no_number_is_its_tokens_alone():
+    """Tokens beside it in its page and its row of lanes keep theirs."""
+    call, (query, pages, table, kv_len) = build_quantized(SMALL, IN_LANES, 2)
+    slot = 40
+    page, offset = table[0, slot // SMALL.page_size], slot % SMALL.page_size
+    lane = 2 * SMALL.page_size + offset  # the second head's key
+    pages = replace(pages, scales=pages.scales.at[page, 0, lane].set(jnp.nan))
+    found = compiled(
+        query,
+        pages,
+        table,
+        kv_len,
+        ancestor_mask=None,
+        block_tokens=BLOCK_TOKENS,
+        interpret=True,
+        **call.settings,
+    )
+    is_broken = np.asarray(np.isnan(np.asarray(found)).any(axis=3))
+    group = SMALL.q_heads // SMALL.kv_heads
+    assert is_broken[0, :, group:].all() and is_broken.sum() == 5 * group
+    whole = attend(call)
+    np.testing.assert_allclose(found[0, :, :group], whole[0, :, :group], atol=EXACT)
+
+
+def test_scales_are_copied_without_a_race(capfd):
+    try:
+        case = replace(SMALL, seqs=3, context=41, window=7)
+        found = quantized_excess(case, IN_LANES, interpret=STRICT, kv_len=[0, 41, 19])
+        assert found <= EXACT
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+    assert "RACE DETECTED" not in capfd.readouterr().out
 
 
 def test_unsupported_types_are_errors():
@@ -282,7 +366,10 @@ def test_unsupported_types_are_errors():
     attend_tpu = partial(tpu.paged_attention, ancestor_mask=None, **call.settings)
     with pytest.raises(NotImplementedError, match="uint16 pages hold bits"):
         attend_tpu(query, jnp.zeros(pages.shape, jnp.uint16), *rest)
-    with pytest.raises(NotImplementedError, match="would copy them all"):
+    with pytest.raises(NotImplementedError, match="not in lanes, and this"):
+        attend_tpu(query, scaled, *rest)
+    _, (_, scaled, *_) = build_quantized(replace(SMALL, page_size=6), IN_LANES)
+    with pytest.raises(NotImplementedError, match="page_size 6: .* power of two"):
         attend_tpu(query, scaled, *rest)
     with pytest.raises(NotImplementedError, match="kv_pages of type int8"):
         attend_tpu(query, jnp.zeros(pages.shape, jnp.int8), *rest)

@@ -63,10 +63,11 @@ def test_program_compiles_and_fits(name, chip):
         is_example=lambda both: both[0] != "27b/tp1/prefill" and both[1] == "v5e",
     ),
 )
-def test_pages_of_fp8_are_read_where_they_lie(name, chip):
-    """But those of a single KV head, which an engine refuses."""
+@pytest.mark.parametrize("kept", ["float8_e4m3fn", "int8"])
+def test_pages_of_eight_bits_are_read_where_they_lie(name, chip, kept):
+    """With their scales, but those of a single KV head, which an engine refuses."""
     case = REAL_CASES[name]
-    result = aot_tpu.compile_attention(Program(case=case, kept="float8_e4m3fn"), chip)
+    result = aot_tpu.compile_attention(Program(case=case, kept=kept), chip)
     check_fits(result, chip)
     assert bool(result.whole_copies) == (case.kv_heads == 1)
 

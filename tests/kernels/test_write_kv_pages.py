@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import config
 
 from jaxspec_kernels import write_kv_pages
 from jaxspec_kernels.bits import ScaledPages, to_storage
+from jaxspec_kernels.write_kv_pages import reference, tpu
 from jaxspec_kernels.write_kv_pages.cases import CASES, Case
+from tests.kernels.oracle import in_lanes
 from tests.programs import READERS_COMPILER
 
 STORAGE = {"float32": np.float32, "bfloat16": jnp.bfloat16, "uint16": np.uint16}
@@ -67,6 +70,118 @@ def test_quantized_rows_lie_in_their_slots_and_nothing_else_changes(name, kind):
     )
     for found, wanted in zip(kept_as(written), expected, strict=True):
         np.testing.assert_array_equal(found, wanted.reshape(found.shape))
+
+
+# Tokens beside heads: 8 rows share 128 lanes, 2 or 6 do not fill them, 32 have four
+# times as many; more tokens than the kernel takes in a step; pages longer than lanes.
+LANE_CASES = [
+    Case(tokens=7, pages=5, page_size=4, kv_heads=2, head_dim=8),
+    Case(tokens=40, pages=20, page_size=16, kv_heads=4, head_dim=8),
+    Case(tokens=1, pages=6, page_size=16, kv_heads=1, head_dim=8),
+    Case(tokens=33, pages=6, page_size=16, kv_heads=3, head_dim=8),
+    Case(tokens=300, pages=40, page_size=16, kv_heads=16, head_dim=8),
+    Case(tokens=90, pages=2, page_size=256, kv_heads=1, head_dim=8),
+]
+STRICT = pltpu.InterpretParams(
+    detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
+)
+
+
+def lane_pools(case: Case) -> tuple[ScaledPages, dict[str, jax.Array]]:
+    """Pages of int8 with scales by slot, and what is written; a key is no number."""
+    given = build(case)
+    pool = ScaledPages(jnp.zeros(0, jnp.int8), jnp.zeros(0))
+    pages = to_storage(jnp.asarray(given.pop("kv_pages")), pool)
+    given["key"][0, 0, 0] = np.nan
+    # Some are pads, and the last is far past the end.
+    num_slots = case.pages * case.page_size
+    given["slot_mapping"][2::5] = num_slots + given["slot_mapping"][2::5]
+    given["slot_mapping"][3::20] = 2**31 - 1
+    return pages, {name: jnp.asarray(value) for name, value in given.items()}
+
+
+def check_same(found: Any, by_slot: ScaledPages) -> None:
+    """The pool in lanes holds what the other one does, in all lanes that are used."""
+    assert found.is_in_lanes
+    # What NaN becomes as a whole number depends on how XLA vectorises.
+    is_number = np.isfinite(by_slot.scales)
+    values, expected = (np.asarray(one.values) for one in (found, by_slot))
+    np.testing.assert_array_equal(values[is_number], expected[is_number])
+    used = by_slot.scales[0].size
+    expected = in_lanes(by_slot).scales
+    np.testing.assert_array_equal(found.scales[..., :used], expected[..., :used])
+
+
+def interpreted(name: str, interpret: Any = True) -> Any:
+    function = getattr(tpu, name)
+    return jax.jit(partial(function, interpret=interpret))
+
+
+@pytest.mark.parametrize("case", LANE_CASES, ids=str)
+@pytest.mark.parametrize("implementation", ["reference", "tpu"])
+def test_scales_in_lanes_are_written_as_those_by_slot(case, implementation):
+    pages, given = lane_pools(case)
+    run: Any = jax.jit(reference.write_kv_pages)
+    expected = run(pages, **given)
+    if implementation == "tpu":
+        run = interpreted("write_kv_pages")
+    check_same(run(in_lanes(pages), **given), expected)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "tpu"])
+def test_equal_slots_with_equal_rows_are_one(implementation):
+    pages, given = lane_pools(LANE_CASES[1])
+    run: Any = jax.jit(reference.write_kv_pages)
+    expected = run(pages, **given)
+    if implementation == "tpu":
+        run = interpreted("write_kv_pages")
+    twice = {name: jnp.concatenate([rows, rows]) for name, rows in given.items()}
+    check_same(run(in_lanes(pages), **twice), expected)
+
+
+@pytest.mark.parametrize("case", LANE_CASES, ids=str)
+@pytest.mark.parametrize("implementation", ["by slot", "reference", "tpu"])
+def test_rows_are_copied_slot_by_slot(case, implementation):
+    """All is read before anything is written: a slot is a source and a target."""
+    pages, given = lane_pools(case)
+    num_slots = case.pages * case.page_size
+    source = np.random.default_rng(1).integers(0, num_slots, case.tokens)
+    source[1::7] = num_slots
+    target = np.where(source < num_slots, given["slot_mapping"], num_slots)
+    expected = [np.array(one) for one in (pages.values, pages.scales)]
+    for part in expected:
+        before, slots = part.copy(), part.reshape(num_slots, *part.shape[2:])
+        rows = before.reshape(slots.shape)
+        for of, to in zip(source, target, strict=True):
+            if to < num_slots:
+                slots[to] = rows[of]
+    moves = [jnp.asarray(one, jnp.int32) for one in (source, target)]
+    by_slot = ScaledPages(jnp.asarray(expected[0]), jnp.asarray(expected[1]))
+    if implementation == "by slot":
+        found = jax.jit(reference.copy_kv_rows)(pages, *moves)
+        for one, other in zip(kept_as(found), kept_as(by_slot), strict=True):
+            np.testing.assert_array_equal(one, other)
+        return
+    run: Any = jax.jit(reference.copy_kv_rows)
+    if implementation == "tpu":
+        run = interpreted("copy_kv_rows")
+    check_same(run(in_lanes(pages), *moves), by_slot)
+
+
+def test_kernels_of_scales_have_no_race_and_stay_in_bounds(capfd):
+    pages, given = lane_pools(LANE_CASES[0])
+    slots = given["slot_mapping"]
+    expected = jax.jit(reference.write_kv_pages)(pages, **given)
+    source = jnp.arange(LANE_CASES[0].tokens, dtype=jnp.int32)
+    moved = jax.jit(reference.copy_kv_rows)(expected, source, slots)
+    try:
+        found = interpreted("write_kv_pages", STRICT)(in_lanes(pages), **given)
+        check_same(jax.block_until_ready(found), expected)
+        found = interpreted("copy_kv_rows", STRICT)(found, source, slots)
+        check_same(jax.block_until_ready(found), moved)
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+    assert "RACE DETECTED" not in capfd.readouterr().out
 
 
 def oracle(given: dict[str, np.ndarray], storage: str) -> np.ndarray:

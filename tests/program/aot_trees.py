@@ -29,7 +29,7 @@ from jaxspec.program.path import keep_path
 from jaxspec.program.rows import gather
 from jaxspec.program.step import lower_step
 from jaxspec.program.tree import Tree
-from jaxspec.sharding import replicated
+from jaxspec.sharding import TARGET_MESH_AXES, replicated
 from jaxspec.token_tree import TREE_KEY, read_paths
 from tests.kernels import aot_tpu
 from tests.program import hlo
@@ -190,7 +190,10 @@ def moved_in_place(device: str) -> tuple[list[str], int, int]:
 
     def move(pages: Any, rows: Any, token_pages: Any, decode: Any, row: Any) -> Any:
         active = gather(rows, token_pages, decode, is_greedy=True)
-        return keep_path(config.model_config, pages, tree, row, active, program.pool)
+        backend = program.backend(TARGET_MESH_AXES)
+        return keep_path(
+            config.model_config, pages, tree, row, active, program.pool, backend
+        )
 
     ints = jax.ShapeDtypeStruct((NUM_SEQS,), jnp.int32, sharding=replicated(mesh))
     given = forms.target_pages, forms.rows, forms.token_pages, ints, ints

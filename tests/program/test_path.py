@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.models.backend import Backend
 from jaxspec.program.path import keep_path
 from jaxspec.program.plan import PoolShape
 from jaxspec.program.tree import Tree
@@ -51,7 +52,7 @@ def kept(turns: int, rows: list[int], is_active: list[bool]) -> tuple[Any, Any, 
     # A function of its own: a jit of the same one would not see a mutant.
     run = jax.jit(
         lambda pages, row, active: keep_path(
-            config_of(turns), pages, TREE, row, active, POOL
+            config_of(turns), pages, TREE, row, active, POOL, Backend()
         )
     )
     after = run(tuple(map(jnp.asarray, pages)), jnp.asarray(rows, jnp.int32), active)
@@ -97,4 +98,6 @@ def test_a_chain_has_nothing_to_move():
     active = active_of([True] * 4)
     pages = (jnp.ones((POOL.num_pages, POOL.page_size, 2, 3)),)
     row = jnp.zeros(4, jnp.int32)
-    assert keep_path(config_of(1), pages, Tree.chain(3), row, active, POOL) is pages
+    chain = Tree.chain(3)
+    kept = keep_path(config_of(1), pages, chain, row, active, POOL, Backend())
+    assert kept is pages

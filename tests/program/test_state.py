@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.arg_utils import EngineArgs
+from jaxspec.engine.described import named_devices
 from jaxspec.engine.device_memory import plan_for
 from jaxspec.errors import UnsupportedError
 from jaxspec.models.families import config_from_hf
@@ -65,11 +66,30 @@ def test_pages_of_eight_bits_split_by_heads_with_their_scales(kept):
 
 
 @pytest.mark.parametrize(
+    ("parts", "scan_layers", "lanes", "own"),
+    [(1, False, 256, 256), (4, False, 512, 128), (2, True, 256, 128)],
+)
+def test_a_tpu_has_the_lanes_of_each_devices_heads(parts, scan_layers, lanes, own):
+    """16 rows of heads in pages of 16: 256 lanes, or 128 for each of four devices."""
+    config = config_from_hf(published_config("9b"))
+    config = dataclasses.replace(config, scan_layers=scan_layers)
+    pool = dataclasses.replace(POOL, kv_cache_dtype="int8", page_size=16)
+    mesh = make_mesh(parts, devices=named_devices("v5e-8"))
+    first: Any = page_forms(config, DTYPE, pool, mesh, TARGET_MESH_AXES)[0]
+    pages = 21 * 10 if scan_layers else 10
+    assert first.is_in_lanes and first.values.dtype == jnp.int8
+    assert first.scales.shape == (pages, 1, lanes)
+    assert first.scales.sharding.shard_shape(first.scales.shape) == (pages, 1, own)
+
+
+@pytest.mark.parametrize(
     ("device", "options", "says"),
     [
-        ("v5e-8", dict(kv_cache_dtype="int8"), "or 'fp8' on .*copy all scales"),
+        ("v5e-8", dict(kv_cache_dtype="int8", tensor_parallel_size=8), "one KV head"),
         ("v5e-8", dict(kv_cache_dtype="fp8", tensor_parallel_size=8), "one KV head"),
         ("v5e-8", dict(kv_cache_dtype="fp8", tensor_parallel_size=4), None),
+        ("v5e-8", dict(kv_cache_dtype="int8", tensor_parallel_size=4), None),
+        ("v5e-8", dict(kv_cache_dtype="int8", tensor_parallel_size=2), None),
         ("h100", dict(kv_cache_dtype="fp8"), None),
         ("h100", dict(kv_cache_dtype="int8"), None),
     ],
@@ -79,8 +99,10 @@ def test_what_a_device_does_not_read_is_refused_by_a_plan(device, options, says)
     if says is None:
         page_bytes = plan_for(args, device).facts.target.page_bytes
         heads = 8 // options.get("tensor_parallel_size", 1)
-        scale_bytes = 4 if options["kv_cache_dtype"] == "int8" else 0
-        assert page_bytes == 42 * 16 * 2 * heads * (256 + scale_bytes)
+        scale_bytes = 16 * 2 * heads * 4 if options["kv_cache_dtype"] == "int8" else 0
+        if device == "v5e-8" and scale_bytes:
+            scale_bytes = max(scale_bytes, 128 * 4)  # whole rows of lanes
+        assert page_bytes == 42 * (16 * 2 * heads * 256 + scale_bytes)
         return
     with pytest.raises(UnsupportedError, match=says):
         plan_for(args, device)

@@ -170,8 +170,9 @@ class TreeModel(DraftModel):
             return state
         active, pool, tree = context.active, context.pool, seen.tree
         fed_as = tree.draft_rows if isinstance(tree, GrownTree) else None
+        backend = context.backend(DRAFT_MESH_AXES)
         return keep_path(
-            self.config, state, tree, seen.row, active, pool, fed_as=fed_as
+            self.config, state, tree, seen.row, active, pool, backend, fed_as=fed_as
         )
 
 

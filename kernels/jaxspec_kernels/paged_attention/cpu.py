@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec_kernels import native
-from jaxspec_kernels.bits import KvPages, ScaledPages, check_storage
+from jaxspec_kernels.bits import KvPages, ScaledPages, check_scales, check_storage
 from jaxspec_kernels.paged_attention import reference
 
 _PAGES = (jnp.float32, jnp.bfloat16, jnp.uint16, jnp.uint8, jnp.int8)
@@ -57,6 +57,7 @@ def paged_attention(
 
 def operands(kv_pages: KvPages) -> tuple[Array, Array]:
     """Pages as operations in C++ take them: what they hold, and scales, if any."""
+    check_scales(kv_pages, in_lanes=False)
     if isinstance(kv_pages, ScaledPages):
         return kv_pages.values, kv_pages.scales
     return kv_pages, jnp.zeros((0,), jnp.float32)

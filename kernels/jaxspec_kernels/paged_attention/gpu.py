@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec_kernels.bits import FP8, KvPages, ScaledPages
+from jaxspec_kernels.bits import FP8, KvPages, ScaledPages, check_scales
 from jaxspec_kernels.paged_attention.gpu_tiles import (
     MIN_ROWS,
     NUM_SMS,
@@ -224,6 +224,7 @@ def paged_attention(
         NotImplementedError: pages of a type that is not among `floats` below, nor int8
             with scales.
     """
+    check_scales(kv_pages, in_lanes=False)
     is_scaled = isinstance(kv_pages, ScaledPages)
     floats = (jnp.bfloat16, jnp.float16, jnp.float32, FP8)
     if not is_scaled and kv_pages.dtype not in floats:

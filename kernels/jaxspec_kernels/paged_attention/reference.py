@@ -12,7 +12,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec_kernels.bits import KvPages, check_storage, from_storage
+from jaxspec_kernels.bits import (
+    KvPages,
+    ScaledPages,
+    check_storage,
+    from_storage,
+    read_scales,
+)
 from jaxspec_kernels.sums import row_sums
 
 # Tokens walked at once. Below 128 the loop's overhead shows on CPU, above it short
@@ -66,10 +72,17 @@ def paged_attention(
         pages = jax.lax.dynamic_slice_in_dim(
             page_table, number * block_pages, block_pages, axis=1
         )
+
         # Head by head, as the products below want them: moved once, not twice.
-        kv = jax.tree.map(
-            lambda pool: pool.at[pages[:, None], :, heads].get(mode="clip"), kv_pages
-        )
+        def read(pool: Array) -> Array:
+            return pool.at[pages[:, None], :, heads].get(mode="clip")
+
+        if isinstance(kv_pages, ScaledPages) and kv_pages.is_in_lanes:
+            scales = read_scales(kv_pages, pages.reshape(-1))
+            scales = scales.reshape(*pages.shape, *scales.shape[1:])
+            kv = ScaledPages(read(kv_pages.values), scales.transpose(0, 3, 1, 2))
+        else:
+            kv = jax.tree.map(read, kv_pages)
         kv = from_storage(kv).reshape(seqs, kv_heads, 2, block, head_dim)
         at = number * block + jnp.arange(block, dtype=jnp.int32)
         visible = see(at) & (at < capacity)[None, None]

@@ -6,13 +6,18 @@ reaches to the last live one. Two block buffers alternate: while one is used, th
 copies of the next block run, across the border between sequences too. No other page is
 copied.
 
-SMEM: page table, lengths and bounds (scalar prefetch). VMEM: the two buffers, the
-queries of a sequence as `[kv_head, token * group, head_dim]`, and per row the float32
-running maximum, sum and output.
+SMEM: page table, lengths and bounds (scalar prefetch). VMEM: the two buffers, two more
+for scales, the queries of a sequence as `[kv_head, token * group, head_dim]`, and per
+row the float32 running maximum, sum and output.
 
 A block is used as `[token, 2 * kv_head * head_dim]`, so that a head's keys or values
 are a slice of lanes. Mosaic refuses strided loads over rows of 256 lanes; this reshape
 it compiles for every head_dim.
+
+Of pages of int8 the scales are copied beside them, a page's in rows of 128 lanes, head
+by head. For a block they become a row of lanes for each head, by rolls and a sum over
+sublanes whose other terms are zero; scores are multiplied by those of keys, weights by
+those of values. So a number that is none stays with its token.
 
 A pool of head_dim 64 works but is dear: XLA keeps it with the pages in the lanes and
 copies it whole for the kernel, unless the program's argument has the row-major layout
@@ -31,7 +36,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec_kernels.bits import FP8, KvPages, ScaledPages
+from jaxspec_kernels.bits import FP8, LANES, KvPages, ScaledPages, check_scales
 from jaxspec_kernels.paged_attention.reference import fold, unfold
 from jaxspec_kernels.paged_attention.tree_bits import WORD, WORD_SHIFT, pack_tree
 
@@ -40,7 +45,6 @@ from jaxspec_kernels.paged_attention.tree_bits import WORD, WORD_SHIFT, pack_tre
 BLOCK_BYTES = 2**20
 MIN_BLOCK_TOKENS, MAX_BLOCK_TOKENS = 128, 512  # lanes of a tile; unrolled code
 
-_LANES = 128
 _MASKED = -1e30  # finite: exp(_MASKED - _MASKED) must not be NaN in a row without keys
 
 
@@ -56,7 +60,9 @@ def _kernel(
     window: int | None,
     num_queries: int,
     has_tree: bool,
+    is_scaled: bool,
 ) -> None:
+    count = 1 + is_scaled
     (
         # Scalar prefetch
         page_table,  # i32[seq, table]
@@ -68,17 +74,21 @@ def _kernel(
         # In
         query,  # [1, kv_head, row, head_dim]
         places,  # i32[1, row, 1] or, of trees, i32[1, 1 + word, query]: see `_places`
-        kv_pages,  # [page, page_size, 2 * kv_head, head_dim], in HBM
-        # Out
-        out,  # [1, kv_head, row, head_dim]
-        # Scratch
-        buffers,  # [2, block_page, page_size, 2 * kv_head, head_dim]
+        *rest,
+    ) = refs
+    # In HBM: [page, page_size, 2 * kv_head, head_dim], and scales f32[page, 1, lane]
+    pools, rest = rest[:count], rest[count:]
+    # Out
+    out, *rest = rest  # [1, kv_head, row, head_dim]
+    # Scratch: [2, block_page, page_size, 2 * kv_head, head_dim], and as many of scales
+    (buffers, *scale_buffers), rest = rest[:count], rest[count:]
+    (
         arrived,  # 2 DMA semaphores
         next_slot,  # i32[1]: the buffer that holds or awaits the next block
         maximum,  # f32[kv_head, row, 1]
         total,  # f32[kv_head, row, 1]
         mixed,  # f32[kv_head, row, head_dim]
-    ) = refs
+    ) = rest
     _, block_pages, page_size, two_kv_heads, head_dim = buffers.shape
     block = block_pages * page_size
     num_seqs = pl.num_programs(0)
@@ -95,8 +105,9 @@ def _kernel(
 
         def one(at: Array, _: None) -> None:
             page = page_table[of_seq, start + at]
-            copy = copy_page(kv_pages.at[page], buffers.at[slot, at], arrived.at[slot])
-            getattr(copy, act)()
+            for pool, buffer in zip(pools, (buffers, *scale_buffers), strict=True):
+                copy = copy_page(pool.at[page], buffer.at[slot, at], arrived.at[slot])
+                getattr(copy, act)()
 
         jax.lax.fori_loop(0, live, one, None)
 
@@ -146,26 +157,34 @@ def _kernel(
         base = (first_page[seq] + number * block_pages) * page_size
 
         # A slot that no query sees may hold NaN, and 0 * NaN is NaN.
-        @pl.when((base < lowest[seq]) | (base + block > limit))
-        def _():
-            shape = buffers.shape[1:]
-            at = base + page_size * jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-            at += jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-            kept = (at >= lowest[seq]) & (at < limit)
-            kv = buffers[slot]
-            buffers[slot] = jnp.where(kept, kv, jnp.zeros_like(kv))
+        if not is_scaled:
+
+            @pl.when((base < lowest[seq]) | (base + block > limit))
+            def _():
+                shape = buffers.shape[1:]
+                at = base + page_size * jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+                at += jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+                kept = (at >= lowest[seq]) & (at < limit)
+                kv = buffers[slot]
+                buffers[slot] = jnp.where(kept, kv, jnp.zeros_like(kv))
 
         kv = buffers[slot]
-        if kv.dtype == FP8:
+        if kv.dtype in (FP8, jnp.int8):
             # All of its numbers are numbers of the query's type.
             kv = kv.astype(query.dtype)
         kv = kv.reshape(block, two_kv_heads * head_dim)
         seen = visible(base)
+        scales: list[Array] = []
+        if is_scaled:
+            pages = scale_buffers[0].at[slot]
+            scales = _by_head(pages, two_kv_heads, page_size, block_pages)
         for head in range(two_kv_heads // 2):
             lane = 2 * head * head_dim
             key = kv[:, lane : lane + head_dim]
             value = kv[:, lane + head_dim : lane + 2 * head_dim]
             scores = _scores(query[0, head], key) * scale
+            if is_scaled:
+                scores *= scales[2 * head]
             if soft_cap is not None:
                 scores = jnp.tanh(scores / soft_cap) * soft_cap
             scores = jnp.where(seen, scores, _MASKED)
@@ -175,12 +194,57 @@ def _kernel(
             rescale = jnp.exp(old_maximum - new_maximum)
             maximum[head] = new_maximum
             total[head] = total[head] * rescale + weights.sum(axis=1, keepdims=True)
+            if is_scaled:
+                # Once more, as that of a slot that no query sees may be NaN.
+                weights = jnp.where(seen, weights * scales[2 * head + 1], 0.0)
             mixed[head] = mixed[head] * rescale + _mix(weights, value)
         return 1 - slot
 
     next_slot[0] = jax.lax.fori_loop(0, num_blocks, visit, next_slot[0])
     divisor = jnp.where(total[...] > 0, total[...], 1.0)
     out[0] = (mixed[...] / divisor).astype(out.dtype)
+
+
+def _by_head(
+    pages: Any, two_kv_heads: int, page_size: int, num_pages: int
+) -> list[Array]:
+    """Scales of a block's tokens, f32[1, block] for each row of heads.
+
+    Args:
+        pages: f32[page, 1, lane], pages to fill rows of lanes. Those that were not
+            copied hold anything: their tokens are seen by no query.
+    """
+    if page_size >= LANES:
+        own = [pages[page : page + 1, 0, :] for page in range(num_pages)]
+        starts = range(0, two_kv_heads * page_size, page_size)
+        return [
+            jnp.concatenate([one[:, at : at + page_size] for one in own], axis=1)
+            for at in starts
+        ]
+    # So many heads have a row of lanes, and so many pages give one of the result.
+    group = LANES // page_size
+    shift = page_size.bit_length() - 1
+    made = []
+    for first in range(0, two_kv_heads, group):
+        # With groups of 2, heads A and B of pages 0 and 1:
+        #   in [A0 B0, A1 B1] -> rolled [A0 B0, B1 A1] -> A [A0 -, - A1], B [B0 -, - B1]
+        row = pages[:, 0, first * page_size : first * page_size + LANES]
+        page = jax.lax.broadcasted_iota(jnp.int32, row.shape, 0) & (group - 1)
+        lane = jax.lax.broadcasted_iota(jnp.int32, row.shape, 1)
+        # Page p by p places, bit by bit of p.
+        for bit in range(group.bit_length() - 1):
+            is_rolled = (page >> bit) & 1 == 1
+            row = jnp.where(is_rolled, pltpu.roll(row, page_size << bit, 1), row)
+        for head in range(min(group, two_kv_heads - first)):
+            own = pltpu.roll(row, -head * page_size % LANES, 1)
+            own = jnp.where(lane >> shift == page, own, 0.0)
+            tiles = [
+                own[at : at + group].sum(axis=0, keepdims=True)
+                for at in range(0, row.shape[0], group)
+            ]
+            scales = jnp.concatenate(tiles, axis=1)
+            made.append(scales[:, : num_pages * page_size])
+    return made
 
 
 def _by_row(numbers: Array, num_rows: int) -> Array:
@@ -238,13 +302,13 @@ def default_block_tokens(kv_pages: KvPages, capacity: int) -> int:
     token_bytes = (
         kv_pages.shape[2] * _tiles(kv_pages.shape[3]) * kv_pages.dtype.itemsize
     )
-    tokens = BLOCK_BYTES // token_bytes // _LANES * _LANES
+    tokens = BLOCK_BYTES // token_bytes // LANES * LANES
     tokens = min(max(tokens, MIN_BLOCK_TOKENS), MAX_BLOCK_TOKENS)
     return min(tokens, _tiles(capacity))
 
 
 def _tiles(lanes: int) -> int:
-    return -(-lanes // _LANES) * _LANES
+    return -(-lanes // LANES) * LANES
 
 
 def _walks(
@@ -265,11 +329,12 @@ def _walks(
 
 
 def _check(query: Array, kv_pages: KvPages) -> None:
-    if isinstance(kv_pages, ScaledPages):
+    check_scales(kv_pages, in_lanes=True)
+    is_scaled = isinstance(kv_pages, ScaledPages)
+    if is_scaled and kv_pages.shape[1] & (kv_pages.shape[1] - 1):
         raise NotImplementedError(
-            "`ScaledPages`: XLA keeps scales with the pages in the lanes, and would "
-            "copy them all for the TPU kernel; it reads pages of float8_e4m3fn, which "
-            "have none"
+            f"page_size {kv_pages.shape[1]}: the TPU kernel reads pages of int8 whose "
+            "size is a power of two"
         )
     if kv_pages.dtype in (jnp.uint16, jnp.uint8):
         raise NotImplementedError(
@@ -280,10 +345,10 @@ def _check(query: Array, kv_pages: KvPages) -> None:
         raise NotImplementedError(
             f"query of type {query.dtype}: the TPU kernel takes bfloat16 and float32"
         )
-    if kv_pages.dtype not in (jnp.bfloat16, jnp.float32, FP8):
+    if not is_scaled and kv_pages.dtype not in (jnp.bfloat16, jnp.float32, FP8):
         raise NotImplementedError(
             f"kv_pages of type {kv_pages.dtype}: the TPU kernel reads bfloat16, "
-            "float32 and float8_e4m3fn"
+            "float32, float8_e4m3fn and `ScaledPages`"
         )
 
 
@@ -308,7 +373,7 @@ def paged_attention(
 
     Raises:
         NotImplementedError: a query that is neither bfloat16 nor float32, or pages that
-            are neither of these nor float8_e4m3fn.
+            are neither of these nor float8_e4m3fn, nor int8 with scales in lanes.
     """
     _check(query, kv_pages)
     queries, page_size = query.shape[1], kv_pages.shape[1]
@@ -329,7 +394,12 @@ def paged_attention(
         window=window,
         num_queries=queries,
         has_tree=ancestor_mask is not None,
+        is_scaled=isinstance(kv_pages, ScaledPages),
     )
+    pools = jax.tree.leaves(kv_pages)
+    if isinstance(kv_pages, ScaledPages) and not interpret:
+        # Where all scales fit in VMEM, XLA would bring them there for the kernel.
+        pools[1] = pltpu.with_memory_space_constraint(pools[1], pltpu.HBM)
     mixed = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct(rows.shape, query.dtype),
@@ -337,7 +407,7 @@ def paged_attention(
             num_scalar_prefetch=len(walks),
             grid=(rows.shape[0],),
             in_specs=[_per_seq(array) for array in (rows, places)]
-            + [pl.BlockSpec(memory_space=pl.ANY)],
+            + [pl.BlockSpec(memory_space=pl.ANY)] * len(pools),
             out_specs=_per_seq(rows),
             scratch_shapes=_scratch(rows, kv_pages, max(1, block_tokens // page_size)),
         ),
@@ -345,7 +415,7 @@ def paged_attention(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
         name="paged_attention",
-    )(*walks, rows, places, kv_pages)
+    )(*walks, rows, places, *pools)
     return unfold(mixed, query.shape)
 
 
@@ -371,8 +441,14 @@ def _places(
 def _scratch(rows: Array, kv_pages: KvPages, block_pages: int) -> list[Any]:
     """In the order of the kernel's arguments."""
     _, kv_heads, num_rows, head_dim = rows.shape
+    buffers = [pltpu.VMEM((2, block_pages, *kv_pages.shape[1:]), kv_pages.dtype)]
+    if isinstance(kv_pages, ScaledPages):
+        group = max(LANES // kv_pages.shape[1], 1)
+        pages = -(-block_pages // group) * group
+        lanes = kv_pages.scales.shape[2]
+        buffers.append(pltpu.VMEM((2, pages, 1, lanes), jnp.float32))
     return [
-        pltpu.VMEM((2, block_pages, *kv_pages.shape[1:]), kv_pages.dtype),
+        *buffers,
         pltpu.SemaphoreType.DMA((2,)),
         pltpu.SMEM((1,), jnp.int32),
         pltpu.VMEM((kv_heads, num_rows, 1), jnp.float32),

@@ -5,10 +5,11 @@ from jaxtyping import Array, Float, Int
 from jaxspec_kernels import dispatch
 from jaxspec_kernels.bits import KvPages
 
-__all__ = ["write_kv_pages"]
+__all__ = ["copy_kv_rows", "write_kv_pages"]
 
 # XLA's scatter is in place on every backend; the tests of compiled programs show it.
-_MODULES = dict.fromkeys(dispatch.IMPLEMENTATIONS, "reference")
+# Of a TPU the scales of int8 are written by a kernel.
+_MODULES = dict.fromkeys(dispatch.IMPLEMENTATIONS, "reference") | {"tpu": "tpu"}
 
 
 def write_kv_pages(
@@ -37,6 +38,27 @@ def write_kv_pages(
     _check_shapes(kv_pages.shape, key.shape, value.shape, slot_mapping.shape)
     run = dispatch.choose("write_kv_pages", _MODULES, implementation)
     return run(kv_pages, key, value, slot_mapping)
+
+
+def copy_kv_rows(
+    kv_pages: KvPages,
+    source: Int[Array, " slot"],
+    target: Int[Array, " slot"],
+    *,
+    implementation: str | None = None,
+) -> KvPages:
+    """Return `kv_pages` with what is in slot `source[i]` in slot `target[i]`.
+
+    All is read before anything is written. In place as `write_kv_pages` is, and with
+    the same pads: what is copied to those goes nowhere, wherever it comes from.
+
+    Args:
+        source: Distinct targets may have one source.
+        target: Two equal slots must have equal sources.
+        implementation: A name to force; None is that of jax's default backend.
+    """
+    run = dispatch.choose("write_kv_pages", _MODULES, implementation, "copy_kv_rows")
+    return run(kv_pages, source, target)
 
 
 def _check_shapes(

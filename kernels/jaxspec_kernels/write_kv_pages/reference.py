@@ -14,11 +14,20 @@ the argument's memory, without temporaries: so no backend has a kernel of its ow
   half of every tile is padding.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec_kernels.bits import KvPages, check_storage, to_storage
+from jaxspec_kernels.bits import (
+    KvPages,
+    ScaledPages,
+    check_storage,
+    lanes_of,
+    read_scales,
+    to_storage,
+)
 
 
 def write_kv_pages(
@@ -29,6 +38,16 @@ def write_kv_pages(
 ) -> KvPages:
     """See `jaxspec_kernels.write_kv_pages`."""
     check_storage(kv_pages)
+    return _put(kv_pages, *kept_rows(kv_pages, key, value, slot_mapping))
+
+
+def kept_rows(
+    kv_pages: KvPages,
+    key: Float[Array, "token kv_head head_dim"],
+    value: Float[Array, "token kv_head head_dim"],
+    slot_mapping: Int[Array, " token"],
+) -> tuple[Any, Int[Array, " row"]]:
+    """Rows of keys and values as the pages hold them, and their slots."""
     pages, page_size, double_heads, head_dim = kv_pages.shape
     # Keys even, values odd. Joined along the lanes: a new axis between heads and
     # head_dim is a tile of its own on TPU, for 5 fusions instead of 2.
@@ -41,8 +60,53 @@ def write_kv_pages(
         pad = jnp.full_like(slot_mapping, pages * page_size)
         slot_mapping = jnp.concatenate([slot_mapping, pad])
 
-    def put(pool: Array, kept: Array) -> Array:
-        slots = pool.reshape(pages * page_size, *pool.shape[2:])
-        return slots.at[slot_mapping].set(kept, mode="drop").reshape(pool.shape)
+    return to_storage(rows, kv_pages), slot_mapping
 
-    return jax.tree.map(put, kv_pages, to_storage(rows, kv_pages))
+
+def copy_kv_rows(
+    kv_pages: KvPages, source: Int[Array, " slot"], target: Int[Array, " slot"]
+) -> KvPages:
+    """See `jaxspec_kernels.write_kv_pages`."""
+    check_storage(kv_pages)
+    if isinstance(kv_pages, ScaledPages) and kv_pages.is_in_lanes:
+        page, offset = jnp.divmod(source, kv_pages.shape[1])
+        scales = take_slots(read_scales(kv_pages, page), offset)
+        rows = ScaledPages(read_rows(kv_pages.values, source), scales)
+    else:
+        rows = jax.tree.map(lambda pool: read_rows(pool, source), kv_pages)
+    # XLA:GPU would read rows while it writes others, and copy the pool for that.
+    return _put(kv_pages, jax.lax.optimization_barrier(rows), target)
+
+
+def read_rows(pool: Array, source: Int[Array, " slot"]) -> Array:
+    """What an array of pages holds in these slots."""
+    return pool.reshape(-1, *pool.shape[2:]).at[source].get(mode="clip")
+
+
+def put_rows(pool: Array, rows: Array, slot_mapping: Int[Array, " token"]) -> Array:
+    """An array of pages with rows in these slots; past the end none."""
+    slots = pool.reshape(-1, *pool.shape[2:])
+    return slots.at[slot_mapping].set(rows, mode="drop").reshape(pool.shape)
+
+
+def take_slots(
+    scales: Float[Array, "slot page_size two_kv_head"], offset: Int[Array, " slot"]
+) -> Float[Array, "slot two_kv_head"]:
+    """Of the scales of whole pages those of one slot each."""
+    return jnp.take_along_axis(scales, offset[:, None, None], axis=1)[:, 0]
+
+
+def _put(kv_pages: KvPages, rows: Any, slot_mapping: Int[Array, " token"]) -> KvPages:
+    if isinstance(kv_pages, ScaledPages) and kv_pages.is_in_lanes:
+        _, page_size, two_kv_heads, _ = kv_pages.shape
+        page, offset = jnp.divmod(slot_mapping, page_size)
+        lane = lanes_of(offset, page_size, two_kv_heads)
+        at = kv_pages.scales.at[page[:, None], 0, lane]
+        return ScaledPages(
+            put_rows(kv_pages.values, rows.values, slot_mapping),
+            at.set(rows.scales, mode="drop"),
+            is_in_lanes=True,
+        )
+    return jax.tree.map(
+        lambda pool, own: put_rows(pool, own, slot_mapping), kv_pages, rows
+    )
