@@ -194,7 +194,9 @@ def _run_round(
         target_params,
         proposer_params,
         proposers,
-        launch,
+        # Tokens of before lie where they lay. Whoever read them where nothing has been
+        # added would make XLA keep a copy of all pages.
+        launch._replace(token_pages=token_pages),
         proposal,
         verified,
         result.get("tile_token"),

@@ -225,6 +225,29 @@ def test_paths_are_moved_in_place(num_drafts, keys, num_seqs):
     check_program(engine, shapes[0])
 
 
+def test_past_answers_are_entered_in_place():
+    """Looked into and written to in a round that reads and writes tokens as well."""
+    engine = make_engine(
+        pair.target(),
+        num_draft_tokens=4,
+        rule="coupled",
+        suffix={"max_cached_requests": 8},
+        **pair.SETTINGS,
+    )
+    engine.runner.compiler_options = READERS_COMPILER
+    runner: Any = engine.runner
+    [corpus] = jax.tree.leaves(runner.state.proposers)
+    kept = {corpus.shape, runner.state.token_pages.shape}
+    shapes = {shape.name: shape for shape in engine.scheduler.shapes.all()}
+    executable = runner.executable(shapes["2x4_greedy"])
+    memory = executable.memory_analysis()
+    assert memory.alias_size_in_bytes == num_bytes(runner.state)
+    program = executable.as_text()
+    written = {one.shape for one in instructions(program) if one.opcode == "scatter"}
+    assert kept <= written, "the check sees no corpus"
+    assert materialized(program, kept) == []
+
+
 def test_the_common_program_leaves_controls_alone():
     runner: Any = users_engine("float32").runner
     controls = runner.state.rows.controls
