@@ -7,7 +7,10 @@ sampled with seeds, and how many texts are the same. Of pairs of forms, on a CPU
 batch 1: tokens per second, plain and with drafts, and acceptance; also with a draft
 whose head is cut to a quarter of the vocabulary. Prints a line per row and writes
 benchmarks/results/quantization-cpu.json, where parts that are skipped stay as they
-were. See benchmarks/README.md.
+were. See docs/quantization.md.
+
+With `--tables` nothing runs: it prints what was recorded, and what drafts of published
+sizes can bring by the bytes that passes read.
 """
 
 import argparse
@@ -17,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from tqdm.auto import tqdm
 
 from benchmarks.control import kept_parts
@@ -24,14 +28,18 @@ from benchmarks.cpu_pair import DRAFT, TARGET, header, make_engine, warn_unless_
 from benchmarks.measure import PromptRuns, run_prompts, sampling, summarise
 from benchmarks.prompts import bundled
 from jaxspec.bench.acceptance import Acceptance
+from jaxspec.bench.ceiling import best_num_draft_tokens
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.model_folders import model_folder
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.sharding import make_mesh
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.quality import KV_POOLS, Reader, chosen, compare, cut
+from jaxspec_checkpoints import Sizes, tensor_shapes
 from jaxspec_checkpoints.counting import read_texts
-from jaxspec_checkpoints.quantization import VALUE_TYPES
+from jaxspec_checkpoints.gemma2.published import published_config
+from jaxspec_checkpoints.layout import EMBEDDING
+from jaxspec_checkpoints.quantization import VALUE_TYPES, named_scheme
 
 PATH = Path(__file__).parent / "results" / "quantization-cpu.json"
 GREEDY = {"temperature": 0.0}
@@ -78,9 +86,19 @@ PAIRS = (
 )
 
 
+# Of published sizes: target, then draft; what is accepted, and the trimmed vocabulary.
+CEILING_PAIRS = (("9b", "2b"), ("27b", "2b"))
+CEILING_ACCEPTANCE, CEILING_TRIMMED = 0.8, 32_768
+# No more drafts in a round are looked at.
+CEILING_DRAFTS = 16
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
+    add("--tables", action="store_true", help="only print the tables of before")
     add("--corpus", type=Path, help="folder with valid.jsonl.xz, for what is read")
     add("--documents", type=int, default=40, help="about as many, of all domains")
     add("--length", type=int, default=256, help="tokens of a piece of a document")
@@ -99,6 +117,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = make_parser().parse_args()
+    if options.tables:
+        record = json.loads(options.output.read_text(encoding="utf-8"))
+        print("\n".join((*speed_lines(record), "", *ceiling_lines())))
+        return
     if options.corpus is None and not options.skip_quality:
         raise SystemExit("--corpus is missing: what is read is read from there")
     device = warn_unless_quiet()
@@ -233,6 +255,81 @@ def measure_speed(
             "speculative_ratio": found["speculative_tokens_per_s"]
             / first["speculative_tokens_per_s"],
         }
+
+
+def pass_bytes(size: str, kind: str | None, num_logits: int | None = None) -> float:
+    """What a pass of a published size reads of its weights.
+
+    Args:
+        kind: Of its matrices; the embedding, which makes the logits, is int8 then.
+        num_logits: Tokens that it can propose; None: all.
+    """
+    config = published_config(size)
+    sizes = Sizes(
+        vocab_size=num_logits or config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_q_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+    )
+    total = 0.0
+    for name, shape in tensor_shapes(sizes).items():
+        if kind is None or len(shape) < 2:
+            total += 2 * np.prod(shape)
+            continue
+        scheme = named_scheme("int8" if name == EMBEDDING else kind)
+        bits = 4 if scheme.kind == "int4" else 8
+        rows, features = shape
+        total += rows * (features * bits / 8 + 4 * scheme.num_groups(features))
+    return total
+
+
+def ceiling_lines() -> list[str]:
+    """Lines of a table: the most that a draft can bring a target in bfloat16."""
+    names = [f"{target}<-{draft}" for target, draft in CEILING_PAIRS]
+    cells = [f"{name}{more}" for name in names for more in ("", ", trimmed")]
+    lines = [f"| draft | {' | '.join(cells)} |", "|---|" + "--:|" * len(cells)]
+    for kind in (None, "int8", "int4"):
+        told = [kind or "bfloat16"]
+        for target, draft in CEILING_PAIRS:
+            for num_logits in (None, CEILING_TRIMMED):
+                cost = pass_bytes(draft, kind, num_logits) / pass_bytes(target, None)
+                rates = [CEILING_ACCEPTANCE] * CEILING_DRAFTS
+                count, best = best_num_draft_tokens(rates, cost)
+                told.append(f"{best:.2f} (K = {count})")
+        lines.append(f"| {' | '.join(told)} |")
+    return lines
+
+
+def speed_lines(record: dict[str, Any]) -> list[str]:
+    """Lines of the table of all pairs that were timed, in both types."""
+    kinds = ("float32", "bfloat16")
+    lines = [
+        "| target | draft | megabytes | accepted | "
+        + " | ".join(f"{kind}: plain | with drafts" for kind in kinds)
+        + " |",
+        "|---|---|--:|--:|" + "--:|--:|" * len(kinds),
+    ]
+    for rows in zip(*(record[f"speed_{kind}"] for kind in kinds), strict=True):
+        first = rows[0]
+        more = ", embedding int8" if first["has_int8_embedding"] else ""
+        size = first["draft_vocab_size"]
+        trimmed = f", {size:,} tokens" if size else ""
+        target, draft = (first[name] or "bfloat16" for name in ("target", "draft"))
+        told = [
+            target + (more if first["target"] else ""),
+            draft + (more if first["draft"] else "") + trimmed,
+            f"{first['target_bytes'] / 1e6:.1f} + {first['draft_bytes'] / 1e6:.1f}",
+            f"{100 * first['acceptance_rate']:.1f} %",
+        ]
+        for row in rows:
+            for name in ("plain", "speculative"):
+                speed, ratio = row[f"{name}_tokens_per_s"], row[f"{name}_ratio"]
+                told.append(f"{speed:.0f} ({ratio:.2f})")
+        lines.append(f"| {' | '.join(told)} |")
+    return lines
 
 
 def engine_of(pair: Pair, options: argparse.Namespace, **changes: Any) -> LLMEngine:

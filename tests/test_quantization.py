@@ -3,9 +3,19 @@
 import json
 from pathlib import Path
 
-from benchmarks.quantization import FORMS, KV_KINDS, MODES, PATH
+from benchmarks.quantization import (
+    FORMS,
+    KV_KINDS,
+    MODES,
+    PAIRS,
+    PATH,
+    ceiling_lines,
+    pass_bytes,
+    speed_lines,
+)
 
-DOCS = Path(__file__).parents[1] / "docs" / "quantization.md"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs" / "quantization.md"
 
 
 def test_every_form_is_recorded_and_told():
@@ -42,3 +52,27 @@ def test_acceptance_under_every_type_of_keys_and_values_is_recorded_and_told():
             cells.append(f"{100 * row['acceptance_rate']:.1f} %")
             cells.append(f"{row['same_texts']} of {row['num_texts']}")
         assert f"| {' | '.join(cells)} |" in lines
+
+
+def test_speeds_are_those_that_were_measured():
+    """All in the documentation; the main README shows some of them."""
+    record = json.loads(PATH.read_text(encoding="utf-8"))
+    lines = speed_lines(record)
+    assert len(lines) == 2 + len(PAIRS)
+    assert "\n".join(lines) in DOCS.read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    start = readme.index(lines[0])
+    shown = readme[start : readme.index("", start)]
+    assert len(shown) > 4 and set(shown) <= set(lines)
+
+
+def test_ceilings_are_those_of_bytes():
+    assert "\n".join(ceiling_lines()) in DOCS.read_text(encoding="utf-8")
+    # 2.6 billion parameters, of which 0.59 make logits.
+    assert round(pass_bytes("2b", None) / 2e9, 2) == 2.61
+    head = pass_bytes("2b", None) - pass_bytes("2b", None, 1)
+    assert round(head / 2e9, 2) == 0.59
+    # Scales are a float32 for each output, or for 128 features of 4 bits.
+    assert 0.5 < pass_bytes("2b", "int8") / pass_bytes("2b", None) < 0.501
+    layers = pass_bytes("2b", "int4", 1) / pass_bytes("2b", None, 1)
+    assert round(layers, 3) == round((4 + 32 / 128) / 16, 3)
