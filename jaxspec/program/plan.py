@@ -6,6 +6,7 @@ them iterate over the declaration. Plain numpy: the engine imports this without 
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,6 +132,14 @@ class StepShape:
     is_catch_up: bool = False
     max_rounds: int = 1
     template: Template | None = None
+
+    # Every round looks programs and times up by it a dozen times.
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, one.name) for one in dataclasses.fields(self)))
 
     @classmethod
     def catch_up(cls, chunk: int) -> "StepShape":

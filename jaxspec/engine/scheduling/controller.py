@@ -9,6 +9,7 @@ drawn anything. What it may lose against decoding without drafts is bounded by a
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -79,7 +80,7 @@ class Controller:
         # Of the newest choice: what it was made for, and rounds left until the next.
         self._load: tuple[int, int] | None = None
         self._rounds_left = 0
-        self._accounts: dict[int, Account] = {}
+        self._accounts = defaultdict[int, Account](Account)
         self._account = self._account_of(1)
         self._probe_ts = -math.inf
         self._plain_ts: dict[int, float] = {}
@@ -190,7 +191,7 @@ class Controller:
             self.num_drafts = trial
 
     def _account_of(self, num_seqs: int) -> Account:
-        return self._accounts.setdefault(num_seqs.bit_length(), Account())
+        return self._accounts[num_seqs.bit_length()]
 
     def _compare(
         self,
