@@ -33,10 +33,6 @@ ALLOWED_FILES = {
 
 # Modules with no test file of their own: the file that tests them, and why.
 TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
-    "jaxspec/models/backend.py": (
-        "tests/oracles.py",
-        "models run through it, on one device and on eight",
-    ),
     "jaxspec/models/__init__.py": (
         "tests/models/gemma2/test_module.py",
         "what it owns is an address",

@@ -105,13 +105,22 @@ def check_scales(kv_pages: KvPages, *, in_lanes: bool) -> None:
     """Refuse `ScaledPages` of the form that an implementation does not read.
 
     Raises:
-        NotImplementedError: The scales are in lanes, or they are not.
+        NotImplementedError: The scales are in lanes, or they are not; or they are, and
+            pages have a size that kernels find no token's lanes of.
     """
-    if isinstance(kv_pages, ScaledPages) and kv_pages.is_in_lanes != in_lanes:
+    if not isinstance(kv_pages, ScaledPages):
+        return
+    if kv_pages.is_in_lanes != in_lanes:
         found, wanted = ("not in lanes", "them") if in_lanes else ("in lanes", "none")
         raise NotImplementedError(
             f"`ScaledPages` with scales that are {found}, and this implementation "
             f"reads {wanted}: make pages with scaled_form(values, platform)"
+        )
+    page_size = kv_pages.shape[1]
+    if in_lanes and page_size & (page_size - 1):
+        raise NotImplementedError(
+            f"page_size {page_size}: a TPU's kernels take pages of int8 whose "
+            "size is a power of two"
         )
 
 

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import config
 
-from jaxspec_kernels import write_kv_pages
+from jaxspec_kernels import copy_kv_rows, write_kv_pages
 from jaxspec_kernels.bits import ScaledPages, to_storage
 from jaxspec_kernels.write_kv_pages import reference, tpu
 from jaxspec_kernels.write_kv_pages.cases import CASES, Case
@@ -166,6 +166,17 @@ def test_rows_are_copied_slot_by_slot(case, implementation):
     if implementation == "tpu":
         run = interpreted("copy_kv_rows")
     check_same(run(in_lanes(pages), *moves), by_slot)
+
+
+def test_pages_whose_lanes_no_kernel_finds_are_refused():
+    """Whose size is no power of two: a lane's offset is a bit pattern there."""
+    case = Case(tokens=3, pages=4, page_size=6, kv_heads=2, head_dim=8)
+    pages, given = lane_pools(case)
+    slots = given["slot_mapping"]
+    with pytest.raises(NotImplementedError, match="page_size 6: .* power of two"):
+        write_kv_pages(in_lanes(pages), **given, implementation="tpu")
+    with pytest.raises(NotImplementedError, match="page_size 6: .* power of two"):
+        copy_kv_rows(in_lanes(pages), slots, slots, implementation="tpu")
 
 
 def test_kernels_of_scales_have_no_race_and_stay_in_bounds(capfd):

@@ -260,6 +260,25 @@ def test_int8_and_its_scales_are_written_in_place_and_read_there(name, chip):
     assert program.temp_bytes < program.pool_bytes / 10
 
 
+@pytest.mark.aot
+@ON_TPU
+def test_as_many_rows_of_int8_as_a_tree_may_keep_are_moved_in_place():
+    """Twelve levels of 256 sequences, in 23 pairs of layers that share their pages.
+
+    Scales of all these rows' pages together do not fit in VMEM. For a v6e it compiles
+    too, and the text cannot be read: jax knows no such asynchronous gather.
+    """
+    one = sharding("v5e")
+    values = jax.ShapeDtypeStruct((23 * 256, 16, 32, 128), jnp.int8, sharding=one)
+    pages: Any = scaled_form(values, "tpu")
+    slots = jax.ShapeDtypeStruct((23 * 256 * 12,), jnp.int32, sharding=one)
+    with aot_tpu.no_compilation_cache():
+        moved = jax.jit(tpu_writes.copy_kv_rows, donate_argnums=0)
+        compiled = moved.lower(pages, slots, slots).compile()
+    program = describe(compiled, jax.tree.leaves(pages), slots)
+    assert program.is_in_place, program
+
+
 @pytest.mark.parametrize("chip", EXAMPLES)
 def test_a_write_that_is_not_in_place_is_seen(chip):
     """The checks above can fail."""

@@ -66,7 +66,7 @@ class Case:
         """What tells it from the others."""
         return f"{self.device}/{self.kind}"
 
-    def config(self) -> EngineConfig:
+    def config(self, **changes: Any) -> EngineConfig:
         """That of the engine whose program is compiled."""
         own = KINDS[self.kind]
         count = len(read_paths(own[TREE_KEY])) if TREE_KEY in own else NUM_LEVELS
@@ -80,6 +80,7 @@ class Case:
             tensor_parallel_size=len(named_devices(self.device)),
             max_num_seqs=NUM_SEQS,
             num_gpu_blocks_override=NUM_PAGES,
+            **changes,
         )
 
 
@@ -175,13 +176,16 @@ def who_sees_whom(text: str, table_len: int) -> dict[str, int]:
     return {operand: hlo.bytes_of(operand) for operand in sorted(found)}
 
 
-def moved_in_place(device: str) -> tuple[list[str], int, int]:
+def moved_in_place(device: str, kept: str) -> tuple[list[str], int, int]:
     """Compile what moves the keys and values of drafts that stayed, and nothing else.
+
+    Args:
+        kept: What these are kept as: a name of `KV_CACHE_DTYPES`.
 
     Returns:
         Moves of a layer's pages, bytes that are updated in place, and bytes of pages.
     """
-    config = Case(device=device, kind="leaves").config()
+    config = Case(device=device, kind="leaves").config(kv_cache_dtype=kept)
     assert config.speculative is not None and config.speculative.parents is not None
     tree = Tree(config.speculative.parents)
     mesh = describe_mesh(device, config)

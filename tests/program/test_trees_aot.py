@@ -47,10 +47,17 @@ def test_a_program_that_does_more_is_refused(change):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("device", aot_trees.DEVICES)
-def test_what_stayed_is_moved_in_place(device):
+@pytest.mark.parametrize(
+    ("device", "kept"),
+    [
+        *((device, "auto") for device in aot_trees.DEVICES),
+        ("h200", "int8"),
+        ("v6e-1", "int8"),
+    ],
+)
+def test_what_stayed_is_moved_in_place(device, kept):
     skip_without_compiler(device)
-    copied, in_place, page_bytes = aot_trees.moved_in_place(device)
+    copied, in_place, page_bytes = aot_trees.moved_in_place(device, kept)
     assert copied == []
     assert in_place >= page_bytes
 

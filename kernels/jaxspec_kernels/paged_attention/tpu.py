@@ -331,11 +331,6 @@ def _walks(
 def _check(query: Array, kv_pages: KvPages) -> None:
     check_scales(kv_pages, in_lanes=True)
     is_scaled = isinstance(kv_pages, ScaledPages)
-    if is_scaled and kv_pages.shape[1] & (kv_pages.shape[1] - 1):
-        raise NotImplementedError(
-            f"page_size {kv_pages.shape[1]}: the TPU kernel reads pages of int8 whose "
-            "size is a power of two"
-        )
     if kv_pages.dtype in (jnp.uint16, jnp.uint8):
         raise NotImplementedError(
             f"{kv_pages.dtype} pages hold bits for XLA:CPU; on TPU the pool has the "

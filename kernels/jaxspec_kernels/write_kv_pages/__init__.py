@@ -34,6 +34,8 @@ def write_kv_pages(
 
     Raises:
         ValueError: The shapes do not fit each other.
+        NotImplementedError: The scales of pages of int8 are in lanes, and the size of
+            pages is no power of two: a TPU's kernel finds no token there.
     """
     _check_shapes(kv_pages.shape, key.shape, value.shape, slot_mapping.shape)
     run = dispatch.choose("write_kv_pages", _MODULES, implementation)

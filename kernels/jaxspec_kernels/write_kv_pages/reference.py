@@ -2,7 +2,8 @@
 
 Compiled for v5e, v6e and H200 (`tests/kernels/test_write_kv_pages_aot.py`), alone and
 before the attention kernel in one program, the scatter is one fusion whose output is
-the argument's memory, without temporaries: so no backend has a kernel of its own.
+the argument's memory, without temporaries: so no backend has a kernel of its own, but a
+TPU one for the scales of int8.
 
 - GPU: the whole operation is one kernel.
 - TPU: the scatter copies 16 rows at a time, all in flight together. A program needs one

@@ -9,6 +9,9 @@ Grid: one step for up to 128 tokens, in order. All pages that they write are cop
 together, each once, then tokens are put into them in turn, then all are copied out
 together. SMEM: page, offset and first token of the same page, for each token (scalar
 prefetch). VMEM: the pages, and the tokens' scales, each in all lanes of its head.
+
+Rows that are moved are read before: a step copies the pages of up to 128 of them in,
+one for each.
 """
 
 import functools
@@ -20,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from jaxspec_kernels.bits import KvPages, ScaledPages, from_lanes
+from jaxspec_kernels.bits import KvPages, ScaledPages, check_scales, from_lanes
 from jaxspec_kernels.write_kv_pages import reference
 
 MAX_TOKENS = 128  # of a step
@@ -76,16 +79,20 @@ def _read_kernel(
     # In
     pool: Any,  # f32[page, 1, lane], in HBM
     # Out
-    out: Any,  # f32[slot, 1, lane]
+    out: Any,  # f32[slot of the step, 1, lane]
     # Scratch
     arrived: Any,  # DMA semaphore
 ) -> None:
+    count = out.shape[0]
+    first = pl.program_id(0) * count
+
     def each_page(act: str) -> None:
         def one(at: Array, _: None) -> None:
-            copy = pltpu.make_async_copy(pool.at[page[at]], out.at[at], arrived)
+            own = page[first + at]
+            copy = pltpu.make_async_copy(pool.at[own], out.at[at], arrived)
             getattr(copy, act)()
 
-        jax.lax.fori_loop(0, out.shape[0], one, None)
+        jax.lax.fori_loop(0, count, one, None)
 
     each_page("start")
     each_page("wait")
@@ -102,6 +109,7 @@ def write_kv_pages(
     """See `jaxspec_kernels.write_kv_pages`; `interpret` is as Pallas has it."""
     if not isinstance(kv_pages, ScaledPages) or not kv_pages.is_in_lanes:
         return reference.write_kv_pages(kv_pages, key, value, slot_mapping)
+    check_scales(kv_pages, in_lanes=True)
     rows, slots = reference.kept_rows(kv_pages, key, value, slot_mapping)
     return _put(kv_pages, rows, slots, interpret)
 
@@ -116,6 +124,7 @@ def copy_kv_rows(
     """See `jaxspec_kernels.write_kv_pages`; `interpret` is as Pallas has it."""
     if not isinstance(kv_pages, ScaledPages) or not kv_pages.is_in_lanes:
         return reference.copy_kv_rows(kv_pages, source, target)
+    check_scales(kv_pages, in_lanes=True)
     page, offset = jnp.divmod(source, kv_pages.shape[1])
     scales = from_lanes(_read_lanes(kv_pages.scales, page, interpret), kv_pages.shape)
     values = reference.read_rows(kv_pages.values, source)
@@ -181,21 +190,26 @@ def _write_scales(
 def _read_lanes(
     pool: Float[Array, "page 1 lane"], page: Int[Array, " slot"], interpret: Any
 ) -> Float[Array, "slot lane"]:
+    num_slots, num_lanes = page.shape[0], pool.shape[2]
+    count = min(num_slots, MAX_TOKENS)
     page = jnp.clip(page, 0, pool.shape[0] - 1)
+    page = jnp.pad(page, (0, -num_slots % count))
     if not interpret:
         pool = pltpu.with_memory_space_constraint(pool, pltpu.HBM)
-    shape = (page.shape[0], *pool.shape[1:])
     lanes = pl.pallas_call(
         _read_kernel,
-        out_shape=jax.ShapeDtypeStruct(shape, pool.dtype),
+        out_shape=jax.ShapeDtypeStruct((page.shape[0], 1, num_lanes), pool.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(1,),
+            grid=(page.shape[0] // count,),
             in_specs=[pl.BlockSpec(memory_space=pltpu.HBM)],
-            out_specs=pl.BlockSpec(shape, lambda *_: (0, 0, 0)),
+            out_specs=pl.BlockSpec(
+                (count, 1, num_lanes), lambda step, *_: (step, 0, 0)
+            ),
             scratch_shapes=[pltpu.SemaphoreType.DMA(())],
         ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
         name="read_scales",
     )(page, pool)
-    return lanes[:, 0]
+    return lanes[:num_slots, 0]
