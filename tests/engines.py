@@ -25,6 +25,7 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec.settings.speculation import FIXED, SUFFIX_DEFAULTS, TYPICAL_DEFAULTS
 from jaxspec.sharding import DRAFT_MESH_AXES, TARGET_MESH_AXES
 from jaxspec.text.tokenizer import PlainTexts, Tokenizer
+from jaxspec_checkpoints.quantization import Scheme
 from tests.defaults import DEFAULTS
 from tests.oracles import hf_tensors, make_hf_model, model_config
 from tests.programs import QUICK_COMPILER, USERS_COMPILER
@@ -181,6 +182,7 @@ def make_engine(
     dynamic: tuple[int, int] | None = None,
     head: tuple[HeadConfig, Any] | None = None,
     kept: Sequence[int] | None = None,
+    draft_scheme: Scheme | None = None,
     acceptance_rates: tuple[float, ...] | None = None,
     scan_layers: bool = False,
     **settings: Any,
@@ -197,6 +199,7 @@ def make_engine(
         dynamic: Drafts that a dynamic tree continues at each level, and all it has.
         head: Its config, and its parameters.
         kept: Tokens that a draft model may propose, where its vocabulary is trimmed.
+        draft_scheme: How a draft model's matrices are quantized.
         acceptance_rates: For the rule "synthetic".
         scan_layers: Of both models.
         has_one_shape: Run every launch in the largest shape: far fewer compilations.
@@ -245,6 +248,7 @@ def make_engine(
                 scan_layers=scan_layers,
                 mask_token_id=mask_token_id,
                 draft_vocab_size=num_kept,
+                quantization=draft_scheme,
             )
         ),
         draft_token_ids=None if kept is None else tuple(sorted(kept)),
@@ -300,8 +304,13 @@ def _make_runner(
 
     draft_params = head_params
     if draft is not None:
-        kept = config.draft_token_ids
-        draft_params = load(draft, DRAFT_MESH_AXES, token_ids=kept)
+        assert config.draft_model_config is not None
+        draft_params = load(
+            draft,
+            DRAFT_MESH_AXES,
+            token_ids=config.draft_token_ids,
+            scheme=config.draft_model_config.quantization,
+        )
     return kind(config, mesh, load(target, TARGET_MESH_AXES), draft_params)
 
 
@@ -313,12 +322,14 @@ def load_weights(
     *,
     scan_layers: bool = False,
     token_ids: Sequence[int] | None = None,
+    scheme: Scheme | None = None,
 ) -> Any:
     """A HuggingFace model's weights in the form in which an engine has them."""
     config = model_config(
         model,
         scan_layers=scan_layers,
         draft_vocab_size=None if token_ids is None else len(token_ids),
+        quantization=scheme,
     )
     return load_params(
         config,

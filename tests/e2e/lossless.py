@@ -65,6 +65,10 @@ SHAPED: dict[str, dict[str, Any]] = {
     "draft_model, leaves": dict(has_draft=True, num_side_leaves=2),
     "draft_model, tree": dict(has_draft=True, tree=TREE),
     "draft_model, trimmed": dict(has_draft=True, kept=pair.KEPT),
+    "draft_model, int8": dict(has_draft=True, draft_scheme=pair.INT8),
+    "draft_model, int4, trimmed": dict(
+        has_draft=True, draft_scheme=pair.INT4, kept=pair.KEPT
+    ),
     "draft_model, dynamic": dict(has_draft=True, dynamic=(3, 9)),
     "ngram, leaves": dict(has_draft=False, lookup=LOOKUP, num_side_leaves=1),
     "ngram, tree": dict(has_draft=False, lookup=LOOKUP, tree=TREE),

@@ -19,6 +19,7 @@ from jaxspec.engine.runner import Runner
 from jaxspec.program.plan import Features, StepPlan, StepShape
 from jaxspec.program.wire import CaughtUp, StepResult
 from jaxspec.sharding import DRAFT_MESH_AXES
+from jaxspec_checkpoints.quantization import Scheme
 from tests.engines import load_weights, make_engine, with_settings
 from tests.oracles import hf_logits, make_hf_model
 
@@ -39,6 +40,9 @@ NUM_DRAFT = 3
 # What a trimmed draft may propose, half of 64: runs and single tokens, neither from the
 # first on nor to the last.
 KEPT = sorted({1, *range(5, 12), *range(20, 30), *range(31, 60, 3), 50, 53, 61, 62})
+# How a quantized draft's matrices are kept, in groups that divide their features.
+INT8 = Scheme(kind="int8", has_embedding=True)
+INT4 = Scheme(kind="int4", group_size=4, has_embedding=True)
 # Few shapes: two rows, one tile a launch. Two of the longest requests do not fit into
 # the pages together. That a row alone says the same in a program of one row is tested
 # in test_general_programs.py and tests/test_inside.py.

@@ -1,6 +1,7 @@
 """Quantized drafts change no text; a quantized target says its own, drafts or not.
 
-On the bundled pair, whose drafts are often right, and as often wrong when rounded.
+On the bundled pair, whose drafts are often right, and as often wrong when rounded. That
+what is sampled without a seed follows the target is counted, of a smaller pair.
 """
 
 import functools
@@ -10,9 +11,22 @@ import pytest
 
 from jaxspec import LLM
 from jaxspec.engine import loader
+from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
 from jaxspec.sampling_params import SamplingParams
-from tests.engines import QuickRunner
+from tests.e2e import pair
+from tests.e2e.test_distribution import (
+    FEWER,
+    PROMPT,
+    SHORT,
+    acceptance_of,
+    check_law,
+    laws_of,
+    levels_after,
+    make_law_engine,
+    sample,
+)
+from tests.engines import QuickRunner, make_micro
 
 PROMPTS = [
     "<start_of_turn>user\nTell me a story about a fox.<end_of_turn>\n",
@@ -87,3 +101,33 @@ def test_a_quantized_target_says_the_same_with_drafts_and_without(kind):
     assert 0.2 < rate < 1
     if kind == "int4":  # int8 is too close to say anything else so soon
         assert alone != plain()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rule"),
+    [
+        (pair.INT4, "block"),
+        *(
+            pytest.param(scheme, rule, marks=pytest.mark.slow)
+            for scheme in (pair.INT8, pair.INT4)
+            for rule in ("standard", "block", "seeded")
+            if (scheme, rule) != (pair.INT4, "block")
+        ),
+    ],
+    ids=lambda one: getattr(one, "kind", one),
+)
+def test_every_position_follows_the_target(scheme, rule):
+    target = make_micro(seed=3)
+    engine = make_law_engine(target, draft_scheme=scheme)
+    # It is another draft than the one that was quantized.
+    rate, whole = (acceptance_of(one, "greedy") for one in (engine, law_engine()))
+    assert 0.1 < rate < 0.9 and rate != whole
+    counted = sample(engine, rule, 700, every=FEWER, length=SHORT)
+    levels = levels_after(target, PROMPT, SHORT)
+    for controls, tokens in zip(FEWER, counted, strict=True):
+        check_law(tokens, laws_of(levels, controls), (scheme.kind, rule, controls))
+
+
+@functools.cache
+def law_engine() -> LLMEngine:
+    return make_law_engine(make_micro(seed=3))

@@ -49,6 +49,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "tree": dict(tree=TREE, num_draft_tokens=9),
     "scanned": dict(scan_layers=True),
     "two devices": dict(tensor_parallel_size=2, draft_tensor_parallel_size=1),
+    "scanned tree on two devices": dict(
+        tree=TREE,
+        num_draft_tokens=9,
+        scan_layers=True,
+        tensor_parallel_size=2,
+        draft_tensor_parallel_size=1,
+    ),
 }
 
 
