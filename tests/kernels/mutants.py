@@ -211,8 +211,8 @@ TPU = [
     mutant(
         "one buffer",
         "tpu._kernel",
-        "buffers.at[slot, at]",
-        "buffers.at[0, at]",
+        "buffer.at[slot, at]",
+        "buffer.at[0, at]",
         check_copies,
     ),
 ]
