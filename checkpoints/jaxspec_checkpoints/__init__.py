@@ -8,7 +8,12 @@ only module that imports jax, and not imported here).
 imports the services' libraries when they are used.
 """
 
-from jaxspec_checkpoints.bundled import bundled_draft, bundled_target
+from jaxspec_checkpoints.bundled import (
+    BUNDLED_KINDS,
+    bundled_draft,
+    bundled_head,
+    bundled_target,
+)
 from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.gemma2.published import tensor_shapes
@@ -17,12 +22,14 @@ from jaxspec_checkpoints.reading import model_files, open_checkpoint, read_confi
 from jaxspec_checkpoints.tensor import Tensor, in_memory
 
 __all__ = [
+    "BUNDLED_KINDS",
     "Checkpoint",
     "CheckpointError",
     "Layout",
     "Sizes",
     "Tensor",
     "bundled_draft",
+    "bundled_head",
     "bundled_target",
     "check_tensors",
     "in_memory",

@@ -1,8 +1,12 @@
-"""The Gemma 2 pair that comes with the package."""
+"""The Gemma 2 pair that comes with the package, and a head for its target."""
 
 from pathlib import Path
 
+from jaxspec_checkpoints.heads import EAGLE3
+
 _TINY = Path(__file__).parent / "tiny"
+# Kinds of the heads that are bundled.
+BUNDLED_KINDS = (EAGLE3,)
 
 
 def bundled_target() -> Path:
@@ -13,3 +17,9 @@ def bundled_target() -> Path:
 def bundled_draft() -> Path:
     """Folder of the bundled draft model."""
     return _TINY / "draft"
+
+
+def bundled_head(kind: str) -> Path:
+    """Folder of the bundled target's head of one of `BUNDLED_KINDS`."""
+    assert kind in BUNDLED_KINDS, kind
+    return _TINY / kind

@@ -7,6 +7,8 @@ import string
 from pathlib import Path
 from typing import Any
 
+# How tokens are chosen, where acceptance is told.
+WAYS = ("sampled", "greedy")
 TEMPLATE = Path(__file__).with_name("model_card.md")
 
 
@@ -65,6 +67,22 @@ def quality_table(rows: list[dict[str, Any]]) -> str:
     return table(head, lines)
 
 
+def head_table(heads: dict[str, dict[str, Any]]) -> str:
+    """What heads for the target propose, by places ahead, as training measured it."""
+    if not heads:
+        return "None is bundled: `python -m jaxspec.train` makes one."
+    lines = [
+        [
+            f"`{kind}`",
+            f"{head['num_params']:,}",
+            *(" ".join(f"{one:.2f}" for one in head[way]) for way in WAYS),
+            f"`{head['flags']}`",
+        ]
+        for kind, head in heads.items()
+    ]
+    return table(["head", "parameters", *WAYS, "flags of its training"], lines)
+
+
 def commands(training: dict[str, Any]) -> str:
     """Return the command lines, in order, that make such a pair."""
     options = {
@@ -101,6 +119,7 @@ def render(results: dict[str, Any], hashes: dict[str, str]) -> str:
         losses=loss_table(results["losses"]),
         acceptance=acceptance_table(results["acceptance"]),
         quantized=quality_table(results.get("quantization", [])),
+        heads=head_table(results.get("heads", {})),
         hashes=table(
             ["file", "SHA-256"],
             [[f"`{path}`", f"`{digest}`"] for path, digest in hashes.items()],

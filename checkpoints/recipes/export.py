@@ -18,6 +18,8 @@ import numpy as np
 import transformers
 from safetensors.numpy import load_file, save_file
 
+from jaxspec_checkpoints.heads import KINDS
+
 # Gemma's turn format, as training used it: no system role, the model answers the user.
 CHAT_TEMPLATE = """\
 {{ bos_token }}\
@@ -114,10 +116,9 @@ def write_credits(attribution: Path, path: Path) -> None:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file of the two models, by relative path."""
-    paths = sorted(
-        path for name in ("target", "draft") for path in folder.glob(f"{name}/*")
-    )
+    """Return the SHA-256 of every file of models and heads, by relative path."""
+    names = ("target", "draft", *KINDS)
+    paths = sorted(path for name in names for path in folder.glob(f"{name}/*"))
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in paths

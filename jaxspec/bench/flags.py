@@ -104,7 +104,8 @@ def _add_spec(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="compare every way to propose drafts in place of values of K, an engine "
         "for each: n-grams, suffixes, the draft model that the flags name, alone and "
-        "with these, and the heads and draft models in these folders",
+        "with these, and the heads and draft models in these folders (of the bundled "
+        "target its bundled head, unless there are others)",
     )
     add(
         "--num-prompts",

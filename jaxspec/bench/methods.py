@@ -16,7 +16,11 @@ from jaxspec.bench import forms
 from jaxspec.bench.forms import Cell, Form, Found
 from jaxspec.bench.offline import Offline, open_offline, sweep_of
 from jaxspec.bench.report import milliseconds, table, write
-from jaxspec.engine.model_folders import model_folder
+from jaxspec.engine.model_folders import (
+    BUNDLED_HEADS,
+    BUNDLED_TARGET,
+    model_folder,
+)
 from jaxspec.engine.speculative_args import (
     SPECULATIVE_NAMES,
     merge_speculative_arguments,
@@ -78,7 +82,10 @@ def methods_of(options: argparse.Namespace) -> list[Method]:
             ]
     elif "model" in given:
         found.append(_of_folder(given["model"], count))
-    return found + [_of_folder(name, count) for name in options.all_methods]
+    names = options.all_methods
+    if not names and args["model"] == BUNDLED_TARGET:
+        names = BUNDLED_HEADS
+    return found + [_of_folder(name, count) for name in names]
 
 
 def _of_folder(name: str, count: int) -> Method:
@@ -95,7 +102,7 @@ def _of_folder(name: str, count: int) -> Method:
         name=f"{kind} {Path(name).name}",
         config={
             "method": kind,
-            "model": str(folder),
+            "model": name if name in BUNDLED_HEADS else str(folder),
             "num_speculative_tokens": count,
         },
     )

@@ -3,6 +3,7 @@
 A name is a folder, a bundled model, or one to fetch. Knows nothing of weights.
 """
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,14 +11,25 @@ from typing import Any
 
 from jaxspec.config import read_generation_config
 from jaxspec.errors import ConfigError, one_of, wrong_argument
-from jaxspec_checkpoints import CheckpointError, bundled_draft, bundled_target
+from jaxspec_checkpoints import (
+    BUNDLED_KINDS,
+    CheckpointError,
+    bundled_draft,
+    bundled_head,
+    bundled_target,
+)
 from jaxspec_checkpoints.files import expand
 from jaxspec_checkpoints.sources import fetch, is_remote
 
 BUNDLED_TARGET, BUNDLED_DRAFT = "jaxspec/tiny-gemma2", "jaxspec/tiny-gemma2-draft"
+BUNDLED_HEADS = {f"{BUNDLED_TARGET}-{kind}": kind for kind in BUNDLED_KINDS}
 _BUNDLED: dict[str, Callable[[], Path]] = {
     BUNDLED_TARGET: bundled_target,
     BUNDLED_DRAFT: bundled_draft,
+    **{
+        name: functools.partial(bundled_head, kind)
+        for name, kind in BUNDLED_HEADS.items()
+    },
 }
 _ALLOWED = (
     "an existing folder, owner/name on the Hugging Face Hub, a Kaggle handle "

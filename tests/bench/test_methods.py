@@ -60,7 +60,10 @@ def told(*arguments: Any) -> dict[str, tuple[str, int]]:
 def test_all_that_there_is_for_a_target_is_found(folders):
     """Of the bundled pair the draft model is known; what is looked up needs nothing."""
     own = ["ngram", "suffix", "draft_model", "ngram+draft_model", "suffix+draft_model"]
-    assert list(told("--all-methods")) == own
+    heads = {"eagle3 tiny-gemma2-eagle3": ("eagle3", 5)}
+    assert told("--all-methods") == {name: (name, 5) for name in own} | heads
+    *_, head = methods_of(flags("spec", *SMALL, "--all-methods"))
+    assert head.config["model"] == "jaxspec/tiny-gemma2-eagle3", "no path in a result"
     assert told("--all-methods", *folders.values()) == {
         name: (name, 5) for name in own
     } | {
@@ -95,13 +98,13 @@ def test_every_method_is_measured_on_the_same_prompts(monkeypatch, tmp_path, cap
     printed = capsys.readouterr().out
     found = json.loads(line_in(path, printed))
     names = [one["name"] for one in found["methods"]]
-    assert len(opened) == len(names) == 5
+    assert len(opened) == len(names) == 6
     for one in found["methods"]:
         (point,) = one["points"]
         assert point["is_equal"] is True
         assert len(point["speculative"]["acceptance"]["acceptance_rate_per_position"])
         assert point["decode_speed_up"]["least"] > 0
-        assert one["speculative_config"]["method"] == one["name"]
+        assert one["speculative_config"]["method"] == one["name"].split()[0]
         assert f"0, 1, {one['name']}" in printed
     assert "\n".join(found["answer"]) in printed
 

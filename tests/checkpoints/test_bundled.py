@@ -5,8 +5,15 @@ import numpy as np
 import pytest
 
 from jaxspec.models.families import config_from_folder
+from jaxspec.models.heads.config import read_head
 from jaxspec.text.tokenizer import Tokenizer
-from jaxspec_checkpoints import bundled_draft, bundled_target, open_checkpoint
+from jaxspec_checkpoints import (
+    BUNDLED_KINDS,
+    bundled_draft,
+    bundled_head,
+    bundled_target,
+    open_checkpoint,
+)
 from jaxspec_checkpoints.checkpoint import TOKEN_MAP
 from jaxspec_checkpoints.trimming import read_token_map
 
@@ -45,3 +52,18 @@ def test_the_draft_says_which_tokens_are_frequent():
 def test_draft_is_the_smaller_model():
     draft, target = open_checkpoint(bundled_draft()), open_checkpoint(bundled_target())
     assert draft.num_parameters < target.num_parameters / 2
+
+
+@pytest.mark.parametrize("kind", BUNDLED_KINDS)
+def test_a_head_is_for_the_target(kind):
+    config, tensors = read_head(bundled_head(kind))
+    assert config.kind == kind
+    config.check_target(config_from_folder(bundled_target()))
+    for name, tensor in tensors.items():
+        assert np.isfinite(tensor.whole().astype(jnp.float32)).all(), name
+
+
+def test_heads_are_small():
+    folders = [bundled_head(kind) for kind in BUNDLED_KINDS]
+    files = [path for folder in folders for path in folder.iterdir()]
+    assert sum(path.stat().st_size for path in files) < 12e6

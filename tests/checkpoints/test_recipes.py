@@ -403,6 +403,7 @@ def test_card_has_no_gap() -> None:
     text = card.render(results, {"target/config.json": "abc"})
     assert "$" not in text
     assert "Not measured for this pair" in text
+    assert "None is bundled" in text
     assert "| math | 0.610 | 0.720 |" in text
     assert "train_pair.py target --corpus CORPUS --work WORK --steps 7" in text
 
@@ -415,6 +416,7 @@ def test_the_bundled_card_says_what_was_measured() -> None:
         card.loss_table(results["losses"]),
         card.acceptance_table(results["acceptance"]),
         card.quality_table(results["quantization"]),
+        card.head_table(results["heads"]),
     ):
         assert f"\n\n{made}\n\n" in text
     for path, digest in export.hashes(folder).items():

@@ -13,7 +13,7 @@ from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.model_folders import model_folder, recommended_sampling
 from jaxspec.errors import ConfigError
 from jaxspec.sampling_params import SamplingParams
-from jaxspec_checkpoints import bundled_draft, bundled_target
+from jaxspec_checkpoints import bundled_draft, bundled_head, bundled_target
 from tests.checkpoints.models import write_tiny
 from tests.checkpoints.stand_ins import (
     COMMIT,
@@ -75,6 +75,8 @@ def test_names_that_the_system_refuses(name: str, offline: None):
 def test_bundled_names_stand_for_folders():
     assert model_folder("jaxspec/tiny-gemma2", "model") == bundled_target()
     assert model_folder("jaxspec/tiny-gemma2-draft", "model") == bundled_draft()
+    folder = model_folder("jaxspec/tiny-gemma2-eagle3", "model")
+    assert folder == bundled_head("eagle3")
 
 
 @pytest.mark.parametrize(
