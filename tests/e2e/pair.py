@@ -116,8 +116,8 @@ def plain_engine() -> LLMEngine:
     return make_engine(target(), has_one_shape=True, **SETTINGS)
 
 
-@functools.cache
-def _first_engine() -> LLMEngine:
+def own_engine() -> LLMEngine:
+    """A speculative engine whose arrays nobody else has, so that it may sleep."""
     return make_engine(
         target(),
         draft("noisy"),
@@ -125,6 +125,13 @@ def _first_engine() -> LLMEngine:
         has_one_shape=True,
         **SETTINGS,
     )
+
+
+@functools.cache
+def _first_engine() -> LLMEngine:
+    first = own_engine()
+    _keep_arrays(first.runner)
+    return first
 
 
 @functools.cache
@@ -136,11 +143,22 @@ def _runner(kind: str) -> Runner:
     runner = type(first)(first.config, first.mesh, first.params[0], params)
     runner.compiler_options, runner.cache = first.compiler_options, first.cache
     runner.compiler, runner.compiles_beside = first.compiler, first.compiles_beside
+    _keep_arrays(runner)
     return runner
 
 
+def _keep_arrays(runner: Runner) -> None:
+    """Refuse what would take weights or programs from other tests of this process."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("other tests have these arrays: take pair.own_engine()")
+
+    for name in ("drop_weights", "leave_out_drafts"):
+        setattr(runner, name, refused)
+
+
 def engine(kind: str = "noisy", *, seed: int = 0, **speculative: Any) -> LLMEngine:
-    """A fresh speculative engine; its executables are everybody's."""
+    """A fresh speculative engine; weights and executables are everybody's."""
     made = with_settings(_first_engine(), seed=seed, **speculative)
     return LLMEngine(made.config, runner=_runner(kind), tokenizer=made.tokenizer)
 

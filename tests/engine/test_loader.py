@@ -28,7 +28,7 @@ from jaxspec_checkpoints.layout import EMBEDDING
 from jaxspec_checkpoints.writing import write_checkpoint
 from tests.checkpoints.models import write_tiny
 from tests.e2e import pair
-from tests.engines import generate, make_engine, tokens_of
+from tests.engines import generate, tokens_of
 from tests.loops import make_config
 
 SIZES: dict[str, Any] = dict(max_model_len=64, max_num_seqs=2, dtype="float32")
@@ -267,13 +267,7 @@ def test_an_answer_ends_with_its_turn(tmp_path, has_template, ends):
 @pytest.fixture(scope="module")
 def engine() -> LLMEngine:
     """With arrays of its own: other engines must not sleep along."""
-    return make_engine(
-        pair.target(),
-        pair.draft("noisy"),
-        num_draft_tokens=pair.NUM_DRAFT,
-        has_one_shape=True,
-        **pair.SETTINGS,
-    )
+    return pair.own_engine()
 
 
 def texts(engine: LLMEngine) -> list[list[int]]:

@@ -323,8 +323,9 @@ def test_followers_hear_of_programs_and_are_waited_for(told):
     assert followers.events == [("compile", shape_values(shape)), "waited for 1"]
 
 
-def test_followers_sleep_and_wake_up_with_the_leader(told):
-    engine, followers = told
+def test_followers_sleep_and_wake_up_with_the_leader():
+    engine = pair.own_engine()
+    followers = engine.runner.followers = Told()
     engine.sleep(1)
     engine.wake_up(["weights"])
     engine.wake_up()
