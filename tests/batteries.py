@@ -196,7 +196,7 @@ BATTERIES = (
         ("jaxspec/train/", "jaxspec/models/", "tests/train/", "tests/program/hlo.py"),
         "benchmarks/results/aot_train.json",
     ),
-    _aot("h200", "tests/program/test_h200_aot.py", (*PROGRAM, "benchmarks/h200.py")),
+    _aot("h200", "tests/program/test_h200_aot.py", (*PROGRAM, "benchmarks/gpu.py")),
 )
 
 

@@ -195,7 +195,7 @@ def test_of_adaptive_drafts_only_parts_that_were_run_are_drawn(tmp_path):
 
 
 def gpu_result(**changes: Any) -> dict[str, Any]:
-    """As `benchmarks.h200` writes it, with made-up values."""
+    """As `benchmarks.gpu` writes it, with made-up values."""
     rounds = [
         {
             "what": "round",

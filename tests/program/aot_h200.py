@@ -1,4 +1,4 @@
-"""Compiles what `benchmarks.h200` runs at full size for a GPU that is not there.
+"""Compiles what `benchmarks.gpu` runs at full size for a GPU that is not there.
 
 `PYTHONPATH=.venv/aot python -m tests.program.aot_h200` writes what the compiler says of
 each program to `benchmarks/results/aot_h200.json`: memory, kernels, copies.
@@ -21,7 +21,7 @@ import jax
 from jax.sharding import Mesh
 from tqdm.auto import tqdm
 
-from benchmarks import h200
+from benchmarks import gpu as full_size
 from benchmarks.step_times import Models
 from tests.kernels import aot_gpu, aot_tpu
 from tests.program import hlo
@@ -97,7 +97,7 @@ def gpu() -> Mesh:
 
 def room(name: str) -> float:
     """Bytes that the benchmark's programs may use."""
-    return MEMORY_GIB[name] * GIB * h200.MEMORY_FRACTION
+    return MEMORY_GIB[name] * GIB * full_size.MEMORY_FRACTION
 
 
 def programs(
@@ -108,11 +108,11 @@ def programs(
     Args:
         layers: Of target and draft, where fewer than they have are enough.
     """
-    options = h200.make_parser().parse_args(arguments)
-    setting = h200.setting_of(options)
+    options = full_size.make_parser().parse_args(arguments)
+    setting = full_size.setting_of(options)
     found: dict[str, Program] = {}
-    for pair in h200.PAIRS:
-        target, draft = h200.configs_of(pair, options)
+    for pair in full_size.PAIRS:
+        target, draft = full_size.configs_of(pair, options)
         if layers is not None:
             target = replace(target, num_layers=layers[0])
             draft = replace(draft, num_layers=layers[1])
@@ -122,16 +122,16 @@ def programs(
             Program,
             weight_bytes=models.weight_bytes + models.draft_alone().weight_bytes,
         )
-        for (size, seqs), make in h200.plain_steps(pair, models, options).items():
-            one = both[:1] if size == h200.PAIRS[pair][0] else both[1:]
+        for (size, seqs), make in full_size.plain_steps(pair, models, options).items():
+            one = both[:1] if size == full_size.PAIRS[pair][0] else both[1:]
             name = f"plain/{size}/batch {seqs}"
             found.setdefault(name, form(make=make, rows=seqs, layers=one))
-        for (seqs, count), make in h200.target_passes(models, options).items():
-            name = f"pass/{h200.PAIRS[pair][0]}/batch {seqs}/K {count}"
+        for (seqs, count), make in full_size.target_passes(models, options).items():
+            name = f"pass/{full_size.PAIRS[pair][0]}/batch {seqs}/K {count}"
             rows = seqs * (count + 1)
             found[name] = form(make=make, rows=rows, layers=both[:1])
         seqs, most = options.batches[0], max(options.num_drafts)
-        for count, make in h200.rounds(models, options).items():
+        for count, make in full_size.rounds(models, options).items():
             what = count if count == "standard" else f"K {count}"
             rows = seqs * ((most if count == "standard" else count) + 1)
             found[f"round/{pair}/{what}"] = form(make=make, rows=rows, layers=both)
@@ -190,7 +190,7 @@ def _write(rows: list[dict[str, Any]]) -> None:
     head = {
         "device": "NVIDIA H200, compiled for and not run",
         "memory_gib": MEMORY_GIB,
-        "memory_fraction": h200.MEMORY_FRACTION,
+        "memory_fraction": full_size.MEMORY_FRACTION,
         "command": COMMAND,
         "versions": aot_gpu.versions(),
     }

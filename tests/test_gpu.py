@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks import by_kernel, h200
+from benchmarks import by_kernel, gpu
 from benchmarks.step_times import Models, Program, Setting, TargetPass
 from jaxspec.models.families import config_from_hf
 
@@ -18,13 +18,13 @@ QUICK = ["--dry-run", "--batches", "1", "--num-drafts", "1", "--acceptances", "0
 
 
 def options_of(*more: str) -> argparse.Namespace:
-    return h200.make_parser().parse_args([*QUICK, *more])
+    return gpu.make_parser().parse_args([*QUICK, *more])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [[], ["--scan-layers"]], ids=["each", "scanned"])
 def test_a_pair_is_measured_in_all_ways(form):
-    rows = list(h200.run_part("9b-2b", options_of("--context", "16", *form)))
+    rows = list(gpu.run_part("9b-2b", options_of("--context", "16", *form)))
     by_kind = {}
     for row in rows:
         json.dumps(row)
@@ -51,12 +51,12 @@ def test_a_pair_is_measured_in_all_ways(form):
 
 
 def test_full_shapes_are_the_published_ones():
-    options = h200.make_parser().parse_args([])
-    assert h200.config_of("27b", options)["hidden_size"] == 4608
-    assert h200.setting_of(options).context == 1024
-    assert h200.config_of("27b", options_of())["hidden_size"] == 64
+    options = gpu.make_parser().parse_args([])
+    assert gpu.config_of("27b", options)["hidden_size"] == 4608
+    assert gpu.setting_of(options).context == 1024
+    assert gpu.config_of("27b", options_of())["hidden_size"] == 64
     for form in ([], ["--scan-layers"]):
-        pair = h200.configs_of("27b-2b", h200.make_parser().parse_args(form))
+        pair = gpu.configs_of("27b-2b", gpu.make_parser().parse_args(form))
         assert [one.scan_layers for one in pair] == [bool(form)] * 2
     pool = Setting(context=100, steps=10).pool(8, 512, 4)
     # Pages for the context and five tokens of every step, and of one more.
@@ -74,9 +74,9 @@ def test_what_was_measured_is_kept_when_a_part_fails(tmp_path, monkeypatch):
         seen.append((name, seconds, len(json.loads(output.read_text())["rows"])))
         yield {"what": "ended early", "code": 1}
 
-    monkeypatch.setattr(h200, "run_child", child)
+    monkeypatch.setattr(gpu, "run_child", child)
     more = ["--parts", "27b-2b", "hf-2b", "--seconds", "100", "--output", str(output)]
-    h200.main([*QUICK, *more])
+    gpu.main([*QUICK, *more])
     result = json.loads(output.read_text())
     found = [(row["part"], row["what"]) for row in result["rows"]]
     assert found == [
@@ -90,7 +90,7 @@ def test_what_was_measured_is_kept_when_a_part_fails(tmp_path, monkeypatch):
     assert all(0 < seconds <= 100 for _, seconds, _ in seen)
     assert result["is_dry_run"] is True
     assert "--parts 27b-2b" in result["command"]
-    h200.main([*QUICK, *more[:-4], "--seconds", "0", "--output", str(output)])
+    gpu.main([*QUICK, *more[:-4], "--seconds", "0", "--output", str(output)])
     left = [row["what"] for row in json.loads(output.read_text())["rows"]]
     assert left == ["left out: no time"] * 2
 
@@ -99,7 +99,7 @@ def test_what_was_measured_is_kept_when_a_part_fails(tmp_path, monkeypatch):
 def child(monkeypatch, tmp_path: Path):
     """Makes a part run lines of a shell, which writes its number to `$0.pids`."""
     path = tmp_path / "python"
-    monkeypatch.setattr(h200.sys, "executable", str(path))
+    monkeypatch.setattr(gpu.sys, "executable", str(path))
 
     def make(*lines: str) -> Path:
         path.write_text("\n".join(["#!/bin/sh", "echo $$ >> $0.pids", *lines, ""]))
@@ -123,7 +123,7 @@ def test_a_process_that_takes_too_long_is_killed_with_what_it_started(child):
     """What it started holds the pipe too: as long as that lives, there may be more."""
     more = "sleep 60 &", "echo $! >> $0.pids", "exec sleep 60"
     pids = child("echo '{\"what\": 1}'", "echo not json", *more)
-    first, last = h200.run_child("9b-2b", 1.0, [])
+    first, last = gpu.run_child("9b-2b", 1.0, [])
     assert first == {"what": 1}
     assert last["what"] == "ended early"
     assert last["code"] < 0
@@ -134,7 +134,7 @@ def test_a_process_that_takes_too_long_is_killed_with_what_it_started(child):
 
 def test_a_part_ends_when_nobody_reads_on(child):
     pids = child("echo '{\"what\": 1}'", "exec sleep 60")
-    rows = h200.rows_of("9b-2b", time.monotonic() + 60, [])
+    rows = gpu.rows_of("9b-2b", time.monotonic() + 60, [])
     assert next(rows) == {"what": 1}
     rows.close()
     assert have_ended(pids)
@@ -148,8 +148,8 @@ def test_a_part_takes_most_of_the_memory_unless_it_is_told(child, monkeypatch, g
         monkeypatch.setenv(name, str(given))
     # Half a line, as of one that was killed while it wrote, is none.
     child(f'echo "{{\\"what\\": ${name}}}"', "printf '{\"half'")
-    expected = h200.MEMORY_FRACTION if given is None else given
-    assert list(h200.run_child("9b-2b", 60, [])) == [{"what": expected}]
+    expected = gpu.MEMORY_FRACTION if given is None else given
+    assert list(gpu.run_child("9b-2b", 60, [])) == [{"what": expected}]
 
 
 @pytest.fixture
@@ -173,10 +173,10 @@ def test_a_signal_ends_the_run_and_the_part(monkeypatch, tmp_path, number):
         finally:
             ended.append(True)
 
-    monkeypatch.setattr(h200, "run_child", child)
+    monkeypatch.setattr(gpu, "run_child", child)
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt):
-        h200.main([*QUICK, "--output", str(output)])
+        gpu.main([*QUICK, "--output", str(output)])
     assert ended == [True]
     assert len(json.loads(output.read_text())["rows"]) == 1
     assert signal.getsignal(number) is before
@@ -186,8 +186,8 @@ def test_a_signal_ends_the_run_and_the_part(monkeypatch, tmp_path, number):
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_a_pass_computes_what_a_round_needs(num_drafts):
     """The tokens of a plain pass are no one's input, and are computed all the same."""
-    setting = h200.setting_of(options_of("--context", "16"))
-    config = config_from_hf(h200.config_of("9b", options_of()))
+    setting = gpu.setting_of(options_of("--context", "16"))
+    config = config_from_hf(gpu.config_of("9b", options_of()))
     models = Models.random(config, config, setting)
     one = TargetPass(models, seqs=2, num_drafts=num_drafts)
     state, tokens = one.compiled.out_info
@@ -199,8 +199,8 @@ def test_a_pass_computes_what_a_round_needs(num_drafts):
 
 @pytest.mark.slow
 def test_shapes_of_weights_compile_the_program_that_weights_do():
-    config = config_from_hf(h200.config_of("9b", options_of()))
-    setting = h200.setting_of(options_of("--context", "16"))
+    config = config_from_hf(gpu.config_of("9b", options_of()))
+    setting = gpu.setting_of(options_of("--context", "16"))
     models = Models.random(config, config, setting)
     shapes = Models.abstract(config, config, setting, models.mesh)
     assert shapes.weight_bytes == models.weight_bytes
@@ -224,7 +224,7 @@ def test_kernels_are_summed_up():
 
 @pytest.mark.slow
 def test_huggingface_beside_it():
-    rows = list(h200.run_part("hf-2b", options_of("--context", "16")))
+    rows = list(gpu.run_part("hf-2b", options_of("--context", "16")))
     assert [row["is_compiled"] for row in rows] == [False, True]
     # A long text less a short one: with tiny shapes the clock's noise may be more.
     for row in rows:

@@ -1,6 +1,6 @@
 """Full-size Gemma 2 on a GPU: plain decoding, rounds of drafts, HuggingFace beside.
 
-    python -m benchmarks.h200 --seconds 520
+    python -m benchmarks.gpu --seconds 520
 
 Weights are random and made on the device; acceptance is forced, so that no text means
 anything. Every part runs in a process of its own, and what it measured is written at
@@ -281,7 +281,7 @@ def run_child(name: str, seconds: float, arguments: list[str]) -> Iterator[Row]:
     So is what it has started, and when nobody reads on. Its last row says how it
     ended, if not well.
     """
-    command = [sys.executable, "-m", "benchmarks.h200", "--part", name, *arguments]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, *arguments]
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY_FRACTION)} | os.environ
     start = time.monotonic()
     process = subprocess.Popen(
@@ -351,7 +351,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     end = time.monotonic() + options.seconds
     result = {
-        "command": shlex.join(["python", "-m", "benchmarks.h200", *arguments]),
+        "command": shlex.join(["python", "-m", "benchmarks.gpu", *arguments]),
         "date": now(),
         "is_dry_run": options.dry_run,
         "goals": GOALS,
