@@ -29,7 +29,13 @@ from jaxspec_kernels import native
 from jaxspec_kernels.bits import ScaledPages
 from tests.e2e import heads, pair
 from tests.e2e.lossless import TREE
-from tests.engines import generate, make_engine, tokens_of
+from tests.engines import (
+    OneProgramRunner,
+    OneShapeRunner,
+    generate,
+    make_engine,
+    tokens_of,
+)
 from tests.oracles import PagedModel
 
 KINDS = ("int8", "fp8")
@@ -47,6 +53,7 @@ SEEDS = [None, 1, None, 2, None, 3, 4]
 WAYS: dict[str, dict[str, Any]] = {
     "chain": {},
     "tree": dict(tree=TREE, num_draft_tokens=9),
+    "several programs": dict(runner=OneShapeRunner),
     "scanned": dict(scan_layers=True),
     "two devices": dict(tensor_parallel_size=2, draft_tensor_parallel_size=1),
     "scanned tree on two devices": dict(
@@ -81,7 +88,8 @@ def make(kind: str, has_draft: bool, **changes: Any) -> LLMEngine:
         names = "tree", "num_draft_tokens", "draft_tensor_parallel_size"
         changes = {name: one for name, one in changes.items() if name not in names}
     draft = pair.draft("noisy") if has_draft else None
-    return make_engine(pair.target(), draft, has_one_shape=True, **(settings | changes))
+    settings = dict(runner=OneProgramRunner) | settings | changes
+    return make_engine(pair.target(), draft, **settings)
 
 
 @functools.cache

@@ -32,6 +32,7 @@ from tests.e2e.test_distribution import (
 from tests.engines import (
     FIRST_CHARACTER,
     OneProgramRunner,
+    OneShapeRunner,
     QuickGreedyRunner,
     generate,
     make_engine,
@@ -53,7 +54,7 @@ def trimmed_engine(**options: Any) -> LLMEngine:
 
 @functools.cache
 def shaped_engine() -> LLMEngine:
-    return trimmed_engine(has_one_shape=True)
+    return trimmed_engine(runner=OneProgramRunner)
 
 
 @functools.cache
@@ -130,6 +131,11 @@ def test_a_target_that_drafts_for_itself_is_accepted_where_all_was_kept():
         pytest.param(dict(scan_layers=True), id="scanned"),
         pytest.param(dict(lookup=(3, 1)), id="ngram"),
         pytest.param(dict(tree=TREE, num_draft_tokens=9), id="tree"),
+        pytest.param(
+            dict(tree=TREE, num_draft_tokens=9, runner=OneShapeRunner),
+            id="tree in several programs",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(dict(dynamic=(3, 9)), id="dynamic tree", marks=pytest.mark.slow),
         pytest.param(dict(num_side_leaves=2), id="side leaves", marks=pytest.mark.slow),
         pytest.param(
@@ -143,7 +149,7 @@ def test_a_target_that_drafts_for_itself_is_accepted_where_all_was_kept():
     ],
 )
 def test_no_form_of_rounds_changes_a_text(options):
-    check_texts(trimmed_engine(has_one_shape=True, **options))
+    check_texts(trimmed_engine(**(dict(runner=OneProgramRunner) | options)))
 
 
 def characters(ids: list[int]) -> str:
@@ -202,13 +208,14 @@ def check_devices(devices: int, draft_devices: int) -> None:
     sizes: dict[str, Any] = dict(num_attention_heads=8, num_key_value_heads=4)
     model = make_micro(seed=3, **sizes)
     some, params = [[2, 7, 3, 11, 5], [4] * 9, [13, 2]], params_of(3, max_tokens=16)
-    expected = tokens_of(generate(make_engine(model), some, params))
+    plain = make_engine(model, runner=OneProgramRunner)
+    expected = tokens_of(generate(plain, some, params))
     engine = make_engine(
         model,
         make_micro(seed=3, **sizes),
         num_draft_tokens=pair.NUM_DRAFT,
         kept=MICRO_KEPT,
-        has_one_shape=True,
+        runner=OneProgramRunner,
         tensor_parallel_size=devices,
         draft_tensor_parallel_size=draft_devices,
     )

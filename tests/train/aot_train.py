@@ -47,6 +47,7 @@ class Cell:
         tensor_parallel_size: Chips that share a copy of target and head.
         rows: In a step, of `length` tokens.
         layers: Of the target; None: all.
+        heads: Of Medusa; None: as many as by default.
     """
 
     method: str
@@ -54,12 +55,15 @@ class Cell:
     rows: int = 8
     length: int = 512
     layers: int | None = None
+    heads: int | None = None
 
     @property
     def name(self) -> str:
         parts = [self.method, f"tensor parallel {self.tensor_parallel_size}"]
         if self.layers is not None:
             parts.append(f"layers {self.layers}")
+        if self.heads is not None:
+            parts.append(f"heads {self.heads}")
         return "/".join(parts)
 
     @property
@@ -68,12 +72,21 @@ class Cell:
         told = [self.method, "--target", "9b", "--data", "prompts", "--out", "out"]
         told += ["--rows", str(self.rows), "--length", str(self.length)]
         told += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        if self.heads is not None:
+            told += ["--heads", str(self.heads)]
         return make_parser().parse_args(told)
 
 
 # The first is compiled by a test, the second by a battery: a whole one takes minutes.
 _CELLS = [
-    Cell(method="medusa", tensor_parallel_size=4, layers=2),
+    Cell(
+        method="medusa",
+        tensor_parallel_size=4,
+        rows=2,
+        length=128,
+        layers=2,
+        heads=1,
+    ),
     Cell(method="eagle3", tensor_parallel_size=4, layers=6),
     Cell(method="eagle3", tensor_parallel_size=4),
     Cell(method="eagle3", tensor_parallel_size=8),
