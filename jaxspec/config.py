@@ -210,6 +210,16 @@ class EngineConfig:
             f"{self.pages_per_seq} pages of {self.page_size} tokens; give more pages "
             "or a smaller max_model_len.",
         )
+        if self.given is None or self.given.num_pages is not None:
+            self.check_pages()
+        self._check_draft()
+
+    def check_pages(self) -> None:
+        """Refuse more sequences than there are pages, when it is known how many.
+
+        Raises:
+            ConfigError: There are more.
+        """
         check_integer(
             ConfigError,
             "max_num_seqs",
@@ -220,7 +230,6 @@ class EngineConfig:
             "sequence takes one at least: lower max_num_seqs, or raise "
             "num_gpu_blocks_override.",
         )
-        self._check_draft()
 
     def _check_draft(self) -> None:
         speculative = self.speculative

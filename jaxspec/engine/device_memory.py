@@ -227,6 +227,7 @@ def fit(
         max_num_batched_tokens=plan.sizes.num_batched_tokens,
         num_pages=plan.num_pages,
     )
+    fitted.check_pages()
     return fitted, plan
 
 

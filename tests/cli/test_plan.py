@@ -50,6 +50,14 @@ def test_9b_with_a_2b_draft_on_a_gpu_that_is_not_here(capsys):
     assert found["table"] + "\n" == text
 
 
+@pytest.mark.parametrize(("num_seqs", "length"), [(256, 1024), (600, 8192)])
+def test_as_many_sequences_as_are_wanted(capsys, num_seqs, length):
+    """A CPU's pages, 74 of this pair, are not the devices'."""
+    sizes = ("--max-num-seqs", f"{num_seqs}", "--max-model-len", f"{length}")
+    found = told(capsys, *PAIR, *DRAFTS, "--device", "h200", *sizes)
+    assert found["max_num_seqs"] == num_seqs < found["num_pages"]
+
+
 @pytest.mark.parametrize("kept", ["int8", "fp8"])
 def test_the_type_of_keys_and_values_is_told(capsys, kept):
     arguments = (*PAIR, *DRAFTS, "--device", "h100", "--max-num-seqs", "64")
@@ -119,6 +127,11 @@ def test_the_bundled_pair_here(capsys):
             (*PAIR, *DRAFTS, "--device", "h100", "--max-num-seqs", "513")
             + ("--kv-cache-memory-bytes", "3690987520"),
             "max_num_seqs must be an integer from 1 to 512, got 513",
+        ),
+        (
+            # A CPU's pages of 512 MiB.
+            ("--max-num-seqs", "5000"),
+            "max_num_seqs must be an integer from 1 to 4681, got 5000",
         ),
         (("--device", "h100-9"), "--device must be one of .* got 'h100-9'"),
         (
