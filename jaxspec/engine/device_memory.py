@@ -39,6 +39,7 @@ from jaxspec.engine.memory.memory_plan import (
 )
 from jaxspec.engine.runner import (
     build_mesh,
+    most_pool_share,
     options_of,
     pool_of,
     pool_share,
@@ -287,12 +288,14 @@ def find_facts(
     # What proposers keep grows with the pages, or it is there once.
     draft_page = bytes_of(proposer_state(2)) - bytes_of(proposer_state(1))
     kept = bytes_of(proposer_state(1)) - draft_page
+    programs = _program_facts(config, mesh)
     return MemoryFacts(
         device=device or first.device_kind,
         platform=first.platform,
         num_devices=mesh.size,
         limit_bytes=limit,
         limit_share=pool_share(given.gpu_memory_utilization) if is_gpu else 1.0,
+        most_share=most_pool_share(given.gpu_memory_utilization) if is_gpu else 1.0,
         used_bytes=used,
         target=ModelBytes(
             weight_bytes=bytes_of(target_params),
@@ -306,7 +309,8 @@ def find_facts(
             form=_described(config.draft_model_config),
         ),
         draft_name="draft model" if config.head_config is None else "head",
-        programs=_program_facts(config, mesh),
+        programs=programs,
+        programs_without=_programs_without(config, mesh, programs),
         kv_dtype=dtype.name if kv_dtype == "auto" else kv_dtype,
         page_size=config.page_size,
         max_model_len=config.max_model_len,
@@ -393,6 +397,19 @@ def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
         fixed_bytes=FIXED_BYTES.get(platform, ACCELERATOR_FIXED_BYTES),
         code_bytes=code,
     )
+
+
+def _programs_without(
+    config: EngineConfig, mesh: Mesh, programs: ProgramFacts
+) -> ProgramFacts:
+    """What programs would be without the draft model or head."""
+    if config.speculative is not None and config.speculative.has_lookup:
+        # There are drafts all the same, with no law.
+        return dataclasses.replace(programs, draft_vocab_size=0)
+    none: dict[str, Any] = dict.fromkeys(
+        ("speculative", "draft_model_config", "head_config", "draft_token_ids")
+    )
+    return _program_facts(dataclasses.replace(config, **none), mesh)
 
 
 def _part(size: int, mesh: Mesh, mesh_axes: tuple[str, ...]) -> int:

@@ -322,9 +322,17 @@ class EngineMetrics:
                 for name, num_bytes, _ in plan.rows()
             ),
             self._gauge("memory_limit_bytes", plan.facts.limit_bytes or 0),
+            *(
+                self._gauge("memory_page_bytes", one.page_bytes, model=name)
+                for name, one in (
+                    ("target", plan.facts.target),
+                    ("draft", plan.facts.draft),
+                )
+            ),
             self._gauge("memory_draft_bytes", plan.draft_bytes),
             self._gauge("memory_programs_found_bytes", load.program_bytes),
             self._gauge("max_concurrency", plan.concurrency(length)),
+            self._gauge("sequences_lost", plan.sequences_lost),
         ]
 
     def _leaves(self) -> list[Metric]:

@@ -563,7 +563,22 @@ def pool_share(utilization: float | None) -> float:
     for name in POOL_VARIABLES:
         if os.environ.get(name):
             return float(os.environ[name])
+    return _own_pool_share(utilization)
+
+
+def _own_pool_share(utilization: float | None) -> float:
     return min((utilization or DEFAULT_UTILIZATION) + 0.05, 0.95)
+
+
+def most_pool_share(utilization: float | None) -> float:
+    """The share that jax would take for an engine that plans with all of a GPU.
+
+    What the user has told jax stays. `build_mesh` tells it in the same variable, so
+    that a share which follows from `utilization` is taken for the engine's own.
+    """
+    found = pool_share(utilization)
+    is_own = f"{found:g}" == f"{_own_pool_share(utilization):g}"
+    return _own_pool_share(1.0) if is_own else found
 
 
 def choose_dtype(name: str, mesh: Mesh) -> jnp.dtype:

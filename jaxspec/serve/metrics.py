@@ -76,12 +76,16 @@ _HELP = {
     "jaxspec:memory_bytes": "Of one device, as planned at the start, by what it is for",
     "jaxspec:memory_limit_bytes": "What a device has for that; 0 where nobody planned "
     "by it, as on a CPU",
-    "jaxspec:memory_draft_bytes": "Of one device, for the draft model: weights and its "
-    "part of the pages",
+    "jaxspec:memory_page_bytes": "Of one device, for keys and values of one page, by "
+    "model",
+    "jaxspec:memory_draft_bytes": "Of one device, for the draft model: weights, its "
+    "part of the pages, and what programs take more",
     "jaxspec:memory_programs_found_bytes": "What the programs made so far take of a "
     "device, as compilers tell",
     "jaxspec:max_concurrency": "Sequences of max_model_len tokens that there are pages "
     "for",
+    "jaxspec:sequences_lost": "Sequences of max_model_len tokens that there would be "
+    "pages for as well without the draft model",
 }
 
 

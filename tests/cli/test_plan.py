@@ -50,6 +50,18 @@ def test_9b_with_a_2b_draft_on_a_gpu_that_is_not_here(capsys):
     assert found["table"] + "\n" == text
 
 
+@pytest.mark.parametrize("target", ["9b", "27b"])
+@pytest.mark.parametrize("device", ["h200", "v5e-8"])
+def test_without_the_draft_there_are_as_many_sequences_more_as_told(
+    capsys, target, device
+):
+    sizes = ("--device", device, "--max-num-seqs", "64")
+    model = f"google/gemma-2-{target}-it"
+    both = told(capsys, model, *PAIR[1:], *DRAFTS, *sizes)
+    alone = told(capsys, model, *sizes)
+    assert both["max_concurrency"] + both["sequences_lost"] == alone["max_concurrency"]
+
+
 @pytest.mark.parametrize(("num_seqs", "length"), [(256, 1024), (600, 8192)])
 def test_as_many_sequences_as_are_wanted(capsys, num_seqs, length):
     """A CPU's pages, 74 of this pair, are not the devices'."""
@@ -103,7 +115,7 @@ def test_the_bundled_pair_here(capsys):
         (("--device", "v9"), "--device must be one of v5e-1, .* got 'v9'"),
         (
             (*PAIR, *DRAFTS, "--device", "v5e-1"),
-            "are needed of v5e-1's 15.75 GiB.* Set tensor_parallel_size=2.",
+            "are needed of v5e-1's 15.75 GiB.* Set tensor_parallel_size=2, on 2 such",
         ),
         (
             ("--gpu-memory-utilization", "1.5"),
@@ -132,6 +144,10 @@ def test_the_bundled_pair_here(capsys):
             # A CPU's pages of 512 MiB.
             ("--max-num-seqs", "5000"),
             "max_num_seqs must be an integer from 1 to 4681, got 5000",
+        ),
+        (
+            (*PAIR, *DRAFTS, "--device", "h100", "--gpu-memory-utilization", "0.2"),
+            "are needed of h100's 74.10 GiB.* Set gpu_memory_utilization=0.35.",
         ),
         (("--device", "h100-9"), "--device must be one of .* got 'h100-9'"),
         (

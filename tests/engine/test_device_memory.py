@@ -166,6 +166,36 @@ def test_jaxs_own_share_of_a_gpu_is_kept(monkeypatch):
     assert runner.pool_share(0.4) == pytest.approx(0.45)
 
 
+def test_a_users_share_of_a_gpu_is_told_from_our_own(monkeypatch):
+    """`build_mesh` tells jax by the variable that users have."""
+    name = runner.POOL_VARIABLES[0]
+    monkeypatch.delenv(runner.POOL_VARIABLES[1], raising=False)
+    monkeypatch.delenv(name, raising=False)
+    assert runner.most_pool_share(0.4) == 0.95
+    monkeypatch.setenv(name, f"{runner.pool_share(0.4):g}")
+    assert runner.most_pool_share(0.4) == 0.95
+    monkeypatch.setenv(name, "0.75")
+    assert runner.most_pool_share(0.4) == 0.75
+    facts = plan_for(pair(max_num_seqs=8), "h100").facts
+    assert (facts.limit_share, facts.most_share) == (0.75, 0.75)
+
+
+def test_drafts_from_the_text_stay_without_the_draft_model():
+    method = dict(
+        method="ngram+draft_model",
+        model="google/gemma-2-2b-it",
+        num_speculative_tokens=5,
+    )
+    args = pair(draft=None, speculative_config=method)
+    both = plan_for(args, "h100").facts
+    assert both.programs.draft_vocab_size > 0
+    assert both.programs_without == dataclasses.replace(
+        both.programs, draft_vocab_size=0
+    )
+    alone = plan_for(pair(draft=None), "h100").facts
+    assert plan_for(pair(), "h100").facts.programs_without == alone.programs
+
+
 def test_eight_chips_share_both_models():
     plan = plan_for(pair("27b", tensor_parallel_size=8), "v5e-8")
     facts = plan.facts

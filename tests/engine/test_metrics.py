@@ -131,6 +131,10 @@ def test_the_memory_plan_is_told_where_there_is_one():
     told = metrics.read(Load(program_bytes=123))
     found = [one for one in told if isinstance(one, Gauge)]
     values = {(one.name, one.labels.get("part")): one.value for one in found}
+    pages = {
+        one.labels.get("model"): one.value for one in found if "page_b" in one.name
+    }
+    assert pages == {"target": 16 * 344_064, "draft": 16 * 106_496}
     parts = {part: x for (name, part), x in values.items() if "memory_bytes" in name}
     assert parts == {
         "target_weights": 18_483_411_968,
@@ -143,6 +147,7 @@ def test_the_memory_plan_is_told_where_there_is_one():
     assert values["jaxspec:memory_draft_bytes", None] == planned.draft_bytes
     assert values["jaxspec:memory_programs_found_bytes", None] == 123
     assert values["jaxspec:max_concurrency", None] == planned.num_pages / 512
+    assert values["jaxspec:sequences_lost", None] == planned.sequences_lost > 0
 
 
 def test_drafts():

@@ -6,7 +6,7 @@ finds them.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jaxspec.config import GivenSizes
@@ -126,9 +126,12 @@ class MemoryFacts:
         limit_bytes: What jax may take of it; None where nobody plans by it, as on a
             CPU.
         limit_share: What share of the device's memory that is: not all of a GPU's.
+        most_share: What share it would be if the engine planned with all of it: jax
+            takes of a GPU what `gpu_memory_utilization` says, and little more.
         used_bytes: Taken already, by others.
         draft: Nothing without a draft model or a head.
         draft_name: What it is.
+        programs_without: What programs would be without it; None: the same.
         kv_dtype: What a number of a key or value is kept as.
         page_size: Tokens per page.
         max_model_len: Tokens per sequence.
@@ -142,11 +145,13 @@ class MemoryFacts:
     num_devices: int = 1
     limit_bytes: int | None
     limit_share: float = 1.0
+    most_share: float = 1.0
     used_bytes: int = 0
     target: ModelBytes
     draft: ModelBytes = ModelBytes()
     draft_name: str = "draft model"
     programs: ProgramFacts
+    programs_without: ProgramFacts | None = None
     kv_dtype: str
     page_size: int
     max_model_len: int
@@ -177,6 +182,20 @@ class MemoryFacts:
         """What a share of the device's memory comes to, as far as jax may take it."""
         limit = self.limit_bytes or 0
         return int(limit * min(utilization / self.limit_share, 1))
+
+    def with_most(self) -> "MemoryFacts":
+        """The same where jax takes as much of the device as it ever would."""
+        if self.limit_bytes is None:
+            return self
+        limit = int(self.limit_bytes * self.most_share / self.limit_share)
+        return replace(self, limit_bytes=limit, limit_share=self.most_share)
+
+    def without_draft(self) -> "MemoryFacts":
+        """The same engine without its draft model or head."""
+        if self.draft == ModelBytes():
+            return self
+        programs = self.programs_without or self.programs
+        return replace(self, draft=ModelBytes(), programs=programs, compiled_bytes=None)
 
     def workspace_bytes(self, sizes: Sizes) -> int:
         """What programs take beside weights and pages: temporaries and code."""
@@ -227,18 +246,23 @@ class MemoryPlan:
 
     @property
     def draft_bytes(self) -> int:
-        """What the draft model costs: its weights and its part of the pages."""
-        draft = self.facts.draft
-        return draft.weight_bytes + self.num_pages * draft.page_bytes
+        """What drafts cost: weights, a part of the pages, and of what programs take."""
+        draft, alone = self.facts.draft, self.facts.without_draft()
+        programs = max(self.workspace_bytes - alone.workspace_bytes(self.sizes), 0)
+        return draft.weight_bytes + self.num_pages * draft.page_bytes + programs
 
     @property
     def sequences_lost(self) -> float:
-        """Sequences of the full length that would fit more without the draft model."""
-        facts = self.facts
-        room = self.kv_bytes
-        if self.utilization is not None:
-            room += facts.draft.weight_bytes  # pages are what weights leave
-        num_pages = min(room // facts.target.page_bytes, facts.max_pages)
+        """Sequences of the full length that would fit more without the draft model.
+
+        As many run at once: only their pages are more.
+        """
+        facts, alone = self.facts, self.facts.without_draft()
+        if self.utilization is not None:  # pages are what weights and programs leave
+            budget = facts.budget_bytes(self.utilization)
+            num_pages = _pages_left(alone, self.sizes, budget)
+        else:
+            num_pages = min(self.kv_bytes // alone.page_bytes, facts.max_pages)
         return max(num_pages - self.num_pages, 0) / facts.pages_per_seq
 
     def rows(self) -> list[tuple[str, int, str]]:
@@ -352,8 +376,8 @@ def plan_memory(facts: MemoryFacts, given: GivenSizes) -> MemoryPlan:
     share = given.gpu_memory_utilization or DEFAULT_UTILIZATION
     limit = facts.limit_bytes
     budget = facts.budget_bytes(share)
-    room = budget - facts.used_bytes - facts.weight_bytes - facts.programs.code_bytes
-    sizes = default_sizes(facts, room if limit is not None else budget, given)
+    room = budget if limit is None else _room_bytes(facts, budget)
+    sizes = default_sizes(facts, room, given)
     is_planned = given.num_pages is None and given.kv_cache_memory_bytes is None
     utilization = None
     if given.num_pages is not None:
@@ -376,6 +400,12 @@ def plan_memory(facts: MemoryFacts, given: GivenSizes) -> MemoryPlan:
     if plan.left_bytes is not None and plan.left_bytes < 0:
         raise _too_many_pages(plan, given)
     return plan
+
+
+def _room_bytes(facts: MemoryFacts, budget: int) -> int:
+    """Of a budget, what temporaries and pages share."""
+    taken = facts.used_bytes + facts.weight_bytes + facts.programs.code_bytes
+    return budget - taken
 
 
 def _with_pages(sizes: Sizes, given: GivenSizes, num_pages: int) -> Sizes:
@@ -414,11 +444,12 @@ def _check_kv_bytes(facts: MemoryFacts, given: int) -> None:
 
 def _no_room(plan: MemoryPlan, given: GivenSizes, budget: int) -> ConfigError:
     """What weights and programs leave does not hold one sequence."""
-    facts, limit = plan.facts, plan.facts.limit_bytes
-    assert limit is not None
+    facts, most = plan.facts, plan.facts.with_most().limit_bytes
+    assert most is not None
     one = facts.pages_per_seq * facts.page_bytes
     taken = facts.used_bytes + facts.weight_bytes + plan.workspace_bytes
     name, value = _remedy(plan, given, budget, taken + one)
+    where = f", on {value} such devices" if name == "tensor_parallel_size" else ""
     parts = [f"target {shown_bytes(facts.target.weight_bytes)}"]
     if facts.draft.weight_bytes:
         parts.append(f"draft {shown_bytes(facts.draft.weight_bytes)}")
@@ -428,10 +459,10 @@ def _no_room(plan: MemoryPlan, given: GivenSizes, budget: int) -> ConfigError:
     share = given.gpu_memory_utilization or DEFAULT_UTILIZATION
     return ConfigError(
         f"{shown_bytes(taken + one)} are needed of {facts.device}'s "
-        f"{shown_bytes(limit)}, of which gpu_memory_utilization={share:g} gives "
+        f"{shown_bytes(most)}, of which gpu_memory_utilization={share:g} gives "
         f"{shown_bytes(budget)}: {', '.join(parts)}, and {shown_bytes(one)} of keys "
         f"and values for one sequence of max_model_len={facts.max_model_len} tokens. "
-        f"Set {name}={value}.",
+        f"Set {name}={value}{where}.",
         parameter=name,
         value=value,
     )
@@ -441,24 +472,32 @@ def _remedy(
     plan: MemoryPlan, given: GivenSizes, budget: int, needed: int
 ) -> tuple[str, object]:
     """The one setting that makes room, the one that costs least first."""
-    facts, limit = plan.facts, plan.facts.limit_bytes
-    assert limit is not None
+    facts, most = plan.facts, plan.facts.with_most()
     num_tokens = _pages_left(facts, plan.sizes, budget) * facts.page_size
     if num_tokens >= facts.max_model_len // 4:
         return "max_model_len", num_tokens
-    share = math.ceil(100 * needed * facts.limit_share / limit) / 100
-    if share <= 0.98 * facts.limit_share:
-        return "gpu_memory_utilization", share
-    seqs = plan.sizes.num_seqs
+    # More memory can mean larger defaults, which need more of it: each share is tried.
+    for percent in range(1, int(98 * most.most_share) + 1):
+        share = percent / 100
+        if most.budget_bytes(share) >= needed and _has_room(most, given, share):
+            return "gpu_memory_utilization", share
+    seqs, share = plan.sizes.num_seqs, given.gpu_memory_utilization
     while seqs > 1:
         seqs //= 2
-        less = facts.workspace_bytes(plan.sizes._replace(num_seqs=seqs))
-        if needed - plan.workspace_bytes + less <= budget:
+        fewer = replace(given, max_num_seqs=seqs)
+        if _has_room(facts, fewer, share or DEFAULT_UTILIZATION):
             return "max_num_seqs", seqs
-    times = 2
-    while times < 64 and needed / times > budget:
-        times *= 2
-    return "tensor_parallel_size", times * facts.num_devices
+    devices = 1 << facts.num_devices.bit_length()  # heads are spread over powers of two
+    while devices < 64 and needed * facts.num_devices / devices > budget:
+        devices *= 2
+    return "tensor_parallel_size", devices
+
+
+def _has_room(facts: MemoryFacts, given: GivenSizes, share: float) -> bool:
+    """Whether one sequence fits with these sizes and this share."""
+    budget = facts.budget_bytes(share)
+    sizes = default_sizes(facts, _room_bytes(facts, budget), given)
+    return _pages_left(facts, sizes, budget) >= facts.pages_per_seq
 
 
 def _too_many_pages(plan: MemoryPlan, given: GivenSizes) -> ConfigError:

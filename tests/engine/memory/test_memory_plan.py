@@ -36,6 +36,9 @@ PROGRAMS = ProgramFacts(
     fixed_bytes=256 * 2**20,
 )
 
+# Without drafts: one row of a sequence, and no laws.
+WITHOUT = dataclasses.replace(PROGRAMS, num_draft_tokens=0, draft_vocab_size=0)
+
 
 def facts(**changes: Any) -> MemoryFacts:
     """9B with the 2B as its draft on a device of 80 GB."""
@@ -46,6 +49,7 @@ def facts(**changes: Any) -> MemoryFacts:
         target=TARGET_9B,
         draft=DRAFT_2B,
         programs=PROGRAMS,
+        programs_without=WITHOUT,
         kv_dtype="bfloat16",
         page_size=16,
         max_model_len=8192,
@@ -74,9 +78,17 @@ def test_9b_with_a_2b_draft_on_80_gb():
     # 512 pages a sequence.
     assert made.concurrency(8192) == 12.25
     assert made.concurrency(100) == 6272 / 7
-    assert made.draft_bytes == 5_228_683_776 + 6272 * 1_703_936
-    # Without the draft 50,443,280,896 bytes are 9,163 pages of the 9B's.
-    assert made.sequences_lost == pytest.approx((9163 - 6272) / 512)
+    # Without the draft programs have 64 rows, and no laws.
+    alone = 4 * 256_000 * (5 * 64 + 4 * 64) + 268_435_456
+    assert alone == 858_259_456
+    programs = made.workspace_bytes - alone
+    assert made.draft_bytes == 5_228_683_776 + 6272 * 1_703_936 + programs
+    # 72,000,000,000 - 18,483,411,968 - 858,259,456 bytes are 9,565 pages of the 9B's,
+    # and 9,472 in a round number: as many as an engine without the draft has.
+    assert made.sequences_lost == (9472 - 6272) / 512
+    given = SIXTY_FOUR | dict(gpu_memory_utilization=0.9)
+    without = make_plan(given, draft=ModelBytes(), programs=WITHOUT)
+    assert without.num_pages == 9472
 
 
 def test_the_table_tells_all_of_it():
@@ -91,7 +103,7 @@ def test_the_table_tells_all_of_it():
         "(draft 106,496), 7,208,960 per page",
         "left 7.68 GiB of 74.51 GiB, gpu_memory_utilization=0.9",
         "Maximum concurrency at 8,192 tokens: 12.25x",
-        "The draft model takes 14.82 GiB: without it, 5.65 more of such sequences",
+        "The draft model takes 16.65 GiB: without it, 6.25 more of such sequences",
     ]
     told = make_plan(SIXTY_FOUR | dict(gpu_memory_utilization=0.9)).told()
     assert told["table"] == text
@@ -109,6 +121,16 @@ def test_nothing_is_told_of_a_draft_model_that_is_not_there():
     made = make_plan(draft=ModelBytes())
     assert "draft" not in made.table()
     assert (made.draft_bytes, made.sequences_lost) == (0, 0)
+
+
+def test_of_pages_that_were_said_the_drafts_part_is_lost():
+    made = make_plan(SIXTY_FOUR | dict(num_pages=1000))
+    # 1,000 pages of both models are 1,309 of the target's.
+    assert made.sequences_lost == (1309 - 1000) / 512
+    # What a compiler says of programs with drafts is no estimate of those without.
+    found = make_plan(SIXTY_FOUR | dict(num_pages=1000), compiled_bytes=2**30)
+    programs = 2**30 - 858_259_456
+    assert found.draft_bytes == 5_228_683_776 + 1000 * 1_703_936 + programs
 
 
 def test_what_others_use_is_no_room():
@@ -239,7 +261,7 @@ def test_what_does_not_fit_names_the_numbers_and_one_setting():
         assert told in text
     assert "draft 4.87 GiB" in text
     assert "3.44 GiB of keys and values for one sequence" in text
-    assert text.endswith("Set tensor_parallel_size=2.")
+    assert text.endswith("Set tensor_parallel_size=2, on 2 such devices.")
     assert (error.parameter, error.value) == ("tensor_parallel_size", 2)
     assert "\n" not in text
 
@@ -264,6 +286,32 @@ def test_the_setting_is_the_one_that_costs_least():
     assert make_plan(less, limit_bytes=36 * 10**9).num_pages >= 512
     twice = dict(max_num_seqs=2 * fewer.value)
     assert refusal(twice, limit_bytes=36 * 10**9)
+
+
+def test_a_larger_share_lets_jax_take_more_of_a_gpu():
+    """What jax has of a GPU follows the share: it is no reason for a second GPU."""
+    # Of 80 GB jax takes 25 of 100, and the engine 20.
+    small: dict[str, Any] = dict(limit_bytes=20 * 10**9, limit_share=0.25)
+    error = refusal(dict(gpu_memory_utilization=0.2), **small, most_share=0.95)
+    assert error.parameter == "gpu_memory_utilization"
+    assert "of GPU's 70.78 GiB, of which gpu_memory_utilization=0.2 gives" in str(error)
+    assert isinstance(error.value, float)
+    # It is enough with the defaults that this share has, which are larger ones.
+    share = dict(gpu_memory_utilization=error.value)
+    enough: dict[str, Any] = dict(
+        limit_bytes=int(80e9 * (error.value + 0.05)), limit_share=error.value + 0.05
+    )
+    assert make_plan(share, **enough).num_pages >= 512
+    # Where the user has told jax how much it may take, it stays at that.
+    told = refusal(dict(gpu_memory_utilization=0.2), **small, most_share=0.25)
+    assert told.parameter == "tensor_parallel_size"
+    assert "of GPU's 18.63 GiB" in str(told)
+
+
+@pytest.mark.parametrize(("num_devices", "expected"), [(1, 2), (3, 4), (4, 8)])
+def test_more_devices_are_a_power_of_two(num_devices: int, expected: int):
+    error = refusal(limit_bytes=24 * GIB, num_devices=num_devices)
+    assert (error.parameter, error.value) == ("tensor_parallel_size", expected)
 
 
 def test_pages_that_the_device_has_no_room_for_are_refused():
