@@ -283,6 +283,11 @@ def test_the_memory_plan_is_shown(watched: Watched):
         expect(memory.locator("summary")).to_have_text("Memory: 12.8 × 8,192 tokens")
         memory.locator("summary").click()
         expect(memory.locator("div").first).to_contain_text("17.21 GiB")
+        # All that the table says, as the log of the start does.
+        pages, *others = memory.locator("p").all_inner_texts()
+        assert "450,560 bytes per token (draft 106,496), 7,208,960 per page" in pages
+        assert others == engine.memory.table().splitlines()[-2:]
+        assert others[0].startswith("Maximum concurrency at 8,192 tokens: ")
         expect(memory.locator("dt")).to_have_text(
             ["target weights", "draft weights", "programs", "KV", "left"]
         )

@@ -303,9 +303,13 @@ class MemoryPlan:
         for name, num_bytes, remark in self.rows():
             line = f"  {name:<17}{shown_bytes(num_bytes):>11}  {remark}"
             lines.append(line.rstrip())
-        length = facts.max_model_len
+        return "\n".join([*lines, *self.notes()])
+
+    def notes(self) -> list[str]:
+        """How many sequences the pages hold, and what the draft model costs."""
+        facts, length = self.facts, self.facts.max_model_len
         concurrency = self.concurrency(length)
-        lines.append(f"Maximum concurrency at {length:,} tokens: {concurrency:.2f}x")
+        lines = [f"Maximum concurrency at {length:,} tokens: {concurrency:.2f}x"]
         if facts.draft != ModelBytes():
             lines.append(
                 f"The {facts.draft_name} takes {shown_bytes(self.draft_bytes)}: "
@@ -313,7 +317,7 @@ class MemoryPlan:
             )
         if self.draft_sharding is not None:
             lines.append(self.draft_sharding.line())
-        return "\n".join(lines)
+        return lines
 
     def told(self) -> dict[str, Any]:
         """The same for programs that read it, with bytes of one device."""
@@ -323,6 +327,8 @@ class MemoryPlan:
             "limit_bytes": self.facts.limit_bytes,
             "parts": {name: num_bytes for name, num_bytes, _ in self.rows()},
             "shown": {name: shown_bytes(size) for name, size, _ in self.rows()},
+            "remarks": {name: remark for name, _, remark in self.rows() if remark},
+            "notes": self.notes(),
             "num_pages": self.num_pages,
             "kv_dtype": self.facts.kv_dtype,
             "page_size": self.facts.page_size,

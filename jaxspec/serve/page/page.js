@@ -91,6 +91,12 @@ function showMemory({ memory }) {
     return row;
   });
   shown.querySelector("dl").replaceChildren(...rows);
+  const notes = [`${memory.remarks.KV}.`, ...memory.notes].map((text) => {
+    const note = document.createElement("p");
+    note.textContent = text;
+    return note;
+  });
+  shown.querySelector("div.notes").replaceChildren(...notes);
 }
 
 /** Says that nobody answers, and asks until somebody does. */
