@@ -18,9 +18,10 @@ from jaxspec.engine.metrics import EngineMetrics, Load
 from jaxspec.engine.output_processor import OutputProcessor
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduling.batch import Launch, LaunchError, OnDevice
-from jaxspec.engine.scheduling.controller import Choice, Controller
+from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.engine.scheduling.costs import Round
 from jaxspec.engine.scheduling.page_events import PageEvents
+from jaxspec.engine.scheduling.rates import Choice
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.scheduler import Scheduler, make_costs
 from jaxspec.engine.scheduling.stats import EngineStats
@@ -307,9 +308,9 @@ class LLMEngine:
         self._launched.clear()
 
     def _step(self) -> list[RequestOutput]:
-        self._rehearse_next()
+        is_held_up = self._rehearse_next()
         start, outputs, waited = time.monotonic(), list[RequestOutput](), 0.0
-        launch = self.scheduler.plan()
+        launch = None if is_held_up else self.scheduler.plan()
         if launch is not None:
             with OnDevice():
                 result = self.runner.launch(launch.plan, launch.shape)
@@ -324,20 +325,27 @@ class LLMEngine:
         self.metrics.add_step(host_s)
         return outputs
 
-    def _rehearse_next(self) -> None:
+    def _rehearse_next(self) -> bool:
         """Time one program that is new; most calls do nothing.
 
-        Not beside a compile, which would make it slower than the others.
+        Not beside a compile, which would make it slower than the others, nor while a
+        launch is under way, which would seem to take as long as the rehearsal does.
+
+        Returns:
+            Whether a launch is to be read first, and none started meanwhile.
         """
         compiler = self.runner.compiler
         version = compiler.version
         if version == self._rehearsed_version or compiler.num_wanted:
-            return
+            return False
         left = self._unrehearsed()
+        if left and self._launched:
+            return True
         if left:
             self._rehearse(left[0])
         else:
             self._rehearsed_version = version
+        return False
 
     def _unrehearsed(self) -> list[Round]:
         """Rounds whose times the choice of K needs."""

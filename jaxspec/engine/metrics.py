@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from jaxspec.config import EngineConfig
 from jaxspec.engine.memory.memory_plan import MemoryPlan
 from jaxspec.engine.scheduling.batch import Launch
-from jaxspec.engine.scheduling.controller import Choice
 from jaxspec.engine.scheduling.costs import Costs
+from jaxspec.engine.scheduling.rates import Choice
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
@@ -303,7 +303,7 @@ class EngineMetrics:
                 for k, count in self._launches.items()
             ),
             *self._choice(load),
-            *self._leaves(),
+            *self._leaves(load),
             self._counter("num_compiles", load.num_compiles),
             self._counter("compile_seconds", load.compile_s),
             self._gauge("warming", load.num_warming),
@@ -335,7 +335,7 @@ class EngineMetrics:
             self._gauge("sequences_lost", plan.sequences_lost),
         ]
 
-    def _leaves(self) -> list[Metric]:
+    def _leaves(self, load: Load) -> list[Metric]:
         """Of drafts beside others, where there are any.
 
         They are not among vLLM's accepted tokens, whose positions are those of drafts
@@ -345,7 +345,10 @@ class EngineMetrics:
         if speculative is None or speculative.num_nodes == speculative.num_levels:
             return []
         count = self._stats.num_beside_tokens
-        found: list[Metric] = [self._counter("spec_decode_num_accepted_leaves", count)]
+        found: list[Metric] = [
+            self._counter("spec_decode_num_accepted_leaves", count),
+            self._gauge("speculation_has_leaves", load.choice.has_beside),
+        ]
         if speculative.parents is None:
             return found  # a dynamic tree has no places that stay
         ranks = count_ranks(speculative.parents, self._stats.tree_ends)

@@ -47,6 +47,8 @@ _HELP = {
     "jaxspec:speculation_num_drafts": "Drafts per sequence as chosen now (K)",
     "jaxspec:speculation_gain": "Tokens per second that K should bring, as a share of "
     "what plain decoding does; 0 where that is not known",
+    "jaxspec:speculation_has_leaves": "Whether drafts have side leaves, or the rest of "
+    "their tree, beside the chain now (1), or would not pay (0)",
     "jaxspec:speculation_saved_seconds": "Won against plain decoding, over rounds that "
     "won",
     "jaxspec:speculation_lost_seconds": "Lost against plain decoding, over rounds that "

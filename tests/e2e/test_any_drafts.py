@@ -10,7 +10,7 @@ from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.program.wire import CaughtUp
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.settings.speculation import ADAPTIVE
-from tests.e2e import pair
+from tests.e2e import pair, test_trees
 from tests.engines import generate, tokens_of
 
 LENGTH = 40
@@ -31,11 +31,13 @@ class RandomController(Controller):
         catch_up_s,
         can_ask=False,
         beside=lambda: 0.0,
+        chain_seconds=lambda: None,
     ) -> int:
         most = int(wanted.max(initial=0))
         # For some rounds each, or the draft model would never be up to date.
         if self.random.random() < 0.15:
             self.num_drafts = int(self.random.integers(0, most + 1))
+            self.has_beside = bool(self.random.integers(2))
         return min(self.num_drafts, most)
 
     def wants_probe(self) -> bool:
@@ -95,6 +97,32 @@ def test_texts_are_those_of_plain_decoding(draft, kind, prompts):
         # compared. Some three dozen tokens are known by the other way.
         rate = engine.costs.num_agreed / engine.costs.num_compared
         assert likeness.mean() == pytest.approx(rate, abs=0.15)
+
+
+@pytest.mark.parametrize(
+    ("draft", "kind"),
+    [
+        ("tree", "seeded"),
+        ("leaves", "greedy"),
+        pytest.param("tree", "greedy", marks=pytest.mark.slow),
+        pytest.param("dynamic", "seeded", marks=pytest.mark.slow),
+        pytest.param("both leaves", "seeded", marks=pytest.mark.slow),
+        pytest.param("scanned tree", "greedy", marks=pytest.mark.slow),
+    ],
+)
+def test_drafts_beside_others_come_and_go(draft, kind, prompts):
+    prompts = prompts[:12]
+    params = params_of(kind, len(prompts))
+    expected = tokens_of(generate(pair.plain_engine(), prompts, params))
+    engine = test_trees.engine_of(draft, controller=ADAPTIVE)
+    with_any_drafts(engine, seed=9)
+    with pair.recorded(engine) as rounds:
+        assert tokens_of(generate(engine, prompts, params)) == expected
+    engine.scheduler.check_idle()
+    drafting = [shape for plan, shape, _ in rounds if any(k for _, k in plan.decode)]
+    chains = [shape.tree.is_chain for shape in drafting]
+    assert 5 < sum(chains) < len(chains) - 5
+    assert engine.stats.num_beside_tokens > 0
 
 
 def test_nothing_is_said_of_drafts_that_would_have_been_drawn_without_a_seed(prompts):

@@ -11,10 +11,13 @@ import pytest
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.scheduling.costs import Round
+from jaxspec.engine.scheduling.shapes import GREEDY
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.outputs import RequestOutput
-from jaxspec.program.plan import BLOCK, COUPLED
+from jaxspec.program.plan import BLOCK, COUPLED, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.settings.speculation import ADAPTIVE
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec_checkpoints import bundled_target
 from tests.engines import StubTokenizer
@@ -47,6 +50,35 @@ def run_all(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
         for output in engine.step():
             outputs.setdefault(output.request_id, []).append(output)
     return outputs
+
+
+def test_a_program_is_timed_while_no_launch_is_under_way(monkeypatch):
+    """The launch would seem to take as long as the program that is timed beside it."""
+    engine, runner = make_fake_engine(
+        num_draft_tokens=3, controller=ADAPTIVE, num_pages=200, max_model_len=512
+    )
+    timed: list[Round] = []
+
+    def rehearse(round_: Round, pages: Any, context: int) -> float:
+        names = [name for name, _ in runner.events]
+        assert names.count("launch") == names.count("fetch")
+        timed.append(round_)
+        return 0.01
+
+    monkeypatch.setattr(runner, "rehearse", rehearse)
+    shapes = [
+        StepShape(num_seqs=n, num_draft_tokens=3, chunk=0, features=GREEDY)
+        for n in (1, 2)
+    ]
+    engine.add_request("0", PROMPT, SamplingParams(temperature=0, max_tokens=60))
+    said = list[int]()
+    while engine.has_unfinished_requests():
+        said += [len(one.outputs[0].token_ids) for one in engine.step()]
+        if len(said) in (2, 12):
+            runner.compiler.get(shapes[len(said) > 2])
+    assert timed == [Round(shape, k) for shape in shapes for k in (0, 1, 3)]
+    assert said[-1] == 60
+    assert_idle(engine)
 
 
 def run_one(engine: LLMEngine, params: SamplingParams, prompt: Any = PROMPT) -> Any:

@@ -9,8 +9,8 @@ import pytest
 
 from jaxspec.config import GivenSizes
 from jaxspec.engine.metrics import Distribution, EngineMetrics, Load, lengths_up_to
-from jaxspec.engine.scheduling.controller import Choice
 from jaxspec.engine.scheduling.costs import Costs
+from jaxspec.engine.scheduling.rates import Choice
 from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.metrics import Counter, Gauge, Histogram, Metric, Vector
 from jaxspec.sampling_params import SamplingParams
@@ -553,8 +553,14 @@ def test_leaves_are_counted_apart(key: str):
     (vector,) = told["spec_decode_num_accepted_tokens_per_pos"]
     assert isinstance(vector, Vector)
     assert vector.values == [2, 1, 1]
+    for has_beside in (False, True):
+        load = Load(choice=Choice(2, 0.1, True, has_beside))
+        found = {one.name: one for one in metrics.read(load)}
+        gauge = found["jaxspec:speculation_has_leaves"]
+        assert isinstance(gauge, Gauge) and gauge.value == has_beside
     plain = make_metrics(num_draft_tokens=3)[0].read(Load())
-    assert name not in {one.name for one in plain}
+    names = {one.name for one in plain}
+    assert not names & {name, "jaxspec:speculation_has_leaves"}
 
 
 def test_acceptance_of_leaves_is_told_by_depth_and_rank():

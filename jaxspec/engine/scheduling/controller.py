@@ -1,5 +1,7 @@
 """How many drafts the next launch makes: as many as measured times and acceptance pay.
 
+And whether others are beside them, in engines that have side leaves or trees.
+
 Whatever it chooses, the text is the target's: greedy and seeded text does not depend on
 K, and a choice is made from tokens that have been read, before the round it is for has
 drawn anything. What it may lose against decoding without drafts is bounded by an
@@ -11,11 +13,11 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from jaxspec.engine.scheduling.account import MIN_WAIT_S, Account
+from jaxspec.engine.scheduling.rates import Form, expected_kept
 from jaxspec.settings.speculation import ADAPTIVE, SYNTHETIC, SpeculativeConfig
 
 _log = logging.getLogger(__name__)
@@ -28,22 +30,9 @@ HYSTERESIS = 1.04
 # time; and with drafts, a round without is timed again after so many seconds.
 PROBE_SHARE = 0.01
 REFRESH_S, REFRESH_ROUNDS = 10.0, 3
-
-
-class Choice(NamedTuple):
-    """What the newest choice was, for those who look on.
-
-    Attributes:
-        num_drafts: K.
-        gain: Tokens per second that it should bring, as a share of what plain decoding
-            does; None where that is not known.
-        may_draft: Nothing but the choice stands against drafts: they have not failed,
-            and not too many requests run.
-    """
-
-    num_drafts: int = 0
-    gain: float | None = None
-    may_draft: bool = False
+# What is left out, drafts beside others and those after the first few, is made again
+# for one look after so many seconds: only rounds say what it brings and takes.
+AGAIN_S = 10.0
 
 
 class Controller:
@@ -52,6 +41,7 @@ class Controller:
     Attributes:
         is_stopped: Nothing is drafted any more: drafting has failed.
         num_drafts: K of the newest choice.
+        has_beside: Its drafts have others beside them, where the engine has such.
         gain: Tokens per second it should bring, as a share of what plain decoding does;
             None before anything is known.
         saved_s, lost_s: Seconds won and lost against plain decoding so far.
@@ -73,7 +63,7 @@ class Controller:
         # A tree is fed whole: fewer of its levels bring less, and cost as much.
         self._is_whole = speculative is not None and speculative.is_one_tree
         self.is_stopped = False
-        self.num_drafts = configured
+        self.num_drafts, self.has_beside = configured, True
         self.gain: float | None = None
         self.saved_s = self.lost_s = 0.0
         self.num_probes = self.num_stops = 0
@@ -84,6 +74,7 @@ class Controller:
         self._account = self._account_of(1)
         self._probe_ts = -math.inf
         self._plain_ts: dict[int, float] = {}
+        self._beside_ts = self._most_ts = -math.inf
         self._refresh_left = 0
 
     def stop(self, reason: str) -> None:
@@ -128,8 +119,9 @@ class Controller:
         catch_up_s: Callable[[], float],
         can_ask: bool = False,
         beside: Callable[[], float] = lambda: 0.0,
+        chain_seconds: Callable[[], Sequence[float | None] | None] = lambda: None,
     ) -> int:
-        """K of the next round.
+        """K of the next round; `has_beside` says whether others are beside its drafts.
 
         Args:
             wanted: Most drafts of each sequence that decodes.
@@ -140,6 +132,8 @@ class Controller:
             can_ask: What drafts would have brought is known without a round that is
                 tried: a draft model says so, or lookups are watched.
             beside: Tokens that drafts beside others bring, for each of those.
+            chain_seconds: As `seconds`, of rounds without drafts beside others; None
+                where the engine has no other rounds.
         """
         most = int(wanted.max(initial=0))
         if not self.is_adaptive or not most:
@@ -156,17 +150,22 @@ class Controller:
         if now < self._account.closed_until:
             self.num_drafts = 0
         else:
-            known = seconds()
+            known, chain = seconds(), chain_seconds()
             if any(one is None for one in known):
-                self.num_drafts = most  # as configured, until there is a comparison
+                # As configured, until there is a comparison.
+                self.num_drafts, self.has_beside = most, True
             else:
-                times = np.array(known)
-                self._compare(wanted, acceptance(), beside(), times, catch_up_s)
+                forms = [Form(np.array(known), beside(), self._is_whole)]
+                if chain is not None and not any(one is None for one in chain):
+                    forms.append(Form(np.array(chain)))
+                self._compare(wanted, acceptance(), forms, catch_up_s)
+                times, _, is_whole = forms[not self.has_beside]
                 # As many as cost no more than the fewest.
-                fewest = times[most if self._is_whole else 1]
+                fewest = times[most if is_whole else 1]
                 trial = int(np.flatnonzero(times <= HYSTERESIS * fewest)[-1])
                 self._try(now, trial, is_trial=before > 0, can_ask=can_ask)
                 self._remeasure(len(wanted), now)
+                self._try_again(now, most, is_drafting=before > 0)
         if (before > 0) != (self.num_drafts > 0):
             self._account.begin()
         if self.can_watch:
@@ -190,6 +189,14 @@ class Controller:
         elif now >= self._account.trial_ts and not can_ask:
             self.num_drafts = trial
 
+    def _try_again(self, now: float, most: int, *, is_drafting: bool) -> None:
+        """Make more drafts for one look, where the last with so many was long ago."""
+        may_try = is_drafting and self.num_drafts and not self._refresh_left
+        if may_try and not self.has_beside and now - self._beside_ts > AGAIN_S:
+            self._beside_ts, self.has_beside = now, True
+        elif may_try and self.num_drafts < most and now - self._most_ts > AGAIN_S:
+            self._most_ts, self.num_drafts = now, most
+
     def _account_of(self, num_seqs: int) -> Account:
         return self._accounts[num_seqs.bit_length()]
 
@@ -197,25 +204,24 @@ class Controller:
         self,
         wanted: np.ndarray,
         acceptance: np.ndarray,
-        beside: float,
-        times: np.ndarray,
+        forms: Sequence[Form],
         catch_up_s: Callable[[], float],
     ) -> None:
-        """Choose the K of the most tokens per second."""
-        most, current = len(times) - 1, min(self.num_drafts, len(times) - 1)
-        survival = np.cumprod(acceptance[:, :most], axis=1)
-        survival *= np.arange(most) < wanted[:, None]
-        kept = (1 + beside) * np.cumsum(survival.sum(axis=0))
-        tokens = len(wanted) + np.append(0.0, kept)
-        if not current:
-            times = times + np.append(0.0, np.full(most, catch_up_s()))
-        rates = tokens / times
-        if self._is_whole:
-            rates[1:-1] = 0
-        best = int(rates.argmax())
-        if rates[best] > HYSTERESIS * rates[current]:
-            current = best
-        self.num_drafts, self.gain = current, float(rates[current] / rates[0] - 1)
+        """Choose the K and the form of the most tokens per second."""
+        most = len(forms[0].seconds) - 1
+        form, k = (
+            int(len(forms) > 1 and not self.has_beside),
+            min(self.num_drafts, most),
+        )
+        kept, again_s = expected_kept(wanted, acceptance, most), 0.0
+        if not k:
+            again_s = catch_up_s()
+        rates = np.array([one.rates(len(wanted), kept, again_s) for one in forms])
+        best = divmod(int(rates.argmax()), most + 1)
+        if rates[best] > HYSTERESIS * rates[form, k]:
+            form, k = best
+        self.has_beside, self.num_drafts = not form, k
+        self.gain = float(rates[form, k] / rates[0, 0] - 1)
 
     def _remeasure(self, num_seqs: int, now: float) -> None:
         """Time a few plain rounds, where the last one was long ago."""

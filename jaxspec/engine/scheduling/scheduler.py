@@ -28,7 +28,7 @@ from jaxspec.engine.scheduling.batch import (
     plan_catch_up,
     settle,
 )
-from jaxspec.engine.scheduling.controller import Choice, Controller
+from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.engine.scheduling.costs import (
     PRIOR_RATE,
     WATCHED_PRIOR_RATE,
@@ -40,6 +40,7 @@ from jaxspec.engine.scheduling.kv_cache import PageTables
 from jaxspec.engine.scheduling.lookups import TELLING_RUNS, Lookups
 from jaxspec.engine.scheduling.pacing import Pacer
 from jaxspec.engine.scheduling.page_events import PageEvents
+from jaxspec.engine.scheduling.rates import Choice
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.rows import RowTable
 from jaxspec.engine.scheduling.shapes import Programs, Shapes
@@ -192,7 +193,10 @@ class Scheduler:
             wanted = np.minimum(wanted, self._choose(rows, wanted, features))
             most = int(wanted.max())
         if len(rows):
-            shape = self.shapes.find(len(rows), most, 0, features)
+            has_beside = self.controller.has_beside
+            shape = self.shapes.find(
+                len(rows), most, 0, features, has_beside=has_beside
+            )
             if self._has_draft_model:
                 wanted[self.rows.lags(rows)] = 0
                 most = int(wanted.max())
@@ -228,24 +232,33 @@ class Scheduler:
         """K as chosen now, within what so many requests may have."""
         limit = self._limit
         k = min(self.controller.num_drafts, limit)
-        return Choice(k, self.controller.gain if k else 0.0, limit > 0)
+        gain, has_beside = self.controller.gain, self.controller.has_beside
+        return Choice(k, gain if k else 0.0, limit > 0, has_beside)
 
     def _choose(self, rows: np.ndarray, wanted: np.ndarray, features: Features) -> int:
         """K of the next round."""
 
-        def seconds() -> list[float | None]:
+        def seconds(*, has_beside: bool = True) -> list[float | None]:
             found: list[float | None] = []
             for k in range(int(wanted.max()) + 1):
-                shape = self.shapes.find(len(rows), k, 0, features)
-                known = shape and self.costs.expected_seconds(Round(shape, k))
-                found.append(known)
+                shape = self.shapes.find(
+                    len(rows), k, 0, features, has_beside=has_beside
+                )
+                if shape is None or (k and not has_beside and shape.template):
+                    found.append(None)
+                else:
+                    found.append(self.costs.expected_seconds(Round(shape, k)))
             return found
+
+        def chain_seconds() -> list[float | None] | None:
+            return seconds(has_beside=False) if self.shapes.has_chains else None
 
         return self.controller.choose(
             wanted,
             acceptance=lambda: self._acceptance(rows),
             beside=lambda: self.costs.beside_share,
             seconds=seconds,
+            chain_seconds=chain_seconds,
             catch_up_s=lambda: self._catch_up_s(rows),
             can_ask=self._lookups is not None
             or (self._has_draft_model and not self.costs.is_drawn(rows).any()),

@@ -129,7 +129,7 @@ class Shapes:
             del sizes[GREEDY]
             sizes = dict.fromkeys(sizes, [largest])
         rounds = self._config.num_scheduler_steps
-        return {
+        forms = {
             form: [
                 StepShape(
                     num_seqs=n,
@@ -143,20 +143,43 @@ class Shapes:
             ]
             for form, listed in sizes.items()
         }
+        if self.has_chains:
+            for form in (GREEDY, SAMPLED):
+                forms[form] += [
+                    dataclasses.replace(shape, template=None)
+                    for shape in forms[form]
+                    if shape.num_draft_tokens and not shape.chunk
+                ]
+        return forms
+
+    @property
+    def has_chains(self) -> bool:
+        """Whether rounds may also leave out the drafts that stand beside others."""
+        template, is_free = self._template, self._controller.is_adaptive
+        if template is None or not is_free or self._config.batch_invariant:
+            return False
+        return template.spine.num_levels == template.num_levels
+
+    def _is_chain(self, shape: StepShape) -> bool:
+        """Whether a program leaves out what the engine's tree has beside the chain."""
+        return shape.template != self._template
 
     def _made_when_used(self) -> set[StepShape]:
         """Programs without drafts that engines which draft may never need.
 
-        Larger ones serve meanwhile: they are compiled when a launch would be faster in
-        them, as where drafts do not pay.
+        Or without some of them. Larger ones serve meanwhile: they are compiled when a
+        launch would be faster in them, as where drafts do not pay.
         """
         return {
             shape
             for form in (GREEDY, SAMPLED)
             for shape in self._forms.get(form, ())
-            if len(self._controller.ladder) > 1
-            and not shape.num_draft_tokens
-            and (shape.num_seqs > 1 or not (shape.chunk or form == GREEDY))
+            if self._is_chain(shape)
+            or (
+                len(self._controller.ladder) > 1
+                and not shape.num_draft_tokens
+                and (shape.num_seqs > 1 or not (shape.chunk or form == GREEDY))
+            )
         }
 
     def tree(self, num_drafts: int) -> Template:
@@ -188,7 +211,8 @@ class Shapes:
             prompt_tokens: Longest prompt to expect; None for any.
             features: What requests will need; greedy and sampled ones by default.
             with_late: Also those that are otherwise compiled when they are used: of
-                rounds without drafts, in engines that draft.
+                rounds without drafts, in engines that draft, and with a chain of them,
+                in engines that have others beside it.
         """
         forms = list(dict.fromkeys(self.form(one) for one in features))
         # Sampled before greedy: its programs serve both.
@@ -246,6 +270,7 @@ class Shapes:
         features: Features = SAMPLED,
         *,
         is_brief: bool = False,
+        has_beside: bool = True,
     ) -> StepShape | None:
         """The best compiled program that serves a launch; None if there is none.
 
@@ -254,9 +279,11 @@ class Shapes:
         Args:
             is_brief: There will be few such launches: for them nothing is compiled that
                 other launches do not need.
+            has_beside: Drafts have those beside them that the engine has. Without, a
+                program that makes them serves where no other is compiled.
         """
         self._refresh()
-        need = num_seqs, num_draft_tokens, num_prompt_tokens, features
+        need = num_seqs, num_draft_tokens, num_prompt_tokens, features, has_beside
         if (need, is_brief) not in self._found:
             able = self._able(*need)
             there = next((shape for shape in able if shape in self._programs), None)
@@ -275,7 +302,12 @@ class Shapes:
             self._with_prompts.clear()
 
     def _able(
-        self, num_seqs: int, num_draft_tokens: int, tokens: int, features: Features
+        self,
+        num_seqs: int,
+        num_draft_tokens: int,
+        tokens: int,
+        features: Features,
+        has_beside: bool = True,
     ) -> list[StepShape]:
         """Programs that serve a launch, the best first."""
         rung = self._controller.rung(num_draft_tokens)
@@ -289,11 +321,18 @@ class Shapes:
             if shape.num_seqs >= num_seqs
             and shape.num_draft_tokens >= rung
             and shape.chunk >= tokens
+            and not (has_beside and self._is_chain(shape))
         ]
         assert able, f"no program for {num_seqs} sequences and {tokens} prompt tokens"
         # Of equal sizes, forms keep their order.
         return sorted(
-            able, key=lambda one: (one.num_draft_tokens, one.chunk, one.num_seqs)
+            able,
+            key=lambda one: (
+                one.num_draft_tokens,
+                one.chunk,
+                one.num_seqs,
+                not self._is_chain(one),
+            ),
         )
 
     def request(

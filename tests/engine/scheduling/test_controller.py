@@ -470,6 +470,84 @@ def test_what_leaves_bring_counts():
     assert choose(1.5) > 0
 
 
+class Beside:
+    """A controller of an engine with side leaves, and a clock that a look moves."""
+
+    def __init__(self, beside: float, seconds: list[float], chain: list | None):
+        self.now, self.beside = 0.0, beside
+        self.known: list[Any] = [seconds, chain]
+        self.controller = make_controller(
+            5, controller=ADAPTIVE, clock=lambda: self.now
+        )
+
+    def look(self, num_seqs: int = 1) -> tuple[int, bool]:
+        self.now += 0.1
+        self.controller.look()
+        k = self.controller.choose(
+            np.full(num_seqs, 5),
+            acceptance=lambda: np.full((num_seqs, 5), 0.8),
+            seconds=lambda: self.known[0],
+            chain_seconds=lambda: self.known[1],
+            catch_up_s=lambda: 0.0,
+            can_ask=True,
+            beside=lambda: self.beside,
+        )
+        if not k:  # plain rounds are timed again now and then
+            self.controller.record_round(num_seqs, 0, num_seqs, 0.01, None)
+        return k, self.controller.has_beside
+
+    def settle(self) -> tuple[int, bool]:
+        """The choice once what is left out has been tried."""
+        for _ in range(4):
+            self.look()
+        return self.look()
+
+
+DEARER = [TIMES[0], *(1.4 * one for one in TIMES[1:])]
+
+
+@pytest.mark.parametrize(("beside", "has_beside"), [(0.05, False), (0.9, True)])
+def test_drafts_beside_others_are_made_where_they_pay(beside, has_beside):
+    assert Beside(beside, DEARER, TIMES).settle() == (5, has_beside)
+
+
+def test_they_are_made_until_the_time_without_is_known():
+    one = Beside(0.0, DEARER, [TIMES[0], *[None] * 5])
+    assert one.settle() == (5, True)
+    one.known[1] = TIMES
+    assert one.settle() == (5, False)
+    one.known[1] = None
+    assert one.settle() == (5, True)
+
+
+def test_what_they_bring_is_found_out_before_and_now_and_then():
+    one = Beside(0.0, DEARER, TIMES)
+    assert one.look()[1], "as nobody knows yet"
+    assert [one.look()[1] for _ in range(90)] == [False] * 90
+    found = [one.look()[1] for _ in range(220)]
+    assert found.count(True) == 3
+    one.beside = 0.9
+    assert any(one.look()[1] for _ in range(110)) and one.look()[1]
+
+
+def test_fewer_drafts_with_others_beside_them_may_be_as_good_as_many():
+    """Both are chosen at once: K of each form is its own."""
+    leaves = [0.010, 0.0105, *[0.05] * 4]
+    chain = [0.010, 0.0104, 0.02, 0.03, 0.04, 0.05]
+    assert Beside(0.5, leaves, chain).settle() == (1, True)
+
+
+def test_the_most_drafts_are_timed_again():
+    """Else a time that was too long once would stand for ever."""
+    slow = [*TIMES[:2], 0.03, 0.04, 0.05, 0.06]
+    one = Beside(0.0, slow, None)
+    assert one.look()[0] == 5, "as in the first rounds of all"
+    assert {one.look()[0] for _ in range(90)} == {1}
+    assert 5 in {one.look()[0] for _ in range(20)}
+    one.known[0] = TIMES  # as that round has shown
+    assert one.settle()[0] > 3
+
+
 @pytest.mark.parametrize(
     ("changes", "can_watch"),
     [

@@ -9,6 +9,7 @@ import pytest
 from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.engine.scheduling.shapes import GREEDY, SAMPLED, EveryProgram, Shapes
 from jaxspec.program.plan import TILE, Features, StepShape
+from jaxspec.settings.speculation import ADAPTIVE
 from tests.loops import make_config
 
 LOGPROBS = Features(num_logprobs=3)
@@ -306,3 +307,55 @@ def test_leaves_and_trees_are_of_programs_that_need_one_choice_a_token():
     assert leaves.tree(0).num_rows == 1
     assert leaves.tree(2) == leaves.tree(5)
     assert make_shapes(**DEFAULT).tree(2).num_rows == 3
+
+
+ALONE = "[(0,), (0, 0), (1,), (1, 0), (0, 0, 0)]"
+SHORT = "[(0,), (1,), (1, 0), (1, 1), (1, 0, 0)]"
+
+
+@pytest.mark.parametrize(
+    ("keys", "has_chains"),
+    [
+        ({"num_side_leaves": 2}, True),
+        ({"dynamic_tree_top_k": 3}, True),
+        ({"speculative_token_tree": ALONE}, True),
+        # Its longest path is not the chain of first choices.
+        ({"speculative_token_tree": SHORT}, False),
+        ({}, False),
+    ],
+)
+def test_rounds_may_leave_out_what_stands_beside_the_chain(keys, has_chains):
+    assert not make_shapes(**DEFAULT, speculative_keys=keys).has_chains, "K is fixed"
+    shapes = make_shapes(**DEFAULT, controller=ADAPTIVE, speculative_keys=keys)
+    assert shapes.has_chains == has_chains
+    every = shapes.all(with_late=True)
+    soon, levels = shapes.all(), max(one.num_draft_tokens for one in every)
+    drafting = [one for one in every if one.num_draft_tokens and not one.chunk]
+    chains = [one for one in drafting if one.tree.is_chain]
+    if not has_chains:
+        assert not chains or chains == drafting
+        return
+    # One of every size, compiled when it is wanted.
+    whole = [one for one in drafting if one not in chains]
+    assert {dataclasses.replace(one, template=None) for one in whole} == set(chains)
+    assert len(whole) == len(chains) and not set(chains) & set(soon)
+    for features in (GREEDY, SAMPLED):
+        found = shapes.find(4, levels, 0, features, has_beside=False)
+        assert found is not None and found in chains
+        assert found.features == features
+        other = shapes.find(4, levels, 0, features)
+        assert other is not None and not other.tree.is_chain
+
+
+def test_where_the_chain_is_not_compiled_its_drafts_have_others_beside_them():
+    keys = {"num_side_leaves": 1}
+    changes: dict[str, Any] = DEFAULT | dict(controller=ADAPTIVE, speculative_keys=keys)
+    every = make_shapes(**changes).all(with_late=True)
+    programs = SomePrograms(*[one for one in every if not one.tree.is_chain])
+    shapes = make_shapes(programs, **changes)
+    found = shapes.find(4, 5, 0, GREEDY, has_beside=False)
+    assert found is not None and not found.tree.is_chain
+    (wanted,) = programs.asked
+    assert wanted.tree.is_chain and wanted.num_draft_tokens == 5
+    programs.add(wanted)
+    assert shapes.find(4, 5, 0, GREEDY, has_beside=False) == wanted
