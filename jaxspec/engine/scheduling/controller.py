@@ -22,9 +22,10 @@ from jaxspec.settings.speculation import ADAPTIVE, SYNTHETIC, SpeculativeConfig
 
 _log = logging.getLogger(__name__)
 
-# Rounds between two looks at what is known, and the gain that a change must promise.
-# Where texts are watched, with drafts and without: whoever watches says when to return.
-LOOK_ROUNDS, WATCHED_LOOK_ROUNDS = 8, (4, 32)
+# Rounds between two looks at what is known, and the gain that a change must promise:
+# with drafts, with drafts where texts are watched, and without, where whoever asks the
+# draft model or watches the text says when to look again.
+LOOK_ROUNDS, WATCHED_LOOK_ROUNDS, IDLE_LOOK_ROUNDS = 8, 4, 32
 HYSTERESIS = 1.04
 # Without drafts the draft model is asked so seldom that it costs this share of the
 # time; and with drafts, a round without is timed again after so many seconds.
@@ -168,8 +169,10 @@ class Controller:
                 self._try_again(now, most, is_drafting=before > 0)
         if (before > 0) != (self.num_drafts > 0):
             self._account.begin()
-        if self.can_watch:
-            self._rounds_left = WATCHED_LOOK_ROUNDS[not self.num_drafts]
+        if not self.num_drafts:
+            self._rounds_left = IDLE_LOOK_ROUNDS
+        elif self.can_watch:
+            self._rounds_left = WATCHED_LOOK_ROUNDS
         return 0 if self._refresh_left else self.num_drafts
 
     def look(self) -> None:

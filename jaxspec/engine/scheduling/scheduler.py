@@ -325,7 +325,7 @@ class Scheduler:
         the last have.
         """
         rows = np.flatnonzero(self.rows.is_decoding)
-        if not self._has_draft_model or not self.rows.awaits_draft(rows).any():
+        if not self._may_catch_up or not self.rows.awaits_draft(rows).any():
             self._num_caught_up = 0  # most rounds
             return False
         most = MAX_IN_A_ROW if self._is_in_a_row() else 1
@@ -344,12 +344,9 @@ class Scheduler:
         draft model. And what was decoded without drafts. While nothing is drafted one
         row is enough now and then, to learn what drafts would bring.
         """
-        if not self._has_draft_model or not self._limit:
+        if not self._may_catch_up:
             return None
-        is_probe = self.controller.is_adaptive and not self.controller.num_drafts
-        if is_probe and not self.controller.wants_probe():
-            return None
-        lagging = self.rows.lagging()
+        lagging, is_probe = self.rows.lagging(), self._is_probe
         if is_probe:
             lagging = lagging[~self.costs.is_drawn(lagging)]
             shortest = self.rows.num_draft_uncached[lagging].argsort(kind="stable")
@@ -368,6 +365,18 @@ class Scheduler:
         if is_probe:
             self.controller.begin_probe()
         return plan_catch_up(self.rows, self.tables, lagging, shape, is_probe=is_probe)
+
+    @property
+    def _is_probe(self) -> bool:
+        """Whether the draft model is fed only to learn what drafts would bring."""
+        return self.controller.is_adaptive and not self.controller.num_drafts
+
+    @property
+    def _may_catch_up(self) -> bool:
+        """Whether the draft model is fed at all now, where a sequence lags."""
+        if not self._has_draft_model or not self._limit:
+            return False
+        return not self._is_probe or self.controller.wants_probe()
 
     def _is_in_a_row(self) -> bool:
         """Whether some wait for the draft model since more than half of all did."""
