@@ -125,9 +125,13 @@ class Report:
     compile_cpu_s: float
 
 
-def measure(case: Case) -> Report:
-    """Compile one."""
-    config = case.config()
+def measure(case: Case, **changes: Any) -> Report:
+    """Compile one.
+
+    Args:
+        changes: Of engine arguments.
+    """
+    config = case.config(**changes)
     mesh = describe_mesh(case.device, config)
     program, forms = describe(config, mesh)
     shapes = Shapes(config, Controller(config.speculative))
@@ -158,15 +162,25 @@ def measure(case: Case) -> Report:
         kernels=hlo.num_kernels(text),
         moves=hlo.largest(hlo.moves(text), 4),
         copied=hlo.copied(text, (params, state.target_pages, state.proposers)),
-        who_sees_whom=who_sees_whom(text, math.ceil(8192 / config.page_size)),
+        who_sees_whom=who_sees_whom(
+            text,
+            math.ceil(8192 / config.page_size),
+            (state.target_pages, state.proposers),
+        ),
         squares=hlo.squares(text, rows),
         compile_cpu_s=round(elapsed, 1),
     )
 
 
-def who_sees_whom(text: str, table_len: int) -> dict[str, int]:
-    """What attention is given beside queries, pages and where and how many they are."""
+def who_sees_whom(text: str, table_len: int, pages: Any) -> dict[str, int]:
+    """What attention is given beside queries, pages and where and how many they are.
+
+    Args:
+        pages: Of all layers, whose scales are no masks.
+    """
     known = {(NUM_SEQS, table_len), (NUM_SEQS,), (NUM_SEQS + 1,)}
+    for leaf in jax.tree.leaves(pages):
+        known.add(leaf.sharding.shard_shape(leaf.shape))
     found = {
         operand
         for call in hlo.kernel_operands(text, "paged_attention")
