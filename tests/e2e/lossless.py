@@ -6,8 +6,9 @@ bfloat16. Texts come from plain decoding, near ties and all. In float32 HuggingF
 agree with them, but for ties that rounding can turn.
 
 `python -m tests.e2e.lossless` plays the whole and writes
-`benchmarks/results/lossless.json`, `--resume` what that file has not, more prompts of a
-combination as well; a test plays a short cut of it.
+`benchmarks/results/lossless.json`, `--resume` what that file has not: more prompts of a
+combination, or drafts of other forms, which `--proposers` names. `--table` prints how
+many texts the file has of each proposer. A test plays a short cut of it.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ SHAPED: dict[str, dict[str, Any]] = {
     "draft_model, tree": dict(has_draft=True, tree=TREE),
     "draft_model, trimmed": dict(has_draft=True, kept=pair.KEPT),
     "draft_model, int8": dict(has_draft=True, draft_scheme=pair.INT8),
+    "draft_model, int4": dict(has_draft=True, draft_scheme=pair.INT4),
     "draft_model, int4, trimmed": dict(
         has_draft=True, draft_scheme=pair.INT4, kept=pair.KEPT
     ),
@@ -79,6 +81,7 @@ LARGE: dict[str, dict[str, Any]] = {
     "draft_model, largest tree": dict(has_draft=True, tree=LARGEST),
     "draft_model, largest dynamic": dict(has_draft=True, dynamic=(8, MAX_NODES)),
 }
+ALL = PROPOSERS | SHAPED | LARGE
 DRAFTS = (1, 2, 3, 5, 8)
 BATCHES = (1, 8, 32)
 PATHS = ("whole", "chunked", "preempted", "prefix")
@@ -198,7 +201,7 @@ def texts_of(cut: Cut, prompts: list[list[int]], params: SamplingParams) -> Text
 
 def engine_for(cut: Cut, proposer: str, batch: int) -> LLMEngine:
     """Of the most drafts; a request asks for fewer, and the path changes settings."""
-    kind = dict((PROPOSERS | SHAPED | LARGE)[proposer])
+    kind = dict(ALL[proposer])
     has_draft, tree = kind.pop("has_draft"), kind.get("tree")
     return make_engine(
         pair.target(),
@@ -278,38 +281,92 @@ def play(cut: Cut, played: Mapping[Played, int] | None = None) -> Iterator[Play]
             )
 
 
+def resumed(cut: Cut, before: Cut) -> Cut:
+    """What a record that goes on is of: how much may differ, and nothing else.
+
+    Args:
+        before: What the record was of.
+    """
+    widened = replace(
+        before,
+        num_prompts=max(before.num_prompts, cut.num_prompts),
+        alone=max(before.alone, cut.alone),
+        proposers=tuple(dict.fromkeys((*before.proposers, *cut.proposers))),
+    )
+    same = replace(
+        cut,
+        num_prompts=widened.num_prompts,
+        alone=widened.alone,
+        proposers=widened.proposers,
+    )
+    assert same == widened, f"another cut: {before}"
+    return widened
+
+
+def table(plays: Iterable[Play]) -> str:
+    """A line for each proposer: combinations, texts, and how many are equal."""
+    rows: dict[str, list[Play]] = {}
+    for one in plays:
+        rows.setdefault(one.proposer, []).append(one)
+    lines = [
+        "| proposer | combinations | texts | equal to plain | drafts that stay |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for name, own in rows.items():
+        rates = [one.acceptance_rate for one in own]
+        cells = (
+            name,
+            f"{len(own)}",
+            f"{sum(one.num_prompts for one in own):,}",
+            f"{sum(one.num_equal for one in own):,}",
+            f"{100 * min(rates):.0f} to {100 * max(rates):.0f} %",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--alone", type=int, default=1000, help="of those, at batch 1")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--proposers", nargs="+", choices=ALL, default=list(PROPOSERS))
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--resume", action="store_true", help="go on with the output")
+    parser.add_argument("--table", action="store_true", help="only print the output's")
     options = parser.parse_args()
-    cut = Cut(
+    plays: dict[Played, Play] = {}
+    before: dict[str, Any] = {}
+    if options.resume or options.table:
+        before = json.loads(options.output.read_text(encoding="utf-8"))
+        plays = {one.played: one for one in (Play(**each) for each in before["plays"])}
+    if options.table:
+        print(table(plays.values()))
+        return
+    cut = recorded = Cut(
         num_prompts=options.prompts,
         num_tokens=options.tokens,
+        proposers=tuple(options.proposers),
         alone=options.alone,
         dtype=options.dtype,
     )
+    versions = {"jax": jax.__version__, "python": platform.python_version()}
+    if before:
+        told: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in before["cut"].items()
+        }
+        # A setting that there was not yet was at what is its default now.
+        recorded = resumed(cut, Cut(**told))
+        assert before["versions"] == versions, f"other versions: {before['versions']}"
     result: dict[str, Any] = {
-        "cut": json.loads(json.dumps(asdict(cut))),
+        "cut": asdict(recorded),
         "device": jax.devices()[0].device_kind,
         "cores": os.cpu_count(),
-        "versions": {"jax": jax.__version__, "python": platform.python_version()},
-        "seconds": 0,
+        "versions": versions,
     }
-    plays: dict[Played, Play] = {}
-    if options.resume:
-        before = json.loads(options.output.read_text(encoding="utf-8"))
-        for name in ("num_prompts", "alone"):
-            before["cut"][name] = result["cut"][name]
-        for name in ("cut", "versions"):
-            assert before[name] == result[name], f"another {name}: {before[name]}"
-        result["seconds"] = before["seconds"]
-        plays = {one.played: one for one in (Play(**each) for each in before["plays"])}
-    start = time.monotonic() - result["seconds"]
+    start = time.monotonic() - before.get("seconds", 0)
     counts = {key: one.num_prompts for key, one in plays.items()}
     for one in tqdm(play(cut, counts), desc="combinations"):
         earlier = plays.get(one.played)

@@ -1,11 +1,26 @@
 """A short cut of `lossless.py`: every path of the engine gives the plain text."""
 
+import json
+import textwrap
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from jaxspec_kernels import native
-from tests.e2e.lossless import LARGE, PATHS, SHAPED, Cut, play
+from tests.e2e.lossless import (
+    LARGE,
+    PATHS,
+    RESULTS,
+    SHAPED,
+    Cut,
+    Play,
+    play,
+    resumed,
+    table,
+)
+
+README = Path(__file__).parents[2] / "benchmarks" / "README.md"
 
 SHORT = Cut(
     num_prompts=24,
@@ -66,6 +81,29 @@ def test_every_path_says_what_plain_decoding_says(cut):
 def test_every_path_without_operations_in_c(cut, monkeypatch):
     monkeypatch.setenv(native.VARIABLE, native.OFF)
     check(cut)
+
+
+def test_every_recorded_text_is_equal_and_told():
+    record = json.loads(RESULTS.read_text(encoding="utf-8"))
+    plays = [Play(**one) for one in record["plays"]]
+    assert len({one.played for one in plays}) == len(plays)
+    assert {one.proposer for one in plays} == set(record["cut"]["proposers"])
+    for one in plays:
+        assert one.num_equal == one.num_prompts > 0, one
+    assert record["num_texts"] == sum(one.num_prompts for one in plays)
+    # It stands in an item of a list.
+    shown = textwrap.indent(table(plays), "  ")
+    assert shown in README.read_text(encoding="utf-8")
+
+
+def test_a_record_goes_on_with_other_drafts_and_nothing_else():
+    before = Cut(proposers=("ngram",), alone=10)
+    more = Cut(num_prompts=20, proposers=("draft_model, int8",), alone=4)
+    both = replace(before, proposers=("ngram", "draft_model, int8"))
+    assert resumed(more, before) == both
+    for change in ({"dtype": "bfloat16"}, {"num_tokens": 64}, {"drafts": (3,)}):
+        with pytest.raises(AssertionError, match="another cut"):
+            resumed(replace(more, **change), before)
 
 
 def check(cut: Cut) -> None:
