@@ -125,7 +125,7 @@ def header(
         about: The machine, before anything ran.
     """
     device = engine.runner.mesh.devices.flat[0]
-    hidden = ("corpus", "output", "trace")
+    hidden = ("corpus", "output", "other_map", "trace")
     return {
         "benchmark": benchmark,
         "date": now(),

@@ -9,6 +9,9 @@ whose head is cut to a quarter of the vocabulary. Prints a line per row and writ
 benchmarks/results/quantization-cpu.json, where parts that are skipped stay as they
 were. See docs/quantization.md.
 
+With `--trimmed` nothing but acceptance of drafts whose heads are cut: of the bundled
+prompts and of documents, greedy and at temperature 1; see docs/drafts.md.
+
 With `--tables` nothing runs: it prints what was recorded, and what drafts of published
 sizes can bring by the bytes that passes read.
 """
@@ -26,7 +29,7 @@ from tqdm.auto import tqdm
 from benchmarks.control import kept_parts
 from benchmarks.cpu_pair import DRAFT, TARGET, header, make_engine, warn_unless_quiet
 from benchmarks.measure import PromptRuns, run_prompts, sampling, summarise
-from benchmarks.prompts import bundled
+from benchmarks.prompts import bundled, load_prompts
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.ceiling import best_num_draft_tokens
 from jaxspec.engine.llm_engine import LLMEngine
@@ -57,6 +60,14 @@ FORMS: tuple[Form, ...] = (
 )
 # Of 8,192 tokens, those that a trimmed draft keeps.
 TRIMMED = 2048
+# Heads whose acceptance is compared: all tokens, and the first of a map. In all rounds
+# drafts are drawn with the seeds of requests, so that the texts are the same.
+HEADS = (None, 4096, TRIMMED)
+HEAD_MODES: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "temperature 1": {"temperature": 1.0, "seed": 0},
+}
+DOCUMENTS_PER_DOMAIN = 5
 # What is told of each part: they need not be of one run.
 ABOUT = ("date", "commit", "has_changes", "arguments", "dtype", "machine")
 
@@ -111,6 +122,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--skip-speed", action="store_true", help="only what is read")
     add("--skip-quality", action="store_true", help="only what is timed")
     add("--skip-acceptance", action="store_true", help="not under keys and values")
+    add("--trimmed", action="store_true", help="only acceptance of heads that are cut")
+    add("--other-map", type=Path, help="a token map to compare with the draft's own")
     add("--output", type=Path, default=PATH)
     return parser
 
@@ -119,15 +132,20 @@ def main() -> None:
     options = make_parser().parse_args()
     if options.tables:
         record = json.loads(options.output.read_text(encoding="utf-8"))
-        print("\n".join((*speed_lines(record), "", *ceiling_lines())))
+        tables = speed_lines(record), ceiling_lines(), trimmed_lines(record)
+        print("\n\n".join("\n".join(lines) for lines in tables))
         return
-    if options.corpus is None and not options.skip_quality:
+    if options.trimmed:
+        options.skip_quality = options.skip_acceptance = options.skip_speed = True
+    if options.corpus is None and (options.trimmed or not options.skip_quality):
         raise SystemExit("--corpus is missing: what is read is read from there")
     device = warn_unless_quiet()
     quality = [] if options.skip_quality else list(measure_quality(options))
     every = list(bundled("prompts.jsonl"))
     prompts = every[:: max(len(every) // options.num_prompts, 1)]
     parts: dict[str, Any] = {} if options.skip_quality else {"quality": quality}
+    if options.trimmed:
+        parts["trimmed"] = list(measure_trimmed(options))
     if not options.skip_acceptance:
         parts["acceptance"] = list(measure_acceptance(prompts, options))
     engines = [] if options.skip_speed else [engine_of(pair, options) for pair in PAIRS]
@@ -193,32 +211,82 @@ def measure_acceptance(
     plain_texts: dict[str, list[list[int]]] = {}
     for kv_kind in KV_KINDS:
         engine = engine_of(PAIRS[0], options, kv_cache_dtype=kv_kind)
-        # Until all are there, some rounds have no drafts.
-        engine.start_warm_up()
-        engine.wait_for_programs()
         for mode, controls in MODES.items():
-            before, texts = Acceptance.of(engine.stats), []
-            for _, prompt in tqdm(prompts, desc=f"keys and values {kv_kind}, {mode}"):
-                params = sampling(
-                    options.num_tokens, options.num_speculative_tokens, **controls
-                )
-                texts.append(list(run_one(engine, prompt, params)))
-            found = Acceptance.of(engine.stats) - before
+            counts, texts = accepted(engine, prompts, controls, options, kv_kind)
             first = plain_texts.setdefault(mode, texts)
-            same = sum(one == other for one, other in zip(first, texts, strict=True))
+            row = {"kv_cache_dtype": kv_kind, "mode": mode, **counts}
+            row |= told_of_texts(texts, first)
+            print(json.dumps(row))
+            yield row
+
+
+def measure_trimmed(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for every head, set of prompts and mode; texts must not change."""
+    prompts = {
+        "prompts": list(bundled("prompts.jsonl")),
+        "documents": [
+            (domain, text)
+            for domain, texts in load_prompts(
+                options.corpus, DOCUMENTS_PER_DOMAIN
+            ).by_domain.items()
+            for text in texts
+        ],
+    }
+    plain_texts: dict[tuple[str, str], list[list[int]]] = {}
+    heads: list[tuple[int | None, str | None]] = [(size, None) for size in HEADS]
+    if options.other_map is not None:
+        heads.append((TRIMMED, str(options.other_map)))
+    for size, token_map in heads:
+        pair = Pair(None, None, draft_vocab_size=size)
+        engine = engine_of(pair, options, token_map=token_map)
+        for name, mode in itertools.product(prompts, HEAD_MODES):
+            controls, told = HEAD_MODES[mode], f"{size or 'all'} tokens, {name}, {mode}"
+            counts, texts = accepted(engine, prompts[name], controls, options, told)
+            first = plain_texts.setdefault((name, mode), texts)
             row = {
-                "kv_cache_dtype": kv_kind,
+                "draft_vocab_size": size,
+                "has_other_map": token_map is not None,
+                "prompts": name,
                 "mode": mode,
-                "num_drafts": found.num_drafts,
-                "num_draft_tokens": found.num_draft_tokens,
-                "num_accepted": found.num_accepted,
-                "acceptance_rate": found.num_accepted / found.num_draft_tokens,
-                "mean_acceptance_length": 1 + found.num_accepted / found.num_drafts,
-                "same_texts": same,
-                "num_texts": len(texts),
+                **counts,
+                **told_of_texts(texts, first),
             }
             print(json.dumps(row))
             yield row
+        engine.shutdown()
+
+
+def accepted(
+    engine: LLMEngine,
+    prompts: list[tuple[str, str]],
+    controls: dict[str, Any],
+    options: argparse.Namespace,
+    told: str,
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """How many drafts stay in one text after the other, and the texts."""
+    # Until all programs are there, some rounds have no drafts.
+    engine.start_warm_up()
+    engine.wait_for_programs()
+    before, texts = Acceptance.of(engine.stats), []
+    for _, prompt in tqdm(prompts, desc=told):
+        params = sampling(
+            options.num_tokens, options.num_speculative_tokens, **controls
+        )
+        texts.append(list(run_one(engine, prompt, params)))
+    found = Acceptance.of(engine.stats) - before
+    counts = {
+        "num_drafts": found.num_drafts,
+        "num_draft_tokens": found.num_draft_tokens,
+        "num_accepted": found.num_accepted,
+        "acceptance_rate": found.num_accepted / found.num_draft_tokens,
+        "mean_acceptance_length": 1 + found.num_accepted / found.num_drafts,
+    }
+    return counts, texts
+
+
+def told_of_texts(texts: list[list[int]], first: list[list[int]]) -> dict[str, int]:
+    same = sum(one == other for one, other in zip(first, texts, strict=True))
+    return {"same_texts": same, "num_texts": len(texts)}
 
 
 def run_one(engine: LLMEngine, prompt: str, params: SamplingParams) -> Sequence[int]:
@@ -332,7 +400,42 @@ def speed_lines(record: dict[str, Any]) -> list[str]:
     return lines
 
 
-def engine_of(pair: Pair, options: argparse.Namespace, **changes: Any) -> LLMEngine:
+def trimmed_lines(record: dict[str, Any]) -> list[str]:
+    """Lines of the table of heads that are cut: how many drafts stay."""
+    columns = list(itertools.product(("prompts", "documents"), HEAD_MODES))
+    lines = [
+        "| of 8,192 tokens | "
+        + " | ".join(f"{name}, {mode}" for name, mode in columns)
+        + " | same texts |",
+        "|---|" + "--:|" * (len(columns) + 1),
+    ]
+    heads: dict[tuple[int | None, bool], dict[tuple[str, str], dict[str, Any]]] = {}
+    for row in record["trimmed"]:
+        own = heads.setdefault((row["draft_vocab_size"], row["has_other_map"]), {})
+        own[row["prompts"], row["mode"]] = row
+    for (size, has_other_map), own in heads.items():
+        name = (f"{size:,}" if size else "all") + ", other map" * has_other_map
+        rates = [f"{100 * own[column]['acceptance_rate']:.1f} %" for column in columns]
+        same, count = (
+            sum(own[column][name] for column in columns)
+            for name in ("same_texts", "num_texts")
+        )
+        lines.append(f"| {' | '.join((name, *rates, f'{same} of {count}'))} |")
+    return lines
+
+
+def engine_of(
+    pair: Pair,
+    options: argparse.Namespace,
+    *,
+    token_map: str | None = None,
+    **changes: Any,
+) -> LLMEngine:
+    """The pair in these forms.
+
+    Args:
+        token_map: Another one than the draft's own.
+    """
     return make_engine(
         options,
         **changes,
@@ -342,6 +445,7 @@ def engine_of(pair: Pair, options: argparse.Namespace, **changes: Any) -> LLMEng
             "model": DRAFT,
             "quantization": pair.draft,
             "draft_vocab_size": pair.draft_vocab_size,
+            **({} if token_map is None else {"draft_token_map": token_map}),
             "num_speculative_tokens": options.num_speculative_tokens,
             "controller": "fixed",
         },

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from benchmarks.quantization import (
     FORMS,
+    HEAD_MODES,
+    HEADS,
     KV_KINDS,
     MODES,
     PAIRS,
@@ -12,10 +14,12 @@ from benchmarks.quantization import (
     ceiling_lines,
     pass_bytes,
     speed_lines,
+    trimmed_lines,
 )
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "quantization.md"
+DRAFTS = ROOT / "docs" / "drafts.md"
 
 
 def test_every_form_is_recorded_and_told():
@@ -78,3 +82,18 @@ def test_ceilings_are_those_of_bytes():
     assert 0.5 < pass_bytes("2b", "int8") / pass_bytes("2b", None) < 0.501
     layers = pass_bytes("2b", "int4", 1) / pass_bytes("2b", None, 1)
     assert round(layers, 3) == round((4 + 32 / 128) / 16, 3)
+
+
+def test_acceptance_of_cut_heads_is_what_was_recorded():
+    """In the other page, and in a table that `--tables` prints."""
+    record = json.loads(PATH.read_text(encoding="utf-8"))
+    assert "\n".join(trimmed_lines(record)) in DRAFTS.read_text(encoding="utf-8")
+    rows = record["trimmed"]
+    own = [row["draft_vocab_size"] for row in rows if not row["has_other_map"]]
+    assert tuple(dict.fromkeys(own)) == HEADS
+    for row in rows:
+        assert row["mode"] in HEAD_MODES
+        # What a draft cannot propose changes no text.
+        assert row["same_texts"] == row["num_texts"], row
+        rate = row["num_accepted"] / row["num_draft_tokens"]
+        assert rate == row["acceptance_rate"]
