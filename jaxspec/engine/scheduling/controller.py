@@ -197,6 +197,7 @@ class Controller:
         may_try = is_drafting and self.num_drafts and not self._refresh_left
         if may_try and not self.has_beside and now - self._beside_ts > AGAIN_S:
             self._beside_ts, self.has_beside = now, True
+            self.num_drafts = most if self._is_whole else self.num_drafts
         elif may_try and self.num_drafts < most and now - self._most_ts > AGAIN_S:
             self._most_ts, self.num_drafts = now, most
 
@@ -212,10 +213,8 @@ class Controller:
     ) -> None:
         """Choose the K and the form of the most tokens per second."""
         most = len(forms[0].seconds) - 1
-        form, k = (
-            int(len(forms) > 1 and not self.has_beside),
-            min(self.num_drafts, most),
-        )
+        form = int(len(forms) > 1 and not self.has_beside)
+        k = min(self.num_drafts, most)
         kept, again_s = expected_kept(wanted, acceptance, most), 0.0
         if not k:
             again_s = catch_up_s()

@@ -453,6 +453,26 @@ def test_a_tree_that_is_tried_is_tried_whole(keys):
     assert seen == {0, 3}
 
 
+@pytest.mark.parametrize("keys", TREES)
+def test_a_tree_that_was_left_out_for_its_chain_is_tried_whole(keys):
+    """Of the chain fewer drafts are the best."""
+    now, seen = [0.0], set()
+    controller = make_tree_controller(lambda: now[0], keys)
+    for _ in range(4):
+        now[0] += 0.1
+        controller.look()
+        k = controller.choose(
+            np.full(1, 3),
+            acceptance=lambda: np.full((1, 3), 0.6),
+            seconds=lambda: [0.010, 0.030, 0.030, 0.030],
+            chain_seconds=lambda: [0.010, 0.011, 0.030, 0.030],
+            catch_up_s=lambda: 0.0,
+            can_ask=True,
+        )
+        seen.add((k, controller.has_beside))
+    assert seen == {(3, True), (3, False), (1, False)}
+
+
 def test_what_leaves_bring_counts():
     controller = make_controller(5, controller=ADAPTIVE, clock=lambda: 0.0)
 
