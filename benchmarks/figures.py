@@ -16,6 +16,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.readme_table import prompts_of
 from jaxspec.bench.figures import form
 from jaxspec.bench.figures.picture import picture, save, spec_pictures
 
@@ -24,6 +25,7 @@ RESULTS, FIGURES = HERE / "results", HERE / "figures"
 # `jaxspec.bench spec --output-json`, and `serve --save-result`: a line for every load.
 SPEC, SERVE = "spec-cpu.json", "serve-cpu.json"
 CONTROL = "control-cpu.json"  # of `python -m benchmarks.control`
+METHODS = "methods-*.json"  # of `jaxspec.bench spec --all-methods`
 SPEC_NAMES = {
     "speed_up": "speed-up",
     "acceptance": "acceptance-by-position",
@@ -59,6 +61,11 @@ def draw_all(results: Path) -> tuple[dict[str, Figure], list[str]]:
         figures |= control_figures(lines[-1])
     else:
         missing.append(f"{CONTROL}: none of how K is chosen")
+    methods = [line for path in sorted(results.glob(METHODS)) for line in _lines(path)]
+    if methods:
+        figures["methods"] = by_method(methods)
+    else:
+        missing.append(f"{METHODS}: none of ways to propose drafts")
     gpu = _gpu_figures(results)
     if not gpu:
         missing.append("gpu-*.json: none of a GPU")
@@ -119,6 +126,50 @@ def _controls(mode: str, told: Result) -> str:
 def _range(row: Result) -> form.Spread:
     least, most = row["speed_up_range"]
     return {"median": row["speed_up"], "least": least, "most": most}
+
+
+def by_method(results: list[Result]) -> Figure:
+    """Speed-up of every way to propose drafts, at batch 1, a panel for each result."""
+    note = "Speed-up: medians of runs in turn, whiskers from the least to the most.\n"
+    with form.style():
+        told = note + "\n".join(map(form.provenance, results))
+        figure = form.new_figure(WIDTH, HEIGHT + 0.6, told)
+        form.head(figure, "Ways to propose drafts, by plain decoding", {})
+        grid = figure.subplots(1, len(results), squeeze=False)[0]
+        for axes, result in zip(grid, results, strict=True):
+            names = [one["name"].split()[0] for one in result["methods"]]
+            points = [
+                point
+                for point in result["methods"][0]["points"]
+                if point["batch_size"] == 1
+            ]
+            temperatures = sorted({point["temperature"] for point in points})
+            width = 0.8 / len(temperatures)
+            for number, temperature in enumerate(temperatures):
+                left = (number - (len(temperatures) - 1) / 2) * width
+                form.bars(
+                    axes,
+                    [place + left for place in range(len(names))],
+                    [_speed_at(one, temperature) for one in result["methods"]],
+                    form.MARKS[number],
+                    width=width,
+                    label=f"temperature {temperature:g}",
+                )
+            axes.axhline(1.0, color="0.35", linewidth=1.0)
+            axes.set_title(f"{prompts_of(result).removesuffix(' prompts')} prompts")
+            axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
+            axes.legend()
+        grid[0].set_ylabel("speed-up")
+    return figure
+
+
+def _speed_at(method: Result, temperature: float) -> form.Spread:
+    (found,) = (
+        point["decode_speed_up"]
+        for point in method["points"]
+        if (point["batch_size"], point["temperature"]) == (1, temperature)
+    )
+    return found
 
 
 CONTROLLED = {"adaptive": form.SPECULATIVE, "fixed": form.MARKS[1]}

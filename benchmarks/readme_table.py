@@ -20,6 +20,8 @@ PEERS_BEGIN = "<!-- peers: written by benchmarks/readme_table.py -->"
 PEERS_END = "<!-- end of peers -->"
 FORMS_BEGIN = "<!-- forms: written by benchmarks/readme_table.py -->"
 FORMS_END = "<!-- end of forms -->"
+METHODS_BEGIN = "<!-- methods: written by benchmarks/readme_table.py -->"
+METHODS_END = "<!-- end of methods -->"
 NO_FORMS = "Not measured yet: run the commands above on a quiet machine."
 NOT_MEASURED = "Not measured yet: run `make bench` on a quiet machine."
 
@@ -128,8 +130,7 @@ def forms_table(folder: Path) -> str:
     notes = []
     for path in sorted(folder.glob("forms-*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
-        given = result["arguments"]["dataset_path"]
-        prompts = "bundled" if given is None else Path(given).stem.replace("_", " ")
+        prompts = prompts_of(result)
         found = [(one, point) for one in result["forms"] for point in one["points"]]
         found.sort(key=lambda pair: (pair[1]["temperature"], pair[1]["batch_size"]))
         rows += [_form_row(prompts, one, point) for one, point in found]
@@ -140,6 +141,42 @@ def forms_table(folder: Path) -> str:
         notes += [f"- {prompts}: {line}" for line in result["answer"][:-1]]
         notes.append(f"- {prompts}: {_measured(result)}")
     return "\n".join([*rows, "", *notes]) if notes else NO_FORMS
+
+
+def prompts_of(result: dict[str, Any]) -> str:
+    """Which prompts a result of `jaxspec.bench spec` is of, in words."""
+    given = result["arguments"]["dataset_path"]
+    return "bundled" if given is None else Path(given).stem.replace("_", " ")
+
+
+def methods_table(folder: Path) -> str:
+    """Every result of `jaxspec.bench spec --all-methods`."""
+    rows = [
+        "| prompts, temperature, batch | method | K | acceptance by position "
+        "| tokens per round | round, ms | times as fast as plain | least | MiB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    notes = []
+    for path in sorted(folder.glob("methods-*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        found = [(one, point) for one in result["methods"] for point in one["points"]]
+        found.sort(key=lambda pair: (pair[1]["temperature"], pair[1]["batch_size"]))
+        rows += [_method_row(prompts_of(result), *pair) for pair in found]
+        notes.append(f"- {prompts_of(result)}: {_measured(result)}")
+    return "\n".join([*rows, "", *notes]) if notes else NO_FORMS
+
+
+def _method_row(prompts: str, one: dict[str, Any], point: dict[str, Any]) -> str:
+    told, ratio = point["speculative"], point["decode_speed_up"]
+    rates = told["acceptance"]["acceptance_rate_per_position"]
+    return (
+        f"| {prompts}, {point['temperature']:g}, {point['batch_size']} "
+        f"| {one['name'].split()[0]} | {one['num_levels']} "
+        f"| {' '.join(f'{rate:.2f}' for rate in rates)} "
+        f"| {point['tokens_per_round']:.2f} | {told['round_s']['median'] * 1e3:.1f} "
+        f"| {ratio['median']:.2f} | {ratio['least']:.2f} "
+        f"| {one['memory_bytes'] / MIB:.1f} |"
+    )
 
 
 def _form_row(prompts: str, one: dict[str, Any], point: dict[str, Any]) -> str:
@@ -178,6 +215,12 @@ def main() -> None:
         (options.readme, own, BEGIN, END),
         (options.peers_page, beside, PEERS_BEGIN, PEERS_END),
         (options.peers_page, forms_table(options.results), FORMS_BEGIN, FORMS_END),
+        (
+            options.peers_page,
+            methods_table(options.results),
+            METHODS_BEGIN,
+            METHODS_END,
+        ),
     ]
     for page, table, begin, end in tables:
         text = page.read_text(encoding="utf-8")

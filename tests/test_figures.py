@@ -61,6 +61,7 @@ def test_what_is_not_there_is_told_and_the_rest_drawn(tmp_path, capsys):
         ["Not there", "spec-cpu.json"],
         ["Not there", "cpu_pair-*.json"],
         ["Not there", "control-cpu.json"],
+        ["Not there", "methods-*.json"],
         ["Not there", "gpu-*.json"],
     ]
     assert not list(output.iterdir())
@@ -69,7 +70,7 @@ def test_what_is_not_there_is_told_and_the_rest_drawn(tmp_path, capsys):
     (results / figures.SPEC).write_text(json.dumps(spec_result()) + "\n")
     (results / "cpu_pair-1.json").write_text(PAIR.read_text())
     figures.main(["--results", str(results), "--output", str(output)])
-    *drawn, _, missing = capsys.readouterr().out.splitlines()
+    *drawn, _, _, missing = capsys.readouterr().out.splitlines()
     names = ["load", *figures.SPEC_NAMES.values(), "acceptance-by-domain"]
     assert drawn == [f"Drawn: {name}.svg" for name in names]
     assert missing.startswith("Not there: gpu-")
@@ -104,6 +105,36 @@ def test_domains_are_those_of_the_newest_full_result(tmp_path):
     assert ticks_of(rates) == list(greedy)
     for span, row in zip(spans_of(speeds), greedy.values(), strict=False):
         assert span == pytest.approx(row["speed_up_range"])
+
+
+def test_ways_to_propose_drafts_are_drawn_beside_each_other(tmp_path):
+    def point(size: int, temperature: float, speed: float) -> dict[str, Any]:
+        place = {"batch_size": size, "temperature": temperature}
+        return place | {"decode_speed_up": spread(speed)}
+
+    methods = [
+        {
+            "name": name,
+            "points": [
+                point(8, 0.0, 9.0),
+                point(1, 0.8, speed - 0.5),
+                point(1, 0.0, speed),
+            ],
+        }
+        for name, speed in (("ngram", 1.5), ("medusa tiny-medusa", 2.0))
+    ]
+    for name, path in (("copy-cpu", "in/copy_prompts.jsonl"), ("cpu", None)):
+        result = spec_result(dataset_path=path) | {"methods": methods}
+        (tmp_path / f"methods-{name}.json").write_text(json.dumps(result))
+    found, _ = figures.draw_all(tmp_path)
+    figure = found["methods"]
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles == ["copy prompts", "bundled prompts"]
+    for axes in figure.axes:
+        assert ticks_of(axes) == ["ngram", "medusa"]
+        assert heights_of(axes) == [1.5, 2.0, 1.0, 1.5]
+        assert spans_of(axes)[1] == pytest.approx([1.8, 2.2])
+    assert_in_view(figure)
 
 
 def control_result(**changes: Any) -> dict[str, Any]:

@@ -24,6 +24,10 @@ PEER_MARKS = (
 FORM_MARKS = (
     "\n<!-- forms: written by benchmarks/readme_table.py -->\n{}<!-- end of forms -->"
 )
+METHOD_MARKS = (
+    "\n<!-- methods: written by benchmarks/readme_table.py -->\n{}"
+    "<!-- end of methods -->"
+)
 NO_PEERS = "Not measured yet: run `python -m benchmarks.peers` on a quiet machine.\n"
 
 Done = subprocess.CompletedProcess[str]
@@ -92,7 +96,8 @@ def write_table(folder: Path, results: list[dict[str, Any]], *options: str) -> D
     """Run the script on a README of its own; what is between the marks is stale."""
     readme = folder / "README.md"
     if not readme.exists():
-        marks = (MARKS + PEER_MARKS + FORM_MARKS).replace("{}", "stale\n")
+        marks = "".join((MARKS, PEER_MARKS, FORM_MARKS, METHOD_MARKS))
+        marks = marks.replace("{}", "stale\n")
         readme.write_text(f"above\n{marks}\nbelow\n")
     for number, one in enumerate(results):
         path = folder / f"cpu_pair-{number}.json"
@@ -111,9 +116,8 @@ def test_without_a_result_the_readme_says_so(tmp_path):
     text = (tmp_path / "README.md").read_text()
     expected = "Not measured yet: run `make bench` on a quiet machine.\n"
     marks = MARKS.format(expected) + PEER_MARKS.format(NO_PEERS)
-    marks += FORM_MARKS.format(
-        "Not measured yet: run the commands above on a quiet machine.\n"
-    )
+    no_spec = "Not measured yet: run the commands above on a quiet machine.\n"
+    marks += FORM_MARKS.format(no_spec) + METHOD_MARKS.format(no_spec)
     assert text == f"above\n{marks}\nbelow\n"
 
 
@@ -180,6 +184,38 @@ def test_every_form_of_drafts_is_in_the_table(tmp_path):
     assert f"- copy prompts, best=8: `{tree}`" in text
     assert "- copy prompts: Temperature 0, batch 1: chain." in text
     assert "A form is chosen" not in text
+    assert text.count("at commit 0123456789ab") == 1
+
+
+def test_every_way_to_propose_drafts_is_in_the_table(tmp_path):
+    def point(size: int, temperature: float) -> dict[str, Any]:
+        rates = {"acceptance_rate_per_position": [0.8, 0.625]}
+        return {
+            "temperature": temperature,
+            "batch_size": size,
+            "tokens_per_round": 2.5,
+            "decode_speed_up": {"median": 1.75, "least": 1.5, "most": 3.0},
+            "speculative": {"round_s": {"median": 0.0055}, "acceptance": rates},
+        }
+
+    shared = {key: result()[key] for key in ("date", "commit", "has_changes")}
+    shared |= {key: result()[key] for key in ("machine", "versions")}
+    points = [point(1, 0.8), point(1, 0.0)]
+    method = {"num_levels": 2, "memory_bytes": 3 * 2**20, "points": points}
+    found = shared | {
+        "arguments": {"dataset_path": None},
+        "methods": [method | {"name": name} for name in ("ngram", "eagle3 a-head")],
+    }
+    (tmp_path / "methods-cpu.json").write_text(json.dumps(found))
+    assert write_table(tmp_path, []).returncode == 0
+    text = (tmp_path / "README.md").read_text()
+    table = text.partition("methods: written")[2].splitlines()
+    assert table[3:7] == [
+        f"| bundled, {temperature}, 1 | {name} | 2 | 0.80 0.62 | 2.50 | 5.5 | 1.75 "
+        "| 1.50 | 3.0 |"
+        for temperature in ("0", "0.8")
+        for name in ("ngram", "eagle3")
+    ]
     assert text.count("at commit 0123456789ab") == 1
 
 

@@ -44,6 +44,14 @@ def acceptance_table(acceptance: dict[str, dict[str, float]]) -> str:
     return table(["domain", "sampled", "greedy"], rows)
 
 
+def repeated_table(repeated: dict[str, dict[str, float]]) -> str:
+    rows = [
+        [domain, f"{found['tokens']:,}", f"{found['repeated_4_grams']:.3f}"]
+        for domain, found in repeated.items()
+    ]
+    return table(["domain", "tokens", "repeated 4-grams"], rows)
+
+
 def quality_table(rows: list[dict[str, Any]]) -> str:
     """What quantized matrices do, as `benchmarks.quantization` has measured it."""
     if not rows:
@@ -83,41 +91,62 @@ def head_table(heads: dict[str, dict[str, Any]]) -> str:
     return table(["head", "parameters", *WAYS, "flags of its training"], lines)
 
 
+def runs(training: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what is told of the pair's training, after that of the pair before."""
+    before = training.get("start")
+    return [*(runs(before) if before else []), training]
+
+
+def steps_and_tokens(training: dict[str, Any], name: str) -> dict[str, str]:
+    """How long a model was trained; of each run where there were several."""
+    steps = [run[f"{name}_steps"] for run in runs(training)]
+    tokens = sum(run["rows"] * 512 * run[f"{name}_steps"] for run in runs(training))
+    return {
+        f"{name}_steps": " and ".join(map(str, steps)),
+        f"{name}_tokens": f"{tokens:,}",
+    }
+
+
 def commands(training: dict[str, Any]) -> str:
     """Return the command lines, in order, that make such a pair."""
-    options = {
-        name: f" --steps {training[name + '_steps']}"
-        f" --cooldown {training[name + '_cooldown']}"
-        f" --rate {training[name + '_rate']}"
-        for name in ("target", "draft")
-    }
-    stages = ("tokenizer", "target", "sample", "draft", "export", "evaluate")
-    return "\n".join(
-        f"python checkpoints/recipes/train_pair.py {stage} --corpus CORPUS --work WORK"
-        + (" --out OUT" if stage in ("export", "evaluate") else options.get(stage, ""))
-        for stage in stages
-    )
+    lines, start = list[str](), ""
+    for number, run in enumerate(runs(training), start=1):
+        place = f"--corpus CORPUS --work WORK{number}"
+        options = {
+            name: f" --steps {run[name + '_steps']}"
+            f" --cooldown {run[name + '_cooldown']}"
+            f" --rate {run[name + '_rate']}"
+            for name in ("target", "draft")
+        }
+        for stage in ("tokenizer", "target", "sample", "draft", "export", "evaluate"):
+            line = f"python checkpoints/recipes/train_pair.py {stage} {place}"
+            line += options.get(stage, "")
+            if stage in ("export", "evaluate"):
+                line += f" --out OUT{number}"
+            if stage in ("target", "draft", "evaluate"):
+                line += start
+            lines.append(line)
+        start = f" --start OUT{number}"
+    return "\n".join(lines)
 
 
 def render(results: dict[str, Any], hashes: dict[str, str]) -> str:
     """Return the card; `results` is what the evaluation measured and read."""
     training = results["training"]
-    per_step = training["rows"] * 512
     return string.Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         target_params=f"{results['num_params']['target']:,}",
         draft_params=f"{results['num_params']['draft']:,}",
         vocab_size=f"{results['vocab_size']:,}",
-        target_steps=training["target_steps"],
-        draft_steps=training["draft_steps"],
+        **steps_and_tokens(training, "target"),
+        **steps_and_tokens(training, "draft"),
         rows=training["rows"],
-        target_tokens=f"{training['target_steps'] * per_step:,}",
-        draft_tokens=f"{training['draft_steps'] * per_step:,}",
         commands=commands(training),
         weights=", ".join(
             f"{domain} {weight:.2f}" for domain, weight in training["weights"].items()
         ),
         losses=loss_table(results["losses"]),
         acceptance=acceptance_table(results["acceptance"]),
+        repeated=repeated_table(results["repeated"]),
         quantized=quality_table(results.get("quantization", [])),
         heads=head_table(results.get("heads", {})),
         hashes=table(

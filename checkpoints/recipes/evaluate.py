@@ -1,9 +1,12 @@
 """Measure the exported pair: validation loss, and how much of the draft is accepted.
 
-Reads only what was exported, so the figures are those of the shipped bf16 weights.
+Reads only what was exported, so the figures are those of the shipped bf16 weights. How
+much greedy text repeats itself is measured too.
 """
 
 import math
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import corpus
@@ -16,10 +19,14 @@ import sample
 import sentencepiece
 import training
 
+from jaxspec import LLM, SamplingParams
+
 LENGTH = 512
 MICRO_ROWS = 4
 # Rows of the target's own text per domain and way; a row is LENGTH tokens.
 WRITTEN_ROWS = 12
+# Greedy texts per domain that are looked through for what they repeat; their lengths.
+NUM_TEXTS, PROMPT_TOKENS, TEXT_TOKENS = 32, 32, 256
 
 Model = tuple[network.Params, dict[str, Any]]
 
@@ -150,5 +157,34 @@ def acceptance(
         results[domain] = {
             "sampled": float(kept[is_sampled].mean()),
             "greedy": float(agrees[is_greedy].mean()),
+        }
+    return results
+
+
+def repeated_4_grams(texts: Sequence[Sequence[int]]) -> float:
+    """Share of the 4-grams of all texts that stood in the same text before."""
+    grams = [list(zip(*(text[at:] for at in range(4)), strict=False)) for text in texts]
+    num_grams = sum(map(len, grams))
+    return 1 - sum(len(set(each)) for each in grams) / num_grams if num_grams else 0.0
+
+
+def repeated(
+    target: Path, by_domain: dict[str, list[np.ndarray]]
+) -> dict[str, dict[str, float]]:
+    """Return by domain how much of the target's greedy text repeats itself."""
+    llm = LLM(str(target), dtype="float32", max_model_len=512, max_num_seqs=NUM_TEXTS)
+    params = SamplingParams(temperature=0, max_tokens=TEXT_TOKENS)
+    results = {}
+    for domain, documents in sorted(by_domain.items()):
+        prompts = [
+            {"prompt_token_ids": document[:PROMPT_TOKENS].tolist()}
+            for document in documents
+            if len(document) > PROMPT_TOKENS
+        ]
+        answers = llm.generate(prompts[:NUM_TEXTS], params, use_tqdm=False)
+        texts = [answer.outputs[0].token_ids for answer in answers]
+        results[domain] = {
+            "tokens": sum(map(len, texts)),
+            "repeated_4_grams": repeated_4_grams(texts),
         }
     return results

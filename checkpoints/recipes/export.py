@@ -70,6 +70,15 @@ def write_model(
 ) -> None:
     """Write one HuggingFace folder that `Gemma2ForCausalLM` loads."""
     folder.mkdir(parents=True, exist_ok=True)
+    save_weights(folder, params)
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", GENERATION_CONFIG)
+    write_json(folder / "tokenizer_config.json", TOKENIZER_CONFIG)
+    shutil.copyfile(tokenizer, folder / "tokenizer.model")
+    write_tokenizer_json(folder)
+
+
+def save_weights(folder: Path, params: network.Params) -> None:
     weights = {
         name: np.ascontiguousarray(np.asarray(value).astype(ml_dtypes.bfloat16))
         for name, value in params.items()
@@ -77,11 +86,6 @@ def write_model(
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     # Safetensors makes the file readable by its owner alone.
     (folder / "model.safetensors").chmod(0o644)
-    write_json(folder / "config.json", config)
-    write_json(folder / "generation_config.json", GENERATION_CONFIG)
-    write_json(folder / "tokenizer_config.json", TOKENIZER_CONFIG)
-    shutil.copyfile(tokenizer, folder / "tokenizer.model")
-    write_tokenizer_json(folder)
 
 
 def write_tokenizer_json(folder: Path) -> None:
@@ -95,9 +99,13 @@ def write_tokenizer_json(folder: Path) -> None:
 def read_model(folder: Path) -> tuple[network.Params, dict[str, Any]]:
     """Return the weights as `decode.narrow` leaves them, and the configuration."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return decode.narrow(read_weights(folder)), config
+
+
+def read_weights(folder: Path) -> network.Params:
+    """Return the weights in float32, as training takes them."""
     weights = load_file(folder / "model.safetensors")
-    params = {name: jnp.asarray(value) for name, value in weights.items()}
-    return decode.narrow(params), config
+    return {name: jnp.asarray(value, jnp.float32) for name, value in weights.items()}
 
 
 def write_credits(attribution: Path, path: Path) -> None:

@@ -96,12 +96,18 @@ def save_shard(path: Path, arrays: dict[str, Any]) -> None:
     partial.replace(path)
 
 
-def writer(config: dict[str, Any], *, mix: decode.Mix, length: int = LENGTH) -> Any:
+def writer(
+    config: dict[str, Any],
+    *,
+    mix: decode.Mix,
+    length: int = LENGTH,
+    max_new: int = MAX_NEW,
+) -> Any:
     """Return the jitted `decode.write_rows`: `(params, prompts, key) -> arrays`."""
 
     def write(params: network.Params, prompts: decode.Prompts, key: jax.Array):
         rows = decode.write_rows(
-            params, config, prompts, key, mix=mix, length=length, max_new=MAX_NEW
+            params, config, prompts, key, mix=mix, length=length, max_new=max_new
         )
         return {name: value.swapaxes(0, 1) for name, value in rows.items()}
 

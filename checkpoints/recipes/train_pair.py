@@ -6,12 +6,14 @@ with the stages `tokenizer`, `target`, `sample`, `draft`, and, with `--out OUT` 
 `export` and `evaluate`, in this order; README.md has the sizes and the times.
 
 Every stage resumes from what it finds under WORK. `target` and `draft` hold the rate
-constant until `--steps`, and bring it to zero over the last `--cooldown` of them.
+constant until `--steps`, and bring it to zero over the last `--cooldown` of them. With
+`--start` they begin with the weights of an exported pair in place of random ones.
 """
 
 import argparse
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import decode
 import distill
 import evaluate
 import export
+import loops
 import network
 import numpy as np
 import sample
@@ -47,15 +50,28 @@ def stage_tokenizer(args: Any) -> None:
     (args.work / "tokenizer.model").write_bytes(model)
 
 
+def start_of(
+    args: Any, name: str, init: Callable[[], network.Params]
+) -> Callable[[], network.Params]:
+    """Return what makes the weights of step 0: those of `--start`, or `init`."""
+    if args.start is None:
+        return init
+    return functools.partial(export.read_weights, args.start / name)
+
+
 def stage_target(args: Any) -> None:
     config = network.target_config(VOCAB_SIZE)
+    state = args.work / "target.safetensors"
+    rows = corpus.PackedRows(tokenized(args), length=LENGTH, seed=args.seed)
+    loss = training.text_loss
+    if args.unlikelihood:
+        rows = loops.MixedRows(rows, config, state, length=LENGTH, seed=args.seed)
+        loss = functools.partial(loops.mixed_loss, weight=args.unlikelihood)
     training.train(
-        lambda params, tokens, segments: training.text_loss(
-            params, config, tokens, segments
-        ),
-        args.work / "target.safetensors",
-        functools.partial(network.init_params, config, seed=0),
-        corpus.PackedRows(tokenized(args), length=LENGTH, seed=args.seed),
+        lambda params, *batch: loss(params, config, *batch),
+        state,
+        start_of(args, "target", functools.partial(network.init_params, config, 0)),
+        rows,
         args=args,
     )
 
@@ -82,7 +98,9 @@ def stage_draft(args: Any) -> None:
     training.train(
         lambda params, *batch: distill.label_loss(params, config, *batch),
         args.work / "draft.safetensors",
-        lambda: distill.init_draft(config, load_target(args), seed=0),
+        start_of(
+            args, "draft", lambda: distill.init_draft(config, load_target(args), 0)
+        ),
         distill.ShardRows(args.work / "rows", seed=args.seed),
         args=args,
     )
@@ -113,9 +131,8 @@ def stage_evaluate(args: Any) -> None:
         for name, model in models.items()
     }
     print(json.dumps(losses, indent=2), flush=True)
-    rows = evaluate.write_text(
-        models["target"], corpus.tokenize(documents, processor), seed=args.seed
-    )
+    by_domain = corpus.tokenize(documents, processor)
+    rows = evaluate.write_text(models["target"], by_domain, seed=args.seed)
     acceptance = evaluate.acceptance(models["target"], models["draft"], rows)
     print(json.dumps(acceptance, indent=2), flush=True)
     results = {
@@ -127,6 +144,7 @@ def stage_evaluate(args: Any) -> None:
         "training": training_facts(args),
         "losses": losses,
         "acceptance": acceptance,
+        "repeated": evaluate.repeated(args.out / "target", by_domain),
     }
     export.write_json(args.out / "evaluation.json", results)
     text = card.render(results, export.hashes(args.out))
@@ -136,6 +154,9 @@ def stage_evaluate(args: Any) -> None:
 def training_facts(args: Any) -> dict[str, Any]:
     """Return how the pair was made, as the training logs tell it."""
     facts: dict[str, Any] = {"rows": args.rows, "weights": corpus.DOMAIN_WEIGHTS}
+    if args.start is not None:
+        before = json.loads((args.start / "evaluation.json").read_text("utf-8"))
+        facts["start"] = before["training"]
     for name in ("target", "draft"):
         lines = (args.work / f"{name}.log.jsonl").read_text().splitlines()
         entries = [json.loads(line) for line in lines]
@@ -161,6 +182,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, help="where `export` writes the pair")
+    parser.add_argument("--start", type=Path, help="an exported pair to go on from")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--cooldown", type=int, default=200)
     parser.add_argument(
@@ -168,6 +190,12 @@ def main() -> None:
     )
     parser.add_argument("--micro-rows", type=int, default=4)
     parser.add_argument("--rate", type=float, default=0.02)
+    parser.add_argument(
+        "--unlikelihood",
+        type=float,
+        default=0.0,
+        help="how much the target, saved before, unlearns loops: see loops.py",
+    )
     parser.add_argument("--save-every", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--written-tokens", type=int, default=1_200_000)

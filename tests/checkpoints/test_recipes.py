@@ -18,9 +18,11 @@ from jaxspec_checkpoints import bundled_target
 
 # The recipes are scripts, not a package: they import each other by bare names.
 sys.path.insert(0, str(Path(__file__).parents[2] / "checkpoints" / "recipes"))
-card, corpus, decode, distill, evaluate, export, network, sample, training = map(
-    importlib.import_module,
-    "card corpus decode distill evaluate export network sample training".split(),
+card, corpus, decode, distill, evaluate, export = map(
+    importlib.import_module, "card corpus decode distill evaluate export".split()
+)
+loops, network, sample, train_pair, training = map(
+    importlib.import_module, "loops network sample train_pair training".split()
 )
 
 slow = pytest.mark.slow
@@ -210,6 +212,85 @@ def test_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> Non
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+def test_a_pair_is_what_another_is_trained_from(tmp_path: Path) -> None:
+    config, random = micro_config(), pytest.fail
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    given = decode.narrow(lively_params(config))
+    folder = tmp_path / "pair" / "target"
+    folder.mkdir(parents=True)
+    export.save_weights(folder, given)
+    args = argparse.Namespace(start=tmp_path / "pair")
+    params = train_pair.start_of(args, "target", random)()
+    assert {value.dtype for value in params.values()} == {jnp.dtype(jnp.float32)}
+    jax.tree.map(np.testing.assert_array_equal, params, given)
+    args = argparse.Namespace(start=None)
+    assert train_pair.start_of(args, "target", random) is random
+
+
+def test_what_ends_a_repeated_phrase() -> None:
+    text = np.array([list("abcdabcdexabcdabcd"), list("abcdabcdabcdabcdab")])
+    tokens = np.vectorize(ord)(text)
+    segments = np.ones_like(tokens)
+    segments[1, 9:] = 2
+    is_written = np.ones_like(tokens, bool)
+    is_written[:, 0] = False
+    found = loops.last_of_repeated(tokens, segments, is_written)
+    # Of "abcd" the first stands in the prompt in part, so that its second is the first.
+    assert np.flatnonzero(found[0]).tolist() == [13, 14, 15, 16, 17]
+    assert np.flatnonzero(found[1]).tolist() == [8, 16, 17]
+    everything = loops.last_of_repeated(tokens, segments, is_written | True)
+    assert np.flatnonzero(everything[0]).tolist() == [7, 13, 14, 15, 16, 17]
+
+
+def test_a_step_unlearns_what_greedy_text_repeats(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(loops, "NUM_WRITTEN", 4)
+    monkeypatch.setattr(loops, "MAX_NEW", 64)
+    config, state = micro_config(num_hidden_layers=1), tmp_path / "target.safetensors"
+    params = lively_params(config)
+    training.save_state(state, params, {}, 0)
+    documents = {loops.DOMAIN: random_documents([80] * 6)}
+    given = corpus.PackedRows(documents, length=128, seed=0)
+    rows = loops.MixedRows(given, config, state, length=128, seed=0)
+    batch = rows.batch(8)
+    tokens, segments, is_repeated, is_given = batch
+    assert is_given.tolist() == [True, True, True, False] * 2
+    assert is_repeated[~is_given].any() and not is_repeated[is_given].any()
+    plain = corpus.PackedRows(documents, length=128, seed=0).batch(6)
+    np.testing.assert_array_equal((tokens[is_given], segments[is_given]), plain)
+
+    def loss(weight: float, params: Any) -> Any:
+        return loops.mixed_loss(params, config, *batch, weight=weight)
+
+    assert float(loss(0.0, params)) == pytest.approx(
+        float(training.text_loss(params, config, *plain)), rel=1e-5
+    )
+
+    def chance(params: Any) -> float:
+        """Of what is repeated, the mean."""
+        logits = network.forward(params, config, tokens[:, :-1], segments[:, :-1])
+        chances = jax.nn.softmax(logits.reshape(*tokens[:, 1:].shape, VOCAB))
+        chosen = np.take_along_axis(np.asarray(chances), tokens[:, 1:, None], -1)
+        return float(chosen[is_repeated[:, 1:]].mean())
+
+    gradients = jax.grad(lambda params: loss(1.0, params) - loss(0.0, params))(params)
+    stepped = jax.tree.map(lambda value, slope: value - 0.1 * slope, params, gradients)
+    assert chance(stepped) < chance(params) - 0.01
+    # A target that is saved writes anew.
+    training.save_state(state, stepped, {}, 1)
+    before = rows.written[0]
+    rows.batch(4)
+    assert (rows.written[0] != before).any()
+
+
+def test_share_of_repeated_4_grams() -> None:
+    assert evaluate.repeated_4_grams([[1, 2, 3], []]) == 0
+    texts = [[5, 6, 7, 8, 5, 6, 7, 8], [5, 6, 7, 8]]
+    assert evaluate.repeated_4_grams(texts) == pytest.approx(1 / 6)
+    assert evaluate.repeated_4_grams([[3] * 103]) == pytest.approx(0.99)
+
+
 def test_schedule_warms_up_and_ends_at_zero() -> None:
     rates = [training.schedule(i, steps=100, cooldown=20, peak=2.0) for i in range(101)]
     assert rates[0] == pytest.approx(2.0 / 30)
@@ -247,12 +328,9 @@ def test_greedy_text_is_what_a_full_forward_pass_chooses(window: int) -> None:
 
 
 @pytest.mark.usefixtures("float32_linear")
-def test_rows_hold_the_prompts_and_end_documents_in_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sample, "MAX_NEW", 9)
+def test_rows_hold_the_prompts_and_end_documents_in_time() -> None:
     config, prompts = micro_config(), micro_prompts(4, 40)
-    write = sample.writer(config, mix=decode.Mix(2, 1, 1), length=256)
+    write = sample.writer(config, mix=decode.Mix(2, 1, 1), length=256, max_new=9)
     rows = write(lively_params(config), prompts, jax.random.key(0))
     rows = jax.tree.map(np.asarray, rows)
     num_stopped = 0
@@ -392,20 +470,32 @@ def test_exported_folder_gives_the_same_logits_in_transformers(tmp_path: Path) -
 def test_card_has_no_gap() -> None:
     loss = dict(tokens=1000, nats_per_token=2.5, bits_per_byte=1.25)
     made = {"steps": 7, "cooldown": 2, "rate": 0.02}
-    facts = {f"{name}_{key}": made[key] for name in ("target", "draft") for key in made}
+    names = ("target", "draft")
+    facts: dict[str, Any] = {
+        f"{name}_{key}": made[key] for name in names for key in made
+    }
+    facts |= {"rows": 16, "weights": {"math": 1.0}}
     results = dict(
         num_params=dict(target=16, draft=2),
         vocab_size=8192,
-        training=dict(facts, rows=16, weights={"math": 1.0}),
+        training=facts,
         losses=dict(target={"math": loss}, draft={"math": loss}),
         acceptance={"math": {"sampled": 0.61, "greedy": 0.72}},
+        repeated={"math": {"tokens": 2000, "repeated_4_grams": 0.25}},
     )
     text = card.render(results, {"target/config.json": "abc"})
     assert "$" not in text
     assert "Not measured for this pair" in text
     assert "None is bundled" in text
     assert "| math | 0.610 | 0.720 |" in text
-    assert "train_pair.py target --corpus CORPUS --work WORK --steps 7" in text
+    assert "| math | 2,000 | 0.250 |" in text
+    assert "train_pair.py target --corpus CORPUS --work WORK1 --steps 7" in text
+    assert "--start" not in text
+    results |= {"training": facts | {"target_steps": 9, "start": facts}}
+    text = card.render(results, {"target/config.json": "abc"})
+    assert "7 and 9 steps of 16 rows of 512 tokens (131,072 tokens)" in text
+    line = "train_pair.py target --corpus CORPUS --work WORK2 --steps 9 --cooldown 2"
+    assert f"{line} --rate 0.02 --start OUT1\n" in text
 
 
 def test_the_bundled_card_says_what_was_measured() -> None:
@@ -415,6 +505,7 @@ def test_the_bundled_card_says_what_was_measured() -> None:
     for made in (
         card.loss_table(results["losses"]),
         card.acceptance_table(results["acceptance"]),
+        card.repeated_table(results["repeated"]),
         card.quality_table(results["quantization"]),
         card.head_table(results["heads"]),
     ):
