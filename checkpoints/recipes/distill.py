@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import network
 import numpy as np
 
+from jaxspec.train.losses import Comparison, loss_of
 from jaxspec.train.methods import main_directions
 
 # Share of rows drawn from the target's own text; the rest is corpus text.
@@ -69,10 +70,15 @@ def label_loss(
     tokens: jax.Array,
     segments: jax.Array,
     labels: Labels,
+    *,
+    kind: str = "kl",
 ) -> jax.Array:
-    """Mean KL(target || draft) over the labelled tokens and one class for the others.
+    """Mean loss over the labelled tokens.
 
-    Merging the other tokens into one class makes this a lower bound of the full KL.
+    Args:
+        kind: One of `jaxspec.train.losses.LOSSES`, made of KL(target || draft), the
+            other tokens being one class, and of the chance of a labelled token to stay:
+            lower bounds of those over all tokens.
     """
     logits = network.forward(params, config, tokens, segments)
     ids, likely = (part.reshape(len(logits), -1) for part in labels)
@@ -85,8 +91,12 @@ def label_loss(
     draft_rest = jnp.maximum(1.0 - jnp.sum(jnp.exp(draft), axis=-1), 1e-4)
     divergence = jnp.sum(target * (likely - draft), axis=-1)
     divergence += rest * (jnp.log(rest) - jnp.log(draft_rest))
-    mask = (segments.reshape(-1) > 0).astype(jnp.float32)
-    return jnp.sum(divergence * mask) / jnp.sum(mask)
+    found = Comparison(
+        divergence=divergence,
+        acceptance=jnp.sum(jnp.minimum(target, jnp.exp(draft)), axis=-1),
+        agrees=jnp.argmax(logits, axis=-1) == ids[:, 0],
+    )
+    return loss_of(kind, found, segments.reshape(-1) > 0)
 
 
 def init_draft(

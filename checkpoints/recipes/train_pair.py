@@ -30,6 +30,7 @@ import sample
 import sentencepiece
 import training
 
+from jaxspec.train.losses import LOSSES
 from jaxspec.train.text import read_documents
 
 VOCAB_SIZE = 8192
@@ -96,7 +97,9 @@ def stage_sample(args: Any) -> None:
 def stage_draft(args: Any) -> None:
     config = network.draft_config(network.target_config(VOCAB_SIZE))
     training.train(
-        lambda params, *batch: distill.label_loss(params, config, *batch),
+        lambda params, *batch: distill.label_loss(
+            params, config, *batch, kind=args.loss
+        ),
         args.work / "draft.safetensors",
         start_of(
             args, "draft", lambda: distill.init_draft(config, load_target(args), 0)
@@ -196,6 +199,7 @@ def main() -> None:
         default=0.0,
         help="how much the target, saved before, unlearns loops: see loops.py",
     )
+    parser.add_argument("--loss", choices=LOSSES, default="kl", help="of the draft")
     parser.add_argument("--save-every", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--written-tokens", type=int, default=1_200_000)

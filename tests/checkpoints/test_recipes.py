@@ -395,12 +395,19 @@ def test_label_loss_is_the_divergence_with_the_others_merged(num_labels: int) ->
     if num_labels < VOCAB:
         rest, other = 1 - labels.sum(axis=-1), 1 - others.sum(axis=-1)
         expected += rest * np.log(rest / other)
-    expected = expected[segments.reshape(-1) > 0].mean()
+    is_counted = segments.reshape(-1) > 0
+    expected = expected[is_counted].mean()
+    accepted = np.minimum(labels, others).sum(axis=-1)[is_counted].mean()
     pair = (ids.reshape(2, 33, -1), np.log(labels).reshape(2, 33, -1))
-    loss = jax.jit(lambda *given: distill.label_loss(draft, config, *given))
-    found = loss(tokens, segments, pair)
-    assert float(found) == pytest.approx(expected, rel=1e-3)
-    assert expected > 0.5
+    kinds = ("kl", "tv")
+    divergence, rejected = jax.jit(
+        lambda *given: [
+            distill.label_loss(draft, config, *given, kind=kind) for kind in kinds
+        ]
+    )(tokens, segments, pair)
+    assert float(divergence) == pytest.approx(expected, rel=1e-3)
+    assert 1 - float(rejected) == pytest.approx(accepted, rel=1e-3)
+    assert expected > 0.5 and accepted > 0.01
 
 
 def test_shard_rows_mix_both_sources(tmp_path: Path) -> None:
