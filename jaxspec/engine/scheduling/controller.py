@@ -28,9 +28,10 @@ _log = logging.getLogger(__name__)
 LOOK_ROUNDS, WATCHED_LOOK_ROUNDS, IDLE_LOOK_ROUNDS = 8, 4, 32
 HYSTERESIS = 1.04
 # Without drafts the draft model is asked so seldom that it costs this share of the
-# time; and with drafts, a round without is timed again after so many seconds.
+# time; and with drafts, a round without is timed again after so many seconds, and the
+# first time soon: until then it is as a start, with all that a start has beside, found.
 PROBE_SHARE = 0.01
-REFRESH_S, REFRESH_ROUNDS = 10.0, 3
+REFRESH_S, FIRST_REFRESH_S, REFRESH_ROUNDS = 10.0, 1.0, 3
 # What is left out, drafts beside others and those after the first few, is made again
 # for one look after so many seconds: only rounds say what it brings and takes.
 AGAIN_S = 10.0
@@ -227,7 +228,8 @@ class Controller:
 
     def _remeasure(self, num_seqs: int, now: float) -> None:
         """Time a few plain rounds, where the last one was long ago."""
-        last = self._plain_ts.setdefault(num_seqs, now)
+        first = now - REFRESH_S + FIRST_REFRESH_S
+        last = self._plain_ts.setdefault(num_seqs, first)
         if self.num_drafts and now - last > REFRESH_S:
             self._plain_ts[num_seqs] = now
             self._refresh_left = REFRESH_ROUNDS

@@ -442,14 +442,15 @@ def test_a_tree_that_is_tried_is_tried_whole(keys):
     controller = make_tree_controller(lambda: now[0], keys)
     for _ in range(5 * LOOK_ROUNDS):
         now[0] += MIN_WAIT_S
-        seen.add(
-            controller.choose(
-                np.full(1, 3),
-                acceptance=lambda: np.full((1, 3), 0.0),
-                seconds=lambda: [0.010, 0.012, 0.014, 0.016],
-                catch_up_s=lambda: 0.0,
-            )
+        k = controller.choose(
+            np.full(1, 3),
+            acceptance=lambda: np.full((1, 3), 0.0),
+            seconds=lambda: [0.010, 0.012, 0.014, 0.016],
+            catch_up_s=lambda: 0.0,
         )
+        if not k:
+            controller.record_round(1, 0, 1, 0.01, None)
+        seen.add(k)
     assert seen == {0, 3}
 
 
@@ -558,12 +559,20 @@ def test_fewer_drafts_with_others_beside_them_may_be_as_good_as_many():
     assert Beside(0.5, leaves, chain).settle() == (1, True)
 
 
+def test_plain_rounds_are_timed_again_first_after_a_second():
+    """What else a start has to do made them slow, and drafts look good beside that."""
+    one = Beside(0.0, TIMES, None)
+    plain = [i for i in range(150) if not one.look()[0]]
+    # A look takes 0.1 s; three rounds each time.
+    assert plain == [11, 12, 13, 112, 113, 114]
+
+
 def test_the_most_drafts_are_timed_again():
     """Else a time that was too long once would stand for ever."""
     slow = [*TIMES[:2], 0.03, 0.04, 0.05, 0.06]
     one = Beside(0.0, slow, None)
     assert one.look()[0] == 5, "as in the first rounds of all"
-    assert {one.look()[0] for _ in range(90)} == {1}
+    assert {one.look()[0] for _ in range(90)} == {0, 1}, "plain rounds are timed again"
     assert 5 in {one.look()[0] for _ in range(20)}
     one.known[0] = TIMES  # as that round has shown
     assert one.settle()[0] > 3
