@@ -118,7 +118,10 @@ def share_executables(size: str, runner: Runner) -> None:
 
 
 def make_llm(target: Path, draft: Path | None = None) -> LLM:
-    speculative = draft and dict(model=str(draft), num_speculative_tokens=NUM_DRAFT)
+    # Drafts in every round: how long rounds take here says nothing.
+    speculative = draft and dict(
+        model=str(draft), num_speculative_tokens=NUM_DRAFT, controller="fixed"
+    )
     with pytest.MonkeyPatch.context() as patch:
         # Prompts are ids: the bundled tokenizer has more pieces than these networks.
         tokenizer = StubTokenizer(references.reference("2b").config.vocab_size)
