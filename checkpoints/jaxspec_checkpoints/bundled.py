@@ -1,12 +1,12 @@
-"""The Gemma 2 pair that comes with the package, and a head for its target."""
+"""The Gemma 2 pair that comes with the package, and heads for its target."""
 
 from pathlib import Path
 
-from jaxspec_checkpoints.heads import EAGLE3
+from jaxspec_checkpoints.heads import EAGLE3, MEDUSA
 
 _TINY = Path(__file__).parent / "tiny"
 # Kinds of the heads that are bundled.
-BUNDLED_KINDS = (EAGLE3,)
+BUNDLED_KINDS = (EAGLE3, MEDUSA)
 
 
 def bundled_target() -> Path:

@@ -60,9 +60,12 @@ def told(*arguments: Any) -> dict[str, tuple[str, int]]:
 def test_all_that_there_is_for_a_target_is_found(folders):
     """Of the bundled pair the draft model is known; what is looked up needs nothing."""
     own = ["ngram", "suffix", "draft_model", "ngram+draft_model", "suffix+draft_model"]
-    heads = {"eagle3 tiny-gemma2-eagle3": ("eagle3", 5)}
+    heads = {
+        "eagle3 tiny-gemma2-eagle3": ("eagle3", 5),
+        "medusa tiny-gemma2-medusa": ("medusa", 4),
+    }
     assert told("--all-methods") == {name: (name, 5) for name in own} | heads
-    *_, head = methods_of(flags("spec", *SMALL, "--all-methods"))
+    *_, head, _ = methods_of(flags("spec", *SMALL, "--all-methods"))
     assert head.config["model"] == "jaxspec/tiny-gemma2-eagle3", "no path in a result"
     assert told("--all-methods", *folders.values()) == {
         name: (name, 5) for name in own
@@ -98,7 +101,7 @@ def test_every_method_is_measured_on_the_same_prompts(monkeypatch, tmp_path, cap
     printed = capsys.readouterr().out
     found = json.loads(line_in(path, printed))
     names = [one["name"] for one in found["methods"]]
-    assert len(opened) == len(names) == 6
+    assert len(opened) == len(names) == 7
     for one in found["methods"]:
         (point,) = one["points"]
         assert point["is_equal"] is True

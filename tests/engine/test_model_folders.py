@@ -75,8 +75,9 @@ def test_names_that_the_system_refuses(name: str, offline: None):
 def test_bundled_names_stand_for_folders():
     assert model_folder("jaxspec/tiny-gemma2", "model") == bundled_target()
     assert model_folder("jaxspec/tiny-gemma2-draft", "model") == bundled_draft()
-    folder = model_folder("jaxspec/tiny-gemma2-eagle3", "model")
-    assert folder == bundled_head("eagle3")
+    for kind in ("eagle3", "medusa"):
+        folder = model_folder(f"jaxspec/tiny-gemma2-{kind}", "model")
+        assert folder == bundled_head(kind)
 
 
 @pytest.mark.parametrize(
