@@ -127,6 +127,8 @@ def run(options: argparse.Namespace) -> None:
         offline = _open(options, method)
         if not done:
             result = offline.new_result("spec")
+            # Without one the flags mean the bundled target.
+            result["arguments"] |= {"model": engine_args(dict(vars(options))).model}
             result["device"] = offline.device()
             offline.print_label()
         found = forms.measure(offline, Form(method.name, forms.CHAIN))

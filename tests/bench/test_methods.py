@@ -100,6 +100,7 @@ def test_every_method_is_measured_on_the_same_prompts(monkeypatch, tmp_path, cap
     spec.run(flags("spec", *SMALL, "--output-json", path, "--all-methods"))
     printed = capsys.readouterr().out
     found = json.loads(line_in(path, printed))
+    assert found["arguments"]["model"] == "jaxspec/tiny-gemma2"
     names = [one["name"] for one in found["methods"]]
     assert len(opened) == len(names) == 7
     for one in found["methods"]:
