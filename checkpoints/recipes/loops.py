@@ -58,6 +58,10 @@ class MixedRows:
         length: int,
         seed: int,
     ):
+        if not state.exists():
+            raise FileNotFoundError(
+                f"{state} is not there: train the target without --unlikelihood first"
+            )
         self.rows = rows
         self.state = state
         self.length = length

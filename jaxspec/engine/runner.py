@@ -259,7 +259,7 @@ class Runner:
         return result
 
     def rehearse(
-        self, round_: Round, pages: Sequence[int], context: int, num_runs: int = 9
+        self, round_: Round, pages: Sequence[int], context: int, num_runs: int = 3
     ) -> float:
         """Median seconds of a round, run with nobody waiting for it.
 

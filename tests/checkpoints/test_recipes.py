@@ -253,6 +253,8 @@ def test_a_step_unlearns_what_greedy_text_repeats(
     documents = {loops.DOMAIN: random_documents([80] * 6)}
     given = corpus.PackedRows(documents, length=128, seed=0)
     rows = loops.MixedRows(given, config, state, length=128, seed=0)
+    with pytest.raises(FileNotFoundError, match="without --unlikelihood first"):
+        loops.MixedRows(given, config, tmp_path / "none", length=128, seed=0)
     batch = rows.batch(8)
     tokens, segments, is_repeated, is_given = batch
     assert is_given.tolist() == [True, True, True, False] * 2

@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 LOOK_ROUNDS, WATCHED_LOOK_ROUNDS, IDLE_LOOK_ROUNDS = 8, 4, 32
 HYSTERESIS = 1.04
 # Without drafts the draft model is asked so seldom that it costs this share of the
-# time; and with drafts, a round without is timed again after so many seconds, and the
-# first time soon: until then it is as a start, with all that a start has beside, found.
+# time; and with drafts, a round without is timed again after so many seconds: the first
+# time soon, as what else an engine does when it starts makes its rounds slow.
 PROBE_SHARE = 0.01
 REFRESH_S, FIRST_REFRESH_S, REFRESH_ROUNDS = 10.0, 1.0, 3
 # What is left out, drafts beside others and those after the first few, is made again
