@@ -197,8 +197,8 @@ def main() -> None:
         "--unlikelihood",
         type=float,
         default=0.0,
-        help="weight of what makes repeats of the target unlikely (loops.py); the target "
-        "must have been saved before",
+        help="weight of what makes repeats of the target unlikely (loops.py); it must "
+        "have been saved before",
     )
     parser.add_argument("--loss", choices=LOSSES, default="kl", help="of the draft")
     parser.add_argument("--save-every", type=int, default=25)
