@@ -11,8 +11,9 @@ from jaxspec.engine.scheduling.batch import Launch
 from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.engine.scheduling.request import Request
 from jaxspec.engine.scheduling.scheduler import Scheduler
+from jaxspec.engine.scheduling.shapes import EveryProgram
 from jaxspec.outputs import RequestStateStats
-from jaxspec.program.plan import TILE, PoolShape
+from jaxspec.program.plan import TILE, PoolShape, StepShape
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.settings.speculation import FIXED
 from tests.defaults import DEFAULTS
@@ -99,12 +100,36 @@ def make_request(number: int, random: np.random.Generator, config) -> Request:
     )
 
 
+class SomePrograms(EveryProgram):
+    """Has only those it was given."""
+
+    def __init__(self, *there: StepShape):
+        self.there, self.asked = set(there), list[StepShape]()
+
+    def __contains__(self, shape: StepShape) -> bool:
+        return shape in self.there
+
+    def request(self, shape: StepShape) -> None:
+        self.asked.append(shape)
+
+    def add(self, shape: StepShape) -> None:
+        self.there.add(shape)
+        self.version += 1
+
+
 class Loop:
     """The engine's loop without texts: plan, launch, read one launch late."""
 
-    def __init__(self, config: EngineConfig, seed: int, depth: int = 1):
+    def __init__(
+        self,
+        config: EngineConfig,
+        seed: int,
+        depth: int = 1,
+        programs: EveryProgram | None = None,
+    ):
         self.config, self.depth = config, depth
-        self.scheduler = Scheduler(config, Controller(config.speculative))
+        controller = Controller(config.speculative)
+        self.scheduler = Scheduler(config, controller, programs=programs)
         self.pool = PoolShape(
             num_rows=config.max_num_seqs,
             num_pages=config.num_pages,

@@ -150,6 +150,8 @@ def _cells() -> dict[str, Cell]:
     v6e: dict[str, Any] = dict(device="v6e-1", target="9b", num_tokens=512)
     alone: dict[str, Any] = dict(device="v6e-1", target="2b", draft=None)
     gpu: dict[str, Any] = dict(device="h200")
+    # With more prompt tokens than an engine chooses.
+    prompts = alone, dict(gpu, target="9b"), kaggle
     # Prompt tokens as an engine chooses them for so many sequences.
     many: dict[str, Any] = dict(num_seqs=256, num_tokens=512)
     # Small programs show how a draft is divided as well.
@@ -177,6 +179,7 @@ def _cells() -> dict[str, Cell]:
         Cell(**gpu, target="27b", num_seqs=256, form="controls"),
         Cell(**kaggle, **many, form="controls"),
         Cell(**(v6e | many), form="controls"),
+        *(Cell(**place, num_seqs=64, num_tokens=8192) for place in prompts),
     ]
     return {cell.name: cell for cell in cells}
 

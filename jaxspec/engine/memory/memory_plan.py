@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxspec.config import GivenSizes
 from jaxspec.engine.memory.draft_sharding import DraftSharding
-from jaxspec.engine.scheduling.shapes import MAX_CHUNK
+from jaxspec.engine.scheduling.shapes import FIRST_CHUNK
 from jaxspec.errors import ConfigError, check_integer, wrong_argument
 from jaxspec.program.plan import MAX_GROUP_BYTES, TILE
 
@@ -34,8 +34,8 @@ class Sizes(NamedTuple):
 
 
 CPU_SIZES = Sizes(8, 512)
-# As in vLLM. More prompt tokens than `MAX_CHUNK` do not go into a launch.
-ACCELERATOR_SIZES = Sizes(256, MAX_CHUNK)
+# As in vLLM. Users may have more prompt tokens in a launch.
+ACCELERATOR_SIZES = Sizes(256, FIRST_CHUNK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class ProgramFacts:
         seqs = 1 << (sizes.num_seqs - 1).bit_length()
         width = self.num_draft_tokens + self.num_beside + 1
         rows = seqs * width
-        tiles = max(min(sizes.num_batched_tokens, MAX_CHUNK) // TILE, 1)
+        tiles = max(sizes.num_batched_tokens // TILE, 1)
         once, groups = 4 * self.vocab_size * rows, 2 * MAX_GROUP_BYTES
         if self.row_tile > 1:
             tiled = -(-width // self.row_tile) * self.row_tile

@@ -416,6 +416,9 @@ class Scheduler:
             tokens += len(request.tokens_to_prefill) - request.num_prefilled
         num_seqs, num_draft = len(decode.rows), decode.num_draft_tokens
         found = self.shapes.with_prompts(num_seqs, num_draft, features)
+        if found and found[-1].num_tiles < self.shapes.max_tiles:
+            # A larger program can be had, and is worth it where as many tokens wait.
+            tokens += sum(len(one.tokens_to_prefill) for one in self._newcomers())
         if tokens:
             self.shapes.request(
                 num_seqs,
@@ -438,8 +441,7 @@ class Scheduler:
         if len(shapes) < 2:
             return shapes
         num_tiles = 0
-        newcomers = itertools.islice(self.waiting, len(self.rows.free))
-        for request in itertools.chain(self._prefilling, newcomers):
+        for request in itertools.chain(self._prefilling, self._newcomers()):
             left = len(request.tokens_to_prefill) - request.num_prefilled
             num_tiles, num_seqs = num_tiles + -(-left // TILE), num_seqs + 1
             if num_tiles >= shapes[-1].num_tiles:
@@ -454,6 +456,10 @@ class Scheduler:
         rounds = [Round(shape, num_draft) for shape in usable]
         best = usable[self.pacer.fastest(num_tiles * TILE, rounds)]
         return shapes[: shapes.index(best) + 1]
+
+    def _newcomers(self) -> Iterator[Request]:
+        """Waiting requests for which there is a row."""
+        return itertools.islice(self.waiting, len(self.rows.free))
 
     def _is_brief(self, decode: Decode) -> bool:
         """Whether a launch without drafts would have some as a rule."""

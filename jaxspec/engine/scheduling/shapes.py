@@ -15,8 +15,9 @@ from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.program.plan import TILE, Features, StepShape
 from jaxspec.program.tree import Template, Tree, template_of
 
-# Prompt tokens per launch for which executables may be built, at most.
-MAX_CHUNK = 2048
+# Prompt tokens of the largest programs that an engine begins with. Where launches may
+# have more, programs for them are compiled once so many wait.
+FIRST_CHUNK = 2048
 # The same with `batch_invariant`, where every launch has room for as many.
 INVARIANT_CHUNK = 4 * TILE
 # Numbers of sequences for which programs without prompts are built.
@@ -79,9 +80,14 @@ class Shapes:
         self._config, self._controller = config, controller
         self._template = template_of(config.speculative)
         self._programs = EveryProgram() if programs is None else programs
-        most = INVARIANT_CHUNK if config.batch_invariant else MAX_CHUNK
-        budget = min(config.max_num_batched_tokens, most)
-        self.max_tiles = max(budget // TILE, 1)
+        budget = config.max_num_batched_tokens
+        if config.batch_invariant:
+            budget = min(budget, INVARIANT_CHUNK)
+        self._chunk = _tiled(min(budget, FIRST_CHUNK))
+        # No more than all sequences can have.
+        longest = -(-config.max_model_len // TILE) * TILE * config.max_num_seqs
+        self._largest_chunk = max(_tiled(min(budget, longest)), self._chunk)
+        self.max_tiles = self._largest_chunk // TILE
         self._found: dict[tuple, StepShape | None] = {}
         self._with_prompts: dict[tuple, list[StepShape]] = {}
         self._found_version = -1
@@ -89,7 +95,7 @@ class Shapes:
         self._late = self._made_when_used()
         self.catch_ups: list[StepShape] = []
         if config.draft_model_config is not None and len(controller.ladder) > 1:
-            chunk = self.max_tiles * TILE
+            chunk = self._chunk
             sizes = {chunk} if config.batch_invariant else {_tiled(chunk // 8), chunk}
             self.catch_ups = [StepShape.catch_up(size) for size in sorted(sizes)]
 
@@ -101,7 +107,7 @@ class Shapes:
         """
         ladder, told = self._controller.ladder, self._config.num_logprobs
         seqs, drafts = _power_of_two(self._config.max_num_seqs), ladder[-1]
-        chunk = self.max_tiles * TILE
+        chunk = self._chunk
         small, single = (_tiled(chunk // part) for part in (8, 4))
         special = Features(has_controls=True, num_logprobs=told)
         with_prompt = dataclasses.replace(special, num_prompt_logprobs=told)
@@ -128,6 +134,10 @@ class Shapes:
         if self._config.batch_invariant:
             del sizes[GREEDY]
             sizes = dict.fromkeys(sizes, [largest])
+        if self._largest_chunk > chunk:
+            for listed in sizes.values():
+                if largest in listed:
+                    listed.append((seqs, drafts, self._largest_chunk))
         rounds = self._config.num_scheduler_steps
         forms = {
             form: [
@@ -165,18 +175,21 @@ class Shapes:
         return shape.template != self._template
 
     def _made_when_used(self) -> set[StepShape]:
-        """Programs without drafts that engines which draft may never need.
+        """Programs that engines may never need: others serve meanwhile.
 
-        Or without some of them. Larger ones serve meanwhile: they are compiled when a
-        launch would be faster in them, as where drafts do not pay.
+        Those without drafts, or without some of them, in engines that draft: they are
+        compiled when a launch would be faster in them, as where drafts do not pay. And
+        those for more prompt tokens than most launches have.
         """
         return {
             shape
-            for form in (GREEDY, SAMPLED)
-            for shape in self._forms.get(form, ())
+            for form, shapes in self._forms.items()
+            for shape in shapes
             if self._is_chain(shape)
+            or shape.chunk > self._chunk
             or (
-                len(self._controller.ladder) > 1
+                form in (GREEDY, SAMPLED)
+                and len(self._controller.ladder) > 1
                 and not shape.num_draft_tokens
                 and (shape.num_seqs > 1 or not (shape.chunk or form == GREEDY))
             )
@@ -212,7 +225,8 @@ class Shapes:
             features: What requests will need; greedy and sampled ones by default.
             with_late: Also those that are otherwise compiled when they are used: of
                 rounds without drafts, in engines that draft, and with a chain of them,
-                in engines that have others beside it.
+                in engines that have others beside it; for more than `FIRST_CHUNK`
+                prompt tokens.
         """
         forms = list(dict.fromkeys(self.form(one) for one in features))
         # Sampled before greedy: its programs serve both.
@@ -288,7 +302,8 @@ class Shapes:
             able = self._able(*need)
             there = next((shape for shape in able if shape in self._programs), None)
             best = next(
-                shape for shape in able if not (is_brief and shape in self._late)
+                (shape for shape in able if not (is_brief and shape in self._late)),
+                able[0],
             )
             if there is None or able.index(best) < able.index(there):
                 self._programs.request(best)

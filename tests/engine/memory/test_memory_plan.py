@@ -194,8 +194,10 @@ def test_what_is_said_of_pages_is_taken():
 def test_temporaries_are_logits_or_layers():
     few = PROGRAMS.temporary_bytes(Sizes(1, 2048))
     assert few == 200_704 * (6 + 2048) + 4 * 256_000 * 5 + 268_435_456
-    # Programs are for powers of two, and no launch feeds more than 2,048 tokens.
-    assert PROGRAMS.temporary_bytes(Sizes(33, 9999)) == PROGRAMS.temporary_bytes(
+    many = PROGRAMS.temporary_bytes(Sizes(1, 8192))
+    assert many - few == 200_704 * (8192 - 2048)
+    # Programs are for powers of two.
+    assert PROGRAMS.temporary_bytes(Sizes(33, 2048)) == PROGRAMS.temporary_bytes(
         Sizes(64, 2048)
     )
     plain = ProgramFacts(vocab_size=1000, token_bytes=1)

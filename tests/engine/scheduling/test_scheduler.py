@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.config import EngineConfig
+from jaxspec.engine.scheduling import shapes
 from jaxspec.engine.scheduling.account import MIN_WAIT_S
 from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.engine.scheduling.request import Request, Status
@@ -30,6 +31,7 @@ from tests.fake_device import FakeDevice
 from tests.loops import (
     MODEL,
     Loop,
+    SomePrograms,
     make_config,
     make_request,
     make_requests,
@@ -171,6 +173,44 @@ def test_decoding_never_waits_for_prompts():
 def test_a_chunk_holds_no_more_than_the_budget():
     loop = run_together(make_config(max_num_seqs=8, num_pages=200), 8)
     assert max(len(launch.plan.tiles) for launch in loop.launches) == 64 // TILE
+
+
+def test_a_crowd_of_prompts_asks_for_a_larger_program_and_fills_it(monkeypatch):
+    monkeypatch.setattr(shapes, "FIRST_CHUNK", 2 * TILE)
+    config = make_config(
+        num_draft_tokens=0,
+        max_num_seqs=8,
+        num_pages=200,
+        max_num_batched_tokens=6 * TILE,
+    )
+    programs = SomePrograms()
+    loop = Loop(config, seed=0, programs=programs)
+    for shape in loop.scheduler.shapes.all():
+        programs.add(shape)
+    requests = make_requests(config, 8)
+    for number, request in enumerate(requests):
+        # A tile each, and nothing that was read before.
+        request.prompt_token_ids = [number] * 20
+        request.max_total = 40
+    for request in requests[:2]:
+        loop.scheduler.add(request)
+    loop.step()
+    assert not programs.asked  # they fit
+    for request in requests[2:]:
+        loop.scheduler.add(request)
+    loop.step()
+    assert [len(launch.plan.tiles) for launch in loop.launches] == [2, 2]
+    [larger] = {shape for shape in programs.asked if shape.chunk}
+    assert larger.chunk == 6 * TILE
+    programs.add(larger)
+    loop.step()
+    assert len(loop.launches[-1].plan.tiles) == 4
+    assert loop.launches[-1].shape == larger
+    while loop.step():
+        pass
+    assert len(loop.finished) == 8
+    for request in requests:
+        loop.assert_said_the_truth(request)
 
 
 def test_drafting_stops_in_a_crowd_and_comes_back():

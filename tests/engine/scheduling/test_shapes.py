@@ -7,10 +7,16 @@ from typing import Any
 import pytest
 
 from jaxspec.engine.scheduling.controller import Controller
-from jaxspec.engine.scheduling.shapes import GREEDY, SAMPLED, EveryProgram, Shapes
+from jaxspec.engine.scheduling.shapes import (
+    FIRST_CHUNK,
+    GREEDY,
+    SAMPLED,
+    EveryProgram,
+    Shapes,
+)
 from jaxspec.program.plan import TILE, Features, StepShape
 from jaxspec.settings.speculation import ADAPTIVE
-from tests.loops import make_config
+from tests.loops import SomePrograms, make_config
 
 LOGPROBS = Features(num_logprobs=3)
 CONTROLS = Features(has_controls=True, is_greedy=True)
@@ -21,23 +27,6 @@ DEFAULT: dict[str, Any] = dict(
     max_num_seqs=8, max_num_batched_tokens=512, num_draft_tokens=5
 )
 PLAIN = dict[str, Any](DEFAULT, num_draft_tokens=0)
-
-
-class SomePrograms(EveryProgram):
-    """Has only those it was given."""
-
-    def __init__(self, *there: StepShape):
-        self.there, self.asked = set(there), list[StepShape]()
-
-    def __contains__(self, shape: StepShape) -> bool:
-        return shape in self.there
-
-    def request(self, shape: StepShape) -> None:
-        self.asked.append(shape)
-
-    def add(self, shape: StepShape) -> None:
-        self.there.add(shape)
-        self.version += 1
 
 
 def make_shapes(programs: EveryProgram | None = None, **changes: Any) -> Shapes:
@@ -226,6 +215,47 @@ def test_a_launch_whose_program_is_missing_runs_in_a_larger_one_and_asks():
     assert shapes.find(1, 3, 0, GREEDY) == best
     assert not programs.asked
     assert shapes.find(1, 5, 0, LOGPROBS) is None
+
+
+# With room for more prompt tokens than the programs that an engine begins with.
+LARGE: dict[str, Any] = DEFAULT | dict(
+    max_num_seqs=16, max_num_batched_tokens=8192, max_model_len=512, num_pages=2048
+)
+
+
+def test_more_prompt_tokens_have_a_program_once_so_many_wait():
+    shapes = make_shapes(**LARGE)
+    assert shapes.max_tiles == 8192 // TILE
+    first = {0, 256, 512, FIRST_CHUNK}
+    assert {shape.chunk for shape in shapes.all(features=SOME)} == first
+    listed = shapes.all(features=SOME, with_late=True)
+    assert {shape.chunk for shape in listed} == first | {8192}
+    for need in (SAMPLED, LOGPROBS, GRAMMAR, PROMPTS):
+        chunks = [shape.chunk for shape in shapes.with_prompts(16, 5, need)]
+        assert chunks[-2:] == [FIRST_CHUNK, 8192]
+        assert shapes.all(features=[need])[0].chunk == FIRST_CHUNK
+    assert {shape.chunk for shape in shapes.catch_ups} == {256, FIRST_CHUNK}
+
+
+def test_a_program_for_more_prompt_tokens_is_asked_for_by_them():
+    programs = SomePrograms()
+    shapes = make_shapes(programs, **LARGE)
+    programs.add(shapes.all()[0])
+    for is_brief in (False, True):
+        shapes.request(1, 0, FIRST_CHUNK, SAMPLED, is_brief=is_brief)
+        assert not programs.asked
+        for tokens in (FIRST_CHUNK + 1, 10**6):
+            shapes.request(1, 0, tokens, SAMPLED, is_brief=is_brief)
+            assert programs.asked == [dataclasses.replace(shapes.all()[0], chunk=8192)]
+            programs.asked.clear()
+            programs.version += 1  # else it is asked for once
+
+
+def test_no_program_has_room_for_more_than_all_sequences_have():
+    shapes = make_shapes(**(LARGE | dict(max_model_len=300)))
+    assert shapes.max_tiles * TILE == 16 * 320
+    small = make_shapes(**(LARGE | dict(max_model_len=128)))
+    assert small.max_tiles * TILE == FIRST_CHUNK
 
 
 def test_programs_with_prompts_are_told_from_the_smallest():
