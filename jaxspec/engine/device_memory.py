@@ -83,6 +83,10 @@ CODE_BYTES = {1: (28 * 10**6, 74 * 10**6), 2: (107 * 10**6, 238 * 10**6)}
 GATE_AND_UP_BYTES, MODEL_WIDTH_BYTES = 2 * 4, 4 * 4
 # XLA:CPU keeps the activation apart, and copies rows for its panels.
 CPU_FEED_FORWARD_BYTES = 5 * 4
+# On a TPU one of both products is copied into another layout: 14 bytes of the
+# feed-forward width and 14 of the model's are what each of 6,144 more tokens takes of a
+# v6e with 2B.
+TPU_COPY_BYTES = 4
 
 
 def plan_for(
@@ -384,6 +388,7 @@ def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
         feed_forward_bytes = CPU_FEED_FORWARD_BYTES
     code = 0
     if platform == "tpu":
+        feed_forward_bytes += TPU_COPY_BYTES
         plain, with_prompts = CODE_BYTES[min(mesh.size, 2)]
         shapes = Shapes(config, Controller(speculative)).all(with_late=True)
         code = sum(with_prompts if shape.chunk else plain for shape in shapes)
