@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from jaxspec.engine.hosts import Followers, shape_values
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.engine.program_cache import ProgramCache
 from jaxspec.engine.runner import build_mesh, choose_dtype
+from jaxspec.engine.scheduling.costs import Round
 from jaxspec.errors import ConfigError
 from jaxspec.models import cpu
 from jaxspec.program.plan import Features, StepPlan, StepShape
@@ -151,6 +153,28 @@ def test_nothing_is_compiled_after_the_warm_up():
     ]
     generate(engine, prompts, params)
     assert engine.runner.num_compiles == compiles
+
+
+def test_a_program_is_timed_as_it_runs_in_an_engine(monkeypatch):
+    """One launch after the other, of which the device runs one at a time."""
+    engine = make_engine(pair.target(), max_num_seqs=1)
+    timed, now, begun = engine.runner, [0.0], list[float]()
+    took = iter([50.0, 9.0, 9.0, 9.0, 2.0, 3.0, 4.0])
+    start = timed._start
+
+    def note(vector: np.ndarray, shape: StepShape) -> jax.Array:
+        now[0] += next(took)
+        begun.append(now[0])
+        return start(vector, shape)
+
+    monkeypatch.setattr(timed, "_start", note)
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(runner, "time", clock)
+    rows = timed.state.rows
+    shape = StepShape(num_seqs=1, num_draft_tokens=0, chunk=0)
+    # The first run has waited for others, the first row was disturbed.
+    assert timed.rehearse(Round(shape, 0), [0, 1, 2, 3], 8) == 3.0
+    assert len(begun) == 7 and timed.state.rows is rows
 
 
 def test_an_empty_plan_leaves_the_state_alone():

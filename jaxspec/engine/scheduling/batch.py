@@ -72,6 +72,9 @@ class Launch:
         charged_s: Seconds that `Pacer` has charged for it.
         expected_s: That a round was expected to take; None where nothing was known.
         seconds: That each round kept the device busy, once it has been read.
+        is_measure: They say what such rounds take: the launch before was like it. Else
+            the host's work for another one may be in them, and the device may have had
+            to wait.
         round: What decides how long a round of it takes.
     """
 
@@ -87,6 +90,7 @@ class Launch:
     charged_s: float | None = None
     expected_s: float | None = None
     seconds: float = 0.0
+    is_measure: bool = True
     round: Round = field(init=False)
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxspec.engine.scheduling.account import MIN_WAIT_S, Account
 from jaxspec.engine.scheduling.rates import Form, expected_kept
+from jaxspec.engine.scheduling.refresh import REFRESH_ROUNDS, Refresh
 from jaxspec.settings.speculation import ADAPTIVE, SYNTHETIC, SpeculativeConfig
 
 _log = logging.getLogger(__name__)
@@ -28,10 +29,8 @@ _log = logging.getLogger(__name__)
 LOOK_ROUNDS, WATCHED_LOOK_ROUNDS, IDLE_LOOK_ROUNDS = 8, 4, 32
 HYSTERESIS = 1.04
 # Without drafts the draft model is asked so seldom that it costs this share of the
-# time; and with drafts, a round without is timed again after so many seconds: the first
-# time soon, as what else an engine does when it starts makes its rounds slow.
+# time.
 PROBE_SHARE = 0.01
-REFRESH_S, FIRST_REFRESH_S, REFRESH_ROUNDS = 10.0, 1.0, 3
 # What is left out, drafts beside others and those after the first few, is made again
 # for one look after so many seconds: only rounds say what it brings and takes.
 AGAIN_S = 10.0
@@ -75,7 +74,7 @@ class Controller:
         self._accounts = defaultdict[int, Account](Account)
         self._account = self._account_of(1)
         self._probe_ts = -math.inf
-        self._plain_ts: dict[int, float] = {}
+        self._refreshes: dict[int, Refresh] = {}
         self._beside_ts = self._most_ts = -math.inf
         self._refresh_left = 0
 
@@ -108,6 +107,11 @@ class Controller:
         if self.speculative is None or self.is_adaptive or self.is_stopped:
             return False
         return self.speculative.disable_by_batch_size is None
+
+    @property
+    def is_timing_plain(self) -> bool:
+        """Whether the next rounds are without drafts to see what such rounds take."""
+        return self._refresh_left > 0
 
     def rung(self, wanted: int) -> int:
         """The smallest K of the ladder that serves `wanted` drafts."""
@@ -166,7 +170,7 @@ class Controller:
                 fewest = times[most if is_whole else 1]
                 trial = int(np.flatnonzero(times <= HYSTERESIS * fewest)[-1])
                 self._try(now, trial, is_trial=before > 0, can_ask=can_ask)
-                self._remeasure(len(wanted), now)
+                self._remeasure(len(wanted), now, is_drafting=before > 0)
                 self._try_again(now, most, is_drafting=before > 0)
         if (before > 0) != (self.num_drafts > 0):
             self._account.begin()
@@ -226,12 +230,12 @@ class Controller:
         self.has_beside, self.num_drafts = not form, k
         self.gain = float(rates[form, k] / rates[0, 0] - 1)
 
-    def _remeasure(self, num_seqs: int, now: float) -> None:
+    def _remeasure(self, num_seqs: int, now: float, *, is_drafting: bool) -> None:
         """Time a few plain rounds, where the last one was long ago."""
-        first = now - REFRESH_S + FIRST_REFRESH_S
-        last = self._plain_ts.setdefault(num_seqs, first)
-        if self.num_drafts and now - last > REFRESH_S:
-            self._plain_ts[num_seqs] = now
+        refresh = self._refreshes.setdefault(num_seqs, Refresh(now))
+        if not (is_drafting and self.num_drafts):
+            refresh.rest(now)
+        elif refresh.begin_if_due(now):
             self._refresh_left = REFRESH_ROUNDS
 
     def wants_probe(self) -> bool:
@@ -267,18 +271,13 @@ class Controller:
         num_emitted: int,
         seconds: float,
         plain_s: float | None,
-        *,
-        is_plain: bool = False,
     ) -> None:
         """Count what a round won against plain decoding of the same tokens.
 
         Args:
             plain_s: Seconds of a round without drafts; None where that is not known.
-            is_plain: It ran in the program without drafts, and is such a measure.
         """
         if not num_drafts:
-            if is_plain and num_seqs in self._plain_ts:
-                self._plain_ts[num_seqs] = self._clock()
             self._refresh_left = max(self._refresh_left - 1, 0)
             return
         if plain_s is None or not num_seqs:

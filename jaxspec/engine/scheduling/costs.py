@@ -87,12 +87,19 @@ class Costs:
         self.seconds[round_] = seconds
 
     def record_time(
-        self, round_: Round, seconds: float, expected: float | None = None
+        self,
+        round_: Round,
+        seconds: float,
+        expected: float | None = None,
+        *,
+        is_measure: bool = True,
     ) -> float:
         """Note how long a round kept the device; the first of its kind is no measure.
 
         Args:
             expected: What it should have taken, where nothing is known of it.
+            is_measure: It says what such rounds take; any other counts while nothing
+                is known.
 
         Returns:
             The seconds without a standstill of the machine.
@@ -102,7 +109,8 @@ class Costs:
         if expected is not None:
             seconds = min(seconds, STALL * expected)
         if known is not None:
-            self.seconds[round_] = NEWEST * seconds + (1 - NEWEST) * known
+            if is_measure:
+                self.seconds[round_] = NEWEST * seconds + (1 - NEWEST) * known
         elif round_ in self._has_run:
             self.seconds[round_] = seconds
         else:

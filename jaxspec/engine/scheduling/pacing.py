@@ -41,14 +41,22 @@ class Pacer:
         self._num_waited = 0
 
     def record(
-        self, round_: Round, seconds: float, charged_s: float | None = None
+        self,
+        round_: Round,
+        seconds: float,
+        charged_s: float | None = None,
+        *,
+        is_measure: bool = True,
     ) -> None:
         """Note what a round took.
 
         Args:
             charged_s: What `chunk` has paid out for it.
+            is_measure: As for `Costs.record_time`.
         """
-        seconds = self.costs.record_time(round_, seconds, charged_s)
+        seconds = self.costs.record_time(
+            round_, seconds, charged_s, is_measure=is_measure
+        )
         if charged_s is not None:
             self.saved_s += charged_s - seconds
         if not round_.shape.chunk:

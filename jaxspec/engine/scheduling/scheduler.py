@@ -113,6 +113,8 @@ class Scheduler:
         self.waiting = WaitingQueue(config.scheduling_policy)
         self.running: list[Request] = []
         self.pacer = Pacer(self.costs)
+        # Of the launch that was read last.
+        self._last_shape: StepShape | None = None
         # Bringing the draft model up to date and other launches take turns.
         self._num_caught_up, self._has_put_off = 0, False
         # When most requests waited for it last.
@@ -376,6 +378,8 @@ class Scheduler:
         """Whether the draft model is fed at all now, where a sequence lags."""
         if not self._has_draft_model or not self._limit:
             return False
+        if self.controller.is_timing_plain:
+            return False  # between such rounds it would make them slower
         return not self._is_probe or self.controller.wants_probe()
 
     def _is_in_a_row(self) -> bool:
@@ -789,9 +793,15 @@ class Scheduler:
 
     def record_time(self, launch: Launch, seconds: float) -> None:
         """Record how long a round of a launch kept the device busy."""
-        launch.seconds = seconds
+        shape, launch.seconds = launch.shape, seconds
         launch.expected_s = self.costs.expected_seconds(launch.round)
-        self.pacer.record(launch.round, seconds, launch.charged_s)
+        # Launches with prompts, and for the draft model, are seldom two in a row.
+        is_seldom = shape.is_catch_up or shape.chunk > 0
+        launch.is_measure = is_seldom or shape == self._last_shape
+        self._last_shape = shape
+        self.pacer.record(
+            launch.round, seconds, launch.charged_s, is_measure=launch.is_measure
+        )
 
     def _record_round(self, launch: Launch, result: StepResult) -> None:
         """Have the controller count what a round without prompts has brought."""
@@ -807,7 +817,6 @@ class Scheduler:
             launch.seconds,
             # Nothing is compared with it where there were no drafts.
             self.costs.expected_seconds(Round(plain)) if plain and num_drafts else None,
-            is_plain=not launch.shape.num_draft_tokens,
         )
 
     def finish(self, request: Request, reason: str, stop: int | str | None) -> None:

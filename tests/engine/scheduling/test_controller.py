@@ -13,11 +13,14 @@ from jaxspec.engine.scheduling.account import MAX_LOSS, MIN_WAIT_S, WINDOW_ROUND
 from jaxspec.engine.scheduling.controller import (
     IDLE_LOOK_ROUNDS,
     LOOK_ROUNDS,
-    REFRESH_ROUNDS,
-    REFRESH_S,
     Controller,
 )
 from jaxspec.engine.scheduling.costs import Costs
+from jaxspec.engine.scheduling.refresh import (
+    FIRST_WAIT_S,
+    MAX_WAIT_S,
+    REFRESH_ROUNDS,
+)
 from jaxspec.settings.speculation import ADAPTIVE, FIXED, SUFFIX_DEFAULTS
 
 # Seconds of a round by K, of one sequence.
@@ -107,7 +110,6 @@ class World:
             emitted,
             self.times[k],
             self.times[0],
-            is_plain=not k,
         )
         return k
 
@@ -301,11 +303,37 @@ def test_a_trial_makes_all_the_drafts_that_cost_no_more():
 
 def test_a_plain_round_is_timed_again_now_and_then():
     world = World(TIMES, 0.9)
-    while world.now < 5 * REFRESH_S:
-        world.round()
-    plain = world.chosen.count(0)
-    assert 3 * REFRESH_ROUNDS <= plain <= 6 * REFRESH_ROUNDS
+    seen = []
+    while world.now < 5 * MAX_WAIT_S:
+        is_timing = world.controller.is_timing_plain
+        if not world.round() and not is_timing:
+            seen.append(world.now)
+    # Soon after the start, and then seldom.
+    assert 0 < seen[0] < 2 * FIRST_WAIT_S
+    waits = np.diff(seen)
+    doubled = 2 * FIRST_WAIT_S * 2.0 ** np.arange(5)
+    assert (np.abs(waits[:5] / doubled - 1) < 0.3).all()
+    assert (np.abs(waits[5:] / MAX_WAIT_S - 1) < 0.1).all() and len(waits) > 7
+    assert world.chosen.count(0) == REFRESH_ROUNDS * len(seen)
     assert world.controller.num_drafts > 0
+
+
+def test_plain_rounds_are_timed_again_soon_after_they_were_left():
+    """A time that was too long for a while would be believed for long."""
+    world = World(TIMES, 0.9, believed_times=TIMES)
+    while world.now < 3 * MAX_WAIT_S:
+        world.round()
+    world.chance = 0.0
+    while world.round() or world.controller.is_timing_plain:
+        pass
+    world.chance = 0.9
+    while not world.round():
+        pass
+    start = world.now
+    while world.round():
+        pass
+    assert world.controller.is_timing_plain
+    assert world.now - start < 2 * FIRST_WAIT_S
 
 
 def test_what_has_failed_is_not_tried_again():
@@ -365,9 +393,7 @@ class Replay:
             accepted = min(k, int(self.run[position]))
             costs.record_acceptance(row, np.array([k]), np.array([accepted]))
             now += TIMES[k]
-            controller.record_round(
-                1, k, accepted + 1, TIMES[k], TIMES[0], is_plain=not k
-            )
+            controller.record_round(1, k, accepted + 1, TIMES[k], TIMES[0])
             position += accepted + 1
             lacking = 0 if k else lacking + 1
             chosen.append(k)
@@ -460,7 +486,7 @@ def test_a_tree_that_was_left_out_for_its_chain_is_tried_whole(keys):
     now, seen = [0.0], set()
     controller = make_tree_controller(lambda: now[0], keys)
     for _ in range(4):
-        now[0] += 0.1
+        now[0] += 0.05
         controller.look()
         k = controller.choose(
             np.full(1, 3),
@@ -505,7 +531,7 @@ class Beside:
     def look(self, num_seqs: int = 1) -> tuple[int, bool]:
         self.now += 0.1
         self.controller.look()
-        k = self.controller.choose(
+        self.controller.choose(
             np.full(num_seqs, 5),
             acceptance=lambda: np.full((num_seqs, 5), 0.8),
             seconds=lambda: self.known[0],
@@ -514,9 +540,9 @@ class Beside:
             can_ask=True,
             beside=lambda: self.beside,
         )
-        if not k:  # plain rounds are timed again now and then
+        while self.controller.is_timing_plain:
             self.controller.record_round(num_seqs, 0, num_seqs, 0.01, None)
-        return k, self.controller.has_beside
+        return self.controller.num_drafts, self.controller.has_beside
 
     def settle(self) -> tuple[int, bool]:
         """The choice once what is left out has been tried."""
@@ -559,20 +585,12 @@ def test_fewer_drafts_with_others_beside_them_may_be_as_good_as_many():
     assert Beside(0.5, leaves, chain).settle() == (1, True)
 
 
-def test_plain_rounds_are_timed_again_first_after_a_second():
-    """What else a start has to do made them slow, and drafts look good beside that."""
-    one = Beside(0.0, TIMES, None)
-    plain = [i for i in range(150) if not one.look()[0]]
-    # A look takes 0.1 s; three rounds each time.
-    assert plain == [11, 12, 13, 112, 113, 114]
-
-
 def test_the_most_drafts_are_timed_again():
     """Else a time that was too long once would stand for ever."""
     slow = [*TIMES[:2], 0.03, 0.04, 0.05, 0.06]
     one = Beside(0.0, slow, None)
     assert one.look()[0] == 5, "as in the first rounds of all"
-    assert {one.look()[0] for _ in range(90)} == {0, 1}, "plain rounds are timed again"
+    assert {one.look()[0] for _ in range(90)} == {1}
     assert 5 in {one.look()[0] for _ in range(20)}
     one.known[0] = TIMES  # as that round has shown
     assert one.settle()[0] > 3

@@ -176,6 +176,16 @@ def test_times_are_means_from_the_second_run_on():
     costs.check()
 
 
+def test_a_round_that_is_no_measure_counts_while_nothing_is_known():
+    costs = make_costs()
+    for seconds in (50.0, 1.0, 2.0):
+        costs.record_time(ROUND_OF_3, seconds, is_measure=False)
+    assert costs.seconds == {ROUND_OF_3: 1.0}
+    costs.seed_time(ROUND_OF_3, 3.0)
+    assert costs.record_time(ROUND_OF_3, 1000.0, is_measure=False) == 3 * STALL
+    assert costs.seconds == {ROUND_OF_3: 3.0}
+
+
 def test_a_standstill_of_the_machine_counts_as_a_slow_round_at_most():
     costs = make_costs()
     for seconds in (1.0, 1.0):

@@ -19,6 +19,7 @@ from jaxspec.config import EngineConfig
 from jaxspec.engine.scheduling import shapes
 from jaxspec.engine.scheduling.account import MIN_WAIT_S
 from jaxspec.engine.scheduling.controller import Controller
+from jaxspec.engine.scheduling.refresh import REFRESH_ROUNDS
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.scheduler import MAX_IN_A_ROW, Scheduler, WaitingQueue
 from jaxspec.engine.scheduling.shapes import EveryProgram
@@ -422,6 +423,45 @@ def test_the_draft_model_does_not_read_for_nothing():
         pass
     assert not any(launch.shape.is_catch_up for launch in loop.launches)
     loop.assert_said_the_truth(request)
+
+
+def test_plain_rounds_are_timed_in_a_row():
+    """No launch of the draft model comes between them, and the first does not count."""
+    config = make_config(controller=ADAPTIVE, max_model_len=400, num_pages=200)
+    loop = Loop(config, seed=0)
+    [request] = make_requests(config, 1)
+    request.max_total, request.num_draft_tokens = 300, 3
+    loop.scheduler.add(request)
+    controller = loop.scheduler.controller
+    while not (loop.launches and loop.launches[-1].drafts.any()):
+        loop.step()
+    controller._refresh_left = REFRESH_ROUNDS
+    begin = len(loop.launches)
+    while controller.is_timing_plain:
+        loop.step()
+    timed = loop.launches[begin:-1]  # the last one has not been read
+    assert len(timed) == REFRESH_ROUNDS
+    assert not any(one.shape.is_catch_up or one.drafts.any() for one in timed)
+    assert [one.is_measure for one in timed] == [False] + [True] * (len(timed) - 1)
+    loop.step()
+    assert loop.launches[-1].shape.is_catch_up  # of what came meanwhile
+
+
+def test_rounds_without_drafts_between_other_launches_are_no_measure():
+    """As while the draft model reads a long prompt."""
+    config = make_config(
+        controller=ADAPTIVE, max_num_seqs=2, max_model_len=400, num_pages=200
+    )
+    loop = Loop(config, seed=0)
+    [request] = make_requests(config, 1, num_draft_tokens=3, max_total=390)
+    request.prompt_token_ids = list(range(10)) * 35
+    loop.scheduler.add(request)
+    while not (loop.launches and loop.launches[-1].drafts.any()):
+        loop.step()
+    before = loop.launches[:-1]
+    assert sum(one.shape.is_catch_up for one in before) > 4
+    plain = [one for one in before if one.decoding]
+    assert plain and not any(one.is_measure for one in plain)
 
 
 def test_the_program_drafts_no_more_than_anybody_asks_for():

@@ -252,9 +252,9 @@ def test_a_program_for_more_prompt_tokens_is_asked_for_by_them():
 
 
 def test_no_program_has_room_for_more_than_all_sequences_have():
-    shapes = make_shapes(**(LARGE | dict(max_model_len=300)))
+    shapes = make_shapes(None, **(LARGE | dict(max_model_len=300)))
     assert shapes.max_tiles * TILE == 16 * 320
-    small = make_shapes(**(LARGE | dict(max_model_len=128)))
+    small = make_shapes(None, **(LARGE | dict(max_model_len=128)))
     assert small.max_tiles * TILE == FIRST_CHUNK
 
 
