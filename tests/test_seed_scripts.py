@@ -76,7 +76,7 @@ llm = LLM(
     disable_log_stats=False,
 )
 params = SamplingParams(
-    temperature=0.7, repetition_penalty=1.1, logprobs=2, max_tokens=12, seed=1
+    temperature=0.7, repetition_penalty=1.1, logprobs=2, max_tokens=200, seed=1
 )
 outputs = llm.generate(prompts, sampling_params=params)
 
@@ -109,7 +109,8 @@ for output in outputs:
     for text in output.outputs:
         assert len(text.logprobs) == len(text.token_ids)
         for entry, token in zip(text.logprobs, text.token_ids):
-            assert entry[token].decoded_token == llm.get_tokenizer().decode([token])
+            alone = llm.get_tokenizer().decode([token], skip_special_tokens=False)
+            assert entry[token].decoded_token == alone
 llm.sleep(level=2)
 llm.wake_up()
 again = llm.generate(prompts, params, use_tqdm=False)

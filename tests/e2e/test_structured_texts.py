@@ -22,6 +22,7 @@ SCHEMA = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
+TARGET, DRAFT = "jaxspec/tiny-gemma2", "jaxspec/tiny-gemma2-draft"
 NAMES = r"[A-Z][a-z]{2,8}( [A-Z][a-z]{2,8}){1,3}\."
 ITEM = r"([a-z]{1,6}|[0-9]{1,3})"
 GRAMMAR = f'start: "(" item ("," item){{0,3}} ")"\nitem: /{ITEM}/'
@@ -65,7 +66,7 @@ def fits(index: int, text: str) -> bool:
 
 def write(temperature: float, **draft: Any) -> list[RequestOutput]:
     llm = LLM(
-        "jaxspec/tiny-gemma2",
+        TARGET,
         max_model_len=256,
         max_num_seqs=2,
         max_num_batched_tokens=32,
@@ -92,20 +93,29 @@ def write(temperature: float, **draft: Any) -> list[RequestOutput]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_every_text_fits_its_form_and_drafts_change_nothing(temperature, monkeypatch):
+@pytest.mark.parametrize(
+    ("temperature", "draft"),
+    [(0.0, DRAFT), (0.8, DRAFT), (0.8, TARGET)],
+    ids=["greedy", "seeded", "the target drafts"],
+)
+def test_every_text_fits_its_form_and_drafts_change_nothing(
+    temperature, draft, monkeypatch
+):
     # Every shape is tested elsewhere; here most of the time would go to compiling them.
     monkeypatch.setattr(jaxspec.engine.loader, "Runner", QuickRunner)
     plain = write(temperature)
     drafted = write(
         temperature,
-        speculative_model="jaxspec/tiny-gemma2-draft",
+        speculative_model=draft,
         num_speculative_tokens=4,
     )
     for one, other in zip(plain, drafted, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
-    # The draft keeps to the forms as well: most of what it proposes stays.
+    # The draft keeps to the forms as well: else little of what it proposes would stay.
     metrics = [output.outputs[0].spec_decode_metrics for output in drafted[::5]]
     accepted = sum(one.num_accepted_draft_tokens for one in metrics if one)
     proposed = sum(one.num_draft_tokens for one in metrics if one)
-    assert accepted > 0.5 * proposed
+    assert accepted > (0.3 if draft == DRAFT else 0.9) * proposed
+    if draft == TARGET:
+        # All of it does, but for what comes after the end of a text.
+        assert all(sum(one.histogram[:-1]) <= 1 for one in metrics if one)
