@@ -29,7 +29,7 @@ checks := ruff-check ruff-format pyright lint-imports test
 help:
 	@echo "make demo        install into $(VENV) and let the bundled pair tell a story"
 	@echo "make test        install the test tools and prove every claim once"
-	@echo "make test-all    prove every claim in full"
+	@echo "make test-all    prove every claim in full, but for batteries that are on record"
 	@echo "make batteries   the long proofs whose sources have changed since they passed"
 	@echo "make check       everything CI checks: $(checks)"
 	@echo "make bench       measure the bundled pair with and without speculation"
@@ -65,13 +65,15 @@ lint-imports: $(installed_test)
 test: $(installed_test)
 	@$(pytest) -m "not slow and not battery and not aot" $(PYTEST_ARGS)
 
-# The long proofs in runs of their own, one for each, which record what passed. Those
-# that compile for TPU and GPU could not run with the other tests: see tests/conftest.py.
+# The long proofs in runs of their own, one for each, which record what passed; until
+# what they read has changed, the record is the proof. `python -m tests.batteries --all`
+# runs them whatever is on record. Those that compile for TPU and GPU could not run with
+# the other tests: see tests/conftest.py.
 run_batteries := $(bin)/python -m tests.batteries
 
 test-all: $(installed_test) $(installed_ray)
 	@$(pytest) -m "not battery and not aot" $(PYTEST_ARGS)
-	@$(run_batteries) --all $(PYTEST_ARGS)
+	@$(run_batteries) $(PYTEST_ARGS)
 
 batteries: $(installed_test)
 	@$(run_batteries) $(PYTEST_ARGS)

@@ -2,8 +2,8 @@
 
 A battery is the tests marked `@pytest.mark.battery(name=...)`: mutants, compiles for
 devices that are not here, long counts. `make test` leaves them out and runs one example
-of each; `make batteries` runs those whose digest is not the one recorded when they last
-passed, and records it; `make test-all` runs all.
+of each; `make batteries`, and `make test-all` after all other tests, run those whose
+digest is not the one recorded when they last passed, and record it. `--all` runs all.
 
 The digest is of what the tests import, without comments and docstrings, of recorded
 results that they compare with, and of the versions of jax and of the compilers.
@@ -134,13 +134,26 @@ BATTERIES = (
     ),
     Battery(
         name="lossless",
-        files=("tests/e2e/test_greedy_equality.py", "tests/e2e/test_lossless.py"),
+        files=(
+            "tests/e2e/test_greedy_equality.py",
+            "tests/e2e/test_lossless.py",
+            "tests/e2e/test_told_bits.py",
+        ),
         reads=ENGINE,
     ),
     Battery(
         name="counts",
-        files=("tests/e2e/test_distribution.py", "tests/e2e/test_enumerated.py"),
+        files=(
+            "tests/e2e/test_distribution.py",
+            "tests/e2e/test_enumerated.py",
+            "tests/program/test_walk_laws.py",
+        ),
         reads=ENGINE,
+    ),
+    Battery(
+        name="same_bits",
+        files=("tests/models/test_same_bits.py",),
+        reads=PROGRAM,
     ),
     Battery(
         name="program_mutants",

@@ -1,4 +1,4 @@
-"""`make test` leaves long proofs out, `make test-all` runs all, and both can fail."""
+"""`make test` leaves long proofs out, `make test-all` runs them, and both can fail."""
 
 import os
 import shutil
@@ -54,5 +54,5 @@ def test_what_a_target_runs(venv, target, *, tests, batteries, runs, is_green):
     assert all(
         ("not slow" in call) == (target == "test") for call in calls if "pytest" in call
     )
-    assert all("--all" in call for call in calls[1:])
+    assert not any("--all" in call for call in calls)  # what is on record is proven
     assert (made.returncode == 0) == is_green, made.stderr

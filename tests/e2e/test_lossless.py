@@ -50,21 +50,20 @@ LARGEST = replace(LONG, proposers=tuple(LARGE), drafts=(8,))
 # In bfloat16 near ties are many; optimised, as the arithmetic then is the users'.
 SHAPES = replace(LONG, proposers=tuple(SHAPED), drafts=(3,))
 ROUNDED = replace(LONG, dtype="bfloat16", is_optimized=True)
+BATTERY = pytest.mark.battery(name="lossless")
 
 
 @pytest.mark.parametrize(
     "cut",
     [
         pytest.param(SHORT, id="short"),
-        pytest.param(SUFFIX, id="suffix", marks=pytest.mark.slow),
-        pytest.param(LEAVES, id="leaves", marks=pytest.mark.slow),
+        pytest.param(SUFFIX, id="suffix", marks=BATTERY),
+        pytest.param(LEAVES, id="leaves", marks=BATTERY),
         pytest.param(TREES, id="trees"),
-        pytest.param(SHAPES, id="shapes", marks=pytest.mark.slow),
-        pytest.param(LARGEST, id="largest", marks=pytest.mark.slow),
-        pytest.param(LONG, id="long", marks=pytest.mark.battery(name="lossless")),
-        pytest.param(
-            ROUNDED, id="bfloat16", marks=pytest.mark.battery(name="lossless")
-        ),
+        pytest.param(SHAPES, id="shapes", marks=BATTERY),
+        pytest.param(LARGEST, id="largest", marks=BATTERY),
+        pytest.param(LONG, id="long", marks=BATTERY),
+        pytest.param(ROUNDED, id="bfloat16", marks=BATTERY),
     ],
 )
 def test_every_path_says_what_plain_decoding_says(cut):
@@ -75,7 +74,7 @@ def test_every_path_says_what_plain_decoding_says(cut):
     "cut",
     [
         pytest.param(XLA, id="short"),
-        pytest.param(LONG, id="long", marks=pytest.mark.battery(name="lossless")),
+        pytest.param(LONG, id="long", marks=BATTERY),
     ],
 )
 def test_every_path_without_operations_in_c(cut, monkeypatch):

@@ -21,7 +21,7 @@ from benchmarks.same_bits import (
 from tests.engines import users_programs
 
 
-@pytest.mark.slow
+@pytest.mark.battery(name="lossless")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @users_programs()
 def test_every_way_tells_the_same(dtype):

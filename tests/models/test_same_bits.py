@@ -27,6 +27,7 @@ from jaxspec.program.plan import TILE, PoolShape
 from jaxspec.program.region import join, make_region
 from jaxspec_checkpoints import bundled_target
 from jaxspec_kernels.bits import storage_dtype
+from tests.batteries import members
 from tests.oracles import init_kv_pages
 from tests.programs import USERS_COMPILER
 
@@ -168,17 +169,19 @@ def assert_same_bits(found: np.ndarray, dtype: str, num_texts: int = NUM_TEXTS) 
 
 @pytest.mark.parametrize(
     ("dtype", "num_seqs", "num_queries"),
-    [
-        pytest.param(*one, marks=() if one in SHORT_GRID else pytest.mark.slow)
-        for one in itertools.product(DTYPES, *AXES)
-    ],
+    members(
+        "same_bits",
+        itertools.product(DTYPES, *AXES),
+        is_example=lambda one: one in SHORT_GRID,
+    ),
 )
 def test_drafts_and_neighbours_change_no_bit(dtype, num_seqs, num_queries):
     assert_same_bits(by_rounds(dtype, num_seqs, num_queries), dtype)
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+    "dtype",
+    members("same_bits", DTYPES, is_example=lambda dtype: dtype == "float32"),
 )
 def test_a_token_at_a_time_changes_no_bit(dtype):
     found = by_rounds(dtype, 1, 1, FEW_TEXTS)
@@ -188,11 +191,11 @@ def test_a_token_at_a_time_changes_no_bit(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_tiles", "num_beside"),
-    [(4, 2)]
-    + [
-        pytest.param(*one, marks=pytest.mark.slow)
-        for one in [(1, 0), (2, 0), (4, 0), (16, 0), (1, 1), (16, 5)]
-    ],
+    members(
+        "same_bits",
+        [(4, 2), (1, 0), (2, 0), (4, 0), (16, 0), (1, 1), (16, 5)],
+        is_example=lambda one: one == (4, 2),
+    ),
 )
 def test_prompts_in_any_chunks_change_no_bit(dtype, num_tiles, num_beside):
     assert_same_bits(by_tiles(dtype, num_tiles, num_beside), dtype)

@@ -210,7 +210,7 @@ def test_every_outcome_of_a_round_adds_up_to_the_targets_law(name, rule):
     check_exact_law(name, rule)
 
 
-@pytest.mark.slow
+@pytest.mark.battery(name="counts")
 @pytest.mark.parametrize("num_levels", [1, 2, 3])
 @pytest.mark.parametrize("rule", ORACLES)
 @pytest.mark.parametrize("name", TREES)
@@ -218,7 +218,7 @@ def test_so_it_does_whatever_the_rule_and_the_levels_that_count(name, rule, num_
     check_exact_law(name, rule, num_levels, seeds=(1, 2, 3))
 
 
-@pytest.mark.slow
+@pytest.mark.battery(name="counts")
 @pytest.mark.parametrize("rule", ORACLES)
 def test_every_small_tree_keeps_the_law(rule):
     """Of up to five drafts, three levels and three siblings, but for the chains."""
