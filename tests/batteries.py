@@ -139,7 +139,7 @@ BATTERIES = (
             "tests/e2e/test_lossless.py",
             "tests/e2e/test_told_bits.py",
         ),
-        reads=ENGINE,
+        reads=(*ENGINE, "benchmarks/same_bits.py"),
     ),
     Battery(
         name="counts",

@@ -119,7 +119,8 @@ class EngineArgs:
         max_num_seqs: Most requests that run at once. Default: 256 on a TPU or GPU, less
             where programs for so many would leave little for pages; 8 on a CPU.
         max_num_batched_tokens: Most prompt tokens prefilled in one step. Default: 2048
-            on a TPU or GPU, less where memory is short; 512 on a CPU.
+            on a TPU or GPU, less where memory is short; 512 on a CPU. For more than
+            2048 a program is compiled once so many wait; `batch_invariant` has 128.
         block_size: Tokens per page of the KV memory.
         gpu_memory_utilization: Share of a device's memory that weights, programs and
             pages take together: pages get what the others leave. Default: 0.92; on a

@@ -123,11 +123,16 @@ class Compiler:
         for error in self.failures.values():
             raise error
 
-    def check(self) -> None:
-        """Raise why a program could not be made, once."""
+    def check(self, is_needed: Callable[[StepShape], bool] = lambda _: True) -> None:
+        """Raise why a program could not be made, once.
+
+        Args:
+            is_needed: Others may fail: something else serves.
+        """
         with self._lock:
-            if self.failures:
-                raise self.failures.pop(next(iter(self.failures)))
+            for shape in self.failures:
+                if is_needed(shape):
+                    raise self.failures.pop(shape)
 
     def clear(self) -> None:
         """Forget all programs: others are needed from now on."""

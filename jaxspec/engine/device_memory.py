@@ -338,7 +338,8 @@ def compiled_temporaries(config: EngineConfig, mesh: Mesh) -> int:
     Takes as long as the program does: a minute or two at full size.
     """
     program, forms = describe(config, mesh)
-    shape = Shapes(config, Controller(config.speculative)).all()[0]
+    shapes = Shapes(config, Controller(config.speculative)).all(with_late=True)
+    shape = max(shapes, key=lambda one: (not one.is_catch_up, one.chunk, one.num_seqs))
     lowered = lower_step(program, shape, forms)
     compiled: Any = lowered.compile(options_of(config, mesh))
     return compiled.memory_analysis().temp_size_in_bytes
@@ -398,6 +399,8 @@ def _program_facts(config: EngineConfig, mesh: Mesh) -> ProgramFacts:
         num_beside=num_nodes - config.num_draft_tokens,
         vocab_size=_part(model.vocab_size, mesh, TARGET_MESH_AXES),
         draft_vocab_size=draft_vocab,
+        max_model_len=config.max_model_len,
+        is_invariant=config.batch_invariant,
         token_bytes=feed_forward_bytes * hidden + MODEL_WIDTH_BYTES * model.hidden_size,
         row_tile=8 if platform == "tpu" else 1,
         fixed_bytes=FIXED_BYTES.get(platform, ACCELERATOR_FIXED_BYTES),

@@ -382,7 +382,8 @@ class LLMEngine:
         """Wait a while for the program that all requests wait for; the seconds."""
         before = time.monotonic()
         with OnDevice():
-            self.runner.compiler.check()
+            shapes = self.scheduler.shapes
+            self.runner.compiler.check(lambda one: not shapes.is_late(one))
         self.runner.compiler.wait(MAX_WAIT_S)
         return time.monotonic() - before
 

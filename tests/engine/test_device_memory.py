@@ -689,6 +689,10 @@ def test_a_compiled_program_tells_its_temporaries(monkeypatch):
     assert isinstance(plan, MemoryPlan)
     assert plan.workspace_bytes == found
     assert "compiled" in plan.table()
+    # Also of those that an engine begins without.
+    many = dict(max_num_batched_tokens=4096, max_num_seqs=16, max_model_len=512)
+    device_memory.compiled_temporaries(config_of(**many), mesh)
+    assert shapes[-1].name == "16x2+4096_sampled"
 
 
 def test_a_runner_compares_what_it_makes(monkeypatch):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxspec.config import GivenSizes
 from jaxspec.engine.memory.draft_sharding import DraftSharding
-from jaxspec.engine.scheduling.shapes import FIRST_CHUNK
+from jaxspec.engine.scheduling.shapes import FIRST_CHUNK, largest_chunk
 from jaxspec.errors import ConfigError, check_integer, wrong_argument
 from jaxspec.program.plan import MAX_GROUP_BYTES, TILE
 
@@ -66,6 +66,8 @@ class ProgramFacts:
         vocab_size: Columns of the target's logits.
         draft_vocab_size: Columns of the laws that drafts were drawn from; 0 where they
             were drawn from none.
+        max_model_len: Tokens per sequence.
+        is_invariant: With `batch_invariant`, whose launches are small.
         token_bytes: What one token takes within a layer of the target, at most.
         row_tile: Rows of a sequence are kept in multiples of these, where sequences are
             told apart: 8 on a TPU.
@@ -77,10 +79,21 @@ class ProgramFacts:
     num_beside: int = 0
     vocab_size: int
     draft_vocab_size: int = 0
+    max_model_len: int
+    is_invariant: bool = False
     token_bytes: int
     row_tile: int = 1
     fixed_bytes: int = 0
     code_bytes: int = 0
+
+    def num_prompt_tokens(self, sizes: Sizes) -> int:
+        """Those that the largest program has room for."""
+        return largest_chunk(
+            sizes.num_batched_tokens,
+            num_seqs=sizes.num_seqs,
+            max_model_len=self.max_model_len,
+            is_invariant=self.is_invariant,
+        )
 
     def temporary_bytes(self, sizes: Sizes, *, has_controls: bool = True) -> int:
         """Temporaries of the largest program, as compilers' records have them.
@@ -99,7 +112,7 @@ class ProgramFacts:
         seqs = 1 << (sizes.num_seqs - 1).bit_length()
         width = self.num_draft_tokens + self.num_beside + 1
         rows = seqs * width
-        tiles = max(sizes.num_batched_tokens // TILE, 1)
+        tiles = self.num_prompt_tokens(sizes) // TILE
         once, groups = 4 * self.vocab_size * rows, 2 * MAX_GROUP_BYTES
         if self.row_tile > 1:
             tiled = -(-width // self.row_tile) * self.row_tile
@@ -277,7 +290,7 @@ class MemoryPlan:
         if facts.used_bytes:
             rows.append(("in use by others", facts.used_bytes, ""))
         how = "estimated" if facts.compiled_bytes is None else "compiled"
-        seqs, tokens = self.sizes
+        seqs, tokens = self.sizes.num_seqs, facts.programs.num_prompt_tokens(self.sizes)
         remark = f"{how}, for {seqs} sequences and {tokens:,} prompt tokens"
         rows.append(("programs", self.workspace_bytes, remark))
         each = f"{facts.page_bytes // size:,} bytes per token"

@@ -232,11 +232,16 @@ class Controller:
 
     def _remeasure(self, num_seqs: int, now: float, *, is_drafting: bool) -> None:
         """Time a few plain rounds, where the last one was long ago."""
-        refresh = self._refreshes.setdefault(num_seqs, Refresh(now))
+        # Of numbers that run in the same programs, more or less.
+        refresh = self._refreshes.setdefault(num_seqs.bit_length(), Refresh(now))
         if not (is_drafting and self.num_drafts):
             refresh.rest(now)
         elif refresh.begin_if_due(now):
             self._refresh_left = REFRESH_ROUNDS
+
+    def stop_timing(self) -> None:
+        """Time no more plain rounds now: prompts come in between."""
+        self._refresh_left = 0
 
     def wants_probe(self) -> bool:
         """Whether to ask the draft model what its drafts would have brought."""

@@ -5,6 +5,7 @@ of all. Whoever chooses what the next round does reads it here; this decides not
 """
 
 import enum
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ NEWEST = 0.25
 # What a round takes beyond this many times what it should says nothing of its
 # shape: the machine stood still.
 STALL = 4.0
+# After so many times that are no measures another one counts.
+MAX_SKIPPED = 16
 # Rounds after which an observed acceptance counts half.
 HALF_LIFE_ROUNDS = 16
 DECAY = 0.5 ** (1 / HALF_LIFE_ROUNDS)
@@ -66,6 +69,8 @@ class Costs:
         self.prior_rate = prior_rate
         self.seconds: dict[Round, float] = {}
         self._has_run: set[Round] = set()
+        # Times in a row that were no measures.
+        self._num_skipped = Counter[Round]()
         self.num_compared, self.num_agreed = 0, 0.0
         # [row, draft]: rounds that wanted a draft of a position once those before it
         # were accepted, and that accepted it; in the last rows the sums over all
@@ -99,7 +104,7 @@ class Costs:
         Args:
             expected: What it should have taken, where nothing is known of it.
             is_measure: It says what such rounds take; any other counts while nothing
-                is known.
+                is known, and where there are no such measures.
 
         Returns:
             The seconds without a standstill of the machine.
@@ -109,7 +114,9 @@ class Costs:
         if expected is not None:
             seconds = min(seconds, STALL * expected)
         if known is not None:
-            if is_measure:
+            self._num_skipped[round_] += 1
+            if is_measure or self._num_skipped[round_] > MAX_SKIPPED:
+                self._num_skipped[round_] = 0
                 self.seconds[round_] = NEWEST * seconds + (1 - NEWEST) * known
         elif round_ in self._has_run:
             self.seconds[round_] = seconds

@@ -43,7 +43,7 @@ from jaxspec.engine.scheduling.page_events import PageEvents
 from jaxspec.engine.scheduling.rates import Choice
 from jaxspec.engine.scheduling.request import Request, Status
 from jaxspec.engine.scheduling.rows import RowTable
-from jaxspec.engine.scheduling.shapes import Programs, Shapes
+from jaxspec.engine.scheduling.shapes import FIRST_CHUNK, Programs, Shapes
 from jaxspec.engine.scheduling.stats import EngineStats
 from jaxspec.engine.structured_output import GrammarState
 from jaxspec.program.plan import (
@@ -113,8 +113,8 @@ class Scheduler:
         self.waiting = WaitingQueue(config.scheduling_policy)
         self.running: list[Request] = []
         self.pacer = Pacer(self.costs)
-        # Of the launch that was read last.
-        self._last_shape: StepShape | None = None
+        # Program of the launch that was read last, and whether it made drafts.
+        self._last_work: tuple[StepShape, bool] | None = None
         # Bringing the draft model up to date and other launches take turns.
         self._num_caught_up, self._has_put_off = 0, False
         # When most requests waited for it last.
@@ -417,12 +417,14 @@ class Scheduler:
         features, tokens = self.rows.features(decode.rows), 0
         for request in prefilling:
             features |= request.features
-            tokens += len(request.tokens_to_prefill) - request.num_prefilled
+            tokens += _tiled(len(request.tokens_to_prefill) - request.num_prefilled)
         num_seqs, num_draft = len(decode.rows), decode.num_draft_tokens
         found = self.shapes.with_prompts(num_seqs, num_draft, features)
         if found and found[-1].num_tiles < self.shapes.max_tiles:
             # A larger program can be had, and is worth it where as many tokens wait.
-            tokens += sum(len(one.tokens_to_prefill) for one in self._newcomers())
+            tokens += sum(
+                _tiled(len(one.tokens_to_prefill)) for one in self._newcomers()
+            )
         if tokens:
             self.shapes.request(
                 num_seqs,
@@ -711,7 +713,9 @@ class Scheduler:
         waiting = [one for one in self.waiting if features.covers(one.features)]
         most = self.config.max_num_seqs
         num_seqs = min(len(self.running) + len(waiting), most)
-        tokens = sum(len(one.tokens_to_prefill) for one in waiting[:most])
+        tokens = sum(_tiled(len(one.tokens_to_prefill)) for one in waiting[:most])
+        # Until there are others it serves all launches, also those with few tokens.
+        tokens = min(tokens, FIRST_CHUNK)
         self.shapes.request(num_seqs, 0, tokens, features, is_brief=True)
         return False
 
@@ -797,8 +801,9 @@ class Scheduler:
         launch.expected_s = self.costs.expected_seconds(launch.round)
         # Launches with prompts, and for the draft model, are seldom two in a row.
         is_seldom = shape.is_catch_up or shape.chunk > 0
-        launch.is_measure = is_seldom or shape == self._last_shape
-        self._last_shape = shape
+        work = shape, launch.round.num_drafts > 0
+        launch.is_measure = is_seldom or work == self._last_work
+        self._last_work = work
         self.pacer.record(
             launch.round, seconds, launch.charged_s, is_measure=launch.is_measure
         )
@@ -806,6 +811,8 @@ class Scheduler:
     def _record_round(self, launch: Launch, result: StepResult) -> None:
         """Have the controller count what a round without prompts has brought."""
         count = len(launch.rows)
+        if launch.shape.chunk:
+            self.controller.stop_timing()
         if launch.shape.chunk or not count:
             return
         plain = self.shapes.find(count, 0, 0, launch.shape.features)
@@ -847,6 +854,11 @@ class Scheduler:
         self.rows.check()
         assert self.pages.num_free == self.pages.num_pages, "a page is held"
         assert len(self.rows.free) == self.config.max_num_seqs, "a row is taken"
+
+
+def _tiled(num_tokens: int) -> int:
+    """Room that a prompt takes: its tiles are whole, and nobody else's."""
+    return -(-num_tokens // TILE) * TILE
 
 
 def make_costs(config: EngineConfig, controller: Controller) -> Costs:

@@ -80,13 +80,13 @@ class Shapes:
         self._config, self._controller = config, controller
         self._template = template_of(config.speculative)
         self._programs = EveryProgram() if programs is None else programs
-        budget = config.max_num_batched_tokens
-        if config.batch_invariant:
-            budget = min(budget, INVARIANT_CHUNK)
-        self._chunk = _tiled(min(budget, FIRST_CHUNK))
-        # No more than all sequences can have.
-        longest = -(-config.max_model_len // TILE) * TILE * config.max_num_seqs
-        self._largest_chunk = max(_tiled(min(budget, longest)), self._chunk)
+        self._largest_chunk = largest_chunk(
+            config.max_num_batched_tokens,
+            num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            is_invariant=config.batch_invariant,
+        )
+        self._chunk = min(self._largest_chunk, FIRST_CHUNK)
         self.max_tiles = self._largest_chunk // TILE
         self._found: dict[tuple, StepShape | None] = {}
         self._with_prompts: dict[tuple, list[StepShape]] = {}
@@ -240,11 +240,15 @@ class Shapes:
         # Prompts come together, each in tiles of its own.
         wanted = min(-(-tokens // TILE) * TILE * self._config.max_num_seqs, budget)
         chunks = sorted({shape.chunk for shape in listed})
-        last = next(chunk for chunk in chunks if chunk >= wanted)
+        last = next((chunk for chunk in chunks if chunk >= wanted), chunks[-1])
         kept = [shape for shape in listed if shape.chunk <= last]
         if not with_late:
             kept = [shape for shape in kept if shape not in self._late]
         return list(dict.fromkeys(kept))
+
+    def is_late(self, shape: StepShape) -> bool:
+        """Whether it is compiled when it is used, and others serve until then."""
+        return shape in self._late
 
     @property
     def cannot_catch_up(self) -> bool:
@@ -381,6 +385,20 @@ class Shapes:
             chunks = {shape.chunk: shape for shape in reversed(there)}
             self._with_prompts[need] = [chunks[size] for size in sorted(chunks)]
         return self._with_prompts[need]
+
+
+def largest_chunk(
+    num_batched_tokens: int, *, num_seqs: int, max_model_len: int, is_invariant: bool
+) -> int:
+    """Prompt tokens that the largest program of an engine has room for.
+
+    No more than all sequences can have; but programs of up to `FIRST_CHUNK` tokens are
+    as large as is said.
+    """
+    if is_invariant:
+        num_batched_tokens = min(num_batched_tokens, INVARIANT_CHUNK)
+    longest = -(-max_model_len // TILE) * TILE * num_seqs
+    return _tiled(min(num_batched_tokens, max(longest, FIRST_CHUNK)))
 
 
 def _sizes_up_to(most: int) -> list[int]:

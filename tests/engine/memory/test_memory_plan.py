@@ -31,6 +31,7 @@ PROGRAMS = ProgramFacts(
     num_draft_tokens=5,
     vocab_size=256_000,
     draft_vocab_size=256_000,
+    max_model_len=8192,
     # 10 bytes of a feed-forward width of 14,336 and 16 of a model's width of 3,584.
     token_bytes=200_704,
     fixed_bytes=256 * 2**20,
@@ -200,7 +201,16 @@ def test_temporaries_are_logits_or_layers():
     assert PROGRAMS.temporary_bytes(Sizes(33, 2048)) == PROGRAMS.temporary_bytes(
         Sizes(64, 2048)
     )
-    plain = ProgramFacts(vocab_size=1000, token_bytes=1)
+    # No more prompt tokens than all sequences have, and few where bits may not change.
+    short = dataclasses.replace(PROGRAMS, max_model_len=1024)
+    sizes = Sizes(4, 10**6)
+    assert short.temporary_bytes(sizes) == short.temporary_bytes(Sizes(4, 4096))
+    invariant = dataclasses.replace(PROGRAMS, is_invariant=True)
+    assert invariant.temporary_bytes(sizes) == PROGRAMS.temporary_bytes(Sizes(4, 128))
+    given = GivenSizes(max_num_batched_tokens=4096)
+    told = plan_memory(facts(programs=invariant), given).table()
+    assert " 128 prompt tokens" in told
+    plain = ProgramFacts(vocab_size=1000, max_model_len=8192, token_bytes=1)
     assert plain.temporary_bytes(Sizes(8, 32)) == 4 * 1000 * (5 * 8 + 4)
     without = plain.temporary_bytes(Sizes(8, 32), has_controls=False)
     assert without == 4 * 1000 * (3 * 8 + 1)

@@ -318,6 +318,15 @@ def test_a_plain_round_is_timed_again_now_and_then():
     assert world.controller.num_drafts > 0
 
 
+def test_numbers_of_sequences_that_run_in_the_same_programs_are_timed_together():
+    world = World(TIMES, 0.9)
+    while world.now < 30:
+        if world.random.random() < 0.3:
+            world.num_seqs = int(world.random.integers(40, 80))
+        world.round()
+    assert world.chosen.count(0) < 0.06 * len(world.chosen)
+
+
 def test_plain_rounds_are_timed_again_soon_after_they_were_left():
     """A time that was too long for a while would be believed for long."""
     world = World(TIMES, 0.9, believed_times=TIMES)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxspec.engine.scheduling.costs import (
     HALF_LIFE_ROUNDS,
+    MAX_SKIPPED,
     NEWEST,
     PRIOR_RATE,
     PRIOR_WEIGHT,
@@ -184,6 +185,22 @@ def test_a_round_that_is_no_measure_counts_while_nothing_is_known():
     costs.seed_time(ROUND_OF_3, 3.0)
     assert costs.record_time(ROUND_OF_3, 1000.0, is_measure=False) == 3 * STALL
     assert costs.seconds == {ROUND_OF_3: 3.0}
+
+
+def test_where_there_are_no_measures_what_is_none_counts_now_and_then():
+    costs = make_costs()
+    costs.seed_time(ROUND_OF_3, 1.0)
+    for _ in range(MAX_SKIPPED):
+        costs.record_time(ROUND_OF_3, 2.0, is_measure=False)
+    assert costs.seconds == {ROUND_OF_3: 1.0}
+    costs.record_time(ROUND_OF_3, 2.0, is_measure=False)
+    found = costs.seconds[ROUND_OF_3]
+    assert found == pytest.approx(NEWEST * 2 + (1 - NEWEST))
+    for _ in range(3):
+        for _ in range(MAX_SKIPPED):
+            costs.record_time(ROUND_OF_3, 9.0, is_measure=False)
+        costs.record_time(ROUND_OF_3, found)
+    assert costs.seconds[ROUND_OF_3] == pytest.approx(found)
 
 
 def test_a_standstill_of_the_machine_counts_as_a_slow_round_at_most():

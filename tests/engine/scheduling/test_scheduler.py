@@ -447,6 +447,31 @@ def test_plain_rounds_are_timed_in_a_row():
     assert loop.launches[-1].shape.is_catch_up  # of what came meanwhile
 
 
+def test_prompts_end_the_timing_of_plain_rounds():
+    """While they come all the time nothing would be drafted, and nothing timed."""
+    config = make_config(
+        controller=ADAPTIVE, max_num_seqs=2, max_model_len=400, num_pages=200
+    )
+    loop = Loop(config, seed=0)
+    first, *others = make_requests(config, 9, num_draft_tokens=3)
+    first.max_total = 390
+    loop.scheduler.add(first)
+    while not (loop.launches and loop.launches[-1].drafts.any()):
+        loop.step()
+    controller = loop.scheduler.controller
+    controller._refresh_left = REFRESH_ROUNDS
+    for number, request in enumerate(others):
+        request.prompt_token_ids, request.max_total = [number] * 70, 71
+        loop.scheduler.add(request)
+    while loop.launches[-1].drafts.any() or not loop.launches[-1].shape.chunk:
+        loop.step()
+    loop.step()
+    assert loop.scheduler.waiting and not controller.is_timing_plain
+    while not loop.launches[-1].drafts.any():
+        loop.step()
+    assert loop.scheduler.waiting, "there are drafts before all prompts are in"
+
+
 def test_rounds_without_drafts_between_other_launches_are_no_measure():
     """As while the draft model reads a long prompt."""
     config = make_config(

@@ -235,6 +235,14 @@ def test_more_prompt_tokens_have_a_program_once_so_many_wait():
         assert chunks[-2:] == [FIRST_CHUNK, 8192]
         assert shapes.all(features=[need])[0].chunk == FIRST_CHUNK
     assert {shape.chunk for shape in shapes.catch_ups} == {256, FIRST_CHUNK}
+    late = {shape.chunk: shapes.is_late(shape) for shape in listed}
+    assert late[8192] and not late[FIRST_CHUNK]
+    # Greedy requests have their prompts read in programs of sampled ones.
+    assert {shape.chunk for shape in shapes.all(features=[GREEDY])} == {
+        0,
+        256,
+        FIRST_CHUNK,
+    }
 
 
 def test_a_program_for_more_prompt_tokens_is_asked_for_by_them():
