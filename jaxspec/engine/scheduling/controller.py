@@ -68,15 +68,15 @@ class Controller:
         self.gain: float | None = None
         self.saved_s = self.lost_s = 0.0
         self.num_probes = self.num_stops = 0
-        # Of the newest choice: what it was made for, and rounds left until the next.
+        # Of the newest choice: what it was made for, and rounds left until the next;
+        # and plain rounds that are still to be timed.
         self._load: tuple[int, int] | None = None
-        self._rounds_left = 0
+        self._rounds_left = self._refresh_left = 0
         self._accounts = defaultdict[int, Account](Account)
         self._account = self._account_of(1)
         self._probe_ts = -math.inf
         self._refreshes: dict[int, Refresh] = {}
         self._beside_ts = self._most_ts = -math.inf
-        self._refresh_left = 0
 
     def stop(self, reason: str) -> None:
         """Draft no more."""
