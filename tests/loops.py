@@ -128,7 +128,9 @@ class Loop:
         programs: EveryProgram | None = None,
     ):
         self.config, self.depth = config, depth
-        controller = Controller(config.speculative)
+        # It stands still, or how fast the tests run would decide what is chosen.
+        self.now_s = 0.0
+        controller = Controller(config.speculative, clock=lambda: self.now_s)
         self.scheduler = Scheduler(config, controller, programs=programs)
         self.pool = PoolShape(
             num_rows=config.max_num_seqs,
@@ -145,7 +147,6 @@ class Loop:
             seed=seed,
         )
         self.fastest_s, self.fed_s = 1.0, 1 / 128
-        self.now_s = 0.0
         self.launched: deque = deque()
         self.launches: list[Launch] = []
         self.finished: list[Request] = []

@@ -276,7 +276,8 @@ def test_quickstart(tmp_path):
 @pytest.mark.slow
 def test_how_it_works(tmp_path):
     # Its own assertions hold the laws together.
-    book = execute("how_it_works", tmp_path, MAX_TOKENS=40)
+    # More than are over before the draft model's program is compiled.
+    book = execute("how_it_works", tmp_path, MAX_TOKENS=160)
     text = printed(book)
     chances = re.findall(r"q (\S+) +p (\S+) +stays with +(\d+)%", text)
     assert len(chances) == 5
@@ -284,8 +285,11 @@ def test_how_it_works(tmp_path):
         low = (float(p) - 0.0005) / (float(q) + 0.0005)
         high = (float(p) + 0.0005) / max(float(q) - 0.0005, 1e-9)
         assert min(1, low) - 0.005 <= int(stays) / 100 <= min(1, high) + 0.005
-    (passes,) = re.findall(r"^40 tokens in (\d+) passes of the target$", text, re.M)
-    assert 40 / 6 <= int(passes) < 40, "some drafts were accepted"
+    ((tokens, passes),) = re.findall(
+        r"^(\d+) tokens in (\d+) passes of the target$", text, re.M
+    )
+    assert 40 < int(tokens) <= 160
+    assert int(tokens) / 6 <= int(passes) < int(tokens), "some drafts were accepted"
     assert "with them: the same text? True" in text
     (kept,) = re.findall(
         r"^of 10 drafts in a tree (\d) stay, of the chain (\d)$", text, re.M

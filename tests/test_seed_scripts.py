@@ -140,7 +140,7 @@ engine = AsyncLLMEngine.from_engine_args(
         enforce_eager=True,
     )
 )
-prompt, params, request_id = "The fox", SamplingParams(max_tokens=32), uuid.uuid4().hex
+prompt, params, request_id = "The fox", SamplingParams(max_tokens=200), uuid.uuid4().hex
 unread = engine.generate(prompt, params, request_id)
 
 async def stream_tokens():
