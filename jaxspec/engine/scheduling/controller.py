@@ -232,7 +232,7 @@ class Controller:
 
     def _remeasure(self, num_seqs: int, now: float, *, is_drafting: bool) -> None:
         """Time a few plain rounds, where the last one was long ago."""
-        # Of numbers that run in the same programs, more or less.
+        # Numbers up to the next power of two run in the same programs.
         refresh = self._refreshes.setdefault(num_seqs.bit_length(), Refresh(now))
         if not (is_drafting and self.num_drafts):
             refresh.rest(now)

@@ -11,7 +11,7 @@ REFRESH_ROUNDS = 4
 
 
 class Refresh:
-    """Of one number of sequences."""
+    """When plain rounds are due, for numbers of sequences that share programs."""
 
     def __init__(self, now: float):
         self.rest(now)
@@ -21,7 +21,7 @@ class Refresh:
         self._last_ts, self._wait_s = now, FIRST_WAIT_S
 
     def begin_if_due(self, now: float) -> bool:
-        """Whether a few rounds are to be without drafts."""
+        """Whether some rounds are to be without drafts now; the next wait is longer."""
         if now - self._last_ts <= self._wait_s:
             return False
         self._last_ts, self._wait_s = now, min(2 * self._wait_s, MAX_WAIT_S)
