@@ -40,8 +40,12 @@ _log = logging.getLogger(__name__)
 # silent for three of these is taken for dead: by jax.distributed once all have joined
 # (`join` in runner.py), before that by TCP's keepalive.
 HEARTBEAT_S = 10
-# How a process ends when another one has.
+# How a process ends when another one has. A follower whose leader has gone may be ended
+# by jax.distributed first, with SIGABRT: it has no setting for that.
 HOST_LOST = 1
+# What fails here may be the first that is seen of a process that has gone: its
+# connection is closed within that.
+NOTICE_S = 1.0
 # For whoever has connected to say who it is: all of it, and signed.
 HELLO_S = 10
 # For the others to close their connections after an orderly end, once jax's own end of
@@ -474,7 +478,13 @@ class Followers:
             connection.close()
 
     def break_off(self, reason: str) -> None:
-        """Have all end at once: this process has not done what it told them to do."""
+        """Have all end at once: this process has not done what it told them to do.
+
+        Where that failed because one of them has gone, that is what is told: a
+        collective may fail before its connection here is closed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended is not None, NOTICE_S)
         self._close(reason)
 
     def _close(self, reason: str) -> bool:

@@ -66,6 +66,12 @@ def hosts(tmp_path: Path) -> Callable[..., HostsConfig]:
     return make
 
 
+@pytest.fixture(autouse=True)
+def _no_wait_to_notice(monkeypatch: pytest.MonkeyPatch):
+    """Of each test's end, which breaks off."""
+    monkeypatch.setattr("jaxspec.engine.hosts.NOTICE_S", 0.05)
+
+
 def together(*functions: Callable[[], Any]) -> list[Any]:
     """Call functions at the same time; what each returns or raises."""
     results: list[Any] = [None] * len(functions)
@@ -368,6 +374,33 @@ def test_a_process_can_say_why_it_ends(hosts: Any):
         leaders[0].fail("no memory is left")
         assert losses.has_one.wait(10)
         assert "node_rank=1" in losses[0] and "no memory is left" in losses[0]
+
+
+def test_a_failure_is_told_as_the_end_of_the_process_it_comes_from(
+    hosts: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """A collective fails first, and a moment later its connection here is closed."""
+    with three(hosts) as (followers, leaders, losses):
+        monkeypatch.setattr("jaxspec.engine.hosts.NOTICE_S", 10)
+        breaking = threading.Thread(target=followers.break_off, args=["gloo failed"])
+        breaking.start()
+        time.sleep(0.1)
+        leaders[1].close()
+        breaking.join(5)
+        assert not breaking.is_alive()
+        assert losses.has_one.wait(10)
+        assert len(losses) == 1 and "node_rank=2" in losses[0]
+
+
+def test_a_failure_of_its_own_ends_no_process(hosts: Any):
+    with three(hosts) as (followers, leaders, losses):
+        followers.break_off("no memory is left")
+        for leader in leaders:
+            with pytest.raises(EOFError):
+                leader.receive()
+        with pytest.raises(EngineDeadError, match="no memory is left"):
+            followers.send("launch", {})
+        assert not losses
 
 
 def test_the_end_of_the_leader_is_told(hosts: Any):

@@ -166,10 +166,16 @@ def asked_texts(
 def begin_streams(
     pool: ThreadPoolExecutor, client: openai.OpenAI, asked: list[tuple[str, Any]]
 ) -> list[Future[Text]]:
-    """Begin long texts, slowly; returns when all are written."""
+    """Begin long texts, slowly; returns when all are written.
+
+    One after the other: Ray gives a text to the replica with fewer, but several at once
+    may all go to the same.
+    """
     set_delay(0.2)
-    futures = [pool.submit(stream, client, prompt, **how) for prompt, how in asked]
-    wait_for(lambda: sum(running().values()) == len(asked))
+    futures: list[Future[Text]] = []
+    for prompt, how in asked:
+        futures.append(pool.submit(stream, client, prompt, **how))
+        wait_for(lambda: sum(running().values()) == len(futures))
     return futures
 
 
@@ -222,9 +228,8 @@ def several_hosts() -> None:
     told["from_two"] = [text for _, text in asked_texts(client, asked)]
     for who in ("HostProcess", "ServeReplica"):
         with ThreadPoolExecutor(NUM_STREAMS) as pool:
-            set_delay(0.1)
-            futures = [pool.submit(stream, client, prompt, **how) for _ in range(2)]
-            wait_for(lambda: sum(running().values()) == 2)
+            long = (prompt, how | {"max_tokens": LONG})
+            futures = begin_streams(pool, client, [long] * 2)
             process_of(who).kill()
             start = time.monotonic()
             told[f"{who} cut"] = [one.result()[0] for one in futures].count(None)
