@@ -20,6 +20,7 @@ import json
 import statistics
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ class WaitingRunner(Runner):
     def __init__(self, pool: PoolShape, vocab_size: int, round_s: float):
         self.pool, self._round_s = pool, round_s
         self.fetched_ts = 0.0
-        self.params, self.state = ({}, ()), {}
+        self._arrays: Any = SimpleNamespace(params=({}, ()), state={})
         self.num_launches = 0
         self.compiler, self.compiles_beside = Compiler(lambda shape: None), False
         self._vocab_size = vocab_size

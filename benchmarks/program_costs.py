@@ -30,6 +30,7 @@ from benchmarks.step_times import begun_rows
 from jaxspec import LLM
 from jaxspec.bench.report import record
 from jaxspec.engine.runner import Runner
+from jaxspec.program.call import Arrays
 from jaxspec.program.plan import TILE, Features, StepPlan, StepShape, Tile
 from jaxspec.program.step import lower_step
 from jaxspec.program.wire import PlanLayout
@@ -150,18 +151,19 @@ class Program:
         runner = self._runner
         temperature = TEMPERATURE if use.is_sampled else 0.0
         rows = begun_rows(runner.pool, CONTEXT, temperature)
-        runner.state = dataclasses.replace(
-            runner.state,
-            rows=jax.device_put(rows, runner.state.rows.num_tokens.sharding),
-        )
+        state = runner.state
+        placed = jax.device_put(rows, state.rows.num_tokens.sharding)
+        state = dataclasses.replace(state, rows=placed)
+        arrays = Arrays(runner.program.proposers, runner.params, state)
         plan = self._plan(use.num_rows)
-        jax.block_until_ready((runner.state, plan))
+        jax.block_until_ready((state, plan))
         for number in range(count + 1):
             start = time.perf_counter()
-            runner.state, result = self._compiled(*runner.params, runner.state, plan)
+            result = arrays.call(self._compiled, self.shape, plan)
             jax.block_until_ready(result)
             if number:
                 self.seconds[use].append(time.perf_counter() - start)
+        runner.state = arrays.state
 
     def row(self, dtype: str) -> dict[str, Any]:
         """Everything, for JSON."""

@@ -25,6 +25,7 @@ from jaxspec.config import ModelConfig
 from jaxspec.engine.runner import device_forms
 from jaxspec.models.params import Params
 from jaxspec.models.weights import abstract_params, random_params
+from jaxspec.program.call import Arrays
 from jaxspec.program.plan import PoolShape, StepPlan, StepShape
 from jaxspec.program.propose import DraftModel, Proposal
 from jaxspec.program.rows import Rows, rehearsal_rows
@@ -259,13 +260,14 @@ class Program(_Setup):
         seconds, emitted, accepted, drafted = [], 0, 0, 0
         for repeat in range(repeats + 1):
             state = dataclasses.replace(state, rows=jax.device_put(rows, self._whole))
+            arrays = Arrays(self._config.proposers, self.params, state)
             jax.block_until_ready(state)
             start, results = time.perf_counter(), []
             for _ in range(setting.steps):
-                state, result = self.compiled(*self.params, state, plan)
-                results.append(result)
+                results.append(arrays.call(self.compiled, self.shape, plan))
             jax.block_until_ready(results[-1])
             took_s = time.perf_counter() - start
+            state = arrays.state
             if not repeat:
                 continue  # the first run warms caches and clocks
             seconds.append(took_s / setting.steps)

@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.models.families import config_from_hf
+from jaxspec.program.call import flat
 from jaxspec.program.plan import PoolShape, StepShape
 from jaxspec.program.state import EngineState
 from jaxspec.program.step import ProgramConfig
@@ -27,9 +28,9 @@ def as_state(rows: Any) -> EngineState:
 def lower_sums(program, shape, arguments, *, name):
     """In place of a round: as many arguments and results, compiled in no time."""
 
-    def run(target, proposers, state, plan):
-        assert proposers == ()
-        return as_state(state.rows + target["w"].sum()), plan + shape.num_seqs
+    def run(params, state, plan):
+        (weights,), (rows,) = params, state
+        return [rows + weights.sum()], plan + shape.num_seqs
 
     run.__name__ = name
     whole = NamedSharding(program.mesh, PartitionSpec())
@@ -37,7 +38,7 @@ def lower_sums(program, shape, arguments, *, name):
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=leaf.sharding
         ),
-        arguments,
+        flat(arguments),
     )
     plan = jax.ShapeDtypeStruct(PLAN.shape, jnp.int32, sharding=whole)
     return jax.jit(run).lower(*forms, plan)
@@ -46,13 +47,14 @@ def lower_sums(program, shape, arguments, *, name):
 def lower_round(program, shape, arguments, *, name):
     """Of what XLA:CPU makes functions."""
 
-    def run(target, proposers, state, plan):
-        square = jnp.outer(target["w"], target["w"]) / 64
+    def run(params, state, plan):
+        (weights,), (rows,) = params, state
+        square = jnp.outer(weights, weights) / 64
         found = jnp.tanh(square @ square) * jax.nn.softmax(square)
-        return as_state(state.rows + found.sum()), plan
+        return [rows + found.sum()], plan
 
     run.__name__ = name
-    return jax.jit(run).lower(*arguments, PLAN)
+    return jax.jit(run).lower(*flat(arguments), PLAN)
 
 
 def make_program(num_devices: int = 1) -> ProgramConfig:

@@ -37,9 +37,8 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
 from jaxspec.models import cpu
-from jaxspec.models.params import Params
+from jaxspec.program.call import Arguments, flat, taken
 from jaxspec.program.plan import StepShape
-from jaxspec.program.state import EngineState
 from jaxspec.program.step import ProgramConfig, lower_step
 from jaxspec_kernels import native
 
@@ -49,7 +48,6 @@ _log = logging.getLogger(__name__)
 MAX_BYTES = 4 * 2**30
 SUFFIX = ".program"
 
-Arguments = tuple[Params, tuple[Params | None, ...], EngineState]
 Options = dict[str, str | bool]
 
 _PACKAGES = ("jaxspec", "jaxspec_kernels")
@@ -113,7 +111,8 @@ class ProgramCache:
             name = f"{program_name(shape)}_unkept"
             return _compile(program, shape, arguments, options, name)
         start = time.monotonic()
-        loaded = _load(path, program.mesh, arguments)
+        given = flat(taken(program.proposers, shape, arguments))
+        loaded = _load(path, program.mesh, given)
         if loaded is not None:
             return Built(
                 executable=loaded,
@@ -208,11 +207,17 @@ def _past_jax_cache() -> Iterator[None]:
         yield
 
 
-def _load(path: Path, mesh: Mesh, arguments: Arguments) -> Callable[..., Any] | None:
-    """Bring an executable back; None if there is none that can be read."""
+def _load(
+    path: Path, mesh: Mesh, given: tuple[list[Any], list[Any]]
+) -> Callable[..., Any] | None:
+    """Bring an executable back; None if there is none that can be read.
+
+    Args:
+        given: Its parameters and its state, as in a call.
+    """
     trees = (
-        jax.tree.structure(((*arguments, "plan"), {})),
-        jax.tree.structure((arguments[2], "result")),
+        jax.tree.structure(((*given, "plan"), {})),
+        jax.tree.structure((given[1], "result")),
     )
     try:
         payload = zlib.decompress(path.read_bytes())

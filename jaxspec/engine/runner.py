@@ -32,6 +32,7 @@ from jaxspec.engine.structured_output import TokenMasks
 from jaxspec.errors import ConfigError
 from jaxspec.models import cpu
 from jaxspec.models.params import Params
+from jaxspec.program.call import Arrays
 from jaxspec.program.plan import (
     TILE,
     Features,
@@ -92,11 +93,8 @@ class Runner:
         self._plan_placement = replicated(mesh)
         self.pool = pool_of(config)
         self.program = program_of(config, mesh, self.token_masks)
-        self.params: tuple[Params, tuple[Params | None, ...]] = (
-            target_params,
-            proposer_params(self.program, draft_params),
-        )
-        self.state = self._init_state()
+        params = target_params, proposer_params(self.program, draft_params)
+        self._arrays = Arrays(self.program.proposers, params, self._init_state())
         self.compiler = Compiler(self._make)
         self.compiles_beside = True
         self.num_launches = 0
@@ -124,6 +122,24 @@ class Runner:
         if not chances:
             return None
         return put(np.array(chances, np.float32), replicated(self.mesh))
+
+    @property
+    def params(self) -> tuple[Params, tuple[Params | None, ...]]:
+        """The target's parameters, and those of each proposer."""
+        return self._arrays.params
+
+    @params.setter
+    def params(self, params: tuple[Params, tuple[Params | None, ...]]) -> None:
+        self._arrays = Arrays(self.program.proposers, params, self.state)
+
+    @property
+    def state(self) -> EngineState:
+        """What lives on the devices between launches."""
+        return self._arrays.state
+
+    @state.setter
+    def state(self, state: EngineState) -> None:
+        self._arrays = Arrays(self.program.proposers, self.params, state)
 
     @property
     def num_compiles(self) -> int:
@@ -244,7 +260,7 @@ class Runner:
 
     def _start(self, vector: np.ndarray, shape: StepShape) -> jax.Array:
         step, _ = self.compiler.get(shape)
-        if self.state.rows.num_tokens.is_deleted():
+        if self._arrays.are_given_away:
             # An interrupt fell between the donation and the assignment below. The
             # engine has ended all requests, so an empty state is the right one.
             self.state = self._init_state()
@@ -255,8 +271,7 @@ class Runner:
         # call makes it itself: `jax.device_put` takes a fifth of a small model's host
         # time (0.13 of 0.64 ms, the bundled target on two cores).
         with jax.transfer_guard_host_to_device("allow"):
-            self.state, result = step(*self.params, self.state, plan)
-        return result
+            return self._arrays.call(step, shape, plan)
 
     def rehearse(
         self, round_: Round, pages: Sequence[int], context: int, num_runs: int = 3
@@ -328,8 +343,8 @@ class Runner:
         # A compile that has been begun holds on to the arrays themselves.
         jax.tree.map(lambda array: array.delete(), self.state.proposers)
         self.program = dataclasses.replace(self.program, proposers=())
-        self.params = self.params[0], ()
-        self.state = dataclasses.replace(self.state, proposers=())
+        params, state = (self.params[0], ()), self.state
+        self._arrays = Arrays((), params, dataclasses.replace(state, proposers=()))
         self.compiler.clear()
 
     def drop_weights(self, *, keep: bool) -> None:

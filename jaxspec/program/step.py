@@ -21,6 +21,7 @@ from jaxspec.models.batch import TokenBatch
 from jaxspec.models.network import FREE_ROWS, build_network
 from jaxspec.models.params import Params
 from jaxspec.program import controls, grammar, logprobs
+from jaxspec.program.call import Arguments, flat, taken
 from jaxspec.program.forward import Verified, forward
 from jaxspec.program.grown import tree_of
 from jaxspec.program.plan import NO_TOKEN, TILE, PoolShape, StepShape
@@ -591,11 +592,14 @@ def _adjuster(
 def lower_step(
     config: ProgramConfig,
     shape: StepShape,
-    arguments: tuple[Params, tuple[Params | None, ...], EngineState],
+    arguments: Arguments,
     *,
     name: str = "step",
 ) -> jax.stages.Lowered:
     """Trace one program ahead of time; `compile` makes an executable of it.
+
+    That is called with the lists that `call.flat` makes of what the program takes, and
+    a plan. It gives back the second list, and the result.
 
     Args:
         arguments: The parameters and the state (or their abstract forms), whose
@@ -606,18 +610,26 @@ def lower_step(
     whole = replicated(config.mesh)
     plan = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=whole)
 
-    def run(target_params, proposer_params, state, plan):
-        return speculative_step(
-            target_params, proposer_params, state, plan, config=config, shape=shape
-        )
-
-    run.__name__ = name
-    abstract = jax.tree.map(
+    abstract: Any = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=leaf.sharding
         ),
-        arguments,
+        taken(config.proposers, shape, arguments),
     )
-    placement = jax.tree.map(lambda leaf: leaf.sharding, abstract[2])
-    step = jax.jit(run, donate_argnums=(2,), out_shardings=(placement, whole))
-    return step.lower(*abstract, plan)
+    of_params, of_state = map(jax.tree.structure, (abstract[:2], abstract[2]))
+
+    def run(params, state, plan):
+        target_params, proposer_params = jax.tree.unflatten(of_params, params)
+        state = jax.tree.unflatten(of_state, state)
+        state, result = speculative_step(
+            target_params, proposer_params, state, plan, config=config, shape=shape
+        )
+        leaves, structure = jax.tree.flatten(state)
+        assert structure == of_state, "the state has another form"
+        return leaves, result
+
+    run.__name__ = name
+    params, state = flat(abstract)
+    placement = [leaf.sharding for leaf in state]
+    step = jax.jit(run, donate_argnums=(1,), out_shardings=(placement, whole))
+    return step.lower(params, state, plan)

@@ -23,7 +23,8 @@ arguments = tests.make_arguments(program.mesh)
 built = program_cache.ProgramCache(folder).build(program, tests.SHAPE, arguments)
 print("loaded" if built.was_loaded else "compiled")
 plan = tests.jax.device_put(tests.PLAN)
-print(float(built.executable(*arguments, plan)[0].rows.sum()))
+(rows,), _ = built.executable(*tests.flat(arguments), plan)
+print(float(rows.sum()))
 """
 
 

@@ -3,6 +3,7 @@
 import logging
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jaxspec.metrics import Counter, Gauge
 from jaxspec.program.plan import TokenControls
 from jaxspec.sampling_params import SamplingParams
 from tests.engine.test_llm_engine import PROMPT, make_fake_engine, run_all, run_one
+from tests.tiny_programs import as_state
 
 
 def metrics_of(engine: Any) -> dict[str, float]:
@@ -137,7 +139,8 @@ def test_compiles_are_announced():
     engine, fake = make_fake_engine()
     runner: Any = object.__new__(Runner)
     runner.compiler = Compiler(runner._make)
-    runner.program = runner.params = runner.state = ()
+    runner.program = ()
+    runner._arrays = SimpleNamespace(params=({}, ()), state=as_state(()))
     runner.pool = fake.device.pool
     runner.compiler_options = runner.memory = runner.followers = None
 

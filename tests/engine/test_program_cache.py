@@ -16,6 +16,7 @@ from jaxspec.engine import program_cache
 from jaxspec.engine.program_cache import Built, ProgramCache, program_name
 from jaxspec.engine.structured_output import TokenMasks
 from jaxspec.models import cpu
+from jaxspec.program.call import flat
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.propose import NGram
 from jaxspec_checkpoints.quantization import Scheme
@@ -46,8 +47,8 @@ def run(built: Built, arguments: Any) -> None:
     """An executable on its arguments; the sums are right."""
     mesh = arguments[0]["w"].sharding.mesh
     plan = jax.device_put(PLAN, NamedSharding(mesh, PartitionSpec()))
-    state, result = built.executable(*arguments, plan)
-    np.testing.assert_array_equal(state.rows, np.full(4, 29.0))
+    (rows,), result = built.executable(*flat(arguments), plan)
+    np.testing.assert_array_equal(rows, np.full(4, 29.0))
     np.testing.assert_array_equal(result, PLAN + 1)
 
 

@@ -43,6 +43,7 @@ class Parrot:
     has_params: ClassVar[bool] = False
     may_find_none: ClassVar[bool] = False
     may_find_few: ClassVar[bool] = False
+    rests_without_drafts: ClassVar[bool] = False
 
     def state_forms(self, dtype: Any, pool: Any, mesh: Any) -> Any:
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.program.call import taken
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.sampling_params import SamplingParams
 from jaxspec_kernels import write_kv_pages
@@ -139,7 +140,9 @@ def check_program(engine: LLMEngine, shape: StepShape) -> str:
     executable = runner.executable(shape)
     # Every leaf of the state is updated in place, pages and rows alike.
     memory = executable.memory_analysis()
-    assert memory.alias_size_in_bytes == num_bytes(runner.state)
+    arguments = (*runner.params, runner.state)
+    *_, state = taken(runner.program.proposers, shape, arguments)
+    assert memory.alias_size_in_bytes == num_bytes(state)
     program = executable.as_text()
     pages = (*runner.state.target_pages, *jax.tree.leaves(runner.state.proposers))
     assert {leaf.shape for leaf in pages} < PAGE_SHAPES
@@ -288,11 +291,12 @@ def test_the_check_finds_a_copy():
 def test_without_drafts_the_draft_model_costs_nothing(num_seqs):
     runner: Any = pair.engine().runner
     shape = StepShape(num_seqs=num_seqs, num_draft_tokens=0, chunk=0)
-    target, draft, state = (
-        len(jax.tree.leaves(tree)) for tree in (*runner.params, runner.state)
+    target, draft, state, pages = (
+        len(jax.tree.leaves(tree))
+        for tree in (*runner.params, runner.state, runner.state.proposers)
     )
     program = runner.executable(shape).as_text()
-    assert num_parameters(program) == target + state + 1
+    assert num_parameters(program) == target + state - pages + 1
     drafting = StepShape(num_seqs=num_seqs, num_draft_tokens=3, chunk=0)
     program = runner.executable(drafting).as_text()
     assert num_parameters(program) == target + draft + state + 1

@@ -6,7 +6,7 @@ else each takes the whole tree, as far as it has grown.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,8 @@ class DraftModel(Model):
     """A small model with pages of its own, at the target's page ids."""
 
     config: ModelConfig
+
+    rests_without_drafts: ClassVar[bool] = True
 
     @classmethod
     def of(cls, config: EngineConfig) -> "DraftModel":

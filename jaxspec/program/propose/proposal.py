@@ -124,6 +124,9 @@ class Proposer(Protocol):
     # that are wanted. The program has a narrower form of the round for each.
     may_find_none: ClassVar[bool]
     may_find_few: ClassVar[bool]
+    # Whether launches without drafts neither read nor change its parameters and state:
+    # they are not given them.
+    rests_without_drafts: ClassVar[bool]
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
         """Shapes and placement of its state, which begins as zeros.
@@ -217,6 +220,7 @@ class Model:
     has_params: ClassVar[bool] = True
     may_find_none: ClassVar[bool] = False
     may_find_few: ClassVar[bool] = False
+    rests_without_drafts: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +238,7 @@ class Lookup(UpToDate):
 
     has_params: ClassVar[bool] = False
     may_find_none: ClassVar[bool] = True
+    rests_without_drafts: ClassVar[bool] = False
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
         """Nothing is kept."""
