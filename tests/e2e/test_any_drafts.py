@@ -29,7 +29,7 @@ class RandomController(Controller):
         acceptance,
         seconds,
         catch_up_s,
-        can_ask=False,
+        can_ask=lambda: False,
         beside=lambda: 0.0,
         chain_seconds=lambda: None,
     ) -> int:

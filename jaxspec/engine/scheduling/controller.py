@@ -123,7 +123,7 @@ class Controller:
         acceptance: Callable[[], np.ndarray],
         seconds: Callable[[], Sequence[float | None]],
         catch_up_s: Callable[[], float],
-        can_ask: bool = False,
+        can_ask: Callable[[], bool] = lambda: False,
         beside: Callable[[], float] = lambda: 0.0,
         chain_seconds: Callable[[], Sequence[float | None] | None] = lambda: None,
     ) -> int:
@@ -135,8 +135,8 @@ class Controller:
             seconds: Of a round with 0, 1, ... drafts; None where that is not known.
             catch_up_s: What it takes before all sequences can have drafts, over the
                 rounds that they probably still have.
-            can_ask: What drafts would have brought is known without a round that is
-                tried: a draft model says so, or lookups are watched.
+            can_ask: Whether what drafts would have brought is known without a round
+                that is tried: a draft model says so, or lookups are watched.
             beside: Tokens that drafts beside others bring, for each of those.
             chain_seconds: As `seconds`, of rounds without drafts beside others; None
                 where the engine has no other rounds.
@@ -169,7 +169,7 @@ class Controller:
                 # As many as cost no more than the fewest.
                 fewest = times[most if is_whole else 1]
                 trial = int(np.flatnonzero(times <= HYSTERESIS * fewest)[-1])
-                self._try(now, trial, is_trial=before > 0, can_ask=can_ask)
+                self._try(now, trial, is_trial=before > 0, can_ask=can_ask())
                 self._remeasure(len(wanted), now, is_drafting=before > 0)
                 self._try_again(now, most, is_drafting=before > 0)
         if (before > 0) != (self.num_drafts > 0):

@@ -182,8 +182,7 @@ class Scheduler:
     def _decodable(self) -> Decode:
         """The rows that can decode next, in a program that is compiled."""
         rows, wanted = self.rows.decodable(self._limit)
-        awaits_draft = self._awaits_draft(rows)
-        if awaits_draft.any():
+        if self._can_wait and (awaits_draft := self.rows.awaits_draft(rows)).any():
             # They decode together soon: their program can be compiled meanwhile.
             most = int(wanted.max())
             self.shapes.find(len(rows), most, 0, self.rows.features(rows))
@@ -199,7 +198,7 @@ class Scheduler:
             shape = self.shapes.find(
                 len(rows), most, 0, features, has_beside=has_beside
             )
-            if self._has_draft_model:
+            if most and self._has_draft_model:
                 wanted[self.rows.lags(rows)] = 0
                 most = int(wanted.max())
                 if shape is not None and not most:
@@ -211,18 +210,17 @@ class Scheduler:
             rows, wanted, most = rows[:0], wanted[:0], 0
         return Decode(rows, wanted, most, shape, is_exception=can_draft and not most)
 
-    def _awaits_draft(self, rows: np.ndarray) -> np.ndarray:
-        """Which rows decode only once the draft model has read what they have.
+    @property
+    def _can_wait(self) -> bool:
+        """Whether rows decode only once the draft model has read what they have.
 
         With a constant K: else it would depend on the launches of others which rounds
         have drafts. While the program for it is compiled nobody waits: that takes
         seconds, and requests go on without drafts.
         """
-        is_constant = self._limit and self.controller.is_constant
-        can_wait = is_constant and self._has_draft_model and self.shapes.can_catch_up
-        if not can_wait:
-            return np.zeros(len(rows), bool)
-        return self.rows.awaits_draft(rows)
+        if not (self.controller.is_constant and self._has_draft_model and self._limit):
+            return False
+        return self.shapes.can_catch_up
 
     @property
     def _limit(self) -> int:
@@ -262,8 +260,10 @@ class Scheduler:
             seconds=seconds,
             chain_seconds=chain_seconds,
             catch_up_s=lambda: self._catch_up_s(rows),
-            can_ask=self._lookups is not None
-            or (self._has_draft_model and not self.costs.is_drawn(rows).any()),
+            can_ask=lambda: (
+                self._lookups is not None
+                or (self._has_draft_model and not self.costs.is_drawn(rows).any())
+            ),
         )
 
     def _acceptance(self, rows: np.ndarray) -> np.ndarray:
@@ -393,7 +393,9 @@ class Scheduler:
     def _are_streaming(self) -> bool:
         """Whether a streaming request decodes now, without awaiting the draft model."""
         rows = np.flatnonzero(self.rows.is_decoding & self.rows.is_streamed)
-        return not bool(self._awaits_draft(rows).all())
+        if not self._can_wait:
+            return len(rows) > 0
+        return not bool(self.rows.awaits_draft(rows).all())
 
     def _tiles_beside_streams(self) -> int:
         """Tiles of the largest program that they may wait for between two rounds."""

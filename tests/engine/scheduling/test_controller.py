@@ -97,7 +97,7 @@ class World:
             acceptance=lambda: np.full((self.num_seqs, self.most), chance),
             seconds=lambda: list(known),
             catch_up_s=lambda: self.catch_up_s,
-            can_ask=can_ask,
+            can_ask=lambda: can_ask,
         )
         stays = self.random.random((self.num_seqs, k)) < self.chance
         emitted = self.num_seqs + int(np.cumprod(stays, axis=1).sum())
@@ -397,7 +397,7 @@ class Replay:
                 acceptance=lambda: costs.acceptance(row),
                 seconds=lambda: TIMES,
                 catch_up_s=lambda: 0.0,
-                can_ask=True,
+                can_ask=lambda: True,
             )
             accepted = min(k, int(self.run[position]))
             costs.record_acceptance(row, np.array([k]), np.array([accepted]))
@@ -466,7 +466,7 @@ def test_a_tree_is_drafted_whole_or_not_at_all(chance, best):
             acceptance=lambda: np.full((1, 3), chance),
             seconds=lambda: [0.010, 0.0105, 0.016, 0.017],
             catch_up_s=lambda: 0.0,
-            can_ask=True,
+            can_ask=lambda: True,
         )
     assert k == best
 
@@ -503,7 +503,7 @@ def test_a_tree_that_was_left_out_for_its_chain_is_tried_whole(keys):
             seconds=lambda: [0.010, 0.030, 0.030, 0.030],
             chain_seconds=lambda: [0.010, 0.011, 0.030, 0.030],
             catch_up_s=lambda: 0.0,
-            can_ask=True,
+            can_ask=lambda: True,
         )
         seen.add((k, controller.has_beside))
     assert seen == {(3, True), (3, False), (1, False)}
@@ -519,7 +519,7 @@ def test_what_leaves_bring_counts():
             acceptance=lambda: np.full((1, 5), 0.2),
             seconds=lambda: TIMES,
             catch_up_s=lambda: 0.0,
-            can_ask=True,
+            can_ask=lambda: True,
             beside=lambda: beside,
         )
 
@@ -546,7 +546,7 @@ class Beside:
             seconds=lambda: self.known[0],
             chain_seconds=lambda: self.known[1],
             catch_up_s=lambda: 0.0,
-            can_ask=True,
+            can_ask=lambda: True,
             beside=lambda: self.beside,
         )
         while self.controller.is_timing_plain:
