@@ -41,10 +41,10 @@ _log = logging.getLogger(__name__)
 # (`join` in runner.py), before that by TCP's keepalive.
 HEARTBEAT_S = 10
 # How a process ends when another one has. A follower whose leader has gone may be ended
-# by jax.distributed first, with SIGABRT: it has no setting for that.
+# by jax.distributed first, with SIGABRT: jax has no setting for that.
 HOST_LOST = 1
-# What fails here may be the first that is seen of a process that has gone: its
-# connection is closed within that.
+# A collective may fail before the connection to the lost process is closed: so long is
+# waited for that before the others are let go for what has failed here.
 NOTICE_S = 1.0
 # For whoever has connected to say who it is: all of it, and signed.
 HELLO_S = 10
@@ -371,7 +371,7 @@ class Followers:
         self._answers: dict[int, dict[int, dict[str, Any]]] = {}
         self._number = 0
         self._ended: str | None = None
-        self._is_over = False
+        self._is_over = self._is_breaking_off = False
         self._listeners = [
             threading.Thread(
                 target=self._listen, args=(rank,), name="jaxspec-hosts", daemon=True
@@ -477,15 +477,24 @@ class Followers:
         for connection, _ in self._connections.values():
             connection.close()
 
-    def break_off(self, reason: str) -> None:
+    def break_off(self, reason: str, *, may_be_loss: bool = False) -> None:
         """Have all end at once: this process has not done what it told them to do.
 
-        Where that failed because one of them has gone, that is what is told: a
-        collective may fail before its connection here is closed.
+        Args:
+            may_be_loss: Perhaps because one of them has gone: wait `NOTICE_S` whether
+                that is heard of, which is told then. What others say that has failed
+                there as well is not.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended is not None, NOTICE_S)
-        self._close(reason)
+        if may_be_loss and self._ended is None:
+            _log.error("%s", reason)
+        self._is_breaking_off = True
+        try:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._ended is not None, NOTICE_S if may_be_loss else 0
+                )
+        finally:
+            self._close(reason)
 
     def _close(self, reason: str) -> bool:
         """Hear and say no more; False where that was so already."""
@@ -514,7 +523,8 @@ class Followers:
                 self._lose(rank, str(error))
                 return
             if "failed" in message:
-                self._lose(rank, message["failed"])
+                if not self._is_breaking_off:
+                    self._lose(rank, message["failed"])
                 return
             with self._changed:
                 answers = self._answers.setdefault(message["number"], {})

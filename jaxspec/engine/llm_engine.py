@@ -276,7 +276,8 @@ class LLMEngine:
         if self.runner.followers is not None:
             # The others do not know that a launch has failed here, nor can they go back
             # to what was before.
-            self.runner.followers.break_off(f"A launch failed: {error!r}")
+            reason = f"A launch failed: {error!r}"
+            self.runner.followers.break_off(reason, may_be_loss=True)
             raise EngineDeadError(
                 f"A launch failed, and processes of several hosts cannot begin again "
                 f"by themselves: {error!r}. Start all of them again."

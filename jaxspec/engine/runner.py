@@ -249,7 +249,10 @@ class Runner:
             self.followers.send(name, values, vector)
             yield
         except BaseException as error:
-            self.followers.break_off(f"The leader failed in {name!r}: {error!r}")
+            self.followers.break_off(
+                f"The leader failed in {name!r}: {error!r}",
+                may_be_loss=isinstance(error, Exception),
+            )
             raise
 
     def leave(self) -> None:
@@ -261,8 +264,10 @@ class Runner:
     def _start(self, vector: np.ndarray, shape: StepShape) -> jax.Array:
         step, _ = self.compiler.get(shape)
         if self._arrays.are_given_away:
-            # An interrupt fell between the donation and the assignment below. The
-            # engine has ended all requests, so an empty state is the right one.
+            # An interrupt fell into a call, after the donation. The engine has ended
+            # all requests, so an empty state is the right one. A plain call leaves the
+            # draft model's pages, which would be there twice.
+            self.drop_pages()
             self.state = self._init_state()
         plan, placement = vector, self._plan_placement
         if not placement.is_fully_addressable:

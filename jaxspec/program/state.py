@@ -28,7 +28,10 @@ MIN_FP8_CAPABILITY = 8.9
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class EngineState:
-    """Rows, the target's pages and what proposers keep; donated to every launch."""
+    """Rows, the target's pages and what proposers keep; donated to launches.
+
+    What a program is not given, by `call.taken`, is None in its state.
+    """
 
     rows: Rows
     token_pages: Int[Array, "page page_size"]  # known tokens, prompt and output

@@ -107,7 +107,8 @@ def speculative_step(
     stay in their slots and are overwritten: only lengths say what is visible.
 
     Args:
-        proposer_params: A draft model's for each proposer that has some, else None.
+        proposer_params: A draft model's for each proposer that has some, else None; and
+            for those that rest (`call.taken`), whose state is None as well.
         plan: `PlanLayout.pack` of this shape.
 
     Returns:

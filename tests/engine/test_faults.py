@@ -138,7 +138,7 @@ class Gone(Followers):
     def __init__(self) -> None:
         self.reasons: list[str] = []
 
-    def break_off(self, reason: str) -> None:
+    def break_off(self, reason: str, *, may_be_loss: bool = False) -> None:
         self.reasons.append(reason)
 
 

@@ -382,9 +382,17 @@ def test_a_failure_is_told_as_the_end_of_the_process_it_comes_from(
     """A collective fails first, and a moment later its connection here is closed."""
     with three(hosts) as (followers, leaders, losses):
         monkeypatch.setattr("jaxspec.engine.hosts.NOTICE_S", 10)
-        breaking = threading.Thread(target=followers.break_off, args=["gloo failed"])
+        breaking = threading.Thread(
+            target=followers.break_off,
+            args=["gloo failed"],
+            kwargs={"may_be_loss": True},
+        )
         breaking.start()
         time.sleep(0.1)
+        # It has failed there as well: that is nobody's end.
+        leaders[0].fail("gloo failed")
+        time.sleep(0.1)
+        assert not losses
         leaders[1].close()
         breaking.join(5)
         assert not breaking.is_alive()
@@ -394,12 +402,27 @@ def test_a_failure_is_told_as_the_end_of_the_process_it_comes_from(
 
 def test_a_failure_of_its_own_ends_no_process(hosts: Any):
     with three(hosts) as (followers, leaders, losses):
-        followers.break_off("no memory is left")
+        followers.break_off("no memory is left", may_be_loss=True)
         for leader in leaders:
             with pytest.raises(EOFError):
                 leader.receive()
         with pytest.raises(EngineDeadError, match="no memory is left"):
             followers.send("launch", {})
+        assert not losses
+
+
+def test_an_interrupt_lets_all_go(hosts: Any, monkeypatch: pytest.MonkeyPatch):
+    with three(hosts) as (followers, leaders, losses):
+
+        def interrupt(*arguments: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(followers._changed, "wait_for", interrupt)
+            followers.break_off("a launch failed", may_be_loss=True)
+        for leader in leaders:
+            with pytest.raises(EOFError):
+                leader.receive()
         assert not losses
 
 

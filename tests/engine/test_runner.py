@@ -194,6 +194,19 @@ def test_an_empty_plan_leaves_the_state_alone():
     assert all(jax.tree.leaves(same))
 
 
+def test_pages_are_not_there_twice_after_an_interrupt():
+    """A plain call gives away all but the draft model's."""
+    engine = pair.engine()
+    runner = engine.runner
+    (pages,) = runner.state.proposers
+    for leaf in jax.tree.leaves(dataclasses.replace(runner.state, proposers=())):
+        leaf.delete()
+    shape = StepShape(num_seqs=2, num_draft_tokens=0, chunk=0)
+    runner.launch(StepPlan(), shape)
+    assert all(one.is_deleted() for one in pages)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(runner.state))
+
+
 def test_pages_have_the_pools_shape_and_the_weights_type():
     for dtype, stored in (("float32", jnp.float32), ("bfloat16", jnp.uint16)):
         engine = make_engine(
@@ -306,7 +319,7 @@ class Told(Followers):
         self.events.append(f"waited for {number}")
         return []
 
-    def break_off(self, reason: str) -> None:
+    def break_off(self, reason: str, *, may_be_loss: bool = False) -> None:
         self.events.append(reason)
 
     def names(self) -> list[str]:

@@ -195,6 +195,7 @@ class Scheduler:
             most = int(wanted.max())
         if len(rows):
             has_beside = self.controller.has_beside
+            has_beside |= self._has_draft_model and not most
             shape = self.shapes.find(
                 len(rows), most, 0, features, has_beside=has_beside
             )

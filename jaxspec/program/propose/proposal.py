@@ -124,8 +124,8 @@ class Proposer(Protocol):
     # that are wanted. The program has a narrower form of the round for each.
     may_find_none: ClassVar[bool]
     may_find_few: ClassVar[bool]
-    # Whether launches without drafts neither read nor change its parameters and state:
-    # they are not given them.
+    # Whether rounds without drafts neither read nor change its parameters and state:
+    # their programs are not given them.
     rests_without_drafts: ClassVar[bool]
 
     def state_forms(self, dtype: jnp.dtype, pool: PoolShape, mesh: Mesh) -> Any:
