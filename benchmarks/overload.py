@@ -47,12 +47,15 @@ class Answers:
         refused_s: Of those refused.
         others: How often anything else happened, by what it was.
         most_waiting: The longest queue seen.
+        most_inside: The most texts seen in the server, running and waiting: a place
+            that has just become free makes the queue longer by one for a moment.
     """
 
     took_s: list[float] = field(default_factory=list)
     refused_s: list[float] = field(default_factory=list)
     others: Counter[str] = field(default_factory=Counter)
     most_waiting: int = 0
+    most_inside: int = 0
 
 
 class Load:
@@ -130,7 +133,9 @@ class Load:
         while True:
             told = samples((await self._client.get("/metrics")).text)
             waiting = int(told["vllm:num_requests_waiting"])
+            inside = waiting + int(told["vllm:num_requests_running"])
             answers.most_waiting = max(answers.most_waiting, waiting)
+            answers.most_inside = max(answers.most_inside, inside)
             await asyncio.sleep(0.5)
 
     async def recovery_s(self, usual_s: float, end: Awaitable[Answers]) -> Any:
@@ -172,6 +177,7 @@ async def measure(
         "refused": len(answers.refused_s),
         "anything_else": dict(answers.others),
         "most_waiting": answers.most_waiting,
+        "most_inside": answers.most_inside,
         "usual_s": round(usual_s, 4),
         "answered_median_s": round(statistics.median(answers.took_s), 4),
         "answered_max_s": round(max(answers.took_s), 4),
