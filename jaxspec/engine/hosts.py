@@ -481,9 +481,10 @@ class Followers:
         """Have all end at once: this process has not done what it told them to do.
 
         Args:
-            may_be_loss: Perhaps because one of them has gone: wait `NOTICE_S` whether
-                that is heard of, which is told then. What others say that has failed
-                there as well is not.
+            may_be_loss: The reason may be that another process has gone. Up to
+                `NOTICE_S` its connection is waited for: if it closes, that loss is
+                told in place of `reason`. A failure that another process reports
+                meanwhile is not taken for a loss.
         """
         if may_be_loss and self._ended is None:
             _log.error("%s", reason)

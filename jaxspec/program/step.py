@@ -599,8 +599,9 @@ def lower_step(
 ) -> jax.stages.Lowered:
     """Trace one program ahead of time; `compile` makes an executable of it.
 
-    That is called with the lists that `call.flat` makes of what the program takes, and
-    a plan. It gives back the second list, and the result.
+    The executable is called with a plan behind the two lists that `call.flat` makes of
+    what the program takes. It gives back the new state, in the order of the second
+    list, and the result.
 
     Args:
         arguments: The parameters and the state (or their abstract forms), whose

@@ -66,12 +66,6 @@ def hosts(tmp_path: Path) -> Callable[..., HostsConfig]:
     return make
 
 
-@pytest.fixture(autouse=True)
-def _no_wait_to_notice(monkeypatch: pytest.MonkeyPatch):
-    """Of each test's end, which breaks off."""
-    monkeypatch.setattr("jaxspec.engine.hosts.NOTICE_S", 0.05)
-
-
 def together(*functions: Callable[[], Any]) -> list[Any]:
     """Call functions at the same time; what each returns or raises."""
     results: list[Any] = [None] * len(functions)

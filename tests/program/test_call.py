@@ -1,4 +1,4 @@
-"""What programs are given, and what they are not: nothing that they would change."""
+"""Programs are given all that they read or change, and no draft model at K = 0."""
 
 import contextlib
 import dataclasses
