@@ -85,8 +85,9 @@ class LLMEngine:
                 raise
             config, self.memory = runner.config, runner.memory
         self.config, self.runner = config, runner
-        self.controller = Controller(config.speculative)
-        self.stats = EngineStats()
+        self.stats = stats = EngineStats()
+        # Of the time at work: between requests nothing is earned that may be lost.
+        self.controller = Controller(config.speculative, clock=lambda: stats.busy_s)
         self.costs = make_costs(config, self.controller)
         self.scheduler = self._make_scheduler()
         self.metrics = EngineMetrics(config, self.stats, self.memory)

@@ -4,6 +4,7 @@ What the device itself decides (stop ids, lengths) is tested on the real program
 `tests/e2e/test_stopping.py`; here every offset and every cut into rounds is cheap.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.engine.scheduling.controller import PROBE_SHARE
 from jaxspec.engine.scheduling.costs import Round
 from jaxspec.engine.scheduling.shapes import GREEDY
 from jaxspec.errors import ConfigError, RequestError
@@ -79,6 +81,27 @@ def test_a_program_is_timed_while_no_launch_is_under_way(monkeypatch):
     assert timed == [Round(shape, k) for shape in shapes for k in (0, 1, 3)]
     assert said[-1] == 60
     assert_idle(engine)
+
+
+def test_what_drafts_may_lose_is_earned_at_work_and_not_between_requests(monkeypatch):
+    """Else each of a few short requests would pay for what is tried again."""
+    engine, _ = make_fake_engine(num_draft_tokens=3, controller=ADAPTIVE)
+    controller, skipped_s = engine.controller, 0.0
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + skipped_s)
+    begin = clock()
+    run_one(engine, SamplingParams(temperature=0, max_tokens=40))
+    assert 0 < engine.stats.busy_s < clock() - begin
+    controller.num_drafts = 0
+    assert controller.wants_probe()
+    controller.record_catch_up(0.004, is_probe=True)
+    wait_s = 0.004 / PROBE_SHARE
+    skipped_s = 1000.0
+    assert not controller.wants_probe()
+    engine.stats.busy_s += 0.9 * wait_s
+    assert not controller.wants_probe()
+    engine.stats.busy_s += 0.2 * wait_s
+    assert controller.wants_probe()
 
 
 def run_one(engine: LLMEngine, params: SamplingParams, prompt: Any = PROMPT) -> Any:

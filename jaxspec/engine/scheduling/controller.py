@@ -5,7 +5,8 @@ And whether others are beside them, in engines that have side leaves or trees.
 Whatever it chooses, the text is the target's: greedy and seeded text does not depend on
 K, and a choice is made from tokens that have been read, before the round it is for has
 drawn anything. What it may lose against decoding without drafts is bounded by an
-`account` of seconds, whatever it believes. Knows nothing of requests, rows or devices.
+`account` of seconds, whatever it believes: a share of those that its clock counts, in
+an engine the seconds that the device works. Knows nothing of requests, rows or devices.
 """
 
 import logging

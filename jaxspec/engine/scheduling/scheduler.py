@@ -801,6 +801,7 @@ class Scheduler:
     def record_time(self, launch: Launch, seconds: float) -> None:
         """Record how long a round of a launch kept the device busy."""
         shape, launch.seconds = launch.shape, seconds
+        self.stats.busy_s += seconds
         launch.expected_s = self.costs.expected_seconds(launch.round)
         # Launches with prompts, and for the draft model, are seldom two in a row.
         is_seldom = shape.is_catch_up or shape.chunk > 0

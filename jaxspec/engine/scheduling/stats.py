@@ -17,6 +17,7 @@ class EngineStats:
         num_prefix_hits: Those found there.
         host_s: Seconds that `step` neither waited for the device nor compiled.
         wait_s: Seconds that `step` waited for the device.
+        busy_s: Seconds that launches kept the device busy.
         num_beside_tokens: Accepted drafts that stood beside the spine of a tree: they
             are no `num_accepted_tokens`.
         tree_ends: Rounds by how many levels of the tree counted, and by its row at
@@ -35,6 +36,7 @@ class EngineStats:
     num_prefix_hits: int = 0
     host_s: float = 0.0
     wait_s: float = 0.0
+    busy_s: float = 0.0
     accepted_per_position: list[int] = field(default_factory=list)
     tree_ends: Counter[tuple[int, int]] = field(default_factory=Counter)
 
