@@ -1,14 +1,14 @@
-"""What a server's first programs cost to compile at full size, in both forms.
+"""What a server's programs cost to compile at full size, in both forms.
 
     PYTHONPATH=.:kernels:checkpoints:.venv/aot python -m benchmarks.compile_costs
 
-For TPUs and GPUs that are not here: the programs that a server begins with, of the
-sizes that its memory plan gives it, each with all layers one by one and, on TPUs, with
-layers scanned (`scan_layers`). CPU-s of the process, which other work changes less than
-seconds; operations, arguments and temporaries. Nothing runs: no figure is a speed of a
-round. Writes benchmarks/results/compile-costs.json after every program and prints the
-table. Programs that have a row are left out, unless `--again` is given; every row has
-its commit.
+For TPUs and GPUs that are not here: the programs that a server begins with, and those
+of rounds of its most sequences, of the sizes that its memory plan gives it, each with
+all layers one by one and, on TPUs, with layers scanned (`scan_layers`). CPU-s of the
+process, which other work changes less than seconds; operations, arguments and
+temporaries. Nothing runs: no figure is a speed of a round. Writes
+benchmarks/results/compile-costs.json after every program and prints the table. Programs
+that have a row are left out, unless `--again` is given; every row has its commit.
 """
 
 import argparse
@@ -58,6 +58,10 @@ SERVERS: tuple[tuple[str, str, str | None], ...] = (
 )
 # An H100 runs the machine code for an H200, and differs in its memory.
 COMPILED_AS = {"h100": "h200"}
+# By their place among those of a server: what it begins with, and rounds without
+# prompts of its most sequences: sampled with drafts (greedy where there are none),
+# greedy with drafts, greedy without.
+PROGRAMS = [1, 2, 7, 14, 17]
 FORMS = {"one by one": False, "scanned": True}
 # What jax says of a text that it cannot read.
 UNREADABLE = "async-update instruction"
@@ -137,11 +141,9 @@ def num_before(config: EngineConfig, *, has_drafts: bool) -> int:
     raise AssertionError("no programs answer a request")
 
 
-def first_programs(config: EngineConfig) -> list[StepShape]:
-    """What a server compiles before its rounds have all they can have."""
-    has_drafts = config.draft_model_config is not None
-    every = Shapes(config, Controller(config.speculative)).all()
-    return every[: num_before(config, has_drafts=has_drafts)]
+def programs(config: EngineConfig) -> list[StepShape]:
+    """All that a server may compile, in the order in which it does."""
+    return Shapes(config, Controller(config.speculative)).all(with_late=True)
 
 
 def costs_of(
@@ -201,7 +203,7 @@ def _cpu_s() -> float:
 def measure(
     devices: str, target: str, draft: str | None, config: EngineConfig, shape: StepShape
 ) -> dict[str, Any]:
-    """One of a server's first programs."""
+    """One of a server's programs."""
     mesh = describe_mesh(COMPILED_AS.get(devices, devices), config)
     program, forms = describe(config, mesh)
     found = costs_of(
@@ -289,13 +291,13 @@ def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What first programs cost at size.")
+    parser = argparse.ArgumentParser(description="What programs cost at size.")
     names = sorted({devices for devices, _, _ in SERVERS})
     parser.add_argument("--devices", nargs="+", choices=names, default=names)
     sizes = sorted({target for _, target, _ in SERVERS})
     parser.add_argument("--targets", nargs="+", choices=sizes, default=sizes)
     parser.add_argument("--forms", nargs="+", choices=[*FORMS], default=[*FORMS])
-    parser.add_argument("--programs", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--programs", nargs="+", type=int, default=PROGRAMS)
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--again", action="store_true", help="also those with a row")
     options = parser.parse_args()
@@ -319,7 +321,7 @@ def main() -> None:
     for devices, target, draft, form, number in tqdm(wanted, unit="program"):
         scan = FORMS[form]
         config = server_config(devices, target, draft, scan_layers=scan)
-        shapes = first_programs(config)
+        shapes = programs(config)
         if number >= len(shapes):
             continue
         key = [devices, target, draft, shapes[number].name, scan]

@@ -4,13 +4,15 @@
 
 Two engines in one process, with `num_scheduler_steps` of 1 and of 8, run the same
 requests in turn: greedy, of 128 tokens, who want the last one only. How many of the 8
-a launch has the engine chooses. Beside the speed stands the CPU time of the process by
-rounds: on few cores the host works on what the device would.
+a launch has the engine chooses. With `--streamed` they want each as it comes: then a
+launch has one round, in a program that could have several. Beside the speed stands the
+CPU time of the process by rounds: on few cores the host works on what the device would.
 Writes benchmarks/results/scheduler-steps-cpu.json.
 """
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,6 +26,7 @@ from jaxspec.bench.measure import Batch, Bench, Run, run_batch
 from jaxspec.bench.report import record, spread, table
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.sampling_params import RequestOutputKind
 
 RESULT = Path(__file__).with_name("results") / "scheduler-steps-cpu.json"
 STEPS = 1, 8
@@ -87,6 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Several rounds per launch.")
     parser.add_argument("--num-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--streamed", action="store_true", help="tokens as they come")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     device = warn_unless_quiet()
@@ -97,8 +101,10 @@ def main() -> None:
     results, lines = [], []
     for num_seqs, num_drafts in WORKLOADS:
         prompts = [tokenizer.encode(text) for text in texts[:num_seqs]]
-        params = [sampling(options.num_tokens, num_drafts, temperature=0.0)] * num_seqs
-        batch = Batch(prompts=prompts, params=params)
+        params = sampling(options.num_tokens, num_drafts, temperature=0.0)
+        if options.streamed:
+            params = replace(params, output_kind=RequestOutputKind.DELTA)
+        batch = Batch(prompts=prompts, params=[params] * num_seqs)
         row = summarise(measure(engines, batch, options.repeats))
         results.append({"num_seqs": num_seqs, "num_draft_tokens": num_drafts} | row)
         for steps, one in row["by_steps"].items():
@@ -116,6 +122,7 @@ def main() -> None:
     found = {
         "num_tokens": options.num_tokens,
         "repeats": options.repeats,
+        "is_streamed": options.streamed,
         "dtype": str(engines[1].runner.dtype),
         "at_the_start": device,
         "workloads": results,

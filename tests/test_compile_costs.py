@@ -1,4 +1,4 @@
-"""What first programs cost: which ones a server begins with, and how they are told."""
+"""What programs cost: which ones a server begins with, and how they are told."""
 
 import json
 from pathlib import Path
@@ -11,10 +11,10 @@ from benchmarks import compile_costs
 from benchmarks.compile_costs import (
     KEY,
     RESULT,
-    first_programs,
     in_order,
     merged,
     num_before,
+    programs,
     server_config,
     table,
     text_of,
@@ -30,15 +30,15 @@ def test_a_server_answers_after_one_program_and_drafts_after_two(scan_layers):
     assert config.model_config.scan_layers == scan_layers
     assert num_before(config, has_drafts=False) == 1
     assert num_before(config, has_drafts=True) == 2
-    first, second = first_programs(config)
+    first, second, *_ = programs(config)
     assert first.chunk and first.num_draft_tokens == compile_costs.NUM_DRAFT_TOKENS
     assert second.is_catch_up
 
 
 def test_a_server_without_a_draft_begins_with_one_program():
     config = server_config("v6e-1", "2b", None, scan_layers=False)
-    (only,) = first_programs(config)
-    assert only.num_draft_tokens == 0
+    assert num_before(config, has_drafts=False) == 1
+    assert not any(one.num_draft_tokens for one in programs(config))
 
 
 def make_row(**changes: Any) -> dict[str, Any]:
@@ -115,6 +115,18 @@ def test_a_text_that_jax_cannot_read_is_none():
 
 
 @pytest.mark.parametrize("server", compile_costs.SERVERS)
-def test_every_server_has_first_programs(server):
+def test_the_programs_by_default_are_the_first_and_those_of_the_most_sequences(server):
     config = server_config(*server, scan_layers=False)
-    assert len(first_programs(config)) == (1 if server[2] is None else 2)
+    every = programs(config)
+    places = [number for number in compile_costs.PROGRAMS if number <= len(every)]
+    chosen = [every[number - 1] for number in places]
+    rounds = [one for one in chosen[2:] if one not in chosen[:2]]
+    assert all(one.num_seqs == config.max_num_seqs for one in rounds)
+    assert not any(one.chunk for one in rounds)
+    found = [(one.num_draft_tokens, one.features.is_greedy) for one in rounds]
+    plain, drafting = (0, True), compile_costs.NUM_DRAFT_TOKENS
+    if server[2] is None:
+        assert found == [plain]
+    else:
+        assert found == [(drafting, False), (drafting, True), plain]
+        assert chosen[1].is_catch_up

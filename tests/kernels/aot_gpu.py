@@ -94,7 +94,10 @@ class Program:
 
 
 _VERIFY = REAL_CASES["9b/tp1/verify"]
-_TREE = dataclasses.replace(REAL_CASES["9b/tp1/verify-window"], queries=40)
+_TREE, *_OTHER_TREES = (
+    dataclasses.replace(REAL_CASES[f"{size}/tp1/verify-window"], queries=40)
+    for size in ("9b", "2b", "27b")
+)
 PROGRAMS = {name: Program(case=case) for name, case in (CASES | REAL_CASES).items()} | {
     "9b/tp1/verify on 8 chips": Program(case=_VERIFY, chips=8),
     # Addresses beyond 32 bits: 5.4 GB of pages.
@@ -102,6 +105,8 @@ PROGRAMS = {name: Program(case=case) for name, case in (CASES | REAL_CASES).item
     "9b/tp1/tree of 6": Program(case=_VERIFY, is_tree=True),
     "9b/tp1/tree of 40": Program(case=_TREE, is_tree=True),
     "9b/tp1/tree of 40, float32": Program(case=_TREE, dtype="float32", is_tree=True),
+    "2b/tp1/tree of 40": Program(case=_OTHER_TREES[0], is_tree=True),
+    "27b/tp1/tree of 40": Program(case=_OTHER_TREES[1], is_tree=True),
     **{
         f"{name}, float32": Program(case=REAL_CASES[name], dtype="float32")
         for name in ("2b/tp1/verify", "2b/tp1/prefill", "27b/tp1/prefill")

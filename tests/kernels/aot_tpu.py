@@ -82,6 +82,8 @@ def _programs() -> dict[str, Program]:
         case = REAL_CASES[name]
         programs[f"{name}/tree"] = Program(case=case, has_tree=True)
         programs[f"{name}/float32"] = Program(case=case, dtype="float32")
+    for name in ("2b/tp1/verify-window", "27b/tp1/verify-window", "27b/tp8/verify"):
+        programs[f"{name}/tree"] = Program(case=REAL_CASES[name], has_tree=True)
     base = REAL_CASES["9b/tp8/verify-window"]
     for head_dim in (64, 128, 256):
         case = replace(base, q_heads=8, kv_heads=1, head_dim=head_dim)

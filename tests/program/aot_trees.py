@@ -1,8 +1,8 @@
 """Asks compilers what drafts beside drafts cost, next to a chain's.
 
-`PYTHONPATH=.venv/aot python -m tests.program.aot_trees` compiles rounds of 9B with a 2B
-draft for devices that are not there: of a chain, of side leaves, of a tree, and of
-trees that grow in the round. What the compilers say goes to
+`PYTHONPATH=.venv/aot python -m tests.program.aot_trees` compiles rounds of 9B and 27B
+with a 2B draft for devices that are not there: of a chain, of side leaves, of a tree,
+and of trees that grow in the round. What the compilers say goes to
 `benchmarks/results/aot_trees.json`, a row after every program; those that are in the
 file already are left out. With names behind it, or beginnings of names, these are
 compiled again. `--table` prints the table of `benchmarks/README.md`.
@@ -36,6 +36,8 @@ from tests.program import hlo
 from tests.program.aot_record import Record, markdown
 
 DEVICES = ("h200", "v6e-1", "v5e-8")
+# Each with the target of its rounds.
+PLACES = *((device, "9b") for device in DEVICES), ("h200", "27b"), ("v5e-8", "27b")
 # Of the spine; a tree has as many levels.
 NUM_LEVELS = 5
 NUM_SEQS, NUM_PAGES, NUM_LAYERS = 8, 4096, 2
@@ -59,19 +61,20 @@ class Case:
     """One program: a round of greedy requests."""
 
     device: str
+    target: str = "9b"
     kind: str
 
     @property
     def name(self) -> str:
         """What tells it from the others."""
-        return f"{self.device}/{self.kind}"
+        return f"{self.device}/{self.target}/{self.kind}"
 
     def config(self, **changes: Any) -> EngineConfig:
         """That of the engine whose program is compiled."""
         own = KINDS[self.kind]
         count = len(read_paths(own[TREE_KEY])) if TREE_KEY in own else NUM_LEVELS
         return engine_config(
-            "9b",
+            self.target,
             "2b",
             num_layers=NUM_LAYERS,
             num_speculative_tokens=count,
@@ -86,7 +89,8 @@ class Case:
 
 CASES = {
     case.name: case
-    for case in (Case(device=device, kind=kind) for device in DEVICES for kind in KINDS)
+    for device, target in PLACES
+    for case in (Case(device=device, target=target, kind=kind) for kind in KINDS)
 }
 RECORD = Record("aot_trees", CASES)
 
@@ -241,16 +245,15 @@ def check_report(report: Report) -> None:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """A device a line, of every kind in each cell."""
+    """A device and a target a line, of every kind in each cell."""
     columns = (
-        "device", "drafts", "operations given", "operations made", "temporaries, MB",
+        "device", "target", "drafts", "operations given", "operations made", "temporaries, MB",
         "code, MB", "who sees whom, bytes", "CPU-s",
     )  # fmt: skip
     lines = []
-    for device in DEVICES:
-        found = [
-            rows[f"{device}/{kind}"] for kind in KINDS if f"{device}/{kind}" in rows
-        ]
+    for device, target in PLACES:
+        names = [f"{device}/{target}/{kind}" for kind in KINDS]
+        found = [rows[name] for name in names if name in rows]
         if not found:
             continue
         told = [
@@ -262,7 +265,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
             [f"{row['compile_cpu_s']:.0f}" for row in found],
         ]
         drafts = ", ".join(str(row["nodes"]) for row in found)
-        lines.append((device, drafts, *map("; ".join, told)))
+        lines.append((device, target, drafts, *map("; ".join, told)))
     return markdown(columns, *lines) + "\n"
 
 

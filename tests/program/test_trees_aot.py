@@ -40,7 +40,7 @@ def test_every_program_is_recorded():
     ids=lambda change: next(iter(change)),
 )
 def test_a_program_that_does_more_is_refused(change):
-    report = report_of("v6e-1/tree")
+    report = report_of("v6e-1/9b/tree")
     aot_trees.check_report(report)
     with pytest.raises(AssertionError):
         aot_trees.check_report(dataclasses.replace(report, **change))
@@ -76,7 +76,7 @@ def test_it_compiles(name):
 @pytest.mark.battery(name="trees")
 @pytest.mark.parametrize(
     ("name", "kept"),
-    [("v6e-1/chain", "int8"), ("v6e-1/leaves", "int8"), ("v6e-1/chain", "fp8")],
+    [("v6e-1/9b/chain", "int8"), ("v6e-1/9b/leaves", "int8"), ("v6e-1/9b/chain", "fp8")],
 )
 def test_a_whole_round_keeps_eight_bits_in_place(name, kept):
     """Pages of both models, and scales, are written and read where they lie.
