@@ -247,8 +247,8 @@ def check_report(report: Report) -> None:
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """A device and a target a line, of every kind in each cell."""
     columns = (
-        "device", "target", "drafts", "operations given", "operations made", "temporaries, MB",
-        "code, MB", "who sees whom, bytes", "CPU-s",
+        "device", "target", "drafts", "operations given", "operations made",
+        "temporaries, MB", "code, MB", "who sees whom, bytes", "CPU-s",
     )  # fmt: skip
     lines = []
     for device, target in PLACES:

@@ -12,6 +12,7 @@ from tests.program.aot_trees import CASES, Report
 
 README = FOLDER.parent / "README.md"
 RECORDED = aot_trees.RECORD.read()
+EIGHT_BITS = ("chain", "int8"), ("leaves", "int8"), ("chain", "fp8")
 NODES = {"chain": 5, "leaves": 10, "tree": 16, "dynamic": 16}
 
 
@@ -76,7 +77,7 @@ def test_it_compiles(name):
 @pytest.mark.battery(name="trees")
 @pytest.mark.parametrize(
     ("name", "kept"),
-    [("v6e-1/9b/chain", "int8"), ("v6e-1/9b/leaves", "int8"), ("v6e-1/9b/chain", "fp8")],
+    [(f"v6e-1/9b/{kind}", kept) for kind, kept in EIGHT_BITS],
 )
 def test_a_whole_round_keeps_eight_bits_in_place(name, kept):
     """Pages of both models, and scales, are written and read where they lie.
