@@ -13,7 +13,7 @@ import pytest
 from benchmarks.peers import __main__ as command
 from benchmarks.peers import found, turns
 from benchmarks.peers.answer import run
-from benchmarks.peers.cells import Cell, rows
+from benchmarks.peers.cells import CHOSEN, OURS, Cell, rows
 from benchmarks.peers.child import Child, PeerError, on_cores, shorten
 from benchmarks.peers.found import Peer
 from benchmarks.peers.turns import usable_cores
@@ -112,6 +112,22 @@ def test_ratios_are_of_the_same_kind(change):
     row = rows([cell("jaxspec", [1.0]), cell("other", [1.0], **change)])[1]
     assert "ours_over_theirs" not in row
     assert ("num_texts" in row) == ("dtype" not in change)
+
+
+def test_ours_is_not_compared_with_itself():
+    assert "ours_over_theirs" in rows([cell(OURS, [1.0]), cell("other", [1.0])])[1]
+    chosen = rows([cell(OURS, [1.0]), cell(CHOSEN, [1.0])])[1]
+    assert "ours_over_theirs" not in chosen
+    assert chosen["num_equal"] == chosen["num_texts"] > 0
+
+
+def test_ours_holds_k_where_others_do_and_chooses_it_in_rows_of_its_own():
+    options = command.make_parser().parse_args([])
+    held, chosen = found.find_peers(options)[:2]
+    assert (held.name, held.task) == (OURS, {"controller": "fixed"})
+    assert (chosen.name, chosen.task) == (CHOSEN, {"controller": "adaptive"})
+    assert held.script == chosen.script
+    assert "plain" in held.modes and "plain" not in chosen.modes
 
 
 def test_texts_without_an_end_are_compared_up_to_it():
@@ -310,7 +326,7 @@ def test_reasons_tell_nothing_of_this_machine():
         (["--num-prompts", "4"], "do not fill 8 rows"),
         (["--threads", "9999"], "this process may use"),
         (["--output", "nowhere/a.json"], "there is no folder nowhere"),
-        (["--peers", "vllm"], "--peers are of jaxspec, HuggingFace.*got vllm"),
+        (["--peers", "vllm"], "--peers are of jaxspec, .*HuggingFace.*got vllm"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments, message):

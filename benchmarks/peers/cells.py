@@ -5,6 +5,8 @@ from statistics import median
 from typing import Any
 
 OURS = "jaxspec"
+# The same with its own choice of K, which is its default: nobody is compared with it.
+CHOSEN = f"{OURS} (K chosen)"
 PLAIN, DRAFT, NGRAM = MODES = ("plain", "draft", "n-gram")
 # Tokens after which a text is over; some peers never choose one where they must go on.
 END_TOKENS = (1, 107)
@@ -67,7 +69,7 @@ def rows(cells: list[Cell]) -> list[dict[str, Any]]:
             row |= _speed(cell)
             row |= _acceptance(cell)
             beside = ours.get(cell.kind(peer=OURS))
-            if beside is not None and cell.peer != OURS:
+            if beside is not None and cell.peer not in (OURS, CHOSEN):
                 row["ours_over_theirs"] = round(beside / median(cell.speeds), 3)
             if cell.dtype == "float32":
                 row |= _equality(cell, reference)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.cells import DRAFT, MODES, NGRAM, OURS, PLAIN
+from benchmarks.peers.cells import CHOSEN, DRAFT, MODES, NGRAM, OURS, PLAIN
 from benchmarks.peers.child import PeerError, shorten
 from jaxspec_checkpoints import bundled_draft, bundled_target, open_checkpoint
 from jaxspec_checkpoints.writing import write_checkpoint
@@ -103,7 +103,15 @@ class Peer:
 def find_peers(options: argparse.Namespace) -> list[Peer]:
     """All that this script knows, in the order of its tables."""
     return [
-        Peer(name=OURS, script="ours.py", has_queue=True),
+        # As many drafts as the others make.
+        Peer(name=OURS, script="ours.py", has_queue=True, task={"controller": "fixed"}),
+        Peer(
+            name=CHOSEN,
+            script="ours.py",
+            has_queue=True,
+            modes=dict.fromkeys((DRAFT, NGRAM), 8192),
+            task={"controller": "adaptive"},
+        ),
         huggingface(),
         _openvino(options.openvino_python),
         _llama(options.llama_server, options.llama_convert, options.llama_python),

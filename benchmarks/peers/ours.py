@@ -23,8 +23,7 @@ class Ours:
         }[task["mode"]]
         if drafting:
             drafting["num_speculative_tokens"] = task["num_drafts"]
-            # As many drafts as the others make.
-            drafting["speculative_config"] = {"controller": "fixed"}
+            drafting["speculative_config"] = {"controller": task["controller"]}
         self._llm = LLM(
             model=task["target"],
             dtype=task["dtype"],

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from benchmarks.peers.cells import OURS, Cell, rows
+from benchmarks.peers.cells import CHOSEN, OURS, Cell, rows
 from benchmarks.peers.child import Child, PeerError
 from benchmarks.peers.found import Peer
 from jaxspec.bench.report import num_cores, write_whole
@@ -174,7 +174,7 @@ class Turns:
 
     def _limit_s(self, cell: Cell) -> float:
         """Longest time for one answer of a child; ours may compile."""
-        if cell.peer == OURS:
+        if cell.peer in (OURS, CHOSEN):
             return LONGEST_COMPILING_S
         return min(max(self._end - time.monotonic(), 1.0), LONGEST_ANSWER_S)
 
