@@ -83,7 +83,7 @@ def at_most(engine: LLMEngine, num_rounds: int) -> Iterator[list[tuple[int, int]
 def counts_of(engine: LLMEngine) -> dict[str, Any]:
     """What does not depend on the clock."""
     stats = vars(engine.stats).copy()
-    for name in ("host_s", "wait_s", "num_rounds"):
+    for name in ("host_s", "wait_s", "busy_s", "num_rounds"):
         del stats[name]
     return stats
 
