@@ -7,7 +7,8 @@ requests in turn: greedy, of 128 tokens, who want the last one only. How many of
 a launch has the engine chooses. With `--streamed` they want each as it comes: then a
 launch has one round, in a program that could have several. Beside the speed stands the
 CPU time of the process by rounds: on few cores the host works on what the device would.
-Writes benchmarks/results/scheduler-steps-cpu.json.
+Writes benchmarks/results/scheduler-steps-cpu.json, of streams
+benchmarks/results/scheduler-steps-streamed-cpu.json.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
 from jaxspec.sampling_params import RequestOutputKind
 
-RESULT = Path(__file__).with_name("results") / "scheduler-steps-cpu.json"
+RESULTS = Path(__file__).with_name("results")
 STEPS = 1, 8
 NUM_DRAFT_TOKENS = 5
 # Sequences at a time, and drafts per round.
@@ -91,7 +92,7 @@ def main() -> None:
     parser.add_argument("--num-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--streamed", action="store_true", help="tokens as they come")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path, help="default: see above")
     options = parser.parse_args()
     device = warn_unless_quiet()
     engines = {steps: make_engine(steps) for steps in STEPS}
@@ -127,7 +128,9 @@ def main() -> None:
         "at_the_start": device,
         "workloads": results,
     }
-    record(found, options.out, command="python -m benchmarks.scheduler_steps")
+    kind, flag = ("-streamed", " --streamed") if options.streamed else ("", "")
+    out = options.out or RESULTS / f"scheduler-steps{kind}-cpu.json"
+    record(found, out, command=f"python -m benchmarks.scheduler_steps{flag}")
 
 
 if __name__ == "__main__":

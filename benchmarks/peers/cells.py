@@ -5,7 +5,7 @@ from statistics import median
 from typing import Any
 
 OURS = "jaxspec"
-# The same with its own choice of K, which is its default: nobody is compared with it.
+# The same with K as it chooses, its default: ratios of peers are by `OURS`.
 CHOSEN = f"{OURS} (K chosen)"
 PLAIN, DRAFT, NGRAM = MODES = ("plain", "draft", "n-gram")
 # Tokens after which a text is over; some peers never choose one where they must go on.

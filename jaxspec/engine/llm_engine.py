@@ -86,7 +86,8 @@ class LLMEngine:
             config, self.memory = runner.config, runner.memory
         self.config, self.runner = config, runner
         self.stats = stats = EngineStats()
-        # Of the time at work: between requests nothing is earned that may be lost.
+        # What drafts may lose is a share of the seconds that the device works: an idle
+        # engine's time does not count.
         self.controller = Controller(config.speculative, clock=lambda: stats.busy_s)
         self.costs = make_costs(config, self.controller)
         self.scheduler = self._make_scheduler()
