@@ -410,7 +410,7 @@ def _commit_rounds(
     if not is_there.all():
         there, planned, new = there[is_there], planned[is_there], new[is_there]
     rows.read(there, planned, new)
-    drafts = accepted = beside = np.zeros_like(launch.drafts)
+    drafts = accepted = beside = np.zeros(count, np.int64)
     if launch.round.num_drafts or result.num_kept is not None:
         # A lookup in the sequence may have found fewer than were planned.
         drafts = np.minimum(result.num_draft[:count], launch.drafts)

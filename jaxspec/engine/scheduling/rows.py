@@ -115,10 +115,20 @@ class RowTable:
         row = request.row
         request.num_unread = int(self.num_unread[row])
         self.requests[row] = None
-        self.owner[row] = -1
+        self.owner[row], self.num_draft[row] = -1, 0
         self.is_decoding[row] = False
         self.free.append(row)
         request.row = -1
+
+    @property
+    def decoding(self) -> np.ndarray:
+        """Rows that decode, in order."""
+        return self.is_decoding.nonzero()[0]  # `np.flatnonzero` takes 7 times as long
+
+    @property
+    def has_drafted(self) -> bool:
+        """Whether some request wants drafts."""
+        return bool(np.count_nonzero(self.num_draft))
 
     def owners_of(self, rows: list[int]) -> list[Request]:
         """The requests in these rows."""
@@ -147,7 +157,7 @@ class RowTable:
 
         A row that may have reached its last token waits for the read.
         """
-        rows = np.flatnonzero(self.is_decoding)
+        rows = self.decoding
         most = self.most_tokens(rows)
         goes_on = (most < self.max_total[rows]) | (self.num_unread[rows] <= 0)
         wanted = np.minimum(limit, self.num_draft[rows])
@@ -171,7 +181,7 @@ class RowTable:
 
         How many tokens the sequence will have is known then, whatever it says.
         """
-        rows = np.flatnonzero(self.is_decoding)
+        rows = self.decoding
         late = self.awaits_draft(rows) & (self.num_unread == self.ahead)[rows]
         return rows[late]
 

@@ -182,17 +182,19 @@ class Scheduler:
     def _decodable(self) -> Decode:
         """The rows that can decode next, in a program that is compiled."""
         rows, wanted = self.rows.decodable(self._limit)
-        if self._can_wait and (awaits_draft := self.rows.awaits_draft(rows)).any():
-            # They decode together soon: their program can be compiled meanwhile.
-            most = int(wanted.max())
-            self.shapes.find(len(rows), most, 0, self.rows.features(rows))
-            rows, wanted = rows[~awaits_draft], wanted[~awaits_draft]
         most = int(wanted.max(initial=0))
+        if most and self._can_wait:
+            awaits_draft = self.rows.awaits_draft(rows)
+            if awaits_draft.any():
+                # They decode together soon: their program can be compiled meanwhile.
+                self.shapes.find(len(rows), most, 0, self.rows.features(rows))
+                rows, wanted = rows[~awaits_draft], wanted[~awaits_draft]
+                most = int(wanted.max(initial=0))
         can_draft = bool(most and self.controller.num_drafts)
         features, shape = self.rows.features(rows), None
         if most:
-            wanted = np.minimum(wanted, self._choose(rows, wanted, features))
-            most = int(wanted.max())
+            chosen = self._choose(rows, wanted, features)
+            wanted, most = np.minimum(wanted, chosen), min(most, chosen)
         if len(rows):
             has_beside = self.controller.has_beside
             has_beside |= self._has_draft_model and not most
@@ -327,8 +329,9 @@ class Scheduler:
         row: of rounds without drafts, those who have caught up would lag again before
         the last have.
         """
-        rows = np.flatnonzero(self.rows.is_decoding)
-        if not self._may_catch_up or not self.rows.awaits_draft(rows).any():
+        rows = self.rows
+        is_due = self._may_catch_up and rows.awaits_draft(rows.decoding).any()
+        if not is_due:
             self._num_caught_up = 0  # most rounds
             return False
         most = MAX_IN_A_ROW if self._is_in_a_row() else 1
@@ -377,7 +380,7 @@ class Scheduler:
     @property
     def _may_catch_up(self) -> bool:
         """Whether the draft model is fed at all now, where a sequence lags."""
-        if not self._has_draft_model or not self._limit:
+        if not (self._has_draft_model and self._limit and self.rows.has_drafted):
             return False
         if self.controller.is_timing_plain:
             return False  # between such rounds it would make them slower
@@ -385,7 +388,7 @@ class Scheduler:
 
     def _is_in_a_row(self) -> bool:
         """Whether some wait for the draft model since more than half of all did."""
-        rows = np.flatnonzero(self.rows.is_decoding)
+        rows = self.rows.decoding
         late = rows[self.rows.awaits_draft(rows)]
         if 2 * len(late) > len(rows):
             self._num_admitted_then = self.rows.num_admitted
@@ -819,15 +822,13 @@ class Scheduler:
             self.controller.stop_timing()
         if launch.shape.chunk or not count:
             return
-        plain = self.shapes.find(count, 0, 0, launch.shape.features)
-        num_drafts = launch.round.num_drafts
+        num_drafts, num_emitted, plain_s = launch.round.num_drafts, count, None
+        if num_drafts:  # otherwise nothing is compared
+            num_emitted = int(result.num_emitted[:count].sum())
+            plain = self.shapes.find(count, 0, 0, launch.shape.features)
+            plain_s = self.costs.expected_seconds(Round(plain)) if plain else None
         self.controller.record_round(
-            count,
-            num_drafts,
-            int(result.num_emitted[:count].sum()),
-            launch.seconds,
-            # Nothing is compared with it where there were no drafts.
-            self.costs.expected_seconds(Round(plain)) if plain and num_drafts else None,
+            count, num_drafts, num_emitted, launch.seconds, plain_s
         )
 
     def finish(self, request: Request, reason: str, stop: int | str | None) -> None:
