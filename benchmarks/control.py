@@ -11,7 +11,8 @@ turn: their speeds are compared repeat by repeat. Parts:
   over time, and the time until they are within a tenth of where they settle.
 - `ramp`: requests come, up to the most at once, and go: tokens/s and K over time.
 - `foreign`: texts by domain with the real rule, greedy and sampled without a seed.
-- `free`: an engine with drafts that makes none, against one that has none.
+- `free`: an engine with drafts that makes none, against one that has none, and another
+  like that one: in several sets of engines, since engines that are alike differ.
 
 Every part is written as it ends, with the goals that it misses. Acceptance is forced
 but in `foreign`, so texts mean nothing there.
@@ -34,6 +35,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from benchmarks.control_rows import (
+    ALIKE,
     PLAIN,
     Mark,
     Round,
@@ -41,6 +43,7 @@ from benchmarks.control_rows import (
     compare,
     mean_drafts,
     misses,
+    of_sets,
     rates,
     settle,
     speed_table,
@@ -66,9 +69,9 @@ MAX_MODEL_LEN, LONGEST_PROMPT = 2048, 512
 # Of `step`: the acceptance of its phases, the seconds of each and of a bin.
 STEP_CHANCES = (0.9, 0.0, 0.9, 0.0, 0.9, 0.0)
 PHASE_S, BIN_S = 5.0, 0.1
-# `free` runs more often than others, and longer: the draft model is asked by the clock,
-# so mostly at the start of a run, as time goes by while others run.
-FREE_RUNS, FREE_LENGTH = 2, 3
+# Of `free`: two plain engines of one process differ by up to 5 %, always in the same
+# direction, by where their arrays lie.
+FREE_SETS, FREE_REPEATS = 4, 4
 RAMP_S, RAMP_BIN_S, RAMP_CHANCE = 30.0, 0.5, 0.7
 # What --quick changes: enough to see that everything works, no more.
 QUICK = {"repeats": 1, "num_tokens": 64, "warm_up_s": 0.5, "phase_s": 1.0, "ramp_s": 4}
@@ -110,6 +113,11 @@ class Engines:
 
     @cached_property
     def plain(self) -> LLMEngine:
+        return self._make()
+
+    @cached_property
+    def alike(self) -> LLMEngine:
+        """As `plain`, made in the same way."""
         return self._make()
 
     @cached_property
@@ -155,6 +163,13 @@ class Engines:
         for engine in vars(self).pop(name, {}).values():
             self.rounds.pop(engine)
             engine.shutdown()
+        gc.collect()
+
+    def close(self) -> None:
+        """Free all engines."""
+        for engine in self.rounds:
+            engine.shutdown()
+        vars(self).clear()
         gc.collect()
 
     def ways(self, drafted: Mapping[str, LLMEngine], fixed: Sequence[int]) -> "Ways":
@@ -259,14 +274,21 @@ def cells(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]
 
 
 def free(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]:
-    ways, rows = engines.ways(engines.forced, [0]), []
-    length = {"num_tokens": FREE_LENGTH * options.num_tokens}
-    longer = argparse.Namespace(**(vars(options) | length))
-    for size in tqdm(sizes_of(options, SIZES), desc="free"):
-        force(engines.forced[ADAPTIVE], 0.0)
-        batches = [bundled_ids(engines, size)] * FREE_RUNS
-        rows.append({"batch": size} | alternate(engines, ways, batches, longer))
-    return rows
+    engines.drop("forced")
+    sizes, found = sizes_of(options, SIZES), dict[int, list[dict[str, Any]]]()
+    more = argparse.Namespace(
+        **vars(options) | {"repeats": FREE_REPEATS * options.repeats}
+    )
+    num_sets = 1 if options.quick else FREE_SETS
+    for _ in tqdm(range(num_sets), desc="free"):
+        own = Engines(options)
+        force(own.forced[ADAPTIVE], 0.0)
+        ways = own.ways(own.forced, [0]) | {ALIKE: Way(own.alike, 0)}
+        for size in sizes:
+            batches = [bundled_ids(own, size)]
+            found.setdefault(size, []).append(alternate(own, ways, batches, more))
+        own.close()
+    return [{"batch": size} | of_sets(rows) for size, rows in found.items()]
 
 
 def foreign(engines: Engines, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -10,7 +10,8 @@ import numpy as np
 from jaxspec.bench.report import spread, table
 from jaxspec.settings.speculation import ADAPTIVE
 
-PLAIN = "plain"
+# Engines without drafts: one, and another that is made like it.
+PLAIN, ALIKE = "plain", "alike"
 # Shares of the other's speed that adaptive drafts must reach, and seconds to settle.
 BEST, NOT_SLOWER, FREE, SETTLE_S = 0.95, 0.97, 0.99, 1.0
 # Seconds of a bin, and how many are averaged before they are compared: one has a dozen
@@ -48,15 +49,37 @@ def ratio(speeds: Mapping[str, list[float]], way: str, other: str) -> dict[str, 
 
 def compare(speeds: Mapping[str, list[float]]) -> dict[str, Any]:
     """All ways of one place, and adaptive drafts by the best fixed K and by plain."""
-    fixed = [name for name in speeds if name not in (PLAIN, ADAPTIVE)]
+    fixed = [name for name in speeds if name not in (PLAIN, ALIKE, ADAPTIVE)]
     best = max(fixed, key=lambda name: median(speeds[name]))
-    return {
+    alike = {}
+    if ALIKE in speeds:
+        alike = {"alike_by_plain": ratio(speeds, ALIKE, PLAIN)}
+    return alike | {
         "tokens_per_s": {name: spread(found) for name, found in speeds.items()},
         "best_num_drafts": int(best),
         "adaptive_by_best": ratio(speeds, ADAPTIVE, best),
         "adaptive_by_plain": ratio(speeds, ADAPTIVE, PLAIN),
         "fixed_by_plain": ratio(speeds, str(max(map(int, fixed))), PLAIN),
     }
+
+
+def of_sets(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One row of several, each of a set of engines: spreads are of their medians."""
+    first, found = rows[0], dict[str, Any](sets=list(rows))
+    for name in [name for name in first if name.endswith(("_by_plain", "_by_best"))]:
+        found[name] = spread([row[name]["median"] for row in rows])
+    for name in ("num_probes", "num_stops", "saved_s", "lost_s", "num_compiles"):
+        found[name] = sum(row[name] for row in rows)
+    found["tokens_per_s"] = {
+        way: spread([row["tokens_per_s"][way]["median"] for row in rows])
+        for way in first["tokens_per_s"]
+    }
+    found["best_num_drafts"] = first["best_num_drafts"]
+    rounds = Counter[str]()
+    for row in rows:
+        rounds.update({k: one["rounds"] for k, one in row["by_num_drafts"].items()})
+    found["by_num_drafts"] = {k: {"rounds": rounds[k]} for k in sorted(rounds)}
+    return found
 
 
 def by_num_drafts(rounds: Sequence[Round]) -> dict[str, dict[str, float]]:

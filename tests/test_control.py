@@ -7,17 +7,21 @@ import pytest
 
 from benchmarks.control import QUICK, kept_parts, make_parser, ramp_size
 from benchmarks.control_rows import (
+    ALIKE,
+    PLAIN,
     Mark,
     Round,
     by_num_drafts,
     compare,
     mean_drafts,
     misses,
+    of_sets,
     rates,
     settle,
     speed_table,
     step_table,
 )
+from jaxspec.settings.speculation import ADAPTIVE
 
 SPEEDS = {
     "plain": [100.0, 50.0, 100.0],
@@ -94,6 +98,33 @@ def test_a_phase_settles_when_nearly_as_much_is_made_as_at_its_end():
 def row_of(**changes: Any) -> dict[str, Any]:
     counted = {"num_probes": 3, "num_stops": 0, "by_num_drafts": by_num_drafts(ROUNDS)}
     return {"batch": 1} | compare(SPEEDS) | counted | changes
+
+
+def test_sets_of_engines_come_to_one_row():
+    """The spread is of the sets, not of what a set varies by in itself."""
+
+    def row(alike: float, drafts: dict[str, Any]) -> dict[str, Any]:
+        speeds = {
+            PLAIN: [10.0, 20.0],
+            ALIKE: [10 * alike, 20 * alike],
+            "0": [9.0, 18.0],
+        }
+        counted = {"num_probes": 2, "num_stops": 0, "saved_s": 0.0, "lost_s": 0.5}
+        adaptive = {ADAPTIVE: [8.0, 16.0]}
+        found = compare(speeds | adaptive) | counted | {"num_compiles": 0}
+        return found | {"by_num_drafts": drafts}
+
+    rows = [row(1.1, {"0": {"rounds": 3}}), row(0.9, {"0": {"rounds": 4}})]
+    found = of_sets([*rows, row(1.0, {"5": {"rounds": 1}})])
+    assert found["alike_by_plain"] == pytest.approx(
+        {"median": 1.0, "least": 0.9, "most": 1.1}
+    )
+    assert found["fixed_by_plain"] == pytest.approx(one(0.9))
+    assert found["adaptive_by_plain"] == pytest.approx(one(0.8))
+    assert found["tokens_per_s"][ALIKE]["most"] == pytest.approx(16.5)
+    assert (found["num_probes"], found["lost_s"]) == (6, 1.5)
+    assert found["by_num_drafts"] == {"0": {"rounds": 7}, "5": {"rounds": 1}}
+    assert len(found["sets"]) == 3
 
 
 def one(value: float) -> dict[str, float]:

@@ -24,10 +24,12 @@ from jaxspec.settings.speculation import ADAPTIVE, SYNTHETIC, SpeculativeConfig
 
 _log = logging.getLogger(__name__)
 
-# Rounds between two looks at what is known, and the gain that a change must promise:
-# with drafts, with drafts where texts are watched, and without, where whoever asks the
-# draft model or watches the text says when to look again.
-LOOK_ROUNDS, WATCHED_LOOK_ROUNDS, IDLE_LOOK_ROUNDS = 8, 4, 32
+# Rounds between two looks at what is known: with drafts, and with drafts where texts are
+# watched; and without drafts, where only a trial tells what they would bring, and where
+# whoever asks the draft model or watches the text says when to look again.
+LOOK_ROUNDS, WATCHED_LOOK_ROUNDS = 8, 4
+IDLE_LOOK_ROUNDS, ASKED_LOOK_ROUNDS = 32, 256
+# The gain that a change must promise.
 HYSTERESIS = 1.04
 # Without drafts the draft model is asked so seldom that it costs this share of the
 # time.
@@ -176,7 +178,7 @@ class Controller:
         if (before > 0) != (self.num_drafts > 0):
             self._account.begin()
         if not self.num_drafts:
-            self._rounds_left = IDLE_LOOK_ROUNDS
+            self._rounds_left = ASKED_LOOK_ROUNDS if can_ask() else IDLE_LOOK_ROUNDS
         elif self.can_watch:
             self._rounds_left = WATCHED_LOOK_ROUNDS
         return 0 if self._refresh_left else self.num_drafts

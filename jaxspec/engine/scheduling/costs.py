@@ -134,11 +134,11 @@ class Costs:
         found = self.seconds.get(round_)
         if found is not None:
             return found
-        num_drafts = round_.num_drafts
+        shape, num_drafts = round_
         known = {
-            other.num_drafts: seconds
-            for other, seconds in self.seconds.items()
-            if other.shape == round_.shape
+            k: seconds
+            for k in range(shape.num_draft_tokens + 1)
+            if (seconds := self.seconds.get(Round(shape, k))) is not None
         }
         fewer = max((k for k in known if k < num_drafts), default=None)
         more = min((k for k in known if k > num_drafts), default=None)

@@ -11,7 +11,7 @@ from jaxspec.config import SpeculativeConfig
 from jaxspec.engine.scheduling import account
 from jaxspec.engine.scheduling.account import MAX_LOSS, MIN_WAIT_S, WINDOW_ROUNDS
 from jaxspec.engine.scheduling.controller import (
-    IDLE_LOOK_ROUNDS,
+    ASKED_LOOK_ROUNDS,
     LOOK_ROUNDS,
     Controller,
 )
@@ -197,11 +197,11 @@ def test_a_return_that_costs_more_than_it_brings_is_none():
         world.round()
     assert world.chosen[-1] == 0
     world.chance, world.catch_up_s = 0.6, 1.0
-    for _ in range(2 * IDLE_LOOK_ROUNDS):
+    for _ in range(2 * ASKED_LOOK_ROUNDS):
         world.round()
     assert world.chosen[-1] == 0
     world.catch_up_s = 0.0
-    for _ in range(2 * IDLE_LOOK_ROUNDS):
+    for _ in range(2 * ASKED_LOOK_ROUNDS):
         world.round()
     assert world.chosen[-1] > 0
 
