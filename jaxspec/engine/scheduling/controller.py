@@ -24,9 +24,9 @@ from jaxspec.settings.speculation import ADAPTIVE, SYNTHETIC, SpeculativeConfig
 
 _log = logging.getLogger(__name__)
 
-# Rounds between two looks at what is known: with drafts, and with drafts where texts are
-# watched; and without drafts, where only a trial tells what they would bring, and where
-# whoever asks the draft model or watches the text says when to look again.
+# Rounds between two looks at what is known: with drafts, and where texts are watched;
+# without drafts, where only a trial tells what they would bring, and where whoever asks
+# the draft model or watches the text says when to look again.
 LOOK_ROUNDS, WATCHED_LOOK_ROUNDS = 8, 4
 IDLE_LOOK_ROUNDS, ASKED_LOOK_ROUNDS = 32, 256
 # The gain that a change must promise.
