@@ -37,11 +37,12 @@ def loss_table(losses: dict[str, dict[str, dict[str, float]]]) -> str:
 
 
 def acceptance_table(acceptance: dict[str, dict[str, float]]) -> str:
+    ways = "sampled", "greedy", "greedy_new"
     rows = [
-        [domain, f"{figures['sampled']:.3f}", f"{figures['greedy']:.3f}"]
+        [domain, *(f"{figures[way]:.3f}" for way in ways)]
         for domain, figures in acceptance.items()
     ]
-    return table(["domain", "sampled", "greedy"], rows)
+    return table(["domain", "sampled", "greedy", "greedy, not repeated"], rows)
 
 
 def repeated_table(repeated: dict[str, dict[str, float]]) -> str:

@@ -121,7 +121,8 @@ def acceptance(
 
     `sampled` is the chance at temperature 1, the mean of sum(min(target, draft)) over
     text sampled at temperature 1; `greedy` is how often both choose the same token,
-    over greedy text. Only tokens that the target wrote count.
+    over greedy text, and `greedy_new` the same where no 4-gram is repeated: text that
+    goes round in circles is easy to guess. Only tokens that the target wrote count.
     """
     target_config, draft_config = target[1], draft[1]
 
@@ -148,6 +149,7 @@ def acceptance(
         for index in (0, 1)
     )
     is_next = rows["is_written"][:, 1:] & (segments[:, 1:] == segments[:, :-1])
+    is_new = ~ends_repeated_4_gram(rows["tokens"], rows["segments"])[:, 1:]
     results = {}
     names = sorted(set(rows["domains"].tolist()))
     for domain in [*names, "mean"]:
@@ -157,8 +159,21 @@ def acceptance(
         results[domain] = {
             "sampled": float(kept[is_sampled].mean()),
             "greedy": float(agrees[is_greedy].mean()),
+            "greedy_new": float(agrees[is_greedy & is_new].mean()),
         }
     return results
+
+
+def ends_repeated_4_gram(tokens: np.ndarray, segments: np.ndarray) -> np.ndarray:
+    """Return where [row, token] the last four tokens stood in the same text before."""
+    found = np.zeros(tokens.shape, bool)
+    for row, (text, parts) in enumerate(zip(tokens, segments, strict=True)):
+        seen = set()
+        for end in range(3, len(text)):
+            gram = (*text[end - 3 : end + 1].tolist(), int(parts[end]))
+            found[row, end] = gram in seen
+            seen.add(gram)
+    return found
 
 
 def repeated_4_grams(texts: Sequence[Sequence[int]]) -> float:

@@ -293,6 +293,14 @@ def test_share_of_repeated_4_grams() -> None:
     assert evaluate.repeated_4_grams([[3] * 103]) == pytest.approx(0.99)
 
 
+def test_what_ends_a_4_gram_that_stood_in_the_same_text_before() -> None:
+    tokens = np.array([[5, 6, 7, 8, 5, 6, 7, 8, 9], [5, 6, 7, 8, 5, 6, 7, 8, 8]])
+    segments = np.array([[1] * 9, [1] * 4 + [2] * 5])
+    found = evaluate.ends_repeated_4_gram(tokens, segments)
+    assert np.argwhere(found).tolist() == [[0, 7]]
+    assert evaluate.ends_repeated_4_gram(np.full((1, 6), 3), np.ones((1, 6))).sum() == 2
+
+
 def test_schedule_warms_up_and_ends_at_zero() -> None:
     rates = [training.schedule(i, steps=100, cooldown=20, peak=2.0) for i in range(101)]
     assert rates[0] == pytest.approx(2.0 / 30)
@@ -444,7 +452,9 @@ def test_a_draft_that_is_the_target_is_always_accepted() -> None:
     same = evaluate.acceptance(model, model, rows)
     assert set(same) == {"code", "math", "mean"}
     for figures in same.values():
-        assert figures == pytest.approx({"sampled": 1.0, "greedy": 1.0}, abs=1e-5)
+        assert figures == pytest.approx(
+            {"sampled": 1.0, "greedy": 1.0, "greedy_new": 1.0}, abs=1e-5
+        )
     different = evaluate.acceptance(model, other, rows)["mean"]
     assert 0 < different["sampled"] < 0.5 and different["greedy"] < 0.5
 
@@ -489,7 +499,7 @@ def test_card_has_no_gap() -> None:
         vocab_size=8192,
         training=facts,
         losses=dict(target={"math": loss}, draft={"math": loss}),
-        acceptance={"math": {"sampled": 0.61, "greedy": 0.72}},
+        acceptance={"math": {"sampled": 0.61, "greedy": 0.72, "greedy_new": 0.65}},
         repeated={"math": {"tokens": 2000, "repeated_4_grams": 0.25}},
     )
     text = card.render(results, {"target/config.json": "abc"})
