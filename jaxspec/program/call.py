@@ -36,7 +36,8 @@ def taken(
     kept = tuple(
         None if rests else own for rests, own in zip(rest, state.proposers, strict=True)
     )
-    return target, params, dataclasses.replace(state, proposers=kept)
+    state = dataclasses.replace(state, proposers=kept, forced_acceptance=None)
+    return target, params, state
 
 
 def flat(arguments: Arguments) -> tuple[list[Any], list[Any]]:
@@ -64,15 +65,15 @@ class Arrays:
         self._params = params
         self._leaves, self._structure = jax.tree.flatten(state)
         numbers = jax.tree.unflatten(self._structure, range(len(self._leaves)))
-        # Of programs without drafts, and of those with them: the parameters, and which
-        # arrays of the state are given, None for all.
-        self._calls: list[tuple[list[Array], list[int] | None]] = []
+        # Of programs without drafts, and of those with them: the parameters, and how
+        # many arrays of the state are given. What rests lies behind all that does not.
+        self._calls: list[tuple[list[Array], int]] = []
         for num_drafts in (0, 1):
             shape = StepShape(num_seqs=1, num_draft_tokens=num_drafts, chunk=0)
             weights, _ = flat(taken(proposers, shape, (*params, state)))
             _, places = flat(taken(proposers, shape, (*params, numbers)))
-            is_all = len(places) == len(self._leaves)
-            self._calls.append((weights, None if is_all else places))
+            assert places == list(range(len(places))), "what rests is not at the end"
+            self._calls.append((weights, len(places)))
 
     @property
     def params(self) -> tuple[Params, tuple[Params | None, ...]]:
@@ -91,15 +92,9 @@ class Arrays:
 
     def call(self, executable: Any, shape: StepShape, plan: Any) -> Array:
         """Call a program of a shape; returns its result, and keeps the state."""
-        weights, places = self._calls[_is_drafting(shape)]
-        if places is None:
-            self._leaves, result = executable(weights, self._leaves, plan)
-            return result
-        given = [self._leaves[place] for place in places]
-        made, result = executable(weights, given, plan)
+        weights, count = self._calls[_is_drafting(shape)]
+        rest = self._leaves[count:]
+        made, result = executable(weights, self._leaves[:count], plan)
         # At once, so that no interrupt falls between two of them.
-        leaves = list(self._leaves)
-        for place, one in zip(places, made, strict=True):
-            leaves[place] = one
-        self._leaves = leaves
+        self._leaves = made + rest
         return result

@@ -60,6 +60,10 @@ from jaxspec.settings.lookups import LookupRule
 
 # Launches that feed the draft model, before the next round, at most.
 MAX_IN_A_ROW = 4
+# Launches until drafts are thought of again, once the choice is none: to look at what
+# every sequence may have, and to hear that it is none, takes the host longer than the
+# rest of what a plain round asks of it.
+REST_LAUNCHES = 8
 # Rounds that what a change costs is spread over, at least and at most.
 HORIZON_ROUNDS = 8, 256
 
@@ -115,6 +119,8 @@ class Scheduler:
         self.pacer = Pacer(self.costs)
         # Program of the launch that was read last, and whether it made drafts.
         self._last_work: tuple[StepShape, bool] | None = None
+        # Launches that still go by without a thought of drafts, this one included.
+        self._num_resting = 0
         # Bringing the draft model up to date and other launches take turns.
         self._num_caught_up, self._has_put_off = 0, False
         # When most requests waited for it last.
@@ -149,6 +155,7 @@ class Scheduler:
 
     def plan(self) -> Launch | None:
         """Plan the next launch; None when nothing can be done before a read."""
+        self._num_resting = max(self._num_resting - 1, 0)
         if self.shapes.cannot_catch_up:
             self.controller.stop("the draft model's program could not be compiled")
         if self._is_turn_to_catch_up():
@@ -181,7 +188,7 @@ class Scheduler:
 
     def _decodable(self) -> Decode:
         """The rows that can decode next, in a program that is compiled."""
-        rows, wanted = self.rows.decodable(self._limit)
+        rows, wanted = self.rows.decodable(0 if self._num_resting else self._limit)
         most = int(wanted.max(initial=0))
         if most and self._can_wait:
             awaits_draft = self.rows.awaits_draft(rows)
@@ -195,6 +202,9 @@ class Scheduler:
         if most:
             chosen = self._choose(rows, wanted, features)
             wanted, most = np.minimum(wanted, chosen), min(most, chosen)
+            if not most and self._has_draft_model and not self.controller.num_drafts:
+                self._num_resting = REST_LAUNCHES
+                self.controller.repeat(REST_LAUNCHES - 1)
         if len(rows):
             has_beside = self.controller.has_beside
             has_beside |= self._has_draft_model and not most
@@ -380,7 +390,9 @@ class Scheduler:
     @property
     def _may_catch_up(self) -> bool:
         """Whether the draft model is fed at all now, where a sequence lags."""
-        if not (self._has_draft_model and self._limit and self.rows.has_drafted):
+        if self._num_resting or not self._has_draft_model:
+            return False
+        if not (self._limit and self.rows.has_drafted):
             return False
         if self.controller.is_timing_plain:
             return False  # between such rounds it would make them slower

@@ -21,7 +21,12 @@ from jaxspec.engine.scheduling.account import MIN_WAIT_S
 from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.engine.scheduling.refresh import REFRESH_ROUNDS
 from jaxspec.engine.scheduling.request import Request, Status
-from jaxspec.engine.scheduling.scheduler import MAX_IN_A_ROW, Scheduler, WaitingQueue
+from jaxspec.engine.scheduling.scheduler import (
+    MAX_IN_A_ROW,
+    REST_LAUNCHES,
+    Scheduler,
+    WaitingQueue,
+)
 from jaxspec.engine.scheduling.shapes import EveryProgram
 from jaxspec.outputs import RequestStateStats
 from jaxspec.program.plan import MAX_CONTROLLED, TILE, Features, TokenControls
@@ -445,6 +450,42 @@ def test_plain_rounds_are_timed_in_a_row():
     assert [one.is_measure for one in timed] == [False] + [True] * (len(timed) - 1)
     loop.step()
     assert loop.launches[-1].shape.is_catch_up  # of what came meanwhile
+
+
+def test_where_the_choice_is_none_few_launches_think_of_drafts(monkeypatch):
+    """The draft model is asked as soon as one does, and rounds count as they run."""
+    config = make_config(controller=ADAPTIVE, max_model_len=400, num_pages=200)
+    loop = Loop(config, seed=0)
+    [request] = make_requests(config, 1, num_draft_tokens=3, max_total=300)
+    request.params.temperature = 0.0
+    loop.scheduler.add(request)
+    controller, chosen_at, counted = loop.scheduler.controller, [], []
+
+    def choose(*args, **named) -> int:
+        controller.num_drafts = 0
+        chosen_at.append(len(loop.launches))
+        counted.append(1)
+        return 0
+
+    asked = []
+    monkeypatch.setattr(controller, "choose", choose)
+    monkeypatch.setattr(controller, "repeat", counted.append)
+    monkeypatch.setattr(controller, "wants_probe", lambda: len(loop.launches) > 100)
+    monkeypatch.setattr(
+        controller, "begin_probe", lambda: asked.append(len(loop.launches))
+    )
+    while len(loop.launches) < 100:
+        loop.step()
+    gaps = np.diff(chosen_at)
+    assert set(gaps.tolist()) == {REST_LAUNCHES}
+    resting = loop.scheduler._num_resting
+    decoding = sum(bool(launch.decoding) for launch in loop.launches)
+    assert sum(counted) == pytest.approx(decoding + resting, abs=1)
+    assert not asked
+    while len(loop.launches) < 100 + REST_LAUNCHES + 2:
+        loop.step()
+    assert asked and asked[0] <= 101 + REST_LAUNCHES
+    assert any(launch.shape.is_catch_up for launch in loop.launches[100:])
 
 
 def test_prompts_end_the_timing_of_plain_rounds():
