@@ -25,10 +25,9 @@ from jaxspec.settings.speculation import ADAPTIVE, SYNTHETIC, SpeculativeConfig
 _log = logging.getLogger(__name__)
 
 # Rounds between two looks at what is known: with drafts, and where texts are watched;
-# without drafts, where only a trial tells what they would bring, and where whoever asks
-# the draft model or watches the text says when to look again.
-LOOK_ROUNDS, WATCHED_LOOK_ROUNDS = 8, 4
-IDLE_LOOK_ROUNDS, ASKED_LOOK_ROUNDS = 32, 256
+# without drafts, where a trial or the text tells what they would bring, and where
+# whoever asks the draft model says when to look again.
+LOOK_ROUNDS, WATCHED_LOOK_ROUNDS, IDLE_LOOK_ROUNDS, ASKED_LOOK_ROUNDS = 8, 4, 32, 256
 # The gain that a change must promise.
 HYSTERESIS = 1.04
 # Without drafts the draft model is asked so seldom that it costs this share of the
@@ -77,9 +76,8 @@ class Controller:
         self._rounds_left = self._refresh_left = 0
         self._accounts = defaultdict[int, Account](Account)
         self._account = self._account_of(1)
-        self._probe_ts = -math.inf
         self._refreshes: dict[int, Refresh] = {}
-        self._beside_ts = self._most_ts = -math.inf
+        self._probe_ts = self._beside_ts = self._most_ts = -math.inf
 
     def stop(self, reason: str) -> None:
         """Draft no more."""
@@ -178,7 +176,8 @@ class Controller:
         if (before > 0) != (self.num_drafts > 0):
             self._account.begin()
         if not self.num_drafts:
-            self._rounds_left = ASKED_LOOK_ROUNDS if can_ask() else IDLE_LOOK_ROUNDS
+            is_told = can_ask() and not self.can_watch
+            self._rounds_left = ASKED_LOOK_ROUNDS if is_told else IDLE_LOOK_ROUNDS
         elif self.can_watch:
             self._rounds_left = WATCHED_LOOK_ROUNDS
         return 0 if self._refresh_left else self.num_drafts

@@ -706,6 +706,8 @@ class Scheduler:
             kind_of(request),
             is_typical=request.grammar is None and request.controls is None,
         )
+        if not self.controller.num_drafts:
+            self.controller.look()  # what is known of those before may not be of it
         if self._has_draft_model and self.choice.num_drafts:
             # Once the prompt is in it is missed.
             self.shapes.catch_up(-(-len(request.tokens_to_prefill) // TILE))
@@ -800,6 +802,7 @@ class Scheduler:
         """Take a round's result into the requests that have not ended."""
         if isinstance(result, CaughtUp):
             commit_catch_up(launch, result, self.costs)
+            self._num_resting = 0  # there is an answer, or somebody is up to date
             self.controller.record_catch_up(launch.seconds, is_probe=launch.is_probe)
             return Advance()
         self._record_round(launch, result)

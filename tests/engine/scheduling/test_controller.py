@@ -12,6 +12,7 @@ from jaxspec.engine.scheduling import account
 from jaxspec.engine.scheduling.account import MAX_LOSS, MIN_WAIT_S, WINDOW_ROUNDS
 from jaxspec.engine.scheduling.controller import (
     ASKED_LOOK_ROUNDS,
+    IDLE_LOOK_ROUNDS,
     LOOK_ROUNDS,
     Controller,
 )
@@ -189,6 +190,40 @@ def test_k_is_looked_at_again_when_the_batch_changes():
     assert choose(1, TIMES) > 0
     assert choose(16, steep) == 0
     assert choose(1, TIMES) > 0
+
+
+WATCHED: dict[str, Any] = {
+    "method": "ngram",
+    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 2,
+}
+
+
+@pytest.mark.parametrize("keys", [WATCHED, {"model": "draft"}])
+def test_what_is_watched_is_looked_at_more_often_than_who_can_be_asked(keys):
+    """A text that goes on as it began says nothing new."""
+    speculative = SpeculativeConfig(
+        num_speculative_tokens=3, controller=ADAPTIVE, **keys
+    )
+    controller, looks = Controller(speculative, clock=lambda: 0.0), []
+
+    def seconds() -> list[float]:
+        looks.append(1)
+        return [0.01, 0.02, 0.03, 0.04]
+
+    chosen = [
+        controller.choose(
+            np.full(1, 3),
+            acceptance=lambda: np.zeros((1, 3)),
+            seconds=seconds,
+            catch_up_s=lambda: 0.0,
+            can_ask=lambda: True,
+        )
+        for _ in range(2 * ASKED_LOOK_ROUNDS)
+    ]
+    rounds = IDLE_LOOK_ROUNDS if "method" in keys else ASKED_LOOK_ROUNDS
+    assert not any(chosen)
+    assert len(looks) == pytest.approx(2 * ASKED_LOOK_ROUNDS / rounds, abs=1)
 
 
 def test_a_return_that_costs_more_than_it_brings_is_none():
