@@ -126,7 +126,7 @@ class RowTable:
         return self.is_decoding.nonzero()[0]  # `np.flatnonzero` takes 7 times as long
 
     @property
-    def has_drafted(self) -> bool:
+    def wants_drafts(self) -> bool:
         """Whether some request wants drafts."""
         return bool(np.count_nonzero(self.num_draft))
 
