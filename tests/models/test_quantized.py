@@ -111,7 +111,7 @@ def test_every_form_is_the_numbers_it_stands_for(form, scheme):
         np.testing.assert_array_equal(one.values, expected)
 
 
-def config_of(scheme: Scheme | None, **changes: Any) -> Any:
+def config_of(scheme: Scheme | MixedScheme | None, **changes: Any) -> Any:
     return replace(make_config(**changes), quantization=scheme)
 
 
