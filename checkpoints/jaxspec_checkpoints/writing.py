@@ -37,6 +37,7 @@ _WRITERS: dict[str, Writer] = {
     "kaggle": write_kaggle,
     "orbax": write_own,
 }
+FORMATS = tuple(_WRITERS)
 
 
 def write_checkpoint(
@@ -178,7 +179,7 @@ def _write_side_files(
         shutil.copyfile(path, folder / name)
     config = dict(checkpoint.config)
     if any(isinstance(one, QuantizedTensor) for one in checkpoint.tensors.values()):
-        del config["quantization_config"]  # numbers are written
+        config.pop("quantization_config", None)  # numbers are written
     config["torch_dtype"] = (kind or common_dtype(checkpoint.tensors)).name
     if "dtype" in config:
         config["dtype"] = config["torch_dtype"]
