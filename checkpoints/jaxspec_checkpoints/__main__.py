@@ -10,9 +10,9 @@ from jaxspec_checkpoints.counting import check_is_new, count_tokens, write_token
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.layout import DTYPES
 from jaxspec_checkpoints.quantization import VALUE_TYPES
-from jaxspec_checkpoints.reading import FORMATS, open_checkpoint
+from jaxspec_checkpoints.reading import open_checkpoint
 from jaxspec_checkpoints.report import describe
-from jaxspec_checkpoints.writing import write_checkpoint
+from jaxspec_checkpoints.writing import FORMATS, write_checkpoint
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -29,9 +29,9 @@ class Checkpoint:
     """One model on disk, checked but not read.
 
     Attributes:
-        format: "hf", "kaggle" or "orbax".
+        format: "hf", "kaggle", "orbax" or "gguf".
         layout: What tensors its family has.
-        folder: Where the weights are.
+        folder: Where the weights are; of a GGUF file that was named, the file.
         config: Content of HuggingFace's `config.json`; derived from the shapes where
             the format has none.
         generation_config: Content of `generation_config.json`, empty without one.

@@ -38,6 +38,7 @@ _WRITERS: dict[str, Writer] = {
     "kaggle": write_kaggle,
     "orbax": write_own,
 }
+FORMATS = tuple(_WRITERS)
 
 
 def write_checkpoint(
@@ -182,7 +183,7 @@ def _write_side_files(
     if is_mixed or any(
         isinstance(one, QuantizedTensor) for one in checkpoint.tensors.values()
     ):
-        del config["quantization_config"]  # numbers are written
+        config.pop("quantization_config", None)  # numbers are written
     config["torch_dtype"] = (kind or common_dtype(checkpoint.tensors)).name
     if "dtype" in config:
         config["dtype"] = config["torch_dtype"]
