@@ -7,7 +7,7 @@ block by block while they are read, so that a model is never there in both forms
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -97,7 +97,7 @@ class MixedScheme:
         has_embedding: Quantize the embedding to int8 if the file does not.
     """
 
-    types: tuple[tuple[str, str], ...]
+    types: tuple[tuple[str, str], ...] = field(repr=False)
     has_embedding: bool = False
     method: str = GGUF
 
