@@ -11,9 +11,9 @@ from jaxspec_checkpoints.casting import cast_blocks
 from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.files import check_inside, read_json, side_files
-from jaxspec_checkpoints.gemma2.flax_layout import EMBEDDER, leaf_shapes, views
-from jaxspec_checkpoints.gemma2.flax_tree import read_tree
-from jaxspec_checkpoints.gemma2.published import (
+from jaxspec_checkpoints.gemma.flax_layout import EMBEDDER, leaf_shapes, views
+from jaxspec_checkpoints.gemma.flax_tree import read_tree
+from jaxspec_checkpoints.gemma.published import (
     GEMMA2,
     PAD_ROWS,
     is_gating_model_first,

@@ -16,7 +16,7 @@ from jaxspec_checkpoints.files import (
     readable,
     side_files,
 )
-from jaxspec_checkpoints.gemma2.published import GEMMA2
+from jaxspec_checkpoints.gemma.published import GEMMA2
 from jaxspec_checkpoints.huggingface import is_huggingface, open_huggingface
 from jaxspec_checkpoints.kaggle import is_kaggle, kaggle_files, open_kaggle
 from jaxspec_checkpoints.layout import Layout

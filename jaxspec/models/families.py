@@ -3,7 +3,7 @@
 The way from a model's `config.json` to whatever is particular to its family. Modules
 that reach jax are named, not imported: whoever reads configs does without it.
 
-To add a family: a folder beside `gemma2` with its config and a network module, and an
+To add a family: a folder beside `gemma` with its config and a network module, and an
 entry below. `tests/models/llama.py` is one.
 """
 
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from jaxspec.errors import ConfigError, named_in, wrong_argument
-from jaxspec.models.gemma2.config import Gemma2Config
-from jaxspec.models.gemma2.turns import Gemma2Turns
+from jaxspec.models.gemma.config import Gemma2Config
+from jaxspec.models.gemma.turns import Gemma2Turns
 from jaxspec.settings.model_config import ModelConfig
 from jaxspec_checkpoints import CheckpointError, Layout, read_config
-from jaxspec_checkpoints.gemma2.published import GEMMA2
+from jaxspec_checkpoints.gemma.published import GEMMA2
 
 
 @runtime_checkable
@@ -82,7 +82,7 @@ FAMILIES = {
     "gemma2": Family(
         config=Gemma2Config,
         architecture="Gemma2ForCausalLM",
-        network="jaxspec.models.gemma2.network",
+        network="jaxspec.models.gemma.network",
         layout=GEMMA2,
         turns=DEFAULT_TURNS,
     ),

@@ -20,8 +20,8 @@ from jaxspec.models.families import config_from_hf
 from jaxspec.models.weights import Params, load_params
 from jaxspec.sharding import make_mesh
 from jaxspec_checkpoints import Checkpoint, Sizes, open_checkpoint
-from jaxspec_checkpoints.gemma2.flax_layout import leaf_shapes
-from jaxspec_checkpoints.gemma2.published import (
+from jaxspec_checkpoints.gemma.flax_layout import leaf_shapes
+from jaxspec_checkpoints.gemma.published import (
     PAD_ROWS,
     is_gating_model_first,
     published_config,

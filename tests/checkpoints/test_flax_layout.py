@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxspec_checkpoints import Sizes, tensor_shapes
-from jaxspec_checkpoints.gemma2.flax_layout import leaf_shapes, views
-from jaxspec_checkpoints.gemma2.published import is_gating_model_first
+from jaxspec_checkpoints.gemma.flax_layout import leaf_shapes, views
+from jaxspec_checkpoints.gemma.published import is_gating_model_first
 from jaxspec_checkpoints.storage import StoredArray
 from jaxspec_checkpoints.tensor import BLOCK_BYTES
 from tests.checkpoints.flax_trees import flax_leaves

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxspec_checkpoints import CheckpointError, Sizes
-from jaxspec_checkpoints.gemma2.flax_tree import FlaxTree, read_tree
+from jaxspec_checkpoints.gemma.flax_tree import FlaxTree, read_tree
 from jaxspec_checkpoints.storage import StoredArray
 from tests.checkpoints.flax_trees import flax_leaves
 from tests.checkpoints.models import tiny_config, tiny_tensors

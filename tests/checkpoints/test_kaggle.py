@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxspec_checkpoints import CheckpointError, Sizes, kaggle, storage
-from jaxspec_checkpoints.gemma2 import flax_layout
+from jaxspec_checkpoints.gemma import flax_layout
 from jaxspec_checkpoints.kaggle import is_kaggle, open_kaggle, write_kaggle
 from jaxspec_checkpoints.reading import LAYOUTS
 from jaxspec_checkpoints.storage import StoredArray

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec_checkpoints import Sizes, tensor_shapes
-from jaxspec_checkpoints.gemma2.published import (
+from jaxspec_checkpoints.gemma.published import (
     GEMMA2,
     is_gating_model_first,
     published_config,

@@ -19,7 +19,7 @@ from jaxspec.models.families import (
 )
 from jaxspec.models.network import functions_of
 from jaxspec_checkpoints import Sizes
-from jaxspec_checkpoints.gemma2.published import published_config
+from jaxspec_checkpoints.gemma.published import published_config
 from tests.engines import QuickGreedyRunner
 from tests.models import llama
 

@@ -10,7 +10,7 @@ import transformers
 
 import jaxspec_checkpoints
 from jaxspec.errors import ConfigError, RequestError
-from jaxspec.models.gemma2.turns import END_OF_TURN, Gemma2Turns
+from jaxspec.models.gemma.turns import END_OF_TURN, Gemma2Turns
 from jaxspec.text.chat_template import ChatTemplate, folder_template, given_template
 from jaxspec.text.chat_turns import read_messages
 from jaxspec.text.pieces import read_pieces

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxspec.errors import RequestError
-from jaxspec.models.gemma2.turns import Gemma2Turns
+from jaxspec.models.gemma.turns import Gemma2Turns
 from jaxspec.text.chat_turns import Marks, fold_turns, map_texts, read_messages
 
 SPECIAL = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jaxspec.models.gemma2
+import jaxspec.models.gemma
 from jaxspec.models import Gemma2
 from jaxspec.models.batch import Region, TokenBatch
-from jaxspec.models.gemma2.network import param_specs
+from jaxspec.models.gemma.network import param_specs
 from tests.oracles import (
     hf_logits,
     init_kv_pages,
@@ -92,6 +92,6 @@ def test_its_parameters_have_names_and_axes():
 
 
 def test_it_has_two_addresses_and_they_are_lazy():
-    assert jaxspec.models.gemma2.Gemma2 is Gemma2
+    assert jaxspec.models.gemma.Gemma2 is Gemma2
     with pytest.raises(AttributeError, match="no attribute 'Gemma3'"):
         _ = jaxspec.models.Gemma3  # pyright: ignore[reportAttributeAccessIssue]

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.gemma2.config import Gemma2Config
+from jaxspec.models.gemma.config import Gemma2Config
 from jaxspec.models.layers import (
     attention_block,
     feed_forward_block,

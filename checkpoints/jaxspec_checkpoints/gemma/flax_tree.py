@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxspec_checkpoints.errors import CheckpointError
-from jaxspec_checkpoints.gemma2.flax_layout import (
+from jaxspec_checkpoints.gemma.flax_layout import (
     EMBEDDER,
     GATING,
     STACK,
     leaf_shapes,
     views,
 )
-from jaxspec_checkpoints.gemma2.published import PAD_ROWS, VOCAB_SIZE
+from jaxspec_checkpoints.gemma.published import PAD_ROWS, VOCAB_SIZE
 from jaxspec_checkpoints.layout import DTYPES, Sizes
 from jaxspec_checkpoints.storage import StoredArray
 from jaxspec_checkpoints.tensor import Tensor

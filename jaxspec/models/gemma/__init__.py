@@ -7,7 +7,5 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     # On first use: it reaches jax and flax, which the readers of configs do without.
     if name != "Gemma2":
-        raise AttributeError(
-            f"module 'jaxspec.models.gemma2' has no attribute {name!r}"
-        )
-    return importlib.import_module("jaxspec.models.gemma2.module").Gemma2
+        raise AttributeError(f"module 'jaxspec.models.gemma' has no attribute {name!r}")
+    return importlib.import_module("jaxspec.models.gemma.module").Gemma2

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.gemma2 import network
-from jaxspec.models.gemma2.config import Gemma2Config
+from jaxspec.models.gemma import network
+from jaxspec.models.gemma.config import Gemma2Config
 from jaxspec.models.network import Hidden, Network, Pages
 from jaxspec.models.variables import as_module, as_variables, bound_params
 

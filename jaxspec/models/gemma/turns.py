@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.errors import RequestError, one_of, wrong_argument
-from jaxspec_checkpoints.gemma2.published import TURN_MARKERS
+from jaxspec_checkpoints.gemma.published import TURN_MARKERS
 
 START_OF_TURN, END_OF_TURN = TURN_MARKERS
 

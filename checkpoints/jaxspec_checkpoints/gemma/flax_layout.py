@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxspec_checkpoints.gemma2.published import layer_shapes
+from jaxspec_checkpoints.gemma.published import layer_shapes
 from jaxspec_checkpoints.layout import Sizes
 from jaxspec_checkpoints.storage import Slabs, StoredArray
 from jaxspec_checkpoints.tensor import BLOCK_BYTES, Tensor
