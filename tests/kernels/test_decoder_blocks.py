@@ -14,6 +14,8 @@ from jaxspec_kernels.bits import ScaledPages, from_storage, to_storage
 from jaxspec_kernels.decoder_blocks import (
     GELU,
     SILU,
+    Attention,
+    FeedForward,
     Norm,
     Queries,
     attention_block,
@@ -41,6 +43,7 @@ class Layer:
     pages: str = "float32"
     window: int | None = 6
     has_after: bool = True
+    has_head_norms: bool = False
     scheme: Scheme | None = None  # of the panels
 
     def matrix(self, seed: int, out: int, features: int) -> Any:
@@ -50,21 +53,35 @@ class Layer:
             return QuantizedPanels(*map(jnp.asarray, made))
         return jnp.asarray(to_panels((values / 5).astype(jnp.dtype(self.dtype))))
 
-    def norm(self, seed: int) -> Norm:
-        weight = np.random.default_rng(seed).normal(size=MODEL) / 4
+    def norm(self, seed: int, size: int = MODEL) -> Norm:
+        weight = np.random.default_rng(seed).normal(size=size) / 4
         return Norm(jnp.asarray(weight, self.dtype), 1e-6, 1.0)
 
-    def attend(self, batch: "Batch", **changes: Any) -> tuple[Any, Any]:
-        queries, keys = self.heads[0] * self.head_dim, self.heads[1] * self.head_dim
-        num_pages = batch.table.size + 1
-        pages = np.random.default_rng(9).normal(
-            size=(num_pages, PAGE_SIZE, 2 * self.heads[1], self.head_dim)
+    def attend(
+        self, batch: "Batch", implementation: str | None = None, **changes: Any
+    ) -> tuple[Any, Any]:
+        """Call the operation with `changes` of its settings."""
+        settings = self.settings(batch)._replace(**changes)
+        return attention_block(
+            batch.stream, self.held(batch), settings, implementation=implementation
         )
-        held = to_storage(jnp.asarray(pages, jnp.float32), POOLS[self.pages])
+
+    def held(self, batch: "Batch") -> Any:
+        """Pages with random keys and values."""
+        shape = batch.table.size + 1, PAGE_SIZE, 2 * self.heads[1], self.head_dim
+        pages = np.random.default_rng(9).normal(size=shape)
+        return to_storage(jnp.asarray(pages, jnp.float32), POOLS[self.pages])
+
+    def settings(self, batch: "Batch") -> Attention:
+        """Everything but the stream and the pages."""
+        queries, keys = self.heads[0] * self.head_dim, self.heads[1] * self.head_dim
         angles = batch.positions[:, None] / 7 ** np.arange(self.head_dim // 2)[None]
-        given: dict[str, Any] = dict(
+        has_norms = self.has_head_norms
+        return Attention(
             before=self.norm(1),
             after=self.norm(2) if self.has_after else None,
+            q_norm=self.norm(6, self.head_dim) if has_norms else None,
+            k_norm=self.norm(7, self.head_dim) if has_norms else None,
             q_proj=self.matrix(3, queries, MODEL),
             kv_proj=self.matrix(4, 2 * keys, MODEL),
             o_proj=self.matrix(5, MODEL, queries),
@@ -78,7 +95,6 @@ class Layer:
             window=self.window,
             is_rounded=self.dtype == "bfloat16",
         )
-        return attention_block(batch.stream, held, **given | changes)
 
 
 @dataclass(frozen=True)
@@ -127,6 +143,12 @@ LAYERS = [
     Layer(pages="int8"),
     Layer(heads=(6, 2), head_dim=34, pages="int8", window=None),
     Layer(heads=(4, 4), head_dim=16, dtype="bfloat16", pages="int8"),
+    Layer(has_head_norms=True),
+    Layer(heads=(4, 1), head_dim=34, pages="int8", has_head_norms=True),
+    Layer(scheme=Scheme(kind="int8"), pages="uint8", has_head_norms=True),
+    Layer(
+        heads=(4, 4), head_dim=16, dtype="bfloat16", pages="uint16", has_head_norms=True
+    ),
 ]
 
 
@@ -158,19 +180,19 @@ def test_the_feed_forward_network_equals_the_reference(
     layer = Layer(dtype=dtype)
     stream = make_batch().stream
 
+    network = FeedForward(
+        before=layer.norm(1),
+        after=layer.norm(2) if activation == GELU else None,
+        gate_up_proj=layer.matrix(3, 2 * hidden, MODEL),
+        down_proj=layer.matrix(4, MODEL, hidden),
+        hidden_size=hidden,
+        block=block,
+        activation=activation,
+        is_rounded=dtype == "bfloat16",
+    )
+
     def run(implementation: str, rows: jax.Array) -> np.ndarray:
-        made = feed_forward_block(
-            rows,
-            before=layer.norm(1),
-            after=layer.norm(2) if activation == GELU else None,
-            gate_up_proj=layer.matrix(3, 2 * hidden, MODEL),
-            down_proj=layer.matrix(4, MODEL, hidden),
-            hidden_size=hidden,
-            block=block,
-            activation=activation,
-            is_rounded=dtype == "bfloat16",
-            implementation=implementation,
-        )
+        made = feed_forward_block(rows, network, implementation=implementation)
         return np.asarray(made)
 
     found, expected = run("cpu", stream), run("reference", stream)
@@ -182,10 +204,21 @@ def test_the_feed_forward_network_equals_the_reference(
         np.testing.assert_array_equal(run("cpu", stream[:count]), found[:count])
 
 
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+def test_norm_of_queries_or_keys_alone_equals_the_reference(name):
+    layer, batch = Layer(), make_batch()
+    norm: Any = {name: layer.norm(6, layer.head_dim)}
+    found, pages = layer.attend(batch, "cpu", **norm)
+    expected, expected_pages = layer.attend(batch, "reference", **norm)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    np.testing.assert_allclose(pages, expected_pages, atol=1e-6)
+
+
+@pytest.mark.parametrize("has_head_norms", [False, True])
 @pytest.mark.parametrize("pages", ["float32", "uint8", "int8"])
-def test_a_row_does_not_depend_on_the_rows_beside_it(pages):
-    layer, batch = Layer(pages=pages), make_batch()
-    whole, _ = layer.attend(batch, implementation="cpu")
+def test_a_row_does_not_depend_on_the_rows_beside_it(pages, has_head_norms):
+    layer, batch = Layer(pages=pages, has_head_norms=has_head_norms), make_batch()
+    whole, whole_pages = layer.attend(batch, implementation="cpu")
     part = replace(
         batch,
         positions=batch.positions[6:11],
@@ -193,8 +226,11 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(pages):
         stream=batch.stream[6:11],
         regions=batch.regions[1:],
     )
-    alone, _ = layer.attend(part, implementation="cpu")
+    alone, pages = layer.attend(part, implementation="cpu")
     np.testing.assert_array_equal(alone, whole[6:11])
+    page = part.slots // PAGE_SIZE
+    for one, other in zip(*map(jax.tree.leaves, (pages, whole_pages)), strict=True):
+        np.testing.assert_array_equal(one[page], other[page])
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
@@ -208,19 +244,11 @@ def test_donated_pages_are_written_where_they_lie(is_scaled):
     def addresses(pages: Any) -> list[int]:
         return [one.unsafe_buffer_pointer() for one in jax.tree.leaves(pages)]
 
-    before = addresses(pages)
-    given = {}
+    before, settings = addresses(pages), layer.settings(batch)
 
     def run(pages: Any) -> Any:
-        return attention_block(batch.stream, pages, **given)
+        return attention_block(batch.stream, pages, settings, implementation="cpu")
 
-    def keep(_stream: Any, _pages: Any, **settings: Any) -> tuple[Any, Any]:
-        given.update(settings)
-        return None, None
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.kernels.test_decoder_blocks.attention_block", keep)
-        layer.attend(batch, implementation="cpu")
     _, made = jax.jit(run, donate_argnums=0)(pages)
     assert addresses(made) == before
 
@@ -231,17 +259,21 @@ def test_what_does_not_fit_is_refused():
         layer.attend(batch, num_q_heads=3)
     with pytest.raises(Exception, match="matrices do not fit"):
         layer.attend(batch, q_proj=layer.matrix(3, 40, 26), implementation="cpu")
+    with pytest.raises(ValueError, match=r"weights \(24,\): one .* of the 10 elem"):
+        layer.attend(batch, q_norm=layer.norm(6))
+    with pytest.raises(ValueError, match=r"weights \(24,\): one .* of the 10 elem"):
+        layer.attend(batch, k_norm=layer.norm(6))
+    network = FeedForward(
+        before=layer.norm(1),
+        after=None,
+        gate_up_proj=layer.matrix(3, 16, MODEL),
+        down_proj=layer.matrix(4, MODEL, 8),
+        hidden_size=8,
+        block=8,
+        activation="relu",
+    )
     with pytest.raises(ValueError, match="activated by 'relu'"):
-        feed_forward_block(
-            batch.stream,
-            before=layer.norm(1),
-            after=None,
-            gate_up_proj=layer.matrix(3, 16, MODEL),
-            down_proj=layer.matrix(4, MODEL, 8),
-            hidden_size=8,
-            block=8,
-            activation="relu",
-        )
+        feed_forward_block(batch.stream, network)
 
 
 def test_numbers_out_of_range_touch_nothing():
@@ -273,7 +305,7 @@ def test_calls_of_two_threads_at_once_keep_apart():
     """Buffers outlive a call, and belong to its thread."""
     hidden, rows = 96, 64
     layer = Layer()
-    given: dict[str, Any] = dict(
+    network = FeedForward(
         before=layer.norm(1),
         after=layer.norm(2),
         gate_up_proj=layer.matrix(3, 2 * hidden, MODEL),
@@ -281,15 +313,16 @@ def test_calls_of_two_threads_at_once_keep_apart():
         hidden_size=hidden,
         block=16,
         activation=GELU,
-        implementation="cpu",
     )
 
     @jax.jit
     def half(stream: jax.Array) -> jax.Array:
+        def run(_: Any, rows: jax.Array) -> jax.Array:
+            made = feed_forward_block(rows, network, implementation="cpu")
+            return jnp.tanh(made)
+
         # Many in a row, so that the threads are in C++ at the same time.
-        return jax.lax.fori_loop(
-            0, 200, lambda _, rows: jnp.tanh(feed_forward_block(rows, **given)), stream
-        )
+        return jax.lax.fori_loop(0, 200, run, stream)
 
     random = np.random.default_rng(0)
     streams = [
