@@ -41,10 +41,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/models/gemma/test_module.py",
         "what it owns is an address",
     ),
-    "jaxspec/models/gemma/config.py": (
-        "tests/test_config.py",
-        "a part of the engine's config",
-    ),
     "jaxspec/models/gemma/turns.py": (
         "tests/text/test_chat_turns.py",
         "turns are how a chat is written",

@@ -16,7 +16,7 @@ from jaxspec_checkpoints.files import (
     readable,
     side_files,
 )
-from jaxspec_checkpoints.gemma.published import GEMMA2
+from jaxspec_checkpoints.gemma.published import LAYOUTS
 from jaxspec_checkpoints.huggingface import is_huggingface, open_huggingface
 from jaxspec_checkpoints.kaggle import is_kaggle, kaggle_files, open_kaggle
 from jaxspec_checkpoints.layout import Layout
@@ -33,8 +33,6 @@ _FORMATS = {
     "kaggle": (is_kaggle, open_kaggle),
 }
 FORMATS = tuple(_FORMATS)
-# The families that this package knows by itself.
-LAYOUTS = {"gemma2": GEMMA2}
 
 
 def open_checkpoint(
@@ -88,18 +86,23 @@ def model_files(folder: str | Path) -> dict[str, Path]:
         return side_files(folder)
 
 
-def read_config(folder: str | Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def read_config(
+    folder: str | Path, layouts: Mapping[str, Layout] = LAYOUTS
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return the contents of `config.json` and `generation_config.json`.
 
     The first is derived from the weights' shapes where a format has none, the second is
     then empty.
+
+    Args:
+        layouts: As of `open_checkpoint`.
 
     Raises:
         CheckpointError: The folder has neither config nor weights, or a file is broken.
     """
     files = model_files(folder)
     if "config.json" not in files:
-        checkpoint = open_checkpoint(folder)
+        checkpoint = open_checkpoint(folder, layouts)
         return checkpoint.config, checkpoint.generation_config
     generation = files.get("generation_config.json")
     return read_json(files["config.json"]), read_json(generation) if generation else {}

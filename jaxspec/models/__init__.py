@@ -14,6 +14,6 @@ from typing import Any
 
 def __getattr__(name: str) -> Any:
     # On first use: it reaches jax and flax.
-    if name != "Gemma2":
+    if name != "Gemma":
         raise AttributeError(f"module 'jaxspec.models' has no attribute {name!r}")
-    return importlib.import_module("jaxspec.models.gemma.module").Gemma2
+    return importlib.import_module("jaxspec.models.gemma.module").Gemma
