@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxspec_checkpoints",
-        description="Look at Gemma 2 checkpoints and convert between their formats.",
+        description="Look at Gemma checkpoints and convert between their formats.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser(

@@ -86,6 +86,8 @@ def write_checkpoint(
     write = _WRITERS[to]
     if to == "hf":
         write = functools.partial(write, max_shard_bytes=max_shard_bytes)
+    if to == "kaggle":
+        write = functools.partial(write, layout=checkpoint.layout)
     bar = tqdm(
         total=num_bytes,
         desc=f"Writing {destination.name}",

@@ -37,13 +37,20 @@ def normalise(
     return inputs * jax.lax.rsqrt(mean_square(inputs) + norm.epsilon) * scale
 
 
-def rope_tables(positions: Int[Array, " token"], head_dim: int, theta: float) -> Tables:
+def rope_tables(
+    positions: Int[Array, " token"], head_dim: int, theta: float, factor: float = 1.0
+) -> Tables:
     """Cosine and sine of every position's angles, in float32.
+
+    Args:
+        factor: Positions are divided by this (linear scaling).
 
     bf16 would round position 257 to 256, and sin(257) is not sin(256).
     """
     exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     frequency = 1.0 / (theta**exponent)
+    if factor != 1.0:
+        frequency /= factor
     angle = positions.astype(jnp.float32)[:, None] * frequency[None, :]
     return jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
 

@@ -48,8 +48,11 @@ class ModelConfig(ABC):
             are multiplied with.
     """
 
-    # After so many layers their kinds begin anew: those are a turn of a loop.
-    period: ClassVar[int] = 1
+    # What users call the family, and which of its models draft for which.
+    family: ClassVar[str] = "this model"
+    draft_hint: ClassVar[str] = ""
+    # Why float16 is refused; None: bfloat16 is taken in its place, with a warning.
+    float16_error: ClassVar[str | None] = None
 
     vocab_size: int
     hidden_size: int
@@ -133,6 +136,11 @@ class ModelConfig(ABC):
             ConfigError: A size is missing, or a value is no such number.
             NotImplementedError: A variant that the family's network does not compute.
         """
+
+    @property
+    def period(self) -> int:
+        """After so many layers their kinds begin anew: those are a turn of a loop."""
+        return 1
 
     @property
     def num_turns(self) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec.errors import ConfigError
 from jaxspec.models import cpu
-from jaxspec.models.gemma2.network import param_specs
+from jaxspec.models.gemma.network import param_specs
 from jaxspec.models.matrices import DenseMatrix, Matrix
 from jaxspec.models.quantized import GroupedMatrix, Quantized, ScaledMatrix
 from jaxspec.models.weights import (
