@@ -177,6 +177,8 @@ def _write_side_files(
 ) -> None:
     for name, path in checkpoint.side_files.items():
         shutil.copyfile(path, folder / name)
+    for name, make in checkpoint.made_files.items():
+        (folder / name).write_bytes(make())
     config = dict(checkpoint.config)
     if any(isinstance(one, QuantizedTensor) for one in checkpoint.tensors.values()):
         config.pop("quantization_config", None)  # numbers are written
