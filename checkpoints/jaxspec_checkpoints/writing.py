@@ -180,6 +180,8 @@ def _write_side_files(
 ) -> None:
     for name, path in checkpoint.side_files.items():
         shutil.copyfile(path, folder / name)
+    for name, make in checkpoint.made_files.items():
+        (folder / name).write_bytes(make())
     config = dict(checkpoint.config)
     is_mixed = isinstance(scheme_of(config), MixedScheme)
     if is_mixed or any(

@@ -1,6 +1,7 @@
 """What a model's name stands for: a folder, and the sampling that its files recommend.
 
-A name is a folder, a bundled model, or one to fetch. Knows nothing of weights.
+A name is a folder, a GGUF file, a bundled model, or one to fetch. Knows nothing of
+weights.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ from jaxspec_checkpoints import (
     packaged_gemma3,
 )
 from jaxspec_checkpoints.files import expand
+from jaxspec_checkpoints.gguf.file import SUFFIX
 from jaxspec_checkpoints.sources import fetch, is_remote
 
 BUNDLED_TARGET, BUNDLED_DRAFT = "jaxspec/tiny-gemma2", "jaxspec/tiny-gemma2-draft"
@@ -37,8 +39,9 @@ _BUNDLED: dict[str, Callable[[], Path]] = {
     PACKAGED_GEMMA3: packaged_gemma3,
 }
 _ALLOWED = (
-    "an existing folder, owner/name on the Hugging Face Hub, a Kaggle handle "
-    f"owner/model/framework/variation, or {one_of(_BUNDLED)}"
+    "an existing folder, a .gguf file, owner/name on the Hugging Face Hub (with GGUF "
+    "files owner/name:Q4_K_M), a Kaggle handle owner/model/framework/variation, or "
+    f"{one_of(_BUNDLED)}"
 )
 _OUR_NAMES = {
     "temperature": "temperature",
@@ -51,7 +54,7 @@ _OUR_NAMES = {
 
 
 def model_folder(name: object, argument: str, **options: Any) -> Path:
-    """Find the folder that `name` stands for; fetch what is not on this machine.
+    """Find the folder or GGUF file of a model; fetch what is not on this machine.
 
     Args:
         options: Of `jaxspec_checkpoints.sources.fetch`.
@@ -70,7 +73,9 @@ def model_folder(name: object, argument: str, **options: Any) -> Path:
     if os.path.isdir(folder):
         return folder
     if os.path.exists(folder):
-        hint = "This is a file: give the folder it is in."
+        if folder.suffix == SUFFIX:
+            return folder
+        hint = "This is a file: give the folder it is in, or a .gguf file."
         raise wrong_argument(ConfigError, argument, _ALLOWED, name, hint)
     if not is_remote(name):
         hint = "No such folder exists."

@@ -7,12 +7,13 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
-import sentencepiece
+import sentencepiece.sentencepiece_model_pb2 as protobuf
 
 from jaxspec_checkpoints import bundled_target
 from tests.checkpoints.models import tiny_config, tiny_tensors
 
 Q = gguf.GGMLQuantizationType
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 _LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "post_attention_norm",
@@ -62,42 +63,32 @@ def write_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 def write_tokenizer(writer: gguf.GGUFWriter) -> None:
     """Write the bundled tokenizer as llama.cpp's converter does."""
-    path = bundled_target() / "tokenizer.model"
-    model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    ids = range(model.vocab_size())
-    kinds = [
-        2
-        if model.is_unknown(token)
-        else 3
-        if model.is_control(token)
-        else 6
-        if model.is_byte(token)
-        else _user_defined_or_normal(model, token)
-        for token in ids
-    ]
+    model = protobuf.ModelProto()
+    model.ParseFromString((bundled_target() / "tokenizer.model").read_bytes())
+    kinds = [_kind_of(piece) for piece in model.pieces]
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
-    # The converter spells what texts spell with spaces so.
+    # What texts can spell is spelled with spaces.
     pieces = [
-        piece.replace("\u2581", " ") if kind == 4 else piece
-        for piece, kind in zip(map(model.id_to_piece, ids), kinds, strict=True)
+        piece.piece.replace("\u2581", " ") if kind == USER_DEFINED else piece.piece
+        for piece, kind in zip(model.pieces, kinds, strict=True)
     ]
     writer.add_token_list(pieces)
-    writer.add_token_scores([model.get_score(token) for token in ids])
+    writer.add_token_scores([piece.score for piece in model.pieces])
     writer.add_token_types(kinds)
-    writer.add_bos_token_id(model.bos_id())
-    writer.add_eos_token_id(model.eos_id())
-    writer.add_pad_token_id(model.pad_id())
-    writer.add_unk_token_id(model.unk_id())
+    writer.add_bos_token_id(model.trainer_spec.bos_id)
+    writer.add_eos_token_id(model.trainer_spec.eos_id)
+    writer.add_pad_token_id(model.trainer_spec.pad_id)
+    writer.add_unk_token_id(model.trainer_spec.unk_id)
     writer.add_add_bos_token(True)
     writer.add_add_space_prefix(False)
 
 
-def _user_defined_or_normal(
-    model: sentencepiece.SentencePieceProcessor, token: int
-) -> int:
-    # The library does not say which pieces are user-defined: they have a score of 0.
-    return 4 if model.get_score(token) == 0.0 and token < 512 else 1
+def _kind_of(piece: Any) -> int:
+    # The converter takes what looks special for control tokens, and the unknown too.
+    looks_special = piece.piece.startswith(("<unused", "<mask", "<start_of", "<end_of"))
+    is_control = piece.type == UNKNOWN or (piece.type == USER_DEFINED and looks_special)
+    return CONTROL if is_control else piece.type
 
 
 def write_arrays(

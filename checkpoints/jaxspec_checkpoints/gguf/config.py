@@ -44,7 +44,7 @@ class Metadata:
             value = values.pop()
         else:
             value = self._get(key, default, (int,), "an integer")
-        if value is not None and value < 0:
+        if value is not default and value < 0:
             raise self.wrong(name, "an integer of at least 0", value)
         return value
 

@@ -4,10 +4,12 @@ Blocks of rows are read from the file when asked for, and dequantized to float32
 without minima stay integers and scales as well: see `QuantizedTensor`.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +24,11 @@ from jaxspec_checkpoints.gguf.file import (
     GgufTensor,
     read_gguf,
     shards,
+)
+from jaxspec_checkpoints.gguf.tokenizer import (
+    has_tokenizer,
+    tokenizer_config,
+    tokenizer_model,
 )
 from jaxspec_checkpoints.layout import (
     EMBEDDING,
@@ -113,7 +120,33 @@ def open_gguf(path: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
         generation_config=generation,
         tensors=tensors,
         side_files=beside,
+        made_files={
+            name: make
+            for name, make in _made_files(file, generation).items()
+            if name not in beside
+        },
     )
+
+
+def _made_files(
+    file: GgufFile, generation: Mapping[str, Any]
+) -> dict[str, Callable[[], bytes]]:
+    """What a folder of another format has as files.
+
+    The header is read again for them: kept, its pieces would take 30 MB.
+    """
+    path = file.path
+    made = {"generation_config.json": lambda: _json(generation)}
+    if has_tokenizer(file):
+        made |= {
+            "tokenizer.model": lambda: tokenizer_model(read_gguf(path)),
+            "tokenizer_config.json": lambda: _json(tokenizer_config(read_gguf(path))),
+        }
+    return made
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _canonical(file: GgufFile, sizes: Sizes) -> dict[str, GgufTensor]:
