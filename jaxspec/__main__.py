@@ -11,11 +11,9 @@ from typing import NoReturn
 
 from jaxspec.console.command import CommandParser, json_flag, run_command
 from jaxspec.console.ending import end, interrupts_end
-from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET, model_folder
-from jaxspec.errors import ArgumentError
+from jaxspec.engine.model_folders import BUNDLED_DRAFT, BUNDLED_TARGET
 from jaxspec.settings.speculation import DEFAULT_DRAFT_TOKENS
 from jaxspec.token_tree import TREE_KEY
-from jaxspec_checkpoints.sources import is_remote
 
 _MODULES = {"generate": "jaxspec.cli.generate", "chat": "jaxspec.cli.chat"}
 # Command lines of their own, with the engine's flags.
@@ -36,7 +34,7 @@ def make_parser(prog: str = PROG) -> CommandParser:
     """The parser of the whole command line; `command` names the module that runs."""
     parser = CommandParser(
         prog=prog,
-        description="Speculative decoding for Gemma 2.",
+        description="Speculative decoding for Gemma 2 and Gemma 3.",
     )
     commands = parser.add_subparsers(
         title="subcommands", metavar="COMMAND", dest="command"
@@ -92,11 +90,16 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--chat",
         dest="is_chat",
         action="store_true",
-        default=True,
-        help="put the prompt into Gemma's turn format (default)",
+        default=None,
+        help="write the prompt as a user's turn (default, if the model was trained on "
+        "conversations)",
     )
     form.add_argument(
-        "--raw", dest="is_chat", action="store_false", help="continue the bare prompt"
+        "--raw",
+        dest="is_chat",
+        action="store_false",
+        default=None,
+        help="continue the bare prompt",
     )
     _add_model_arguments(parser.add_argument_group("models"))
     _add_sampling_arguments(parser.add_argument_group("sampling"), max_tokens=128)
@@ -110,13 +113,15 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_model_arguments(models: argparse._ArgumentGroup) -> None:
     models.add_argument(
-        "--model", metavar="NAME", help=f"folder or name (default: {BUNDLED_TARGET})"
+        "--model",
+        metavar="NAME",
+        help=f"folder, .gguf file or name (default: {BUNDLED_TARGET})",
     )
     models.add_argument(
         "--speculative-model",
         metavar="NAME",
-        help="the draft model, or '[ngram]' to copy from the text itself (default with "
-        f"the default model: {BUNDLED_DRAFT})",
+        help="the draft model, or '[ngram]' to copy from the text itself (default: no "
+        f"drafts; with the default model: {BUNDLED_DRAFT})",
     )
     models.add_argument(
         "--ngram-prompt-lookup-max",
@@ -216,25 +221,18 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
 def _choose_models(options: argparse.Namespace) -> None:
     """Settle the models and how many drafts: the bundled pair where none is named.
 
-    Raises:
-        ArgumentError: There is a target without a draft, or no such folder.
+    A named target without drafts runs alone.
     """
     config = options.speculative_config
     given = set(config) if isinstance(config, dict) else set()
-    if options.num_speculative_tokens is None and not given & _SAYING_HOW_MANY:
-        options.num_speculative_tokens = DEFAULT_DRAFT_TOKENS
     has_drafts = options.speculative_model is not None or bool(given & _NAMING_DRAFTS)
     if options.model is None:
         options.model = BUNDLED_TARGET
         if not has_drafts:
             options.speculative_model, has_drafts = BUNDLED_DRAFT, True
-    if not has_drafts:
-        if not is_remote(options.model):
-            model_folder(options.model, "--model")  # what is missing is told first
-        raise ArgumentError(
-            f"--model {options.model} needs a draft of its family: name one with "
-            "--speculative-model."
-        )
+    is_counted = options.num_speculative_tokens is not None or given & _SAYING_HOW_MANY
+    if has_drafts and not is_counted:
+        options.num_speculative_tokens = DEFAULT_DRAFT_TOKENS
 
 
 def script() -> NoReturn:

@@ -91,9 +91,9 @@ def test_defaults_are_the_bundled_pair(monkeypatch):
     assert options["speculative_model"] == "jaxspec/tiny-gemma2-draft"
     assert options["num_speculative_tokens"] == 5, "as in the API"
     assert (options["max_tokens"], options["temperature"]) == (128, 0.0)
-    assert options["is_chat"]
+    assert options["is_chat"] is None, "the model decides"
     assert options["is_compared"]
-    assert not seen[1].is_chat
+    assert seen[1].is_chat is False
     assert not seen[1].is_compared
 
 
@@ -108,7 +108,16 @@ def test_a_chat_has_the_same_models_or_a_servers(monkeypatch):
     assert (own.num_speculative_tokens, own.url) == (5, None)
     assert (servers.url, servers.model) == ("http://x", None)
     assert servers.temperature == 1.0
-    assert command_line.main(["chat", "--model", "x"]) == 2
+
+
+def test_named_model_runs_without_drafts(monkeypatch):
+    seen: list[argparse.Namespace] = []
+    monkeypatch.setattr(generate, "run", seen.append)
+    for arguments in ([], ["--speculative-model", "y"]):
+        assert command_line.main(["generate", "hi", "--model", "x", *arguments]) == 0
+    alone, pair = seen
+    assert (alone.speculative_model, alone.num_speculative_tokens) == (None, None)
+    assert (pair.speculative_model, pair.num_speculative_tokens) == ("y", 5)
 
 
 def test_drafts_may_be_named_in_a_config(monkeypatch):
@@ -158,8 +167,11 @@ def test_the_bundled_pair_talks():
         (["--dtype", "int8"], "dtype must be one of .* got 'int8'"),
         (["--speculative-model", "none"], "speculative_model must be .* got 'none'"),
         (["--speculative-model", "[ngram]"], "requires ngram_prompt_lookup_max"),
-        (["--model", "some/folder"], "needs a draft .* --speculative-model"),
-        (["--model", "./nosuch"], "--model must be .* got './nosuch'.*No such folder"),
+        (["--model", "./nosuch"], "model must be .* got './nosuch'.*No such folder"),
+        (
+            ["--model", "jaxspec/tiny-gemma2", "--num-speculative-tokens", "3"],
+            "num_speculative_tokens=3 was given without a draft model",
+        ),
         (
             ["--speculative-model", "[medusa]"],
             "\\[medusa\\].*not supported.*\\[ngram\\]",

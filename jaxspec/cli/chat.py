@@ -248,7 +248,7 @@ def _make_backend(options: argparse.Namespace, *, is_terminal: bool) -> ChatBack
         server = ServerBackend(options.url, model=options.model, api_key=key)
         server.check()
         return server
-    engine = load_engine(options)
+    engine = load_engine(options, is_chat=True)
     if is_terminal:
         engine.announce_compiles(lambda what: _note(f"[{what}]") if what else None)
     return EngineBackend(engine)

@@ -6,12 +6,15 @@ Uses the engine as any caller would: `add_request` and `step`.
 import argparse
 import sys
 import time
+from pathlib import Path
 
 from jaxspec.bench.measure import Batch, Bench, Run, run_batch
 from jaxspec.cli.terminal import Printer, pieces_of
 from jaxspec.engine.arg_utils import EngineArgs
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.errors import ArgumentError
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
+from jaxspec.text.chat_template import can_hold_template, folder_template
 from jaxspec.text.tokenizer import Tokenizer
 
 # Compiles all that a longer request needs: the prompt's programs and the round's.
@@ -25,10 +28,19 @@ def run(options: argparse.Namespace) -> None:
         ArgumentError: An option cannot work; nothing has run on the device.
     """
     params, notes = _sampling(options)
-    engine = load_engine(options)
+    engine = load_engine(options, is_chat=bool(options.is_chat))
     try:
-        prompt = encode(engine.tokenizer, options.prompt, is_chat=options.is_chat)
-        plain = without_speculation(params) if options.is_compared else None
+        is_chat = options.is_chat
+        if is_chat is None:
+            is_chat = engine.tokenizer.can_chat
+            if not is_chat:
+                notes.append(
+                    "The model has no chat template: the prompt was continued."
+                )
+        prompt = encode(engine.tokenizer, options.prompt, is_chat=is_chat)
+        has_drafts = engine.config.speculative is not None
+        is_compared = options.is_compared and has_drafts
+        plain = without_speculation(params) if is_compared else None
         start = time.monotonic()
         _progress("Compiling ... ")
         warm_up(engine, prompt, params)
@@ -36,19 +48,23 @@ def run(options: argparse.Namespace) -> None:
             warm_up(engine, prompt, plain)
         _progress(f"{time.monotonic() - start:.1f} s\n")
 
-        speculative = _shown(engine, prompt, params)
+        shown = _shown(engine, prompt, params)
         compared = None if plain is None else decode(engine, prompt, plain)
         print(f"\n{_setting(engine, options, params)}", *notes, sep="\n")
-        print(comparison(speculative, compared))
+        print(comparison(shown, compared, has_drafts=has_drafts))
     finally:
         engine.shutdown()
 
 
-def load_engine(options: argparse.Namespace) -> LLMEngine:
+def load_engine(options: argparse.Namespace, *, is_chat: bool) -> LLMEngine:
     """Load the models that the options name, for one request at a time.
 
+    Args:
+        is_chat: Whether the model will be sent conversations.
+
     Raises:
-        ArgumentError: An option cannot work; nothing has been loaded.
+        ArgumentError: An option cannot work, or the model was not trained on
+            conversations; nothing has been loaded.
     """
     args = EngineArgs(
         model=options.model,
@@ -64,11 +80,19 @@ def load_engine(options: argparse.Namespace) -> LLMEngine:
         compilation_cache_dir=options.compilation_cache_dir,
     )
     config = args.create_engine_config()
+    folder = Path(config.tokenizer)
+    if is_chat and can_hold_template(folder) and folder_template(folder) is None:
+        raise ArgumentError(
+            f"--model {options.model} has no chat template: it was not trained on "
+            "conversations, and would not answer. Choose an instruction-tuned model, "
+            'or let it continue a text: python -m jaxspec generate "TEXT" --raw.'
+        )
     start = time.monotonic()
     drafts = options.speculative_model
     if drafts is None and config.speculative is not None:
         drafts = config.speculative.model or config.speculative.method
-    _progress(f"Loading {options.model} and {drafts} ... ")
+    names = options.model if drafts is None else f"{options.model} and {drafts}"
+    _progress(f"Loading {names} ... ")
     engine = LLMEngine(config)
     _progress(f"{time.monotonic() - start:.1f} s\n")
     return engine
@@ -146,11 +170,16 @@ def tokens_per_s(run: Run) -> float | None:
     return 1 / took_s if took_s else None
 
 
-def comparison(speculative: Run, plain: Run | None) -> str:
-    """The table under the text: both runs side by side, at most 80 columns wide."""
+def comparison(speculative: Run, plain: Run | None, *, has_drafts: bool = True) -> str:
+    """The table under the text: both runs side by side, at most 80 columns wide.
+
+    Args:
+        has_drafts: Whether the first run had a proposer. Without one it is plain, and
+            there is no second run.
+    """
     runs = [speculative] if plain is None else [speculative, plain]
     rows = [
-        ("", *("speculative", "plain")[: len(runs)]),
+        ("", *(("speculative", "plain") if has_drafts else ("plain",))[: len(runs)]),
         ("tokens", *(str(one.num_output_tokens) for one in runs)),
         ("tokens/s", *(_number(tokens_per_s(one), ".1f") for one in runs)),
         ("first token, ms", *(f"{one.first_token_s[0] * 1e3:.1f}" for one in runs)),

@@ -260,6 +260,15 @@ def folder_template(folder: Path) -> ChatTemplate | None:
     return ChatTemplate(text, name)
 
 
+def can_hold_template(folder: Path) -> bool:
+    """Return whether a model's files have a place for a chat template.
+
+    Where they have one and it is empty, the model was not trained on conversations. A
+    `tokenizer.model` or `tokenizer.json` alone, as Kaggle has it, has no such place.
+    """
+    return bool({"tokenizer_config.json", GGUF} & folder_files(folder).keys())
+
+
 def _from_gguf(path: Path) -> ChatTemplate | None:
     try:
         text = chat_template(read_gguf(path))

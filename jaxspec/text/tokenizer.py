@@ -11,7 +11,12 @@ from typing import Any, no_type_check
 
 from jaxspec.errors import ConfigError, RequestError, check_flag
 from jaxspec.models.families import DEFAULT_TURNS, Turns
-from jaxspec.text.chat_template import ChatTemplate, folder_template, given_template
+from jaxspec.text.chat_template import (
+    ChatTemplate,
+    can_hold_template,
+    folder_template,
+    given_template,
+)
 from jaxspec.text.chat_turns import Marks, fold_turns, read_messages, read_variables
 from jaxspec.text.pieces import Pieces, read_pieces
 from jaxspec.text.tools import read_calls, read_tools, say_tools
@@ -24,7 +29,7 @@ class Tokenizer:
         pieces: The vocabulary.
         vocab_size: Number of pieces; a network may have more rows than that.
         all_special_ids: Ids that are no text: begin, end, pad, unknown, turn markers.
-        has_turns: Whether there are turn markers.
+        has_turns: Whether the model has turns, and the vocabulary their markers.
         chat_template: What writes conversations; None for the family's turns.
         plain_texts: Of every token the text it has within any text.
     """
@@ -63,7 +68,8 @@ class Tokenizer:
 
         Args:
             chat_template: Used in place of the folder's: a template, or a file's path.
-            turns: Of the model's family; they write chats where there is no template.
+            turns: Of the model's family. They write chats where the files have no place
+                for a template; where that place is empty, nothing does.
 
         Raises:
             ConfigError: There is no tokenizer, or a file cannot be read.
@@ -72,7 +78,10 @@ class Tokenizer:
         pieces = read_pieces(folder, () if turns is None else turns.markers)
         if chat_template is not None:
             return cls(pieces, given_template(chat_template), turns)
-        return cls(pieces, folder_template(folder), turns)
+        template = folder_template(folder)
+        if template is None and can_hold_template(folder):
+            turns = None
+        return cls(pieces, template, turns)
 
     @property
     def digest(self) -> bytes | None:
@@ -96,6 +105,11 @@ class Tokenizer:
         if not self.has_turns or self.chat_template is None or self._turns is None:
             return ()
         return (self.pieces.special[self._turns.markers[1]],)
+
+    @property
+    def can_chat(self) -> bool:
+        """Whether conversations can be written: there are turns or a template."""
+        return self.has_turns or self.chat_template is not None
 
     @property
     def special_tokens(self) -> dict[str, int]:
@@ -299,10 +313,11 @@ class Tokenizer:
             template = given_template(chat_template)
         turns = self._turns or DEFAULT_TURNS
         if template is None and not self.has_turns:
-            markers = " and ".join(turns.markers)
             raise ConfigError(
-                f"A chat needs a tokenizer with {markers}, or a chat_template; there "
-                "is neither."
+                "The model has no chat template: it was not trained on conversations. "
+                "Send plain prompts (completions), or give a chat_template.",
+                parameter="chat_template",
+                value=None,
             )
         given = read_calls(read_messages(messages, turns.roles))
         listed = read_tools(tools)

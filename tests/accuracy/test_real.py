@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams
+from jaxspec import __main__ as command_line
 from jaxspec.engine.model_folders import PACKAGED_GEMMA3
 from jaxspec_checkpoints import CheckpointError, open_checkpoint, packaged_gemma3
 from tests.accuracy.golden import FOLDER
@@ -170,3 +171,16 @@ def test_the_file_is_the_recorded_one():
     checkpoint = open_checkpoint(packaged_gemma3())
     assert packaged_gemma3().stat().st_size == GOLDEN["file"]["bytes"]
     assert checkpoint.format == "gguf"
+
+
+def test_command_line_generates_without_a_draft(capsys):
+    prompt = PROMPTS["france"]
+    flags = ["--model", PACKAGED_GEMMA3, "--max-tokens", "4", "--dtype", "float32"]
+    assert command_line.main(["generate", prompt["text"], *flags]) == 0
+    expected = plain().get_tokenizer().decode(prompt["greedy_ids"][:4])
+    assert capsys.readouterr().out.startswith(expected + "\n")
+
+
+def test_command_line_rejects_chat(capsys):
+    assert command_line.main(["chat", "--model", PACKAGED_GEMMA3]) == 2
+    assert "no chat template" in capsys.readouterr().err

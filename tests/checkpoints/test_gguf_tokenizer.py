@@ -61,7 +61,18 @@ def test_pieces_are_those_of_the_bundled_tokenizer(path):
     assert found.pieces.special == expected.pieces.special
     ids = range(expected.vocab_size)
     assert list(map(found.is_byte, ids)) == list(map(expected.is_byte, ids))
-    assert found.has_turns and found.chat_template is None and not found.turn_end_ids
+    assert not found.can_chat and not found.turn_end_ids
+
+
+def test_rejects_chat_without_template(path):
+    tokenizer = Tokenizer.from_folder(path)
+    messages = [{"role": "user", "content": "x"}]
+    with pytest.raises(ConfigError, match="no chat template"):
+        tokenizer.apply_chat_template(messages)
+    given = Tokenizer.from_folder(path, TEMPLATE)
+    expected = Tokenizer.from_folder(BUNDLED).apply_chat_template(messages)
+    assert given.can_chat and given.apply_chat_template(messages) == expected
+    assert tokenizer.apply_chat_template(messages, chat_template=TEMPLATE) == expected
 
 
 def test_template_comes_from_the_metadata(tmp_path):

@@ -188,7 +188,7 @@ def test_an_engine_of_its_own(monkeypatch, capsys):
     engine, _ = make_fake_engine(num_draft_tokens=3)
     engine.tokenizer = TurnsTokenizer(16)
     ended: list[Any] = []
-    monkeypatch.setattr(chat, "load_engine", lambda _: engine)
+    monkeypatch.setattr(chat, "load_engine", lambda *_, **__: engine)
     monkeypatch.setattr(engine, "shutdown", lambda: ended.append(engine))
     type_lines(monkeypatch, [PROMPT, "/k 0", PROMPT])
     chat.run(options(url=None))

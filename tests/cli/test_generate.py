@@ -1,17 +1,22 @@
 """`python -m jaxspec generate`: what is shown is what was decoded, and how fast."""
 
 import argparse
+import json
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from jaxspec.__main__ import make_parser
 from jaxspec.bench.acceptance import Acceptance
 from jaxspec.bench.measure import Batch, Run, run_batch
-from jaxspec.cli import generate
+from jaxspec.cli import chat, generate
 from jaxspec.cli.generate import comparison, decode, difference, warm_up
 from jaxspec.engine.llm_engine import LLMEngine
+from jaxspec.errors import ArgumentError
 from jaxspec.outputs import RequestOutput
 from jaxspec.sampling_params import RequestOutputKind, SamplingParams
 from jaxspec.text.tokenizer import Tokenizer
@@ -192,6 +197,42 @@ def test_the_table_without_comparison():
 )
 def test_where_two_texts_part(right, said):
     assert difference([1, 2, 3], right) == said
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    parsed = make_parser().parse_args(["generate", "Once upon", *arguments])
+    parsed.compilation_cache_dir = None
+    return parsed
+
+
+@pytest.fixture
+def untuned(tmp_path: Path) -> Path:
+    """The bundled target without its chat template."""
+    folder = shutil.copytree(bundled_target(), tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    del config["chat_template"]
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def test_continues_prompt_where_model_has_no_chat_template(untuned, capsys):
+    generate.run(options("--model", str(untuned), "--max-tokens", "3", "--ignore-eos"))
+    shown = capsys.readouterr()
+    assert f"Loading {untuned} ... " in shown.err
+    table = rows(shown.out)
+    assert table[""] == ["plain"] and table["tokens"] == ["3"]
+    assert "The model has no chat template: the prompt was continued." in shown.out
+
+
+def test_rejects_chat_where_model_has_no_chat_template(untuned, monkeypatch):
+    monkeypatch.setattr(generate, "LLMEngine", None)  # weights are not loaded
+    chosen = options("--model", str(untuned), "--chat")
+    with pytest.raises(ArgumentError, match=r"no chat template: .* generate .*--raw"):
+        generate.run(chosen)
+    chosen = make_parser().parse_args(["chat", "--model", str(untuned)])
+    with pytest.raises(ArgumentError, match="no chat template"):
+        chat.run(chosen)
 
 
 def test_a_chat_is_written_in_turns():

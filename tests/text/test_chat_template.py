@@ -314,7 +314,8 @@ def test_where_a_template_is_found(tmp_path: Path):
     shutil.copy(BUNDLED / "tokenizer.model", tmp_path)
     assert written(tmp_path) == gemmas
     folder_with(tmp_path, chat_template=None)
-    assert written(tmp_path) == gemmas
+    with pytest.raises(ConfigError, match="no chat template.*plain prompts"):
+        written(tmp_path)
     folder_with(tmp_path, chat_template="A{{ bos_token }}")
     assert written(tmp_path) == "A<bos>"
     named = [{"name": "rag", "template": "B"}, {"name": "default", "template": "C"}]
