@@ -29,9 +29,13 @@ TINY: dict[str, Any] = {
 }
 
 
-def write_model(folder: Path, content: Mapping[str, Any] = TINY, **changes: Any) -> str:
+def write_model(folder: Path, **changes: Any) -> str:
+    return write_config(folder, TINY | changes)
+
+
+def write_config(folder: Path, content: Mapping[str, Any]) -> str:
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**content, **changes}))
+    (folder / "config.json").write_text(json.dumps(content))
     return str(folder)
 
 
@@ -592,7 +596,7 @@ def test_a_folder_of_another_kind(tmp_path: Path):
 def write_published(folder: Path, name: str, **changes: Any) -> str:
     content = published_config(name)
     assert content is not None
-    return write_model(folder, content | changes)
+    return write_config(folder, content | changes)
 
 
 @pytest.mark.parametrize(
