@@ -28,7 +28,8 @@ from jaxspec.settings.model_config import (
 from jaxspec.settings.speculation import SYNTHETIC, SpeculativeConfig
 from jaxspec.settings.structured_outputs import StructuredOutputsConfig
 from jaxspec.token_tree import TREE_KEY
-from jaxspec_checkpoints import CheckpointError, files, model_files
+from jaxspec_checkpoints import CheckpointError, files, model_files, read_config
+from jaxspec_checkpoints.reading import GGUF
 
 DTYPES = ("auto", "float32", "bfloat16")
 # What pages of keys and values hold: "auto" is what weights are.
@@ -337,8 +338,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_generation_config(folder: str | Path) -> Mapping[str, Any]:
-    """Return the folder's `generation_config.json`, empty if there is none."""
-    path = model_files(folder).get("generation_config.json")
+    """Return the folder's `generation_config.json`, empty if there is none.
+
+    That of a GGUF file is in its metadata.
+    """
+    found = model_files(folder)
+    path = found.get("generation_config.json")
+    if path is None and GGUF in found:
+        return read_config(folder)[1]
     return read_json(path) if path else {}
 
 

@@ -45,10 +45,6 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "tests/text/test_chat_turns.py",
         "turns are how a chat is written",
     ),
-    "jaxspec/models/layers.py": (
-        "tests/models/gemma/test_network.py",
-        "a network is made of layers",
-    ),
     "jaxspec/models/matrices.py": (
         "tests/models/test_cpu.py",
         "every form is tested like the dense one, and against it",

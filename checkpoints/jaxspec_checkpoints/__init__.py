@@ -13,6 +13,7 @@ from jaxspec_checkpoints.bundled import (
     bundled_draft,
     bundled_head,
     bundled_target,
+    packaged_gemma3,
 )
 from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.errors import CheckpointError
@@ -35,6 +36,7 @@ __all__ = [
     "in_memory",
     "model_files",
     "open_checkpoint",
+    "packaged_gemma3",
     "read_config",
     "tensor_shapes",
 ]

@@ -10,9 +10,9 @@ from jaxspec_checkpoints.counting import check_is_new, count_tokens, write_token
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.layout import DTYPES
 from jaxspec_checkpoints.quantization import VALUE_TYPES
-from jaxspec_checkpoints.reading import FORMATS, open_checkpoint
+from jaxspec_checkpoints.reading import open_checkpoint
 from jaxspec_checkpoints.report import describe
-from jaxspec_checkpoints.writing import write_checkpoint
+from jaxspec_checkpoints.writing import FORMATS, write_checkpoint
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,6 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "inspect":
             print(describe(checkpoint))
         elif options.command == "trim":
+            if options.output is None and not checkpoint.folder.is_dir():
+                raise CheckpointError(
+                    f"{options.source} is a file: name the map's file with --output"
+                )
             path = options.output or checkpoint.folder / TOKEN_MAP
             check_is_new(path)
             counts = count_tokens(checkpoint, options.texts)
@@ -55,14 +59,15 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser(
         "inspect", help="say what a folder holds and how it would be spread"
     )
-    inspect.add_argument("source", type=Path, metavar="PATH", help="a model folder")
+    source = "a model folder or a .gguf file"
+    inspect.add_argument("source", type=Path, metavar="PATH", help=source)
     convert = commands.add_parser(
         "convert",
         help="write a model in another format or type",
         description="Write a model in another format or type. The destination appears "
         "when it is complete, or not at all.",
     )
-    convert.add_argument("source", type=Path, metavar="SRC", help="a model folder")
+    convert.add_argument("source", type=Path, metavar="SRC", help=source)
     convert.add_argument(
         "destination", type=Path, metavar="DST", help="a folder that does not exist yet"
     )
@@ -82,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         "frequent first, special ones before all. With it a draft model's head can be "
         "cut: speculative_config={'draft_vocab_size': N} keeps the first N.",
     )
-    trim.add_argument("source", type=Path, metavar="PATH", help="a draft's folder")
+    trim.add_argument("source", type=Path, metavar="PATH", help=f"a draft: {source}")
     trim.add_argument(
         "texts",
         type=Path,

@@ -1,6 +1,6 @@
 """Owns `Checkpoint`: what every format is read into."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,16 @@ class Checkpoint:
     """One model on disk, checked but not read.
 
     Attributes:
-        format: "hf", "kaggle" or "orbax".
+        format: "hf", "kaggle", "orbax" or "gguf".
         layout: What tensors its family has.
-        folder: Where the weights are.
+        folder: Where the weights are; of a GGUF file that was named, the file.
         config: Content of HuggingFace's `config.json`; derived from the shapes where
             the format has none.
         generation_config: Content of `generation_config.json`, empty without one.
         tensors: By canonical name; complete, and of the shapes the config says.
         side_files: By name, those of `SIDE_FILES` that exist.
+        made_files: Those that are made of what the format has in their place; the
+            functions return the contents.
     """
 
     format: str
@@ -46,6 +48,7 @@ class Checkpoint:
     generation_config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     side_files: Mapping[str, Path] = field(default_factory=dict)
+    made_files: Mapping[str, Callable[[], bytes]] = field(default_factory=dict)
 
     @property
     def sizes(self) -> Sizes:
@@ -64,7 +67,10 @@ class Checkpoint:
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Where `tokenizer.model` or `tokenizer.json` is; `folder` if neither is."""
+        """Where `tokenizer.model` or `tokenizer.json` is; `folder` if neither is.
+
+        A GGUF file has its own.
+        """
         for name in ("tokenizer.model", "tokenizer.json"):
             if name in self.side_files:
                 return self.side_files[name].parent

@@ -167,13 +167,16 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 def _tokenizer(checkpoint: Checkpoint) -> tuple[Encode, list[int]]:
     """What cuts texts, and the ids of special tokens, each once."""
-    files = checkpoint.side_files
+    files = {
+        **checkpoint.made_files,
+        **{name: path.read_bytes for name, path in checkpoint.side_files.items()},
+    }
     named = ("<pad>", "<eos>", "<bos>", "<unk>", *checkpoint.layout.turn_markers)
     try:
         if "tokenizer.model" in files:
-            encode, special = _of_model(files["tokenizer.model"].read_bytes(), named)
+            encode, special = _of_model(files["tokenizer.model"](), named)
         elif "tokenizer.json" in files:
-            encode, special = _of_json(files["tokenizer.json"].read_bytes(), named)
+            encode, special = _of_json(files["tokenizer.json"](), named)
         else:
             raise CheckpointError(
                 f"{checkpoint.folder} has no tokenizer.model and no tokenizer.json, "

@@ -1,5 +1,7 @@
 """Owns `open_checkpoint`: tells the formats apart by what is in a folder.
 
+A GGUF file is named itself, or by the folder that holds it.
+
 Of a folder it also tells the files that are not weights.
 """
 
@@ -17,6 +19,7 @@ from jaxspec_checkpoints.files import (
     side_files,
 )
 from jaxspec_checkpoints.gemma.published import LAYOUTS
+from jaxspec_checkpoints.gguf.reading import find_gguf, is_gguf, open_gguf
 from jaxspec_checkpoints.huggingface import is_huggingface, open_huggingface
 from jaxspec_checkpoints.kaggle import is_kaggle, kaggle_files, open_kaggle
 from jaxspec_checkpoints.layout import Layout
@@ -25,14 +28,17 @@ from jaxspec_checkpoints.orbax import is_own, open_own
 # A mark beside a folder that `write_checkpoint` has not finished.
 INCOMPLETE = "INCOMPLETE"
 
+# Under which `model_files` has a GGUF file.
+GGUF = "model.gguf"
+
 # In the order they are asked; see README.md for how to add one. Our own goes before
 # Kaggle's, because both have a folder that Orbax wrote.
 _FORMATS = {
     "hf": (is_huggingface, open_huggingface),
     "orbax": (is_own, open_own),
     "kaggle": (is_kaggle, open_kaggle),
+    "gguf": (is_gguf, open_gguf),
 }
-FORMATS = tuple(_FORMATS)
 
 
 def open_checkpoint(
@@ -59,20 +65,21 @@ def _open(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
                 f"{folder} is what an unfinished conversion left ({place / INCOMPLETE} "
                 "says so): delete it and convert again"
             )
-    for is_format, open_format in _FORMATS.values():
-        if folder.is_dir() and is_format(folder):
+    for name, (is_format, open_format) in _FORMATS.items():
+        if (folder.is_dir() or name == "gguf") and is_format(folder):
             return open_format(folder, layouts)
     raise CheckpointError(
         f"{folder} holds no checkpoint: expected model.safetensors or its index "
-        "(HuggingFace), an Orbax folder (Kaggle/Flax), or a converted one; found: "
-        f"{listing(folder)}"
+        "(HuggingFace), an Orbax folder (Kaggle/Flax), a converted one, or a .gguf "
+        f"file; found: {listing(folder)}"
     )
 
 
 def model_files(folder: str | Path) -> dict[str, Path]:
     """Return config, tokenizer and what else describes a model, by name.
 
-    Also for a folder that has no weights, such as a tokenizer's.
+    Also for a folder that has no weights, such as a tokenizer's. A GGUF file, whose
+    metadata describe the model, is under the name `GGUF`.
 
     Raises:
         CheckpointError: A file is a symlink to outside the folder, or the folder cannot
@@ -83,7 +90,9 @@ def model_files(folder: str | Path) -> dict[str, Path]:
         has_weights = is_huggingface(folder) or is_own(folder)
         if not has_weights and folder.is_dir() and is_kaggle(folder):
             return kaggle_files(folder)
-        return side_files(folder)
+        found = side_files(folder)
+        gguf = None if has_weights else find_gguf(folder)
+        return found if gguf is None else {**found, GGUF: gguf}
 
 
 def read_config(
@@ -101,7 +110,8 @@ def read_config(
         CheckpointError: The folder has neither config nor weights, or a file is broken.
     """
     files = model_files(folder)
-    if "config.json" not in files:
+    if GGUF in files or "config.json" not in files:
+        # A GGUF file has its own numbers: a config.json beside it is often a stub.
         checkpoint = open_checkpoint(folder, layouts)
         return checkpoint.config, checkpoint.generation_config
     generation = files.get("generation_config.json")

@@ -12,6 +12,7 @@ _FORMATS = {
     "hf": "HuggingFace safetensors",
     "kaggle": "Kaggle/Flax Orbax",
     "orbax": "jaxspec Orbax",
+    "gguf": "llama.cpp GGUF",
 }
 # The tensor-parallel sizes of the machines people have.
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)

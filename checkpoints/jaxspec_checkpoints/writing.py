@@ -19,9 +19,10 @@ from jaxspec_checkpoints.files import expand, read_json
 from jaxspec_checkpoints.kaggle import write_kaggle
 from jaxspec_checkpoints.layout import common_dtype
 from jaxspec_checkpoints.orbax import write_own
-from jaxspec_checkpoints.packing import packed
+from jaxspec_checkpoints.packing import packed, scheme_of
 from jaxspec_checkpoints.quantization import (
     VALUE_TYPES,
+    MixedScheme,
     QuantizedTensor,
     named_scheme,
 )
@@ -37,6 +38,7 @@ _WRITERS: dict[str, Writer] = {
     "kaggle": write_kaggle,
     "orbax": write_own,
 }
+FORMATS = tuple(_WRITERS)
 
 
 def write_checkpoint(
@@ -178,9 +180,14 @@ def _write_side_files(
 ) -> None:
     for name, path in checkpoint.side_files.items():
         shutil.copyfile(path, folder / name)
+    for name, make in checkpoint.made_files.items():
+        (folder / name).write_bytes(make())
     config = dict(checkpoint.config)
-    if any(isinstance(one, QuantizedTensor) for one in checkpoint.tensors.values()):
-        del config["quantization_config"]  # numbers are written
+    is_mixed = isinstance(scheme_of(config), MixedScheme)
+    if is_mixed or any(
+        isinstance(one, QuantizedTensor) for one in checkpoint.tensors.values()
+    ):
+        config.pop("quantization_config", None)  # numbers are written
     config["torch_dtype"] = (kind or common_dtype(checkpoint.tensors)).name
     if "dtype" in config:
         config["dtype"] = config["torch_dtype"]

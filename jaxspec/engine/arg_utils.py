@@ -79,7 +79,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "logits_processors": (None, []),
     "runner": ("auto", "generate"),
     "convert": ("auto", "none"),
-    "load_format": ("auto", "safetensors", "orbax", "dummy"),
+    "load_format": ("auto", "safetensors", "orbax", "gguf", "dummy"),
     "spec_decoding_acceptance_method": (
         None,
         "rejection_sampler",

@@ -33,6 +33,8 @@ from jaxspec.errors import ConfigError, EngineDeadError
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.tree import DynamicTree, Tree
 from jaxspec.settings.hosts import HostsConfig
+from jaxspec_checkpoints.gguf.file import shards
+from jaxspec_checkpoints.gguf.reading import find_gguf
 
 _log = logging.getLogger(__name__)
 
@@ -259,9 +261,15 @@ def facts_of(config: EngineConfig, others: Mapping[str, object]) -> dict[str, st
     if config.speculative is not None and config.speculative.model is not None:
         models["weights of the draft"] = config.speculative.model
     for name, folder in models.items():
-        files = sorted(Path(folder).glob("*.safetensors"))
+        files = _weight_files(Path(folder))
         found[name] = [(one.name, one.stat().st_size, _digest(one)) for one in files]
     return {name: _fact(value) for name, value in {**found, **others}.items()}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("*.safetensors"))
+    gguf = None if found else find_gguf(folder)
+    return found if gguf is None else shards(gguf)
 
 
 def _digest(path: Path) -> str:
@@ -280,8 +288,10 @@ def _digest(path: Path) -> str:
 
         # safetensors: the length of the JSON header, and that.
         file.seek(0)
-        num_header = int.from_bytes(file.read(8), "little")
-        add(0, 8 + min(num_header, MAX_SAFETENSORS_HEADER_BYTES))
+        start = file.read(8)
+        if not start.startswith(b"GGUF"):
+            num_header = int.from_bytes(start, "little")
+            add(0, 8 + min(num_header, MAX_SAFETENSORS_HEADER_BYTES))
         for index in range(NUM_SAMPLES):
             add(size * index // NUM_SAMPLES, SAMPLE_BYTES)
         add(max(size - SAMPLE_BYTES, 0), SAMPLE_BYTES)

@@ -37,15 +37,17 @@ from jaxspec.sharding import DRAFT_MESH_AXES, Mesh
 from jaxspec.text.tokenizer import NoTokenizer, Tokenizer, check_same_tokenizer
 from jaxspec_checkpoints import CheckpointError, Tensor, model_files, open_checkpoint
 from jaxspec_checkpoints.layout import EMBEDDING
+from jaxspec_checkpoints.reading import GGUF
 
 _log = logging.getLogger(__name__)
 
-_TOKENIZER_FILES = {"tokenizer.model", "tokenizer.json"}
+_TOKENIZER_FILES = {"tokenizer.model", "tokenizer.json", GGUF}
 # vLLM's names, and the formats of checkpoints that they mean.
 _LOAD_FORMATS = {
-    "auto": ("hf", "kaggle", "orbax"),
+    "auto": ("hf", "kaggle", "orbax", "gguf"),
     "safetensors": ("hf",),
     "orbax": ("kaggle", "orbax"),
+    "gguf": ("gguf",),
 }
 # What the leader decides for all hosts.
 _DECIDED = ("dtype", "max_num_seqs", "max_num_batched_tokens", "num_pages")

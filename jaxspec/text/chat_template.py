@@ -28,7 +28,11 @@ from jaxspec.errors import (
 from jaxspec.models.families import DEFAULT_TURNS
 from jaxspec.text.chat_turns import Marks, Message, map_texts
 from jaxspec.text.pieces import folder_files
+from jaxspec_checkpoints import CheckpointError
 from jaxspec_checkpoints.files import expand
+from jaxspec_checkpoints.gguf.file import read_gguf
+from jaxspec_checkpoints.gguf.tokenizer import chat_template
+from jaxspec_checkpoints.reading import GGUF
 
 # Put behind a message that is to be continued; like the marks, in no message.
 _CUT = "\udfff"
@@ -229,7 +233,8 @@ def given_template(given: object) -> ChatTemplate:
 def folder_template(folder: Path) -> ChatTemplate | None:
     """Return the template of a model, None if it has none.
 
-    It is in a file of its own, or under `chat_template` in `tokenizer_config.json`.
+    It is in a file of its own, or under `chat_template` in `tokenizer_config.json`, or
+    in the metadata of a GGUF file.
 
     Raises:
         ConfigError: There is something that is no template.
@@ -240,7 +245,7 @@ def folder_template(folder: Path) -> ChatTemplate | None:
     path = files.get("tokenizer_config.json")
     given = read_json(path).get("chat_template") if path else None
     if given is None:
-        return None
+        return _from_gguf(files[GGUF]) if GGUF in files else None
     name, text = f"chat_template in {path}", given
     if isinstance(given, list):
         named = {
@@ -253,6 +258,15 @@ def folder_template(folder: Path) -> ChatTemplate | None:
         allowed = "a template or a list of {'name', 'template'}, one named 'default'"
         raise wrong_argument(ConfigError, name, allowed, given)
     return ChatTemplate(text, name)
+
+
+def _from_gguf(path: Path) -> ChatTemplate | None:
+    try:
+        text = chat_template(read_gguf(path))
+    except CheckpointError as error:
+        name = "chat_template"
+        raise ConfigError(f"{error}.", parameter=name, value=str(path)) from error
+    return None if text is None else ChatTemplate(text, f"chat_template in {path}")
 
 
 def _from_file(path: Path) -> ChatTemplate:

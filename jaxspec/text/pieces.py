@@ -15,6 +15,9 @@ import tokenizers
 
 from jaxspec.errors import ConfigError, wrong_argument
 from jaxspec_checkpoints import CheckpointError, model_files
+from jaxspec_checkpoints.gguf.file import read_gguf
+from jaxspec_checkpoints.gguf.tokenizer import tokenizer_model
+from jaxspec_checkpoints.reading import GGUF
 
 _SPACE = "\u2581"  # how pieces spell a space
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
@@ -161,19 +164,28 @@ class JsonPieces:
 def folder_files(folder: Path) -> dict[str, Path]:
     """Return the files of a tokenizer and its model by name, none outside the folder.
 
+    Args:
+        folder: Of the model; or a GGUF file.
+
     Raises:
         ConfigError: One is a symlink to somewhere else.
     """
     try:
         return model_files(folder)
     except CheckpointError as error:
-        raise ConfigError(
-            f"{error}.", parameter="tokenizer", value=str(folder)
-        ) from error
+        raise _wrong_tokenizer(error, folder) from error
+
+
+def _wrong_tokenizer(error: CheckpointError, path: Path) -> ConfigError:
+    return ConfigError(f"{error}.", parameter="tokenizer", value=str(path))
+
+
+def _gguf_model(path: Path) -> bytes:
+    return tokenizer_model(read_gguf(path))
 
 
 def read_pieces(folder: Path, markers: Sequence[str]) -> Pieces:
-    """Read `tokenizer.model` or, where that is all there is, `tokenizer.json`.
+    """Read `tokenizer.model`, or else `tokenizer.json`, or else a GGUF's metadata.
 
     Args:
         markers: Of turns: special pieces, whatever the file says they are.
@@ -182,20 +194,23 @@ def read_pieces(folder: Path, markers: Sequence[str]) -> Pieces:
         ConfigError: There is neither, or it cannot be read.
     """
     files = folder_files(folder)
-    for name, kind, read in (
-        ("tokenizer.model", "a SentencePiece model", SentencePieces),
-        ("tokenizer.json", "a tokenizer of Gemma's kind", JsonPieces),
+    for name, kind, content_of, read in (
+        ("tokenizer.model", "a SentencePiece model", Path.read_bytes, SentencePieces),
+        ("tokenizer.json", "a tokenizer of Gemma's kind", Path.read_bytes, JsonPieces),
+        (GGUF, "a GGUF file with Gemma's tokenizer", _gguf_model, SentencePieces),
     ):
         if name not in files:
             continue
         try:
-            pieces = read(files[name].read_bytes(), markers)
+            pieces = read(content_of(files[name]), markers)
+        except CheckpointError as error:
+            raise _wrong_tokenizer(error, files[name]) from error
         except (OSError, RuntimeError, ValueError) as error:
             raise _unreadable(files[name], kind, str(error)) from error
         if min(pieces.named["bos"], pieces.named["eos"]) < 0:
             raise _unreadable(files[name], kind, "it has no begin or no end piece")
         return pieces
-    allowed = "a folder with a tokenizer.model or a tokenizer.json"
+    allowed = "a folder with a tokenizer.model or a tokenizer.json, or a GGUF file"
     hint = "There is no such file."
     raise wrong_argument(ConfigError, "tokenizer", allowed, str(folder), hint)
 

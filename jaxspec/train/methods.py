@@ -6,7 +6,7 @@ i, at token t, proposes the token at t + `offset` + i + 1.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -16,7 +16,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.families import family_of
+from jaxspec.models.families import family_of, layouts
 from jaxspec.models.heads import eagle, eagle3, medusa, mlp_speculator
 from jaxspec.models.heads.config import (
     Eagle3Config,
@@ -40,7 +40,7 @@ from jaxspec.settings.model_config import ModelConfig
 from jaxspec.sharding import TARGET_MESH_AXES
 from jaxspec.train.rows import RowsBackend, no_keys, rows_batch, shifted
 from jaxspec.train.target import States, Target
-from jaxspec_checkpoints import Checkpoint, Tensor, in_memory, model_files
+from jaxspec_checkpoints import Tensor, in_memory, open_checkpoint
 from jaxspec_checkpoints.writing import write_checkpoint
 
 # Of parameters while they are trained, and in the folder that an engine loads.
@@ -388,12 +388,12 @@ class DraftMethod:
     def save(self, folder: Path, params: Params, target: Target) -> None:
         """A HuggingFace folder with the target's tokenizer and chat template."""
         specs = functions_of(self.config).param_specs(self.config)
-        files = dict(model_files(target.folder))
-        del files["config.json"]
-        checkpoint = Checkpoint(
-            format="hf",
+        origin = open_checkpoint(target.folder, layouts())
+        files = dict(origin.side_files)
+        files.pop("config.json", None)
+        checkpoint = replace(
+            origin,
             layout=family_of(self.config).layout,
-            folder=target.folder,
             config=self.hf_config,
             generation_config={},
             tensors=in_memory(tensors_of(specs, params)),

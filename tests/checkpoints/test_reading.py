@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from jaxspec_checkpoints import CheckpointError, model_files, open_checkpoint
-from jaxspec_checkpoints.reading import FORMATS, INCOMPLETE
-from jaxspec_checkpoints.writing import write_checkpoint
+from jaxspec_checkpoints.reading import INCOMPLETE
+from jaxspec_checkpoints.writing import FORMATS, write_checkpoint
 from tests.checkpoints.models import write_tiny
 
 
@@ -38,15 +38,15 @@ def test_huggingface_goes_before_others(tmp_path):
 
 
 def test_folder_of_nothing_known(tmp_path):
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(CheckpointError, match="holds no checkpoint.*found: model.gguf"):
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(CheckpointError, match="holds no checkpoint.*found: model.bin"):
         open_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="no such folder"):
         open_checkpoint(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        open_checkpoint(tmp_path / "model.gguf")
+        open_checkpoint(tmp_path / "model.bin")
     with pytest.raises(CheckpointError, match="found: a file"):
-        open_checkpoint(tmp_path / "model.gguf")
+        open_checkpoint(tmp_path / "model.bin")
 
 
 @pytest.mark.parametrize("read", [open_checkpoint, model_files])

@@ -15,8 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxspec_checkpoints import CheckpointError, open_checkpoint, writing
-from jaxspec_checkpoints.reading import FORMATS
-from jaxspec_checkpoints.writing import write_checkpoint
+from jaxspec_checkpoints.writing import FORMATS, write_checkpoint
 from tests.checkpoints.flax_trees import flat, flax_leaves, save
 from tests.checkpoints.models import FAMILIES, tiny_config, tiny_tensors, write_tiny
 

@@ -1,5 +1,6 @@
 """Halves of a layer in C++: exact, of a row alike whatever rows are beside it."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +25,7 @@ from jaxspec_kernels.decoder_blocks import (
 from jaxspec_kernels.panel_matmul import QuantizedPanels, quantized_panels, to_panels
 
 pytestmark = pytest.mark.usefixtures("has_native")
-PAGE_SIZE, TABLE, MODEL = 4, 8, 24
+PAGE_SIZE, MODEL = 4, 24
 POOLS: dict[str, Any] = {
     name: jnp.zeros(0, name) for name in ("float32", "bfloat16", "uint16", "uint8")
 }
@@ -42,19 +43,24 @@ class Layer:
     dtype: str = "float32"  # of the panels
     pages: str = "float32"
     window: int | None = 6
+    model: int = MODEL
+    scale: float = 0.3
+    soft_cap: float | None = 2.0
+    gain: float = 0.2  # of the matrices
     has_after: bool = True
     has_head_norms: bool = False
     scheme: Scheme | None = None  # of the panels
 
     def matrix(self, seed: int, out: int, features: int) -> Any:
-        values = np.random.default_rng(seed).normal(size=(out, features))
+        rng = np.random.default_rng(seed)
+        values = rng.normal(size=(out, features)) * self.gain
         if self.scheme is not None:
-            made = quantized_panels(*quantize(values / 5, self.scheme))
+            made = quantized_panels(*quantize(values, self.scheme))
             return QuantizedPanels(*map(jnp.asarray, made))
-        return jnp.asarray(to_panels((values / 5).astype(jnp.dtype(self.dtype))))
+        return jnp.asarray(to_panels(values.astype(jnp.dtype(self.dtype))))
 
-    def norm(self, seed: int, size: int = MODEL) -> Norm:
-        weight = np.random.default_rng(seed).normal(size=size) / 4
+    def norm(self, seed: int, size: int | None = None) -> Norm:
+        weight = np.random.default_rng(seed).normal(size=size or self.model) / 4
         return Norm(jnp.asarray(weight, self.dtype), 1e-6, 1.0)
 
     def attend(
@@ -82,16 +88,16 @@ class Layer:
             after=self.norm(2) if self.has_after else None,
             q_norm=self.norm(6, self.head_dim) if has_norms else None,
             k_norm=self.norm(7, self.head_dim) if has_norms else None,
-            q_proj=self.matrix(3, queries, MODEL),
-            kv_proj=self.matrix(4, 2 * keys, MODEL),
-            o_proj=self.matrix(5, MODEL, queries),
+            q_proj=self.matrix(3, queries, self.model),
+            kv_proj=self.matrix(4, 2 * keys, self.model),
+            o_proj=self.matrix(5, self.model, queries),
             cosine=jnp.asarray(np.cos(angles), jnp.float32),
             sine=jnp.asarray(np.sin(angles), jnp.float32),
             slot_mapping=jnp.asarray(batch.slots, jnp.int32),
             regions=batch.regions,
             num_q_heads=self.heads[0],
-            scale=0.3,
-            soft_cap=2.0,
+            scale=self.scale,
+            soft_cap=self.soft_cap,
             window=self.window,
             is_rounded=self.dtype == "bfloat16",
         )
@@ -99,7 +105,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Batch:
-    """Two sequences with three queries, one with a prompt of five, and two pads."""
+    """Two sequences with equally many queries, one with a prompt, and two pads."""
 
     table: np.ndarray
     positions: np.ndarray
@@ -108,20 +114,26 @@ class Batch:
     regions: tuple[Queries, ...]
 
 
-def make_batch(masks: Any = None) -> Batch:
-    table = np.random.default_rng(0).permutation(3 * TABLE).reshape(3, TABLE)
-    ends, counts = [19, 4, 13], [3, 3, 5]
+def make_batch(
+    masks: Any = None,
+    model: int = MODEL,
+    ends: Sequence[int] = (19, 4, 13),
+    counts: Sequence[int] = (3, 3, 5),
+) -> Batch:
+    """By default two sequences with three queries, one with a prompt of five."""
+    pages_each = -(-max(ends) // PAGE_SIZE) + 3
+    table = np.random.default_rng(0).permutation(3 * pages_each).reshape(3, -1)
     positions, slots = [], []
     for seq, (end, count) in enumerate(zip(ends, counts, strict=True)):
         for at in range(end - count, end):
             positions.append(at)
             slots.append(table[seq, at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE)
-    pads = [(3 * TABLE + 1) * PAGE_SIZE] * 2
-    stream = np.random.default_rng(1).normal(size=(13, MODEL))
+    pads = [(table.size + 1) * PAGE_SIZE] * 2
+    stream = np.random.default_rng(1).normal(size=(len(slots) + 2, model))
     pages, kv_len = jnp.asarray(table, jnp.int32), jnp.asarray(ends, jnp.int32)
     regions = (
-        Queries(pages[:2], kv_len[:2], 3, masks),
-        Queries(pages[2:], kv_len[2:], 5),
+        Queries(pages[:2], kv_len[:2], counts[0], masks),
+        Queries(pages[2:], kv_len[2:], counts[2]),
     )
     return Batch(
         table,
@@ -152,6 +164,30 @@ LAYERS = [
 ]
 
 
+# Gemma 3: no soft cap, and 640 is not a power of two. Matrices keep the size of rows.
+GEMMA_3_270M = Layer(
+    heads=(4, 1),
+    head_dim=256,
+    model=640,
+    window=512,
+    scale=256**-0.5,
+    soft_cap=None,
+    gain=640**-0.5,
+    has_head_norms=True,
+)
+GEMMA_3_LAYERS = [
+    GEMMA_3_270M,
+    replace(GEMMA_3_270M, window=None, pages="int8"),
+    replace(GEMMA_3_270M, scheme=Scheme(kind="int4", group_size=32)),
+    replace(GEMMA_3_270M, scheme=Scheme(kind="int4", group_size=16)),
+    replace(GEMMA_3_270M, scheme=Scheme(kind="int8", group_size=16)),
+    replace(GEMMA_3_270M, scheme=Scheme(kind="fp8", group_size=32)),
+    replace(GEMMA_3_270M, dtype="bfloat16", pages="uint16"),
+    # The 27B's: 168 is not the size of a head.
+    replace(GEMMA_3_270M, heads=(4, 2), head_dim=128, scale=168**-0.5),
+]
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("is_tree", [False, True])
 def test_attention_equals_the_reference(layer, is_tree):
@@ -177,14 +213,22 @@ def test_attention_equals_the_reference(layer, is_tree):
 def test_the_feed_forward_network_equals_the_reference(
     dtype, activation, hidden, block
 ):
-    layer = Layer(dtype=dtype)
-    stream = make_batch().stream
+    check_feed_forward(Layer(dtype=dtype), activation, hidden, block)
+
+
+@pytest.mark.parametrize("layer", GEMMA_3_LAYERS[:7])
+def test_the_feed_forward_network_of_gemma_3_equals_the_reference(layer):
+    check_feed_forward(layer, GELU, 2048, 128)
+
+
+def check_feed_forward(layer: Layer, activation: str, hidden: int, block: int) -> None:
+    stream, dtype = make_batch(None, layer.model).stream, layer.dtype
 
     network = FeedForward(
         before=layer.norm(1),
         after=layer.norm(2) if activation == GELU else None,
-        gate_up_proj=layer.matrix(3, 2 * hidden, MODEL),
-        down_proj=layer.matrix(4, MODEL, hidden),
+        gate_up_proj=layer.matrix(3, 2 * hidden, layer.model),
+        down_proj=layer.matrix(4, layer.model, hidden),
         hidden_size=hidden,
         block=block,
         activation=activation,
@@ -202,6 +246,39 @@ def test_the_feed_forward_network_equals_the_reference(
     np.testing.assert_array_equal(run("cpu", many), np.tile(found, (40, 1)))
     for count in (1, 2, 5):
         np.testing.assert_array_equal(run("cpu", stream[:count]), found[:count])
+
+
+@pytest.mark.parametrize("layer", GEMMA_3_LAYERS)
+def test_attention_of_gemma_3_equals_the_reference(layer):
+    # Beyond the window, before it, and more rows than one thread takes.
+    batch = make_batch(None, layer.model, ends=(521, 30, 40), counts=(5, 5, 40))
+    found, pages = layer.attend(batch, implementation="cpu")
+    expected, expected_pages = layer.attend(batch, implementation="reference")
+    most = 2e-2 if layer.dtype == "bfloat16" else 2e-5
+    np.testing.assert_allclose(found, expected, atol=most)
+    least = max(PAGE_STEPS.get(layer.pages, 0.02), 1e-5)  # sums of 640 products
+    np.testing.assert_allclose(
+        from_storage(pages), from_storage(expected_pages), atol=least
+    )
+    alone = replace(
+        batch,
+        positions=batch.positions[:10],
+        slots=batch.slots[:10],
+        stream=batch.stream[:10],
+        regions=batch.regions[:1],
+    )
+    few, _ = layer.attend(alone, implementation="cpu")
+    np.testing.assert_array_equal(few, found[:10])
+
+
+def test_the_window_of_gemma_3_ends_where_the_reference_says():
+    """Otherwise the comparison above would hold for a window that is one off."""
+    layer = GEMMA_3_270M
+    batch = make_batch(None, layer.model, ends=(521, 30, 40), counts=(5, 5, 5))
+    found, _ = layer.attend(batch, implementation="cpu")
+    for window in (511, 513):
+        other, _ = layer.attend(batch, implementation="reference", window=window)
+        assert np.abs(found - other).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["q_norm", "k_norm"])
@@ -308,8 +385,8 @@ def test_calls_of_two_threads_at_once_keep_apart():
     network = FeedForward(
         before=layer.norm(1),
         after=layer.norm(2),
-        gate_up_proj=layer.matrix(3, 2 * hidden, MODEL),
-        down_proj=layer.matrix(4, MODEL, hidden),
+        gate_up_proj=layer.matrix(3, 2 * hidden, layer.model),
+        down_proj=layer.matrix(4, layer.model, hidden),
         hidden_size=hidden,
         block=16,
         activation=GELU,

@@ -1,0 +1,237 @@
+"""Types of GGUF tensors, and the numbers that their blocks stand for.
+
+A quantized row is a sequence of blocks of equal size. Every function here takes blocks
+as uint8 [block, byte] and returns one row per block. The order of the float32
+operations is that of `gguf.dequantize`, so results are equal to the last bit.
+
+Source: ggml-common.h and ggml-quants.c of llama.cpp.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+# Values and scales: int8 [block, element], float32 [block, group].
+Split = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+# What the 16 values of IQ4_NL and IQ4_XS stand for.
+_IQ4_VALUES = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
+    np.float32,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockType:
+    """How a type stores its elements.
+
+    Attributes:
+        name: In ggml's spelling.
+        num_elements: Of one block.
+        num_bytes: Of one block.
+        dtype: Of the numbers that are read: float32 for every quantized type.
+        dequantize: Numbers of blocks; None for plain floats.
+        split: Integers and scales whose products are those numbers; None for types
+            with minima or a table of values.
+        is_int4: Whether the integers of `split` fit 4 bits.
+    """
+
+    name: str
+    num_elements: int = 1
+    num_bytes: int
+    dtype: np.dtype = np.dtype(np.float32)
+    dequantize: Callable[[np.ndarray], np.ndarray] | None = None
+    split: Split | None = None
+    is_int4: bool = False
+
+
+def _half(blocks: np.ndarray, start: int) -> np.ndarray:
+    """The float16 at byte `start` of each block, as float32 [block, 1]."""
+    pair = np.ascontiguousarray(blocks[:, start : start + 2])
+    return pair.view("<f2").astype(np.float32)
+
+
+def _nibbles(packed: np.ndarray) -> np.ndarray:
+    """Low halves of all bytes, then high halves."""
+    return np.concatenate([packed & 15, packed >> 4], axis=-1)
+
+
+def _bits(packed: np.ndarray) -> np.ndarray:
+    """Bits of a little-endian word, the lowest first."""
+    return np.unpackbits(packed, axis=-1, bitorder="little")
+
+
+def _pairs(packed: np.ndarray) -> np.ndarray:
+    """Two-bit fields of 64 bytes: position 128 a + 32 s + l is in byte 32 a + l."""
+    words = packed.reshape(-1, 2, 1, 32)
+    shifts = np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1)
+    return ((words >> shifts) & 3).reshape(-1, 256)
+
+
+def _signed(values: np.ndarray, zero: int) -> np.ndarray:
+    """Unsigned values less the one that stands for 0, as int8."""
+    return values.view(np.int8) - np.int8(zero)
+
+
+def _products(scales: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Every group of values times its scale, [block, element]."""
+    groups = values.reshape(*scales.shape, -1).astype(np.float32)
+    groups *= scales[:, :, None]
+    return groups.reshape(values.shape)
+
+
+def _split_q4_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return _signed(_nibbles(blocks[:, 2:]), 8), _half(blocks, 0)
+
+
+def _split_q5_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    values = _nibbles(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4
+    return _signed(values, 16), _half(blocks, 0)
+
+
+def _split_q8_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return np.ascontiguousarray(blocks[:, 2:]).view(np.int8), _half(blocks, 0)
+
+
+def _split_q3_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    masks, low, packed = blocks[:, :32], blocks[:, 32:96], blocks[:, 96:108]
+    # A set bit is the third of a value; bit 4 a + s of byte l is of 128 a + 32 s + l.
+    shifts = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
+    high = ((masks[:, None, :] >> shifts) & 1).reshape(-1, 256)
+    values = _signed(_pairs(low) | high << 2, 4)
+    # Sixteen scales of 6 bits: four of each, then two of each in the last four bytes.
+    shifts = np.array([0, 2, 4, 6], np.uint8).reshape(1, 4, 1)
+    tops = ((packed[:, None, 8:] >> shifts) & 3).reshape(-1, 16)
+    scales = _signed(_nibbles(packed[:, :8]) | tops << 4, 32)
+    return values, _half(blocks, 108) * scales.astype(np.float32)
+
+
+def _split_q6_k(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 256)
+    values = _signed(low | _pairs(blocks[:, 128:192]) << 4, 32)
+    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
+    return values, _half(blocks, 208) * scales.astype(np.float32)
+
+
+def _q4_1(blocks: np.ndarray) -> np.ndarray:
+    return _products(_half(blocks, 0), _nibbles(blocks[:, 4:])) + _half(blocks, 2)
+
+
+def _q5_1(blocks: np.ndarray) -> np.ndarray:
+    values = _nibbles(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4
+    return _products(_half(blocks, 0), values) + _half(blocks, 2)
+
+
+def _q2_k(blocks: np.ndarray) -> np.ndarray:
+    scales = _half(blocks, 80) * (blocks[:, :16] & 15).astype(np.float32)
+    minima = _half(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
+    return _less_minima(_products(scales, _pairs(blocks[:, 16:80])), minima)
+
+
+def _q4_k(blocks: np.ndarray) -> np.ndarray:
+    return _of_eight_groups(blocks, _group_nibbles(blocks[:, 16:]))
+
+
+def _q5_k(blocks: np.ndarray) -> np.ndarray:
+    shifts = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
+    tops = ((blocks[:, None, 16:48] >> shifts) & 1).reshape(-1, 256)
+    return _of_eight_groups(blocks, _group_nibbles(blocks[:, 48:]) | tops << 4)
+
+
+def _group_nibbles(packed: np.ndarray) -> np.ndarray:
+    """Nibbles of 128 bytes: 32 low ones, the 32 high ones of these bytes, and so on."""
+    return _nibbles(packed.reshape(-1, 4, 32)).reshape(-1, 256)
+
+
+def _of_eight_groups(blocks: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Numbers of Q4_K and Q5_K, whose scales and minima of 6 bits share 12 bytes."""
+    first, second, last = np.split(blocks[:, 4:16], 3, axis=1)
+    scales = np.concatenate([first & 63, last & 15 | (first >> 6) << 4], axis=1)
+    minima = np.concatenate([second & 63, last >> 4 | (second >> 6) << 4], axis=1)
+    return _less_minima(
+        _products(_half(blocks, 0) * scales.astype(np.float32), values),
+        _half(blocks, 2) * minima.astype(np.float32),
+    )
+
+
+def _less_minima(numbers: np.ndarray, minima: np.ndarray) -> np.ndarray:
+    groups = numbers.reshape(*minima.shape, -1)
+    groups -= minima[:, :, None]
+    return numbers
+
+
+def _iq4_nl(blocks: np.ndarray) -> np.ndarray:
+    return _products(_half(blocks, 0), _IQ4_VALUES[_nibbles(blocks[:, 2:])])
+
+
+def _iq4_xs(blocks: np.ndarray) -> np.ndarray:
+    low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=-1).reshape(-1, 8)
+    shifts = np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4)
+    high = ((blocks[:, 2:4, None] >> shifts) & 3).reshape(-1, 8)
+    scales = _half(blocks, 0) * _signed(low | high << 4, 32).astype(np.float32)
+    nibbles = _nibbles(blocks[:, 8:].reshape(-1, 8, 16)).reshape(-1, 256)
+    return _products(scales, _IQ4_VALUES[nibbles])
+
+
+def _of_split(split: Split) -> Callable[[np.ndarray], np.ndarray]:
+    def dequantize(blocks: np.ndarray) -> np.ndarray:
+        values, scales = split(blocks)
+        return _products(scales, values)
+
+    return dequantize
+
+
+def _symmetric(
+    name: str, num_elements: int, num_bytes: int, split: Split, *, is_int4: bool = False
+) -> BlockType:
+    return BlockType(
+        name=name,
+        num_elements=num_elements,
+        num_bytes=num_bytes,
+        dequantize=_of_split(split),
+        split=split,
+        is_int4=is_int4,
+    )
+
+
+def _other(
+    name: str,
+    num_elements: int,
+    num_bytes: int,
+    dequantize: Callable[[np.ndarray], np.ndarray],
+) -> BlockType:
+    return BlockType(
+        name=name,
+        num_elements=num_elements,
+        num_bytes=num_bytes,
+        dequantize=dequantize,
+    )
+
+
+# By the number that a file has for each.
+TYPES = {
+    0: BlockType(name="F32", num_bytes=4),
+    1: BlockType(name="F16", num_bytes=2, dtype=np.dtype(np.float16)),
+    2: _symmetric("Q4_0", 32, 18, _split_q4_0, is_int4=True),
+    3: _other("Q4_1", 32, 20, _q4_1),
+    6: _symmetric("Q5_0", 32, 22, _split_q5_0),
+    7: _other("Q5_1", 32, 24, _q5_1),
+    8: _symmetric("Q8_0", 32, 34, _split_q8_0),
+    10: _other("Q2_K", 256, 84, _q2_k),
+    11: _symmetric("Q3_K", 256, 110, _split_q3_k, is_int4=True),
+    12: _other("Q4_K", 256, 144, _q4_k),
+    13: _other("Q5_K", 256, 176, _q5_k),
+    14: _symmetric("Q6_K", 256, 210, _split_q6_k),
+    20: _other("IQ4_NL", 32, 18, _iq4_nl),
+    23: _other("IQ4_XS", 256, 136, _iq4_xs),
+    30: BlockType(name="BF16", num_bytes=2, dtype=np.dtype(ml_dtypes.bfloat16)),
+}
+# Types that are not read, for messages.
+OTHER_TYPES = {
+    **{4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K"},
+    **{16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S"},
+    **{22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M"},
+    **{34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0"},
+}

@@ -1,0 +1,71 @@
+"""Every type reads as the numbers that llama.cpp's library makes of its blocks."""
+
+import gguf
+import numpy as np
+import pytest
+
+from jaxspec_checkpoints.gguf.blocks import OTHER_TYPES, TYPES, BlockType
+from jaxspec_checkpoints.quantization import GGUF_SCHEMES, INT4, dequantize
+
+Q = gguf.GGMLQuantizationType
+QUANTIZED = {n: kind for n, kind in TYPES.items() if kind.dequantize is not None}
+
+
+def random_blocks(kind: BlockType, count: int) -> np.ndarray:
+    """Any bytes: all values and scales, also infinite ones and NaN."""
+    random = np.random.default_rng(sum(kind.name.encode()))
+    return random.integers(0, 256, (count, kind.num_bytes), np.uint8)
+
+
+@pytest.mark.parametrize("number", TYPES, ids=lambda number: TYPES[number].name)
+def test_names_and_sizes_are_those_of_ggml(number):
+    kind = TYPES[number]
+    assert Q(number).name == kind.name
+    sizes = gguf.GGML_QUANT_SIZES[Q(number)]
+    assert sizes == (kind.num_elements, kind.num_bytes)
+
+
+def test_types_that_are_not_read_have_the_names_of_ggml():
+    theirs = {kind.value: kind.name for kind in Q}
+    assert {n: OTHER_TYPES.get(n, name) for n, name in theirs.items()} == theirs
+    assert not OTHER_TYPES.keys() & TYPES.keys()
+    assert len(OTHER_TYPES) >= 20
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("number", QUANTIZED, ids=lambda number: TYPES[number].name)
+def test_numbers_are_equal_to_the_last_bit(number):
+    kind = QUANTIZED[number]
+    assert kind.dequantize is not None
+    blocks = random_blocks(kind, 2000)
+    found = kind.dequantize(blocks)
+    expected = gguf.dequantize(blocks, Q(number))
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, expected)
+    # -0.0 is another number than 0.0, and a NaN has no sign.
+    is_number = ~np.isnan(expected)
+    np.testing.assert_array_equal(
+        np.signbit(found)[is_number], np.signbit(expected)[is_number]
+    )
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", GGUF_SCHEMES)
+def test_integers_times_scales_are_the_numbers(name):
+    [(number, kind)] = [item for item in TYPES.items() if item[1].name == name]
+    assert kind.split is not None
+    blocks = random_blocks(kind, 1000)
+    values, scales = kind.split(blocks)
+    assert values.dtype == np.int8 and scales.dtype == np.float32
+    scheme = GGUF_SCHEMES[name]
+    assert values.shape[1] // scales.shape[1] == scheme.group_size
+    assert kind.is_int4 == (scheme.kind == INT4)
+    expected = gguf.dequantize(blocks, Q(number))
+    np.testing.assert_array_equal(dequantize(values, scales), expected)
+    if kind.is_int4:
+        assert -8 <= values.min() and values.max() <= 7
+
+
+def test_types_with_minima_or_tables_are_not_split():
+    names = {kind.name for kind in TYPES.values() if kind.split is not None}
+    assert names == set(GGUF_SCHEMES)

@@ -1,0 +1,408 @@
+"""The parser reads headers as llama.cpp's library does, and refuses damaged ones."""
+
+import hashlib
+import json
+import struct
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec_checkpoints import CheckpointError
+from jaxspec_checkpoints.gguf import file as gguf_file
+from jaxspec_checkpoints.gguf.config import read_config
+from jaxspec_checkpoints.gguf.file import GgufFile, read_gguf
+from jaxspec_checkpoints.gguf.reading import _tensors
+from jaxspec_checkpoints.layout import Sizes
+from tests.checkpoints.gguf_files import real_gguf, write_gguf
+
+U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
+
+
+def text(content: str | bytes) -> bytes:
+    data = content.encode() if isinstance(content, str) else content
+    return struct.pack("<Q", len(data)) + data
+
+
+def entry(key: str | bytes, kind: int, value: bytes) -> bytes:
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def array(kind: int, count: int, values: bytes) -> bytes:
+    return struct.pack("<IQ", kind, count) + values
+
+
+def tensor(name: str, sizes: list[int], kind: int = 0, offset: int = 0) -> bytes:
+    form = f"<I{len(sizes)}QIQ"
+    return text(name) + struct.pack(form, len(sizes), *sizes, kind, offset)
+
+
+def build(
+    entries: list[bytes],
+    tensors: list[bytes],
+    *,
+    magic: bytes = b"GGUF",
+    version: int = 3,
+    num_tensors: int | None = None,
+    num_entries: int | None = None,
+    alignment: int = 32,
+    data: bytes = bytes(4096),
+) -> bytes:
+    count = len(tensors) if num_tensors is None else num_tensors
+    keys = len(entries) if num_entries is None else num_entries
+    head = magic + struct.pack("<IQQ", version, count, keys)
+    head += b"".join([*entries, *tensors])
+    return head + bytes(-len(head) % alignment) + data
+
+
+ALIGN = entry("general.alignment", U32, struct.pack("<I", 64))
+GOOD = build([ALIGN], [tensor("a", [8, 4]), tensor("b", [32, 2], 2, 128)], alignment=64)
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def test_all_types_of_values_are_read(tmp_path):
+    values: dict[str, tuple[int, str, Any]] = {
+        "u8": (U8, "<B", 200),
+        "i8": (I8, "<b", -3),
+        "u16": (U16, "<H", 60000),
+        "i16": (I16, "<h", -30000),
+        "u32": (U32, "<I", 2**32 - 1),
+        "i32": (I32, "<i", -(2**31)),
+        "f32": (F32, "<f", 1e-6),
+        "bool": (BOOL, "<?", True),
+        "u64": (U64, "<Q", 2**64 - 1),
+        "i64": (I64, "<q", -(2**63)),
+        "f64": (F64, "<d", 0.1),
+    }
+    entries = [
+        entry(key, kind, struct.pack(form, value))
+        for key, (kind, form, value) in values.items()
+    ]
+    entries += [
+        entry("text", STRING, text("Grüße")),
+        entry("strings", ARRAY, array(STRING, 3, text("a") + text("") + text("ü"))),
+        entry("none", ARRAY, array(STRING, 0, b"")),
+        entry("floats", ARRAY, array(F32, 2, struct.pack("<2f", 0.5, -1.0))),
+        entry("flags", ARRAY, array(BOOL, 2, b"\1\0")),
+    ]
+    found = read_gguf(write(tmp_path / "m.gguf", build(entries, []))).metadata
+    for key, (_, _, value) in values.items():
+        assert found[key] == value and type(found[key]) is type(value), key
+    assert found["text"] == "Grüße"
+    assert found["strings"] == ["a", "", "ü"] and found["none"] == []
+    np.testing.assert_array_equal(found["floats"], [0.5, -1.0])
+    np.testing.assert_array_equal(found["flags"], [True, False])
+
+
+def test_tensors_lie_where_the_header_says(tmp_path):
+    file = read_gguf(write(tmp_path / "m.gguf", GOOD))
+    assert file.version == 3 and file.tensors.keys() == {"a", "b"}
+    first, second = file.tensors["a"], file.tensors["b"]
+    assert first.shape == (4, 8) and second.shape == (2, 32)
+    assert first.offset % 64 == 0 and second.offset == first.offset + 128
+    assert first.num_bytes == 128 and second.num_bytes == 36
+    assert second.type.name == "Q4_0"
+
+
+def test_header_is_read_as_by_llama_cpps_library(tmp_path):
+    write_gguf(tmp_path / "m.gguf", default=gguf.GGMLQuantizationType.Q8_0)
+    check_like_library(tmp_path / "m.gguf")
+
+
+def check_like_library(path: Path) -> GgufFile:
+    file, theirs = read_gguf(path), gguf.GGUFReader(path)
+    keys = {key for key in theirs.fields if not key.startswith("GGUF.")}
+    assert file.metadata.keys() == keys
+    for key in keys:
+        value, found = theirs.fields[key].contents(), file.metadata[key]
+        if isinstance(found, np.ndarray):
+            np.testing.assert_array_equal(found, value)
+        elif isinstance(found, float):
+            assert np.float32(found) == np.float32(value)
+        else:
+            assert found == value
+    assert list(file.tensors) == [one.name for one in theirs.tensors]
+    for one in theirs.tensors:
+        ours = file.tensors[one.name]
+        assert ours.offset == one.data_offset and ours.num_bytes == one.n_bytes
+        assert ours.shape == tuple(reversed(one.shape.tolist()))
+        assert ours.type.name == one.tensor_type.name
+    return file
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64, 1000])
+def test_pieces_of_the_header_may_end_anywhere(tmp_path, monkeypatch, piece):
+    write_gguf(tmp_path / "m.gguf")
+    whole = read_gguf(tmp_path / "m.gguf")
+    monkeypatch.setattr(gguf_file, "_PIECE_BYTES", piece)
+    found = read_gguf(tmp_path / "m.gguf")
+    assert found.tensors == whole.tensors
+    tokens = "tokenizer.ggml.tokens"
+    assert found.metadata[tokens] == whole.metadata[tokens]
+
+
+BAD: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "it has 0 bytes, less than a header"),
+    "magic": (build([], [], magic=b"GGML"), "begins with b'GGML', not with b'GGUF'"),
+    "html": (b"<!DOCTYPE html><html>Log in</html>", "begins with b'<!DO'"),
+    "git lfs": (b"version https://git-lfs.github.com/spec/v1", "begins with b'vers'"),
+    "big-endian": (
+        b"GGUF" + struct.pack(">IQQ", 3, 1, 1) + bytes(64),
+        "it is big-endian: .*gguf-convert-endian",
+    ),
+    "version 1": (build([], [], version=1), "its version is 1, and 2 and 3 are read"),
+    "version 4": (build([], [], version=4), "its version is 4"),
+    "many tensors": (
+        build([], [], num_tensors=10**9),
+        "1,000,000,000 tensors, at most",
+    ),
+    "many keys": (build([], [], num_entries=2**63), "metadata keys, at most"),
+    "no such keys": (build([], [], num_entries=9, data=b""), "within its header"),
+    "long key": (
+        build([struct.pack("<Q", 2**60)], [], num_entries=1),
+        "within its header",
+    ),
+    "key not UTF-8": (
+        build([entry(b"\xff\xfe", U8, b"\0")], []),
+        "a metadata key is not UTF-8",
+    ),
+    "text not UTF-8": (
+        build([entry("k", STRING, text(b"\xff"))], []),
+        "value of 'k' is not UTF-8",
+    ),
+    "token not UTF-8": (
+        build([entry("k", ARRAY, array(STRING, 2, text("a") + text(b"\xc3")))], []),
+        "'k', string 1, is not UTF-8",
+    ),
+    "key twice": (build([ALIGN, ALIGN], []), "'general.alignment' is there twice"),
+    "tensor twice": (build([], [tensor("a", [8])] * 2), "tensor 'a' is there twice"),
+    "type of value": (
+        build([entry("k", 13, b"")], []),
+        "type 13, which does not exist",
+    ),
+    "type of values": (
+        build([entry("k", ARRAY, array(99, 1, b""))], []),
+        "are of type 99, which is not read",
+    ),
+    "nested": (
+        build([entry("k", ARRAY, array(ARRAY, 1, array(U8, 1, b"\0")))], []),
+        "are of an array, which is not read",
+    ),
+    "many strings": (
+        build([entry("k", ARRAY, array(STRING, 10**9, b""))], []),
+        "announces 1,000,000,000 values, and at most",
+    ),
+    "too many strings for the file": (
+        build([entry("k", ARRAY, array(STRING, 10**6, b""))], []),
+        "1,000,000 strings, more than the file has room for",
+    ),
+    "many numbers": (
+        build([entry("k", ARRAY, array(F64, 2**62, b""))], []),
+        "values, and at most",
+    ),
+    "too many numbers for the file": (
+        build([entry("k", ARRAY, array(F64, 10**6, b""))], []),
+        "within its header",
+    ),
+    "long string in a list": (
+        build([entry("k", ARRAY, array(STRING, 1, struct.pack("<Q", 2**40)))], []),
+        "within its header",
+    ),
+    "alignment 0": (
+        build([entry("general.alignment", U32, bytes(4))], []),
+        "must be a power of two, got 0",
+    ),
+    "alignment 48": (
+        build([entry("general.alignment", U32, struct.pack("<I", 48))], []),
+        "must be a power of two, got 48",
+    ),
+    "alignment text": (
+        build([entry("general.alignment", STRING, text("32"))], []),
+        "must be a power of two, got '32'",
+    ),
+    "no dimensions": (build([], [tensor("a", [])]), "tensor 'a' has 0 dimensions"),
+    "five dimensions": (build([], [tensor("a", [1] * 5)]), "has 5 dimensions"),
+    "dimension 0": (build([], [tensor("a", [8, 0])]), r"sizes \[8, 0\]: expected at"),
+    "not whole blocks": (
+        build([], [tensor("a", [40], 2)]),
+        "the first a multiple of 32 for Q4_0",
+    ),
+    "overflow": (
+        build([], [tensor("a", [2**32, 2**32, 2**32])]),
+        "tensor 'a' ends at byte .* the file is truncated",
+    ),
+    "offset past the end": (
+        build([], [tensor("a", [8], 0, 2**40)]),
+        "tensor 'a' ends at byte",
+    ),
+    "offset wraps": (build([], [tensor("a", [8], 0, 2**64 - 32)]), "ends at byte"),
+    "offset not aligned": (
+        build([], [tensor("a", [8], 0, 4)]),
+        "has offset 4, no multiple of the alignment 32",
+    ),
+    "known type": (
+        build([], [tensor("a", [256], 16)]),
+        "'a' is of type IQ2_XXS, which is not supported. Choose .*F32, F16, Q4_0",
+    ),
+    "unknown type": (build([], [tensor("a", [256], 999)]), "is of type number 999"),
+    "shard count": (
+        build([entry("split.count", STRING, text("x"))], []),
+        "split.count must be an integer, got 'x'",
+    ),
+    "shard": (
+        build([entry("split.count", U16, struct.pack("<H", 3))], []),
+        "is one of 3 shards",
+    ),
+    "tensors of shards": (
+        build([entry("split.tensors.count", I32, struct.pack("<i", 3))], []),
+        "its shards hold 0 tensors, not 3",
+    ),
+    "list as count": (
+        build([entry("split.count", ARRAY, array(U8, 2, b"\1\1"))], []),
+        "split.count must be an integer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_damaged_files_are_refused(tmp_path, name):
+    content, message = BAD[name]
+    path = write(tmp_path / "m.gguf", content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=message) as caught:
+            read_gguf(path)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_limits_on_the_whole_header(tmp_path, monkeypatch):
+    strings = entry("k", ARRAY, array(STRING, 3, text("a") * 3))
+    path = write(tmp_path / "m.gguf", build([strings], []))
+    monkeypatch.setattr(gguf_file, "_MAX_STRINGS", 2)
+    with pytest.raises(CheckpointError, match="announces more than 2 strings"):
+        read_gguf(path)
+    monkeypatch.setattr(gguf_file, "_MAX_STRINGS", 3)
+    monkeypatch.setattr(gguf_file, "_PIECE_BYTES", 8)
+    monkeypatch.setattr(gguf_file, "_MAX_HEADER_BYTES", 40)
+    with pytest.raises(CheckpointError, match="header has more than 40 bytes"):
+        read_gguf(path)
+
+
+def test_every_truncation_is_noticed(tmp_path):
+    for size in range(len(GOOD) - 4096 + 128 + 36):
+        path = write(tmp_path / "m.gguf", GOOD[:size])
+        with pytest.raises(CheckpointError):
+            read_gguf(path)
+
+
+def test_names_of_shards_that_cannot_be(tmp_path):
+    for name in ("m-00003-of-00002.gguf", "m-00000-of-00002.gguf"):
+        with pytest.raises(CheckpointError, match="no name of a shard"):
+            read_gguf(write(tmp_path / name, GOOD))
+    with pytest.raises(CheckpointError, match="at most 1024 shards"):
+        read_gguf(write(tmp_path / "m-00001-of-99999.gguf", GOOD))
+    one = entry("split.count", U16, struct.pack("<H", 2))
+    for number in (1, 2):
+        content = build([one], [tensor("a", [8])])
+        write(tmp_path / f"n-0000{number}-of-00002.gguf", content)
+    with pytest.raises(CheckpointError, match="tensor 'a' is also in .*n-00001"):
+        read_gguf(tmp_path / "n-00001-of-00002.gguf")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> bytes:
+    """A model without a tokenizer, its header and some of its data."""
+    path = tmp_path_factory.mktemp("small") / "m.gguf"
+    write_gguf(path, has_tokenizer=False)
+    return path.read_bytes()
+
+
+def open_damaged(path: Path, content: bytes) -> None:
+    """Read a file's header, config and one row of each tensor."""
+    try:
+        file = read_gguf(write(path, content))
+        sizes = Sizes.from_config(read_config(file)[0])
+        for one in _tensors(file, sizes).values():
+            one.read(0, 1)
+    except CheckpointError as error:
+        assert "\n" not in str(error)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_changed_bytes_never_crash_the_parser(small, tmp_path_factory, data):
+    content = bytearray(small)
+    size = read_header_bytes(small)
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, size - 1))
+        changed = data.draw(st.binary(min_size=1, max_size=8))
+        content[place : place + len(changed)] = changed
+    if data.draw(st.booleans()):
+        del content[data.draw(st.integers(0, len(content))) :]
+    path = tmp_path_factory.getbasetemp() / "damaged.gguf"
+    tracemalloc.start()
+    try:
+        open_damaged(path, bytes(content))
+        assert tracemalloc.get_traced_memory()[1] < 16 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def read_header_bytes(content: bytes) -> int:
+    """Where the data begin: at a norm, which is first in the writer's order."""
+    return content.index(b"output_norm.weight") + 64
+
+
+@settings(max_examples=200, deadline=None)
+@given(content=st.binary(max_size=200))
+def test_any_bytes_after_the_magic(tmp_path_factory, content):
+    path = tmp_path_factory.getbasetemp() / "random.gguf"
+    open_damaged(path, b"GGUF" + struct.pack("<I", 3) + content)
+
+
+def test_real_file(golden):
+    """Names, offsets and numbers of Gemma 3 270M, opened in 0.2 s."""
+    path = real_gguf()
+    start = time.process_time()
+    file = read_gguf(path)
+    # 0.12 s of the processor; the bound leaves room for slower ones.
+    assert time.process_time() - start < 0.5
+    assert len(file.tensors) == 236 and len(file.metadata) == 33
+    assert len(file.metadata["tokenizer.ggml.tokens"]) == 262144
+    assert min(one.offset for one in file.tensors.values()) == 6_525_120
+    config, generation = read_config(file)
+    names = golden["config"].keys() & config.keys() - {"rms_norm_eps", "architectures"}
+    for name in names - {"model_type", "dtype", "torch_dtype"}:
+        assert config[name] == golden["config"][name], name
+    assert len(names) >= 14 and generation["eos_token_id"] == 1
+    tensors = _tensors(file, Sizes.from_config(config))
+    by_place = {each.source.rpartition(":")[2]: each for each in tensors.values()}
+    assert len(golden["tensor_checks"]) == 6
+    for check in golden["tensor_checks"]:
+        one = by_place[check["name"]]
+        digest = hashlib.sha256()
+        for _, rows in one.blocks():
+            if check["name"].endswith("norm.weight"):
+                rows = rows + np.float32(1)
+            digest.update(np.ascontiguousarray(rows, "<f4").data)
+        assert digest.hexdigest() == check["sha256_f32le"], check["name"]
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, Any]:
+    path = Path(__file__).parent / "data" / "gemma3_270m.json"
+    return json.loads(path.read_text(encoding="utf-8"))

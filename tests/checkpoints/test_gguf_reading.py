@@ -1,0 +1,251 @@
+"""A GGUF file is read as the model that was written into it."""
+
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxspec_checkpoints import (
+    CheckpointError,
+    model_files,
+    open_checkpoint,
+    read_config,
+)
+from jaxspec_checkpoints.gguf.reading import find_gguf
+from jaxspec_checkpoints.quantization import QuantizedTensor
+from jaxspec_checkpoints.report import describe
+from jaxspec_checkpoints.writing import write_checkpoint
+from tests.checkpoints.gguf_files import (
+    Q,
+    llama_name,
+    stored_values,
+    write_arrays,
+    write_gguf,
+)
+from tests.checkpoints.models import tiny_config, tiny_tensors, write_tiny
+
+# What llama.cpp's library can make; the others are tested by their blocks.
+WRITABLE = (Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0)
+PACKED = {Q.Q4_0: "int4", Q.Q5_0: "int8", Q.Q8_0: "int8"}
+
+
+@pytest.mark.parametrize("kind", WRITABLE, ids=lambda kind: kind.name)
+def test_tensors_are_those_that_were_written(tmp_path, kind):
+    expected = write_gguf(tmp_path / "m.gguf", default=kind)
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    assert checkpoint.format == "gguf"
+    assert checkpoint.tensors.keys() == expected.keys()
+    for name, values in expected.items():
+        tensor = checkpoint.tensors[name]
+        assert tensor.dtype == values.dtype
+        np.testing.assert_array_equal(tensor.whole(), values)
+        np.testing.assert_array_equal(tensor.read(3, 7), values[3:7])
+        assert isinstance(tensor, QuantizedTensor) == (
+            kind in PACKED and values.ndim == 2
+        )
+
+
+@pytest.mark.parametrize("kind", PACKED, ids=lambda kind: kind.name)
+def test_symmetric_types_stay_packed(tmp_path, kind):
+    expected = write_gguf(tmp_path / "m.gguf", default=kind)
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensor = open_checkpoint(tmp_path / "m.gguf").tensors[name]
+    assert isinstance(tensor, QuantizedTensor)
+    assert tensor.values.dtype.name == PACKED[kind]
+    assert tensor.scales.shape == (256, 512 // 32)
+    values = tensor.values.whole().astype(np.float32).reshape(256, -1, 32)
+    numbers = values * tensor.scales.whole()[:, :, None]
+    np.testing.assert_array_equal(numbers.reshape(256, 512), expected[name])
+    head = tensor.head(5)
+    np.testing.assert_array_equal(head.whole(), expected[name][:5])
+    np.testing.assert_array_equal(head.scales.whole(), tensor.scales.whole()[:5])
+
+
+def test_types_are_mixed_in_one_file(tmp_path):
+    kinds = {"token_embd": Q.F16, "ffn_down": Q.Q8_0, "attn_v": Q.BF16}
+    expected = write_gguf(tmp_path / "m.gguf", kinds=kinds, default=Q.Q4_0)
+    tensors = open_checkpoint(tmp_path / "m.gguf").tensors
+    for name, values in expected.items():
+        np.testing.assert_array_equal(tensors[name].whole(), values)
+    assert tensors["model.embed_tokens.weight"].dtype == np.float16
+    assert tensors["model.layers.0.self_attn.v_proj.weight"].dtype == ml_dtypes.bfloat16
+
+
+def test_norms_are_stored_with_one_added(tmp_path):
+    config = tiny_config("2b", vocab_size=8192)
+    tensors = tiny_tensors(config)
+    write_gguf(tmp_path / "m.gguf", config, tensors)
+    read = open_checkpoint(tmp_path / "m.gguf").tensors
+    for name, values in tensors.items():
+        if values.ndim == 1:
+            found = read[name].whole()
+            np.testing.assert_allclose(found, values, rtol=0, atol=1.2e-7)
+            np.testing.assert_array_equal(1 + found, 1 + values)
+
+
+def test_fused_queries_keys_and_values_are_told_apart(tmp_path):
+    config = tiny_config("2b", hidden_size=256, vocab_size=512, num_hidden_layers=1)
+    tensors = tiny_tensors(config)
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    parts = [tensors[name] for name in names]
+    rest = {name: each for name, each in tensors.items() if name not in names}
+    arrays = {llama_name(name): values for name, values in rest.items()}
+    fused = arrays | {"blk.0.attn_qkv.weight": np.concatenate(parts)}
+    write_arrays(tmp_path / "m.gguf", config, fused)
+    read = open_checkpoint(tmp_path / "m.gguf").tensors
+    for name, part in zip(names, parts, strict=True):
+        np.testing.assert_array_equal(read[name].whole(), part)
+        np.testing.assert_array_equal(read[name].read(1, 3), part[1:3])
+    fused = arrays | {"blk.0.attn_qkv.weight": parts[0]}
+    write_arrays(tmp_path / "m.gguf", config, fused)
+    with pytest.raises(CheckpointError, match=r"attn_qkv.*expected 128 rows"):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
+def test_folder_stands_for_the_one_file_in_it(tmp_path):
+    expected = write_gguf(tmp_path / "m.gguf")
+    (tmp_path / "mmproj-m.gguf").write_bytes(b"a projector of images")
+    (tmp_path / "README.md").write_text("hello")
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.format == "gguf" and checkpoint.folder == tmp_path
+    assert checkpoint.tensors.keys() == expected.keys()
+    assert model_files(tmp_path) == {"model.gguf": tmp_path / "m.gguf"}
+    assert model_files(tmp_path / "m.gguf") == {"model.gguf": tmp_path / "m.gguf"}
+    assert read_config(tmp_path) == read_config(tmp_path / "m.gguf")
+    (tmp_path / "other.gguf").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"several models: name one .* m.gguf, o"):
+        open_checkpoint(tmp_path)
+
+
+def test_safetensors_go_before_gguf(tmp_path):
+    write_tiny(tmp_path, family="2b", num_hidden_layers=1)
+    write_gguf(tmp_path / "m.gguf")
+    assert open_checkpoint(tmp_path).format == "hf"
+    assert "model.gguf" not in model_files(tmp_path)
+    assert read_config(tmp_path)[0]["num_hidden_layers"] == 1
+
+
+def test_config_is_that_of_the_file_and_not_a_stub_beside_it(tmp_path):
+    write_gguf(tmp_path / "m.gguf")
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
+    (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
+    config, generation = read_config(tmp_path)
+    assert config["model_type"] == "gemma2" and config["num_hidden_layers"] == 2
+    assert generation == {"top_k": 7}
+    checkpoint = open_checkpoint(tmp_path)
+    assert (checkpoint.config, checkpoint.generation_config) == (config, generation)
+
+
+def test_a_file_outside_the_folder_is_not_reached(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "folder").mkdir()
+    write_gguf(tmp_path / "elsewhere" / "m.gguf")
+    (tmp_path / "folder" / "m.gguf").symlink_to(tmp_path / "elsewhere" / "m.gguf")
+    with pytest.raises(CheckpointError, match="points outside its folder"):
+        open_checkpoint(tmp_path / "folder")
+    # One that a user names may lie anywhere.
+    assert open_checkpoint(tmp_path / "folder" / "m.gguf").format == "gguf"
+
+
+def test_shards_are_one_model(tmp_path):
+    config = tiny_config("2b", vocab_size=512)
+    tensors = tiny_tensors(config)
+    arrays = {
+        llama_name(name): stored_values(name, values)
+        for name, values in tensors.items()
+    }
+    write_arrays(tmp_path / "m.gguf", config, arrays, split_max_tensors=9)
+    files = sorted(tmp_path.glob("*.gguf"))
+    assert [file.name for file in files] == [
+        f"m-0000{number}-of-00003.gguf" for number in (1, 2, 3)
+    ]
+    for path in (tmp_path, *files):
+        read = open_checkpoint(path).tensors
+        assert read.keys() == tensors.keys()
+        for name, values in tensors.items():
+            np.testing.assert_allclose(read[name].whole(), values, atol=1.2e-7)
+    assert find_gguf(tmp_path) == files[0]
+    files[1].rename(tmp_path / "other")
+    with pytest.raises(CheckpointError, match="00002-of-00003.gguf is missing"):
+        open_checkpoint(files[0])
+    files[0].rename(tmp_path / "renamed.gguf")
+    with pytest.raises(CheckpointError, match="is one of 3 shards: keep them in one"):
+        open_checkpoint(tmp_path / "renamed.gguf")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(architecture="llama"), "general.architecture.*'gemma2' or 'gemma3', got"),
+        (dict(architecture="gemma3n"), "got 'gemma3n'"),
+        (dict(architecture="gemma-embedding"), "got 'gemma-embedding'"),
+        (
+            dict(gemma2__rope__scaling__type="yarn", gemma2__rope__scaling__factor=2.0),
+            "rope.scaling.type.*'linear' or 'none', got 'yarn'",
+        ),
+        (dict(gemma2__rope__freq_base="x"), "freq_base' must be a number, got 'x'"),
+    ],
+)
+def test_models_that_are_not_read(tmp_path, change, message):
+    change = dict(change)
+    architecture = change.pop("architecture", "gemma2")
+    path = tmp_path / "m.gguf"
+    write_gguf(path, has_tokenizer=False, architecture=architecture, **change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tensor_of_another_network_is_refused(tmp_path):
+    config = tiny_config("2b", vocab_size=512)
+    path = tmp_path / "m.gguf"
+    arrays = {
+        "token_embd.weight": np.zeros((512, 72), np.float32),
+        "blk.0.ffn_gate_exps.weight": np.zeros((2, 8), np.float32),
+    }
+    write_arrays(path, config, arrays)
+    with pytest.raises(
+        CheckpointError, match="'blk.0.ffn_gate_exps.weight' is not part"
+    ):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("kind", [Q.Q8_0, Q.Q4_1], ids=lambda kind: kind.name)
+def test_a_matrix_is_never_whole_in_memory(tmp_path, kind):
+    config = tiny_config("2b", hidden_size=1024, intermediate_size=64)
+    config |= dict(vocab_size=16384, num_hidden_layers=1)
+    rows = np.zeros((config["vocab_size"], 1024), np.float32)
+    rows[::7] = 1
+    tensors = tiny_tensors(config) | {"model.embed_tokens.weight": rows}
+    write_gguf(tmp_path / "m.gguf", config, tensors, default=kind, has_tokenizer=False)
+    del tensors
+    embedding = open_checkpoint(tmp_path / "m.gguf").tensors[
+        "model.embed_tokens.weight"
+    ]
+    tracemalloc.start()
+    try:
+        for start, found in embedding.blocks():
+            expected = rows[start : start + len(found), ::64]
+            np.testing.assert_allclose(found[:, ::64], expected, atol=3e-4)
+        # Of 64 MiB: two blocks of 4 MiB, and what they are made of.
+        assert tracemalloc.get_traced_memory()[1] < 24 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("to", ["hf", "orbax"])
+def test_conversion_keeps_the_numbers(tmp_path, to):
+    expected = write_gguf(tmp_path / "m.gguf", default=Q.Q8_0)
+    source = open_checkpoint(tmp_path / "m.gguf")
+    write_checkpoint(source, tmp_path / "model", to=to, progress=False)
+    written = open_checkpoint(tmp_path / "model")
+    for name, values in expected.items():
+        np.testing.assert_array_equal(written.tensors[name].whole(), values)
+    assert written.config["torch_dtype"] == "float32"
+
+
+def test_report_names_format_and_types(tmp_path):
+    write_gguf(tmp_path / "m.gguf", default=Q.Q4_0)
+    report = describe(open_checkpoint(tmp_path / "m.gguf"))
+    assert "gguf (llama.cpp GGUF)" in report and "int4" in report

@@ -1,0 +1,216 @@
+"""Metadata become the tokenizer that the model had, with the same ids and pieces."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from jaxspec.errors import ConfigError, RequestError
+from jaxspec.text.tokenizer import Tokenizer, check_same_tokenizer
+from jaxspec_checkpoints import CheckpointError, bundled_target, open_checkpoint
+from jaxspec_checkpoints.counting import count_tokens
+from jaxspec_checkpoints.gguf.file import GgufFile, read_gguf
+from jaxspec_checkpoints.gguf.tokenizer import chat_template, tokenizer_model
+from jaxspec_checkpoints.writing import write_checkpoint
+from tests.checkpoints.gguf_files import real_gguf, write_gguf
+from tests.texts import SPECIAL, texts
+
+BUNDLED = bundled_target()
+# What Gemma 3 itself has, shortened.
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '<start_of_turn>' + ('model' if "
+    "message['role'] == 'assistant' else message['role']) + '\n' + message['content'] "
+    "| trim + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "m.gguf"
+    write_gguf(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, Any]:
+    path = Path(__file__).parent / "data" / "gemma3_270m.json"
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_texts_have_the_ids_of_the_bundled_tokenizer(path):
+    found, expected = Tokenizer.from_folder(path), Tokenizer.from_folder(BUNDLED)
+    given = [*texts(), *SPECIAL, " " * 40 + "x", "a\n\n\n\nb"]
+    assert len(given) > 10_000
+    for text in given:
+        ids = expected.encode(text)
+        assert found.encode(text) == ids, text
+        plain = expected.encode(text, parse_special_tokens=False)
+        assert found.encode(text, parse_special_tokens=False) == plain, text
+    assert found.decode(ids) == expected.decode(ids)
+
+
+def test_pieces_are_those_of_the_bundled_tokenizer(path):
+    found, expected = Tokenizer.from_folder(path), Tokenizer.from_folder(BUNDLED)
+    check_same_tokenizer(expected, found)
+    assert found.vocab_size == expected.vocab_size
+    assert found.pieces.named == expected.pieces.named
+    assert found.pieces.special == expected.pieces.special
+    ids = range(expected.vocab_size)
+    assert list(map(found.is_byte, ids)) == list(map(expected.is_byte, ids))
+    assert found.has_turns and found.chat_template is None and not found.turn_end_ids
+
+
+def test_template_comes_from_the_metadata(tmp_path):
+    write_gguf(tmp_path / "m.gguf", tokenizer__chat_template=TEMPLATE)
+    tokenizer = Tokenizer.from_folder(tmp_path / "m.gguf")
+    expected = Tokenizer.from_folder(BUNDLED)
+    messages = [{"role": "user", "content": "Tell me a story."}]
+    found = tokenizer.apply_chat_template(messages)
+    assert found == expected.apply_chat_template(messages)
+    assert tokenizer.turn_end_ids == expected.turn_end_ids != ()
+    assert tokenizer.chat_template is not None
+    assert str(tmp_path / "m.gguf") in tokenizer.chat_template.source
+
+
+def test_template_runs_in_the_sandbox(tmp_path):
+    attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    write_gguf(tmp_path / "m.gguf", tokenizer__chat_template=attack)
+    tokenizer = Tokenizer.from_folder(tmp_path / "m.gguf")
+    with pytest.raises((ConfigError, RequestError), match="sandbox of templates forb"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_files_beside_a_file_in_a_folder_go_first(tmp_path):
+    write_gguf(tmp_path / "m.gguf", tokenizer__chat_template=TEMPLATE)
+    text = json.dumps({"chat_template": "{{ messages[0]['content'] }}"})
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    found = Tokenizer.from_folder(tmp_path)
+    assert found.chat_template is not None
+    assert found.chat_template.text == "{{ messages[0]['content'] }}"
+    named = Tokenizer.from_folder(tmp_path / "m.gguf")
+    assert named.chat_template is not None and named.chat_template.text == TEMPLATE
+
+
+def test_conversion_writes_the_tokenizer(tmp_path):
+    write_gguf(
+        tmp_path / "m.gguf",
+        tokenizer__chat_template=TEMPLATE,
+        general__sampling__top_k=64,
+    )
+    source = open_checkpoint(tmp_path / "m.gguf")
+    write_checkpoint(source, tmp_path / "model", to="hf", progress=False)
+    written = open_checkpoint(tmp_path / "model")
+    assert written.generation_config == source.generation_config
+    assert written.generation_config["top_k"] == 64
+    found, expected = (
+        Tokenizer.from_folder(tmp_path / "model"),
+        Tokenizer.from_folder(tmp_path / "m.gguf"),
+    )
+    assert found.digest == expected.digest
+    assert found.chat_template is not None and found.chat_template.text == TEMPLATE
+    config = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    assert (config["bos_token"], config["eos_token"]) == ("<bos>", "<eos>")
+    assert config["add_bos_token"] is True
+
+
+def test_tokens_of_a_gguf_are_counted(path, tmp_path):
+    (tmp_path / "text.txt").write_text("Once upon a time there was a dragon.")
+    counts = count_tokens(
+        open_checkpoint(path), [tmp_path / "text.txt"], progress=False
+    )
+    ids = Tokenizer.from_folder(path).encode("Once upon a time there was a dragon.")
+    assert counts.frequency.sum() == len(ids) - 1  # without <bos>
+    assert all(counts.frequency[token] for token in ids[1:])
+    assert counts.special[:3] == [0, 1, 2]
+
+
+def test_a_file_without_a_tokenizer(tmp_path):
+    write_gguf(tmp_path / "m.gguf", has_tokenizer=False)
+    message = r"m.gguf has no tokenizer \(tokenizer.ggml.tokens\): name a folder"
+    with pytest.raises(ConfigError, match=message):
+        Tokenizer.from_folder(tmp_path / "m.gguf")
+    source = open_checkpoint(tmp_path / "m.gguf")
+    write_checkpoint(source, tmp_path / "model", to="hf", progress=False)
+    assert not (tmp_path / "model" / "tokenizer.model").exists()
+
+
+def changed(path: Path, **changes: Any) -> GgufFile:
+    """A header with other metadata; None takes a key out."""
+    file = read_gguf(path)
+    given = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+    merged = {**file.metadata, **given}
+    present = {key: value for key, value in merged.items() if value is not None}
+    return GgufFile(path=path, version=3, metadata=present, tensors=file.tensors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "gpt2"}, "tokenizer.ggml.model' must be 'llama'.*got 'gpt2'"),
+        ({"model": None}, "must be 'llama' .* got nothing"),
+        ({"tokens": []}, "has no tokenizer"),
+        ({"scores": None}, "scores' must be 8,192 numbers, one for each token"),
+        ({"scores": np.zeros(7, np.float32)}, "must be 8,192 numbers"),
+        ({"token_type": np.ones(8191, np.int32)}, "must be 8,192 numbers"),
+        ({"token_type": np.full(8192, 9)}, "token 0, '<pad>'|token .* has type 9"),
+        ({"bos_token_id": None}, "the tokenizer has no bos token: its id is -1 of"),
+        ({"unknown_token_id": 8192}, "no unk token: its id is 8192 of 8,192"),
+        ({"eos_token_id": "1"}, "eos_token_id' must be an integer, got '1'"),
+    ],
+)
+def test_metadata_of_no_tokenizer(path, changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        tokenizer_model(changed(path, **changes))
+
+
+def test_a_template_that_is_no_text(path):
+    file = read_gguf(path)
+    metadata = {**file.metadata, "tokenizer.chat_template": 7}
+    broken = GgufFile(path=path, version=3, metadata=metadata, tensors={})
+    with pytest.raises(CheckpointError, match="chat_template' must be a string, got 7"):
+        chat_template(broken)
+
+
+def test_a_tuned_files_end_of_turn_is_not_its_end_of_text(path):
+    token = read_gguf(path).metadata["tokenizer.ggml.tokens"].index("<end_of_turn>")
+    processor = sentencepiece.SentencePieceProcessor()
+    model = tokenizer_model(changed(path, eos_token_id=token, padding_token_id=None))
+    processor.LoadFromSerializedProto(model)
+    assert processor.eos_id() == 1 and processor.bos_id() == 2
+
+
+def test_space_before_a_text_is_that_of_the_file(path):
+    for has_prefix, expected in ((True, "\u2581a"), (False, "a")):
+        processor = sentencepiece.SentencePieceProcessor()
+        model = tokenizer_model(changed(path, add_space_prefix=has_prefix))
+        processor.LoadFromSerializedProto(model)
+        assert "".join(processor.encode("a", out_type=str)) == expected
+
+
+def test_real_tokenizer(golden):
+    """Ids of llama.cpp and of HuggingFace's tokenizers for Gemma 3's own files."""
+    tokenizer = Tokenizer.from_folder(real_gguf())
+    assert tokenizer.vocab_size == 262144
+    assert tokenizer.pieces.special == {
+        "<pad>": 0,
+        "<eos>": 1,
+        "<bos>": 2,
+        "<unk>": 3,
+        "<start_of_turn>": 105,
+        "<end_of_turn>": 106,
+    }
+    assert tokenizer.chat_template is None
+    assert len(golden["tokenizer_checks"]) == 18 and len(golden["prompts"]) == 7
+    checks = [(one["text"], one["ids"]) for one in golden["tokenizer_checks"]]
+    checks += [(one["text"], one["token_ids"]) for one in golden["prompts"]]
+    checks += [(one["text"], [2, *one["ids"]]) for one in golden["tokenizer_texts"]]
+    assert len(checks) == 59
+    for text, ids in checks:
+        assert [2, *tokenizer.encode(text, add_special_tokens=False)] == ids, text
+    # Runs of spaces are spelled as in the files of other formats.
+    assert tokenizer.id_to_piece(138) == "\u2581\u2581"
+    assert tokenizer.decode([236776, 138, 236763]) == "A  b"
