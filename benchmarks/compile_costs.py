@@ -41,7 +41,7 @@ from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.engine.scheduling.shapes import GREEDY, SAMPLED, EveryProgram, Shapes
 from jaxspec.program.plan import TILE, StepShape
 from jaxspec.program.step import lower_step
-from jaxspec_checkpoints.gemma2.published import published_config
+from jaxspec_checkpoints.gemma.published import published_config
 
 RESULT = Path(__file__).with_name("results") / "compile-costs.json"
 NUM_DRAFT_TOKENS = 5

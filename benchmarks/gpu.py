@@ -35,7 +35,7 @@ from jaxspec.bench.ceiling import speed_up_ceiling
 from jaxspec.bench.report import commit, machine, now, versions, write_whole
 from jaxspec.config import ModelConfig
 from jaxspec.models.families import config_from_hf
-from jaxspec_checkpoints.gemma2.published import published_config
+from jaxspec_checkpoints.gemma.published import published_config
 
 HERE = Path(__file__).parent
 PAIRS = {"9b-2b": ("9b", "2b"), "27b-2b": ("27b", "2b")}

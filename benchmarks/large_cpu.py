@@ -22,7 +22,7 @@ from benchmarks.cpu_pair import warn_unless_quiet
 from jaxspec import LLM, SamplingParams
 from jaxspec.bench.bandwidth import copy_bandwidth
 from jaxspec.bench.report import record
-from jaxspec_checkpoints.gemma2.published import published_config
+from jaxspec_checkpoints.gemma.published import published_config
 from jaxspec_kernels import native
 
 RESULT = Path(__file__).with_name("results") / "large-cpu.json"

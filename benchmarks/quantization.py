@@ -40,7 +40,7 @@ from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.quality import KV_POOLS, Reader, chosen, compare, cut
 from jaxspec_checkpoints import Sizes, tensor_shapes
 from jaxspec_checkpoints.counting import read_texts
-from jaxspec_checkpoints.gemma2.published import published_config
+from jaxspec_checkpoints.gemma.published import published_config
 from jaxspec_checkpoints.layout import EMBEDDING
 from jaxspec_checkpoints.quantization import VALUE_TYPES, named_scheme
 

@@ -18,7 +18,7 @@ Reading order, from a user's call down to the device:
 7. `jaxspec.engine.runner`: the door between the host and the device.
 8. `jaxspec.program.step`: the program; then `jaxspec.program.propose`,
    `jaxspec.program.forward`, `jaxspec.program.verify` and `jaxspec.program.walk`.
-9. `jaxspec.models.gemma2.network`: the network. `jaxspec.sharding`: how it lies on
+9. `jaxspec.models.gemma.network`: the network. `jaxspec.sharding`: how it lies on
    devices.
 
 Beside them: what command lines share (`jaxspec.console`, `jaxspec.progress`), and

@@ -45,10 +45,11 @@ MAX_DTYPE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}
 MAX_PAGE_SIZE = 256
 MAX_LOGPROBS = 1024  # told per token: every launch brings them to the host
 MAX_SCHEDULER_STEPS = 64  # a result has room for all of them
-PAIR_HINT = (
-    "Choose a draft of the target's family; of Gemma 2, these pairs work (target <- "
-    "draft): 27b <- 9b, 27b <- 2b, 9b <- 2b."
-)
+
+
+def draft_hint(target: ModelConfig) -> str:
+    """Say which draft models fit a target."""
+    return f"Choose a draft of the target's family. {target.draft_hint}".rstrip()
 
 
 def kv_widths(kv_cache_dtype: str, dtype_bytes: int) -> tuple[int, int]:
@@ -246,12 +247,16 @@ class EngineConfig:
                 self._check_head(speculative)
         if speculative is None or self.draft_model_config is None:
             return
-        target_vocab = self.model_config.vocab_size
-        draft_vocab = self.draft_model_config.vocab_size
-        if target_vocab != draft_vocab:
+        target, draft = self.model_config, self.draft_model_config
+        if target.vocab_size != draft.vocab_size:
+            reason = ""
+            if target.family != draft.family:
+                families = f"{target.family} and {draft.family}"
+                reason = f"{families} have different vocabularies. "
             raise ConfigError(
                 "Target and draft must share one vocabulary: the target has "
-                f"{target_vocab} tokens, the draft {draft_vocab}. {PAIR_HINT}",
+                f"{target.vocab_size} tokens, the draft {draft.vocab_size}. {reason}"
+                f"{draft_hint(target)}",
                 parameter="speculative_model",
                 value=speculative.model,
             )

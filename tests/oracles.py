@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+)
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.backend import Backend
@@ -54,9 +59,44 @@ def make_hf_model(seed: int = 0, sharpness: float = 3.0, **changes: Any) -> Any:
             zero, where neither a soft-cap nor a window changes anything.
     """
     given: dict[str, Any] = TINY | changes | {"attn_implementation": "eager"}
-    config = Gemma2Config(**given)
     torch.manual_seed(seed)
-    model = Gemma2ForCausalLM(config).float().eval()
+    return _sharpen(Gemma2ForCausalLM(Gemma2Config(**given)), sharpness)
+
+
+# Every pitfall of the architecture binds: one KV head, scaled positions in the one
+# global layer of the first six and none in the others, a window shorter than prompts, a
+# query scalar that is not the width of a head, and layers beyond the last whole period.
+TINY_GEMMA3: dict[str, Any] = dict(
+    vocab_size=96,
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    head_dim=16,
+    query_pre_attn_scalar=7,
+    sliding_window=8,
+    sliding_window_pattern=6,
+    rope_theta=1000.0,
+    rope_local_base_freq=100.0,
+    rope_scaling={"rope_type": "linear", "factor": 8.0},
+    max_position_embeddings=512,
+    pad_token_id=0,
+    eos_token_id=1,
+    bos_token_id=2,
+)
+
+
+def make_gemma3(seed: int = 0, sharpness: float = 2.0, **changes: Any) -> Any:
+    """A random Gemma 3 in float32 whose window, rotations and norms bind."""
+    given: dict[str, Any] = TINY_GEMMA3 | changes | {"attn_implementation": "eager"}
+    torch.manual_seed(seed)
+    return _sharpen(Gemma3ForCausalLM(Gemma3TextConfig(**given)), sharpness)
+
+
+def _sharpen(model: Any, sharpness: float) -> Any:
+    """Draw all parameters anew, in float32."""
+    model = model.float().eval()
     with torch.no_grad():
         for name, value in model.named_parameters():
             if value.ndim == 2:
@@ -83,10 +123,7 @@ def hf_tensors(model: Any) -> dict[str, Tensor]:
 
 def model_config(model: Any, **changes: Any) -> ModelConfig:
     """Our config of a HuggingFace model; `changes` are fields of it."""
-    config = config_from_hf(
-        model.config.to_dict() | {"architectures": ["Gemma2ForCausalLM"]}
-    )
-    return dataclasses.replace(config, **changes)
+    return dataclasses.replace(config_from_hf(model.config.to_dict()), **changes)
 
 
 def init_kv_pages(

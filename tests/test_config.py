@@ -11,7 +11,7 @@ from jaxspec.config import (
 )
 from jaxspec.errors import ConfigError
 from jaxspec.models.families import config_from_folder, config_from_hf
-from jaxspec.models.gemma2.config import Gemma2Config
+from jaxspec.models.gemma.config import Gemma2Config
 from tests.defaults import DEFAULTS
 
 # google/gemma-2-2b-it, as published.

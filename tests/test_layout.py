@@ -34,24 +34,16 @@ ALLOWED_FILES = {
 # Modules with no test file of their own: the file that tests them, and why.
 TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
     "jaxspec/models/__init__.py": (
-        "tests/models/gemma2/test_module.py",
+        "tests/models/gemma/test_module.py",
         "what it owns is an address",
     ),
-    "jaxspec/models/gemma2/__init__.py": (
-        "tests/models/gemma2/test_module.py",
+    "jaxspec/models/gemma/__init__.py": (
+        "tests/models/gemma/test_module.py",
         "what it owns is an address",
     ),
-    "jaxspec/models/gemma2/config.py": (
-        "tests/test_config.py",
-        "a part of the engine's config",
-    ),
-    "jaxspec/models/gemma2/turns.py": (
+    "jaxspec/models/gemma/turns.py": (
         "tests/text/test_chat_turns.py",
         "turns are how a chat is written",
-    ),
-    "jaxspec/models/layers.py": (
-        "tests/models/gemma2/test_network.py",
-        "a network is made of layers",
     ),
     "jaxspec/models/matrices.py": (
         "tests/models/test_cpu.py",
@@ -62,7 +54,7 @@ TESTED_ELSEWHERE: dict[str, tuple[str, str]] = {
         "the command line does nothing else",
     ),
     "jaxspec/models/variables.py": (
-        "tests/models/gemma2/test_module.py",
+        "tests/models/gemma/test_module.py",
         "Flax modules are made of its variables",
     ),
     "jaxspec/models/network.py": (

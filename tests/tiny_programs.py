@@ -13,7 +13,7 @@ from jaxspec.program.plan import PoolShape, StepShape
 from jaxspec.program.state import EngineState
 from jaxspec.program.step import ProgramConfig
 from jaxspec.sharding import make_mesh
-from jaxspec_checkpoints.gemma2.published import published_config
+from jaxspec_checkpoints.gemma.published import published_config
 
 SHAPE = StepShape(num_seqs=1, num_draft_tokens=2, chunk=0)
 POOL = PoolShape(num_rows=1, num_pages=4, page_size=4, max_model_len=8, vocab_size=16)

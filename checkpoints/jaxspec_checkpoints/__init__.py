@@ -1,6 +1,6 @@
 """Where weights enter and leave: every format is read into one canonical form.
 
-Reading order: `tensor` and `layout` (the canonical form), `gemma2` (the family that is
+Reading order: `tensor` and `layout` (the canonical form), `gemma` (the family that is
 known here), `checkpoint` (a whole model),
 `reading` (which format is it), one module per format, `placement` (to the devices; the
 only module that imports jax, and not imported here).
@@ -13,10 +13,11 @@ from jaxspec_checkpoints.bundled import (
     bundled_draft,
     bundled_head,
     bundled_target,
+    packaged_gemma3,
 )
 from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.errors import CheckpointError
-from jaxspec_checkpoints.gemma2.published import tensor_shapes
+from jaxspec_checkpoints.gemma.published import tensor_shapes
 from jaxspec_checkpoints.layout import Layout, Sizes, check_tensors
 from jaxspec_checkpoints.reading import model_files, open_checkpoint, read_config
 from jaxspec_checkpoints.tensor import Tensor, in_memory
@@ -35,6 +36,7 @@ __all__ = [
     "in_memory",
     "model_files",
     "open_checkpoint",
+    "packaged_gemma3",
     "read_config",
     "tensor_shapes",
 ]

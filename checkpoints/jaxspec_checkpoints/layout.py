@@ -14,7 +14,10 @@ from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.tensor import Tensor
 
 EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 DTYPES = ("float32", "bfloat16", "float16")
+# First parts of the canonical names, after `model.`.
+_PARTS = ("embed_tokens.", "layers.", "norm.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,30 +61,103 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FlaxForm:
+    """What differs between the Flax trees of families.
+
+    Attributes:
+        name: Begins the name of a folder that holds a tree.
+        has_qk_norm: Whether heads of queries and keys are normalized.
+        pad_rows: Rows that are written after the vocabulary.
+        model_first: Published sizes whose `gating_einsum` is (2, model, hidden); all
+            others have (2, hidden, model).
+        skipped: First parts of paths that are not the text model's.
+        config: The `config.json` of a published size.
+    """
+
+    name: str
+    has_qk_norm: bool
+    pad_rows: int
+    model_first: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    config: Callable[[str], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """What is particular to the tensors of one family.
 
     Attributes:
         title: What people call the family.
+        model_types: The `model_type` of each `config.json` that describes one.
         tensor_shapes: Shape of every tensor of a model, by its canonical name.
         published: Sizes of the models that there are, by their names.
         turn_markers: Pieces that begin and end a turn of a chat, where it has any.
         pad_rows: That some formats have after the vocabulary; no token has them.
         config_of: The `config.json` of a published model, by a name that it has in a
             hub; None for names of no such model.
+        text_config: Returns the flat `config.json` of the text model, with the format's
+            defaults filled in; applied twice, it changes nothing.
+        prefixes: What files write before `layers`, `embed_tokens` and `norm`.
+        skipped: First parts of names of tensors that are not the text model's.
+        flax: The form of its Flax trees, where it has any.
     """
 
     title: str
+    model_types: tuple[str, ...] = ()
     tensor_shapes: Callable[[Sizes], dict[str, tuple[int, ...]]]
     published: Mapping[str, Sizes] = field(default_factory=dict)
     turn_markers: tuple[str, ...] = ()
     pad_rows: int = 0
     config_of: Callable[[str], dict[str, Any] | None] = lambda name: None
+    text_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    prefixes: tuple[str, ...] = ("model.",)
+    skipped: tuple[str, ...] = ()
+    flax: FlaxForm | None = None
+
+    def canonical_tensors(
+        self, tensors: Mapping[str, Tensor], vocab_size: int
+    ) -> dict[str, Tensor]:
+        """Rename a file's tensors, without those of other modalities and pad rows.
+
+        Raises:
+            CheckpointError: Two tensors of the file stand for the same one.
+        """
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if name.startswith(self.skipped):
+                continue
+            ours = self._canonical_name(name)
+            if ours in found:
+                raise CheckpointError(
+                    f"the checkpoint holds tensor {ours!r} twice: {found[ours].source} "
+                    f"and {tensor.source}"
+                )
+            rows = tensor.shape[0] if tensor.shape else 0
+            if ours in (EMBEDDING, HEAD) and rows == vocab_size + self.pad_rows:
+                tensor = tensor.head(vocab_size)
+            found[ours] = tensor
+        return found
+
+    def _canonical_name(self, name: str) -> str:
+        for prefix in sorted(self.prefixes, key=len, reverse=True):
+            part = name.removeprefix(prefix)
+            if name.startswith(prefix) and part.startswith(_PARTS):
+                return f"model.{part}"
+        is_head = name.endswith(f".{HEAD}") and name.removesuffix(HEAD) in {
+            prefix.removesuffix("model.") for prefix in self.prefixes
+        }
+        return HEAD if is_head else name
 
     def published_name(self, sizes: Sizes) -> str | None:
         """Return the name of the model with these sizes; None if there is none."""
         found = (name for name, each in self.published.items() if each == sizes)
         return next(found, None)
+
+    def is_model_first(self, sizes: Sizes) -> bool:
+        """Whether the Flax tree of a size has `gating_einsum` as (2, model, hidden)."""
+        return self.flax is not None and (
+            self.published_name(sizes) in self.flax.model_first
+        )
 
 
 def layout_of(config: Mapping[str, Any], layouts: Mapping[str, Layout]) -> Layout:

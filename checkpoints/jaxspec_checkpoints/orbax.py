@@ -63,12 +63,13 @@ def open_own(folder: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
                 f"{weights} holds tensor {name!r}, which {MANIFEST} does not list"
             )
     config = read_json(found["config.json"])
+    layout = layout_of(config, layouts)
+    config = layout.text_config(config)
     tensors = {
         name: _tensor(folder, name, record, arrays.get(name))
         for name, record in recorded.items()
     }
     tensors = unpack(config, tensors)
-    layout = layout_of(config, layouts)
     check_tensors(layout, Sizes.from_config(config), tensors)
     generation = found.get("generation_config.json")
     return Checkpoint(

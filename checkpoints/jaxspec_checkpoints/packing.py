@@ -17,9 +17,11 @@ from jaxspec_checkpoints.errors import CheckpointError
 from jaxspec_checkpoints.layout import DTYPES
 from jaxspec_checkpoints.quantization import (
     FP8,
+    GGUF,
     INT4,
     INT8,
     METHODS,
+    MixedScheme,
     QuantizedTensor,
     Scheme,
     derived,
@@ -43,7 +45,7 @@ _ASIDE = ("input_scale", "input_zero_point")
 _PACK, _PLAIN_INTS, _FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 
 
-def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
+def scheme_of(config: Mapping[str, Any]) -> Scheme | MixedScheme | None:
     """How the content of a `config.json` says that matrices are kept; None if plainly.
 
     Raises:
@@ -53,6 +55,8 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
     if given is None:
         return None
     method = given.get("quant_method") if isinstance(given, Mapping) else given
+    if method == GGUF:
+        return MixedScheme(types=tuple(given["tensor_types"].items()))
     if method not in METHODS:
         allowed = ", ".join(map(repr, METHODS))
         raise CheckpointError(
@@ -146,6 +150,11 @@ def unpack(
     scheme = scheme_of(config)
     if scheme is None:
         return dict(tensors)
+    if isinstance(scheme, MixedScheme):
+        raise CheckpointError(
+            "config.json: quantization_config names the quant_method 'gguf', and the "
+            "weights are in no GGUF file: remove quantization_config"
+        )
     modules: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")

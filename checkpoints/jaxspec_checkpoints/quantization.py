@@ -5,8 +5,10 @@ makes both of rows of numbers, on the host or within a jitted function; tensors 
 block by block while they are read, so that a model is never there in both forms.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import ml_dtypes
@@ -25,6 +27,8 @@ VALUE_TYPES = {
 }
 # What a checkpoint's config.json calls how it was quantized, where it can be read.
 METHODS = ("compressed-tensors", "awq", "gptq")
+# The method of a file that has a type for each tensor.
+GGUF = "gguf"
 # Features that share a scale, by default; None is all of an output.
 GROUP_SIZES = {INT8: None, INT4: 128, FP8: None}
 
@@ -57,6 +61,10 @@ class Scheme:
         """How the embedding is kept; None where it is left as it is."""
         return Scheme(kind=INT8) if self.has_embedding else None
 
+    def of_tensors(self, names: Sequence[str]) -> "Scheme | None":
+        """Return the scheme of a matrix made of these canonical tensors."""
+        return self if ".layers." in names[0] else self.of_embedding
+
     def num_groups(self, num_features: int) -> int:
         """Scales of one output."""
         return num_features // (self.group_size or num_features)
@@ -67,6 +75,74 @@ class Scheme:
         shown = f"{self.kind} {each or f'in groups of {self.group_size}'}"
         shown += ", embedding int8 per row" if self.has_embedding else ""
         return shown if self.method is None else f"{shown} ({self.method})"
+
+
+# Types of a GGUF file that are values times scales, and the scheme that holds their
+# numbers exactly. Types with minima or tables of values have no such scheme.
+GGUF_SCHEMES = {
+    "Q4_0": Scheme(kind=INT4, group_size=32),
+    "Q5_0": Scheme(kind=INT8, group_size=32),
+    "Q8_0": Scheme(kind=INT8, group_size=32),
+    "Q3_K": Scheme(kind=INT4, group_size=16),
+    "Q6_K": Scheme(kind=INT8, group_size=16),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedScheme:
+    """How a model is kept whose file has a type for each tensor (GGUF).
+
+    Attributes:
+        types: The canonical name of each matrix and its type in the file.
+        has_embedding: Quantize the embedding to int8 if the file does not.
+    """
+
+    types: tuple[tuple[str, str], ...] = field(repr=False)
+    has_embedding: bool = False
+    method: str = GGUF
+
+    @cached_property
+    def _schemes(self) -> dict[str, Scheme | None]:
+        return {name: GGUF_SCHEMES.get(kind) for name, kind in self.types}
+
+    def of_tensors(self, names: Sequence[str]) -> Scheme | None:
+        """Return the scheme that holds all of these tensors exactly.
+
+        None if one of them has no scheme: the matrix is then kept in the type of the
+        rows that it is multiplied with.
+        """
+        found = shared_scheme([self._schemes.get(name) for name in names])
+        if found is None and self.has_embedding and ".layers." not in names[0]:
+            return Scheme(kind=INT8)
+        return found
+
+    def describe(self) -> str:
+        """In words: `Q5_0, Q8_0 as int8 in groups of 32, Q4_K unpacked (gguf)`."""
+        kinds: dict[str, list[str]] = {}
+        for kind in sorted({kind for _, kind in self.types}):
+            scheme = GGUF_SCHEMES.get(kind)
+            form = f"as {scheme.describe()}" if scheme else "unpacked"
+            kinds.setdefault(form, []).append(kind)
+        shown = [f"{', '.join(names)} {form}" for form, names in kinds.items()]
+        shown += ["embedding int8 per row"] * self.has_embedding
+        return f"{', '.join(shown)} ({self.method})"
+
+
+def shared_scheme(schemes: Sequence[Scheme | None]) -> Scheme | None:
+    """Return the scheme that holds matrices of all of these exactly, or None.
+
+    Whole numbers of 4 bits are some of 8, and a group's scale is that of its parts.
+    """
+    found = [scheme for scheme in schemes if scheme is not None]
+    if len(found) < len(schemes):
+        return None
+    if len(set(found)) == 1:
+        return found[0]
+    kinds, sizes = {one.kind for one in found}, [one.group_size for one in found]
+    if FP8 in kinds or None in sizes:
+        return None
+    kind = INT8 if INT8 in kinds else INT4
+    return Scheme(kind=kind, group_size=math.gcd(*(size or 0 for size in sizes)))
 
 
 def named_scheme(kind: str, *, has_embedding: bool = False) -> Scheme:
@@ -198,13 +274,15 @@ def derived(
 def quantized(tensor: Tensor, scheme: Scheme) -> QuantizedTensor:
     """A matrix that is quantized block by block as its values are read.
 
-    Scales are there once the values were read; before, reading them reads the matrix.
+    A matrix that is quantized already keeps its numbers: see `shared_scheme`. The
+    scales of others exist once the values were read; before, reading the scales reads
+    the matrix.
 
     Raises:
         CheckpointError: Groups do not divide the features.
     """
     if isinstance(tensor, QuantizedTensor):
-        return tensor
+        return _regrouped(tensor, scheme)
     num_rows, features = tensor.shape
     if features % (scheme.group_size or features):
         raise CheckpointError(
@@ -235,5 +313,29 @@ def quantized(tensor: Tensor, scheme: Scheme) -> QuantizedTensor:
         dtype=np.dtype(np.float32),
         source=f"{tensor.source} (scales)",
         read=read_scales,
+    )
+    return quantized_tensor(values, scales)
+
+
+def _regrouped(tensor: QuantizedTensor, scheme: Scheme) -> QuantizedTensor:
+    """The same numbers as values of the scheme's type and scales of its groups."""
+    num_rows, num_groups = tensor.scales.shape
+    needed = scheme.num_groups(tensor.shape[1])
+    kinds = tensor.values.dtype, scheme.value_type
+    if kinds[0] == kinds[1] and needed == num_groups:
+        return tensor
+    is_wider = kinds in ((VALUE_TYPES[INT4][0], VALUE_TYPES[INT8][0]), (kinds[1],) * 2)
+    assert is_wider and needed % num_groups == 0, "these groups do not hold the numbers"
+    values = derived(
+        tensor.values,
+        lambda start, rows: rows.astype(scheme.value_type),
+        shape=tensor.shape,
+        dtype=scheme.value_type,
+    )
+    scales = derived(
+        tensor.scales,
+        lambda start, rows: np.repeat(rows, needed // num_groups, axis=1),
+        shape=(num_rows, needed),
+        dtype=np.float32,
     )
     return quantized_tensor(values, scales)

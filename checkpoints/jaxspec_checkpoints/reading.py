@@ -18,9 +18,7 @@ from jaxspec_checkpoints.files import (
     readable,
     side_files,
 )
-from jaxspec_checkpoints.gemma2.published import GEMMA2
-from jaxspec_checkpoints.gguf.config import read_config as read_gguf_config
-from jaxspec_checkpoints.gguf.file import read_gguf
+from jaxspec_checkpoints.gemma.published import LAYOUTS
 from jaxspec_checkpoints.gguf.reading import find_gguf, is_gguf, open_gguf
 from jaxspec_checkpoints.huggingface import is_huggingface, open_huggingface
 from jaxspec_checkpoints.kaggle import is_kaggle, kaggle_files, open_kaggle
@@ -41,8 +39,6 @@ _FORMATS = {
     "kaggle": (is_kaggle, open_kaggle),
     "gguf": (is_gguf, open_gguf),
 }
-# The families that this package knows by itself.
-LAYOUTS = {"gemma2": GEMMA2}
 
 
 def open_checkpoint(
@@ -99,23 +95,24 @@ def model_files(folder: str | Path) -> dict[str, Path]:
         return found if gguf is None else {**found, GGUF: gguf}
 
 
-def read_config(folder: str | Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def read_config(
+    folder: str | Path, layouts: Mapping[str, Layout] = LAYOUTS
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return the contents of `config.json` and `generation_config.json`.
 
     The first is derived from the weights' shapes where a format has none, the second is
     then empty.
 
+    Args:
+        layouts: As of `open_checkpoint`.
+
     Raises:
         CheckpointError: The folder has neither config nor weights, or a file is broken.
     """
     files = model_files(folder)
-    stored = files.get("generation_config.json")
-    generation = read_json(stored) if stored else {}
-    if GGUF in files:
-        # Its own numbers: a config.json beside it is often a stub for a hub.
-        config, own = read_gguf_config(read_gguf(files[GGUF]))
-        return config, generation or own
-    if "config.json" in files:
-        return read_json(files["config.json"]), generation
-    checkpoint = open_checkpoint(folder)
-    return checkpoint.config, checkpoint.generation_config
+    if GGUF in files or "config.json" not in files:
+        # A GGUF file has its own numbers: a config.json beside it is often a stub.
+        checkpoint = open_checkpoint(folder, layouts)
+        return checkpoint.config, checkpoint.generation_config
+    generation = files.get("generation_config.json")
+    return read_json(files["config.json"]), read_json(generation) if generation else {}

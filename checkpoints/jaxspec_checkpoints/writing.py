@@ -19,9 +19,10 @@ from jaxspec_checkpoints.files import expand, read_json
 from jaxspec_checkpoints.kaggle import write_kaggle
 from jaxspec_checkpoints.layout import common_dtype
 from jaxspec_checkpoints.orbax import write_own
-from jaxspec_checkpoints.packing import packed
+from jaxspec_checkpoints.packing import packed, scheme_of
 from jaxspec_checkpoints.quantization import (
     VALUE_TYPES,
+    MixedScheme,
     QuantizedTensor,
     named_scheme,
 )
@@ -85,6 +86,8 @@ def write_checkpoint(
     write = _WRITERS[to]
     if to == "hf":
         write = functools.partial(write, max_shard_bytes=max_shard_bytes)
+    if to == "kaggle":
+        write = functools.partial(write, layout=checkpoint.layout)
     bar = tqdm(
         total=num_bytes,
         desc=f"Writing {destination.name}",
@@ -180,7 +183,10 @@ def _write_side_files(
     for name, make in checkpoint.made_files.items():
         (folder / name).write_bytes(make())
     config = dict(checkpoint.config)
-    if any(isinstance(one, QuantizedTensor) for one in checkpoint.tensors.values()):
+    is_mixed = isinstance(scheme_of(config), MixedScheme)
+    if is_mixed or any(
+        isinstance(one, QuantizedTensor) for one in checkpoint.tensors.values()
+    ):
         config.pop("quantization_config", None)  # numbers are written
     config["torch_dtype"] = (kind or common_dtype(checkpoint.tensors)).name
     if "dtype" in config:

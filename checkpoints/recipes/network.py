@@ -1,6 +1,6 @@
 """The training form of Gemma 2: dense causal attention, float32 residual, bf16 matmuls.
 
-The serving form (paged KV, `jaxspec.models.gemma2.network`) is tested against
+The serving form (paged KV, `jaxspec.models.gemma.network`) is tested against
 HuggingFace; this one exports to the same HuggingFace names, so a mistake here shows as
 a loss there.
 """

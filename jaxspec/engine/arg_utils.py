@@ -104,7 +104,8 @@ class EngineArgs:
         download_dir: Where downloads are kept, instead of the services' own caches.
         chat_template: Used in place of the model's: a Jinja template, or the path of
             a file with one.
-        dtype: "auto" is bfloat16 where the device has it. "half" becomes bfloat16.
+        dtype: "auto" is bfloat16 where the device has it. "half" becomes bfloat16
+            for Gemma 2, and is refused for Gemma 3, whose values exceed float16.
         quantization: How the target's matrices are kept: "int8" and "fp8" with a scale
             for each output, "int4" with one for each group of 128 features; they are
             quantized while they are loaded. Default: as the checkpoint has them; of one
@@ -407,7 +408,7 @@ class EngineArgs:
             model=str(folder),
             tokenizer=str(_tokenizer_folder(self, folder)),
             served_model_name=_served_name(self),
-            dtype=_checked_dtype(self.dtype),
+            dtype=_checked_dtype(self.dtype, model, draft),
             kv_cache_dtype=KV_CACHE_NAMES[self.kv_cache_dtype],
             max_model_len=max_model_len,
             max_num_seqs=sizes["max_num_seqs"],
@@ -616,11 +617,17 @@ def _quantized(
     return model, draft
 
 
-def _checked_dtype(dtype: str) -> str:
+def _checked_dtype(dtype: str, model: ModelConfig, draft: ModelConfig | None) -> str:
     if dtype in ("half", "float16"):
+        for one in filter(None, (model, draft)):
+            if one.float16_error is not None:
+                allowed = "'auto', 'bfloat16' or 'float32'"
+                raise wrong_argument(
+                    ConfigError, "dtype", allowed, dtype, one.float16_error
+                )
         warnings.warn(
-            f"dtype={dtype!r} is taken as 'bfloat16': activations of Gemma 2 leave the "
-            "range of float16.",
+            f"dtype={dtype!r} is taken as 'bfloat16': activations of {model.family} "
+            "leave the range of float16.",
             UserWarning,
             stacklevel=3,
         )

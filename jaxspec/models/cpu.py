@@ -27,7 +27,7 @@ from jaxspec.models.quantized import Quantized
 from jaxspec.sharding import replicated
 from jaxspec_kernels import decoder_blocks, native, panel_matmul, panel_rows
 from jaxspec_kernels.bits import KvPages
-from jaxspec_kernels.decoder_blocks import Norm, Queries
+from jaxspec_kernels.decoder_blocks import Attention, FeedForward, Queries
 from jaxspec_kernels.panel_matmul import (
     QuantizedPanels,
     from_panels,
@@ -306,19 +306,13 @@ def attention_block(
     stream: Float[Array, "row model"],
     kv_pages: KvPages,
     *,
-    before: Norm,
-    after: Norm | None,
     batch: TokenBatch,
     tables: tuple[Array, Array],
     **settings: Any,
 ) -> tuple[Float[Array, "row model"], KvPages]:
     """See `jaxspec.models.layers.attention_block`."""
     cosine, sine = (table[:, 0] for table in tables)
-    return decoder_blocks.attention_block(
-        stream,
-        kv_pages,
-        before=before,
-        after=after,
+    attention = Attention(
         **{name: matrix.operand for name, matrix in params.items()},
         cosine=cosine,
         sine=sine,
@@ -328,8 +322,10 @@ def attention_block(
             for one in batch.regions
         ],
         is_rounded=params["q_proj"].is_rounded,
-        implementation=CPU,
         **settings,
+    )
+    return decoder_blocks.attention_block(
+        stream, kv_pages, attention, implementation=CPU
     )
 
 
@@ -339,14 +335,13 @@ def feed_forward_block(
     **settings: Any,
 ) -> Float[Array, "row model"]:
     """See `jaxspec.models.layers.feed_forward_block`."""
-    return decoder_blocks.feed_forward_block(
-        stream,
+    network = FeedForward(
         **{name: matrix.operand for name, matrix in params.items()},
         hidden_size=params["down_proj"].shape[1],
         is_rounded=params["down_proj"].is_rounded,
-        implementation=CPU,
         **settings,
     )
+    return decoder_blocks.feed_forward_block(stream, network, implementation=CPU)
 
 
 def _panels_of(values: Any, dtype: Any) -> Any:

@@ -3,7 +3,7 @@
 The way from a model's `config.json` to whatever is particular to its family. Modules
 that reach jax are named, not imported: whoever reads configs does without it.
 
-To add a family: a folder beside `gemma2` with its config and a network module, and an
+To add a family: a folder beside `gemma` with its config and a network module, and an
 entry below. `tests/models/llama.py` is one.
 """
 
@@ -12,12 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from jaxspec.errors import ConfigError, named_in, wrong_argument
-from jaxspec.models.gemma2.config import Gemma2Config
-from jaxspec.models.gemma2.turns import Gemma2Turns
+from jaxspec.errors import (
+    ConfigError,
+    UnsupportedError,
+    named_in,
+    one_of,
+    wrong_argument,
+)
+from jaxspec.models.gemma.config import Gemma2Config, Gemma3Config
+from jaxspec.models.gemma.turns import GemmaTurns
 from jaxspec.settings.model_config import ModelConfig
 from jaxspec_checkpoints import CheckpointError, Layout, read_config
-from jaxspec_checkpoints.gemma2.published import GEMMA2
+from jaxspec_checkpoints.gemma.published import GEMMA2, GEMMA3
 
 
 @runtime_checkable
@@ -29,8 +35,11 @@ class Turns(Protocol):
         roles: That a message may have.
     """
 
-    markers: tuple[str, str]
-    roles: tuple[str, ...]
+    @property
+    def markers(self) -> tuple[str, str]: ...
+
+    @property
+    def roles(self) -> tuple[str, ...]: ...
 
     def write(
         self,
@@ -75,17 +84,32 @@ class Family:
 
 
 # Also of tokenizers that come without a model, and so without a family.
-DEFAULT_TURNS = Gemma2Turns()
+DEFAULT_TURNS = GemmaTurns()
 
-# By the `model_type` of HuggingFace's config.json.
-FAMILIES = {
-    "gemma2": Family(
+_FAMILIES = (
+    Family(
         config=Gemma2Config,
         architecture="Gemma2ForCausalLM",
-        network="jaxspec.models.gemma2.network",
+        network="jaxspec.models.gemma.network",
         layout=GEMMA2,
         turns=DEFAULT_TURNS,
     ),
+    Family(
+        config=Gemma3Config,
+        architecture="Gemma3ForCausalLM",
+        network="jaxspec.models.gemma.network",
+        layout=GEMMA3,
+        turns=GemmaTurns(folds_system=True),
+    ),
+)
+# By the `model_type` of HuggingFace's config.json.
+FAMILIES = {name: one for one in _FAMILIES for name in one.layout.model_types}
+# Relatives of these that people try, by the first part of their `model_type`.
+_UNSUPPORTED = {
+    "gemma3n": "Gemma 3n has layers of another kind (AltUp, embeddings per layer).",
+    "gemma4": "Gemma 4 has layers of another kind (shared KV, embeddings per layer).",
+    "t5gemma": "T5Gemma has an encoder.",
+    "paligemma": "PaliGemma reads images.",
 }
 
 
@@ -121,9 +145,12 @@ def config_from_hf(
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        names = " or ".join(map(repr, FAMILIES))
-        noun = "architecture" if len(FAMILIES) == 1 else "architectures"
-        allowed = f"{names}, the {'one ' * (len(FAMILIES) == 1)}{noun} of this engine"
+        allowed = f"{one_of(FAMILIES)}, the architectures of this engine"
+        for name, reason in _UNSUPPORTED.items():
+            if str(model_type).startswith(name):
+                raise wrong_argument(
+                    UnsupportedError, "model_type", allowed, model_type, reason
+                )
         raise wrong_argument(ConfigError, "model_type", allowed, model_type)
     return FAMILIES[model_type].config.from_hf(config, generation)
 
@@ -135,7 +162,7 @@ def config_from_folder(folder: str | Path) -> Any:
         ConfigError: There is none, or it is of no family's.
     """
     try:
-        config, generation = read_config(folder)
+        config, generation = read_config(folder, layouts())
     except CheckpointError as error:
         name = str(folder)
         raise ConfigError(str(error), parameter="model", value=name) from error

@@ -24,21 +24,33 @@ def mean_square(inputs: Float[Array, "... model"]) -> Float[Array, "... 1"]:
 
 
 def normalise(
-    norm: Norm, inputs: Float[Array, "... model"]
+    norm: Norm | None, inputs: Float[Array, "... model"]
 ) -> Float[Array, "... model"]:
-    """Rows over their root mean square in float32, scaled by the norm's weights."""
+    """Divide rows by their root mean square in float32, and scale them by the weights.
+
+    None returns the rows unchanged.
+    """
+    if norm is None:
+        return inputs
     scale = norm.offset + norm.weight.astype(jnp.float32)
     scale = jnp.expand_dims(scale, range(inputs.ndim - 1))
     return inputs * jax.lax.rsqrt(mean_square(inputs) + norm.epsilon) * scale
 
 
-def rope_tables(positions: Int[Array, " token"], head_dim: int, theta: float) -> Tables:
+def rope_tables(
+    positions: Int[Array, " token"], head_dim: int, theta: float, factor: float = 1.0
+) -> Tables:
     """Cosine and sine of every position's angles, in float32.
+
+    Args:
+        factor: Positions are divided by this (linear scaling).
 
     bf16 would round position 257 to 256, and sin(257) is not sin(256).
     """
     exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     frequency = 1.0 / (theta**exponent)
+    if factor != 1.0:
+        frequency /= factor
     angle = positions.astype(jnp.float32)[:, None] * frequency[None, :]
     return jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
 
@@ -94,6 +106,8 @@ def attend(
     tables: Tables,
     num_q_heads: int,
     scale: float,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
     soft_cap: float | None = None,
     window: int | None = None,
     backend: Backend,
@@ -107,6 +121,8 @@ def attend(
             of the pages) and `o_proj`.
         num_q_heads: Query heads; the KV heads may be repeated for the devices.
         scale: Of the scores, and with `soft_cap` c they become `c * tanh(score / c)`.
+        q_norm, k_norm: Applied to each head of the queries and of the keys, before the
+            rotation; one weight of head_dim for all heads. None for none.
         window: Tokens that a query sees, its own included; None for all.
     """
     tokens, head_dim = inputs.shape[0], params["q_proj"].shape[0] // num_q_heads
@@ -115,8 +131,9 @@ def attend(
     key_value = key_value.reshape(tokens, -1, 2, head_dim)
     # In the type of the pages: float32 queries on bfloat16 keys would take products
     # that no tensor core has, and HuggingFace rounds them too.
-    query = rotate(query, tables).astype(params["q_proj"].dtype)
-    key, value = rotate(key_value[:, :, 0], tables), key_value[:, :, 1]
+    query = rotate(normalise(q_norm, query), tables).astype(params["q_proj"].dtype)
+    key = rotate(normalise(k_norm, key_value[:, :, 0]), tables)
+    value = key_value[:, :, 1]
     kv_pages = backend.write(kv_pages, key, value, batch.slot_mapping, num_q_heads)
     mixed, start = [], 0
     for region in batch.regions:
@@ -182,4 +199,4 @@ def feed_forward_block(
         )
     normed = normalise(before, stream)
     outer = gated_feed_forward(params, normed, activation=activation)
-    return stream + (outer if after is None else normalise(after, outer))
+    return stream + normalise(after, outer)

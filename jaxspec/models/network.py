@@ -1,6 +1,6 @@
 """A network as the program sees it: tokens in, rows and logits out.
 
-Families give plain functions over a tree of parameters (`jaxspec.models.gemma2.network`
+Families give plain functions over a tree of parameters (`jaxspec.models.gemma.network`
 is one); `build_network` binds them to the parameters of a launch.
 """
 

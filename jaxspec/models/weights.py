@@ -39,6 +39,7 @@ from jaxspec_checkpoints.quantization import (
     QuantizedTensor,
     Scheme,
     quantize,
+    shared_scheme,
 )
 from jaxspec_checkpoints.quantization import quantized as quantize_tensor
 from jaxspec_kernels.rejection_sampling import noise
@@ -65,16 +66,38 @@ def declare(
     parts = num_parts(mesh, mesh_axes)
     if are_bfloat16 is None:
         are_bfloat16 = config.stored_dtype == jnp.dtype(jnp.bfloat16).name
+    specs = functions_of(config).param_specs(config)
+    if not is_trained:
+        specs = with_schemes(config, specs)
     return choose_forms(
-        trimmed_specs(config, functions_of(config).param_specs(config)),
+        trimmed_specs(config, specs),
         dtype=dtype,
         mesh=mesh,
         copies=kv_copies(config.num_q_heads, config.num_kv_heads, parts),
         are_bfloat16=are_bfloat16,
         is_trained=is_trained,
-        scheme=config.quantization,
         of_layers=ScannedMatrix if config.scan_layers else DenseMatrix,
     )
+
+
+def with_schemes(config: ModelConfig, specs: Specs) -> Specs:
+    """Return the declarations with the scheme that each matrix is quantized by.
+
+    Layers that share one stack of a scanned network share its scheme.
+    """
+    scheme = config.quantization
+    if scheme is None:
+        return specs
+    stacks: dict[ParamPath, list[ParamPath]] = {}
+    for path, spec in specs.items():
+        if len(spec.shape) == 2:
+            stacked = stacked_place(config, path)
+            stacks.setdefault(stacked[0] if stacked else path, []).append(path)
+    found = dict(specs)
+    for paths in stacks.values():
+        own = shared_scheme([scheme.of_tensors(specs[path].tensors) for path in paths])
+        found |= {path: replace(specs[path], scheme=own) for path in paths}
+    return found
 
 
 def choose_forms(
@@ -85,16 +108,15 @@ def choose_forms(
     copies: int,
     are_bfloat16: bool = False,
     is_trained: bool = False,
-    scheme: Scheme | None = None,
     of_layers: type[DenseMatrix] = DenseMatrix,
 ) -> Specs:
     """Declarations with the form that these devices hold each of them in.
 
     Args:
+        specs: With the schemes of matrices that are quantized.
         copies: How often every KV head is laid out.
         are_bfloat16: The values are bfloat16 ones, whatever `dtype` says.
-        is_trained: Gradients are taken through the network; nothing is quantized then.
-        scheme: How matrices of layers are quantized.
+        is_trained: Gradients are taken through the network.
         of_layers: The form of matrices of layers, where devices leave a choice.
     """
     num_bytes = sum(spec.num_values for spec in specs.values()) * dtype.itemsize
@@ -109,14 +131,11 @@ def choose_forms(
                 are_bfloat16=are_bfloat16,
                 is_trained=is_trained,
             )
-        own = None
-        if scheme is not None and not is_trained and len(spec.shape) == 2:
-            own = scheme if path[0] == LAYERS else scheme.of_embedding
-        if own is not None:
-            form = quantized.choose_form(own, is_scanned=form is ScannedMatrix)
+        if spec.scheme is not None:
+            is_scanned = form is ScannedMatrix
+            form = quantized.choose_form(spec.scheme, is_scanned=is_scanned)
             if is_cpu:
                 form = cpu.choose_quantized_form(form, num_devices=mesh.size)
-            spec = replace(spec, scheme=own)
         if len(spec.shape) == 2 and form.fits(spec.shape):
             spec = replace(spec, form=form)
         if spec.axes[0] == "kv_head":
@@ -168,7 +187,7 @@ def load_params(
             are_bfloat16=all(
                 one.dtype == jnp.bfloat16
                 for one in tensors.values()
-                if not isinstance(one, QuantizedTensor)
+                if len(one.shape) == 2 and not isinstance(one, QuantizedTensor)
             ),
             is_trained=is_trained,
         )

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, no_type_check
 from jaxspec.errors import ConfigError, check_flag, check_integer, wrong_argument
 from jaxspec_checkpoints import CheckpointError
 from jaxspec_checkpoints.packing import scheme_of
-from jaxspec_checkpoints.quantization import FP8, INT8, Scheme
+from jaxspec_checkpoints.quantization import FP8, INT8, MixedScheme, Scheme
 
 # Their names in a config.json, and here; they have no sensible default.
 SIZES = {
@@ -48,8 +48,11 @@ class ModelConfig(ABC):
             are multiplied with.
     """
 
-    # After so many layers their kinds begin anew: those are a turn of a loop.
-    period: ClassVar[int] = 1
+    # What users call the family, and which of its models draft for which.
+    family: ClassVar[str] = "this model"
+    draft_hint: ClassVar[str] = ""
+    # Why float16 is refused; None: bfloat16 is taken in its place, with a warning.
+    float16_error: ClassVar[str | None] = None
 
     vocab_size: int
     hidden_size: int
@@ -66,7 +69,7 @@ class ModelConfig(ABC):
     draft_vocab_size: int | None = None
     scan_layers: bool = False
     stored_dtype: str = ""
-    quantization: Scheme | None = None
+    quantization: Scheme | MixedScheme | None = None
 
     def __post_init__(self):
         for name in (*SIZES.values(), "max_position_embeddings"):
@@ -100,8 +103,8 @@ class ModelConfig(ABC):
 
     def _check_groups(self) -> None:
         scheme = self.quantization
-        if scheme is None or scheme.group_size is None:
-            return
+        if not isinstance(scheme, Scheme) or scheme.group_size is None:
+            return  # groups of a file's own types divide its matrices
         for features in (
             self.hidden_size,
             self.num_q_heads * self.head_dim,
@@ -133,6 +136,11 @@ class ModelConfig(ABC):
             ConfigError: A size is missing, or a value is no such number.
             NotImplementedError: A variant that the family's network does not compute.
         """
+
+    @property
+    def period(self) -> int:
+        """After so many layers their kinds begin anew: those are a turn of a loop."""
+        return 1
 
     @property
     def num_turns(self) -> int:
@@ -170,7 +178,7 @@ def stored_dtype(config: Mapping[str, Any]) -> str:
     return said if said in ("float32", "bfloat16", "float16") else ""
 
 
-def stored_scheme(config: Mapping[str, Any]) -> Scheme | None:
+def stored_scheme(config: Mapping[str, Any]) -> Scheme | MixedScheme | None:
     """How the matrices of a checkpoint are quantized; None: not at all.
 
     Raises:

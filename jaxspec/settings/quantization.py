@@ -8,10 +8,10 @@ from typing import Any
 
 from jaxspec.errors import ConfigError, UnsupportedError, named_in, wrong_argument
 from jaxspec.settings.model_config import ModelConfig
-from jaxspec_checkpoints.quantization import METHODS, VALUE_TYPES, named_scheme
+from jaxspec_checkpoints.quantization import GGUF, METHODS, VALUE_TYPES, named_scheme
 
 # While loading, or as vLLM names what a checkpoint was quantized by.
-QUANTIZATIONS = (*VALUE_TYPES, *METHODS)
+QUANTIZATIONS = (*VALUE_TYPES, *METHODS, GGUF)
 
 
 def check_quantization(name: str, value: Any) -> None:
@@ -24,7 +24,8 @@ def check_quantization(name: str, value: Any) -> None:
         kinds = ", ".join(map(repr, VALUE_TYPES))
         hint = (
             f"Weights are quantized to {kinds} while they are loaded; checkpoints that "
-            f"are quantized already are read by {', '.join(map(repr, METHODS))}."
+            f"are quantized already are read by "
+            f"{', '.join(map(repr, (*METHODS, GGUF)))}."
         )
         allowed = f"None or one of {', '.join(map(repr, QUANTIZATIONS))}"
         raise wrong_argument(UnsupportedError, name, allowed, value, hint)
@@ -59,9 +60,9 @@ def quantize_model(
                 kind,
                 f"It is quantized already: {scheme.describe()}.",
             )
-        if kind in METHODS:
-            allowed = f"left out, or one of {', '.join(map(repr, VALUE_TYPES))},"
-            hint = f"The config.json of {folder} has no quantization_config."
+        if kind not in VALUE_TYPES:
+            allowed = f"left out, or one of {', '.join(map(repr, VALUE_TYPES))}"
+            hint = f"The weights of {folder} are not quantized."
             raise wrong_argument(ConfigError, argument, allowed, kind, hint)
         scheme = named_scheme(kind)
     if scheme is not None and has_embedding:

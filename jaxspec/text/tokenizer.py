@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, no_type_check
 
-from jaxspec.config import PAIR_HINT
 from jaxspec.errors import ConfigError, RequestError, check_flag
 from jaxspec.models.families import DEFAULT_TURNS, Turns
 from jaxspec.text.chat_template import ChatTemplate, folder_template, given_template
@@ -421,8 +420,11 @@ class NoTokenizer(Tokenizer):
         raise self.missing("A conversation", messages)
 
 
-def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
+def check_same_tokenizer(target: Tokenizer, draft: Tokenizer, hint: str = "") -> None:
     """Check that every id stands for the same piece; pad rows of a network have none.
+
+    Args:
+        hint: Says which drafts fit the target.
 
     Raises:
         ConfigError: Names the first piece that differs.
@@ -434,7 +436,7 @@ def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
     raise ConfigError(
         "Target and draft must share one tokenizer, because a draft proposes "
         f"token ids: id {token} is {_shown(ours)} for the target and "
-        f"{_shown(theirs)} for the draft. {PAIR_HINT}",
+        f"{_shown(theirs)} for the draft. {hint}".rstrip(),
         parameter="speculative_model",
         value=theirs,
     )

@@ -5,8 +5,6 @@ sum with: from 11 rows of 384 on, other bits come out. A product with a matrix o
 has one order for a row, with any number of rows.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -22,12 +20,15 @@ def row_sums(rows: Float[Array, "... number"]) -> Float[Array, "... 1"]:
 
 
 def _by_product(rows: Float[Array, "... number"]) -> Float[Array, "... 1"]:
-    flat = rows.reshape(-1, rows.shape[-1])
-    flat = jnp.pad(flat, ((0, max(0, MIN_ROWS - flat.shape[0])), (0, 0)))
+    # Not reshaped to two axes: where devices split the second of three (the heads),
+    # that would gather all rows on every device.
+    wide = jnp.atleast_2d(rows)
+    missing = max(0, MIN_ROWS - wide.shape[0])
+    wide = jnp.pad(wide, [(0, missing)] + [(0, 0)] * (wide.ndim - 1))
     ones = jnp.ones((COLUMNS, rows.shape[-1]), rows.dtype)
-    numbers = (((1,), (1,)), ((), ()))
-    sums = jax.lax.dot_general(flat, ones, numbers, precision=jax.lax.Precision.HIGHEST)
-    return sums[: math.prod(rows.shape[:-1]), :1].reshape(*rows.shape[:-1], 1)
+    numbers = (((wide.ndim - 1,), (1,)), ((), ()))
+    sums = jax.lax.dot_general(wide, ones, numbers, precision=jax.lax.Precision.HIGHEST)
+    return sums[: len(wide) - missing, ..., :1].reshape(*rows.shape[:-1], 1)
 
 
 def _plainly(rows: Float[Array, "... number"]) -> Float[Array, "... 1"]:

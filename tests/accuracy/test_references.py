@@ -20,10 +20,10 @@ from jaxspec.models.families import config_from_hf
 from jaxspec.models.weights import Params, load_params
 from jaxspec.sharding import make_mesh
 from jaxspec_checkpoints import Checkpoint, Sizes, open_checkpoint
-from jaxspec_checkpoints.gemma2.flax_layout import leaf_shapes
-from jaxspec_checkpoints.gemma2.published import (
+from jaxspec_checkpoints.gemma.flax_layout import leaf_shapes
+from jaxspec_checkpoints.gemma.published import (
+    GEMMA2,
     PAD_ROWS,
-    is_gating_model_first,
     published_config,
 )
 from tests.accuracy import gemma_library, references
@@ -255,6 +255,6 @@ def test_published_sizes_are_those_of_the_gemma_library(size):
     expected = leaf_shapes(
         sizes,
         num_rows=sizes.vocab_size + PAD_ROWS,
-        is_model_first=is_gating_model_first(sizes),
+        is_model_first=GEMMA2.is_model_first(sizes),
     )
     assert gemma_library.shapes(network(config=theirs, dtype=jnp.bfloat16)) == expected

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxspec_checkpoints import Sizes, tensor_shapes
-from jaxspec_checkpoints.gemma2.flax_layout import leaf_shapes, views
-from jaxspec_checkpoints.gemma2.published import is_gating_model_first
+from jaxspec_checkpoints.gemma.flax_layout import leaf_shapes, views
+from jaxspec_checkpoints.gemma.published import GEMMA2
 from jaxspec_checkpoints.storage import StoredArray
 from jaxspec_checkpoints.tensor import BLOCK_BYTES
 from tests.checkpoints.flax_trees import flax_leaves
@@ -43,7 +43,7 @@ def stored(shape: tuple[int, ...]) -> StoredArray:
 def test_real_trees_have_these_names_and_shapes(name):
     sizes = Sizes.from_config(FACTS[name]["config"])
     shapes = leaf_shapes(
-        sizes, num_rows=256128, is_model_first=is_gating_model_first(sizes)
+        sizes, num_rows=256128, is_model_first=GEMMA2.is_model_first(sizes)
     )
     assert shapes == real_leaves(name)
 

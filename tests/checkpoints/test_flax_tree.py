@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxspec_checkpoints import CheckpointError, Sizes
-from jaxspec_checkpoints.gemma2.flax_tree import FlaxTree, read_tree
+from jaxspec_checkpoints.gemma.flax_tree import FlaxTree, read_tree
+from jaxspec_checkpoints.gemma.published import GEMMA2
 from jaxspec_checkpoints.storage import StoredArray
 from tests.checkpoints.flax_trees import flax_leaves
 from tests.checkpoints.models import tiny_config, tiny_tensors
@@ -66,29 +67,32 @@ def tree_of(shapes: dict[str, Any], spelling: str = "flat", **types: Any) -> Fla
 def test_sizes_are_told_by_the_shapes(spelling):
     tree = tree_of(LEAVES, spelling)
     # Tiny rows are no published vocabulary, so all of them count.
-    assert tree.sizes() == Sizes.from_config(CONFIG | {"vocab_size": 512 + 128})
+    assert tree.sizes(GEMMA2) == Sizes.from_config(CONFIG | {"vocab_size": 512 + 128})
     assert tree.is_model_first(SIZES)
-    assert list(tree.tensors(SIZES)["model.embed_tokens.weight"].shape) == [512, 72]
+    assert list(tree.tensors(SIZES, 128)["model.embed_tokens.weight"].shape) == [
+        512,
+        72,
+    ]
 
 
 def test_stacks_are_told_by_the_names():
     tree = tree_of(STACKS)
     assert tree.num_stacks == 2
-    assert tree.sizes().num_layers == 5
-    assert not tree.is_model_first(tree.sizes())
+    assert tree.sizes(GEMMA2).num_layers == 5
+    assert not tree.is_model_first(tree.sizes(GEMMA2))
 
 
 def test_published_trees_have_pad_rows():
     leaves = LEAVES | {"embedder/input_embedding": (256128, 72)}
-    assert tree_of(leaves).sizes().vocab_size == 256000
+    assert tree_of(leaves).sizes(GEMMA2).vocab_size == 256000
     leaves = LEAVES | {"embedder/input_embedding": (256000, 72)}
-    assert tree_of(leaves).sizes().vocab_size == 256000
+    assert tree_of(leaves).sizes(GEMMA2).vocab_size == 256000
 
 
 @pytest.mark.parametrize("num_rows", [512, 513, 640])
 def test_pad_rows_are_cut_off(num_rows):
     leaves = LEAVES | {"embedder/input_embedding": (num_rows, 72)}
-    found = tree_of(leaves).tensors(SIZES)["model.embed_tokens.weight"]
+    found = tree_of(leaves).tensors(SIZES, 128)["model.embed_tokens.weight"]
     assert found.shape == (512, 72)
 
 
@@ -100,7 +104,7 @@ def test_other_rows_are_another_vocabulary(num_rows):
         "vocab_size=512 and at most 128"
     )
     with pytest.raises(CheckpointError, match=expected):
-        tree_of(leaves).tensors(SIZES)
+        tree_of(leaves).tensors(SIZES, 128)
 
 
 # The spelling of a leaf in messages, for each spelling of the file.
@@ -117,10 +121,10 @@ def test_missing_tensor(spelling):
     del leaves["layer_1/mlp/linear"]
     expected = f"has no tensor '{SPELT[spelling]}' "
     with pytest.raises(CheckpointError, match=expected):
-        tree_of(leaves, spelling).tensors(SIZES)
+        tree_of(leaves, spelling).tensors(SIZES, 128)
     del leaves["layer_1/mlp/gating_einsum"]
     with pytest.raises(CheckpointError, match="and 1 more"):
-        tree_of(leaves, spelling).tensors(SIZES)
+        tree_of(leaves, spelling).tensors(SIZES, 128)
 
 
 @pytest.mark.parametrize("spelling", SPELT)
@@ -128,14 +132,14 @@ def test_wrong_shape(spelling):
     leaves = LEAVES | {"layer_1/mlp/linear": (72, 288)}
     expected = rf"'{SPELT[spelling]}' has shape \(72, 288\).* asks for \(288, 72\)"
     with pytest.raises(CheckpointError, match=expected):
-        tree_of(leaves, spelling).tensors(SIZES)
+        tree_of(leaves, spelling).tensors(SIZES, 128)
 
 
 @pytest.mark.parametrize("path", ["layer_1/mlp/bias", "layer_2/mlp/linear", "extra"])
 def test_unknown_tensor(path):
     leaves = LEAVES | {path: (288, 72)}
     with pytest.raises(CheckpointError, match=rf"'{path}' is not part of the model"):
-        tree_of(leaves, "nested").tensors(SIZES)
+        tree_of(leaves, "nested").tensors(SIZES, 128)
 
 
 def test_tensor_outside_the_root():
@@ -144,12 +148,12 @@ def test_tensor_outside_the_root():
     arrays = {f"transformer.{path}": each for path, each in tree.arrays.items()}
     tree = read_tree(Path("folder"), arrays | {"other.scale": array})
     with pytest.raises(CheckpointError, match="'transformer/other/scale' is not part"):
-        tree.tensors(SIZES)
+        tree.tensors(SIZES, 128)
 
 
 def test_wrong_type():
     with pytest.raises(CheckpointError, match="has type int8, expected one of float32"):
-        tree_of(LEAVES, dtype=np.int8).tensors(SIZES)
+        tree_of(LEAVES, dtype=np.int8).tensors(SIZES, 128)
 
 
 def test_tensor_in_two_spellings():
@@ -174,7 +178,7 @@ def test_first_layer_must_have_what_tells_the_sizes(part, wrong):
         expected = f"'layer_0/{part}' has shape .*expected . axes"
     tree = tree_of(leaves, "nested")
     with pytest.raises(CheckpointError, match=expected):
-        tree.is_model_first(tree.sizes())
+        tree.is_model_first(tree.sizes(GEMMA2))
 
 
 @pytest.mark.parametrize(("old", "new"), [("type_0", "type_2"), ("type_1", "type_2")])
@@ -182,14 +186,14 @@ def test_missing_stack(old, new):
     leaves = {path.replace(old, new): shape for path, shape in STACKS.items()}
     expected = f"no tensor 'stacked_layers/attention_{old}/"
     with pytest.raises(CheckpointError, match=expected):
-        tree_of(leaves, "nested").sizes()
+        tree_of(leaves, "nested").sizes(GEMMA2)
 
 
 def test_stack_without_an_axis_of_layers():
     leaves = STACKS | {"stacked_layers/attention_type_1/mlp/linear": (288, 72)}
     expected = r"attention_type_1/mlp/linear' has shape \(288, 72\), expected 3 axes"
     with pytest.raises(CheckpointError, match=expected):
-        tree_of(leaves, "nested").sizes()
+        tree_of(leaves, "nested").sizes(GEMMA2)
 
 
 def test_no_embedding():
@@ -211,4 +215,4 @@ def test_no_layers():
 def test_square_gating_cannot_be_told():
     sizes = Sizes.from_config(CONFIG | {"intermediate_size": 72})
     with pytest.raises(CheckpointError, match="are both 72, so it cannot be told"):
-        tree_of(LEAVES).tensors(sizes)
+        tree_of(LEAVES).tensors(sizes, 128)

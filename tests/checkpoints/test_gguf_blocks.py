@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxspec_checkpoints.gguf.blocks import OTHER_TYPES, TYPES, BlockType
-from jaxspec_checkpoints.quantization import dequantize
+from jaxspec_checkpoints.quantization import GGUF_SCHEMES, INT4, dequantize
 
 Q = gguf.GGMLQuantizationType
 QUANTIZED = {n: kind for n, kind in TYPES.items() if kind.dequantize is not None}
@@ -50,17 +50,16 @@ def test_numbers_are_equal_to_the_last_bit(number):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(
-    ("name", "group_size"),
-    [("Q4_0", 32), ("Q5_0", 32), ("Q8_0", 32), ("Q3_K", 16), ("Q6_K", 16)],
-)
-def test_integers_times_scales_are_the_numbers(name, group_size):
+@pytest.mark.parametrize("name", GGUF_SCHEMES)
+def test_integers_times_scales_are_the_numbers(name):
     [(number, kind)] = [item for item in TYPES.items() if item[1].name == name]
     assert kind.split is not None
     blocks = random_blocks(kind, 1000)
     values, scales = kind.split(blocks)
     assert values.dtype == np.int8 and scales.dtype == np.float32
-    assert values.shape[1] // scales.shape[1] == group_size
+    scheme = GGUF_SCHEMES[name]
+    assert values.shape[1] // scales.shape[1] == scheme.group_size
+    assert kind.is_int4 == (scheme.kind == INT4)
     expected = gguf.dequantize(blocks, Q(number))
     np.testing.assert_array_equal(dequantize(values, scales), expected)
     if kind.is_int4:
@@ -69,4 +68,4 @@ def test_integers_times_scales_are_the_numbers(name, group_size):
 
 def test_types_with_minima_or_tables_are_not_split():
     names = {kind.name for kind in TYPES.values() if kind.split is not None}
-    assert names == {"Q4_0", "Q5_0", "Q8_0", "Q3_K", "Q6_K"}
+    assert names == set(GGUF_SCHEMES)

@@ -1,5 +1,6 @@
 """Kaggle folders are read in every form, with their tokenizer, and without a config."""
 
+import functools
 import json
 import os
 import shutil
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 
 from jaxspec_checkpoints import CheckpointError, Sizes, kaggle, storage
-from jaxspec_checkpoints.gemma2 import flax_layout
+from jaxspec_checkpoints.gemma import flax_layout
+from jaxspec_checkpoints.gemma.published import GEMMA2
 from jaxspec_checkpoints.kaggle import is_kaggle, open_kaggle, write_kaggle
+from jaxspec_checkpoints.layout import Layout
 from jaxspec_checkpoints.reading import LAYOUTS
 from jaxspec_checkpoints.storage import StoredArray
 from jaxspec_checkpoints.tensor import in_memory
@@ -21,6 +24,7 @@ from tests.checkpoints.flax_trees import FORMS, flax_leaves, restore, save
 from tests.checkpoints.models import FAMILIES, tiny_config, tiny_tensors
 
 FACTS = json.loads((Path(__file__).parent / "data" / "published.json").read_text())
+write = functools.partial(write_kaggle, dtype=None, layout=GEMMA2)
 GATING = ("model first", "hidden first")
 
 
@@ -208,14 +212,17 @@ def test_writer_makes_the_tree_of_the_formulas(
 ):
     """Orbax restores the flat form, padded with zeros, turned as this size is."""
     is_model_first = gating == "model first"
-    monkeypatch.setattr(kaggle, "is_gating_model_first", lambda sizes: is_model_first)
+    monkeypatch.setattr(Layout, "is_model_first", lambda *_: is_model_first)
     monkeypatch.setattr(flax_layout, "BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(storage, "_COMMIT_BYTES", 4 * block_bytes)
     config = tiny_config("27b", num_hidden_layers=1)
     tensors = tiny_tensors(config, dtype="bfloat16")
     sizes, num_bytes = Sizes.from_config(config), []
-    write_kaggle(
-        tmp_path, sizes, in_memory(tensors), dtype=None, on_bytes=num_bytes.append
+    write(
+        tmp_path,
+        sizes,
+        in_memory(tensors),
+        on_bytes=num_bytes.append,
     )
     assert sum(num_bytes) == sum(tensor.nbytes for tensor in tensors.values())
     leaves = flax_leaves(tensors, config, is_model_first=is_model_first)
@@ -233,7 +240,12 @@ def test_writer_makes_the_tree_of_the_formulas(
 def test_unpublished_sizes_are_written_hidden_first(tmp_path):
     config = tiny_config("2b")
     tensors = in_memory(tiny_tensors(config))
-    write_kaggle(tmp_path, Sizes.from_config(config), tensors, dtype=None, on_bytes=abs)
+    write(
+        tmp_path,
+        Sizes.from_config(config),
+        tensors,
+        on_bytes=abs,
+    )
     tree = restore(tmp_path / "gemma2")
     assert tree["transformer/layer_0/mlp/gating_einsum"]["w"].shape == (2, 288, 72)
 
@@ -242,8 +254,11 @@ def test_square_gating_is_not_written(tmp_path):
     config = tiny_config("2b", intermediate_size=72)
     tensors = in_memory(tiny_tensors(config))
     with pytest.raises(CheckpointError, match="could not tell which way gating_einsum"):
-        write_kaggle(
-            tmp_path, Sizes.from_config(config), tensors, dtype=None, on_bytes=abs
+        write(
+            tmp_path,
+            Sizes.from_config(config),
+            tensors,
+            on_bytes=abs,
         )
     assert not list(tmp_path.iterdir())
 
@@ -255,11 +270,10 @@ def test_two_types_in_one_array_are_refused(tmp_path):
     tensors[name] = tensors[name].astype(np.float16)
     expected = f"'{name}' is float16, but shares 'layer_1/attn/kv_einsum/w'.* float32"
     with pytest.raises(CheckpointError, match=expected):
-        write_kaggle(
+        write(
             tmp_path,
             Sizes.from_config(config),
             in_memory(tensors),
-            dtype=None,
             on_bytes=abs,
         )
 

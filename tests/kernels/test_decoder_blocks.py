@@ -1,5 +1,6 @@
 """Halves of a layer in C++: exact, of a row alike whatever rows are beside it."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,8 @@ from jaxspec_kernels.bits import ScaledPages, from_storage, to_storage
 from jaxspec_kernels.decoder_blocks import (
     GELU,
     SILU,
+    Attention,
+    FeedForward,
     Norm,
     Queries,
     attention_block,
@@ -22,7 +25,7 @@ from jaxspec_kernels.decoder_blocks import (
 from jaxspec_kernels.panel_matmul import QuantizedPanels, quantized_panels, to_panels
 
 pytestmark = pytest.mark.usefixtures("has_native")
-PAGE_SIZE, TABLE, MODEL = 4, 8, 24
+PAGE_SIZE, MODEL = 4, 24
 POOLS: dict[str, Any] = {
     name: jnp.zeros(0, name) for name in ("float32", "bfloat16", "uint16", "uint8")
 }
@@ -40,50 +43,69 @@ class Layer:
     dtype: str = "float32"  # of the panels
     pages: str = "float32"
     window: int | None = 6
+    model: int = MODEL
+    scale: float = 0.3
+    soft_cap: float | None = 2.0
+    gain: float = 0.2  # of the matrices
     has_after: bool = True
+    has_head_norms: bool = False
     scheme: Scheme | None = None  # of the panels
 
     def matrix(self, seed: int, out: int, features: int) -> Any:
-        values = np.random.default_rng(seed).normal(size=(out, features))
+        rng = np.random.default_rng(seed)
+        values = rng.normal(size=(out, features)) * self.gain
         if self.scheme is not None:
-            made = quantized_panels(*quantize(values / 5, self.scheme))
+            made = quantized_panels(*quantize(values, self.scheme))
             return QuantizedPanels(*map(jnp.asarray, made))
-        return jnp.asarray(to_panels((values / 5).astype(jnp.dtype(self.dtype))))
+        return jnp.asarray(to_panels(values.astype(jnp.dtype(self.dtype))))
 
-    def norm(self, seed: int) -> Norm:
-        weight = np.random.default_rng(seed).normal(size=MODEL) / 4
+    def norm(self, seed: int, size: int | None = None) -> Norm:
+        weight = np.random.default_rng(seed).normal(size=size or self.model) / 4
         return Norm(jnp.asarray(weight, self.dtype), 1e-6, 1.0)
 
-    def attend(self, batch: "Batch", **changes: Any) -> tuple[Any, Any]:
-        queries, keys = self.heads[0] * self.head_dim, self.heads[1] * self.head_dim
-        num_pages = batch.table.size + 1
-        pages = np.random.default_rng(9).normal(
-            size=(num_pages, PAGE_SIZE, 2 * self.heads[1], self.head_dim)
+    def attend(
+        self, batch: "Batch", implementation: str | None = None, **changes: Any
+    ) -> tuple[Any, Any]:
+        """Call the operation with `changes` of its settings."""
+        settings = self.settings(batch)._replace(**changes)
+        return attention_block(
+            batch.stream, self.held(batch), settings, implementation=implementation
         )
-        held = to_storage(jnp.asarray(pages, jnp.float32), POOLS[self.pages])
+
+    def held(self, batch: "Batch") -> Any:
+        """Pages with random keys and values."""
+        shape = batch.table.size + 1, PAGE_SIZE, 2 * self.heads[1], self.head_dim
+        pages = np.random.default_rng(9).normal(size=shape)
+        return to_storage(jnp.asarray(pages, jnp.float32), POOLS[self.pages])
+
+    def settings(self, batch: "Batch") -> Attention:
+        """Everything but the stream and the pages."""
+        queries, keys = self.heads[0] * self.head_dim, self.heads[1] * self.head_dim
         angles = batch.positions[:, None] / 7 ** np.arange(self.head_dim // 2)[None]
-        given: dict[str, Any] = dict(
+        has_norms = self.has_head_norms
+        return Attention(
             before=self.norm(1),
             after=self.norm(2) if self.has_after else None,
-            q_proj=self.matrix(3, queries, MODEL),
-            kv_proj=self.matrix(4, 2 * keys, MODEL),
-            o_proj=self.matrix(5, MODEL, queries),
+            q_norm=self.norm(6, self.head_dim) if has_norms else None,
+            k_norm=self.norm(7, self.head_dim) if has_norms else None,
+            q_proj=self.matrix(3, queries, self.model),
+            kv_proj=self.matrix(4, 2 * keys, self.model),
+            o_proj=self.matrix(5, self.model, queries),
             cosine=jnp.asarray(np.cos(angles), jnp.float32),
             sine=jnp.asarray(np.sin(angles), jnp.float32),
             slot_mapping=jnp.asarray(batch.slots, jnp.int32),
             regions=batch.regions,
             num_q_heads=self.heads[0],
-            scale=0.3,
-            soft_cap=2.0,
+            scale=self.scale,
+            soft_cap=self.soft_cap,
             window=self.window,
             is_rounded=self.dtype == "bfloat16",
         )
-        return attention_block(batch.stream, held, **given | changes)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Two sequences with three queries, one with a prompt of five, and two pads."""
+    """Two sequences with equally many queries, one with a prompt, and two pads."""
 
     table: np.ndarray
     positions: np.ndarray
@@ -92,20 +114,26 @@ class Batch:
     regions: tuple[Queries, ...]
 
 
-def make_batch(masks: Any = None) -> Batch:
-    table = np.random.default_rng(0).permutation(3 * TABLE).reshape(3, TABLE)
-    ends, counts = [19, 4, 13], [3, 3, 5]
+def make_batch(
+    masks: Any = None,
+    model: int = MODEL,
+    ends: Sequence[int] = (19, 4, 13),
+    counts: Sequence[int] = (3, 3, 5),
+) -> Batch:
+    """By default two sequences with three queries, one with a prompt of five."""
+    pages_each = -(-max(ends) // PAGE_SIZE) + 3
+    table = np.random.default_rng(0).permutation(3 * pages_each).reshape(3, -1)
     positions, slots = [], []
     for seq, (end, count) in enumerate(zip(ends, counts, strict=True)):
         for at in range(end - count, end):
             positions.append(at)
             slots.append(table[seq, at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE)
-    pads = [(3 * TABLE + 1) * PAGE_SIZE] * 2
-    stream = np.random.default_rng(1).normal(size=(13, MODEL))
+    pads = [(table.size + 1) * PAGE_SIZE] * 2
+    stream = np.random.default_rng(1).normal(size=(len(slots) + 2, model))
     pages, kv_len = jnp.asarray(table, jnp.int32), jnp.asarray(ends, jnp.int32)
     regions = (
-        Queries(pages[:2], kv_len[:2], 3, masks),
-        Queries(pages[2:], kv_len[2:], 5),
+        Queries(pages[:2], kv_len[:2], counts[0], masks),
+        Queries(pages[2:], kv_len[2:], counts[2]),
     )
     return Batch(
         table,
@@ -127,6 +155,36 @@ LAYERS = [
     Layer(pages="int8"),
     Layer(heads=(6, 2), head_dim=34, pages="int8", window=None),
     Layer(heads=(4, 4), head_dim=16, dtype="bfloat16", pages="int8"),
+    Layer(has_head_norms=True),
+    Layer(heads=(4, 1), head_dim=34, pages="int8", has_head_norms=True),
+    Layer(scheme=Scheme(kind="int8"), pages="uint8", has_head_norms=True),
+    Layer(
+        heads=(4, 4), head_dim=16, dtype="bfloat16", pages="uint16", has_head_norms=True
+    ),
+]
+
+
+# Gemma 3: no soft cap, and 640 is not a power of two. Matrices keep the size of rows.
+GEMMA_3_270M = Layer(
+    heads=(4, 1),
+    head_dim=256,
+    model=640,
+    window=512,
+    scale=256**-0.5,
+    soft_cap=None,
+    gain=640**-0.5,
+    has_head_norms=True,
+)
+GEMMA_3_LAYERS = [
+    GEMMA_3_270M,
+    replace(GEMMA_3_270M, window=None, pages="int8"),
+    replace(GEMMA_3_270M, scheme=Scheme(kind="int4", group_size=32)),
+    replace(GEMMA_3_270M, scheme=Scheme(kind="int4", group_size=16)),
+    replace(GEMMA_3_270M, scheme=Scheme(kind="int8", group_size=16)),
+    replace(GEMMA_3_270M, scheme=Scheme(kind="fp8", group_size=32)),
+    replace(GEMMA_3_270M, dtype="bfloat16", pages="uint16"),
+    # The 27B's: 168 is not the size of a head.
+    replace(GEMMA_3_270M, heads=(4, 2), head_dim=128, scale=168**-0.5),
 ]
 
 
@@ -155,22 +213,30 @@ def test_attention_equals_the_reference(layer, is_tree):
 def test_the_feed_forward_network_equals_the_reference(
     dtype, activation, hidden, block
 ):
-    layer = Layer(dtype=dtype)
-    stream = make_batch().stream
+    check_feed_forward(Layer(dtype=dtype), activation, hidden, block)
+
+
+@pytest.mark.parametrize("layer", GEMMA_3_LAYERS[:7])
+def test_the_feed_forward_network_of_gemma_3_equals_the_reference(layer):
+    check_feed_forward(layer, GELU, 2048, 128)
+
+
+def check_feed_forward(layer: Layer, activation: str, hidden: int, block: int) -> None:
+    stream, dtype = make_batch(None, layer.model).stream, layer.dtype
+
+    network = FeedForward(
+        before=layer.norm(1),
+        after=layer.norm(2) if activation == GELU else None,
+        gate_up_proj=layer.matrix(3, 2 * hidden, layer.model),
+        down_proj=layer.matrix(4, layer.model, hidden),
+        hidden_size=hidden,
+        block=block,
+        activation=activation,
+        is_rounded=dtype == "bfloat16",
+    )
 
     def run(implementation: str, rows: jax.Array) -> np.ndarray:
-        made = feed_forward_block(
-            rows,
-            before=layer.norm(1),
-            after=layer.norm(2) if activation == GELU else None,
-            gate_up_proj=layer.matrix(3, 2 * hidden, MODEL),
-            down_proj=layer.matrix(4, MODEL, hidden),
-            hidden_size=hidden,
-            block=block,
-            activation=activation,
-            is_rounded=dtype == "bfloat16",
-            implementation=implementation,
-        )
+        made = feed_forward_block(rows, network, implementation=implementation)
         return np.asarray(made)
 
     found, expected = run("cpu", stream), run("reference", stream)
@@ -182,10 +248,54 @@ def test_the_feed_forward_network_equals_the_reference(
         np.testing.assert_array_equal(run("cpu", stream[:count]), found[:count])
 
 
+@pytest.mark.parametrize("layer", GEMMA_3_LAYERS)
+def test_attention_of_gemma_3_equals_the_reference(layer):
+    # Beyond the window, before it, and more rows than one thread takes.
+    batch = make_batch(None, layer.model, ends=(521, 30, 40), counts=(5, 5, 40))
+    found, pages = layer.attend(batch, implementation="cpu")
+    expected, expected_pages = layer.attend(batch, implementation="reference")
+    most = 2e-2 if layer.dtype == "bfloat16" else 2e-5
+    np.testing.assert_allclose(found, expected, atol=most)
+    least = max(PAGE_STEPS.get(layer.pages, 0.02), 1e-5)  # sums of 640 products
+    np.testing.assert_allclose(
+        from_storage(pages), from_storage(expected_pages), atol=least
+    )
+    alone = replace(
+        batch,
+        positions=batch.positions[:10],
+        slots=batch.slots[:10],
+        stream=batch.stream[:10],
+        regions=batch.regions[:1],
+    )
+    few, _ = layer.attend(alone, implementation="cpu")
+    np.testing.assert_array_equal(few, found[:10])
+
+
+def test_the_window_of_gemma_3_ends_where_the_reference_says():
+    """Otherwise the comparison above would hold for a window that is one off."""
+    layer = GEMMA_3_270M
+    batch = make_batch(None, layer.model, ends=(521, 30, 40), counts=(5, 5, 5))
+    found, _ = layer.attend(batch, implementation="cpu")
+    for window in (511, 513):
+        other, _ = layer.attend(batch, implementation="reference", window=window)
+        assert np.abs(found - other).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+def test_norm_of_queries_or_keys_alone_equals_the_reference(name):
+    layer, batch = Layer(), make_batch()
+    norm: Any = {name: layer.norm(6, layer.head_dim)}
+    found, pages = layer.attend(batch, "cpu", **norm)
+    expected, expected_pages = layer.attend(batch, "reference", **norm)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    np.testing.assert_allclose(pages, expected_pages, atol=1e-6)
+
+
+@pytest.mark.parametrize("has_head_norms", [False, True])
 @pytest.mark.parametrize("pages", ["float32", "uint8", "int8"])
-def test_a_row_does_not_depend_on_the_rows_beside_it(pages):
-    layer, batch = Layer(pages=pages), make_batch()
-    whole, _ = layer.attend(batch, implementation="cpu")
+def test_a_row_does_not_depend_on_the_rows_beside_it(pages, has_head_norms):
+    layer, batch = Layer(pages=pages, has_head_norms=has_head_norms), make_batch()
+    whole, whole_pages = layer.attend(batch, implementation="cpu")
     part = replace(
         batch,
         positions=batch.positions[6:11],
@@ -193,8 +303,11 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(pages):
         stream=batch.stream[6:11],
         regions=batch.regions[1:],
     )
-    alone, _ = layer.attend(part, implementation="cpu")
+    alone, pages = layer.attend(part, implementation="cpu")
     np.testing.assert_array_equal(alone, whole[6:11])
+    page = part.slots // PAGE_SIZE
+    for one, other in zip(*map(jax.tree.leaves, (pages, whole_pages)), strict=True):
+        np.testing.assert_array_equal(one[page], other[page])
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
@@ -208,19 +321,11 @@ def test_donated_pages_are_written_where_they_lie(is_scaled):
     def addresses(pages: Any) -> list[int]:
         return [one.unsafe_buffer_pointer() for one in jax.tree.leaves(pages)]
 
-    before = addresses(pages)
-    given = {}
+    before, settings = addresses(pages), layer.settings(batch)
 
     def run(pages: Any) -> Any:
-        return attention_block(batch.stream, pages, **given)
+        return attention_block(batch.stream, pages, settings, implementation="cpu")
 
-    def keep(_stream: Any, _pages: Any, **settings: Any) -> tuple[Any, Any]:
-        given.update(settings)
-        return None, None
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.kernels.test_decoder_blocks.attention_block", keep)
-        layer.attend(batch, implementation="cpu")
     _, made = jax.jit(run, donate_argnums=0)(pages)
     assert addresses(made) == before
 
@@ -231,17 +336,21 @@ def test_what_does_not_fit_is_refused():
         layer.attend(batch, num_q_heads=3)
     with pytest.raises(Exception, match="matrices do not fit"):
         layer.attend(batch, q_proj=layer.matrix(3, 40, 26), implementation="cpu")
+    with pytest.raises(ValueError, match=r"weights \(24,\): one .* of the 10 elem"):
+        layer.attend(batch, q_norm=layer.norm(6))
+    with pytest.raises(ValueError, match=r"weights \(24,\): one .* of the 10 elem"):
+        layer.attend(batch, k_norm=layer.norm(6))
+    network = FeedForward(
+        before=layer.norm(1),
+        after=None,
+        gate_up_proj=layer.matrix(3, 16, MODEL),
+        down_proj=layer.matrix(4, MODEL, 8),
+        hidden_size=8,
+        block=8,
+        activation="relu",
+    )
     with pytest.raises(ValueError, match="activated by 'relu'"):
-        feed_forward_block(
-            batch.stream,
-            before=layer.norm(1),
-            after=None,
-            gate_up_proj=layer.matrix(3, 16, MODEL),
-            down_proj=layer.matrix(4, MODEL, 8),
-            hidden_size=8,
-            block=8,
-            activation="relu",
-        )
+        feed_forward_block(batch.stream, network)
 
 
 def test_numbers_out_of_range_touch_nothing():
@@ -273,23 +382,24 @@ def test_calls_of_two_threads_at_once_keep_apart():
     """Buffers outlive a call, and belong to its thread."""
     hidden, rows = 96, 64
     layer = Layer()
-    given: dict[str, Any] = dict(
+    network = FeedForward(
         before=layer.norm(1),
         after=layer.norm(2),
-        gate_up_proj=layer.matrix(3, 2 * hidden, MODEL),
-        down_proj=layer.matrix(4, MODEL, hidden),
+        gate_up_proj=layer.matrix(3, 2 * hidden, layer.model),
+        down_proj=layer.matrix(4, layer.model, hidden),
         hidden_size=hidden,
         block=16,
         activation=GELU,
-        implementation="cpu",
     )
 
     @jax.jit
     def half(stream: jax.Array) -> jax.Array:
+        def run(_: Any, rows: jax.Array) -> jax.Array:
+            made = feed_forward_block(rows, network, implementation="cpu")
+            return jnp.tanh(made)
+
         # Many in a row, so that the threads are in C++ at the same time.
-        return jax.lax.fori_loop(
-            0, 200, lambda _, rows: jnp.tanh(feed_forward_block(rows, **given)), stream
-        )
+        return jax.lax.fori_loop(0, 200, run, stream)
 
     random = np.random.default_rng(0)
     streams = [

@@ -253,7 +253,8 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
         | {"epsilon": np.float32(1e-6), "offset": np.float32(1)},
     ),
     "attention_block": (
-        ("f4 3 5", "f4 5", "f4 0", "f4 1 5 32", "f4 0", "f4 1 5 32", "f4 0")
+        ("f4 3 5", "f4 5", "f4 0", "f4 4", "f4 4")
+        + ("f4 1 5 32", "f4 0", "f4 1 5 32", "f4 0")
         + ("f4 1 16 32", "f4 0", "f4 3 2", "f4 3 2", "i4 3", "f4 5 4 4 4", "f4 0")
         + ("i4 1 3", "i4 1", "? 1 3 3"),
         ("f4 3 5", "f4 5 4 4 4", "f4 0"),

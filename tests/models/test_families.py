@@ -19,7 +19,6 @@ from jaxspec.models.families import (
 )
 from jaxspec.models.network import functions_of
 from jaxspec_checkpoints import Sizes
-from jaxspec_checkpoints.gemma2.published import published_config
 from tests.engines import QuickGreedyRunner
 from tests.models import llama
 
@@ -109,25 +108,34 @@ def test_an_incomplete_checkpoint_names_its_family(tmp_path):
 
 def test_without_an_entry_there_is_no_such_family(tmp_path):
     write_llama(tmp_path / "one", num_layers=1)
-    expected = "must be 'gemma2', the one architecture of this engine, got 'llama'"
+    expected = "'gemma2', .*'gemma3', the architectures of this engine, got 'llama'"
     with pytest.raises(ConfigError, match=expected):
         config_from_folder(tmp_path / "one")
 
 
 @pytest.mark.usefixtures("has_llama")
 def test_an_unknown_family_is_told_all_that_there_are():
-    expected = "must be 'gemma2' or 'llama', the architectures of this engine, got 'x'"
+    expected = "'gemma3', 'llama', the architectures of this engine, got 'x'"
     with pytest.raises(ConfigError, match=expected):
         config_from_hf({"model_type": "x"})
 
 
-def test_the_declared_tensors_are_those_of_the_layout():
+@pytest.mark.parametrize(
+    ("model_type", "tensors_of_layer", "num_layers"),
+    [
+        ("gemma2", 11, {"2b": 26, "9b": 42, "27b": 46}),
+        ("gemma3_text", 13, {"270m": 18, "1b": 26, "4b": 34, "12b": 48, "27b": 62}),
+    ],
+)
+def test_the_declared_tensors_are_those_of_the_layout(
+    model_type, tensors_of_layer, num_layers
+):
     """Of every published size; otherwise a tensor would be read and left out."""
-    family = FAMILIES["gemma2"]
-    names = {"2b": 26 * 11 + 2, "9b": 42 * 11 + 2, "27b": 46 * 11 + 2}
+    family: Any = FAMILIES[model_type]
+    names = {size: tensors_of_layer * count + 2 for size, count in num_layers.items()}
     assert family.layout.published.keys() == names.keys()
     for size, count in names.items():
-        config = config_from_hf(published_config(size))
+        config = config_from_hf(family.layout.flax.config(size))
         assert family_of(config) is family
         sizes = family.layout.published[size]
         assert family.layout.published_name(sizes) == size

@@ -10,17 +10,24 @@ import pytest
 
 from jaxspec.errors import ConfigError
 from jaxspec.models import cpu
-from jaxspec.models.gemma2.network import param_specs
+from jaxspec.models.gemma.network import param_specs
 from jaxspec.models.matrices import DenseMatrix, Matrix
 from jaxspec.models.quantized import GroupedMatrix, Quantized, ScaledMatrix
-from jaxspec.models.weights import abstract_params, load_params, random_params
+from jaxspec.models.weights import (
+    abstract_params,
+    declare,
+    load_params,
+    random_params,
+)
 from jaxspec.settings.model_config import ModelConfig
-from jaxspec.sharding import make_mesh
-from jaxspec_checkpoints import CheckpointError, in_memory
+from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
+from jaxspec_checkpoints import CheckpointError, Tensor, in_memory
 from jaxspec_checkpoints.quantization import (
     FP8,
+    GGUF_SCHEMES,
     INT4,
     INT8,
+    MixedScheme,
     QuantizedTensor,
     Scheme,
     dequantize,
@@ -46,6 +53,18 @@ FORMS = [
     (cpu.QuantizedMatrix, SCHEMES[0]),
     (cpu.QuantizedMatrix, SCHEMES[1]),
 ]
+
+# As Q4_K_M mixes them: the types of two layers differ, and those of keys and values.
+GGUF_LAYER = {
+    "self_attn.q_proj": "Q4_0",
+    "self_attn.k_proj": "Q4_0",
+    "self_attn.v_proj": "Q6_K",
+    "self_attn.o_proj": "Q8_0",
+    "mlp.gate_proj": "Q4_K",
+    "mlp.up_proj": "Q8_0",
+    "mlp.down_proj": "Q6_K",
+}
+GGUF_OTHER_LAYER = GGUF_LAYER | {"self_attn.v_proj": "Q5_0", "mlp.down_proj": "Q5_0"}
 
 
 def test_values_are_the_nearest_of_their_scale():
@@ -92,7 +111,7 @@ def test_every_form_is_the_numbers_it_stands_for(form, scheme):
         np.testing.assert_array_equal(one.values, expected)
 
 
-def config_of(scheme: Scheme | None, **changes: Any) -> Any:
+def config_of(scheme: Scheme | MixedScheme | None, **changes: Any) -> Any:
     return replace(make_config(**changes), quantization=scheme)
 
 
@@ -222,3 +241,86 @@ def test_groups_that_do_not_divide_are_refused():
     with pytest.raises(CheckpointError, match="groups of 128 do not divide the 48"):
         tensor = in_memory({"a": np.zeros((2, 48), np.float32)})["a"]
         quantized(tensor, named_scheme(INT4))
+
+
+MIXED = MixedScheme(
+    types=(
+        ("model.embed_tokens.weight", "Q6_K"),
+        *(
+            (f"model.layers.{layer}.{name}.weight", kind)
+            for layer, kinds in enumerate((GGUF_LAYER, GGUF_OTHER_LAYER))
+            for name, kind in kinds.items()
+        ),
+    )
+)
+
+
+def gguf_tensor(rows: np.ndarray, kind: str) -> Tensor:
+    """The tensor as a GGUF file of this type holds it; other types hold float32."""
+    tensor = in_memory({kind: rows})[kind]
+    scheme = GGUF_SCHEMES.get(kind)
+    return tensor if scheme is None else quantized(tensor, scheme)
+
+
+def mixed_tensors(config: ModelConfig) -> dict[str, Tensor]:
+    kinds = dict(MIXED.types)
+    return {
+        name: gguf_tensor(array, kinds.get(name, "F32"))
+        for name, array in make_tensors(config).items()
+    }
+
+
+@pytest.mark.parametrize(("devices", "is_scanned"), [(1, False), (4, False), (4, True)])
+def test_mixed_types_keep_the_numbers_of_every_tensor(devices, is_scanned):
+    sizes: Any = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
+    config = replace(config_of(MIXED, **sizes), scan_layers=is_scanned)
+    tensors = mixed_tensors(config)
+    mesh = make_mesh(devices)
+    params = load_params(config, tensors, dtype=FLOAT32, mesh=mesh)
+    plain = replace(config, quantization=None, scan_layers=False)
+    dense = in_memory({name: tensor.whole() for name, tensor in tensors.items()})
+    expected = load_params(plain, dense, dtype=FLOAT32, mesh=make_mesh(1))
+    tokens = np.arange(3, 12)
+    np.testing.assert_allclose(
+        PagedModel(config, params).feed(tokens),
+        PagedModel(plain, expected).feed(tokens),
+        atol=1e-4,
+    )
+    forms = [
+        [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(tree)]
+        for tree in (params, abstract_params(config, dtype=FLOAT32, mesh=mesh))
+    ]
+    assert forms[0] == forms[1]
+
+
+def test_each_matrix_has_the_scheme_of_its_tensors():
+    config = config_of(MIXED, num_hidden_layers=2, hidden_size=64, intermediate_size=96)
+    given: Any = dict(dtype=FLOAT32, mesh=make_mesh(1), mesh_axes=TARGET_MESH_AXES)
+    specs = declare(config, **given)
+    schemes = {"/".join(path): spec.scheme for path, spec in specs.items()}
+    assert schemes["embedding"] == Scheme(kind=INT8, group_size=16)
+    assert schemes["layers/0/attention/q_proj"] == Scheme(kind=INT4, group_size=32)
+    # Its keys are Q4_0, its values Q6_K.
+    assert schemes["layers/0/attention/kv_proj"] == Scheme(kind=INT8, group_size=16)
+    assert schemes["layers/1/attention/kv_proj"] == Scheme(kind=INT8, group_size=32)
+    assert schemes["layers/0/feed_forward/gate_up_proj"] is None  # gate is Q4_K
+    assert schemes["layers/0/input_norm"] is None
+    scanned = declare(replace(config, scan_layers=True), **given)
+    assert scanned[("layers", "0", "feed_forward", "down_proj")].scheme is not None
+
+
+def test_values_of_four_bits_become_eight_beside_eight():
+    rows = np.random.default_rng(0).normal(size=(6, 64)).astype(np.float32)
+    made = quantized(in_memory({"a": rows})["a"], GGUF_SCHEMES["Q4_0"])
+    wider = quantized(made, Scheme(kind=INT8, group_size=16))
+    assert isinstance(wider, QuantizedTensor)
+    assert (wider.values.dtype, wider.scales.shape) == (np.int8, (6, 4))
+    np.testing.assert_array_equal(wider.whole(), made.whole())
+    np.testing.assert_array_equal(wider.head(2).whole(), made.whole()[:2])
+
+
+def test_describes_types_by_how_they_are_held():
+    assert MIXED.describe() == (
+        "Q4_0 as int4 in groups of 32, Q4_K unpacked, "
+        "Q5_0, Q8_0 as int8 in groups of 32, Q6_K as int8 in groups of 16 (gguf)"
+    )

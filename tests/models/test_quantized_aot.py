@@ -17,7 +17,7 @@ from jaxspec.engine.described import describe, describe_mesh, named_devices
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.step import lower_step
 from jaxspec_checkpoints import Sizes, tensor_shapes
-from jaxspec_checkpoints.gemma2.published import published_config
+from jaxspec_checkpoints.gemma.published import published_config
 from jaxspec_checkpoints.layout import EMBEDDING
 from tests.batteries import members
 from tests.kernels import aot_gpu, aot_tpu

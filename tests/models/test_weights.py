@@ -12,7 +12,7 @@ from jaxspec.config import ModelConfig
 from jaxspec.models import weights
 from jaxspec.models.cpu import NativeMatrix, PanelMatrix
 from jaxspec.models.families import config_from_hf
-from jaxspec.models.gemma2.network import param_specs
+from jaxspec.models.gemma.network import param_specs
 from jaxspec.models.matrices import Matrix
 from jaxspec.models.network import build_network
 from jaxspec.models.weights import abstract_params, load_params, random_params

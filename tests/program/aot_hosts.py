@@ -26,7 +26,7 @@ from jaxspec.engine.described import describe
 from jaxspec.program.plan import Features, StepShape
 from jaxspec.program.step import lower_step
 from jaxspec.sharding import make_mesh
-from jaxspec_checkpoints.gemma2.published import published_config
+from jaxspec_checkpoints.gemma.published import published_config
 from tests.kernels import aot_tpu
 from tests.program import hlo
 from tests.program.aot_record import Record, markdown

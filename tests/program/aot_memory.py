@@ -43,7 +43,7 @@ from jaxspec.engine.scheduling.controller import Controller
 from jaxspec.engine.scheduling.shapes import GREEDY, Shapes
 from jaxspec.program.plan import Features
 from jaxspec.program.step import lower_step
-from jaxspec_checkpoints.gemma2.published import published_config
+from jaxspec_checkpoints.gemma.published import published_config
 from tests.kernels import aot_tpu
 from tests.program import hlo
 from tests.program.aot_record import Record, markdown

@@ -36,7 +36,7 @@ from jaxspec.sharding import (
     make_mesh,
     replicated,
 )
-from jaxspec_checkpoints.gemma2.published import published_config
+from jaxspec_checkpoints.gemma.published import published_config
 from tests.kernels import aot_gpu, aot_tpu
 from tests.program import hlo
 

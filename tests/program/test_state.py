@@ -23,7 +23,7 @@ from jaxspec.program.state import (
     page_forms,
 )
 from jaxspec.sharding import TARGET_MESH_AXES, make_mesh
-from jaxspec_checkpoints.gemma2.published import published_config
+from jaxspec_checkpoints.gemma.published import published_config
 
 DTYPE: Any = jnp.dtype(jnp.bfloat16)
 POOL = PoolShape(num_rows=3, num_pages=10, page_size=4, max_model_len=14, vocab_size=70)

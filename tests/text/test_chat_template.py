@@ -10,14 +10,14 @@ import transformers
 
 import jaxspec_checkpoints
 from jaxspec.errors import ConfigError, RequestError
-from jaxspec.models.gemma2.turns import END_OF_TURN, Gemma2Turns
+from jaxspec.models.gemma.turns import END_OF_TURN, GemmaTurns
 from jaxspec.text.chat_template import ChatTemplate, folder_template, given_template
 from jaxspec.text.chat_turns import read_messages
 from jaxspec.text.pieces import read_pieces
 from jaxspec.text.tokenizer import Tokenizer
 
 BUNDLED = jaxspec_checkpoints.bundled_target()
-PIECES = read_pieces(BUNDLED, Gemma2Turns.markers)
+PIECES = read_pieces(BUNDLED, GemmaTurns.markers)
 PLAIN = Tokenizer(PIECES)
 # What Gemma 2's template does: errors, the name of the role, the trimmed content.
 GEMMA = """\
@@ -303,7 +303,7 @@ def written(folder: Path, chat_template: str | None = None) -> Any:
 
 
 def test_where_a_template_is_found(tmp_path: Path):
-    gemmas = Gemma2Turns().write(
+    gemmas = GemmaTurns().write(
         read_messages(messages_of([("user", "x")])),
         marks=None,
         pieces={"bos_token": "<bos>"},

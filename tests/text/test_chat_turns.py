@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxspec.errors import RequestError
-from jaxspec.models.gemma2.turns import Gemma2Turns
+from jaxspec.models.gemma.turns import GemmaTurns
 from jaxspec.text.chat_turns import Marks, fold_turns, map_texts, read_messages
 
 SPECIAL = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
@@ -15,7 +15,7 @@ USER, MODEL = {"role": "user", "content": "a"}, {"role": "assistant", "content":
 
 def write(messages: Any, marks: Marks | None = None, **changes: bool) -> str:
     flags = {"add_generation_prompt": True, "continue_final_message": False}
-    return Gemma2Turns().write(
+    return GemmaTurns().write(
         read_messages(messages),
         marks=marks,
         pieces={"bos_token": "<bos>"},

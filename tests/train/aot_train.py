@@ -30,7 +30,7 @@ from jaxspec.train.methods import FLOAT32
 from jaxspec.train.run import make_method
 from jaxspec.train.target import Target, target_states
 from jaxspec.train.trainer import Rows, Schedule, compare_passes, programs_of
-from jaxspec_checkpoints.gemma2.published import published_config
+from jaxspec_checkpoints.gemma.published import published_config
 from tests.kernels import aot_tpu
 from tests.program import hlo
 from tests.program.aot_record import FOLDER, Record, markdown

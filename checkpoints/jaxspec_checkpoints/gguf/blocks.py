@@ -220,7 +220,7 @@ TYPES = {
     7: _other("Q5_1", 32, 24, _q5_1),
     8: _symmetric("Q8_0", 32, 34, _split_q8_0),
     10: _other("Q2_K", 256, 84, _q2_k),
-    11: _symmetric("Q3_K", 256, 110, _split_q3_k),
+    11: _symmetric("Q3_K", 256, 110, _split_q3_k, is_int4=True),
     12: _other("Q4_K", 256, 144, _q4_k),
     13: _other("Q5_K", 256, 176, _q5_k),
     14: _symmetric("Q6_K", 256, 210, _split_q6_k),

@@ -4,7 +4,6 @@ What the format does not store is derived as llama.cpp derives it; see `gemma2.c
 `gemma3.cpp` there.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -145,13 +144,10 @@ def _vocab_size(file: GgufFile) -> int:
 
 
 def _dtype(file: GgufFile) -> str:
-    """The type that most bytes are read as."""
-    num_bytes: dict[str, int] = {}
-    for tensor in file.tensors.values():
-        dtype = tensor.type.dtype
-        count = math.prod(tensor.shape) * dtype.itemsize
-        num_bytes[dtype.name] = num_bytes.get(dtype.name, 0) + count
-    return max(num_bytes, key=lambda name: num_bytes[name], default="float32")
+    """The type of the matrices that are not packed, float32 if they differ."""
+    matrices = (one for one in file.tensors.values() if len(one.shape) == 2)
+    dtypes = {one.type.dtype.name for one in matrices if one.type.split is None}
+    return dtypes.pop() if len(dtypes) == 1 else "float32"
 
 
 def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:

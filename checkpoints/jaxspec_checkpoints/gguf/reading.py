@@ -37,7 +37,7 @@ from jaxspec_checkpoints.layout import (
     check_tensors,
     layout_of,
 )
-from jaxspec_checkpoints.quantization import QuantizedTensor
+from jaxspec_checkpoints.quantization import GGUF, QuantizedTensor
 from jaxspec_checkpoints.tensor import BLOCK_BYTES, Tensor
 
 _NAMES = {
@@ -106,8 +106,12 @@ def open_gguf(path: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
         generation = read_json(beside["generation_config.json"])
     layout = layout_of(config, layouts)
     sizes = Sizes.from_config(config)
-    tensors = _tensors(file, sizes)
+    stored = _canonical(file, sizes)
+    tensors = {name: _described(one) for name, one in stored.items()}
     check_tensors(layout, sizes, tensors)
+    types = {name: one.type.name for name, one in stored.items() if len(one.shape) == 2}
+    if any(one.type.dequantize for one in stored.values()):
+        config["quantization_config"] = {"quant_method": GGUF, "tensor_types": types}
     made = {
         **tokenizer_files(file),
         "generation_config.json": lambda: _json(generation),
@@ -142,9 +146,9 @@ def _json(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
-def _tensors(file: GgufFile, sizes: Sizes) -> dict[str, Tensor]:
-    """All tensors by canonical name."""
-    tensors: dict[str, Tensor] = {}
+def _canonical(file: GgufFile, sizes: Sizes) -> dict[str, GgufTensor]:
+    """All tensors by canonical name; a fused one is three."""
+    tensors: dict[str, GgufTensor] = {}
     for name, stored in file.tensors.items():
         for canonical, tensor in _named(name, stored, sizes):
             if canonical in tensors:
@@ -155,13 +159,15 @@ def _tensors(file: GgufFile, sizes: Sizes) -> dict[str, Tensor]:
     return tensors
 
 
-def _named(name: str, stored: GgufTensor, sizes: Sizes) -> Iterator[tuple[str, Tensor]]:
+def _named(
+    name: str, stored: GgufTensor, sizes: Sizes
+) -> Iterator[tuple[str, GgufTensor]]:
     if name in _NAMES:
-        yield _NAMES[name], _described(stored)
+        yield _NAMES[name], stored
         return
     layer = _LAYER.fullmatch(name)
     if layer is not None and layer[2] in _LAYER_NAMES:
-        yield f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}", _described(stored)
+        yield f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}", stored
         return
     if layer is None or layer[2] != _FUSED:
         raise CheckpointError(
@@ -176,7 +182,7 @@ def _named(name: str, stored: GgufTensor, sizes: Sizes) -> Iterator[tuple[str, T
         )
     first = 0
     for part, num_rows in (("q", queries), ("k", keys), ("v", keys)):
-        tensor = _described(_rows_of(stored, first, num_rows))
+        tensor = _rows_of(stored, first, num_rows)
         yield f"model.layers.{layer[1]}.self_attn.{part}_proj.weight", tensor
         first += num_rows
 

@@ -14,7 +14,16 @@ from jaxspec_kernels import dispatch
 from jaxspec_kernels.bits import KvPages
 from jaxspec_kernels.panel_matmul import Panels
 
-__all__ = ["GELU", "SILU", "Norm", "Queries", "attention_block", "feed_forward_block"]
+__all__ = [
+    "GELU",
+    "SILU",
+    "Attention",
+    "FeedForward",
+    "Norm",
+    "Queries",
+    "attention_block",
+    "feed_forward_block",
+]
 
 # What gates are activated by: GELU by its tanh form, Hendrycks & Gimpel 2016,
 # arXiv:1606.08415; SiLU is x * sigmoid(x).
@@ -28,7 +37,7 @@ class Norm(NamedTuple):
     References: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
 
-    weight: Num[Array, " model"]  # float32 or bfloat16
+    weight: Num[Array, " feature"]  # float32 or bfloat16
     epsilon: float
     offset: float = 0.0
 
@@ -42,44 +51,82 @@ class Queries(NamedTuple):
     ancestor_mask: Bool[Array, "seq query query"] | None = None
 
 
+class Attention(NamedTuple):
+    """Weights, positions and settings of `attention_block`.
+
+    All norms have one epsilon and one offset.
+
+    Attributes:
+        before: Applied to the stream.
+        after: Applied to the output, before it is added to the stream; None for none.
+        q_norm, k_norm: Applied in float32 to each head of the queries and of the keys,
+            before the rotation. One weight of head_dim for all heads; None for none.
+        q_proj: Panels of the matrix (q_head * head_dim, model).
+        kv_proj: Of (kv_head * 2 * head_dim, model): a head's keys, then its values.
+        o_proj: Of (model, q_head * head_dim).
+        cosine, sine: Of each row's rotary angles: element i of a head is paired with
+            i + head_dim / 2 (Su et al. 2021, arXiv:2104.09864).
+        slot_mapping: As of `write_kv_pages`.
+        regions: The rows, from the first on; those in none attend to nothing.
+        scale, soft_cap, window: As of `paged_attention`.
+        is_rounded: Round rows to bfloat16 before each product with bfloat16 panels, and
+            queries before they meet keys.
+    """
+
+    before: Norm
+    after: Norm | None
+    q_proj: Panels
+    kv_proj: Panels
+    o_proj: Panels
+    cosine: Float[Array, "row half"]
+    sine: Float[Array, "row half"]
+    slot_mapping: Int[Array, " row"]
+    regions: Sequence[Queries]
+    num_q_heads: int
+    scale: float
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    soft_cap: float | None = None
+    window: int | None = None
+    is_rounded: bool = False
+
+
+class FeedForward(NamedTuple):
+    """Weights and settings of `feed_forward_block`.
+
+    Attributes:
+        before, after, is_rounded: As of `Attention`.
+        gate_up_proj: Panels of (2 * hidden_size, model): `block` rows of the gate, then
+            as many of up, in turn.
+        down_proj: Of (model, hidden_size).
+        activation: `GELU` or `SILU`.
+    """
+
+    before: Norm
+    after: Norm | None
+    gate_up_proj: Panels
+    down_proj: Panels
+    hidden_size: int
+    block: int
+    activation: str
+    is_rounded: bool = False
+
+
 def attention_block(
     stream: Float[Array, "row model"],
     kv_pages: KvPages,
+    attention: Attention,
     *,
-    before: Norm,
-    after: Norm | None,
-    q_proj: Panels,
-    kv_proj: Panels,
-    o_proj: Panels,
-    cosine: Float[Array, "row half"],
-    sine: Float[Array, "row half"],
-    slot_mapping: Int[Array, " row"],
-    regions: Sequence[Queries],
-    num_q_heads: int,
-    scale: float,
-    soft_cap: float | None = None,
-    window: int | None = None,
-    is_rounded: bool = False,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "row model"], KvPages]:
     """Return `stream + after(attention(before(stream)))` and the pages.
 
-    Projects to queries, keys and values, turns them by their positions, writes keys and
-    values to their slots, attends, and projects back. In place when the caller donates
-    `kv_pages`. A row's bits do not depend on the rows beside it, on a CPU.
+    Projects to queries, keys and values, normalises and rotates queries and keys,
+    writes keys and values to their slots, attends, and projects back. In place when the
+    caller donates `kv_pages`. A row's bits do not depend on the rows beside it, on a
+    CPU.
 
     Args:
-        after: None is none.
-        q_proj: Panels of the matrix (q_head * head_dim, model).
-        kv_proj: Of (kv_head * 2 * head_dim, model): a head's keys, then its values.
-        o_proj: Of (model, q_head * head_dim).
-        cosine, sine: Of the angles of every row's position: element i of a head is
-            paired with i + head_dim / 2 (Su et al. 2021, arXiv:2104.09864).
-        slot_mapping: As of `write_kv_pages`.
-        regions: The rows, from the first on; those in none attend to nothing.
-        scale, soft_cap, window: As of `paged_attention`.
-        is_rounded: Rows are rounded to bfloat16 before each product with bfloat16
-            panels, and queries before they meet keys.
         implementation: A name to force; None is that of jax's default backend.
 
     Raises:
@@ -87,63 +134,41 @@ def attention_block(
         NotImplementedError: There is no such implementation.
     """
     heads, head_dim = kv_pages.shape[2] // 2, kv_pages.shape[3]
-    rows, count = (
-        stream.shape[0],
-        sum(one.kv_len.shape[0] * one.num_queries for one in regions),
-    )
+    rows, num_q_heads = stream.shape[0], attention.num_q_heads
+    count = sum(one.kv_len.shape[0] * one.num_queries for one in attention.regions)
     if num_q_heads % heads or head_dim % 2 or count > rows:
         raise ValueError(
             f"{num_q_heads} query heads for {heads} KV heads of {head_dim}, and "
             f"regions of {count} rows of {rows}: heads of an even size that divide, "
             "and no more rows than there are, are needed"
         )
+    for norm in (attention.q_norm, attention.k_norm):
+        if norm is not None and norm.weight.shape != (head_dim,):
+            raise ValueError(
+                f"a norm of queries or keys has weights {norm.weight.shape}: one for "
+                f"each of the {head_dim} elements of a head is needed"
+            )
     run = dispatch.choose("decoder_blocks", _MODULES, implementation, "attention_block")
-    return run(
-        stream,
-        kv_pages,
-        before=before,
-        after=after,
-        q_proj=q_proj,
-        kv_proj=kv_proj,
-        o_proj=o_proj,
-        cosine=cosine,
-        sine=sine,
-        slot_mapping=slot_mapping,
-        regions=regions,
-        num_q_heads=num_q_heads,
-        scale=scale,
-        soft_cap=soft_cap,
-        window=window,
-        is_rounded=is_rounded,
-    )
+    return run(stream, kv_pages, attention)
 
 
 def feed_forward_block(
     stream: Float[Array, "row model"],
+    network: FeedForward,
     *,
-    before: Norm,
-    after: Norm | None,
-    gate_up_proj: Panels,
-    down_proj: Panels,
-    hidden_size: int,
-    block: int,
-    activation: str,
-    is_rounded: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "row model"]:
     """Return `stream + after(down(activation(gate(x)) * up(x)))`, x = before(stream).
 
     Args:
-        gate_up_proj: Panels of (2 * hidden_size, model): `block` rows of the gate, then
-            as many of up, in turn.
-        down_proj: Of (model, hidden_size).
-        activation: `GELU` or `SILU`.
-        after, is_rounded, implementation: As of `attention_block`.
+        implementation: As of `attention_block`.
 
     Raises:
         ValueError: The shapes do not fit each other, or another activation.
         NotImplementedError: There is no such implementation.
     """
+    hidden_size, block = network.hidden_size, network.block
+    activation = network.activation
     if hidden_size % block or activation not in (GELU, SILU):
         raise ValueError(
             f"blocks of {block} of {hidden_size}, activated by {activation!r}: a "
@@ -152,14 +177,4 @@ def feed_forward_block(
     run = dispatch.choose(
         "decoder_blocks", _MODULES, implementation, "feed_forward_block"
     )
-    return run(
-        stream,
-        before=before,
-        after=after,
-        gate_up_proj=gate_up_proj,
-        down_proj=down_proj,
-        hidden_size=hidden_size,
-        block=block,
-        activation=activation,
-        is_rounded=is_rounded,
-    )
+    return run(stream, network)

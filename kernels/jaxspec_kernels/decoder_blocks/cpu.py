@@ -1,51 +1,34 @@
 """A decoder's layer in C++: one call for each half of it."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxspec_kernels import native
 from jaxspec_kernels.bits import KvPages, ScaledPages
-from jaxspec_kernels.decoder_blocks import GELU, Norm, Queries
+from jaxspec_kernels.decoder_blocks import GELU, Attention, FeedForward, Norm
 from jaxspec_kernels.paged_attention.cpu import operands as of_pages
-from jaxspec_kernels.panel_matmul import Panels
 from jaxspec_kernels.panel_matmul.cpu import operands as of_panels
 
 
 def attention_block(
-    stream: Float[Array, "row model"],
-    kv_pages: KvPages,
-    *,
-    before: Norm,
-    after: Norm | None,
-    q_proj: Panels,
-    kv_proj: Panels,
-    o_proj: Panels,
-    cosine: Float[Array, "row half"],
-    sine: Float[Array, "row half"],
-    slot_mapping: Int[Array, " row"],
-    regions: Sequence[Queries],
-    num_q_heads: int,
-    scale: float,
-    soft_cap: float | None,
-    window: int | None,
-    is_rounded: bool,
+    stream: Float[Array, "row model"], kv_pages: KvPages, attention: Attention
 ) -> tuple[Array, KvPages]:
     """See `jaxspec_kernels.decoder_blocks`."""
     native.require("attention_block")
     given: list[Array] = []
-    for one in regions:
+    for one in attention.regions:
         mask = one.ancestor_mask
         none = jnp.zeros((0, 0, 0), bool)
         given += [one.page_table, one.kv_len, none if mask is None else mask]
-    operands = stream, before.weight, _weight(after)
-    for panels in (q_proj, kv_proj, o_proj):
+    norms = attention.before, attention.after, attention.q_norm, attention.k_norm
+    operands = stream, *map(_weight, norms)
+    for panels in (attention.q_proj, attention.kv_proj, attention.o_proj):
         operands = *operands, *of_panels(panels)
     pages = of_pages(kv_pages)
-    operands = *operands, cosine, sine, slot_mapping, *pages
+    rows = attention.cosine, attention.sine, attention.slot_mapping
+    operands = *operands, *rows, *pages
     # Both are written where they are.
     last = len(operands) - 1
     call = jax.ffi.ffi_call(
@@ -56,44 +39,35 @@ def attention_block(
     made, pages, scales = call(
         *operands,
         *given,
-        num_queries=np.array([one.num_queries for one in regions], np.int64),
-        num_q_heads=np.int64(num_q_heads),
-        scale=np.float32(scale),
-        soft_cap=np.float32(soft_cap or 0.0),
-        window=np.int64(window or 0),
-        is_rounded=is_rounded,
-        **_numbers(before, after),
+        num_queries=np.array([one.num_queries for one in attention.regions], np.int64),
+        num_q_heads=np.int64(attention.num_q_heads),
+        scale=np.float32(attention.scale),
+        soft_cap=np.float32(attention.soft_cap or 0.0),
+        window=np.int64(attention.window or 0),
+        is_rounded=attention.is_rounded,
+        **_numbers(*norms),
     )
     is_scaled = isinstance(kv_pages, ScaledPages)
     return made, ScaledPages(pages, scales) if is_scaled else pages
 
 
 def feed_forward_block(
-    stream: Float[Array, "row model"],
-    *,
-    before: Norm,
-    after: Norm | None,
-    gate_up_proj: Panels,
-    down_proj: Panels,
-    hidden_size: int,
-    block: int,
-    activation: str,
-    is_rounded: bool,
+    stream: Float[Array, "row model"], network: FeedForward
 ) -> Float[Array, "row model"]:
     """See `jaxspec_kernels.decoder_blocks`."""
     native.require("feed_forward_block")
     made = jax.ShapeDtypeStruct(stream.shape, stream.dtype)
     return jax.ffi.ffi_call("jaxspec_feed_forward_block", made)(
         stream,
-        before.weight,
-        _weight(after),
-        *of_panels(gate_up_proj),
-        *of_panels(down_proj),
-        hidden=np.int64(hidden_size),
-        block=np.int64(block),
-        is_gelu=activation == GELU,
-        is_rounded=is_rounded,
-        **_numbers(before, after),
+        _weight(network.before),
+        _weight(network.after),
+        *of_panels(network.gate_up_proj),
+        *of_panels(network.down_proj),
+        hidden=np.int64(network.hidden_size),
+        block=np.int64(network.block),
+        is_gelu=network.activation == GELU,
+        is_rounded=network.is_rounded,
+        **_numbers(network.before, network.after),
     )
 
 
@@ -101,7 +75,9 @@ def _weight(norm: Norm | None) -> Array:
     return jnp.zeros((0,), jnp.float32) if norm is None else norm.weight
 
 
-def _numbers(before: Norm, after: Norm | None) -> dict[str, np.float32]:
-    """Of both norms of a block, which are of one kind."""
-    assert after is None or after[1:] == before[1:], (before[1:], after[1:])
-    return dict(epsilon=np.float32(before.epsilon), offset=np.float32(before.offset))
+def _numbers(*norms: Norm | None) -> dict[str, np.float32]:
+    """Return the epsilon and the offset that all norms of a block share."""
+    found = {norm[1:] for norm in norms if norm is not None}
+    assert len(found) == 1, found
+    ((epsilon, offset),) = found
+    return dict(epsilon=np.float32(epsilon), offset=np.float32(offset))

@@ -1,13 +1,11 @@
 """A decoder's layer in plain jnp: the specification."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxspec_kernels.bits import KvPages
-from jaxspec_kernels.decoder_blocks import GELU, Norm, Queries
+from jaxspec_kernels.decoder_blocks import GELU, Attention, FeedForward, Norm
 from jaxspec_kernels.paged_attention.reference import paged_attention
 from jaxspec_kernels.panel_matmul import Panels
 from jaxspec_kernels.panel_matmul.reference import panel_matmul
@@ -15,41 +13,30 @@ from jaxspec_kernels.write_kv_pages.reference import write_kv_pages
 
 
 def attention_block(
-    stream: Float[Array, "row model"],
-    kv_pages: KvPages,
-    *,
-    before: Norm,
-    after: Norm | None,
-    q_proj: Panels,
-    kv_proj: Panels,
-    o_proj: Panels,
-    cosine: Float[Array, "row half"],
-    sine: Float[Array, "row half"],
-    slot_mapping: Int[Array, " row"],
-    regions: Sequence[Queries],
-    num_q_heads: int,
-    scale: float,
-    soft_cap: float | None,
-    window: int | None,
-    is_rounded: bool,
+    stream: Float[Array, "row model"], kv_pages: KvPages, attention: Attention
 ) -> tuple[Array, KvPages]:
     """See `jaxspec_kernels.decoder_blocks`."""
     head_dim, num_heads = kv_pages.shape[3], kv_pages.shape[2] // 2
     rows, model = stream.shape
-    normed = _norm(before, stream)
+    normed = _norm(attention.before, stream)
 
     def multiply(inputs: Array, panels: Panels, outputs: int) -> Array:
-        return panel_matmul(inputs, panels, num_outputs=outputs, is_rounded=is_rounded)
+        return panel_matmul(
+            inputs, panels, num_outputs=outputs, is_rounded=attention.is_rounded
+        )
 
-    query = multiply(normed, q_proj, num_q_heads * head_dim)
-    query = _rotate(query.reshape(rows, -1, head_dim), cosine, sine)
-    query = query.astype(jnp.bfloat16 if is_rounded else jnp.float32)
-    both = multiply(normed, kv_proj, 2 * num_heads * head_dim)
+    def position(norm: Norm | None, heads: Array) -> Array:
+        return _rotate(_norm(norm, heads), attention.cosine, attention.sine)
+
+    query = multiply(normed, attention.q_proj, attention.num_q_heads * head_dim)
+    query = position(attention.q_norm, query.reshape(rows, -1, head_dim))
+    query = query.astype(jnp.bfloat16 if attention.is_rounded else jnp.float32)
+    both = multiply(normed, attention.kv_proj, 2 * num_heads * head_dim)
     both = both.reshape(rows, num_heads, 2, head_dim)
-    key, value = _rotate(both[:, :, 0], cosine, sine), both[:, :, 1]
-    kv_pages = write_kv_pages(kv_pages, key, value, slot_mapping)
+    key, value = position(attention.k_norm, both[:, :, 0]), both[:, :, 1]
+    kv_pages = write_kv_pages(kv_pages, key, value, attention.slot_mapping)
     mixed, start = [], 0
-    for one in regions:
+    for one in attention.regions:
         count = one.kv_len.shape[0] * one.num_queries
         here = query[start : start + count]
         start += count
@@ -58,49 +45,46 @@ def attention_block(
             kv_pages,
             one.page_table,
             one.kv_len,
-            scale=scale,
-            soft_cap=soft_cap,
-            window=window,
+            scale=attention.scale,
+            soft_cap=attention.soft_cap,
+            window=attention.window,
             ancestor_mask=one.ancestor_mask,
         )
         mixed.append(found.reshape(count, -1).astype(jnp.float32))
-    mixed.append(jnp.zeros((rows - start, num_q_heads * head_dim)))
-    outputs = multiply(jnp.concatenate(mixed), o_proj, model)
-    return stream + _norm(after, outputs), kv_pages
+    mixed.append(jnp.zeros((rows - start, attention.num_q_heads * head_dim)))
+    outputs = multiply(jnp.concatenate(mixed), attention.o_proj, model)
+    return stream + _norm(attention.after, outputs), kv_pages
 
 
 def feed_forward_block(
-    stream: Float[Array, "row model"],
-    *,
-    before: Norm,
-    after: Norm | None,
-    gate_up_proj: Panels,
-    down_proj: Panels,
-    hidden_size: int,
-    block: int,
-    activation: str,
-    is_rounded: bool,
+    stream: Float[Array, "row model"], network: FeedForward
 ) -> Float[Array, "row model"]:
     """See `jaxspec_kernels.decoder_blocks`."""
     rows, model = stream.shape
-    normed = _norm(before, stream)
+    hidden, is_rounded = network.hidden_size, network.is_rounded
     both = panel_matmul(
-        normed, gate_up_proj, num_outputs=2 * hidden_size, is_rounded=is_rounded
+        _norm(network.before, stream),
+        network.gate_up_proj,
+        num_outputs=2 * hidden,
+        is_rounded=is_rounded,
     )
-    both = both.reshape(rows, -1, 2, block)
-    activate = jax.nn.gelu if activation == GELU else jax.nn.silu
+    both = both.reshape(rows, -1, 2, network.block)
+    activate = jax.nn.gelu if network.activation == GELU else jax.nn.silu
     inner = (activate(both[:, :, 0]) * both[:, :, 1]).reshape(rows, -1)
-    outer = panel_matmul(inner, down_proj, num_outputs=model, is_rounded=is_rounded)
-    return stream + _norm(after, outer)
+    outer = panel_matmul(
+        inner, network.down_proj, num_outputs=model, is_rounded=is_rounded
+    )
+    return stream + _norm(network.after, outer)
 
 
 def _norm(
-    norm: Norm | None, rows: Float[Array, "row model"]
-) -> Float[Array, "row model"]:
+    norm: Norm | None, rows: Float[Array, "... feature"]
+) -> Float[Array, "... feature"]:
     if norm is None:
         return rows
-    scale = norm.offset + norm.weight.astype(jnp.float32)[None]
-    mean = jnp.square(rows).mean(axis=1, keepdims=True)
+    scale = norm.offset + norm.weight.astype(jnp.float32)
+    scale = jnp.expand_dims(scale, range(rows.ndim - 1))
+    mean = jnp.square(rows).mean(axis=-1, keepdims=True)
     return rows * jax.lax.rsqrt(mean + norm.epsilon) * scale
 
 

@@ -82,6 +82,16 @@ void apply(ffi::ThreadPool& pool, const Norm& norm, const float* rows,
   });
 }
 
+// Normalises `count` heads of `size`, each `stride` after the one before, in place.
+void apply_to_heads(const Norm& norm, float* heads, int64_t count, int64_t stride,
+                    int64_t size) {
+  if (norm.scale.empty()) return;
+  for (int64_t head = 0; head < count; ++head) {
+    float* own = heads + head * stride;
+    norm.apply(own, nullptr, own, size);
+  }
+}
+
 float rounded(float value, bool is_rounded) {
   return is_rounded ? widen(narrow(value)) : value;
 }
@@ -136,6 +146,7 @@ void write_scaled_row(const float* key_value, const float* cosine, const float* 
 
 ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
                           ffi::AnyBuffer before, ffi::AnyBuffer after,
+                          ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm,
                           ffi::AnyBuffer q_proj, ffi::Buffer<ffi::F32> q_scales,
                           ffi::AnyBuffer kv_proj, ffi::Buffer<ffi::F32> kv_scales,
                           ffi::AnyBuffer o_proj, ffi::Buffer<ffi::F32> o_scales,
@@ -175,9 +186,11 @@ ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
   const Panels from_heads = panels_of(o_proj, o_scales, model, queries_size, is_rounded);
   if (!to_queries.values || !to_keys.values || !from_heads.values)
     return refuse("matrices do not fit");
-  static thread_local Norm first, last;
+  static thread_local Norm first, last, q_heads, k_heads;
   if (!first.set(before, model, offset, epsilon) ||
-      !last.set(after, model, offset, epsilon))
+      !last.set(after, model, offset, epsilon) ||
+      !q_heads.set(q_norm, size, offset, epsilon) ||
+      !k_heads.set(k_norm, size, offset, epsilon))
     return refuse("norms do not fit");
   if (made_pages->element_type() != kv_pages.element_type() ||
       made_pages->size_bytes() != kv_pages.size_bytes() ||
@@ -203,16 +216,20 @@ ffi::Error AttentionBlock(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> stream,
   multiply(pool, to_queries, normed_rows, rows, queries);
   multiply(pool, to_keys, normed_rows, rows, keys);
   const int64_t num_slots = attention.pages * attention.page_size;
+  // Other threads of the pool have norms of their own under the thread-local names.
+  const Norm &query_norm = q_heads, &key_norm = k_heads;
   for_each_row(pool, rows, queries_size + keys_size, [&](int64_t row) {
     const float* cosines = cosine.typed_data() + row * half;
     const float* sines = sine.typed_data() + row * half;
+    apply_to_heads(query_norm, queries + row * queries_size, num_q_heads, size, size);
     for (int64_t head = 0; head < num_q_heads; ++head) {
       float* own = queries + row * queries_size + head * size;
       rotate(own, cosines, sines, half, is_rounded, own);
     }
     const int64_t slot = slots.typed_data()[row];
     if (slot < 0 || slot >= num_slots) return;  // a pad
-    const float* own = keys + row * keys_size;
+    float* own = keys + row * keys_size;
+    apply_to_heads(key_norm, own, kv_heads, 2 * size, size);
     auto write = [&](auto* all) {
       write_row(own, cosines, sines, kv_heads, size, all + slot * keys_size);
     };
@@ -342,6 +359,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_attention_block, jaxspec::AttentionBlock,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()

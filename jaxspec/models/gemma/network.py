@@ -1,8 +1,12 @@
-"""Gemma 2 over paged KV memory, as functions over a tree of parameters.
+"""Gemma 2 and 3 over paged KV memory, as functions over a tree of parameters.
 
 Owns the network and what parameters it has; knows nothing of sampling, scheduling or
 files. Constants and order of operations follow Gemma Team 2024, arXiv:2408.00118, and
-where the report is silent, HuggingFace's `Gemma2ForCausalLM` with eager attention.
+2025, arXiv:2503.19786; where the reports are silent, HuggingFace's `Gemma2ForCausalLM`
+and `Gemma3ForCausalLM` with eager attention.
+
+What differs between the generations is in the config: norms of heads (`has_qk_norm`),
+soft caps, which layers are local (`window`), and the rotary embedding of each (`rope`).
 
 Parameters have one type (float32 or bfloat16) and are matmul operands in it; the
 residual stream, norms, attention statistics and logits are float32.
@@ -16,7 +20,7 @@ from jaxtyping import Array, Float
 
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.gemma2.config import Gemma2Config
+from jaxspec.models.gemma.config import GemmaConfig
 from jaxspec.models.layers import (
     attention_block,
     feed_forward_block,
@@ -43,15 +47,22 @@ _LAYER_TENSORS = {
     "post_feed_forward_norm": ("post_feedforward_layernorm",),
     "pre_feed_forward_norm": ("pre_feedforward_layernorm",),
 }
+# One weight of head_dim, for all heads of a layer.
+_QK_NORM_TENSORS = {
+    "k_norm": ("self_attn.k_norm",),
+    "q_norm": ("self_attn.q_norm",),
+}
 
 
-def param_specs(config: Gemma2Config) -> Specs:
+def param_specs(config: GemmaConfig) -> Specs:
     """Every parameter: shape, logical axes, what stays together, tensors."""
     model, hidden, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_q_heads * head, config.num_kv_heads * head
     blocks = 2 * gate_block(hidden)
     norm = (model,), ("model",), 1
-    matrices: dict[str, Any] = {
+    tensors_of_layer = _LAYER_TENSORS | (_QK_NORM_TENSORS if config.has_qk_norm else {})
+    forms: dict[str, Any] = dict.fromkeys(_QK_NORM_TENSORS, ((head,), (None,), 1))
+    forms |= {
         # A head's key rows, then its value rows: the order of the pages.
         "attention/kv_proj": ((2 * keys, model), ("kv_head", "model"), 2 * head),
         "attention/o_proj": ((model, queries), ("model", "q_head"), head),
@@ -72,15 +83,15 @@ def param_specs(config: Gemma2Config) -> Specs:
         ("final_norm",): spec(norm, "norm"),
     }
     for layer in range(config.num_layers):
-        for path, names in _LAYER_TENSORS.items():
+        for path, names in tensors_of_layer.items():
             named = (f"layers.{layer}.{name}" for name in names)
             whole = "layers", str(layer), *path.split("/")
-            specs[whole] = spec(matrices.get(path, norm), *named)
+            specs[whole] = spec(forms.get(path, norm), *named)
     return specs
 
 
 def forward(
-    config: Gemma2Config,
+    config: GemmaConfig,
     params: Params,
     batch: TokenBatch,
     kv_pages: Pages,
@@ -91,7 +102,10 @@ def forward(
     # HuggingFace rounds the scale to the weights' type: 59.75 in bf16 for the 9B.
     scale = jnp.sqrt(jnp.float32(config.hidden_size)).astype(embedding.dtype)
     stream = embedding.rows(batch.tokens) * scale.astype(jnp.float32)
-    tables = rope_tables(batch.positions, config.head_dim, config.rope_theta)
+    tables = {
+        rope: rope_tables(batch.positions, config.head_dim, rope.theta, rope.factor)
+        for rope in dict.fromkeys((config.local_rope, config.global_rope))
+    }
     # Weights are what one more than them multiplies: Gemma's form.
     norm = functools.partial(Norm, epsilon=config.rms_norm_eps, offset=1.0)
 
@@ -105,8 +119,10 @@ def forward(
             before=norm(own["input_norm"]),
             after=norm(own["post_attention_norm"]),
             batch=batch,
-            tables=tables,
+            tables=tables[config.rope(layer)],
             num_q_heads=config.num_q_heads,
+            q_norm=norm(own["q_norm"]) if config.has_qk_norm else None,
+            k_norm=norm(own["k_norm"]) if config.has_qk_norm else None,
             scale=config.query_pre_attn_scalar**-0.5,
             soft_cap=config.attn_logit_softcapping,
             window=config.window(layer),
@@ -131,9 +147,9 @@ def forward(
 
 
 def logits(
-    config: Gemma2Config, params: Params, rows: Float[Array, "row model"]
+    config: GemmaConfig, params: Params, rows: Float[Array, "row model"]
 ) -> Float[Array, "row _"]:
-    """Soft-capped float32 logits of normalised rows.
+    """Float32 logits of normalised rows, soft-capped where the config has a cap.
 
     Through the tied embedding, or a trimmed head (`jaxspec.models.trimmed`).
     """

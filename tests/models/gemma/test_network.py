@@ -1,4 +1,4 @@
-"""Gemma 2 equals HuggingFace's eager float32 model, however the tokens arrive.
+"""Gemma 2 and 3 equal HuggingFace's eager float32 model, however the tokens arrive.
 
 Compiling is what costs time here, so every way of feeding has one shape. The fast part
 feeds every config in chunks and three of them in every way; the slow part, the rest.
@@ -10,12 +10,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from jaxspec.models.layers import rope_tables
 from tests.oracles import (
     PagedModel,
     hf_logits,
     load_ours,
+    make_gemma3,
     make_hf_model,
     model_config,
 )
@@ -93,6 +95,92 @@ def test_every_feature_binds_in_the_base_config(changes):
     _, base = huggingface("base")
     changed = hf_logits(make_hf_model(**SHALLOW, **changes), PROMPT)
     assert np.abs(base - changed).max() > 0.05
+
+
+GEMMA3: dict[str, dict[str, Any]] = {
+    "base": {},
+    "two_kv_heads": dict(num_key_value_heads=2),
+    "all_global": dict(num_hidden_layers=2, sliding_window_pattern=1),
+    "positions_not_scaled": dict(num_hidden_layers=6, rope_scaling=None),
+    "other_pattern": dict(
+        num_hidden_layers=3,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    ),
+}
+
+
+@functools.cache
+def gemma3(name: str = "base") -> tuple[Any, np.ndarray]:
+    model = make_gemma3(**GEMMA3[name])
+    return model, hf_logits(model, PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("name", "feed"),
+    [
+        *((name, chunked) for name in GEMMA3),
+        ("base", one_shot),
+        ("base", token_by_token),
+    ],
+)
+def test_gemma_3_equals_huggingface(name, feed):
+    """A prompt of six windows; eight layers, of which the last two begin a period."""
+    reference, expected = gemma3(name)
+    ours = PagedModel(model_config(reference), load_ours(reference))
+    assert np.abs(feed(ours) - expected).max() <= 1e-5
+    assert ours.num_traces == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(sliding_window=9),
+        dict(query_pre_attn_scalar=16),
+        dict(sliding_window_pattern=8),
+        dict(rope_scaling=None),
+        dict(rope_theta=100.0),
+        dict(rope_local_base_freq=1000.0),
+    ],
+)
+def test_every_feature_binds_in_the_base_gemma_3(changes):
+    """Otherwise the comparison above would prove nothing about the feature."""
+    changed = hf_logits(make_gemma3(**changes), PROMPT)
+    assert np.abs(gemma3()[1] - changed).max() > 0.05
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+def test_norms_of_heads_bind_in_the_base_gemma_3(name):
+    reference = make_gemma3()
+    with torch.no_grad():
+        for path, value in reference.named_parameters():
+            if path.endswith(f"{name}.weight"):
+                value.zero_()
+    assert np.abs(gemma3()[1] - hf_logits(reference, PROMPT)).max() > 0.05
+
+
+def test_eight_devices_give_the_logits_of_one_gemma_3():
+    """The one KV head and the norms of heads are on every device."""
+    reference = make_gemma3(num_attention_heads=8)
+    params = load_ours(reference, shards=8)
+    logits = one_shot(PagedModel(model_config(reference), params))
+    assert np.abs(logits - hf_logits(reference, PROMPT)).max() <= 1e-5
+
+
+def test_bfloat16_gemma_3_is_close_to_float32():
+    reference = make_gemma3(sharpness=1.0, num_hidden_layers=6)
+    exact = hf_logits(reference, PROMPT)
+    params = load_ours(reference, dtype=jnp.bfloat16)
+    rounded = one_shot(PagedModel(model_config(reference), params))
+    # Six layers of 8 bits of mantissa, on logits of size 4.
+    assert np.abs(exact - rounded).max() <= 0.5
+    assert np.mean(exact.argmax(-1) == rounded.argmax(-1)) >= 0.8
+
+
+def test_linear_scaling_divides_positions():
+    scaled = rope_tables(jnp.arange(0, 80, 8), 8, 10000.0, 8.0)
+    plain = rope_tables(jnp.arange(10), 8, 10000.0)
+    for ours, expected in zip(scaled, plain, strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

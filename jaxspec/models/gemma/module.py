@@ -1,4 +1,4 @@
-"""Gemma 2 as a Flax module, for whoever inspects, trains or composes it.
+"""Gemma as a Flax module, for whoever inspects, trains or composes it.
 
 The engine does not go through it: it runs the same functions over a plain tree.
 """
@@ -11,13 +11,13 @@ from jaxtyping import Array, Float
 
 from jaxspec.models.backend import Backend
 from jaxspec.models.batch import TokenBatch
-from jaxspec.models.gemma2 import network
-from jaxspec.models.gemma2.config import Gemma2Config
+from jaxspec.models.gemma import network
+from jaxspec.models.gemma.config import GemmaConfig
 from jaxspec.models.network import Hidden, Network, Pages
 from jaxspec.models.variables import as_module, as_variables, bound_params
 
 
-class Gemma2(nnx.Module):
+class Gemma(nnx.Module):
     """The whole network; its parameters are zeros until they are replaced.
 
     They are `nnx.Param`s with the metadata `axes` and `unit`, named as in the engine's
@@ -26,7 +26,7 @@ class Gemma2(nnx.Module):
 
     def __init__(
         self,
-        config: Gemma2Config,
+        config: GemmaConfig,
         dtype: jnp.dtype,
         backend: Backend = Backend(),  # noqa: B008 frozen
     ):
@@ -42,7 +42,7 @@ class Gemma2(nnx.Module):
         return self._bound().hidden(batch, kv_pages)
 
     def logits(self, hidden: Float[Array, "row model"]) -> Float[Array, "row vocab"]:
-        """Soft-capped float32 logits of normalised rows, through the tied embedding."""
+        """Float32 logits of normalised rows, through the tied embedding."""
         return self._bound().logits(hidden)
 
     def _bound(self) -> Network:

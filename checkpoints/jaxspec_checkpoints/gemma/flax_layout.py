@@ -1,4 +1,4 @@
-"""Owns the layout of Gemma 2's Flax trees, as Kaggle and the gemma library have it.
+"""Owns the layout of Gemma's Flax trees, as Kaggle and the gemma library have it.
 
 Each canonical tensor is a `View` of one Flax array: an index, an order of the axes, and
 how many of them are rows. Nothing is computed, so both directions are exact. Knows
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxspec_checkpoints.gemma2.published import layer_shapes
+from jaxspec_checkpoints.gemma.published import layer_shapes
 from jaxspec_checkpoints.layout import Sizes
 from jaxspec_checkpoints.storage import Slabs, StoredArray
 from jaxspec_checkpoints.tensor import BLOCK_BYTES, Tensor
@@ -103,6 +103,11 @@ _NORMS = {
     "pre_feedforward_layernorm.weight": "pre_ffw_norm/scale",
     "post_feedforward_layernorm.weight": "post_ffw_norm/scale",
 }
+QUERY_NORM = "attn/_query_norm/scale"
+_QK_NORMS = {
+    "self_attn.q_norm.weight": QUERY_NORM,
+    "self_attn.k_norm.weight": "attn/_key_norm/scale",
+}
 
 
 def _layer_views(is_model_first: bool) -> dict[str, View]:
@@ -110,7 +115,10 @@ def _layer_views(is_model_first: bool) -> dict[str, View]:
     heads = View(leaf="attn/q_einsum/w", order=(0, 2, 1), row_axes=2)
     keys = replace(heads, leaf="attn/kv_einsum/w", fixed=(0,))
     gate = View(leaf=GATING, fixed=(0,), order=(1, 0) if is_model_first else (0, 1))
-    norms = {ours: View(leaf=theirs, order=(0,)) for ours, theirs in _NORMS.items()}
+    norms = {
+        ours: View(leaf=theirs, order=(0,))
+        for ours, theirs in (_NORMS | _QK_NORMS).items()
+    }
     return norms | {
         "self_attn.q_proj.weight": heads,
         "self_attn.k_proj.weight": keys,
@@ -124,7 +132,11 @@ def _layer_views(is_model_first: bool) -> dict[str, View]:
 
 
 def views(
-    sizes: Sizes, *, is_model_first: bool, num_stacks: int = 0
+    sizes: Sizes,
+    *,
+    is_model_first: bool,
+    num_stacks: int = 0,
+    has_qk_norm: bool = False,
 ) -> dict[str, View]:
     """Return where each canonical tensor is.
 
@@ -132,11 +144,12 @@ def views(
         is_model_first: `gating_einsum` is (2, model, hidden), not (2, hidden, model).
         num_stacks: Layers lie in this many stacks, layer i in stack i modulo it; 0 for
             an array of its own per layer.
+        has_qk_norm: Whether heads of queries and keys are normalized.
     """
     layer_views = _layer_views(is_model_first)
     found = {"model.embed_tokens.weight": View(leaf=EMBEDDER, order=(0, 1))}
     for layer in range(sizes.num_layers):
-        for name in layer_shapes(sizes):
+        for name in layer_shapes(sizes, has_qk_norm=has_qk_norm):
             view = layer_views[name]
             if num_stacks:
                 place, stack = divmod(layer, num_stacks)
@@ -150,7 +163,12 @@ def views(
 
 
 def leaf_shapes(
-    sizes: Sizes, *, num_rows: int, is_model_first: bool, num_stacks: int = 0
+    sizes: Sizes,
+    *,
+    num_rows: int,
+    is_model_first: bool,
+    num_stacks: int = 0,
+    has_qk_norm: bool = False,
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape of every array of a tree by its path; arguments as in `views`.
 
@@ -166,6 +184,8 @@ def leaf_shapes(
         GATING: (2, model, hidden) if is_model_first else (2, hidden, model),
         "mlp/linear": (hidden, model),
     }
+    if has_qk_norm:
+        layer |= dict.fromkeys(_QK_NORMS.values(), (dim,))
     shapes = {EMBEDDER: (num_rows, model), FINAL_NORM: (model,)}
     for number in range(num_stacks or sizes.num_layers):
         if num_stacks:

@@ -5,20 +5,21 @@ not, one array per layer or stacks of layers. Knows shapes; reads no values.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxspec_checkpoints.errors import CheckpointError
-from jaxspec_checkpoints.gemma2.flax_layout import (
+from jaxspec_checkpoints.gemma.flax_layout import (
     EMBEDDER,
     GATING,
+    QUERY_NORM,
     STACK,
     leaf_shapes,
     views,
 )
-from jaxspec_checkpoints.gemma2.published import PAD_ROWS, VOCAB_SIZE
-from jaxspec_checkpoints.layout import DTYPES, Sizes
+from jaxspec_checkpoints.layout import DTYPES, FlaxForm, Layout, Sizes
 from jaxspec_checkpoints.storage import StoredArray
 from jaxspec_checkpoints.tensor import Tensor
 
@@ -65,17 +66,24 @@ class FlaxTree:
             )
         return shape[is_stacked:]
 
-    def sizes(self) -> Sizes:
-        """Tell the sizes from the shapes, and the vocabulary from what was published.
+    @property
+    def has_qk_norm(self) -> bool:
+        """Whether heads of queries and keys are normalized."""
+        return self.layer(QUERY_NORM) in self.arrays
+
+    def sizes(self, layout: Layout) -> Sizes:
+        """Derive the sizes from the shapes, and the vocabulary from published sizes.
 
         With other rows than the published trees, all of them are the vocabulary.
         """
+        pads = 0 if layout.flax is None else layout.flax.pad_rows
+        published = {one.vocab_size for one in layout.published.values()}
         num_rows, _ = self.shape(EMBEDDER, 2)
         heads, model, head_dim = self.shape(self.layer("attn/q_einsum/w"), 3)
         hidden, _ = self.shape(self.layer("mlp/linear"), 2)
         _, num_kv_heads, *_ = self.shape(self.layer("attn/kv_einsum/w"), 4)
         return Sizes(
-            vocab_size=VOCAB_SIZE if num_rows == VOCAB_SIZE + PAD_ROWS else num_rows,
+            vocab_size=num_rows - pads if num_rows - pads in published else num_rows,
             hidden_size=model,
             intermediate_size=hidden,
             num_layers=self._num_layers(),
@@ -106,8 +114,11 @@ class FlaxTree:
             )
         return self.shape(self.layer(GATING), 3)[1] == sizes.hidden_size
 
-    def tensors(self, sizes: Sizes) -> dict[str, Tensor]:
+    def tensors(self, sizes: Sizes, pad_rows: int) -> dict[str, Tensor]:
         """Return the canonical tensors of a model of these sizes; pad rows are cut off.
+
+        Args:
+            pad_rows: Most rows that may come after the vocabulary.
 
         Raises:
             CheckpointError: A tensor is unknown, missing, or of another shape or a type
@@ -123,21 +134,22 @@ class FlaxTree:
                 f"({self.folder})"
             )
         num_rows, _ = self.shape(EMBEDDER, 2)
-        if not sizes.vocab_size <= num_rows <= sizes.vocab_size + PAD_ROWS:
+        if not sizes.vocab_size <= num_rows <= sizes.vocab_size + pad_rows:
             raise CheckpointError(
                 f"tensor {self.spell(EMBEDDER)!r} has {num_rows} rows, expected "
-                f"vocab_size={sizes.vocab_size} and at most {PAD_ROWS} rows of padding "
+                f"vocab_size={sizes.vocab_size} and at most {pad_rows} rows of padding "
                 f"({self.folder})"
             )
+        form: Any = dict(num_stacks=self.num_stacks, has_qk_norm=self.has_qk_norm)
         self._check(
             leaf_shapes(
                 sizes,
                 num_rows=num_rows,
                 is_model_first=is_model_first,
-                num_stacks=self.num_stacks,
+                **form,
             )
         )
-        found = views(sizes, is_model_first=is_model_first, num_stacks=self.num_stacks)
+        found = views(sizes, is_model_first=is_model_first, **form)
         return {
             name: view.tensor(
                 self.arrays[view.leaf],
@@ -171,8 +183,13 @@ class FlaxTree:
             )
 
 
-def read_tree(folder: Path, arrays: Mapping[str, StoredArray]) -> FlaxTree:
+def read_tree(
+    folder: Path, arrays: Mapping[str, StoredArray], forms: Iterable[FlaxForm] = ()
+) -> FlaxTree:
     """Recognise the tree of a file's arrays.
+
+    Args:
+        forms: Of the families that it may be of.
 
     Raises:
         CheckpointError: There is no embedding or no layer, or a path occurs twice.
@@ -184,13 +201,16 @@ def read_tree(folder: Path, arrays: Mapping[str, StoredArray]) -> FlaxTree:
         found = ", ".join(sorted(paths.values())[:4]) or "no tensor"
         raise CheckpointError(
             f"the checkpoint has no tensor 'transformer/{EMBEDDER}', so it is no Gemma "
-            f"2 as Kaggle has it; found: {found} ({folder})"
+            f"as Kaggle has it; found: {found} ({folder})"
         )
     root = embedder.removesuffix(EMBEDDER)
+    skipped = tuple(part for form in forms for part in form.skipped)
     leaves: dict[str, StoredArray] = {}
     has_w = False
     for name, path in paths.items():
         leaf = path.removeprefix(root)
+        if leaf.startswith(skipped):
+            continue
         if leaf.rpartition("/")[0].endswith(("/mlp/gating_einsum", "/mlp/linear")):
             leaf, has_w = leaf.removesuffix("/w"), True
         if leaf in leaves:

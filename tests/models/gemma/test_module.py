@@ -1,4 +1,4 @@
-"""`jaxspec.models.Gemma2`, a Flax module of variables, equals HuggingFace's model."""
+"""`jaxspec.models.Gemma`, a Flax module of variables, equals HuggingFace's model."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jaxspec.models.gemma2
-from jaxspec.models import Gemma2
+import jaxspec.models.gemma
+from jaxspec.models import Gemma
 from jaxspec.models.batch import Region, TokenBatch
-from jaxspec.models.gemma2.network import param_specs
+from jaxspec.models.gemma.network import param_specs
 from tests.oracles import (
     hf_logits,
     init_kv_pages,
@@ -23,9 +23,9 @@ PROMPT = np.random.default_rng(1).integers(0, 96, 7)
 PAGES = np.array([[5, 2, 7]], np.int32)
 
 
-def make_module(reference: Any, dtype: Any = jnp.float32) -> Gemma2:
+def make_module(reference: Any, dtype: Any = jnp.float32) -> Gemma:
     """A module whose parameters are those of a HuggingFace model."""
-    module = Gemma2(model_config(reference), jnp.dtype(dtype))
+    module = Gemma(model_config(reference), jnp.dtype(dtype))
     loaded = load_ours(reference, dtype=dtype)
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         node = loaded
@@ -74,7 +74,7 @@ def test_its_logits_equal_huggingface(length):
 
 def test_its_parameters_have_names_and_axes():
     config: Any = model_config(make_hf_model(num_hidden_layers=2))
-    module = nnx.eval_shape(lambda: Gemma2(config, jnp.dtype(jnp.bfloat16)))
+    module = nnx.eval_shape(lambda: Gemma(config, jnp.dtype(jnp.bfloat16)))
     found = {
         tuple(map(str, path)): variable
         for path, variable in nnx.to_flat_state(nnx.state(module))
@@ -92,6 +92,6 @@ def test_its_parameters_have_names_and_axes():
 
 
 def test_it_has_two_addresses_and_they_are_lazy():
-    assert jaxspec.models.gemma2.Gemma2 is Gemma2
+    assert jaxspec.models.gemma.Gemma is Gemma
     with pytest.raises(AttributeError, match="no attribute 'Gemma3'"):
         _ = jaxspec.models.Gemma3  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,11 @@
+"""Gemma 2 and 3: `config`, `network`, `module` (in Flax), `turns` (of chats)."""
+
+import importlib
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: it reaches jax and flax, which the readers of configs do without.
+    if name != "Gemma":
+        raise AttributeError(f"module 'jaxspec.models.gemma' has no attribute {name!r}")
+    return importlib.import_module("jaxspec.models.gemma.module").Gemma

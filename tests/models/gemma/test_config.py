@@ -1,0 +1,242 @@
+"""A Gemma 3 is read from every spelling of config.json, as transformers reads it."""
+
+from typing import Any
+
+import pytest
+from transformers import Gemma3TextConfig
+
+from jaxspec.errors import ConfigError, UnsupportedError
+from jaxspec.models.families import config_from_hf, family_of, published_config
+from jaxspec.models.gemma.config import Gemma2Config, Gemma3Config, Rope
+
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+KINDS_34 = [GLOBAL if layer % 6 == 5 else LOCAL for layer in range(34)]
+# What the files of gemma-3-4b-it state of the text model, and around it.
+TEXT_4B: dict[str, Any] = {
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 34,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "sliding_window": 1024,
+}
+OUTER_4B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+NESTED_4B = OUTER_4B | {"text_config": TEXT_4B}
+NAMES = ("270m", "1b", "4b", "12b", "27b")
+
+
+def published(size: str) -> dict[str, Any]:
+    config = published_config(f"google/gemma-3-{size}-it")
+    assert config is not None
+    return config
+
+
+def flat_4b(**changes: Any) -> dict[str, Any]:
+    """The published 4B without its ways of stating layers and rotations."""
+    left_out = "sliding_window_pattern", "rope_scaling", "rope_theta"
+    left_out = *left_out, "rope_local_base_freq"
+    config = {k: v for k, v in published("4b").items() if k not in left_out}
+    return config | {"torch_dtype": "bfloat16"} | changes
+
+
+READ_4B = config_from_hf(published("4b") | {"torch_dtype": "bfloat16"})
+
+
+@pytest.mark.parametrize(
+    ("size", "scale", "window", "positions", "factor", "num_global"),
+    [
+        ("270m", 0.0625, 512, 32768, 1.0, 3),
+        ("1b", 0.0625, 512, 32768, 1.0, 4),
+        ("4b", 0.0625, 1024, 131072, 8.0, 5),
+        ("12b", 0.0625, 1024, 131072, 8.0, 8),
+        # Not 1 / sqrt(128): the width of the model over its heads.
+        ("27b", 0.0771517, 1024, 131072, 8.0, 10),
+    ],
+)
+def test_published_sizes(size, scale, window, positions, factor, num_global):
+    config = config_from_hf(published(size))
+    assert type(config) is Gemma3Config
+    assert family_of(config).layout.title == "Gemma 3"
+    assert config.query_pre_attn_scalar**-0.5 == pytest.approx(scale, rel=1e-6)
+    assert (config.vocab_size, config.max_position_embeddings) == (262144, positions)
+    assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (
+        None,
+        None,
+    )
+    kinds = [config.window(layer) for layer in range(config.num_layers)]
+    assert kinds.count(None) == num_global
+    assert kinds[:7] == [window] * 5 + [None, window]
+    assert config.rope(0) == Rope(theta=10_000.0)
+    assert config.rope(5) == Rope(theta=1_000_000.0, factor=factor)
+    assert config.eos_token_ids == (1, 106)
+
+
+@pytest.mark.parametrize("size", NAMES)
+def test_published_sizes_as_transformers_reads_them(size):
+    check_as_transformers(published(size))
+
+
+def check_as_transformers(file: dict[str, Any]) -> None:
+    ours = config_from_hf(file)
+    theirs: Any = Gemma3TextConfig(**file)
+    windows = [ours.window(layer) is not None for layer in range(ours.num_layers)]
+    assert windows == [kind == LOCAL for kind in theirs.layer_types]
+    for kind, rope in ((LOCAL, ours.local_rope), (GLOBAL, ours.global_rope)):
+        expected = theirs.rope_parameters[kind]
+        assert rope.theta == expected["rope_theta"]
+        assert rope.factor == expected.get("factor", 1.0)
+    for name in ("sliding_window", "query_pre_attn_scalar", "head_dim", "rms_norm_eps"):
+        assert getattr(ours, name) == getattr(theirs, name)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(NESTED_4B, id="nested, as published"),
+        pytest.param(
+            OUTER_4B | {"text_config": TEXT_4B | {"eos_token_id": 1}}, id="end tokens"
+        ),
+        pytest.param(
+            OUTER_4B
+            | {"text_config": TEXT_4B | {"dtype": "bfloat16"}, "dtype": "bfloat16"},
+            id="dtype",
+        ),
+        pytest.param(
+            OUTER_4B
+            | {"text_config": TEXT_4B | {"vocab_size": 262208, "pad_token_id": None}},
+            id="262,208 rows",
+        ),
+        pytest.param(
+            flat_4b(rope_scaling={"type": "linear", "factor": 8}), id="older rotations"
+        ),
+        pytest.param(
+            flat_4b(
+                layer_types=KINDS_34,
+                sliding_window_pattern=2,
+                rope_parameters={
+                    GLOBAL: {
+                        "rope_type": "linear",
+                        "factor": 8.0,
+                        "rope_theta": 1_000_000.0,
+                    },
+                    LOCAL: {"rope_type": "default", "rope_theta": 10_000.0},
+                },
+            ),
+            id="newer rotations, layers one by one",
+        ),
+        pytest.param(
+            flat_4b(
+                _sliding_window_pattern=6,
+                rope_parameters={GLOBAL: {"rope_type": "default"}},
+                rope_scaling={"type": "linear", "factor": 8.0},
+                rope_theta=1_000_000,
+            ),
+            id="both rotations, pattern with an underscore",
+        ),
+    ],
+)
+def test_every_spelling_is_the_same_model(file):
+    assert config_from_hf(file) == READ_4B
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        dict(layer_types=KINDS_34),
+        dict(sliding_window_pattern=4),
+        dict(rope_scaling={"rope_type": "linear", "factor": 4.0}, rope_theta=5e5),
+        dict(rope_local_base_freq=2e4),
+        dict(
+            rope_parameters={
+                GLOBAL: None,
+                LOCAL: {"rope_type": "linear", "factor": 2.0},
+            }
+        ),
+    ],
+)
+def test_rotations_and_layers_as_transformers_reads_them(changes):
+    check_as_transformers(flat_4b(**changes))
+
+
+def test_layer_types_alone_decide_which_layers_are_local():
+    """VaultGemma states a window, and none of its layers has one."""
+    config = config_from_hf(flat_4b(layer_types=[GLOBAL] * 34))
+    assert [config.window(layer) for layer in range(34)] == [None] * 34
+    assert config.period == 1
+    uneven = [LOCAL, GLOBAL, LOCAL, LOCAL, GLOBAL]
+    config = config_from_hf(flat_4b(layer_types=uneven, num_hidden_layers=5))
+    assert [config.window(layer) for layer in range(5)] == [
+        1024,
+        None,
+        1024,
+        1024,
+        None,
+    ]
+
+
+def test_end_tokens_of_the_generation_config_count():
+    file = NESTED_4B | {"eos_token_id": None}
+    assert config_from_hf(file).eos_token_ids == (1,)
+    read = config_from_hf(file, {"eos_token_id": [1, 106]})
+    assert read.eos_token_ids == (1, 106)
+
+
+def test_other_vocabularies_are_not_cut():
+    assert config_from_hf(flat_4b(vocab_size=262209)).vocab_size == 262209
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (dict(use_bidirectional_attention=True), "EmbeddingGemma"),
+        (dict(rope_scaling={"rope_type": "yarn", "factor": 8.0}), "'linear'.*'yarn'"),
+        (dict(hidden_activation="silu"), "gelu_pytorch_tanh"),
+        (dict(layer_types=["chunked_attention"] * 34), "layer_types.0.*chunked"),
+        (dict(model_type="gemma3n"), "'gemma3n'.*Gemma 3n"),
+        (dict(model_type="gemma3n_text"), "Gemma 3n has layers of another kind"),
+        (dict(model_type="gemma4"), "'gemma4'.*Gemma 4"),
+    ],
+)
+def test_other_networks_are_refused_by_name(changes, expected):
+    with pytest.raises(UnsupportedError, match=expected):
+        config_from_hf(flat_4b(**changes))
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        (OUTER_4B | {"text_config": [1]}, "text_config must be an object"),
+        (flat_4b(sliding_window_pattern=0), "sliding_window_pattern.* got 0"),
+        (flat_4b(sliding_window_pattern=10**9), "sliding_window_pattern.*1 to 1024"),
+        (flat_4b(layer_types=KINDS_34[:5]), "a list of num_hidden_layers=34 kinds"),
+        (flat_4b(layer_types="local"), "a list of num_hidden_layers=34 kinds"),
+        (flat_4b(rope_scaling=8), "rope_scaling must be an object"),
+        (flat_4b(rope_scaling={"rope_type": "linear"}), "rope factor.*above 0.*None"),
+        (flat_4b(rope_scaling={"type": "linear", "factor": 0}), "rope factor.*above 0"),
+        (flat_4b(rope_parameters={"rope_theta": 1.0}), "rope_parameters.*'sliding_att"),
+        (flat_4b(rope_theta="abc"), "rope_theta.*'abc'"),
+        (flat_4b(sliding_window="abc"), "sliding_window.*'abc'"),
+        (flat_4b(num_hidden_layers="abc"), "num_layers.*'abc'"),
+    ],
+)
+def test_bad_files_are_refused(file, expected):
+    with pytest.raises(ConfigError, match=expected):
+        config_from_hf(file)
+
+
+def test_gemma_2_is_a_network_of_the_same_kind():
+    config = config_from_hf(published_config("google/gemma-2-9b-it") or {})
+    assert type(config) is Gemma2Config
+    assert config.local_rope == config.global_rope == Rope(theta=10_000.0)
+    assert (config.period, config.has_qk_norm) == (2, False)

@@ -1,0 +1,242 @@
+"""Attention with normalised heads: HuggingFace's, the same bits, split over devices."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+from transformers import Gemma3TextConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention, Gemma3RMSNorm
+
+from jaxspec.models.backend import Backend
+from jaxspec.models.batch import Region, TokenBatch
+from jaxspec.models.cpu import (
+    Bfloat16Matrix,
+    NativeMatrix,
+    compiler_options,
+    pad_batch,
+    pad_rows,
+)
+from jaxspec.models.layers import attend, attention_block, rope_tables
+from jaxspec.models.matrices import DenseMatrix
+from jaxspec.sharding import TARGET_MESH_AXES, make_mesh, replicated
+from jaxspec_kernels import native
+from jaxspec_kernels.bits import storage_dtype, to_storage
+from jaxspec_kernels.decoder_blocks import Norm
+from tests.programs import READERS_COMPILER, USERS_COMPILER
+
+MODEL, HEADS, HEAD_DIM = 48, 4, 16
+NUM_TOKENS, PAGE_SIZE, WINDOW = 27, 4, 6
+NUM_PAGES = 8
+SETTINGS: dict[str, Any] = dict(num_q_heads=HEADS, scale=20**-0.5, window=WINDOW)
+STREAM = np.random.default_rng(3).normal(size=(NUM_TOKENS, MODEL)).astype(np.float32)
+NORMS = dict(before=MODEL, after=MODEL, q_norm=HEAD_DIM, k_norm=HEAD_DIM)
+
+
+def make_weights(kv_heads: int = 2, heads: int = HEADS) -> dict[str, np.ndarray]:
+    """Random matrices (out, in), and weights of the norms."""
+    rng = np.random.default_rng(7)
+    keys, queries = kv_heads * HEAD_DIM, heads * HEAD_DIM
+    shapes = dict(
+        q=(queries, MODEL), k=(keys, MODEL), v=(keys, MODEL), o=(MODEL, queries)
+    )
+    found = {name: rng.normal(size=shape) * 0.3 for name, shape in shapes.items()}
+    found |= {name: rng.normal(size=size) * 0.5 for name, size in NORMS.items()}
+    return {name: value.astype(np.float32) for name, value in found.items()}
+
+
+def norms_of(weights: dict[str, np.ndarray]) -> dict[str, Any]:
+    return {name: Norm(jnp.asarray(weights[name]), 1e-6, 1.0) for name in NORMS}
+
+
+def matrices_of(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The matrices as layers take them: each head's keys, then its values."""
+    both = [weights[name].reshape(-1, 1, HEAD_DIM, MODEL) for name in "kv"]
+    kv_proj = np.concatenate(both, axis=1).reshape(-1, MODEL)
+    return dict(q_proj=weights["q"], kv_proj=kv_proj, o_proj=weights["o"])
+
+
+def params_of(weights: dict[str, np.ndarray], form: Any, dtype: str) -> dict[str, Any]:
+    if form is NativeMatrix and not native.is_available():
+        pytest.skip("no native operations here: the log says why")
+    whole = replicated(make_mesh(1))
+    return {
+        name: form.of(jax.device_put(jnp.asarray(matrix, dtype), whole))
+        for name, matrix in matrices_of(weights).items()
+    }
+
+
+def batch_of(start: int, count: int) -> TokenBatch:
+    """Consecutive tokens of one sequence, in pages of another order."""
+    order = np.random.default_rng(0).permutation(NUM_PAGES).astype(np.int32)
+    position = np.arange(start, start + count)
+    region = Region(
+        page_table=jnp.asarray(order[None]),
+        kv_len=jnp.array([start + count], jnp.int32),
+        num_queries=count,
+    )
+    slots = order[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+    return TokenBatch(
+        tokens=jnp.zeros(count, jnp.int32),
+        positions=jnp.asarray(position, jnp.int32),
+        slot_mapping=jnp.asarray(slots, jnp.int32),
+        regions=(region,),
+    )
+
+
+def run_chunks(
+    params: dict[str, Any],
+    chunk: int,
+    *,
+    theta: float = 10_000.0,
+    options: dict[str, Any] | None = None,
+    **settings: Any,
+) -> np.ndarray:
+    """Rows of the attention block, `chunk` tokens per call; unused slots hold NaN."""
+    kv_heads = params["kv_proj"].shape[0] // (2 * HEAD_DIM)
+    pages: Any = jnp.full((NUM_PAGES, PAGE_SIZE, 2 * kv_heads, HEAD_DIM), jnp.nan)
+    stored = storage_dtype(params["q_proj"].dtype, "cpu")
+    pages = to_storage(pages, jnp.zeros(0, stored))
+
+    def run(params: Any, rows: Any, pages: Any, batch: TokenBatch) -> Any:
+        tables = rope_tables(batch.positions, HEAD_DIM, theta)
+        given = SETTINGS | settings
+        backend = Backend()
+        return attention_block(
+            params, rows, pages, batch=batch, tables=tables, backend=backend, **given
+        )
+
+    step: Any = jax.jit(run, compiler_options=options)
+    made = []
+    for start in range(0, NUM_TOKENS, chunk):
+        here = jnp.asarray(STREAM[start : start + chunk])
+        batch = pad_batch(batch_of(start, len(here)), NUM_PAGES * PAGE_SIZE)
+        rows, pages = step(params, pad_rows(here), pages, batch)
+        made.append(rows[: len(here)])
+    return np.concatenate(made)
+
+
+def hugging_face(weights: dict[str, np.ndarray], theta: float) -> np.ndarray:
+    """The same block of a Gemma 3 layer in eager float32."""
+    config = Gemma3TextConfig(
+        hidden_size=MODEL,
+        num_attention_heads=HEADS,
+        num_key_value_heads=weights["k"].shape[0] // HEAD_DIM,
+        head_dim=HEAD_DIM,
+        query_pre_attn_scalar=20,
+        layer_types=["full_attention"],  # the mask below holds the window
+        num_hidden_layers=1,
+    )
+    config._attn_implementation = "eager"
+    layer = Gemma3Attention(config, 0).eval()
+    norms = {name: Gemma3RMSNorm(MODEL, eps=1e-6) for name in ("before", "after")}
+    at = np.arange(NUM_TOKENS)
+    distance = at[:, None] - at[None]
+    mask = np.where((distance >= 0) & (distance < WINDOW), 0.0, -1e30)
+    angle = at[:, None] * theta ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    angle = torch.tensor(np.concatenate([angle, angle], axis=1))[None]
+    with torch.no_grad():
+        for name in "qkvo":
+            getattr(layer, f"{name}_proj").weight.copy_(torch.tensor(weights[name]))
+        for name in ("q_norm", "k_norm"):
+            getattr(layer, name).weight.copy_(torch.tensor(weights[name]))
+        for name, norm in norms.items():
+            norm.weight.copy_(torch.tensor(weights[name]))
+        mixed, _ = layer(
+            norms["before"](torch.tensor(STREAM)[None]),
+            position_embeddings=(torch.cos(angle).float(), torch.sin(angle).float()),
+            attention_mask=torch.tensor(mask, dtype=torch.float32)[None, None],
+        )
+        return STREAM + norms["after"](mixed)[0].numpy()
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("form", [DenseMatrix, NativeMatrix])
+def test_normalised_heads_equal_huggingface(form, kv_heads, theta):
+    weights = make_weights(kv_heads)
+    params = params_of(weights, form, "float32")
+    found = run_chunks(params, 9, theta=theta, **norms_of(weights))
+    np.testing.assert_allclose(found, hugging_face(weights, theta), atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+@pytest.mark.parametrize("form", [DenseMatrix, NativeMatrix])
+def test_each_norm_changes_the_rows(form, name):
+    """Otherwise the comparison above would prove nothing about the norm."""
+    weights = make_weights()
+    params, norms = params_of(weights, form, "float32"), norms_of(weights)
+    without: dict[str, Any] = norms | {name: None}
+    difference = run_chunks(params, 27, **norms) - run_chunks(params, 27, **without)
+    assert np.abs(difference).max() > 0.05
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        (DenseMatrix, "float32"),
+        (Bfloat16Matrix, "bfloat16"),
+        (NativeMatrix, "float32"),
+        (NativeMatrix, "bfloat16"),
+    ],
+)
+def test_normalised_heads_have_the_same_bits_in_chunks_of_any_size(form, dtype):
+    weights = make_weights()
+    run = functools.partial(
+        run_chunks,
+        params_of(weights, form, dtype),
+        options=(compiler_options() or {}) | USERS_COMPILER,
+        **norms_of(weights),
+    )
+    alone = run(1)
+    assert np.isfinite(alone).all()
+    for chunk in (2, 5, 9, 27):
+        np.testing.assert_array_equal(run(chunk), alone)
+
+
+def test_devices_normalise_their_own_heads():
+    """Eight devices have one head each; none gathers the others to normalise them."""
+    heads, mesh = 8, make_mesh(8)
+    weights = make_weights(heads, heads)
+    norms = norms_of(weights)
+    backend = Backend(implementation="reference", mesh=mesh, mesh_axes=TARGET_MESH_AXES)
+    split = PartitionSpec(TARGET_MESH_AXES)
+    placements = dict(
+        q_proj=split, kv_proj=split, o_proj=PartitionSpec(None, TARGET_MESH_AXES)
+    )
+    batch = batch_of(0, NUM_TOKENS)
+    pages = jnp.zeros((NUM_PAGES, PAGE_SIZE, 2 * heads, HEAD_DIM))
+
+    def run(backend: Backend, params: Any, rows: Any) -> Any:
+        made, _ = attend(
+            params,
+            rows,
+            pages,
+            batch=batch,
+            tables=rope_tables(batch.positions, HEAD_DIM, 10_000.0),
+            num_q_heads=heads,
+            scale=0.3,
+            q_norm=norms["q_norm"],
+            k_norm=norms["k_norm"],
+            backend=backend,
+        )
+        return made
+
+    params = {
+        name: DenseMatrix(jax.device_put(matrix, NamedSharding(mesh, placements[name])))
+        for name, matrix in matrices_of(weights).items()
+    }
+    step: Any = jax.jit(functools.partial(run, backend), out_shardings=replicated(mesh))
+    compiled = step.lower(params, STREAM).compile(READERS_COMPILER)
+    # The sum over heads of the output projection, and nothing else.
+    assert re.findall(r" (all-\S+?|reduce-scatter)\(", compiled.as_text()) == [
+        "all-reduce"
+    ]
+    whole = params_of(weights, DenseMatrix, "float32")
+    expected = run(Backend(implementation="reference"), whole, jnp.asarray(STREAM))
+    np.testing.assert_allclose(compiled(params, STREAM), expected, atol=1e-4)
