@@ -6,7 +6,7 @@ i, at token t, proposes the token at t + `offset` + i + 1.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -16,7 +16,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Float, Int
 
-from jaxspec.models.families import family_of, layouts
+from jaxspec.models.families import family_of
 from jaxspec.models.heads import eagle, eagle3, medusa, mlp_speculator
 from jaxspec.models.heads.config import (
     Eagle3Config,
@@ -40,7 +40,10 @@ from jaxspec.settings.model_config import ModelConfig
 from jaxspec.sharding import TARGET_MESH_AXES
 from jaxspec.train.rows import RowsBackend, no_keys, rows_batch, shifted
 from jaxspec.train.target import States, Target
-from jaxspec_checkpoints import Tensor, in_memory, open_checkpoint
+from jaxspec_checkpoints import Checkpoint, Tensor, in_memory, model_files
+from jaxspec_checkpoints.gguf.file import read_gguf
+from jaxspec_checkpoints.gguf.reading import tokenizer_files
+from jaxspec_checkpoints.reading import GGUF
 from jaxspec_checkpoints.writing import write_checkpoint
 
 # Of parameters while they are trained, and in the folder that an engine loads.
@@ -388,16 +391,18 @@ class DraftMethod:
     def save(self, folder: Path, params: Params, target: Target) -> None:
         """A HuggingFace folder with the target's tokenizer and chat template."""
         specs = functions_of(self.config).param_specs(self.config)
-        origin = open_checkpoint(target.folder, layouts())
-        files = dict(origin.side_files)
+        files = dict(model_files(target.folder))
         files.pop("config.json", None)
-        checkpoint = replace(
-            origin,
+        gguf = files.pop(GGUF, None)
+        checkpoint = Checkpoint(
+            format="hf",
             layout=family_of(self.config).layout,
+            folder=target.folder,
             config=self.hf_config,
             generation_config={},
             tensors=in_memory(tensors_of(specs, params)),
             side_files=files,
+            made_files={} if gguf is None else tokenizer_files(read_gguf(gguf)),
         )
         folder.parent.mkdir(parents=True, exist_ok=True)
         write_checkpoint(checkpoint, folder, to="hf", dtype="bfloat16", progress=False)

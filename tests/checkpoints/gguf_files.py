@@ -63,8 +63,9 @@ def write_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 def write_tokenizer(writer: gguf.GGUFWriter) -> None:
     """Write the bundled tokenizer as llama.cpp's converter does."""
-    model = protobuf.ModelProto()
-    model.ParseFromString((bundled_target() / "tokenizer.model").read_bytes())
+    messages: Any = protobuf
+    content = (bundled_target() / "tokenizer.model").read_bytes()
+    model = messages.ModelProto.FromString(content)
     kinds = [_kind_of(piece) for piece in model.pieces]
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")

@@ -14,12 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec_checkpoints import CheckpointError
+from jaxspec_checkpoints import CheckpointError, open_checkpoint
 from jaxspec_checkpoints.gguf import file as gguf_file
-from jaxspec_checkpoints.gguf.config import read_config
 from jaxspec_checkpoints.gguf.file import GgufFile, read_gguf
-from jaxspec_checkpoints.gguf.reading import _tensors
-from jaxspec_checkpoints.layout import Sizes
 from tests.checkpoints.gguf_files import real_gguf, write_gguf
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
@@ -333,9 +330,7 @@ def small(tmp_path_factory) -> bytes:
 def open_damaged(path: Path, content: bytes) -> None:
     """Read a file's header, config and one row of each tensor."""
     try:
-        file = read_gguf(write(path, content))
-        sizes = Sizes.from_config(read_config(file)[0])
-        for one in _tensors(file, sizes).values():
+        for one in open_checkpoint(write(path, content)).tensors.values():
             one.read(0, 1)
     except CheckpointError as error:
         assert "\n" not in str(error)
@@ -384,13 +379,14 @@ def test_real_file(golden):
     assert len(file.tensors) == 236 and len(file.metadata) == 33
     assert len(file.metadata["tokenizer.ggml.tokens"]) == 262144
     assert min(one.offset for one in file.tensors.values()) == 6_525_120
-    config, generation = read_config(file)
+    checkpoint = open_checkpoint(path)
+    config, generation = checkpoint.config, checkpoint.generation_config
     names = golden["config"].keys() & config.keys() - {"rms_norm_eps", "architectures"}
     for name in names - {"model_type", "dtype", "torch_dtype"}:
         assert config[name] == golden["config"][name], name
     assert len(names) >= 14 and generation["eos_token_id"] == 1
-    tensors = _tensors(file, Sizes.from_config(config))
-    by_place = {each.source.rpartition(":")[2]: each for each in tensors.values()}
+    tensors = checkpoint.tensors.values()
+    by_place = {each.source.rpartition(":")[2]: each for each in tensors}
     assert len(golden["tensor_checks"]) == 6
     for check in golden["tensor_checks"]:
         one = by_place[check["name"]]

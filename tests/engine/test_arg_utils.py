@@ -431,7 +431,7 @@ def test_a_bad_argument_beside_a_draft(
         ({"enable_chunked_prefill": False}, "got False"),
         ({"logprobs_mode": "processed_logits"}, "'processed_logits'"),
         ({"stream_interval": 4}, "got 4"),
-        ({"load_format": "gguf"}, "'gguf'"),
+        ({"load_format": "tensorizer"}, "'tensorizer'"),
         ({"hf_overrides": {"head_dim": 8}}, "'head_dim'"),
         ({"spec_decoding_acceptance_method": "greedy"}, "'greedy'"),
     ],

@@ -15,9 +15,11 @@ from jaxspec.models.families import config_from_folder
 from jaxspec.models.heads.weights import functions_of_head, load_head
 from jaxspec.models.matrices import DenseMatrix
 from jaxspec.settings.model_config import MASK_TOKEN
+from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.train.methods import DraftMethod
 from jaxspec.train.target import States, Target
 from jaxspec_checkpoints import bundled_target, open_checkpoint
+from tests.checkpoints.gguf_files import write_gguf
 from tests.oracles import TINY, hf_logits, hf_tensors, make_hf_model, model_config
 from tests.train import tiny
 
@@ -126,6 +128,21 @@ def test_a_draft_that_was_saved_is_huggingfaces(tmp_path):
         wanted = tensor.whole().astype(jnp.bfloat16)
         np.testing.assert_array_equal(stored[name].whole(), wanted)
     assert (made / "tokenizer.model").is_file()
+
+
+def test_a_draft_of_a_gguf_target_has_its_tokenizer(tmp_path):
+    reference = make_hf_model(seed=4, num_hidden_layers=2)
+    method = DraftMethod(
+        config=model_config(reference),  # pyright: ignore[reportArgumentType]
+        hf_config=TINY | dict(num_hidden_layers=2, model_type="gemma2"),
+        start=hf_tensors(reference),
+    )
+    write_gguf(tmp_path / "m.gguf")
+    target = dataclasses.replace(tiny.make_target(), folder=tmp_path / "m.gguf")
+    method.save(tmp_path / "made", method.init(target, 0, None), target)
+    found = Tokenizer.from_folder(tmp_path / "made")
+    assert found.digest == Tokenizer.from_folder(tmp_path / "m.gguf").digest
+    assert not (tmp_path / "made" / "model.gguf").exists()
 
 
 def test_a_parallel_draft_is_trained_on_what_an_engine_feeds(tmp_path):
