@@ -145,7 +145,16 @@ def test_a_wrong_file(tmp_path: Path, text: str, message: str):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--nope"], ["--port", "x"], ["--speculative-config", "{"]]
+    "arguments",
+    [
+        ["--nope"],
+        ["--port", "x"],
+        ["--speculative-config", "{"],
+        ["--limit-concurrency", "0"],
+        ["--limit-concurrency", "1.5"],
+        ["--timeout-keep-alive", "-1"],
+        ["--timeout-read-headers", "nan"],
+    ],
 )
 def test_a_wrong_command_line(arguments: list[str]):
     with pytest.raises(SystemExit) as ended:
