@@ -110,7 +110,9 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_model_arguments(models: argparse._ArgumentGroup) -> None:
     models.add_argument(
-        "--model", metavar="NAME", help=f"folder or name (default: {BUNDLED_TARGET})"
+        "--model",
+        metavar="NAME",
+        help=f"folder, .gguf file or name (default: {BUNDLED_TARGET})",
     )
     models.add_argument(
         "--speculative-model",

@@ -167,7 +167,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "no such keys": (build([], [], num_entries=9, data=b""), "within its header"),
     "long key": (
         build([struct.pack("<Q", 2**60)], [], num_entries=1),
-        "within its header",
+        "a metadata key has 1,152,921,504,606,846,976 bytes, at most 65,536",
     ),
     "key not UTF-8": (
         build([entry(b"\xff\xfe", U8, b"\0")], []),
@@ -180,6 +180,18 @@ BAD: dict[str, tuple[bytes, str]] = {
     "token not UTF-8": (
         build([entry("k", ARRAY, array(STRING, 2, text("a") + text(b"\xc3")))], []),
         "'k', string 1, is not UTF-8",
+    ),
+    "key of a megabyte": (
+        build([entry("k" * 2**20, U8, b"\0")], []),
+        "a metadata key has 1,048,576 bytes, at most 65,536 are read",
+    ),
+    "name of a megabyte": (
+        build([], [tensor("k" * 2**20, [8])]),
+        "a tensor's name has 1,048,576 bytes",
+    ),
+    "long text": (
+        build([entry("general.alignment", STRING, text("k" * 2**18))], []),
+        "must be a power of two, got 'k{60}'$",
     ),
     "key twice": (build([ALIGN, ALIGN], []), "'general.alignment' is there twice"),
     "tensor twice": (build([], [tensor("a", [8])] * 2), "tensor 'a' is there twice"),

@@ -1,6 +1,7 @@
 """An engine has the weights of its files, asleep and awake again."""
 
 import dataclasses
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -26,7 +27,8 @@ from jaxspec.settings.hosts import HostsConfig
 from jaxspec_checkpoints import bundled_draft, bundled_target, open_checkpoint
 from jaxspec_checkpoints.layout import EMBEDDING
 from jaxspec_checkpoints.writing import write_checkpoint
-from tests.checkpoints.models import write_tiny
+from tests.checkpoints.gguf_files import write_gguf
+from tests.checkpoints.models import tiny_config, write_tiny
 from tests.e2e import pair
 from tests.engines import generate, tokens_of
 from tests.loops import make_config
@@ -248,6 +250,33 @@ def test_load_format_is_what_the_folder_must_hold(tmp_path, to, load_format, is_
         return
     with pytest.raises(ConfigError, match=f"load_format must .* format '{to}'"):
         loader.make_runner(config)
+
+
+def test_gguf_files_are_loaded_as_what_they_were_made_of(tmp_path):
+    tensors = write_tiny(tmp_path / "hf", family="2b", **VOCABULARY)
+    config = tiny_config("2b", **VOCABULARY)
+    write_gguf(tmp_path / "m.gguf", config, tensors)
+    expected = loader.make_runner(configure(tmp_path / "hf", tmp_path / "hf")).params
+    path = tmp_path / "m.gguf"
+    for load_format in ("auto", "gguf"):
+        made = configure(path, path, load_format=load_format)
+        found = loader.make_runner(made).params
+        # Norms are 1 + w in float32 in between.
+        check = functools.partial(np.testing.assert_allclose, rtol=0, atol=1.2e-7)
+        jax.tree.map(check, found, expected)
+        assert loader.read_tokenizer(made).vocab_size == 8192
+    with pytest.raises(ConfigError, match="load_format must .* format 'gguf'"):
+        loader.make_runner(configure(path, load_format="safetensors"))
+
+
+def test_a_gguf_draft_must_have_the_targets_tokenizer(tmp_path):
+    write_tiny(tmp_path / "hf", family="2b", **VOCABULARY)
+    write_gguf(tmp_path / "m.gguf", tiny_config("2b", **VOCABULARY))
+    loader.read_tokenizer(configure(tmp_path / "hf", tmp_path / "m.gguf"))
+    content = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(content.replace(b"<pad>", b"<dap>"))
+    with pytest.raises(ConfigError, match="id 0 is '<pad>' for the target and '<dap>'"):
+        loader.read_tokenizer(configure(tmp_path / "hf", tmp_path / "m.gguf"))
 
 
 @pytest.mark.parametrize(("has_template", "ends"), [(True, {1, 107}), (False, {1})])

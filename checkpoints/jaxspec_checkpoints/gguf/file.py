@@ -36,6 +36,7 @@ _MAX_HEADER_BYTES = 64 * 2**20
 _MAX_ARRAY = 2**22
 _MAX_STRINGS = 2**22
 _MAX_ENTRIES = 2**16
+_MAX_NAME_BYTES = 2**16
 _MAX_SHARDS = 1024
 # The header is read in pieces of this size.
 _PIECE_BYTES = 256 * 2**10
@@ -151,8 +152,18 @@ def _read_header(path: Path) -> GgufFile:
 def _integer(file: GgufFile, key: str, default: int) -> int:
     value = file.metadata.get(key, default)
     if type(value) is not int:
-        _fail(file.path, f"{key} must be an integer, got {value!r:.40}")
+        _fail(file.path, f"{key} must be an integer, got {shown(value)}")
     return value
+
+
+def shown(value: Any) -> str:
+    """A metadata value in messages; what is long is cut before it is formatted."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, str):
+        return repr(value[:60])
+    is_array = isinstance(value, list | np.ndarray)
+    return f"an array of {len(value):,}" if is_array else repr(value)
 
 
 def _fail(path: Path, reason: str) -> NoReturn:
@@ -187,7 +198,7 @@ class _Header:
         num_tensors, num_keys = self._count("tensors"), self._count("metadata keys")
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
-            key = self._string("a metadata key")
+            key = self._string("a metadata key", most=_MAX_NAME_BYTES)
             if key in metadata:
                 self._fail(f"metadata key {key!r:.80} is there twice")
             metadata[key] = self._value(key)
@@ -258,12 +269,15 @@ class _Header:
             )
         return count
 
-    def _string(self, what: str) -> str:
-        content = self._take(self._number(8))
+    def _string(self, what: str, *, most: int = _MAX_HEADER_BYTES) -> str:
+        length = self._number(8)
+        if length > most:
+            self._fail(f"{what} has {length:,} bytes, at most {most:,} are read")
+        content = self._take(length)
         try:
             return content.decode()
         except UnicodeDecodeError:
-            self._fail(f"{what} is not UTF-8: {bytes(content)!r:.80}")
+            self._fail(f"{what} is not UTF-8: {bytes(content[:60])!r:.80}")
 
     def _value(self, key: str) -> Any:
         kind = self._number(4)
@@ -325,7 +339,7 @@ class _Header:
                     values.append(buffer[start:stop].decode())
                     position = stop
             except UnicodeDecodeError:
-                text = bytes(buffer[start:stop])
+                text = bytes(buffer[start:stop][:60])
                 self._fail(
                     f"{key!r:.80}, string {len(values)}, is not UTF-8: {text!r:.80}"
                 )
@@ -339,7 +353,7 @@ class _Header:
         self, count: int
     ) -> Iterator[tuple[str, tuple[int, ...], BlockType, int]]:
         for _ in range(count):
-            name = self._string("a tensor's name")
+            name = self._string("a tensor's name", most=_MAX_NAME_BYTES)
             num_dimensions = self._number(4)
             if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
                 self._fail(f"tensor {name!r:.80} has {num_dimensions} dimensions")
@@ -363,7 +377,7 @@ class _Header:
     def _alignment(self, metadata: Mapping[str, Any]) -> int:
         value = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if type(value) is not int or value < 1 or value & (value - 1):
-            self._fail(f"general.alignment must be a power of two, got {value!r:.40}")
+            self._fail(f"general.alignment must be a power of two, got {shown(value)}")
         return value
 
     def _align(self, position: int, alignment: int) -> int:
