@@ -312,13 +312,13 @@ class LLM:
 
     def encode(self, *_: object, **__: object) -> None:
         raise NotImplementedError(
-            "encode() belongs to pooling models; Gemma 2 generates text. To get token "
+            "encode() belongs to pooling models; Gemma generates text. To get token "
             "ids use get_tokenizer().encode(text)."
         )
 
     def embed(self, *_: object, **__: object) -> None:
         raise NotImplementedError(
-            "embed() belongs to pooling models; Gemma 2 generates text."
+            "embed() belongs to pooling models; Gemma generates text."
         )
 
     def get_metrics(self) -> list[Metric]:

@@ -229,7 +229,7 @@ def make_parser(prog: str, kind: type[CommandParser] = CommandParser) -> Command
     """Make the parser of the whole command line."""
     parser = kind(
         prog=prog,
-        description="Serve a Gemma 2 model with OpenAI's API. Without a model: the "
+        description="Serve a Gemma model with OpenAI's API. Without a model: the "
         "bundled pair.",
         parents=[_config_parser()],
         allow_abbrev=False,

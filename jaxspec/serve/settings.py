@@ -12,7 +12,7 @@ from jaxspec.errors import (
     check_strings,
     wrong_argument,
 )
-from jaxspec.serve.bodies.tool_parsers import GEMMA2, parser_class
+from jaxspec.serve.bodies.tool_parsers import GEMMA, parser_class
 from jaxspec.serve.response_store import connect
 
 SPEC_METRICS = ("none", "summary")
@@ -58,7 +58,7 @@ class ServerSettings:
             both.
         enable_auto_tool_choice: Let the model choose whether it calls tools: chats with
             `tools` and without a `tool_choice`, or with "auto".
-        tool_call_parser: What finds calls in such answers, by name: "gemma2" reads the
+        tool_call_parser: What finds calls in such answers, by name: "gemma" reads the
             form in which the model is told of tools where its template has none.
         tool_parser_plugin: A Python file that registers more of them, as vLLM's do.
         exclude_tools_when_tool_choice_none: Do not tell the model of tools that
@@ -98,7 +98,7 @@ class ServerSettings:
     trust_request_chat_template: bool = False
     strict_roles: bool = False
     enable_auto_tool_choice: bool = False
-    tool_call_parser: str = GEMMA2
+    tool_call_parser: str = GEMMA
     tool_parser_plugin: str = ""
     exclude_tools_when_tool_choice_none: bool = True
     enable_request_id_headers: bool = False

@@ -105,9 +105,9 @@ def test_every_kind_of_value():
     assert options.shutdown_timeout == 3
     assert (settings.enable_auto_tool_choice, settings.tool_call_parser) == (
         False,
-        "gemma2",
+        "gemma",
     )
-    words = ["--enable-auto-tool-choice", "--tool-call-parser", "gemma2"]
+    words = ["--enable-auto-tool-choice", "--tool-call-parser", "gemma"]
     settings = read("m", *words, "--exclude-tools-when-tool-choice-none").settings
     assert settings.enable_auto_tool_choice
 

@@ -418,7 +418,7 @@ def _rope_theta(layer: Mapping[str, Any]) -> float:
         raise wrong_argument(ConfigError, "rope_parameters", "an object", rope)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", None):
-        hint = "Heads for Gemma 2 have no scaled positions."
+        hint = "Heads have no scaled positions."
         raise wrong_argument(UnsupportedError, "rope_type", "'default'", kind, hint)
     theta = layer.get("rope_theta") or rope.get("rope_theta") or 10000.0
     return check_number(ConfigError, "rope_theta", theta, low=0, open_low=True)
