@@ -6,7 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from jaxspec_checkpoints import CheckpointError, open_checkpoint
 from jaxspec_checkpoints.huggingface import open_huggingface, read_tensors
@@ -236,29 +236,6 @@ def test_another_architecture_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gemma4"}))
     with pytest.raises(CheckpointError, match="must be 'gemma2' or .*, got 'gemma4'"):
         open_huggingface(tmp_path, LAYOUTS)
-
-
-def test_a_tie_of_null_is_the_default(tmp_path):
-    tensors = write_tiny(tmp_path, family="2b", tie_word_embeddings=None)
-    copy = {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}
-    save_file(tensors | copy, tmp_path / "model.safetensors")
-    assert sorted(open_huggingface(tmp_path, LAYOUTS).tensors) == sorted(tensors)
-
-
-def test_copy_of_the_embedding_is_left_out(tmp_path):
-    folder = make_folder(tmp_path / "model")
-    path = folder / "model.safetensors"
-    held = load_file(path)
-    garbage = np.full_like(held["model.embed_tokens.weight"], np.nan)
-    save_file(held | {"lm_head.weight": garbage}, path)
-    assert sorted(open_huggingface(folder, LAYOUTS).tensors) == sorted(held)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"tie_word_embeddings": False}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        CheckpointError, match="'lm_head.weight' is not part of Gemma 2"
-    ):
-        open_huggingface(folder, LAYOUTS)
 
 
 def test_pickles_are_no_checkpoint(tmp_path):
