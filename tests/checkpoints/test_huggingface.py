@@ -6,7 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from jaxspec_checkpoints import CheckpointError, open_checkpoint
 from jaxspec_checkpoints.huggingface import open_huggingface, read_tensors
