@@ -105,7 +105,7 @@ def _variants(folder: Path) -> list[Path]:
 
 
 def _layout_of_tree(tree: FlaxTree, layouts: Mapping[str, Layout]) -> Layout:
-    """The family that a tree's names tell, where there is no `config.json`."""
+    """Find the family by the names in a tree, where there is no `config.json`."""
     for layout in layouts.values():
         if layout.flax is not None and layout.flax.has_qk_norm == tree.has_qk_norm:
             return layout

@@ -216,12 +216,13 @@ def test_layers_of_both_models_are_scanned_where_that_is_asked_for(
         EngineArgs(model=target, scan_layers="yes")  # pyright: ignore
 
 
-def test_a_draft_whose_layers_cannot_be_scanned_is_refused(target: str, tmp_path: Path):
+def test_a_draft_of_less_than_a_period_is_not_scanned(target: str, tmp_path: Path):
     single = write_model(tmp_path / "single", num_hidden_layers=1)
     options: dict[str, Any] = dict(speculative_model=single, num_speculative_tokens=2)
-    configure(target, **options)
-    with pytest.raises(ConfigError, match="False for a model of 1 layers, got True"):
-        configure(target, scan_layers=True, **options)
+    config = configure(target, scan_layers=True, **options)
+    assert config.draft_model_config is not None
+    assert config.model_config.layers_of_pools == (2, 2)
+    assert config.draft_model_config.layers_of_pools == (1,)
 
 
 def test_keys_of_the_dict_arrive(target: str, draft: str):
