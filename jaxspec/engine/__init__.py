@@ -1,7 +1,7 @@
 """The host side of the engine: numpy and plain Python, jax only behind `runner`.
 
 Read `llm_engine` first (the loop; `async_llm_engine` runs it in an `engine_thread`, and
-`engine_group` several side by side),
+`engine_group` several side by side; an `engine_lock` lets threads share an engine),
 then the way of a request: `input_processor` (and `structured_output`), `scheduling`,
 which says what a launch does, `runner`, `output_processor` and `detokenizer`.
 `compiler` and `program_cache` make a launch's program; `metrics` counts, and

@@ -294,7 +294,7 @@ class AsyncLLMEngine:
 
     async def encode(self, *_: object, **__: object) -> None:
         raise NotImplementedError(
-            "encode() belongs to pooling models; Gemma 2 generates text. To get token "
+            "encode() belongs to pooling models; Gemma generates text. To get token "
             "ids use (await get_tokenizer()).encode(text)."
         )
 

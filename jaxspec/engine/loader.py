@@ -38,7 +38,7 @@ from jaxspec.text.tokenizer import NoTokenizer, Tokenizer, check_same_tokenizer
 from jaxspec_checkpoints import CheckpointError, Tensor, model_files, open_checkpoint
 from jaxspec_checkpoints.gguf.file import read_gguf
 from jaxspec_checkpoints.gguf.tokenizer import has_tokenizer
-from jaxspec_checkpoints.layout import EMBEDDING
+from jaxspec_checkpoints.layout import EMBEDDING, HEAD
 from jaxspec_checkpoints.reading import GGUF
 
 _log = logging.getLogger(__name__)
@@ -303,7 +303,7 @@ def _random_weights(
 
 def _open(config: EngineConfig, folder: str, argument: str) -> Mapping[str, Tensor]:
     try:
-        checkpoint = open_checkpoint(folder, layouts())
+        checkpoint = open_checkpoint(folder, layouts()).resolved()
     except CheckpointError as error:
         # Target and draft are read alike: say which of them this is.
         message = f"{argument}: {error}"
@@ -314,10 +314,11 @@ def _open(config: EngineConfig, folder: str, argument: str) -> Mapping[str, Tens
         raise wrong_argument(ConfigError, "load_format", allowed, load_format)
     # Rows of padding that the other model of the pair does not have are left out.
     num_rows = config.model_config.vocab_size
-    embedding = checkpoint.tensors[EMBEDDING]
-    if embedding.shape[0] <= num_rows:
-        return checkpoint.tensors
-    return {**checkpoint.tensors, EMBEDDING: embedding.head(num_rows)}
+    tensors = dict(checkpoint.tensors)
+    for name in {EMBEDDING, HEAD} & tensors.keys():
+        if tensors[name].shape[0] > num_rows:
+            tensors[name] = tensors[name].head(num_rows)
+    return tensors
 
 
 def check_level(level: int) -> int:

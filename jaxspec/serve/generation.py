@@ -184,7 +184,7 @@ def _adjusted(serving: Serving, body: ChatBody) -> ChatBody:
     if not settings.enable_auto_tool_choice:
         raise RequestError(
             '"auto" tool choice requires --enable-auto-tool-choice and '
-            "--tool-call-parser to be set (which is gemma2 by default). Start the "
+            "--tool-call-parser to be set (which is gemma by default). Start the "
             'server so, or pass tool_choice="required", a function, or "none".',
             parameter="tool_choice",
             value=body.tool_choice,

@@ -34,7 +34,7 @@ from jaxspec.models.heads.weights import (
 from jaxspec.models.matrices import DenseMatrix, Matrix
 from jaxspec.models.network import build_network, functions_of
 from jaxspec.models.params import Params
-from jaxspec.models.trimmed import TOKEN_IDS
+from jaxspec.models.trimmed import TOKEN_IDS, head_of
 from jaxspec.models.weights import load_params, tensors_of
 from jaxspec.settings.model_config import ModelConfig
 from jaxspec.sharding import TARGET_MESH_AXES
@@ -83,7 +83,7 @@ class Method(Protocol):
     def logits(
         self,
         params: Params,
-        embedding: Matrix,
+        head: Matrix,
         number: int,
         hidden: Float[Array, "row_token model"],
     ) -> Float[Array, "row_token draft_vocab"]:
@@ -181,11 +181,11 @@ class EagleMethod(_LayerMethod):
     def logits(
         self,
         params: Params,
-        embedding: Matrix,
+        head: Matrix,
         number: int,
         hidden: Float[Array, "row_token model"],
     ) -> Float[Array, "row_token draft_vocab"]:
-        return eagle.logits(self.config, params, hidden, embedding)
+        return eagle.logits(self.config, params, hidden, head)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +203,7 @@ class Eagle3Method(_LayerMethod):
         """The matrix of logits begins as the target's, with the norm before it."""
         params = super().init(target, seed, token_ids)
         if self.config.hidden_size == target.config.hidden_size:
-            table, placed = _values(target.embedding), _values(params["lm_head"])
+            table, placed = _values(head_of(target.params)), _values(params["lm_head"])
             if TOKEN_IDS in params:
                 table = table[params[TOKEN_IDS]]
             # A copy: training writes into the memory of its parameters.
@@ -225,7 +225,7 @@ class Eagle3Method(_LayerMethod):
     def logits(
         self,
         params: Params,
-        embedding: Matrix,
+        head: Matrix,
         number: int,
         hidden: Float[Array, "row_token model"],
     ) -> Float[Array, "row_token draft_vocab"]:
@@ -255,11 +255,11 @@ class MedusaMethod(_Head):
     def logits(
         self,
         params: Params,
-        embedding: Matrix,
+        head: Matrix,
         number: int,
         hidden: Float[Array, "row_token model"],
     ) -> Float[Array, "row_token draft_vocab"]:
-        return medusa.logits(self.config, params, number, hidden, embedding)
+        return medusa.logits(self.config, params, number, hidden, head)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,7 +290,7 @@ class MlpSpeculatorMethod(_Head):
     def logits(
         self,
         params: Params,
-        embedding: Matrix,
+        head: Matrix,
         number: int,
         hidden: Float[Array, "row_token model"],
     ) -> Float[Array, "row_token draft_vocab"]:
@@ -382,7 +382,7 @@ class DraftMethod:
     def logits(
         self,
         params: Params,
-        embedding: Matrix,
+        head: Matrix,
         number: int,
         hidden: Float[Array, "row_token model"],
     ) -> Float[Array, "row_token draft_vocab"]:

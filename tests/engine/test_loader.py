@@ -25,7 +25,7 @@ from jaxspec.errors import ConfigError, RequestError
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.settings.hosts import HostsConfig
 from jaxspec_checkpoints import bundled_draft, bundled_target, open_checkpoint
-from jaxspec_checkpoints.layout import EMBEDDING
+from jaxspec_checkpoints.layout import EMBEDDING, HEAD
 from jaxspec_checkpoints.writing import write_checkpoint
 from tests.checkpoints.gguf_files import write_gguf
 from tests.checkpoints.models import tiny_config, write_tiny
@@ -155,22 +155,28 @@ def test_pad_rows_of_a_flax_embedding_are_no_difference(tmp_path):
     assert loader.read_tokenizer(config).vocab_size == 8192
 
 
-def write_padded(folder: Path, vocab_size: int, rows: Any) -> None:
-    """The bundled draft, its embedding ended by more rows."""
+def write_padded(
+    folder: Path, vocab_size: int, rows: Any, *, is_tied: bool = True
+) -> None:
+    """The bundled draft, its embedding ended by more rows; perhaps with a head."""
     shutil.copytree(bundled_draft(), folder)
     path = folder / "model.safetensors"
     tensors = load_file(path)
     table = tensors[EMBEDDING]
     pads = np.full((vocab_size - len(table), table.shape[1]), rows, table.dtype)
-    save_file(tensors | {EMBEDDING: np.concatenate([table, pads])}, path)
+    tensors[EMBEDDING] = np.concatenate([table, pads])
+    if not is_tied:
+        tensors[HEAD] = np.concatenate([table[::-1], pads])
+    save_file(tensors, path)
     config = json.loads((folder / "config.json").read_text())
     config["vocab_size"] = vocab_size
     (folder / "config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_pad_rows_of_either_embedding_are_left_out(tmp_path, role):
-    write_padded(tmp_path / "padded", 8192 + 128, np.nan)
+def test_pad_rows_of_either_embedding_are_left_out(tmp_path, role, is_tied):
+    write_padded(tmp_path / "padded", 8192 + 128, np.nan, is_tied=is_tied)
     folders = [bundled_target(), tmp_path / "padded"]
     if role == "target":
         folders = [tmp_path / "padded", bundled_draft()]
@@ -181,8 +187,11 @@ def test_pad_rows_of_either_embedding_are_left_out(tmp_path, role):
     target, (draft,) = loader.make_runner(config).params
     for params in (target, draft):
         assert params is not None
-        assert params["embedding"].shape[0] == 8192
-        assert np.isfinite(params["embedding"].values).all()
+        for name in {"embedding", "head"} & params.keys():
+            assert params[name].shape[0] == 8192
+            assert np.isfinite(params[name].values).all()
+    padded = target if role == "target" else draft
+    assert padded is not None and ("head" in padded) is not is_tied
 
 
 def test_alone_a_model_keeps_all_its_rows(tmp_path):

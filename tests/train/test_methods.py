@@ -5,6 +5,7 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,9 +99,11 @@ def draft_target(folder: Path) -> Target:
     return dataclasses.replace(tiny.make_target(), folder=folder)
 
 
-def test_a_draft_that_was_saved_is_huggingfaces(tmp_path):
-    reference = make_hf_model(seed=4, num_hidden_layers=2)
-    content = TINY | dict(num_hidden_layers=2, model_type="gemma2")
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_draft_that_was_saved_is_huggingfaces(tmp_path, is_tied):
+    changes: dict[str, Any] = dict(num_hidden_layers=2, tie_word_embeddings=is_tied)
+    reference = make_hf_model(seed=4, **changes)
+    content = TINY | changes | dict(model_type="gemma2")
     method = DraftMethod(
         config=model_config(reference),  # pyright: ignore[reportArgumentType]
         hf_config=content | dict(architectures=["Gemma2ForCausalLM"]),

@@ -32,10 +32,12 @@ from jaxspec_checkpoints.gguf.tokenizer import (
 )
 from jaxspec_checkpoints.layout import (
     EMBEDDING,
+    HEAD,
     Layout,
     Sizes,
     check_tensors,
     layout_of,
+    must_be_tied,
 )
 from jaxspec_checkpoints.quantization import GGUF, QuantizedTensor
 from jaxspec_checkpoints.tensor import BLOCK_BYTES, Tensor
@@ -43,7 +45,7 @@ from jaxspec_checkpoints.tensor import BLOCK_BYTES, Tensor
 _NAMES = {
     "token_embd.weight": EMBEDDING,
     "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
+    "output.weight": HEAD,
 }
 # Within `blk.{i}.` and within `model.layers.{i}.`
 _LAYER_NAMES = {
@@ -108,7 +110,7 @@ def open_gguf(path: Path, layouts: Mapping[str, Layout]) -> Checkpoint:
     sizes = Sizes.from_config(config)
     stored = _canonical(file, sizes)
     tensors = {name: _described(one) for name, one in stored.items()}
-    check_tensors(layout, sizes, tensors)
+    check_tensors(layout, sizes, tensors, is_tied=must_be_tied(config))
     types = {name: one.type.name for name, one in stored.items() if len(one.shape) == 2}
     if any(one.type.dequantize for one in stored.values()):
         config["quantization_config"] = {"quant_method": GGUF, "tensor_types": types}
