@@ -52,7 +52,7 @@ def describe(checkpoint: Checkpoint) -> str:
         ("parameters", f"{checkpoint.num_parameters:,}"),
         ("bytes", f"{checkpoint.num_bytes:,} ({size(checkpoint.num_bytes)})"),
         ("dtype", main if len(dtypes) == 1 else f"{main}, with {', '.join(dtypes)}"),
-        ("files", ", ".join(checkpoint.side_files) or "no config, no tokenizer"),
+        ("files", _files(checkpoint)),
     ]
     scheme = scheme_of(checkpoint.config)
     if scheme is not None:
@@ -114,6 +114,12 @@ def size(num_bytes: float) -> str:
             break
         num_bytes /= 1000
     return f"{num_bytes:.3g} {unit}" if num_bytes < 1000 else f"{num_bytes:.0f} {unit}"
+
+
+def _files(checkpoint: Checkpoint) -> str:
+    """Names of the files that describe the model, and of those that can be made."""
+    made = [f"{name} (from metadata)" for name in sorted(checkpoint.made_files)]
+    return ", ".join([*checkpoint.side_files, *made]) or "no config, no tokenizer"
 
 
 def _quality(checkpoint: Checkpoint) -> str:

@@ -275,3 +275,4 @@ def test_report_names_format_and_types(tmp_path):
     write_gguf(tmp_path / "m.gguf", default=Q.Q4_0)
     report = describe(open_checkpoint(tmp_path / "m.gguf"))
     assert "gguf (llama.cpp GGUF)" in report and "int4" in report
+    assert "tokenizer.model (from metadata)" in report

@@ -278,6 +278,19 @@ def test_gguf_files_are_loaded_as_what_they_were_made_of(tmp_path):
         loader.make_runner(configure(path, load_format="safetensors"))
 
 
+def test_gguf_files_without_a_tokenizer(tmp_path):
+    write_tiny(tmp_path / "hf", family="2b", **VOCABULARY)
+    path = tmp_path / "m.gguf"
+    write_gguf(path, tiny_config("2b", **VOCABULARY), has_tokenizer=False)
+    # A draft was trained for the target's.
+    assert loader.read_tokenizer(configure(tmp_path / "hf", path)).vocab_size == 8192
+    with pytest.raises(ConfigError, match="m.gguf has no tokenizer .*name a folder"):
+        loader.read_tokenizer(configure(path))
+    own = configure(path, tokenizer=str(tmp_path / "hf"))
+    assert loader.read_tokenizer(own).vocab_size == 8192
+    assert loader.read_tokenizer(configure(path, load_format="dummy")).vocab_size == 0
+
+
 def test_a_gguf_draft_must_have_the_targets_tokenizer(tmp_path):
     write_tiny(tmp_path / "hf", family="2b", **VOCABULARY)
     write_gguf(tmp_path / "m.gguf", tiny_config("2b", **VOCABULARY))
