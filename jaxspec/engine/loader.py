@@ -36,7 +36,7 @@ from jaxspec.settings.trimming import check_special_tokens
 from jaxspec.sharding import DRAFT_MESH_AXES, Mesh
 from jaxspec.text.tokenizer import NoTokenizer, Tokenizer, check_same_tokenizer
 from jaxspec_checkpoints import CheckpointError, Tensor, model_files, open_checkpoint
-from jaxspec_checkpoints.gguf.file import read_gguf
+from jaxspec_checkpoints.gguf.file import forget_headers, read_gguf
 from jaxspec_checkpoints.gguf.tokenizer import has_tokenizer
 from jaxspec_checkpoints.layout import EMBEDDING, HEAD
 from jaxspec_checkpoints.reading import GGUF
@@ -241,7 +241,10 @@ def load_weights(config: EngineConfig, mesh: Mesh) -> tuple[Params, Params | Non
     dtype = choose_dtype(config.dtype, mesh)
     if _is_dummy(config):
         return _random_weights(config, mesh, dtype)
-    return _read_weights(config, mesh, dtype)
+    try:
+        return _read_weights(config, mesh, dtype)
+    finally:
+        forget_headers()
 
 
 def _read_weights(

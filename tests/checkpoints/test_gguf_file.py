@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import struct
 import time
 import tracemalloc
@@ -408,6 +409,21 @@ def test_real_file(golden):
                 rows = rows + np.float32(1)
             digest.update(np.ascontiguousarray(rows, "<f4").data)
         assert digest.hexdigest() == check["sha256_f32le"], check["name"]
+
+
+def test_reads_an_unchanged_header_once(tmp_path: Path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path)
+    assert read_gguf(path).metadata is not read_gguf(path).metadata  # just written
+    long_ago = time.time_ns() - 60 * 10**9
+    os.utime(path, ns=(long_ago, long_ago))
+    found = read_gguf(path)
+    assert read_gguf(path).metadata is found.metadata
+    os.utime(path, ns=(long_ago, long_ago + 1))
+    assert read_gguf(path).metadata is not found.metadata
+    found = read_gguf(path)
+    gguf_file.forget_headers()
+    assert read_gguf(path).metadata is not found.metadata
 
 
 @pytest.fixture(scope="module")

@@ -540,7 +540,7 @@ def test_how_matrices_are_kept(target: str, draft: str):
 @pytest.mark.parametrize(
     ("arguments", "texts"),
     [
-        ({"quantization": "awq"}, ["'awq'", "has no quantization_config"]),
+        ({"quantization": "awq"}, ["'awq'", "are not quantized"]),
         ({"quantize_embedding": True}, ["neither model is quantized"]),
         (
             {"quantization": "int4"},

@@ -21,6 +21,8 @@ from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.text.tools import CallReader, Part
 
 GEMMA = "gemma"
+# The parser's name when Gemma 2 was the only family; scripts may still use it.
+GEMMA2 = "gemma2"
 
 
 def make_call_id() -> str:
@@ -228,7 +230,7 @@ def parser_class(name: str, plugin: str) -> type[ToolParser]:
     return ToolParserManager.get_tool_parser(name)
 
 
-@ToolParserManager.register_module(GEMMA)
+@ToolParserManager.register_module([GEMMA, GEMMA2])
 class GemmaToolParser(ToolParser):
     """Reads calls in the form in which `jaxspec.text.tools` tells Gemma of tools."""
 

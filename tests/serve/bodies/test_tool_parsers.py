@@ -246,7 +246,11 @@ def test_a_plugin_is_python(tmp_path: Path):
 
 def test_settings_name_a_parser(plugin: str):
     assert ServerSettings().tool_call_parser == GEMMA
-    with pytest.raises(ConfigError, match="one of 'gemma', got 'shout'") as refused:
+    names = ("gemma", "gemma2")  # the second is an older name
+    assert len({ToolParserManager.get_tool_parser(name) for name in names}) == 1
+    with pytest.raises(
+        ConfigError, match="one of 'gemma', 'gemma2', got 'shout'"
+    ) as refused:
         ServerSettings(tool_call_parser="shout")
     assert refused.value.parameter == "tool_call_parser"
     ServerSettings(tool_call_parser="shout", tool_parser_plugin=plugin)
