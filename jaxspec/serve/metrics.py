@@ -75,6 +75,7 @@ _HELP = {
     "each draft to stay after those before it",
     "jaxspec:lossy_acceptance_info": "Acceptance is typical, by these two numbers: "
     "texts that are sampled without a seed do not follow the target",
+    "jaxspec:grammar_failures": "Texts that ended with an error of their grammar",
     "jaxspec:num_compiles": "Programs that were compiled",
     "jaxspec:compile_seconds": "How long that took",
     "jaxspec:warming": "Programs that are still to be compiled; 0 when all are there",
